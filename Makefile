@@ -14,7 +14,7 @@ export TOKENIZERS_PARALLELISM := false
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt $(wildcard setup.py src/batchline/engine/native/*.cpp src/batchline/engine/native/*.h)
+$(STAMP): pyproject.toml constraints.txt $(wildcard setup.py src/batchline/native/*.cpp src/batchline/native/*.h)
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "setuptools>=77" wheel
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e ".[dev]"

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 
-NATIVE = Path("src/batchline/engine/native")
+NATIVE = Path("src/batchline/native")
 
 setup(
     ext_modules=[
         Extension(
-            "batchline.engine.native._kernels",
+            "batchline.native._kernels",
             sources=[str(path) for path in sorted(NATIVE.glob("*.cpp"))],
             depends=[str(path) for path in sorted(NATIVE.glob("*.h"))],
             extra_compile_args=[

@@ -12,6 +12,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "src" / "batchline"
 LAYERS = [
     {"config", "errors"},
+    {"native"},
     {"openai_api", "text", "media", "engine", "pooling"},
     {"endpoints"},
     {"backends"},
@@ -23,7 +24,7 @@ LAYERS = [
 LAYER_OF = {name: level for level, names in enumerate(LAYERS) for name in names}
 ENTRY_POINTS = {"__init__", "__main__", "run_batch", "testing"}
 ALLOWED_OWNERS = {
-    "torch": {"engine", "pooling"},
+    "torch": {"engine", "pooling", "native"},
     "fastapi": {"server"},
     "starlette": {"server"},
     "uvicorn": {"server"},

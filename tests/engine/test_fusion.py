@@ -15,8 +15,8 @@ from batchline.config import EngineConfig, ModelConfig
 from batchline.engine.core import Engine
 from batchline.engine.fusion import FusedStack
 from batchline.engine.model_loader import load_model
-from batchline.engine.native.library import Isa, NativeKernels, open_kernels
 from batchline.engine.request import GenerationOutput, GenerationRequest, SamplingParams
+from batchline.native.library import Isa, NativeKernels, open_kernels
 
 KERNELS = open_kernels("auto")
 pytestmark = pytest.mark.skipif(KERNELS is None, reason="the native kernels were not built: no C++ compiler")

@@ -21,8 +21,7 @@ from batchline.engine.kv_cache import KVCache, bytes_per_block, choose_num_block
 from batchline.engine.memory import free_bytes
 from batchline.engine.model_loader import LoadedModel, load_model
 from batchline.engine.model_runner import ModelRunner, StepResult, selected_rows
-from batchline.engine.native.cache import PANEL, NativeKVCache, padded
-from batchline.engine.native.library import NativeKernels, open_kernels
+from batchline.engine.native_cache import PANEL, NativeKVCache, padded
 from batchline.engine.request import (
     EmbeddingOutput,
     EmbeddingRequest,
@@ -37,6 +36,7 @@ from batchline.engine.sequence import Sequence
 from batchline.engine.step_outputs import embedding_output, generation_output, note_prompt_logprobs
 from batchline.engine.token_masks import StepMasks, TokenMasks
 from batchline.errors import ConstraintFailed, EngineOutOfMemory, ModelLoadError
+from batchline.native.library import NativeKernels, open_kernels
 
 logger = logging.getLogger(__name__)
 

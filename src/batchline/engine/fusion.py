@@ -21,9 +21,9 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
 
 from batchline.engine.kv_cache import LayerSpec
-from batchline.engine.native.layout import NativeLayout
-from batchline.engine.native.library import NativeKernels
-from batchline.engine.native.packing import PackedLinear, pack, pack_gated
+from batchline.engine.native_layout import NativeLayout
+from batchline.native.library import NativeKernels
+from batchline.native.packing import PackedLinear, pack, pack_gated
 
 FUSIBLE = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 """Pre-normalised layers of rotary attention and a SiLU-gated MLP, attention perhaps with norms per head."""

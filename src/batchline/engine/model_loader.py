@@ -20,10 +20,10 @@ from batchline.config import ModelConfig
 from batchline.engine.attention import PAGED_ATTENTION
 from batchline.engine.fusion import can_fuse, fuse
 from batchline.engine.kv_cache import LayerSpec
-from batchline.engine.native.cache import can_hold
-from batchline.engine.native.library import NativeKernels
+from batchline.engine.native_cache import can_hold
 from batchline.engine.probe import OWN_ATTENTION, agrees_in_native_layout, logits_alone, probe_attention_layers
 from batchline.errors import ModelLoadError, UnsupportedModel
+from batchline.native.library import NativeKernels
 
 logger = logging.getLogger(__name__)
 

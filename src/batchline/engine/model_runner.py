@@ -15,8 +15,8 @@ import torch
 from batchline.engine.attention import DecodeGroup, PrefillChunk, StepLayout, TorchLayout
 from batchline.engine.kv_cache import KVCache
 from batchline.engine.model_loader import LoadedModel
-from batchline.engine.native.cache import NativeKVCache
-from batchline.engine.native.layout import NativeLayout
+from batchline.engine.native_cache import NativeKVCache
+from batchline.engine.native_layout import NativeLayout
 from batchline.engine.scheduler import Chunk, Step
 
 MAX_PADDING = 1.25

@@ -17,10 +17,10 @@ from transformers import AttentionInterface
 
 from batchline.engine.attention import PAGED_ATTENTION, prefill_attention
 from batchline.engine.kv_cache import LayerSpec
-from batchline.engine.native.cache import PANEL, NativeKVCache
-from batchline.engine.native.layout import NativeLayout
-from batchline.engine.native.library import NativeKernels
+from batchline.engine.native_cache import PANEL, NativeKVCache
+from batchline.engine.native_layout import NativeLayout
 from batchline.errors import UnsupportedModel
+from batchline.native.library import NativeKernels
 
 PROBE_ATTENTION = "batchline_probe"
 PROBE_LENGTHS = (5, 9)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from batchline.engine.kv_cache import LayerSpec
-from batchline.engine.native.library import DTYPES, CacheArgs, NativeKernels
+from batchline.native.library import DTYPES, CacheArgs, NativeKernels
 
 PANEL = 16
 """Block sizes and value dimensions come in multiples of this."""

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from batchline.config import CpuKernels
-from batchline.engine.native.packing import PackedLinear
+from batchline.native.packing import PackedLinear
 
 logger = logging.getLogger(__name__)
 
@@ -228,7 +228,7 @@ def open_kernels(wanted: CpuKernels) -> NativeKernels | None:
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    spec = importlib.util.find_spec("batchline.engine.native._kernels")
+    spec = importlib.util.find_spec("batchline.native._kernels")
     if spec is None or spec.origin is None or not Path(spec.origin).exists():
         logger.info("the native kernels were not built; running on torch alone")
         return None

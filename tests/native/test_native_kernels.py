@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from batchline.engine.kv_cache import LayerSpec
-from batchline.engine.native.cache import NativeKVCache
-from batchline.engine.native.library import Isa, NativeKernels, _library, open_kernels
-from batchline.engine.native.packing import pack, pack_gated
+from batchline.engine.native_cache import NativeKVCache
+from batchline.native.library import Isa, NativeKernels, _library, open_kernels
+from batchline.native.packing import pack, pack_gated
 
 LIBRARY = _library()
 pytestmark = pytest.mark.skipif(LIBRARY is None, reason="the native kernels were not built: no C++ compiler")

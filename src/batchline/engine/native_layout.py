@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from batchline.engine.native.cache import NativeKVCache
+from batchline.engine.native_cache import NativeKVCache
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 // What the kernels are told: plain pointers, sizes and strides. Strides count elements, not bytes.
 //
-// The KV cache is laid out for the kernels (see cache.py). A *pair* is what one multiply-accumulate consumes: two
+// The KV cache is laid out for the kernels (see engine/native_cache.py). A *pair* is what one multiply-accumulate consumes: two
 // neighbouring bfloat16 numbers, or one float. A *panel* is kPanel columns that are computed side by side.
 //
 //   keys:   (blocks, kv_heads, ceil(key_dim / pair), block_size, pair)      a panel is 16 positions
