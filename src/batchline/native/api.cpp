@@ -1,19 +1,14 @@
 // The C interface: picks the instruction set's kernels, cuts the work into items and spreads them over cores.
-//
-// Work runs on the OpenMP threads that torch uses: the caller hands over the runtime's own `GOMP_parallel`, so that
-// there is one pool of (spinning) threads in the process and not two. Items are claimed one by one, whoever is free.
 #include <algorithm>
-#include <atomic>
 #include <cstdlib>
 #include <memory>
 #include <vector>
 
 #include "kernels.h"
+#include "parallel.h"
 
 namespace batchline {
 namespace {
-
-using RunParallel = void (*)(void (*function)(void*), void* data, unsigned num_threads, unsigned flags);
 
 constexpr int64_t kTileQueryRows = 48;  // rows of a prefill tile: its sums and queries fit into the first-level cache
 constexpr int64_t kMinSplitKeys = 256;  // a context is split between cores only into pieces at least this long
@@ -60,42 +55,6 @@ bool is_supported(int isa) {
   return isa == kPortable;
 }
 
-// Calls work(first, end) for ranges of at most `grain` that together make up [0, count); each participating thread
-// makes its own copy of `work`, whose members are thus its scratch memory.
-template <class Work>
-class ParallelRanges {
- public:
-  ParallelRanges(const Work& work, int64_t count, int64_t grain) : work_(work), count_(count), grain_(grain) {}
-
-  void run(const Runtime& runtime) {
-    if (runtime.run_parallel == nullptr || count_ <= grain_) {
-      participate(this);
-    } else {
-      runtime.run_parallel(participate, this, 0, 0);  // 0 threads: as many as torch has set
-    }
-  }
-
- private:
-  static void participate(void* data) {
-    auto* self = static_cast<ParallelRanges*>(data);
-    Work work = self->work_;
-    for (;;) {
-      const int64_t first = self->next_.fetch_add(self->grain_, std::memory_order_relaxed);
-      if (first >= self->count_) return;
-      work(first, std::min(first + self->grain_, self->count_));
-    }
-  }
-
-  const Work& work_;
-  const int64_t count_, grain_;
-  std::atomic<int64_t> next_{0};
-};
-
-template <class Work>
-void parallel_ranges(const Runtime& runtime, int64_t count, int64_t grain, const Work& work) {
-  ParallelRanges<Work>(work, count, grain).run(runtime);
-}
-
 // Rows per range so that a range moves some 32 KB: small enough to balance, large enough to hide the claim.
 int64_t rows_per_range(int64_t numbers_per_row) { return std::max<int64_t>(1, 16384 / std::max<int64_t>(1, numbers_per_row)); }
 
@@ -104,7 +63,7 @@ void run_linear(const Runtime& runtime, const TypedKernels& kernels, const Linea
   const int64_t panels_per_item = kernels.panels_at_once * kPanelGroupsPerItem;
   const int64_t column_items = divide_up(a.num_panels(), panels_per_item);
   const int64_t items = divide_up(a.rows, kRowsPerItem) * column_items;
-  parallel_ranges(runtime, items, 1, [&](int64_t first, int64_t end) {
+  parallel_ranges(runtime.run_parallel, items, 1, [&](int64_t first, int64_t end) {
     for (int64_t i = first; i < end; ++i) {
       const int64_t row = i / column_items * kRowsPerItem, panel = i % column_items * panels_per_item;
       kernels.linear(a, {row, std::min(row + kRowsPerItem, a.rows), panel,
@@ -168,7 +127,7 @@ class AttentionPlan {
     std::vector<float> memory(static_cast<size_t>(num_partials_ * max_rows * stride));
     const Partials partials{memory.data(), max_rows, stride};
     const AttendWork work{args_, kernels, items_, partials, Scratch(kernels.attend_scratch_bytes(args_, max_rows))};
-    parallel_ranges(runtime, static_cast<int64_t>(items_.size()), 1, work);
+    parallel_ranges(runtime.run_parallel, static_cast<int64_t>(items_.size()), 1, work);
     for (const auto& [first, count] : merges_) kernels.merge(args_, &items_[first], count, partials);
   }
 
@@ -228,7 +187,7 @@ __attribute__((visibility("default"))) const Runtime* batchline_open(int isa, Ru
 
 __attribute__((visibility("default"))) void batchline_rms_norm(const Runtime* runtime, int dtype, const RmsNormArgs* a) {
   const TypedKernels& kernels = runtime->typed(dtype);
-  parallel_ranges(*runtime, a->rows, rows_per_range(a->dim),
+  parallel_ranges(runtime->run_parallel, a->rows, rows_per_range(a->dim),
                   [&](int64_t first, int64_t end) { kernels.rms_norm(*a, first, end); });
 }
 
@@ -238,7 +197,7 @@ __attribute__((visibility("default"))) void batchline_linear(const Runtime* runt
 
 __attribute__((visibility("default"))) void batchline_rotary(const Runtime* runtime, int dtype, const RotaryArgs* a) {
   const TypedKernels& kernels = runtime->typed(dtype);
-  parallel_ranges(*runtime, a->rows, rows_per_range((a->num_heads + 2 * a->cache.num_kv_heads) * a->cache.key_dim),
+  parallel_ranges(runtime->run_parallel, a->rows, rows_per_range((a->num_heads + 2 * a->cache.num_kv_heads) * a->cache.key_dim),
                   [&](int64_t first, int64_t end) { kernels.rotary(*a, first, end); });
 }
 

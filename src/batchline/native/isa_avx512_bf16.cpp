@@ -29,6 +29,7 @@ inline F32 dot_pairs(F32 sum, U32 a, U32 b) {
 
 #include "elementwise.inc.h"
 #include "product.inc.h"
+#include "epilogue.inc.h"
 #include "linear.inc.h"
 #include "attention.inc.h"
 

@@ -15,6 +15,7 @@ constexpr int kLinearPanels = 2;  // even: gate and up go together
 
 #include "elementwise.inc.h"
 #include "product.inc.h"
+#include "epilogue.inc.h"
 #include "linear.inc.h"
 #include "attention.inc.h"
 

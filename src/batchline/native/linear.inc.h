@@ -3,17 +3,6 @@
 constexpr int64_t kDepth = 512;  // pairs of inputs at once: their panels and rows stay in the second-level cache
 constexpr int64_t kMaxItemRows = 96;
 
-inline F32 silu(F32 x) { return x / (1.0f + exp(-x)); }
-
-template <class T>
-void store_columns(T* out, F32 x, int64_t count) {
-  if (count >= kLanes) {
-    store(out, x);
-  } else {
-    for (int64_t i = 0; i < count; ++i) narrow(x[i], out + i);
-  }
-}
-
 // Bias, activation and rounding of one row's sums; panel: the first one's number.
 template <class T, int kPanels>
 void finish_row(const LinearArgs& a, F32* sums, int64_t row, int64_t panel) {
