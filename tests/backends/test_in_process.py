@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
 
-from batchline.backends.base import EndpointRequest
+from batchline.backends.base import BATCH_PRIORITY, EndpointRequest
 from batchline.backends.in_process import InProcessBackend
-from batchline.config import CacheConfig, EngineConfig, ModelConfig
+from batchline.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from batchline.errors import BadRequest, NotFound, UsageError
 
 TINY_CHAT = Path(__file__).parents[2] / "examples/models/tiny-chat"
@@ -174,3 +175,23 @@ async def test_two_models_under_one_name_are_refused() -> None:
     config = EngineConfig(model=ModelConfig(model=str(TINY_CHAT), served_names=("same",)))
     with pytest.raises(UsageError, match="'same'"):
         InProcessBackend([config, config])
+
+
+async def test_interactive_requests_go_before_batch_work_whatever_their_own_priority() -> None:
+    model = ModelConfig(model=str(TINY_CHAT), served_names=("tiny",), dtype="float32", num_threads=1)
+    config = EngineConfig(model=model, cache=CacheConfig(num_bytes=8 << 20), scheduler=SchedulerConfig(max_num_seqs=1))
+    backend = InProcessBackend([config])
+    await backend.start()
+    try:
+        eager = replace(
+            chat(priority=-(2**31), max_tokens=100, ignore_eos=True, temperature=0), priority=BATCH_PRIORITY
+        )
+        undisturbed = await backend.answer(eager)
+        batch = asyncio.create_task(backend.answer(eager))
+        await until_running(backend)
+        interactive = await backend.answer(chat(priority=2**31 - 1, max_tokens=2))
+        assert interactive.status_code == 200
+        assert not batch.done()
+        assert (await batch).body["choices"] == undisturbed.body["choices"]
+    finally:
+        await backend.close()

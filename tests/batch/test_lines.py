@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchline.backends.base import Answer
+from batchline.backends.base import BATCH_PRIORITY, Answer
 from batchline.batch import lines
 from batchline.errors import LineError
 
@@ -43,6 +43,7 @@ def test_a_good_line_becomes_a_request() -> None:
     assert (line.custom_id, line.url, line.model) == ("request-1", "/v1/chat/completions", "m")
     request = line.request("abc")
     assert (request.url, request.body, request.request_id) == (line.url, GOOD["body"], "abc")
+    assert request.priority == BATCH_PRIORITY
 
 
 def test_a_carriage_return_at_the_end_and_within_is_white_space() -> None:

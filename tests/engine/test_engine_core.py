@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -211,6 +212,28 @@ def test_seeded_tokens_are_the_same_alone_in_company_and_after_preemption(make_e
     together = finals(crowded, *others, *reversed(seeded()))
     assert crowded.stats().preemptions > 0
     assert {key: together[key].token_ids for key in alone} == alone
+
+
+def test_sequences_that_lose_their_seats_to_others_say_the_same(
+    make_engine: MakeEngine, expected: list[list[int]]
+) -> None:
+    engine = make_engine(max_seqs=3)
+    batch = [replace(item, priority=1) for item in all_prompts()]
+    interactive = [replace(item, request_id=f"now-{item.request_id}") for item in all_prompts()]
+    for item in batch:
+        engine.add(item)
+    finished: dict[str, list[int]] = {}
+    arrivals = iter(interactive)
+    while engine.has_work:
+        for output in engine.step():
+            assert isinstance(output, GenerationOutput)
+            finished[output.request_id] = list(output.token_ids)
+        engine.check_integrity()
+        if engine.stats().steps % 7 == 3 and (late := next(arrivals, None)) is not None:
+            engine.add(late)
+    assert engine.stats().preemptions >= len(interactive)
+    assert [finished[item.request_id] for item in batch] == expected
+    assert [finished[item.request_id] for item in interactive] == expected
 
 
 def test_sequences_without_a_seed_differ(engine: Engine) -> None:

@@ -179,6 +179,85 @@ def test_waiting_line_is_ordered_by_priority_then_arrival() -> None:
     assert [engine.step().chunks[0].sequence for _ in range(3)] == [urgent, early, late]
 
 
+def test_smaller_priority_takes_the_seat_of_the_last_running_sequence() -> None:
+    engine = SimulatedEngine(num_blocks=32, max_seqs=2)
+    batch = [make_sequence((n, n), max_tokens=6, priority=9) for n in range(2)]
+    engine.add(*batch)
+    engine.step()
+    interactive = make_sequence((7, 7), max_tokens=6)
+    engine.add(interactive)
+    assert [chunk.sequence for chunk in engine.step().chunks] == [interactive, batch[0]]
+    assert batch[1].status is SequenceStatus.WAITING
+    engine.run()
+    assert engine.scheduler.num_preemptions == 1
+    assert [s.num_output_tokens for s in (*batch, interactive)] == [6, 6, 6]
+
+
+def test_equal_priority_takes_nobodys_seat() -> None:
+    engine = SimulatedEngine(num_blocks=32, max_seqs=2)
+    engine.add(*(make_sequence((n, n), max_tokens=6, priority=n) for n in range(2)))
+    engine.step()
+    engine.add(*(make_sequence((n, n), max_tokens=6, priority=1) for n in range(2, 5)))
+    engine.run()
+    assert engine.scheduler.num_preemptions == 0
+
+
+def test_smaller_priority_takes_the_blocks_it_lacks() -> None:
+    engine = SimulatedEngine(num_blocks=8, block_size=2)
+    batch = [make_sequence((n,) * 6, max_tokens=2, priority=9) for n in range(2)]
+    engine.add(*batch)
+    engine.step()
+    interactive = make_sequence((5,) * 5)
+    engine.add(interactive)
+    assert [chunk.sequence for chunk in engine.step().chunks] == [interactive, batch[0]]
+    engine.run()
+    assert [s.num_output_tokens for s in (*batch, interactive)] == [2, 2, 1]
+
+
+def test_smaller_priority_is_computed_first_where_tokens_of_a_step_are_short() -> None:
+    engine = SimulatedEngine(num_blocks=32, max_tokens=4)
+    batch = make_sequence((1,) * 12, priority=9)
+    engine.add(batch)
+    engine.step()
+    interactive = make_sequence((2,) * 3)
+    engine.add(interactive)
+    assert [(c.sequence, c.num_tokens) for c in engine.step().chunks] == [(interactive, 3), (batch, 1)]
+
+
+def test_running_sequences_of_the_same_priority_go_before_one_that_takes_a_seat() -> None:
+    engine = SimulatedEngine(num_blocks=32, max_tokens=4, max_seqs=2)
+    interactive, batch = make_sequence((1, 2), max_tokens=5), make_sequence((3, 4), max_tokens=5, priority=9)
+    engine.add(interactive, batch)
+    engine.step()
+    long = make_sequence((5,) * 9)
+    engine.add(long)
+    assert [(c.sequence, c.num_tokens) for c in engine.step().chunks] == [(interactive, 1), (long, 3)]
+
+
+def test_sequence_that_lost_its_seat_goes_on_from_the_blocks_that_are_left() -> None:
+    engine = SimulatedEngine(num_blocks=32, max_seqs=1)
+    batch = make_sequence((1,) * 8, max_tokens=4, priority=9)
+    engine.add(batch)
+    for _ in range(3):
+        engine.step()
+    engine.add(make_sequence((2, 2), max_tokens=1))
+    engine.step()
+    assert [(c.sequence, c.start, c.end) for c in engine.step().chunks] == [(batch, 10, 11)]
+    assert batch.num_cached_tokens == 0
+
+
+def test_batch_work_advances_while_interactive_requests_come_and_go() -> None:
+    engine = SimulatedEngine(num_blocks=32, max_seqs=1)
+    batch = make_sequence((1,) * 8, max_tokens=20, priority=9)
+    engine.add(batch)
+    for _ in range(40):
+        engine.step()
+        if engine.scheduler.num_waiting == 0:
+            engine.add(make_sequence((2, 2), max_tokens=1))
+    assert batch.is_finished
+    assert batch.num_output_tokens == 20
+
+
 def test_aborted_sequences_free_their_blocks_wherever_they_are() -> None:
     engine = SimulatedEngine(max_seqs=1)
     running, waiting = make_sequence((1, 2, 3), 4), make_sequence((1, 2, 4), 4)

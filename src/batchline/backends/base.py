@@ -30,9 +30,17 @@ API_ENDPOINTS = (
 models."""
 
 
+BATCH_PRIORITY = 1 << 32
+"""The priority of batch work, behind every interactive request: the 32 bits of a body's own `priority`, which is added,
+order requests of one kind and never lift one above the other kind."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointRequest:
-    """One request to one endpoint. url: the endpoint's path, e.g. `/v1/chat/completions`. body: untrusted JSON."""
+    """One request to one endpoint. url: the endpoint's path, e.g. `/v1/chat/completions`. body: untrusted JSON.
+
+    priority: smaller goes first, and takes the seat of a greater one that runs; 0 for whoever waits for the answer.
+    """
 
     url: str
     body: Mapping[str, Any]

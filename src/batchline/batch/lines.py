@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import orjson
 
-from batchline.backends.base import Answer, EndpointRequest
+from batchline.backends.base import BATCH_PRIORITY, Answer, EndpointRequest
 from batchline.errors import LineError
 
 MAX_LINE_BYTES = 256 * 1024 * 1024
@@ -40,7 +40,7 @@ class BatchLine:
 
     def request(self, request_id: str) -> EndpointRequest:
         """The request a backend answers."""
-        return EndpointRequest(url=self.url, body=self.body, request_id=request_id)
+        return EndpointRequest(url=self.url, body=self.body, request_id=request_id, priority=BATCH_PRIORITY)
 
 
 def parse_line(raw: bytes) -> BatchLine:

@@ -85,8 +85,9 @@ class TokenConstraint(Protocol):
 class GenerationRequest:
     """One sequence to run. `max_tokens=0` computes the prompt alone (for `echo` and prompt logprobs).
 
-    priority: lower runs earlier; ties go by arrival. stream: outputs arrive after every step; otherwise the whole
-    output arrives once, when the sequence ends (which spares the event loop one wake-up per token).
+    priority: smaller runs earlier, and takes the seat of a greater one that runs; ties go by arrival.
+    stream: outputs arrive after every step; otherwise the whole output arrives once, when the sequence ends (which
+    spares the event loop one wake-up per token).
     constraint: what the output must be; None leaves it free. A sequence ends by itself where nothing could follow.
     """
 

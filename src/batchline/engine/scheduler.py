@@ -3,7 +3,9 @@
 No tensors, no torch. One step holds at most `max_num_batched_tokens` new positions of at most `max_num_seqs`
 sequences; decodes and prefill chunks share it. Running sequences go first, in the order (priority, arrival); waiting
 ones fill what is left. When the cache is full, the last sequence in that order is preempted: its blocks are freed and
-it is computed again later from its tokens (recompute), which the prefix cache may shorten.
+it is computed again later from its tokens (recompute), which the prefix cache may shorten. So it is when a waiting
+sequence of a strictly smaller priority finds no seat or no blocks; equal ones never take each other's, so that no two
+can take turns at it.
 
 A block is registered for reuse as soon as the step that fills it is scheduled. This is safe because every layer
 writes the step's keys and values before any of its sequences read them, so even sequences of the same step share.
@@ -100,6 +102,9 @@ class Scheduler:
         budget = self.max_num_batched_tokens
         chunks: list[Chunk] = []
         for sequence in sorted(self.running, key=lambda s: s.order):
+            urgent = self._admit(budget, before=sequence)
+            chunks += urgent
+            budget -= sum(chunk.num_tokens for chunk in urgent)
             if budget == 0:
                 break
             if sequence.status is not SequenceStatus.RUNNING:
@@ -122,21 +127,37 @@ class Scheduler:
         """Raises BlockPoolCorrupt where blocks are leaked, doubly owned or wrongly free."""
         self.pool.check_integrity([sequence.block_table for sequence in self.running])
 
-    def _admit(self, budget: int) -> list[Chunk]:
-        """Move waiting sequences into the step while budget, seats and blocks last."""
+    def _admit(self, budget: int, *, before: Sequence | None = None) -> list[Chunk]:
+        """Move waiting sequences into the step while budget, seats and blocks last.
+
+        before: a running sequence that is to have its turn now; only those of a smaller priority are admitted, and
+        what they lack is taken from the back of the order, where none has had its turn yet.
+        """
         chunks: list[Chunk] = []
-        while budget > 0 and self._waiting and len(self.running) < self.max_num_seqs:
+        while budget > 0 and self._waiting:
             sequence = self._waiting[0][1]
             if sequence.is_finished:  # aborted while it waited
                 heapq.heappop(self._waiting)
                 continue
-            if not self._seat(sequence):
+            if before is not None and sequence.priority >= before.priority:
+                break
+            if len(self.running) >= self.max_num_seqs or not self._seat(sequence):
+                if before is not None and self._preempt_behind(sequence):
+                    continue
                 break
             heapq.heappop(self._waiting)
             end = sequence.num_computed_tokens + min(sequence.num_uncomputed_tokens, budget)
             chunks.append(self._take(sequence, end))
             budget -= chunks[-1].num_tokens
         return chunks
+
+    def _preempt_behind(self, sequence: Sequence) -> bool:
+        """Preempt the last running sequence if its priority is greater; False if it is not."""
+        victim = max(self.running, key=lambda s: s.order, default=None)
+        if victim is None or victim.priority <= sequence.priority:
+            return False
+        self._preempt(victim)
+        return True
 
     def _seat(self, sequence: Sequence) -> bool:
         """Give a waiting sequence the cached prefix and blocks for all its tokens; False if they are not free."""
