@@ -73,7 +73,7 @@ def test_a_model_that_the_kernels_get_wrong_runs_without_them(
 ) -> None:
     assert KERNELS is not None
     wrong = WrongKernels(KERNELS._library, Isa.PORTABLE)
-    monkeypatch.setattr("batchline.engine.core.open_kernels", lambda wanted: wrong)
+    monkeypatch.setattr("batchline.engine.placement.open_kernels", lambda wanted: wrong)
     folder = make_model(family, tmp_path)
     engine = Engine(EngineConfig(model=config(folder)))
     assert "do not reproduce this model's logits" in caplog.text

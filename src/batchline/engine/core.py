@@ -17,11 +17,9 @@ import torch
 
 from batchline.config import EngineConfig
 from batchline.engine.block_pool import BlockPool
-from batchline.engine.kv_cache import KVCache, bytes_per_block, choose_num_blocks
-from batchline.engine.memory import free_bytes
-from batchline.engine.model_loader import LoadedModel, load_model
-from batchline.engine.model_runner import ModelRunner, StepResult, selected_rows
-from batchline.engine.native_cache import PANEL, NativeKVCache, padded
+from batchline.engine.model_loader import load_model
+from batchline.engine.model_runner import StepResult, selected_rows
+from batchline.engine.placement import choose_kernels, make_runner, size_cache
 from batchline.engine.request import (
     EmbeddingOutput,
     EmbeddingRequest,
@@ -35,8 +33,7 @@ from batchline.engine.scheduler import Scheduler, Step
 from batchline.engine.sequence import Sequence
 from batchline.engine.step_outputs import embedding_output, generation_output, note_prompt_logprobs
 from batchline.engine.token_masks import StepMasks, TokenMasks
-from batchline.errors import ConstraintFailed, EngineOutOfMemory, ModelLoadError
-from batchline.native.library import NativeKernels, open_kernels
+from batchline.errors import ConstraintFailed, EngineOutOfMemory
 
 logger = logging.getLogger(__name__)
 
@@ -48,13 +45,12 @@ class Engine:
 
     def __init__(self, config: EngineConfig) -> None:
         self._num_threads = config.model.num_threads
-        self.loaded = load_model(config.model, _choose_kernels(config))
-        self.max_model_len, num_blocks = _size_cache(config, self.loaded)
-        cache = _make_cache(self.loaded, num_blocks, config.cache.block_size)
+        self.loaded = load_model(config.model, choose_kernels(config))
+        self.max_model_len, num_blocks = size_cache(config, self.loaded)
         pool = BlockPool(num_blocks, config.cache.block_size, enable_prefix_caching=config.cache.enable_prefix_caching)
         self._step_limits = config.scheduler
         self.scheduler = Scheduler(config.scheduler, pool)
-        self._runner = ModelRunner(self.loaded, cache)
+        self._runner = make_runner(config, self.loaded, num_blocks)
         self._masks = TokenMasks(self.loaded.vocab_size)
         self._sequences: dict[str, Sequence] = {}
         self._seeds = random.Random()
@@ -224,51 +220,6 @@ class Engine:
         error = EngineOutOfMemory("not even one token of this request fits in memory beside the model")
         error.__cause__ = exc
         return [RequestFailed(request_id=sequence.request_id, error=error)]
-
-
-def _choose_kernels(config: EngineConfig) -> NativeKernels | None:
-    if config.cache.block_size % PANEL != 0:
-        return None
-    return open_kernels(config.model.cpu_kernels)
-
-
-def _make_cache(loaded: LoadedModel, num_blocks: int, block_size: int) -> KVCache | NativeKVCache:
-    """The cache in the layout that the model's attention reads."""
-    if loaded.kernels is None:
-        return KVCache(loaded.layers, num_blocks, block_size, loaded.dtype, loaded.device)
-    return NativeKVCache(loaded.kernels, loaded.layers, num_blocks, block_size, loaded.dtype)
-
-
-def _size_cache(config: EngineConfig, loaded: LoadedModel) -> tuple[int, int]:
-    """(context length, number of blocks) that fit together. Raises: ModelLoadError when the length asked for cannot."""
-    size = config.cache.block_size
-    layers = loaded.layers if loaded.kernels is None else [padded(spec, loaded.dtype) for spec in loaded.layers]
-    block_bytes = bytes_per_block(layers, size, loaded.dtype)
-    num_blocks = choose_num_blocks(
-        config.cache,
-        block_bytes,
-        max_model_len=loaded.max_model_len,
-        max_num_seqs=config.scheduler.max_num_seqs,
-        free_bytes=_cache_room(loaded.device),
-    )
-    capacity = num_blocks * size
-    if capacity >= loaded.max_model_len:
-        return loaded.max_model_len, num_blocks
-    if config.model.max_model_len is not None:
-        raise ModelLoadError(
-            config.model.model,
-            f"a context of {loaded.max_model_len} tokens needs "
-            f"{-(-loaded.max_model_len // size) * block_bytes:,} bytes of KV cache and there is room for "
-            f"{num_blocks * block_bytes:,}; "
-            "lower --max-model-len or raise --kv-cache-memory-bytes",
-        )
-    logger.warning("the KV cache holds %d tokens: the context is cut from %d to that", capacity, loaded.max_model_len)
-    return capacity, num_blocks
-
-
-def _cache_room(device: torch.device) -> int:
-    """Memory that the cache may take from. On a CPU half of what is free: the rest is for everything else."""
-    return free_bytes() if device.type == "cuda" else free_bytes("cpu") // 2
 
 
 def _constrain(logits: torch.Tensor, sequences: SequenceOf[Sequence], masks: StepMasks) -> None:
