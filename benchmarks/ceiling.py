@@ -92,7 +92,7 @@ class ModelShape:
 
 def measure(shape: ModelShape, dtype: torch.dtype, repeats: int = 15) -> Ceiling:
     """Both rates on this machine, now, with torch's threads."""
-    return Ceiling(_matrix_flops(shape, dtype, repeats), _read_bytes(repeats))
+    return Ceiling(matrix_flops(shape.products, dtype, repeats), _read_bytes(repeats))
 
 
 def limit_seconds(
@@ -117,9 +117,10 @@ def _triangle(length: int) -> float:
     return length * (length + 1) / 2
 
 
-def _matrix_flops(shape: ModelShape, dtype: torch.dtype, repeats: int) -> float:
+def matrix_flops(shapes: Sequence[tuple[int, int]], dtype: torch.dtype, repeats: int = 15) -> float:
+    """Floating-point operations a second in products of ROWS rows with weights of these (inputs, outputs)."""
     products = []
-    for inputs, outputs in shape.products:
+    for inputs, outputs in shapes:
         x = torch.randn(ROWS, inputs).to(dtype)
         products.append((x, torch.randn(outputs, inputs).to(dtype)))
 
@@ -127,7 +128,7 @@ def _matrix_flops(shape: ModelShape, dtype: torch.dtype, repeats: int) -> float:
         for x, weight in products:
             torch.nn.functional.linear(x, weight)
 
-    return ROWS * shape.layer_flops / shape.layers / _median_seconds(run, repeats)
+    return 2 * ROWS * sum(inputs * outputs for inputs, outputs in shapes) / _median_seconds(run, repeats)
 
 
 def _read_bytes(repeats: int) -> float:
