@@ -12,10 +12,10 @@ import torch
 
 from batchline.engine.kv_cache import LayerSpec
 from batchline.engine.native_cache import NativeKVCache
-from batchline.native.library import Isa, NativeKernels, _library, open_kernels
+from batchline.native.library import Isa, NativeKernels, load_library, open_kernels
 from batchline.native.packing import pack, pack_gated
 
-LIBRARY = _library()
+LIBRARY = load_library()
 pytestmark = pytest.mark.skipif(LIBRARY is None, reason="the native kernels were not built: no C++ compiler")
 
 SUPPORTED = [isa for isa in Isa if LIBRARY is not None and LIBRARY.batchline_is_supported(int(isa))]

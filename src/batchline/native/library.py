@@ -96,7 +96,7 @@ class NativeKernels:
     def __init__(self, library: ctypes.CDLL, isa: Isa) -> None:
         self.isa = isa
         self._library = library
-        self._runtime = ctypes.c_void_p(library.batchline_open(int(isa), _run_parallel()))
+        self._runtime = ctypes.c_void_p(library.batchline_open(int(isa), run_parallel()))
 
     def rms_norm(
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor, delta: torch.Tensor | None = None
@@ -216,7 +216,7 @@ def open_kernels(wanted: CpuKernels) -> NativeKernels | None:
 
     None where the library was not built, or where the processor lacks the instruction set that was asked for.
     """
-    library = None if wanted == "off" else _library()
+    library = None if wanted == "off" else load_library()
     if library is None:
         return None
     isa = Isa(library.batchline_best_isa()) if wanted == "auto" else Isa[wanted.upper()]
@@ -227,7 +227,8 @@ def open_kernels(wanted: CpuKernels) -> NativeKernels | None:
 
 
 @functools.cache
-def _library() -> ctypes.CDLL | None:
+def load_library() -> ctypes.CDLL | None:
+    """The compiled kernels; None where the package was installed without a compiler."""
     spec = importlib.util.find_spec("batchline.native._kernels")
     if spec is None or spec.origin is None or not Path(spec.origin).exists():
         logger.info("the native kernels were not built; running on torch alone")
@@ -240,7 +241,7 @@ def _library() -> ctypes.CDLL | None:
     return library
 
 
-def _run_parallel() -> Any:
+def run_parallel() -> Any:
     """`GOMP_parallel` of the OpenMP runtime that torch has loaded, whichever that is; None where it has none."""
     try:
         return ctypes.cast(ctypes.CDLL(None).GOMP_parallel, ctypes.c_void_p)

@@ -27,8 +27,8 @@ class PackedLinear:
 
 def pack(weight: torch.Tensor, bias: torch.Tensor | None) -> PackedLinear:
     """weight: (outputs, inputs); bias: (outputs,) or None."""
-    panels = _panels(weight)
-    return PackedLinear(panels, None if bias is None else _padded(bias, len(panels)), len(weight))
+    panels = in_panels(weight)
+    return PackedLinear(panels, None if bias is None else padded(bias, len(panels)), len(weight))
 
 
 def pack_gated(gate: PackedLinear, up: PackedLinear) -> PackedLinear:
@@ -36,20 +36,27 @@ def pack_gated(gate: PackedLinear, up: PackedLinear) -> PackedLinear:
     panels = torch.stack((gate.panels, up.panels), 1).flatten(0, 1)
     bias = None
     if gate.bias is not None and up.bias is not None:
-        bias = torch.stack((gate.bias.view(-1, PANEL), up.bias.view(-1, PANEL)), 1).flatten()
+        bias = alternating(gate.bias, up.bias)
     return PackedLinear(panels, bias, gate.num_outputs, is_gated=True)
 
 
-def _panels(weight: torch.Tensor) -> torch.Tensor:
+def in_panels(weight: torch.Tensor) -> torch.Tensor:
+    """weight: (outputs, inputs). Returns (num_panels, pairs, PANEL, pair), where a pair takes four bytes."""
     outputs, inputs = weight.shape
     pair = 4 // weight.dtype.itemsize
     num_panels, num_pairs = -(-outputs // PANEL), -(-inputs // pair)
-    padded = weight.new_zeros(num_panels * PANEL, num_pairs * pair)
-    padded[:outputs, :inputs] = weight
-    return padded.view(num_panels, PANEL, num_pairs, pair).transpose(1, 2).contiguous()
+    filled = weight.new_zeros(num_panels * PANEL, num_pairs * pair)
+    filled[:outputs, :inputs] = weight
+    return filled.view(num_panels, PANEL, num_pairs, pair).transpose(1, 2).contiguous()
 
 
-def _padded(bias: torch.Tensor, num_panels: int) -> torch.Tensor:
-    padded = bias.new_zeros(num_panels * PANEL)
-    padded[: len(bias)] = bias
-    return padded
+def padded(columns: torch.Tensor, num_panels: int) -> torch.Tensor:
+    """A number for each output, with zeros for the columns that fill the last panel."""
+    filled = columns.new_zeros(num_panels * PANEL)
+    filled[: len(columns)] = columns
+    return filled
+
+
+def alternating(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """A number for each column, a panel's of one after a panel's of the other."""
+    return torch.stack((gate.view(-1, PANEL), up.view(-1, PANEL)), 1).flatten()

@@ -1,0 +1,58 @@
+// Int8 linear layers: what their kernels are told, and the table of kernels that each instruction set provides.
+//
+// A *four* is what one multiply-accumulate consumes: four neighbouring inputs, a byte each. Every number of a row of x
+// shares one scale, every weight of an output another one, so that the products are sums of integers: exact, whatever
+// the order of the additions, and the same on every instruction set.
+#pragma once
+
+#include "arguments.h"
+
+namespace batchline {
+
+constexpr int kFour = 4;
+
+// out = x * weight^T + bias, with the weight in panels: (panels, fours of inputs, kPanel, kFour), zero-padded. Gated:
+// as `LinearArgs`. Per column of the panels, in their order: a scale, the sum of its weights, and perhaps a bias.
+struct Int8LinearArgs {
+  const void* x;
+  const int8_t* panels;
+  const float* scales;
+  const int32_t* sums;
+  const float* bias;  // null: none
+  void* out;
+  int64_t rows, inputs, outputs;  // outputs: columns of out
+  int64_t x_stride, out_stride;
+  int64_t is_gated;
+
+  int64_t num_fours() const { return divide_up(inputs, kFour); }
+  int64_t num_panels() const { return divide_up(outputs, kPanel) * (is_gated ? 2 : 1); }
+};
+
+// Some rows of x, from first_row on, as bytes and a scale each. stride: bytes from row to row.
+struct QuantizedRows {
+  uint8_t* bytes;
+  float* scales;
+  int64_t first_row, stride;
+
+  uint8_t* row(int64_t row) const { return bytes + (row - first_row) * stride; }
+  float& scale(int64_t row) const { return scales[row - first_row]; }
+};
+
+struct TypedInt8Kernels {
+  void (*quantize)(const Int8LinearArgs&, const QuantizedRows&, int64_t first_row, int64_t end_row);
+  void (*linear)(const Int8LinearArgs&, const QuantizedRows&, const LinearItem&);
+};
+
+struct Int8Kernels {
+  TypedInt8Kernels float32;
+  TypedInt8Kernels bfloat16;
+};
+
+extern const Int8Kernels kInt8PortableKernels;
+#if defined(__x86_64__)
+extern const Int8Kernels kInt8Avx2Kernels;
+extern const Int8Kernels kInt8AvxVnniKernels;
+extern const Int8Kernels kInt8Avx512VnniKernels;
+#endif
+
+}  // namespace batchline
