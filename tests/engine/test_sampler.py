@@ -25,9 +25,11 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from batchline.engine import sampler
+from batchline.engine import drawing
+from batchline.engine.drawing import NUM_CANDIDATES, uniform
+from batchline.engine.logprobs import token_logprobs
 from batchline.engine.request import GenerationRequest, SamplingParams
-from batchline.engine.sampler import NUM_CANDIDATES, sample, token_logprobs, uniform
+from batchline.engine.sampler import sample
 from batchline.engine.sequence import Sequence as RunningSequence
 
 VOCAB = 40
@@ -65,7 +67,7 @@ def draw(logits: torch.Tensor, sequences: list[RunningSequence]) -> list[int]:
 def drawn(monkeypatch: pytest.MonkeyPatch, logits: torch.Tensor, num_draws: int, **sampling: Any) -> np.ndarray:
     """How often each token is drawn over an even grid of random numbers, as a share. Returns (vocab,)."""
     grid = (np.arange(num_draws) + 0.5) / num_draws
-    monkeypatch.setattr(sampler, "uniform", lambda seeds, positions: grid)
+    monkeypatch.setattr(drawing, "uniform", lambda seeds, positions: grid)
     tokens = draw(logits.repeat(num_draws, 1), [running(**sampling) for _ in range(num_draws)])
     return np.bincount(tokens, minlength=len(logits)) / num_draws
 
@@ -268,6 +270,15 @@ def test_no_token_is_made_up_where_all_are_ruled_out() -> None:
     assert sample(logits, rows) == [None, best, None, best]
 
 
+@pytest.mark.parametrize("scale", [0.5, 4.0], ids=["flat", "peaked"])
+def test_seeded_draws_stay_what_they_were(scale: float) -> None:
+    """A seed gives the same tokens in every version: these came from sorting every row in full."""
+    logits = random_logits(3 * NUM_CANDIDATES + 5, scale).repeat(4, 1)
+    shapes: list[dict[str, Any]] = [{"temperature": 0.7}, {"top_p": 0.9}, {"top_k": 40, "top_p": 0.8}, {"min_p": 0.05}]
+    sequences = [running(output=(4,) * 3, seed=77 + row, **shape) for row, shape in enumerate(shapes)]
+    assert sample(logits, sequences) == {0.5: [2771, 2829, 1472, 1725], 4.0: [538, 393, 393, 59]}[scale]
+
+
 def test_a_seeded_draw_is_the_same_whatever_the_batch_around_it() -> None:
     logits = random_logits(scale=0.5)
     others: list[dict[str, Any]] = [
@@ -377,6 +388,60 @@ def test_no_alternatives_are_reported_where_none_are_asked_for() -> None:
 def test_tied_tokens_share_a_rank() -> None:
     entries = token_logprobs(torch.tensor([[1.0, 3.0, 3.0, 0.0]] * 3), [1, 2, 0], [0, 0, 0])
     assert [entry.rank for entry in entries] == [1, 1, 3]
+
+
+@pytest.mark.parametrize("vocab", [40 * 128, 40 * 128 + 77])
+@pytest.mark.parametrize("count", [1, 7, 19, 20, 300])
+def test_alternatives_of_a_large_vocabulary_are_the_most_likely_ones(vocab: int, count: int) -> None:
+    logits = torch.stack([random_logits(vocab, seed=seed) for seed in range(3)])
+    logits[1] = torch.linspace(0, 5, vocab)  # the best stand together at the end
+    logits[2] = -logits[1]
+    expected = reference_logprobs(logits)
+    for row, entry in enumerate(token_logprobs(logits, [3, 4, 5], [count] * 3)):
+        assert [token for token, _ in entry.top] == expected[row].argsort(descending=True)[:count].tolist()
+        assert entry.logprob == pytest.approx(float(expected[row, 3 + row]), abs=1e-5)
+
+
+def test_logprobs_of_many_rows_are_those_of_each() -> None:
+    logits = torch.stack([random_logits(8192, seed=seed) for seed in range(150)])
+    together = token_logprobs(logits, list(range(150)), [2] * 150)
+    alone = [token_logprobs(logits[row : row + 1], [row], [2])[0] for row in range(150)]
+    assert together == alone
+
+
+@pytest.mark.parametrize("sampling", [{}, {"top_p": 0.99}, {"top_k": 3}], ids=["free", "top_p", "top_k"])
+def test_equally_likely_tokens_are_drawn_equally_often(
+    monkeypatch: pytest.MonkeyPatch, sampling: dict[str, Any]
+) -> None:
+    logits = torch.full((3 * NUM_CANDIDATES,), -50.0)
+    logits[[5, 900, 2000]] = 1.0
+    shares = drawn(monkeypatch, logits, 300, **sampling)
+    assert shares[[5, 900, 2000]].tolist() == pytest.approx([1 / 3] * 3)
+
+
+@pytest.mark.parametrize("sampling", [{}, {"top_k": 5}, {"top_p": 0.9, "min_p": 0.1}])
+def test_a_row_of_nans_disturbs_no_other(sampling: dict[str, Any]) -> None:
+    logits = random_logits()
+    tokens = sample(torch.stack([torch.full((VOCAB,), math.nan), logits]), [running(seed=3, **sampling)] * 2)
+    assert tokens[1] == sample(logits.clone()[None], [running(seed=3, **sampling)])[0]
+    assert 0 <= (tokens[0] or 0) < VOCAB
+
+
+def test_every_rule_is_applied_to_its_own_row_of_a_mixed_batch() -> None:
+    rules: list[dict[str, Any]] = [
+        {"logit_bias": {5: 3.0, 6: -100.0}},
+        {},
+        {"repetition_penalty": 1.5, "presence_penalty": 0.3, "frequency_penalty": 0.2},
+        {"allowed_token_ids": frozenset({1, 2, 3}), "logit_bias": {2: 1.0}, "bad_words_ids": ((3,), (8, 1))},
+        {"min_tokens": 9, "eos_token_ids": frozenset({2}), "stop_token_ids": frozenset({11})},
+        {"frequency_penalty": -1.0, "bad_words_ids": ((7, 8, 9),)},
+    ]
+    logits = torch.stack([random_logits(seed=seed) for seed in range(len(rules))])
+    history: dict[str, Any] = {"prompt": (4, 4, 30), "output": (7, 9, 7, 8)}
+    together = logits.clone()
+    sample(together, [running(**history, temperature=0.0, **rule) for rule in rules])
+    for row, rule in enumerate(rules):
+        assert torch.equal(together[row], processed(logits[row], **history, **rule)), rule
 
 
 def test_other_seeds_draw_other_tokens() -> None:

@@ -17,6 +17,8 @@ import torch
 
 from batchline.config import EngineConfig
 from batchline.engine.block_pool import BlockPool
+from batchline.engine.logits_processing import allow_only
+from batchline.engine.logprobs import token_logprobs
 from batchline.engine.model_loader import load_model
 from batchline.engine.model_runner import StepResult, selected_rows
 from batchline.engine.placement import choose_kernels, make_runner, size_cache
@@ -28,7 +30,7 @@ from batchline.engine.request import (
     GenerationRequest,
     RequestFailed,
 )
-from batchline.engine.sampler import allow_only, sample, token_logprobs
+from batchline.engine.sampler import sample
 from batchline.engine.scheduler import Scheduler, Step
 from batchline.engine.sequence import Sequence
 from batchline.engine.step_outputs import embedding_output, generation_output, note_prompt_logprobs
@@ -170,7 +172,7 @@ class Engine:
         wanting = [index for index, s in enumerate(sequences) if s.sampling.logprobs is not None]
         rows = [row for _, row in sampled]
         chosen = logits if rows == list(range(len(logits))) else logits[rows]  # a copy costs as much as the sampling
-        raw = chosen[wanting].clone() if wanting else None  # sampling works in place
+        raw = chosen[wanting] if wanting else None  # a copy: sampling works in place
         if masks is not None:
             _constrain(chosen, sequences, masks)
         tokens = sample(chosen, sequences)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from batchline.engine.logprobs import token_logprobs
 from batchline.engine.request import EmbeddingOutput, GenerationOutput
-from batchline.engine.sampler import token_logprobs
 from batchline.engine.scheduler import Chunk
 from batchline.engine.sequence import Sequence
 

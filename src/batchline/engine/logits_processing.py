@@ -1,0 +1,134 @@
+"""What requests rule out, favour and penalise, applied to the logits of all sequences at once, in place.
+
+Order: masks (allowed tokens, bad words, min_tokens) -> logit_bias -> penalties. The repetition penalty is that of
+`transformers.generation.logits_process`, presence and frequency penalties are those of the OpenAI API. Each rule
+collects its (row, token) pairs over the whole batch and changes them in one operation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from functools import lru_cache
+
+import numpy as np
+import torch
+
+from batchline.engine.request import SamplingParams
+from batchline.engine.sequence import Sequence as RunningSequence
+
+
+def allow_only(logits: torch.Tensor, rows: Sequence[int], masks: np.ndarray) -> None:
+    """Take every token away from the given rows whose bit is not set. In place, before anything else.
+
+    logits: (num_seqs, vocab); masks: (len(rows), ceil(vocab / 32)) int32, token i being bit i % 32 of word i // 32.
+    """
+    octets = torch.from_numpy(masks.astype("<i4", copy=False).view(np.uint8)).to(logits.device).int()
+    penalties = _octet_penalties(logits.device).index_select(0, octets.flatten())
+    penalties = penalties.view(len(rows), -1)[:, : logits.shape[-1]]
+    if len(rows) == len(logits):
+        logits += penalties  # ten times as fast as masked_fill_, which branches at each token
+    else:
+        logits[list(rows)] += penalties
+
+
+@lru_cache(maxsize=8)
+def _octet_penalties(device: torch.device) -> torch.Tensor:
+    """(256, 8) float32: for each octet, 0 where bit j is set and -inf where it is not."""
+    bits = (torch.arange(256)[:, None] >> torch.arange(8)) & 1
+    return torch.where(bits == 1, 0.0, -math.inf).to(device)
+
+
+def process_logits(logits: torch.Tensor, sequences: Sequence[RunningSequence]) -> None:
+    """Apply every rule of every sequence. logits: (num_seqs, vocab) float32, modified in place."""
+    _keep_allowed(logits, sequences)
+    _ban(logits, sequences)
+    _add_biases(logits, sequences)
+    _penalize_repetition(logits, sequences)
+    _penalize_output(logits, sequences)
+
+
+def _keep_allowed(logits: torch.Tensor, sequences: Sequence[RunningSequence]) -> None:
+    rows = _rows_where(sequences, lambda s: s.allowed_token_ids is not None)
+    if rows:
+        allowed = [_token_array(sequences[row].sampling.allowed_token_ids or ()) for row in rows]
+        pairs = _pairs(rows, allowed, logits.device)
+        kept = logits[pairs]
+        logits[torch.tensor(rows, device=logits.device)] = -math.inf
+        logits[pairs] = kept
+
+
+def _ban(logits: torch.Tensor, sequences: Sequence[RunningSequence]) -> None:
+    rows, banned = [], []
+    for row, sequence in enumerate(sequences):
+        tokens = _banned_tokens(sequence)
+        if tokens:
+            rows.append(row)
+            banned.append(_token_array(tokens))
+    if rows:
+        logits[_pairs(rows, banned, logits.device)] = -math.inf
+
+
+def _banned_tokens(sequence: RunningSequence) -> list[int]:
+    """Tokens that would complete a bad word, given the output so far, and those that would end it too early."""
+    sampling, banned = sequence.sampling, []
+    if sequence.num_output_tokens < sampling.min_tokens:
+        banned += [*sampling.eos_token_ids, *sampling.stop_token_ids]
+    for *prefix, last in sampling.bad_words_ids:
+        count = len(prefix)
+        if count <= sequence.num_output_tokens and (count == 0 or sequence.token_ids[-count:].tolist() == prefix):
+            banned.append(last)
+    return banned
+
+
+def _add_biases(logits: torch.Tensor, sequences: Sequence[RunningSequence]) -> None:
+    rows = _rows_where(sequences, lambda s: bool(s.logit_bias))
+    if rows:
+        biases = [sequences[row].sampling.logit_bias for row in rows]
+        pairs = _pairs(rows, [_token_array(bias) for bias in biases], logits.device)
+        amounts = np.concatenate([np.fromiter(bias.values(), np.float32, len(bias)) for bias in biases])
+        logits[pairs] += torch.from_numpy(amounts).to(logits.device)
+
+
+def _penalize_repetition(logits: torch.Tensor, sequences: Sequence[RunningSequence]) -> None:
+    """Tokens of prompt and output. A token that occurs twice is written twice, with the same value."""
+    rows = _rows_where(sequences, lambda s: s.repetition_penalty != 1.0)
+    if rows:
+        seen = [sequences[row].tokens_between(0, sequences[row].num_tokens) for row in rows]
+        strengths = [sequences[row].sampling.repetition_penalty for row in rows]
+        penalties = np.repeat(np.array(strengths, dtype=np.float32), [len(tokens) for tokens in seen])
+        factors = torch.from_numpy(penalties).to(logits.device)
+        pairs = _pairs(rows, seen, logits.device)
+        scores = logits[pairs]
+        logits[pairs] = torch.where(scores < 0, scores * factors, scores / factors)
+
+
+def _penalize_output(logits: torch.Tensor, sequences: Sequence[RunningSequence]) -> None:
+    """Presence and frequency penalties, for each different token of each output."""
+    rows = _rows_where(sequences, lambda s: s.presence_penalty != 0.0 or s.frequency_penalty != 0.0)
+    rows = [row for row in rows if sequences[row].num_output_tokens > 0]
+    if rows:
+        penalized, vocab = [sequences[row] for row in rows], logits.shape[-1]
+        outputs = [s.tokens_between(s.num_prompt_tokens, s.num_tokens) for s in penalized]
+        owners = np.repeat(np.arange(len(rows)), [len(output) for output in outputs])
+        keys, counts = np.unique(owners * vocab + np.concatenate(outputs), return_counts=True)
+        owners, tokens = np.divmod(keys, vocab)
+        strengths = [(s.sampling.presence_penalty, s.sampling.frequency_penalty) for s in penalized]
+        presence, frequency = np.array(strengths)[owners].T
+        amounts = torch.from_numpy((presence + counts * frequency).astype(np.float32))
+        pairs = torch.from_numpy(np.stack([np.array(rows)[owners], tokens])).to(logits.device)
+        logits[pairs[0], pairs[1]] -= amounts.to(logits.device)
+
+
+def _rows_where(sequences: Sequence[RunningSequence], has_rule: Callable[[SamplingParams], bool]) -> list[int]:
+    return [row for row, sequence in enumerate(sequences) if has_rule(sequence.sampling)]
+
+
+def _token_array(tokens: Collection[int]) -> np.ndarray:
+    return np.fromiter(tokens, np.int64, len(tokens))
+
+
+def _pairs(rows: Sequence[int], tokens: Sequence[np.ndarray], device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Indices into the logits: each row with each of its tokens, sent to the device at once."""
+    repeated = np.repeat(np.array(rows), [len(own) for own in tokens])
+    return tuple(torch.from_numpy(np.stack([repeated, np.concatenate(tokens)])).to(device))
