@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from batchline.engine.attention import DecodeGroup, PrefillChunk, StepLayout, TorchLayout
+from batchline.engine.forward import Forward
 from batchline.engine.kv_cache import KVCache
 from batchline.engine.model_loader import LoadedModel
 from batchline.engine.native_cache import NativeKVCache
@@ -32,38 +34,35 @@ class StepResult:
     hidden: torch.Tensor
 
 
-class ModelRunner:
-    """Runs steps of one model over one cache."""
+class StepRunner(Protocol):
+    """Computes steps of one model over one cache."""
 
-    def __init__(self, loaded: LoadedModel, cache: KVCache | NativeKVCache) -> None:
-        self._model = loaded.model
+    def run(self, step: Step) -> StepResult:
+        """Compute the step. The result's rows: for each chunk in order, its last position where `is_last`, or every
+        position where prompt log-probabilities are wanted (see `selected_rows`). They may be overwritten, by the
+        caller too, and last until the next step."""
+
+
+class ModelRunner:
+    """Runs steps over a cache in torch's layout or the native kernels'."""
+
+    def __init__(self, loaded: LoadedModel, cache: KVCache | NativeKVCache, forward: Forward | None = None) -> None:
+        """forward: the model's, where there is one already."""
+        self._forward = forward or Forward(loaded.model)
         self._device = loaded.device
         self._cache = cache
-        self._hidden: torch.Tensor | None = None
-        head = loaded.model.get_output_embeddings()  # type: ignore[operator]
-        head.register_forward_pre_hook(self._keep_hidden)
 
     @torch.inference_mode()
     def run(self, step: Step) -> StepResult:
-        """Compute the step. The result's rows: for each chunk in order, its last position where `is_last`, or every
-        position where prompt log-probabilities are wanted (see `selected_rows`)."""
+        """See `StepRunner.run`."""
         chunks = step.chunks
         tokens = np.concatenate([chunk.sequence.tokens_between(chunk.start, chunk.end) for chunk in chunks])
         positions = np.concatenate([np.arange(chunk.start, chunk.end) for chunk in chunks])
         rows = np.concatenate([rows for _, rows in selected_rows(step)])
-        output = self._model(
-            input_ids=self._send(tokens)[None],
-            position_ids=self._send(positions)[None],
-            use_cache=False,
-            logits_to_keep=self._send(rows),
-            step_layout=self._layout(chunks, positions),
+        logits, hidden = self._forward(
+            self._send(tokens), self._send(positions), self._layout(chunks, positions), self._send(rows)
         )
-        hidden, self._hidden = self._hidden, None
-        assert hidden is not None  # the hook has run: every causal model calls its head
-        return StepResult(output.logits[0].float(), hidden[0])
-
-    def _keep_hidden(self, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-        self._hidden = inputs[0]
+        return StepResult(logits.float(), hidden)
 
     def _layout(self, chunks: Sequence[Chunk], positions: np.ndarray) -> StepLayout:
         size = self._cache.block_size
