@@ -13,12 +13,12 @@ from scripted_models import engine_of, scripted_model
 from batchline.endpoints.chat import chat_completion
 from batchline.endpoints.chat_stream import chat_completion_chunks
 from batchline.endpoints.model import GenerativeModel
-from batchline.errors import BadRequest
+from batchline.errors import BadRequest, ConstraintFailed
 from batchline.text.reasoning import DeepSeekR1ReasoningParser, Qwen3ReasoningParser
 from batchline.text.tool_parsers import HermesToolParser, MistralToolParser
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
-TOOLS = [
+TOOLS: Any = [
     {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {"a": {}}}}}
     for name in ("get", "put")
 ]
@@ -102,6 +102,61 @@ async def test_a_call_that_is_cut_stays_text_and_says_length() -> None:
     choice = await choice_of(model_saying(CALL), tools=TOOLS, max_tokens=30)
     assert choice["message"]["content"] == CALL[:30]
     assert choice["finish_reason"] == "length"
+
+
+async def test_a_call_that_is_cut_within_its_arguments_stays_a_call() -> None:
+    """It was shown already where the answer is streamed, and a whole answer says the same."""
+    end = CALL.index("1}")
+    choice = await choice_of(model_saying(CALL), tools=TOOLS, max_tokens=end)
+    assert functions(choice) == [("get", '{"a": ')]
+    assert (choice["message"]["content"], choice["finish_reason"]) == (None, "length")
+
+
+async def test_a_call_streams_its_name_and_then_its_arguments() -> None:
+    request = {"messages": MESSAGES, "tools": TOOLS, "stream": True}
+    chunks = [chunk async for chunk in chat_completion_chunks(request, "r", model_saying(CALL))]
+    deltas = [call for chunk in chunks for call in chunk["choices"][0]["delta"].get("tool_calls", ())]
+    assert (deltas[0]["function"]["name"], deltas[0]["function"]["arguments"]) == ("get", "{")
+    assert [set(delta) for delta in deltas[1:]] == [{"index", "function"}] * (len('{"a": 1}') - 1)
+    assert "".join(delta["function"]["arguments"] for delta in deltas) == '{"a": 1}'
+
+
+ALLOWED: Any = {
+    "type": "allowed_tools",
+    "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "function": {"name": "put"}}]},
+}
+
+
+async def test_a_call_of_a_tool_that_is_not_allowed_stays_text() -> None:
+    choice = await choice_of(model_saying(CALL), tools=TOOLS, tool_choice=ALLOWED)
+    assert (choice["message"]["content"], functions(choice)) == (CALL, [])
+    choice = await choice_of(model_saying(CALL.replace("get", "put")), tools=TOOLS, tool_choice=ALLOWED)
+    assert functions(choice) == [("put", '{"a": 1}')]
+
+
+async def test_the_template_sees_the_allowed_tools_alone() -> None:
+    model = model_saying("x", template="{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}>")
+    await choice_of(model, tools=TOOLS, tool_choice=ALLOWED)
+    assert bytes(engine_of(model).requests[0].prompt_token_ids) == b"put >"
+
+
+async def test_a_demanded_call_is_of_an_allowed_tool() -> None:
+    required = {"type": "allowed_tools", "allowed_tools": {**ALLOWED["allowed_tools"], "mode": "required"}}
+    model = model_saying('[{"name": "put", "parameters": {}}]')
+    choice = await choice_of(model, tools=TOOLS, tool_choice=required)
+    assert functions(choice) == [("put", "{}")]
+    constraint = engine_of(model).requests[0].constraint
+    assert constraint is not None
+    matcher = constraint.matcher()
+    with pytest.raises(ConstraintFailed):
+        list(map(matcher.accept, b'[{"name": "get'))
+
+
+async def test_a_schema_of_an_allowed_tool_that_cannot_be_enforced_is_named_by_its_place() -> None:
+    bad = {"type": "function", "function": {"name": "put", "parameters": {"properties": {"a": {"not": {}}}}}}
+    required = {"type": "allowed_tools", "allowed_tools": {**ALLOWED["allowed_tools"], "mode": "required"}}
+    with pytest.raises(BadRequest, match=r"tools\[1\].function.parameters: at properties.a"):
+        await choice_of(model_saying("{}"), tools=[TOOLS[0], bad], tool_choice=required)
 
 
 async def test_without_a_known_format_the_option_is_named() -> None:

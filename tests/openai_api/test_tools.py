@@ -14,6 +14,11 @@ from batchline.openai_api.tools import tool_call_delta, tool_call_object
 NAMED = {"type": "function", "function": {"name": "f"}}
 
 
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
 def tool(name: str = "f", **function: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, **function}}
 
@@ -38,6 +43,8 @@ def chat(**fields: Any) -> ChatCompletionRequest:
         ({"tools": [tool()], "tool_choice": "none"}, "none"),
         ({"tools": [tool()], "tool_choice": "required"}, "required"),
         ({"tools": [tool("g"), tool()], "tool_choice": NAMED}, "named"),
+        ({"tools": [tool("g"), tool()], "tool_choice": allowed("auto", "f")}, "auto"),
+        ({"tools": [tool("g"), tool()], "tool_choice": allowed("required", "f", "g")}, "required"),
     ],
 )
 def test_how_tools_are_used(fields: dict[str, Any], mode: str) -> None:
@@ -63,6 +70,10 @@ def test_how_tools_are_used(fields: dict[str, Any], mode: str) -> None:
         ({"tools": [tool()], "tool_choice": 1}, "tool_choice", '"required" or {"type"'),
         ({"tools": [tool("g")], "tool_choice": NAMED}, "tool_choice", "there is no tool named 'f'"),
         ({"tool_choice": NAMED}, "tool_choice", "there are no tools to choose from"),
+        ({"tool_choice": allowed("auto", "f")}, "tool_choice", "there are no tools to choose from"),
+        ({"tools": [tool()], "tool_choice": allowed("auto", "f", "g")}, "tool_choice", "there is no tool named 'g'"),
+        ({"tools": [tool()], "tool_choice": allowed("none", "f")}, "tool_choice", '"mode": "auto" or "required"'),
+        ({"tools": [tool()], "tool_choice": allowed("auto")}, "tool_choice", '"mode": "auto" or "required"'),
         ({"tools": [], "tool_choice": "required"}, "tool_choice", "there are no tools to choose from"),
         ({"reasoning_effort": "huge"}, "reasoning_effort", "'none', 'minimal'"),
         ({"include_reasoning": "no"}, "include_reasoning", "valid boolean"),
@@ -73,6 +84,12 @@ def test_what_is_wrong_is_named(fields: dict[str, Any], param: str, message: str
         chat(**fields)
     assert caught.value.param == param
     assert message in caught.value.message
+
+
+def test_tools_that_may_not_be_called_are_not_shown() -> None:
+    request = chat(tools=[tool("a"), tool("b"), tool("c")], tool_choice=allowed("auto", "c", "a"))
+    assert [shown["function"]["name"] for shown in request.shown_tools] == ["a", "c"]
+    assert {index: tool.function.name for index, tool in request.callable_tools.items()} == {0: "a", 2: "c"}
 
 
 def test_a_template_sees_tools_as_they_were_given() -> None:

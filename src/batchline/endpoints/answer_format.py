@@ -16,7 +16,7 @@ from batchline.endpoints.model import GenerativeModel
 from batchline.engine.request import TokenConstraint
 from batchline.errors import BadRequest
 from batchline.openai_api.chat import ChatCompletionRequest
-from batchline.openai_api.tools import NamedToolChoice, Tool
+from batchline.openai_api.tools import AllowedToolsChoice, NamedToolChoice, Tool
 from batchline.text.grammars import Constraint, Preamble, Surroundings
 from batchline.text.reasoning import ReasoningParser
 from batchline.text.tokenizer import special_token_ids
@@ -91,7 +91,12 @@ def _tool_parser(request: ChatCompletionRequest, model: GenerativeModel) -> Tool
             "with --tool-call-parser, or set tool_choice to required, none or a function",
             param="tool_choice",
         )
-    return parser([ToolDefinition(tool.function.name, tool.function.parameters or {}) for tool in request.tool_list])
+    tools = [tool.function for tool in request.callable_tools.values()]
+    return parser(
+        [ToolDefinition(function.name, function.parameters or {}) for function in tools],
+        eager=True,
+        only_these=isinstance(request.tool_choice, AllowedToolsChoice),
+    )
 
 
 def _constraint(request: ChatCompletionRequest) -> Constraint | None:
@@ -106,13 +111,14 @@ def _constraint(request: ChatCompletionRequest) -> Constraint | None:
         raise BadRequest(f"{wanted.field}: the answer must be a call of a tool", param=wanted.field)
     if request.use_beam_search:
         raise BadRequest("tool_choice: a demanded call cannot be combined with use_beam_search", param="tool_choice")
-    choice = request.tool_choice
+    choice, tools = request.tool_choice, request.callable_tools
     if isinstance(choice, NamedToolChoice):
-        index, tool = next((i, t) for i, t in enumerate(request.tool_list) if t.function.name == choice.function.name)
+        index, tool = next((i, t) for i, t in tools.items() if t.function.name == choice.function.name)
         schema = json.dumps(_parameters(tool, index))
         return Constraint(kind="json_schema", field=f"tools[{index}].function.parameters", source=schema)
-    schemas = {tool.function.name: _parameters(tool, index) for index, tool in enumerate(request.tool_list)}
-    return Constraint(kind="tool_calls", field="tools", source=json.dumps(schemas))
+    places = tuple(tools) if len(tools) < len(request.tool_list) else ()
+    schemas = {tool.function.name: _parameters(tool, index) for index, tool in tools.items()}
+    return Constraint(kind="tool_calls", field="tools", source=json.dumps(schemas), places=places)
 
 
 def _parameters(tool: Tool, index: int) -> dict[str, Any]:

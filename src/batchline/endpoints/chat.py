@@ -110,7 +110,7 @@ def render_chat(request: ChatCompletionRequest, model: GenerativeModel) -> str:
     return template.render(
         ChatPrompt(
             messages=request.messages,
-            tools=request.tools or None,
+            tools=request.shown_tools or None,
             documents=request.documents,
             add_generation_prompt=request.add_generation_prompt,
             continue_final_message=request.continue_final_message,

@@ -9,6 +9,7 @@ from typing import Any
 
 from batchline.endpoints.embedders import Embedder
 from batchline.endpoints.pooling_limits import check_lengths, engine_errors_answered, resolve_truncation
+from batchline.endpoints.prompts import check_vocabulary
 from batchline.errors import BadRequest, InternalServerError
 from batchline.openai_api.common import Prompt, Usage
 from batchline.openai_api.embeddings import EmbeddingsRequest, embeddings_object
@@ -68,17 +69,8 @@ async def _tokenize_input(
     if texts:
         return await model.tokenize(texts, add_special_tokens=request.add_special_tokens, max_tokens=max_tokens)
     rows = [prompt for prompt in prompts if not isinstance(prompt, str)]
-    for row in rows:
-        _check_vocabulary(row, model)
-    return [model.from_token_ids(row, max_tokens=max_tokens) for row in rows]
-
-
-def _check_vocabulary(token_ids: Sequence[int], model: Embedder) -> None:
-    unknown = next((token_id for token_id in token_ids if not 0 <= token_id < model.vocab_size), None)
-    if unknown is not None:
-        raise BadRequest(
-            f"input: token id {unknown} is out of the vocabulary of {model.vocab_size} tokens", param="input"
-        )
+    known = [check_vocabulary(row, model.vocab_size, "input") for row in rows]
+    return [model.from_token_ids(row, max_tokens=max_tokens) for row in known]
 
 
 def _check_dimensions(dimensions: int | None, model: Embedder) -> None:

@@ -51,7 +51,7 @@ def encode_prompt(
             _refuse_far_too_long(prompt, model)
         token_ids = model.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
     else:
-        token_ids = check_vocabulary(prompt, model, "prompt")
+        token_ids = check_vocabulary(prompt, model.engine.vocab_size, "prompt")
     num_reserved = _num_reserved(max_tokens, default_max_tokens, model)
     kept = _truncate(token_ids, body.truncate_prompt_tokens, model, num_reserved)
     return EncodedPrompt(
@@ -61,13 +61,12 @@ def encode_prompt(
     )
 
 
-def check_vocabulary(token_ids: tuple[int, ...], model: GenerativeModel, field: str) -> tuple[int, ...]:
-    """The same token ids, all of them known to the model. Raises: BadRequest naming the field."""
+def check_vocabulary(token_ids: tuple[int, ...], vocab_size: int, field: str) -> tuple[int, ...]:
+    """The same token ids, all of them below `vocab_size`. Raises: BadRequest naming the field."""
     for token_id in token_ids:
-        if not 0 <= token_id < model.engine.vocab_size:
+        if not 0 <= token_id < vocab_size:
             raise BadRequest(
-                f"{field}: token id {token_id} is out of the vocabulary of {model.engine.vocab_size} tokens",
-                param=field,
+                f"{field}: token id {token_id} is out of the vocabulary of {vocab_size} tokens", param=field
             )
     return token_ids
 

@@ -102,11 +102,11 @@ def _top_k(wanted: int, vocab_size: int) -> int:
 
 
 def _token_ids(token_ids: list[int], model: GenerativeModel, field: str) -> frozenset[int]:
-    return frozenset(check_vocabulary(tuple(token_ids), model, field))
+    return frozenset(check_vocabulary(tuple(token_ids), model.engine.vocab_size, field))
 
 
 def _logit_bias(body: GenerationBody, model: GenerativeModel) -> dict[int, float]:
-    check_vocabulary(tuple(body.logit_bias), model, "logit_bias")
+    check_vocabulary(tuple(body.logit_bias), model.engine.vocab_size, "logit_bias")
     return body.logit_bias
 
 

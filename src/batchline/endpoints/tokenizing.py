@@ -29,7 +29,7 @@ async def tokenized(body: Mapping[str, Any], model: GenerativeModel) -> dict[str
 async def detokenized(body: Mapping[str, Any], model: GenerativeModel) -> dict[str, Any]:
     """The answer to a detokenize request: special tokens are shown. Raises: BadRequest."""
     request = parse_body(DetokenizeRequest, body, strict=model.config.strict)
-    tokens = check_vocabulary(tuple(request.tokens), model, "tokens")
+    tokens = check_vocabulary(tuple(request.tokens), model.engine.vocab_size, "tokens")
     text = await model.off_loop(partial(detokenize, model.tokenizer, tokens, skip_special_tokens=False))
     return {"prompt": text}
 

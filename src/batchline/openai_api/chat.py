@@ -10,7 +10,7 @@ from pydantic import Field
 from batchline.errors import BadRequest
 from batchline.openai_api.common import Usage
 from batchline.openai_api.generation import GenerationBody, NumLogprobs
-from batchline.openai_api.tools import NamedToolChoice, Tool, ToolChoice
+from batchline.openai_api.tools import AllowedToolsChoice, NamedToolChoice, Tool, ToolChoice
 
 JsonObject = dict[str, Any]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
@@ -59,7 +59,21 @@ class ChatCompletionRequest(GenerationBody):
             return "named"
         if not self.tools or self.tool_choice == "none":
             return "none"
-        return "required" if self.tool_choice == "required" else "auto"
+        choice = self.tool_choice
+        wanted = choice.allowed_tools.mode if isinstance(choice, AllowedToolsChoice) else choice
+        return "required" if wanted == "required" else "auto"
+
+    @property
+    def callable_tools(self) -> dict[int, Tool]:
+        """The tools that may be called, by their index in `tools`."""
+        choice = self.tool_choice
+        names = choice.allowed_tools.names if isinstance(choice, AllowedToolsChoice) else None
+        return {i: tool for i, tool in enumerate(self.tool_list) if names is None or tool.function.name in names}
+
+    @property
+    def shown_tools(self) -> list[Any]:
+        """What the template shows: the tools that may be called, as they were given."""
+        return [self.tools[index] for index in self.callable_tools]
 
     def _check_tools(self) -> None:
         names = [tool.function.name for tool in self.tool_list]
@@ -68,10 +82,16 @@ class ChatCompletionRequest(GenerationBody):
             raise BadRequest(f"tools: there are two functions named {twice}", param="tools")
         if not names and self.tool_choice not in (None, "none", "auto"):
             raise BadRequest("tool_choice: there are no tools to choose from", param="tool_choice")
-        choice = self.tool_choice
-        if isinstance(choice, NamedToolChoice) and choice.function.name not in names:
-            name = choice.function.name[:128]
-            raise BadRequest(f"tool_choice: there is no tool named {name!r}", param="tool_choice")
+        unknown = next((name for name in _chosen_names(self.tool_choice) if name not in names), None)
+        if unknown is not None:
+            raise BadRequest(f"tool_choice: there is no tool named {unknown[:128]!r}", param="tool_choice")
+
+
+def _chosen_names(choice: ToolChoice | None) -> list[str]:
+    """The functions that a choice names."""
+    if isinstance(choice, AllowedToolsChoice):
+        return sorted(choice.allowed_tools.names)
+    return [choice.function.name] if isinstance(choice, NamedToolChoice) else []
 
 
 def chat_completion_object(

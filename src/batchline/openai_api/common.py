@@ -43,9 +43,7 @@ def normalise_prompts(value: Any) -> tuple[Prompt, ...]:
 def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise PydanticCustomError("prompt_type", "A list of prompts should hold strings alone or token ids alone")
-    if not is_valid_unicode(value):
-        raise PydanticCustomError("string_unicode", "Input should be valid Unicode: it holds a lone surrogate")
-    return value
+    return _valid_unicode(value)
 
 
 def _token_ids(value: Any) -> tuple[int, ...]:
@@ -57,13 +55,14 @@ def _token_ids(value: Any) -> tuple[int, ...]:
     return tuple(value)
 
 
-def is_valid_unicode(text: str) -> bool:
-    """Whether `text` can be written as UTF-8 (a lone surrogate cannot)."""
+def _valid_unicode(text: str) -> str:
+    """The same text, which can be written as UTF-8 (a lone surrogate cannot)."""
     try:
         text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    except UnicodeEncodeError as exc:
+        message = "Input should be valid Unicode: it holds a lone surrogate"
+        raise PydanticCustomError("string_unicode", message) from exc
+    return text
 
 
 def _one_or_many(value: Any) -> Any:
@@ -80,6 +79,9 @@ def _strings(value: Any) -> tuple[str, ...]:
 
 Prompts = Annotated[tuple[Prompt, ...], PlainValidator(normalise_prompts)]
 """A field that takes a string, strings, token ids or lists of token ids."""
+
+Text = Annotated[str, AfterValidator(_valid_unicode)]
+"""A field that takes a string."""
 
 Strings = Annotated[tuple[str, ...], PlainValidator(_strings)]
 """A field that takes a string or a list of strings."""

@@ -6,18 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import Field, PlainValidator
+from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from batchline.openai_api.common import TruncatePromptTokens, Usage, WireModel, is_valid_unicode
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise PydanticCustomError("text_type", "Input should be a string")
-    if not is_valid_unicode(value):
-        raise PydanticCustomError("string_unicode", "Input should be valid Unicode: it holds a lone surrogate")
-    return value
+from batchline.openai_api.common import Text, TruncatePromptTokens, Usage, WireModel
 
 
 def _document(value: Any) -> str:
@@ -25,15 +17,15 @@ def _document(value: Any) -> str:
     text = value.get("text") if isinstance(value, dict) else value
     if not isinstance(text, str):
         raise PydanticCustomError("document_type", "A document should be a string or an object with a text")
-    return _text(text)
+    return text
 
 
 class RerankRequest(WireModel):
     """The body of a rerank request. top_n: 0 answers with every document."""
 
     model: str | None = None
-    query: Annotated[str, PlainValidator(_text)]
-    documents: Annotated[list[Annotated[str, PlainValidator(_document)]], Field(min_length=1)]
+    query: Text
+    documents: Annotated[list[Annotated[Text, BeforeValidator(_document)]], Field(min_length=1)]
     top_n: Annotated[int, Field(ge=0)] = 0
     return_documents: bool = True
     truncate_prompt_tokens: TruncatePromptTokens | None = None

@@ -44,7 +44,7 @@ class TextOptions(WireModel):
 
 
 class ReasoningOptions(WireModel):
-    """Options of models that reason."""
+    """Options of models that reason. effort: as a chat completion's `reasoning_effort`."""
 
     effort: str | None = None
     summary: str | None = None
@@ -64,7 +64,8 @@ class ResponsesRequest(WireModel):
     include: list[Literal["message.output_text.logprobs"]] = Field(default_factory=list)
     text: TextOptions = Field(default_factory=TextOptions)
     reasoning: ReasoningOptions = Field(default_factory=ReasoningOptions)
-    tool_choice: Literal["none", "auto"] = "auto"
+    tools: list[JsonObject] = Field(default_factory=list)
+    tool_choice: Any = None
     truncation: Literal["disabled"] = "disabled"
     stream: bool = False
     store: bool = True
@@ -93,8 +94,9 @@ class ResponsesRequest(WireModel):
         for field in ("background", "previous_response_id"):
             if getattr(self, field):
                 raise BadRequest(f"{field}: responses are kept by a server alone, for its own clients", param=field)
-        if self.reasoning.effort or self.reasoning.summary:
-            raise BadRequest("reasoning: reasoning output is not supported by this build", param="reasoning")
+        if self.reasoning.summary:
+            field = "reasoning.summary"
+            raise BadRequest(f"{field}: summaries of reasoning are not supported by this build", param=field)
 
 
 def response_object(
@@ -116,16 +118,22 @@ def response_object(
         "output": [],
         "parallel_tool_calls": True,
         "previous_response_id": request.get("previous_response_id"),
-        "reasoning": {"effort": None, "summary": None},
+        "reasoning": {"effort": _option(request, "reasoning", "effort"), "summary": None},
         "store": request.get("store") is not False,
         "temperature": request.get("temperature"),
-        "text": {"format": (request.get("text") or {}).get("format") or {"type": "text"}},
+        "text": {"format": _option(request, "text", "format") or {"type": "text"}},
         "tool_choice": request.get("tool_choice") or "auto",
-        "tools": [],
+        "tools": request.get("tools") or [],
         "top_p": request.get("top_p"),
         "truncation": "disabled",
         "usage": None,
     }
+
+
+def _option(request: JsonObject, field: str, name: str) -> Any:
+    """An option as it was given, in a body that may not have been checked yet."""
+    options = request.get(field)
+    return options.get(name) if isinstance(options, dict) else None
 
 
 def output_message(message_id: str, status: Status, content: Sequence[JsonObject]) -> JsonObject:
@@ -136,6 +144,28 @@ def output_message(message_id: str, status: Status, content: Sequence[JsonObject
 def output_text(text: str, logprobs: Sequence[JsonObject]) -> JsonObject:
     """A part of an output message."""
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
+
+
+def reasoning_item(item_id: str, status: Status, content: Sequence[JsonObject]) -> JsonObject:
+    """An output item of the model's reasoning."""
+    return {"id": item_id, "type": "reasoning", "status": status, "summary": [], "content": list(content)}
+
+
+def reasoning_text(text: str) -> JsonObject:
+    """A part of an item of reasoning."""
+    return {"type": "reasoning_text", "text": text}
+
+
+def function_call(item_id: str, status: Status, *, call_id: str, name: str, arguments: str) -> JsonObject:
+    """An output item of a call. arguments: JSON text."""
+    return {
+        "id": item_id,
+        "type": "function_call",
+        "status": status,
+        "call_id": call_id,
+        "name": name,
+        "arguments": arguments,
+    }
 
 
 def response_usage(usage: JsonObject) -> JsonObject:

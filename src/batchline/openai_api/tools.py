@@ -48,20 +48,41 @@ class NamedToolChoice(WireModel):
     function: ChosenFunction
 
 
-def _tool_choice(value: Any) -> str | NamedToolChoice:
+class AllowedTools(WireModel):
+    """Some of the tools, and whether one of them must be called."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedToolChoice], Field(min_length=1)]
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The functions that may be called."""
+        return frozenset(tool.function.name for tool in self.tools)
+
+
+class AllowedToolsChoice(WireModel):
+    """Only some of the tools may be called."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+def _tool_choice(value: Any) -> str | NamedToolChoice | AllowedToolsChoice:
     if value in ("none", "auto", "required"):
         return str(value)
+    is_allowed = isinstance(value, dict) and value.get("type") == "allowed_tools"
     try:
-        return NamedToolChoice.model_validate(value)
+        return (AllowedToolsChoice if is_allowed else NamedToolChoice).model_validate(value)
     except ValidationError as exc:
         raise PydanticCustomError(
             "tool_choice",
-            'Input should be "none", "auto", "required" or {"type": "function", "function": {"name": ...}}',
+            'Input should be "none", "auto", "required" or {"type": "function", "function": {"name": ...}} or '
+            '{"type": "allowed_tools", "allowed_tools": {"mode": "auto" or "required", "tools": [...]}}',
         ) from exc
 
 
-ToolChoice = Annotated[str | NamedToolChoice, PlainValidator(_tool_choice)]
-"""How tools are used: freely, not at all, at least once, or one named function."""
+ToolChoice = Annotated[str | NamedToolChoice | AllowedToolsChoice, PlainValidator(_tool_choice)]
+"""How tools are used: freely, not at all, at least once, one named function, or some of them alone."""
 
 
 def tool_call_object(*, call_id: str, name: str, arguments: str) -> JsonObject:

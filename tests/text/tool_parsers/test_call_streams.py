@@ -7,9 +7,16 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tool_examples import EXAMPLES, parser_of, streamed
+from tool_examples import EXAMPLES, TOOLS, parser_of, streamed
 
-from batchline.text.tool_parsers import ContentDelta, ToolCallDelta, tool_parser, tool_parser_names
+from batchline.text.tool_parsers import (
+    ContentDelta,
+    ParsedToolCalls,
+    ToolCall,
+    ToolCallDelta,
+    tool_parser,
+    tool_parser_names,
+)
 
 FORMATS = sorted(EXAMPLES)
 FRAGMENTS = [
@@ -115,8 +122,8 @@ def test_malformed_call_is_shown_as_content_as_soon_as_it_is_malformed() -> None
 
 def test_eager_stream_shows_the_name_and_then_the_arguments_as_they_come() -> None:
     stream = parser_of("hermes", eager=True).stream()
-    assert stream.push('<tool_call>{"name": "f", "arguments": ') == []
-    assert stream.push('{"a": "') == [ToolCallDelta(0, "f", None, '{"a": "')]
+    assert stream.push('<tool_call>{"name": "now", "arguments": ') == []
+    assert stream.push('{"a": "') == [ToolCallDelta(0, "now", None, '{"a": "')]
     assert stream.push("long ") == [ToolCallDelta(0, arguments_fragment="long ")]
     assert stream.push("text\\") == [ToolCallDelta(0, arguments_fragment="text")]
     assert stream.push('n"}}') == [ToolCallDelta(0, arguments_fragment='\\n"}')]
@@ -125,10 +132,47 @@ def test_eager_stream_shows_the_name_and_then_the_arguments_as_they_come() -> No
 
 def test_eager_call_that_breaks_off_stays_a_call_and_loses_nothing() -> None:
     parser = parser_of("hermes", eager=True)
-    cut_off = parser.parse('<tool_call>{"name": "f", "arguments": {"a": "b')
+    cut_off = parser.parse('<tool_call>{"name": "now", "arguments": {"a": "b')
     assert (cut_off.content, cut_off.calls[0].arguments_json) == (None, '{"a": "b')
-    broken = parser.parse('<tool_call>{"name": "f", "arguments": {"a": 1}, what}</tool_call>')
+    broken = parser.parse('<tool_call>{"name": "now", "arguments": {"a": 1}, what}</tool_call>')
     assert (broken.content, broken.calls[0].arguments_json) == (", what}</tool_call>", '{"a": 1}')
+
+
+def test_eager_stream_holds_calls_of_unknown_functions_until_they_are_complete() -> None:
+    """Prose in the shape of a call, "[see(a)]", seldom has the name of a tool."""
+    parser = parser_of("pythonic", eager=True)
+    assert parser.stream().push("[now(a=1") == [ToolCallDelta(0, "now", None, "{")]
+    assert parser.stream().push("[see(a=1") == []
+    assert parser.parse("[see(a)].") == ParsedToolCalls("[see(a)].", ())
+    assert parser.parse("[see(a=1)]").calls == (ToolCall("see", '{"a": 1}'),)
+
+
+STARTED = {
+    "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{",
+    "granite": '<|tool_call|>[{"name": "get_weather", "arguments": {',
+    "hermes": '<tool_call>{"name": "get_weather", "arguments": {',
+    "internlm": '<|action_start|><|plugin|>{"name": "get_weather", "parameters": {',
+    "jamba": '<tool_calls>[{"name": "get_weather", "arguments": {',
+    "llama3_json": '{"name": "get_weather", "parameters": {',
+    "mistral": "[TOOL_CALLS]get_weather{",
+    "phi4_mini_json": 'functools[{"name": "get_weather", "arguments": {',
+    "pythonic": "[get_weather(",
+    "qwen3_coder": "<tool_call>\n<function=get_weather>",
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_shows_a_call_before_its_arguments_are_complete(name: str) -> None:
+    (delta,) = parser_of(name, eager=True).stream().push(STARTED[name])
+    assert delta == ToolCallDelta(0, "get_weather", None, "{")
+
+
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_may_not_be_called_is_content(name: str, eager: bool) -> None:
+    parser = tool_parser(name)(TOOLS[1:], eager=eager, only_these=True)
+    for text in EXAMPLES[name]:
+        assert "get_weather" not in [call.name for call in parser.parse(text).calls]
 
 
 def test_long_calls_and_many_openings_cost_linear_time() -> None:

@@ -16,6 +16,7 @@ class Constraint:
     of structural tags, or of an object of tools' parameter schemas by name; else a regular expression or a grammar.
     whitespace_pattern: regular expression of the white space between JSON tokens, None for a bounded amount of any.
     is_compact: no white space there at all.
+    places: where in the field each of the tools stands, where the source has not all of them.
     """
 
     kind: ConstraintKind
@@ -23,7 +24,11 @@ class Constraint:
     source: str
     whitespace_pattern: str | None = None
     is_compact: bool = False
+    places: tuple[int, ...] = ()
 
     def field_of(self, schema: int) -> str:
         """The field that holds the constraint's schema of that number; a tool call has one for each function."""
-        return f"{self.field}[{schema}].function.parameters" if self.kind == "tool_calls" else self.field
+        if self.kind != "tool_calls":
+            return self.field
+        place = self.places[schema] if self.places else schema
+        return f"{self.field}[{place}].function.parameters"

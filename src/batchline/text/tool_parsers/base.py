@@ -14,7 +14,8 @@ from typing import ClassVar
 
 from batchline.text.text_cursor import Markers, Reading, TextCursor, UnexpectedText
 from batchline.text.tool_parsers.calls import Delta, ParsedToolCalls, ToolDefinition, assemble
-from batchline.text.tool_parsers.sink import CallSink
+from batchline.text.tool_parsers.schema_types import ArgumentTypes
+from batchline.text.tool_parsers.sink import Callees, CallSink
 
 
 class ToolCallParser(ABC):
@@ -33,14 +34,16 @@ class ToolCallParser(ABC):
     special_tokens: ClassVar[tuple[str, ...]] = ()
     """Markup that tokenizers hold as special tokens: it must not be skipped in detokenizing."""
 
-    def __init__(self, tools: Sequence[ToolDefinition] = (), *, eager: bool = False) -> None:
+    def __init__(self, tools: Sequence[ToolDefinition] = (), *, eager: bool = False, only_these: bool = False) -> None:
         """tools: what the model may call, for the types of arguments in formats that do not tell them.
 
-        eager: show a call as it grows, instead of when it is complete and right. A call that then breaks off stays a
-        call with the arguments so far, and only the text behind it is content.
+        eager: show a call of one of the tools as it grows, instead of when it is complete and right. A call that then
+        breaks off stays a call with the arguments so far, and only the text behind it is content.
+        only_these: a call of anything else is content.
         """
         self.tools = tuple(tools)
-        self._eager = eager
+        self.argument_types = ArgumentTypes(tools)
+        self._callees = Callees(frozenset(tool.name for tool in tools), eager, only_these)
         self._opening_markers = Markers(*self.openings)
 
     def parse(self, text: str) -> ParsedToolCalls:
@@ -50,7 +53,7 @@ class ToolCallParser(ABC):
 
     def stream(self) -> ToolCallStream:
         """A stream for one text that arrives in pieces."""
-        return ToolCallStream(self, eager=self._eager)
+        return ToolCallStream(self, self._callees)
 
     @classmethod
     def recognizes(cls, template: str) -> bool:
@@ -93,9 +96,9 @@ class ToolCallParser(ABC):
 class ToolCallStream:
     """One text on its way through a parser. Mutable, one per text."""
 
-    def __init__(self, parser: ToolCallParser, *, eager: bool) -> None:
+    def __init__(self, parser: ToolCallParser, callees: Callees) -> None:
         self._cursor = TextCursor()
-        self._sink = CallSink(self._cursor, eager=eager)
+        self._sink = CallSink(self._cursor, callees)
         self._reading = parser.read(self._cursor, self._sink)
 
     def push(self, delta_text: str) -> list[Delta]:

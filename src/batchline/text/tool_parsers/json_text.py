@@ -23,4 +23,4 @@ def json_string(text: str) -> str:
 
 
 def _refuse(constant: str) -> NoReturn:
-    raise ValueError(constant)
+    raise UnexpectedText(f"{constant} is not JSON")

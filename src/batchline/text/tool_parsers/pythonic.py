@@ -9,15 +9,12 @@ positional arguments take their names from the schema.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 
 from batchline.text.text_cursor import Reading, TextCursor, UnexpectedText
 from batchline.text.tool_parsers.base import ToolCallParser
-from batchline.text.tool_parsers.calls import ToolDefinition
 from batchline.text.tool_parsers.json_text import json_string, strict_loads
 from batchline.text.tool_parsers.python_literals import read_items, read_literal
 from batchline.text.tool_parsers.registry import register_tool_parser
-from batchline.text.tool_parsers.schema_types import ArgumentTypes
 from batchline.text.tool_parsers.sink import CallSink
 
 _NAME = re.compile(r"[\w.\-]*")
@@ -31,10 +28,6 @@ class PythonicToolParser(ToolCallParser):
     openings = ("<|python_start|>",)
     bare_openings = ("[",)
     special_tokens = ("<|python_start|>", "<|python_end|>")
-
-    def __init__(self, tools: Sequence[ToolDefinition] = (), *, eager: bool = False) -> None:
-        super().__init__(tools, eager=eager)
-        self._types = ArgumentTypes(tools)
 
     @classmethod
     def recognizes(cls, template: str) -> bool:
@@ -79,12 +72,12 @@ class PythonicToolParser(ToolCallParser):
             yield from cursor.space()
         else:
             cursor.position = start
-            known = self._types.parameter_names(function)
+            known = self.argument_types.parameter_names(function)
             if index >= len(known):
                 raise UnexpectedText("an argument without a name")
             keyword = known[index]
         value = yield from read_literal(cursor)
-        types = self._types.types(function, keyword)
+        types = self.argument_types.types(function, keyword)
         if types and "string" not in types and value.startswith('"'):
-            value = self._types.to_json(function, keyword, strict_loads(value))
+            value = self.argument_types.to_json(function, keyword, strict_loads(value))
         return keyword, value

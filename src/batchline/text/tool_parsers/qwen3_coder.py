@@ -8,14 +8,11 @@ and behind that belong to the tags; their types come from the tools' schemas. Mo
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 
 from batchline.text.text_cursor import Markers, Reading, TextCursor, UnexpectedText
 from batchline.text.tool_parsers.base import ToolCallParser
-from batchline.text.tool_parsers.calls import ToolDefinition
 from batchline.text.tool_parsers.json_text import json_string
 from batchline.text.tool_parsers.registry import register_tool_parser
-from batchline.text.tool_parsers.schema_types import ArgumentTypes
 from batchline.text.tool_parsers.sink import CallSink
 
 _FUNCTION = "<function="
@@ -32,10 +29,6 @@ class Qwen3CoderToolParser(ToolCallParser):
 
     openings = ("<tool_call>", _FUNCTION)
     special_tokens = ("<tool_call>", "</tool_call>")
-
-    def __init__(self, tools: Sequence[ToolDefinition] = (), *, eager: bool = False) -> None:
-        super().__init__(tools, eager=eager)
-        self._types = ArgumentTypes(tools)
 
     @classmethod
     def recognizes(cls, template: str) -> bool:
@@ -54,7 +47,7 @@ class Qwen3CoderToolParser(ToolCallParser):
             key, text = yield from _read_parameter(cursor)
             if key in keys:
                 raise UnexpectedText("a parameter twice")
-            value = self._types.to_json(name, key, text)
+            value = self.argument_types.to_json(name, key, text)
             sink.arguments(f"{', ' if keys else ''}{json_string(key)}: {value}")
             keys.append(key)
         sink.arguments("}")

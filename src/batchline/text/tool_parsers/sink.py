@@ -2,11 +2,12 @@
 
 Decides what may be shown when. White space next to a call is markup and is dropped, other white space is content. A
 call is held back until it is complete and its arguments are a JSON object, so that one that turns out malformed can
-still become content; an eager sink shows it as it grows.
+still become content; an eager sink shows it as it grows, once its name is one of the tools'.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import groupby
 
 from batchline.text.text_cursor import TextCursor, UnexpectedText
@@ -14,12 +15,34 @@ from batchline.text.tool_parsers.calls import ContentDelta, Delta, ToolCallDelta
 from batchline.text.tool_parsers.json_text import strict_loads
 
 
+@dataclass(frozen=True, slots=True)
+class Callees:
+    """What may be called, and which calls are shown as they grow.
+
+    names: of the tools; empty where they are not told. is_eager: whether calls of them are shown as they grow.
+    are_all: a text that calls anything else is no call.
+    """
+
+    names: frozenset[str] = frozenset()
+    is_eager: bool = False
+    are_all: bool = False
+
+    def allow(self, name: str) -> bool:
+        """Whether a function of that name may be called."""
+        return not self.are_all or name in self.names
+
+    def show_at_once(self, name: str) -> bool:
+        """Whether a call of it is shown before it is complete."""
+        return self.is_eager and (not self.names or name in self.names)
+
+
 class CallSink:
     """Turns content and calls into deltas. Keeps the cursor's mark behind what can't be taken back. One per stream."""
 
-    def __init__(self, cursor: TextCursor, *, eager: bool) -> None:
+    def __init__(self, cursor: TextCursor, callees: Callees) -> None:
         self._cursor = cursor
-        self._eager = eager
+        self._callees = callees
+        self._is_shown = False  # the open call, as it grows
         self._shown: list[Delta] = []
         self._space: list[str] = []
         self._open: list[ToolCallDelta] | None = None
@@ -35,10 +58,11 @@ class CallSink:
 
     def open_call(self, name: str, call_id: str | None = None) -> None:
         """A call begins. Raises: UnexpectedText if nothing can have this name."""
-        if not name or not name.isprintable():
+        if not name or not name.isprintable() or not self._callees.allow(name):
             raise UnexpectedText("not a function's name")
         self._open = []
-        if self._eager:
+        self._is_shown = self._callees.show_at_once(name)
+        if self._is_shown:
             self._space.clear()
         self._add(ToolCallDelta(self._num_calls, name, call_id))
 
@@ -49,7 +73,7 @@ class CallSink:
     def close_call(self) -> None:
         """The open call is complete. Raises: UnexpectedText if it is held and its arguments are not a JSON object."""
         assert self._open is not None
-        if not self._eager:
+        if not self._is_shown:
             if not isinstance(strict_loads("".join(delta.arguments_fragment for delta in self._open)), dict):
                 raise UnexpectedText("the arguments are not an object")
             self._shown += self._open
@@ -60,7 +84,7 @@ class CallSink:
 
     def abandon_call(self) -> bool:
         """The open call, if any, goes no further. True if it has been shown, and so stays a call."""
-        was_shown = self._open is not None and self._eager
+        was_shown = self._open is not None and self._is_shown
         self._open = None
         self._num_calls += was_shown
         return was_shown
@@ -78,7 +102,7 @@ class CallSink:
         return merged
 
     def _add(self, delta: ToolCallDelta) -> None:
-        if self._eager:
+        if self._is_shown:
             self._shown.append(delta)
             self._cursor.set_mark()
         elif self._open is not None:

@@ -1,0 +1,136 @@
+"""From a response request to the chat request that says the same.
+
+Items of the conversation become messages: a model's reasoning, text and calls that follow each other are one message of
+its own, as chat templates are written for. What an item holds is judged where chat completions judge it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from batchline.errors import BadRequest
+from batchline.openai_api.responses import CHAT_FIELDS, LOGPROBS, ResponsesRequest
+
+JsonObject = dict[str, Any]
+
+_TEXT_PARTS = {"input_text", "output_text", "text"}
+
+
+def chat_body(request: ResponsesRequest) -> JsonObject:
+    """The same request as a chat completion's body. Raises: BadRequest."""
+    chat: JsonObject = {name: getattr(request, name) for name in CHAT_FIELDS}
+    chat["messages"] = _messages(request)
+    chat["max_completion_tokens"] = request.max_output_tokens
+    chat["reasoning_effort"] = request.reasoning.effort
+    chat["tools"] = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(request.tools)]
+    chat["tool_choice"] = _tool_choice(request.tool_choice)
+    if LOGPROBS in request.include or request.top_logprobs:
+        chat |= {"logprobs": True, "top_logprobs": request.top_logprobs}
+    if request.text.format is not None:
+        chat["response_format"] = _response_format(request.text.format)
+    return {name: value for name, value in chat.items() if value is not None}
+
+
+def _response_format(given: JsonObject) -> JsonObject:
+    """A schema stands beside its type here, and within `json_schema` in a chat completion."""
+    if given.get("type") != "json_schema":
+        return given
+    return {"type": "json_schema", "json_schema": {name: value for name, value in given.items() if name != "type"}}
+
+
+def _tool(given: JsonObject, path: str) -> JsonObject:
+    """A tool of the only type there is here."""
+    kind = given.get("type")
+    if kind != "function":
+        raise BadRequest(f"{path}: tools of type {str(kind)[:80]!r} are not supported by this build", param=path)
+    return _function(given)
+
+
+def _function(given: JsonObject) -> JsonObject:
+    """A function's fields stand beside its type here, and within `function` in a chat completion."""
+    return {"type": given.get("type"), "function": {name: value for name, value in given.items() if name != "type"}}
+
+
+def _tool_choice(given: Any) -> Any:
+    """The choice as a chat completion spells it; what is none is judged there."""
+    if not isinstance(given, dict):
+        return given
+    if given.get("type") == "allowed_tools" and isinstance(given.get("tools"), list):
+        tools = [_tool_choice(tool) for tool in given["tools"]]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": given.get("mode"), "tools": tools}}
+    return _function(given)
+
+
+def _messages(request: ResponsesRequest) -> list[JsonObject]:
+    conversation = _Conversation()
+    if request.instructions:
+        conversation.add({"role": "system", "content": request.instructions}, "instructions")
+    items = [{"role": "user", "content": request.input}] if isinstance(request.input, str) else request.input
+    for index, item in enumerate(items):
+        conversation.add(item, f"input[{index}]")
+    return conversation.messages
+
+
+class _Conversation:
+    """Messages that are put together from items. Mutable."""
+
+    def __init__(self) -> None:
+        self.messages: list[JsonObject] = []
+        self._reasoning = ""
+
+    def add(self, item: JsonObject, path: str) -> None:
+        """Take the next item. Raises: BadRequest."""
+        kind = item.get("type", "message")
+        if kind == "message":
+            self._add_message(item)
+        elif kind == "reasoning":
+            self._reasoning += _reasoning_text(item)
+        elif kind == "function_call":
+            _check_strings(item, ("call_id", "name", "arguments"), path)
+            self._add_call(item)
+        elif kind == "function_call_output":
+            _check_strings(item, ("call_id",), path)
+            self.messages.append(
+                {"role": "tool", "tool_call_id": item["call_id"], "content": _content(item.get("output"))}
+            )
+        else:
+            raise BadRequest(f"{path}: items of type {str(kind)[:80]!r} are not supported by this build", param=path)
+
+    def _add_message(self, item: JsonObject) -> None:
+        message = {"role": item.get("role"), "content": _content(item.get("content"))}
+        self.messages.append(message | self._taken_reasoning() if message["role"] == "assistant" else message)
+
+    def _add_call(self, item: JsonObject) -> None:
+        """A call belongs to the message before it, where that is the model's own."""
+        if not self.messages or self.messages[-1]["role"] != "assistant":
+            self.messages.append({"role": "assistant", "content": None, **self._taken_reasoning()})
+        function = {"name": item["name"], "arguments": item["arguments"]}
+        call = {"id": item["call_id"], "type": "function", "function": function}
+        self.messages[-1].setdefault("tool_calls", []).append(call)
+
+    def _taken_reasoning(self) -> JsonObject:
+        taken, self._reasoning = self._reasoning, ""
+        return {"reasoning": taken} if taken else {}
+
+
+def _check_strings(item: JsonObject, fields: tuple[str, ...], path: str) -> None:
+    """Raises: BadRequest naming the field that is no string."""
+    wrong = next((field for field in fields if not isinstance(item.get(field), str)), None)
+    if wrong is not None:
+        raise BadRequest(f"{path}.{wrong}: Input should be a string", param=f"{path}.{wrong}")
+
+
+def _reasoning_text(item: JsonObject) -> str:
+    parts = item.get("content") or item.get("summary") or []
+    texts = [part.get("text") for part in parts if isinstance(part, dict)]
+    return "".join(text for text in texts if isinstance(text, str))
+
+
+def _content(content: Any) -> Any:
+    return [_part(part) for part in content] if isinstance(content, list) else content
+
+
+def _part(part: Any) -> Any:
+    """Text parts under the name that chat completions know; others are judged there."""
+    is_text = isinstance(part, dict) and part.get("type") in _TEXT_PARTS
+    return {"type": "text", "text": part.get("text")} if is_text else part

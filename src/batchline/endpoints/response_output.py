@@ -1,0 +1,226 @@
+"""A response while it is written: its output items, one after the other, and the events that tell of them.
+
+A whole response is written in one piece, so that both forms come from here. One item is open at a time; what belongs to
+another kind of item closes it.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+from batchline.endpoints.model import GenerativeModel
+from batchline.openai_api.responses import (
+    Status,
+    function_call,
+    output_message,
+    output_text,
+    reasoning_item,
+    reasoning_text,
+    response_object,
+    response_usage,
+)
+
+JsonObject = dict[str, Any]
+
+
+class _Item(ABC):
+    """One output item. Mutable. Events are (type, fields) still without what places them."""
+
+    prefix: ClassVar[str]
+
+    def __init__(self, item_id: str) -> None:
+        self.item_id = item_id
+        self._pieces: list[str] = []
+
+    @property
+    def text(self) -> str:
+        """All of it so far."""
+        return "".join(self._pieces)
+
+    def append(self, piece: str) -> None:
+        """Take more text."""
+        self._pieces.append(piece)
+
+    @abstractmethod
+    def item(self, status: Status) -> JsonObject:
+        """As it stands, in the output."""
+
+    @abstractmethod
+    def opened(self) -> list[tuple[str, JsonObject]]:
+        """The events before its text."""
+
+    @abstractmethod
+    def grown(self, piece: str, logprobs: Sequence[JsonObject]) -> tuple[str, JsonObject]:
+        """The event of more text."""
+
+    @abstractmethod
+    def closed(self) -> list[tuple[str, JsonObject]]:
+        """The events behind its text."""
+
+
+class _Message(_Item):
+    prefix = "msg"
+
+    def __init__(self, item_id: str, logprobs: list[JsonObject]) -> None:
+        """logprobs: of the whole answer, which grow while it is written."""
+        super().__init__(item_id)
+        self._logprobs = logprobs
+
+    def item(self, status: Status) -> JsonObject:
+        content = [] if status == "in_progress" else [output_text(self.text, self._logprobs)]
+        return output_message(self.item_id, status, content)
+
+    def opened(self) -> list[tuple[str, JsonObject]]:
+        return [("content_part.added", {"content_index": 0, "part": output_text("", [])})]
+
+    def grown(self, piece: str, logprobs: Sequence[JsonObject]) -> tuple[str, JsonObject]:
+        return "output_text.delta", {"content_index": 0, "delta": piece, "logprobs": list(logprobs)}
+
+    def closed(self) -> list[tuple[str, JsonObject]]:
+        logprobs = list(self._logprobs)
+        return [
+            ("output_text.done", {"content_index": 0, "text": self.text, "logprobs": logprobs}),
+            ("content_part.done", {"content_index": 0, "part": output_text(self.text, logprobs)}),
+        ]
+
+
+class _Reasoning(_Item):
+    prefix = "rs"
+
+    def item(self, status: Status) -> JsonObject:
+        return reasoning_item(self.item_id, status, [] if status == "in_progress" else [reasoning_text(self.text)])
+
+    def opened(self) -> list[tuple[str, JsonObject]]:
+        return [("content_part.added", {"content_index": 0, "part": reasoning_text("")})]
+
+    def grown(self, piece: str, logprobs: Sequence[JsonObject]) -> tuple[str, JsonObject]:
+        return "reasoning_text.delta", {"content_index": 0, "delta": piece}
+
+    def closed(self) -> list[tuple[str, JsonObject]]:
+        return [
+            ("reasoning_text.done", {"content_index": 0, "text": self.text}),
+            ("content_part.done", {"content_index": 0, "part": reasoning_text(self.text)}),
+        ]
+
+
+class _Call(_Item):
+    prefix = "fc"
+
+    def __init__(self, item_id: str, call_id: str, name: str) -> None:
+        super().__init__(item_id)
+        self._call_id = call_id
+        self._name = name
+
+    def item(self, status: Status) -> JsonObject:
+        return function_call(self.item_id, status, call_id=self._call_id, name=self._name, arguments=self.text)
+
+    def opened(self) -> list[tuple[str, JsonObject]]:
+        return []
+
+    def grown(self, piece: str, logprobs: Sequence[JsonObject]) -> tuple[str, JsonObject]:
+        return "function_call_arguments.delta", {"delta": piece}
+
+    def closed(self) -> list[tuple[str, JsonObject]]:
+        return [("function_call_arguments.done", {"name": self._name, "arguments": self.text})]
+
+
+class ResponseWriter:
+    """Writes one response and its events, numbered. Mutable."""
+
+    def __init__(self, body: Mapping[str, Any], chat_id: str, model: GenerativeModel) -> None:
+        self._suffix = chat_id.removeprefix("chatcmpl-")
+        self._base = response_object(
+            dict(body),
+            response_id=f"resp_{self._suffix}",
+            created_at=int(time.time()),
+            model=model.name,
+            status="in_progress",
+        )
+        self._num_events = 0
+        self._logprobs: list[JsonObject] = []
+        self._finished: list[JsonObject] = []
+        self._open: _Item | None = None
+
+    def opening(self) -> Iterator[JsonObject]:
+        """The events before any output."""
+        yield self._event("created", response=self._base)
+        yield self._event("in_progress", response=self._base)
+
+    def push(self, delta: Mapping[str, Any], logprobs: Sequence[JsonObject]) -> Iterator[JsonObject]:
+        """What a message, or a delta of one, adds. Its calls come with their first pieces, or go on with the last."""
+        self._logprobs += logprobs
+        if delta.get("reasoning"):
+            yield from self._push(_Reasoning, delta["reasoning"], ())
+        if delta.get("content"):
+            yield from self._push(_Message, delta["content"], logprobs)
+        for call in delta.get("tool_calls") or ():
+            function = call["function"]
+            if "id" in call:
+                yield from self._start(_Call(self._next_id(_Call), call["id"], function["name"]))
+            if function["arguments"]:
+                yield from self._push(_Call, function["arguments"], ())
+
+    def closing(self, finish_reason: str, usage: JsonObject) -> Iterator[JsonObject]:
+        """The events behind the last output. An answer without any is an empty message."""
+        is_cut = finish_reason == "length"
+        status: Status = "incomplete" if is_cut else "completed"
+        if self._open is None:
+            yield from self._start(_Message(self._next_id(_Message), self._logprobs))
+        yield from self._close(status)
+        response = self._base | {
+            "status": status,
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "output": self._finished,
+            "usage": response_usage(usage),
+        }
+        yield self._event(status, response=response)
+
+    def _push(
+        self, kind: type[_Reasoning] | type[_Message] | type[_Call], piece: str, logprobs: Sequence[JsonObject]
+    ) -> Iterator[JsonObject]:
+        """More of the open item, which is a new one where the open one is of another kind."""
+        if not isinstance(self._open, kind):
+            item_id = self._next_id(kind)
+            yield from self._start(_Message(item_id, self._logprobs) if kind is _Message else _Reasoning(item_id))
+        item = self._open
+        assert item is not None
+        item.append(piece)
+        yield self._placed(*item.grown(piece, logprobs))
+
+    def _start(self, item: _Item) -> Iterator[JsonObject]:
+        yield from self._close("completed")
+        self._open = item
+        yield self._event("output_item.added", output_index=len(self._finished), item=item.item("in_progress"))
+        for kind, fields in item.opened():
+            yield self._placed(kind, fields)
+
+    def _close(self, status: Status) -> Iterator[JsonObject]:
+        item = self._open
+        if item is None:
+            return
+        for kind, fields in item.closed():
+            yield self._placed(kind, fields)
+        finished = item.item(status)
+        yield self._event("output_item.done", output_index=len(self._finished), item=finished)
+        self._finished.append(finished)
+        self._open = None
+
+    def _next_id(self, kind: type[_Item]) -> str:
+        """The first item of a kind has the answer's own suffix."""
+        num_before = len(self._finished) + (self._open is not None)
+        is_first = not any(item["id"].startswith(f"{kind.prefix}_") for item in self._finished)
+        is_first = is_first and not isinstance(self._open, kind)
+        return f"{kind.prefix}_{self._suffix}" if is_first else f"{kind.prefix}_{self._suffix}_{num_before}"
+
+    def _placed(self, kind: str, fields: JsonObject) -> JsonObject:
+        """An event of the open item."""
+        assert self._open is not None
+        return self._event(kind, item_id=self._open.item_id, output_index=len(self._finished), **fields)
+
+    def _event(self, kind: str, **fields: Any) -> JsonObject:
+        event = {"type": f"response.{kind}", "sequence_number": self._num_events, **fields}
+        self._num_events += 1
+        return event

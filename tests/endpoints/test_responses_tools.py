@@ -1,0 +1,180 @@
+"""Tools and reasoning in responses: items in, items out, and the events that tell of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from scripted_models import engine_of, scripted_model
+
+from batchline.endpoints.model import GenerativeModel
+from batchline.endpoints.responses import response, response_events
+from batchline.errors import BadRequest
+from batchline.text.reasoning import Qwen3ReasoningParser
+from batchline.text.tool_parsers import HermesToolParser
+
+Json = dict[str, Any]
+
+TOOLS = [{"type": "function", "name": name, "parameters": {"type": "object"}} for name in ("get", "put")]
+CALL = '<tool_call>{"name": "get", "arguments": {"a": 1}}</tool_call>'
+TEMPLATE = (
+    "{% for t in tools or [] %}<{{ t.function.name }}>{% endfor %}"
+    "{% for m in messages %}[{{ m.role }}]{{ m.reasoning or '' }}{{ m.content or '' }}"
+    "{% for c in m.tool_calls or [] %}({{ c.id }} {{ c.function.name }} "
+    "{{ c.function.arguments | tojson }}){% endfor %}"
+    "{{ m.tool_call_id or '' }}{% endfor %}"
+)
+
+
+def model_saying(text: str) -> GenerativeModel:
+    return scripted_model(
+        text,
+        template=TEMPLATE,
+        max_model_len=2000,
+        tool_parser=HermesToolParser,
+        reasoning_parser=Qwen3ReasoningParser,
+    )
+
+
+async def respond(model: GenerativeModel, **body: Any) -> Json:
+    return await response({"input": "Hi", "tools": TOOLS, **body}, "r", model)
+
+
+async def events_of(model: GenerativeModel, **body: Any) -> list[Json]:
+    request = {"input": "Hi", "tools": TOOLS, "stream": True, **body}
+    return [event async for event in response_events(request, "r", model)]
+
+
+def prompt_text(model: GenerativeModel) -> str:
+    return bytes(engine_of(model).requests[-1].prompt_token_ids).decode()
+
+
+async def test_calls_and_reasoning_are_items_of_the_output() -> None:
+    answer = await respond(model_saying(f"<think>Hm.</think>Let me see.{CALL}{CALL}"))
+    reasoning, message, first, second = answer["output"]
+    assert reasoning == {
+        "id": "rs_r",
+        "type": "reasoning",
+        "status": "completed",
+        "summary": [],
+        "content": [{"type": "reasoning_text", "text": "Hm."}],
+    }
+    assert (message["type"], message["content"][0]["text"]) == ("message", "Let me see.")
+    assert first.pop("call_id").startswith("call_")
+    assert first == {
+        "id": "fc_r",
+        "type": "function_call",
+        "status": "completed",
+        "name": "get",
+        "arguments": '{"a": 1}',
+    }
+    assert second["id"] != first["id"]
+    assert (answer["status"], answer["tools"]) == ("completed", TOOLS)
+    assert answer["usage"]["output_tokens_details"]["reasoning_tokens"] > 0
+
+
+async def test_an_answer_of_calls_alone_has_no_message() -> None:
+    (item,) = (await respond(model_saying(CALL)))["output"]
+    assert item["type"] == "function_call"
+
+
+async def test_items_of_a_tools_loop_become_messages_of_a_tools_loop() -> None:
+    model = model_saying("Done.")
+    items = [
+        {"role": "user", "content": "Hi"},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]},
+        {"type": "function_call", "call_id": "c1", "name": "get", "arguments": '{"a": 1}'},
+        {"type": "function_call", "call_id": "c2", "name": "put", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c1", "output": "42"},
+        {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "ok"}]},
+    ]
+    await respond(model, input=items, tools=[])
+    assert prompt_text(model) == '[user]Hi[assistant]Hm.(c1 get {"a": 1})(c2 put {})[tool]42c1[tool]okc2'
+
+
+async def test_what_a_response_put_out_can_be_put_in_again() -> None:
+    answer = await respond(model_saying(f"<think>Hm.</think>So.{CALL}"))
+    call_id = answer["output"][-1]["call_id"]
+    result = {"type": "function_call_output", "call_id": call_id, "output": "42"}
+    model = model_saying("Done.")
+    await respond(model, input=[{"role": "user", "content": "Hi"}, *answer["output"], result], tools=[])
+    assert prompt_text(model) == f'[user]Hi[assistant]Hm.So.({call_id} get {{"a": 1}})[tool]42{call_id}'
+
+
+async def test_the_events_of_reasoning_text_and_a_call() -> None:
+    events = await events_of(model_saying(f"<think>Hm.</think>So.\n{CALL}"))
+    kinds: list[str] = []
+    for event in events:  # each run of deltas once
+        kind = event["type"].removeprefix("response.")
+        if not kinds or kind != kinds[-1]:
+            kinds.append(kind)
+    assert kinds == [
+        *("created", "in_progress"),
+        *("output_item.added", "content_part.added", "reasoning_text.delta", "reasoning_text.done"),
+        *("content_part.done", "output_item.done"),
+        *("output_item.added", "content_part.added", "output_text.delta", "output_text.done"),
+        *("content_part.done", "output_item.done"),
+        *("output_item.added", "function_call_arguments.delta", "function_call_arguments.done", "output_item.done"),
+        "completed",
+    ]
+    added = [event for event in events if event["type"] == "response.output_item.added"]
+    assert [(event["output_index"], event["item"]["type"]) for event in added] == [
+        (0, "reasoning"),
+        (1, "message"),
+        (2, "function_call"),
+    ]
+    call = added[2]["item"]
+    assert (call["name"], call["arguments"], call["status"]) == ("get", "", "in_progress")
+    deltas = [event for event in events if event["type"] == "response.function_call_arguments.delta"]
+    assert len(deltas) == len('{"a": 1}')
+    assert {event["item_id"] for event in deltas} == {call["id"]}
+
+
+async def test_a_stream_ends_with_what_a_whole_response_says() -> None:
+    text = f"<think>Hm.</think>So.{CALL}{CALL}"
+    last = (await events_of(model_saying(text)))[-1]["response"]
+    whole = await respond(model_saying(text))
+    for item in (*last["output"], *whole["output"]):
+        item.pop("call_id", None)
+    assert (last["output"], last["usage"]) == (whole["output"], whole["usage"])
+
+
+async def test_a_call_that_is_cut_is_incomplete() -> None:
+    answer = await respond(model_saying(CALL), max_output_tokens=len('<tool_call>{"name": "get", "arguments": {"a'))
+    (item,) = answer["output"]
+    assert (item["status"], item["arguments"], answer["status"]) == ("incomplete", '{"a', "incomplete")
+
+
+@pytest.mark.parametrize(
+    ("choice", "text"),
+    [
+        ("required", '[{"name": "put", "parameters": {}}]'),
+        ({"type": "function", "name": "put"}, "{}"),
+        (
+            {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "put"}]},
+            '[{"name": "put", "parameters": {}}]',
+        ),
+    ],
+)
+async def test_a_demanded_call_is_demanded_here_too(choice: Any, text: str) -> None:
+    model = model_saying(text)
+    answer = await respond(model, tool_choice=choice)
+    assert [(item["type"], item["name"], item["arguments"]) for item in answer["output"]] == [
+        ("function_call", "put", "{}")
+    ]
+    assert engine_of(model).requests[0].constraint is not None
+    assert answer["tool_choice"] == choice
+
+
+async def test_allowed_tools_hide_the_others() -> None:
+    model = model_saying(CALL)
+    choice = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "put"}]}
+    answer = await respond(model, tool_choice=choice)
+    assert prompt_text(model).startswith("<put>[user]")
+    assert answer["output"][0]["content"][0]["text"] == CALL
+
+
+async def test_an_unknown_allowed_tool_is_named() -> None:
+    choice = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "del"}]}
+    with pytest.raises(BadRequest, match="there is no tool named 'del'"):
+        await respond(model_saying("x"), tool_choice=choice)
