@@ -11,6 +11,7 @@ from typing import Literal
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Task = Literal["auto", "generate", "embed", "score"]
+Quantization = Literal["int8"]
 CpuKernels = Literal["auto", "off", "portable", "avx2", "avx512", "avx512_bf16"]
 ContentFormat = Literal["auto", "string", "openai"]
 
@@ -20,6 +21,7 @@ class ModelConfig:
     """Which model, and how to load it.
 
     model: a local folder or a hub id. served_names: names that requests may use; empty means `model` itself.
+    quantization: `int8` keeps the weights of linear layers in 8 bits, on CPUs; None keeps them as `dtype`.
     max_model_len: context length in tokens; None takes the model's own.
     num_threads: CPU threads for the forward pass; None takes every core of this process.
     cpu_kernels: which of the engine's native kernels run on a CPU; `auto` takes the best that the processor has, `off`
@@ -33,6 +35,7 @@ class ModelConfig:
     revision: str | None = None
     trust_remote_code: bool = False
     dtype: DType = "auto"
+    quantization: Quantization | None = None
     device: Device = "auto"
     max_model_len: int | None = None
     num_threads: int | None = None

@@ -22,6 +22,7 @@ def settings(*, text: TextConfig | None = None, **model: Any) -> dict[str, str]:
         ({"served_names": ("a",)}, "--served-model-name"),
         ({"revision": "main"}, "--revision"),
         ({"dtype": "float32"}, "--dtype"),
+        ({"quantization": "int8"}, "--quantization"),
         ({"max_model_len": 512}, "--max-model-len"),
         ({"tokenizer": "other"}, "--tokenizer"),
         ({"text": TextConfig(chat_template="{{ x }}")}, "--chat-template"),

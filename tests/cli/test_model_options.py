@@ -36,6 +36,7 @@ def test_defaults_are_the_configurations_own() -> None:
         ("revision", "r", lambda e: e.model.revision),
         ("trust_remote_code", True, lambda e: e.model.trust_remote_code),
         ("dtype", "float32", lambda e: e.model.dtype),
+        ("quantization", "int8", lambda e: e.model.quantization),
         ("device", "cuda", lambda e: e.model.device),
         ("max_model_len", 77, lambda e: e.model.max_model_len),
         ("num_threads", 3, lambda e: e.model.num_threads),

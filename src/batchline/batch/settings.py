@@ -42,6 +42,7 @@ def _settings(engine: EngineConfig) -> dict[str, str]:
         "--tokenizer": model.tokenizer,
         "--revision": model.revision,
         "--dtype": model.dtype,
+        "--quantization": model.quantization,
         "--max-model-len": model.max_model_len,
         "--chat-template": _template_stamp(text.chat_template),
         "--chat-template-content-format": text.chat_template_content_format,

@@ -21,9 +21,9 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
 
 from batchline.engine.kv_cache import LayerSpec
+from batchline.engine.linear_layers import LinearFormat, LinearLayer
 from batchline.engine.native_layout import NativeLayout
 from batchline.native.library import NativeKernels
-from batchline.native.packing import PackedLinear, pack, pack_gated
 
 FUSIBLE = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 """Pre-normalised layers of rotary attention and a SiLU-gated MLP, attention perhaps with norms per head."""
@@ -43,10 +43,10 @@ class FusedLayer:
     input_norm: torch.Tensor
     attention_norm: torch.Tensor
     head_norms: tuple[torch.Tensor, torch.Tensor, float] | None
-    qkv: PackedLinear
-    attention_out: PackedLinear
-    gate_up: PackedLinear
-    down: PackedLinear
+    qkv: LinearLayer[Any]
+    attention_out: LinearLayer[Any]
+    gate_up: LinearLayer[Any]
+    down: LinearLayer[Any]
 
 
 class Workspace:
@@ -143,7 +143,7 @@ class FusedStack(nn.Module):
         layout: NativeLayout,
     ) -> None:
         """delta = the attention block's output for normed."""
-        self._kernels.linear(buffers.normed, layer.qkv, buffers.qkv)
+        layer.qkv(buffers.normed, buffers.qkv)
         self._kernels.rotary_and_write(
             buffers.queries,
             buffers.keys,
@@ -155,15 +155,15 @@ class FusedStack(nn.Module):
         )
         attended = buffers.attended.view(len(buffers.queries), layer.num_heads, layer.spec.value_dim)
         layout.read(index, buffers.queries, attended, layer.scale, layer.spec.sliding_window)
-        self._kernels.linear(buffers.attended, layer.attention_out, buffers.delta)
+        layer.attention_out(buffers.attended, buffers.delta)
 
     def _gated_mlp(self, layer: FusedLayer, buffers: StepBuffers) -> None:
         """delta = the MLP's output for normed, some rows at a time."""
         for first in range(0, len(buffers.normed), MLP_ROWS):
             normed, delta = (x[first : first + MLP_ROWS] for x in (buffers.normed, buffers.delta))
             activated = buffers.activated[: len(normed)]
-            self._kernels.linear(normed, layer.gate_up, activated)
-            self._kernels.linear(activated, layer.down, delta)
+            layer.gate_up(normed, activated)
+            layer.down(activated, delta)
 
 
 class NativeRMSNorm(nn.Module):
@@ -191,18 +191,18 @@ def can_fuse(model: nn.Module, layers: Sequence[LayerSpec]) -> bool:
     return len({(spec.num_kv_heads, spec.key_dim, spec.value_dim) for spec in layers}) == 1
 
 
-def fuse(model: Any, layers: Sequence[LayerSpec], kernels: NativeKernels) -> None:
+def fuse(model: Any, layers: Sequence[LayerSpec], kernels: NativeKernels, linear_format: LinearFormat) -> None:
     """Replace the model's decoder layers, in place. From then on it runs packed steps in native layouts only."""
     decoder = model.model
     fused = []
     for index, spec in enumerate(layers):
-        fused.append(_fused_layer(decoder.layers[index], spec))
+        fused.append(_fused_layer(decoder.layers[index], spec, linear_format))
         decoder.layers[index] = nn.Identity()  # frees the weights that were copied
     decoder.layers = nn.ModuleList([FusedStack(kernels, fused)])
     decoder.norm = NativeRMSNorm(kernels, decoder.norm.weight, decoder.norm.variance_epsilon)
 
 
-def _fused_layer(layer: Any, spec: LayerSpec) -> FusedLayer:
+def _fused_layer(layer: Any, spec: LayerSpec, linear_format: LinearFormat) -> FusedLayer:
     attention, mlp = layer.self_attn, layer.mlp
     head_norms = None
     if hasattr(attention, "q_norm"):
@@ -215,15 +215,8 @@ def _fused_layer(layer: Any, spec: LayerSpec) -> FusedLayer:
         input_norm=layer.input_layernorm.weight,
         attention_norm=layer.post_attention_layernorm.weight,
         head_norms=head_norms,
-        qkv=_joined(attention.q_proj, attention.k_proj, attention.v_proj),
-        attention_out=pack(attention.o_proj.weight, attention.o_proj.bias),
-        gate_up=pack_gated(*(pack(linear.weight, linear.bias) for linear in (mlp.gate_proj, mlp.up_proj))),
-        down=pack(mlp.down_proj.weight, mlp.down_proj.bias),
+        qkv=linear_format.join(attention.q_proj, attention.k_proj, attention.v_proj),
+        attention_out=linear_format.join(attention.o_proj),
+        gate_up=linear_format.gate(mlp.gate_proj, mlp.up_proj),
+        down=linear_format.join(mlp.down_proj),
     )
-
-
-def _joined(*linears: nn.Linear) -> PackedLinear:
-    """One projection whose outputs are those of all, one after another. They all have a bias or none has."""
-    weights: list[torch.Tensor] = [linear.weight for linear in linears]
-    biases: list[torch.Tensor] = [linear.bias for linear in linears if linear.bias is not None]
-    return pack(torch.cat(weights), torch.cat(biases) if biases else None)

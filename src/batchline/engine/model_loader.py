@@ -20,9 +20,12 @@ from batchline.config import ModelConfig
 from batchline.engine.attention import PAGED_ATTENTION
 from batchline.engine.fusion import can_fuse, fuse
 from batchline.engine.kv_cache import LayerSpec
+from batchline.engine.linear_layers import FloatFormat
 from batchline.engine.native_cache import can_hold
 from batchline.engine.probe import OWN_ATTENTION, agrees_in_native_layout, logits_alone, probe_attention_layers
+from batchline.engine.quantization import Int8Format, quantize_linears, use_int8_kernels
 from batchline.errors import ModelLoadError, UnsupportedModel
+from batchline.native.int8 import Int8Kernels, open_int8_kernels
 from batchline.native.library import NativeKernels
 
 logger = logging.getLogger(__name__)
@@ -32,6 +35,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 """Rotary embeddings that change with the sequence's length beyond the length they were trained for: keys already in
 the cache would have to change with them, so contexts stay within that length."""
+
+QUANTIZED_TOLERANCE = 0.1
+"""Relative difference of a quantized model's logits: an activation that is rounded differently by its last bit may fall
+on the other side of a boundary between two bytes, whatever the dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +62,10 @@ def load_model(config: ModelConfig, kernels: NativeKernels | None = None) -> Loa
     """Load, move to the device, probe; fuse where kernels suit the model. Raises: ModelLoadError, UnsupportedModel."""
     device = choose_device(config)
     dtype = choose_dtype(config, device)
+    if config.quantization is not None and device.type != "cpu":
+        raise ModelLoadError(
+            config.model, f"--quantization {config.quantization} runs on CPUs; leave it out on {device}"
+        )
     source: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
     try:
         hf_config = AutoConfig.from_pretrained(config.model, **source)
@@ -77,9 +88,12 @@ def load_model(config: ModelConfig, kernels: NativeKernels | None = None) -> Loa
     model = model.to(device).eval().requires_grad_(False)
     text_config = hf_config.get_text_config()
     layers = probe_attention_layers(config.model, model, text_config)
+    if config.quantization is not None:
+        quantize_linears(config.model, model)
     if kernels is not None and not can_hold(layers, dtype, device):
         kernels = None
-    if kernels is not None and not _use_kernels(model, text_config, layers, kernels):
+    int8_kernels = None if config.quantization is None else open_int8_kernels(config.cpu_kernels)
+    if kernels is not None and not _use_kernels(model, text_config, layers, kernels, int8_kernels):
         logger.warning("the native kernels do not reproduce this model's logits; running it on torch alone")
         return load_model(config)
     return LoadedModel(
@@ -94,12 +108,20 @@ def load_model(config: ModelConfig, kernels: NativeKernels | None = None) -> Loa
     )
 
 
-def _use_kernels(model: Any, hf_config: Any, layers: list[LayerSpec], kernels: NativeKernels) -> bool:
-    """Fuse the model where it is known; False where it, fused or not, gives other logits with the kernels."""
+def _use_kernels(
+    model: Any, hf_config: Any, layers: list[LayerSpec], kernels: NativeKernels, int8_kernels: Int8Kernels | None
+) -> bool:
+    """Fuse the model where it is known; False where it, fused or not, gives other logits with the kernels.
+
+    int8_kernels: for a quantized model, else None.
+    """
     expected = logits_alone(model, hf_config)
     if can_fuse(model, layers):
-        fuse(model, layers, kernels)
-    return agrees_in_native_layout(model, hf_config, layers, kernels, expected)
+        fuse(model, layers, kernels, FloatFormat(kernels) if int8_kernels is None else Int8Format(int8_kernels))
+    elif int8_kernels is not None:
+        use_int8_kernels(model, int8_kernels)
+    tolerance = None if int8_kernels is None else QUANTIZED_TOLERANCE
+    return agrees_in_native_layout(model, hf_config, layers, kernels, expected, tolerance)
 
 
 def choose_device(config: ModelConfig) -> torch.device:

@@ -85,7 +85,9 @@ def recording_attention(
     unknown = [name for name, given in others.items() if torch.is_tensor(given) and name not in KNOWN_TENSORS]
     if unknown:
         recording.problems.append(f"its attention takes {', '.join(sorted(unknown))}")
-    recording.layers[layer] = LayerSpec(key.shape[1], key.shape[3], value.shape[3], sliding_window)
+    recording.layers[layer] = LayerSpec(
+        key.shape[1], key.shape[3], value.shape[3], sliding_window, query.shape[1] // key.shape[1]
+    )
     queries, keys, values = (x[0].transpose(0, 1) for x in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     parts = []
@@ -129,9 +131,15 @@ def _slides_by_mask_alone(hf_config: Any, recording: Recording) -> bool:
 
 @torch.inference_mode()
 def agrees_in_native_layout(
-    model: Any, hf_config: Any, layers: list[LayerSpec], kernels: NativeKernels, expected: torch.Tensor
+    model: Any,
+    hf_config: Any,
+    layers: list[LayerSpec],
+    kernels: NativeKernels,
+    expected: torch.Tensor,
+    tolerance: float | None = None,
 ) -> bool:
-    """Whether the model, perhaps fused, gives the logits that `logits_alone` gave, with the native kernels."""
+    """Whether the model, perhaps fused, gives the logits that `logits_alone` gave, with the native kernels.
+    tolerance: the largest relative difference; None takes the dtype's."""
     sequences = _probe_sequences(model, hf_config)
     cache = NativeKVCache(kernels, layers, len(sequences), PANEL, expected.dtype)
     positions = [torch.arange(len(tokens)) for tokens in sequences]
@@ -151,7 +159,8 @@ def agrees_in_native_layout(
         use_cache=False,
         step_layout=layout,
     )
-    return _relative_difference(output.logits[0], expected) <= RELATIVE_TOLERANCE[expected.dtype]
+    limit = RELATIVE_TOLERANCE[expected.dtype] if tolerance is None else tolerance
+    return _relative_difference(output.logits[0], expected) <= limit
 
 
 @torch.inference_mode()
