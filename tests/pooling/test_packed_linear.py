@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from batchline.pooling.packed_linear import PackedLinear, can_pack, pack_linears, restore_linears
+from batchline.pooling.packed_linear import PackedLinear, can_pack, pack_linears, restore
 
 CPU = torch.device("cpu")
 needs_onednn = pytest.mark.skipif(not can_pack(torch.float32, CPU), reason="this torch has no oneDNN")
@@ -32,7 +32,7 @@ def test_packed_layers_compute_the_same(rows: int) -> None:
 def test_restored_layers_are_the_ones_before() -> None:
     tower = Tower()
     before = tower[0], tower[2][0]
-    restore_linears(pack_linears(tower))
+    restore(pack_linears(tower))
     assert (tower[0], tower[2][0]) == before
 
 

@@ -1,7 +1,5 @@
 // The C interface: picks the instruction set's kernels, cuts the work into items and spreads them over cores.
 #include <algorithm>
-#include <cstdlib>
-#include <memory>
 #include <vector>
 
 #include "kernels.h"
@@ -71,26 +69,6 @@ void run_linear(const Runtime& runtime, const TypedKernels& kernels, const Linea
     }
   });
 }
-
-struct FreeDeleter {
-  void operator()(void* memory) const { std::free(memory); }
-};
-
-// Cache-line aligned memory that a copy of its owner does not share: every thread gets its own on first use.
-class Scratch {
- public:
-  explicit Scratch(size_t bytes) : bytes_(static_cast<size_t>(round_up(static_cast<int64_t>(bytes), 64))) {}
-  Scratch(const Scratch& other) : bytes_(other.bytes_) {}
-
-  void* get() {
-    if (!memory_) memory_.reset(std::aligned_alloc(64, bytes_));
-    return memory_.get();
-  }
-
- private:
-  size_t bytes_;
-  std::unique_ptr<void, FreeDeleter> memory_;
-};
 
 struct AttendWork {
   const AttentionArgs& args;

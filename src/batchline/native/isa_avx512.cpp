@@ -2,6 +2,7 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 
+#include "encoder_kernels.h"
 #include "kernels.h"
 
 #if defined(__clang__)
@@ -27,10 +28,13 @@ constexpr int kLinearPanels = 4;  // even: gate and up go together
 #include "epilogue.inc.h"
 #include "linear.inc.h"
 #include "attention.inc.h"
+#include "layer_norm.inc.h"
+#include "encoder.inc.h"
 
 }  // namespace
 
 const Kernels kAvx512Kernels = {typed_kernels<float>(), typed_kernels<BFloat16>()};
+const EncoderKernels kAvx512EncoderKernels = {typed_encoder_kernels<float>(), typed_encoder_kernels<BFloat16>()};
 
 }  // namespace batchline
 

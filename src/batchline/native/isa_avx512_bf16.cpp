@@ -2,6 +2,7 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 
+#include "encoder_kernels.h"
 #include "kernels.h"
 
 #if defined(__clang__)
@@ -32,10 +33,13 @@ inline F32 dot_pairs(F32 sum, U32 a, U32 b) {
 #include "epilogue.inc.h"
 #include "linear.inc.h"
 #include "attention.inc.h"
+#include "layer_norm.inc.h"
+#include "encoder.inc.h"
 
 }  // namespace
 
 const Kernels kAvx512Bf16Kernels = {typed_kernels<float>(), typed_kernels<BFloat16>()};
+const EncoderKernels kAvx512Bf16EncoderKernels = {typed_encoder_kernels<float>(), typed_encoder_kernels<BFloat16>()};
 
 }  // namespace batchline
 

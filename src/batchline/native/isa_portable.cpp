@@ -1,4 +1,5 @@
 // For any processor: vectors of four floats, which every compiler target of note has.
+#include "encoder_kernels.h"
 #include "kernels.h"
 
 namespace batchline {
@@ -18,9 +19,12 @@ constexpr int kLinearPanels = 2;  // even: gate and up go together
 #include "epilogue.inc.h"
 #include "linear.inc.h"
 #include "attention.inc.h"
+#include "layer_norm.inc.h"
+#include "encoder.inc.h"
 
 }  // namespace
 
 const Kernels kPortableKernels = {typed_kernels<float>(), typed_kernels<BFloat16>()};
+const EncoderKernels kPortableEncoderKernels = {typed_encoder_kernels<float>(), typed_encoder_kernels<BFloat16>()};
 
 }  // namespace batchline

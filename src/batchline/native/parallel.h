@@ -7,6 +7,10 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <cstdlib>
+#include <memory>
+
+#include "arguments.h"
 
 namespace batchline {
 
@@ -48,5 +52,25 @@ template <class Work>
 void parallel_ranges(RunParallel run_parallel, int64_t count, int64_t grain, const Work& work) {
   ParallelRanges<Work>(work, count, grain).run(run_parallel);
 }
+
+struct FreeDeleter {
+  void operator()(void* memory) const { std::free(memory); }
+};
+
+// Cache-line aligned memory that a copy of its owner does not share: every thread gets its own on first use.
+class Scratch {
+ public:
+  explicit Scratch(size_t bytes) : bytes_(static_cast<size_t>(round_up(static_cast<int64_t>(bytes), 64))) {}
+  Scratch(const Scratch& other) : bytes_(other.bytes_) {}
+
+  void* get() {
+    if (!memory_) memory_.reset(std::aligned_alloc(64, bytes_));
+    return memory_.get();
+  }
+
+ private:
+  size_t bytes_;
+  std::unique_ptr<void, FreeDeleter> memory_;
+};
 
 }  // namespace batchline

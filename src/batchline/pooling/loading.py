@@ -1,7 +1,8 @@
 """Loads a sentence-transformers model or cross-encoder from a folder or hub id, ready for our batches.
 
 The seam where errors of transformers, sentence-transformers and the hub become ours. A loaded model has run once on
-a probe: with packed linear layers where this processor has them, and only if they give the same rows.
+a probe: as a native encoder where one knows its code, else with packed linear layers where this processor has them, and
+only if they give the same rows.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,8 @@ from batchline.errors import EngineOutOfMemory, ModelLoadError, UnsupportedModel
 from batchline.pooling.batching import BatchLimits, TokenSequence
 from batchline.pooling.detection import HUB_UNREACHABLE
 from batchline.pooling.features import make_features
-from batchline.pooling.packed_linear import can_pack, pack_linears, restore_linears
+from batchline.pooling.fused_encoder import fuse_encoder
+from batchline.pooling.packed_linear import can_pack, pack_linears, restore
 from batchline.pooling.worker import Rows
 
 logger = logging.getLogger(__name__)
@@ -33,10 +35,13 @@ DTYPES = {"auto": torch.float32, "float32": torch.float32, "bfloat16": torch.bfl
 """`auto` is float32: rows then equal sentence-transformers' own to 1e-5."""
 
 PROBE_LENGTHS = (3, 9)
-PACKED_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
+AGREEMENT_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 
 CPU_TOKENS_PER_THREAD = 512
 """Activations of so many tokens stay in a core's cache; larger batches were slower on CPUs (docs/decisions.md)."""
+
+FUSED_LIMITS = BatchLimits(max_tokens=2048, max_padding=512)
+"""Per thread, of an encoder that computes no padding."""
 
 ReadRows = Callable[[Any, dict[str, Any]], torch.Tensor]
 """From the model and the features that it returned to one row per sequence."""
@@ -108,8 +113,7 @@ def load_pooling_model(
         num_threads=config.num_threads,
         limits=_choose_limits(config, device, can_pad=kind is SentenceTransformer or pad_token_id is not None),
     )
-    _prepare(config, loaded, dtype)
-    return loaded
+    return _prepare(config, loaded, dtype)
 
 
 def _from_pretrained(config: ModelConfig, kind: Any, device: torch.device, dtype: torch.dtype) -> tuple[Any, Any]:
@@ -178,23 +182,32 @@ def _choose_limits(config: ModelConfig, device: torch.device, *, can_pad: bool) 
     return BatchLimits(max_tokens=CPU_TOKENS_PER_THREAD * num_threads, max_padding=64, max_sequences=max_sequences)
 
 
-def _prepare(config: ModelConfig, loaded: LoadedPoolingModel, dtype: torch.dtype) -> None:
-    """Run the model once as it is, and once with packed layers, which stay if they work and agree."""
+def _prepare(config: ModelConfig, loaded: LoadedPoolingModel, dtype: torch.dtype) -> LoadedPoolingModel:
+    """Run the model once as it is, then with what is faster, which stays if it works and agrees."""
     probe = loaded.probe()
     try:
         expected = loaded.run_batch(probe)
     except Exception as exc:  # the model's own code may raise anything
         raise UnsupportedModel(config.model, f"a first batch failed ({_first_line(exc)})") from exc
-    if not can_pack(dtype, loaded.device):
-        return
-    replaced = pack_linears(loaded.module)
-    try:
-        agrees = np.allclose(loaded.run_batch(probe), expected, rtol=0.0, atol=PACKED_TOLERANCE[dtype])
-    except (AttributeError, RuntimeError, TypeError):  # code that looks inside its linear layers
-        agrees = False
-    if not agrees:
+    tolerance = AGREEMENT_TOLERANCE.get(dtype, 0.0)
+    fused = fuse_encoder(loaded.module[0], config.cpu_kernels)
+    if fused and _agrees(loaded, probe, expected, tolerance):
+        num_threads = config.num_threads or torch.get_num_threads()
+        return replace(loaded, limits=replace(FUSED_LIMITS, max_tokens=FUSED_LIMITS.max_tokens * num_threads))
+    restore(fused)
+    packed = pack_linears(loaded.module) if can_pack(dtype, loaded.device) else []
+    if packed and not _agrees(loaded, probe, expected, tolerance):
         logger.info("%s runs with its linear layers unpacked", config.model)
-        restore_linears(replaced)
+        restore(packed)
+    return loaded
+
+
+def _agrees(loaded: LoadedPoolingModel, probe: list[TokenSequence], expected: Rows, tolerance: float) -> bool:
+    """Whether the model, with something in it replaced, still gives the rows that it gave."""
+    try:
+        return np.allclose(loaded.run_batch(probe), expected, rtol=0.0, atol=tolerance)
+    except (AttributeError, RuntimeError, TypeError):  # code that looks inside what was replaced
+        return False
 
 
 def _explain(model: str, exc: Exception) -> str:

@@ -40,8 +40,8 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
     return device.type == "cpu" and dtype in PACKABLE_DTYPES and has_operators and bool(has_fast_type)
 
 
-Replaced = list[tuple[nn.Module, str, nn.Linear]]
-"""What was replaced: (parent, name, the layer before)."""
+Replaced = list[tuple[nn.Module, str, nn.Module]]
+"""What was replaced: (parent, name, the module before)."""
 
 
 def pack_linears(module: nn.Module) -> Replaced:
@@ -55,7 +55,7 @@ def pack_linears(module: nn.Module) -> Replaced:
     return replaced
 
 
-def restore_linears(replaced: Replaced) -> None:
-    """Undo `pack_linears`."""
-    for parent, name, linear in replaced:
-        setattr(parent, name, linear)
+def restore(replaced: Replaced) -> None:
+    """Put what was replaced back."""
+    for parent, name, before in replaced:
+        setattr(parent, name, before)

@@ -1,0 +1,176 @@
+"""Encoders of the BERT family in one native call: weights in the kernels' order, and the call.
+
+`encoder_kernels.h` holds the structures mirrored here. A call holds the interpreter lock no longer than it takes to
+pass pointers: the whole forward pass runs without it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from batchline.native.library import DTYPES, Isa, load_library, run_parallel
+from batchline.native.packing import PackedLinear
+
+Norm = tuple[torch.Tensor, torch.Tensor]
+"""Weight and bias of a layer normalisation, (hidden,) each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderLayer:
+    """One post-normalised layer. qkv has the outputs of query, key and value projections, one after another; every
+    linear layer has a bias."""
+
+    qkv: PackedLinear
+    attention_out: PackedLinear
+    up: PackedLinear
+    down: PackedLinear
+    attention_norm: Norm
+    output_norm: Norm
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderWeights:
+    """A whole encoder, all in one dtype. words, positions, types: embedding tables, (entries, hidden), whose sum is
+    normalised. num_heads divides hidden, into an even number. eps: of every normalisation."""
+
+    words: torch.Tensor
+    positions: torch.Tensor
+    types: torch.Tensor
+    embedding_norm: Norm
+    layers: Sequence[EncoderLayer]
+    num_heads: int
+    eps: float
+
+
+class PackedWeight(ctypes.Structure):
+    """Mirrors the structure of the same name in `encoder_kernels.h`."""
+
+    _fields_ = [(name, ctypes.c_void_p) for name in ("panels", "bias")]
+
+
+class NormWeights(ctypes.Structure):
+    """Mirrors the structure of the same name in `encoder_kernels.h`."""
+
+    _fields_ = [(name, ctypes.c_void_p) for name in ("weight", "bias")]
+
+
+class EncoderLayerArgs(ctypes.Structure):
+    """Mirrors `EncoderLayer` in `encoder_kernels.h`."""
+
+    _fields_ = [
+        *((name, PackedWeight) for name in ("qkv", "attention_out", "up", "down")),
+        *((name, NormWeights) for name in ("attention_norm", "output_norm")),
+    ]
+
+
+class EncoderArgs(ctypes.Structure):
+    """Mirrors the structure of the same name in `encoder_kernels.h`."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("token_ids", "positions", "types", "lengths")),
+        *((name, ctypes.c_void_p) for name in ("words", "position_table", "type_table")),
+        ("embedding_norm", NormWeights),
+        ("layers", ctypes.POINTER(EncoderLayerArgs)),
+        ("out", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("num_words", "num_positions", "num_types")),
+        *((name, ctypes.c_int64) for name in ("num_sequences", "longest", "num_layers", "num_heads")),
+        *((name, ctypes.c_int64) for name in ("hidden", "intermediate")),
+        ("eps", ctypes.c_float),
+        ("scale", ctypes.c_float),
+    ]
+
+
+class NativeEncoder:
+    """An encoder on the kernels of one instruction set, on the CPU, in float32 or bfloat16."""
+
+    def __init__(self, library: ctypes.CDLL, isa: Isa, weights: EncoderWeights) -> None:
+        self._library = library
+        self._isa = isa
+        self._run_parallel = run_parallel()
+        self._weights = weights  # holds the memory that the pointers below point to
+        self._layers = (EncoderLayerArgs * len(weights.layers))(*(_layer_args(layer) for layer in weights.layers))
+
+    def run(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        lengths: torch.Tensor,
+        types: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Last hidden states, (num_sequences, longest, hidden), zero where there is padding.
+
+        token_ids, positions, types: (num_sequences, longest) int64, contiguous, padded on the right; types None: all
+        zero. lengths: (num_sequences,) int64, each at least 1. What is in the padding makes no difference.
+
+        Raises: IndexError where an id, position or type lies outside its table, or a length outside the sequence.
+        """
+        weights = self._weights
+        out = weights.words.new_empty(*token_ids.shape, weights.words.shape[1])
+        args = EncoderArgs(
+            token_ids.data_ptr(),
+            positions.data_ptr(),
+            None if types is None else types.data_ptr(),
+            lengths.data_ptr(),
+            *(table.data_ptr() for table in (weights.words, weights.positions, weights.types)),
+            _norm_args(weights.embedding_norm),
+            self._layers,
+            out.data_ptr(),
+            *(len(table) for table in (weights.words, weights.positions, weights.types)),
+            *token_ids.shape,
+            len(self._layers),
+            weights.num_heads,
+            out.shape[-1],
+            weights.layers[0].up.num_outputs,
+            weights.eps,
+            (out.shape[-1] // weights.num_heads) ** -0.5,
+        )
+        is_done = self._library.batchline_encode(
+            int(self._isa), self._run_parallel, DTYPES[out.dtype], ctypes.byref(args), torch.get_num_threads()
+        )
+        if not is_done:
+            raise IndexError("a token id, position, type or length is out of range")
+        return out
+
+
+def open_encoder(isa: Isa, weights: EncoderWeights) -> NativeEncoder:
+    """An encoder on an instruction set that this processor has: the `isa` of opened `NativeKernels`."""
+    library = _library()
+    assert library is not None, "kernels that are open have a library"
+    return NativeEncoder(library, isa, weights)
+
+
+def _layer_args(layer: EncoderLayer) -> EncoderLayerArgs:
+    return EncoderLayerArgs(
+        *(_weight_args(linear) for linear in (layer.qkv, layer.attention_out, layer.up, layer.down)),
+        *(_norm_args(norm) for norm in (layer.attention_norm, layer.output_norm)),
+    )
+
+
+def _weight_args(linear: PackedLinear) -> PackedWeight:
+    assert linear.bias is not None, "the kernels add a bias everywhere"
+    return PackedWeight(linear.panels.data_ptr(), linear.bias.data_ptr())
+
+
+def _norm_args(norm: Norm) -> NormWeights:
+    weight, bias = norm
+    return NormWeights(weight.data_ptr(), bias.data_ptr())
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    library = load_library()
+    if library is not None:
+        library.batchline_encode.restype = ctypes.c_int
+        library.batchline_encode.argtypes = [
+            ctypes.c_int,
+            ctypes.c_void_p,
+            ctypes.c_int,
+            ctypes.POINTER(EncoderArgs),
+            ctypes.c_int,
+        ]
+    return library

@@ -1,0 +1,144 @@
+"""Encoders whose code is exactly known run natively: the whole forward pass of a batch in one call, without padding.
+
+Takes the place of a `BertModel`, `RobertaModel` or `XLMRobertaModel` inside a loaded model; what is around it (heads,
+pooling, further layers) stays as it is. A stand-in is trusted only after its hidden states have come out as the
+original's; every other model stays on torch.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutputWithPooling
+from transformers.models.bert.modeling_bert import BertModel
+from transformers.models.roberta.modeling_roberta import RobertaModel
+from transformers.models.xlm_roberta.modeling_xlm_roberta import XLMRobertaModel
+
+from batchline.config import CpuKernels
+from batchline.native.encoder import EncoderLayer, EncoderWeights, NativeEncoder, Norm, open_encoder
+from batchline.native.library import DTYPES, open_kernels
+from batchline.native.packing import PackedLinear, pack
+from batchline.pooling.packed_linear import Replaced
+
+logger = logging.getLogger(__name__)
+
+FUSIBLE = (BertModel, RobertaModel, XLMRobertaModel)
+"""Post-normalised layers, attention in both directions, absolute positions, exact GELU."""
+
+PROBE_LENGTHS = (1, 7, 40)
+PROBE_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05}
+"""Of the length of a hidden state's difference, relative to its own."""
+
+
+class FusedEncoder(nn.Module):
+    """Stands in for an encoder that it was made of. For inference, with padding on the right."""
+
+    def __init__(self, original: Any, encoder: NativeEncoder) -> None:
+        super().__init__()
+        self.config = original.config
+        self._encoder = encoder
+        self._pooler: nn.Module | None = original.pooler
+        self._padding_idx: int | None = getattr(original.embeddings, "padding_idx", None)
+        self._positions_behind = getattr(original.embeddings, "create_position_ids_from_input_ids", None)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        **_ignored: Any,
+    ) -> BaseModelOutputWithPooling:
+        """All (num_sequences, longest) int64. Keyword arguments beyond these are the original's for other uses."""
+        if attention_mask is None:
+            lengths = torch.full((len(input_ids),), input_ids.shape[1])
+        else:
+            lengths = attention_mask.sum(1)
+        hidden = self._encoder.run(input_ids, self._positions(input_ids), lengths, token_type_ids)
+        pooled = None if self._pooler is None else self._pooler(hidden)
+        return BaseModelOutputWithPooling(last_hidden_state=hidden, pooler_output=pooled)
+
+    def _positions(self, input_ids: Tensor) -> Tensor:
+        """RoBERTa and its kin count from behind the padding index, and a padding token within a text not at all."""
+        if self._positions_behind is None:
+            return torch.arange(input_ids.shape[1]).expand(input_ids.shape).contiguous()
+        positions: Tensor = self._positions_behind(input_ids, self._padding_idx)
+        return positions
+
+
+def fuse_encoder(transformer: Any, cpu_kernels: CpuKernels) -> Replaced:
+    """Put a stand-in into a sentence-transformers `Transformer`, in place, where one can be made and agrees."""
+    model = transformer.model
+    original = model.base_model
+    kernels = open_kernels(cpu_kernels) if _can_fuse(original) else None
+    if kernels is None:
+        return []
+    fused = FusedEncoder(original, open_encoder(kernels.isa, _weights(original)))
+    if not _agrees(original, fused):
+        logger.warning("the native kernels disagree with %s, which runs on torch", type(original).__name__)
+        return []
+    parent, name = (transformer, "model") if original is model else (model, model.base_model_prefix)
+    setattr(parent, name, fused)
+    return [(parent, name, original)]
+
+
+def _can_fuse(model: Any) -> bool:
+    if type(model) not in FUSIBLE or model.device.type != "cpu" or model.dtype not in DTYPES:
+        return False
+    config = model.config
+    has_plain_layers = not (config.is_decoder or config.add_cross_attention or config.output_hidden_states)
+    head_dim, rest = divmod(config.hidden_size, config.num_attention_heads)
+    has_pairs = head_dim % 2 == 0 and rest == 0 and config.intermediate_size % 2 == 0  # bfloat16 is read in pairs
+    return config.hidden_act == "gelu" and has_plain_layers and has_pairs and len(model.encoder.layer) > 0
+
+
+def _weights(model: Any) -> EncoderWeights:
+    embeddings = model.embeddings
+    return EncoderWeights(
+        words=embeddings.word_embeddings.weight,
+        positions=embeddings.position_embeddings.weight,
+        types=embeddings.token_type_embeddings.weight,
+        embedding_norm=_norm(embeddings.LayerNorm),
+        layers=[_layer(layer) for layer in model.encoder.layer],
+        num_heads=model.config.num_attention_heads,
+        eps=model.config.layer_norm_eps,
+    )
+
+
+def _layer(layer: Any) -> EncoderLayer:
+    attention = layer.attention
+    projections = (attention.self.query, attention.self.key, attention.self.value)
+    return EncoderLayer(
+        qkv=pack(torch.cat([part.weight for part in projections]), torch.cat([part.bias for part in projections])),
+        attention_out=_packed(attention.output.dense),
+        up=_packed(layer.intermediate.dense),
+        down=_packed(layer.output.dense),
+        attention_norm=_norm(attention.output.LayerNorm),
+        output_norm=_norm(layer.output.LayerNorm),
+    )
+
+
+def _packed(linear: nn.Linear) -> PackedLinear:
+    return pack(linear.weight, linear.bias)
+
+
+def _norm(norm: nn.LayerNorm) -> Norm:
+    return norm.weight, norm.bias
+
+
+def _agrees(original: Any, fused: FusedEncoder) -> bool:
+    """Whether both give the same hidden states for a batch of several lengths and all types."""
+    config = original.config
+    longest = min(max(PROBE_LENGTHS), config.max_position_embeddings - 2)
+    lengths = torch.tensor([min(length, longest) for length in PROBE_LENGTHS])
+    first_id = (config.pad_token_id or 0) + 1
+    token_ids = (first_id + torch.arange(len(lengths) * longest) % (config.vocab_size - first_id)).view(-1, longest)
+    mask = (torch.arange(longest) < lengths[:, None]).long()
+    types = torch.arange(longest).expand_as(token_ids).contiguous() % config.type_vocab_size
+    features = {"input_ids": token_ids, "attention_mask": mask, "token_type_ids": types}
+    with torch.inference_mode():
+        expected = original(**features).last_hidden_state[mask.bool()].float()
+        difference = fused(**features).last_hidden_state[mask.bool()].float() - expected
+    return bool((difference.norm(dim=-1) <= PROBE_TOLERANCE[original.dtype] * expected.norm(dim=-1)).all())
