@@ -90,41 +90,45 @@ struct KeyTile {
   }
 };
 
-// One row's scores become weights; returns the factor that its earlier sums must be scaled by. Scores and maxima are
-// in units of log 2, where the exponential is cheapest.
+// Scores of keys that the row does not see are set so low that they weigh nothing.
+template <class T>
+void mask_row(const Tile<T>& tile, int64_t row, F32* scores, int64_t first_key) {
+  for (int c = 0; c < kKeyPanels * kVectors; ++c) {
+    const I32 key = lane_numbers() + static_cast<int32_t>(first_key + c * kLanes);
+    const I32 seen = (key >= static_cast<int32_t>(tile.first[row])) & (key < static_cast<int32_t>(tile.end[row]));
+    scores[c] = seen ? scores[c] : splat(kMasked);
+  }
+}
+
+// One row's scores become weights; returns the factor that its earlier sums must be scaled by. Scores and maxima are in
+// units of log 2, where the exponential is cheapest. The row's maximum is an older one as long as no score exceeds it by
+// kSlack: weights then exceed 1, which costs no precision, and hardly a tile has to scale what came before.
 template <class T>
 float weigh_row(Tile<T>& tile, int64_t row, F32* scores, const AttentionArgs& a, int64_t first_key, T* weights) {
   constexpr int kScoreVectors = kKeyPanels * kVectors;
-  const bool is_masked = first_key < tile.first[row] || first_key + kKeyTile > tile.end[row];
-  F32 largest = splat(kMasked);
-  for (int c = 0; c < kScoreVectors; ++c) {
-    if (a.softcap > 0) {
-      scores[c] = tanh(scores[c] * (a.scale / a.softcap)) * (a.softcap * kLog2E);
-    } else {
-      scores[c] *= a.scale * kLog2E;
-    }
-    if (is_masked) {
-      const I32 key = lane_numbers() + static_cast<int32_t>(first_key + c * kLanes);
-      const I32 seen = (key >= static_cast<int32_t>(tile.first[row])) & (key < static_cast<int32_t>(tile.end[row]));
-      scores[c] = seen ? scores[c] : splat(kMasked);
-    }
-    largest = max(largest, scores[c]);
+  constexpr int kTerms = sizeof(T) == sizeof(float) ? 6 : 4;
+  constexpr float kSlack = 8;
+  if (a.softcap > 0) {
+    for (int c = 0; c < kScoreVectors; ++c) scores[c] = tanh(scores[c] * (a.scale / a.softcap)) * (a.softcap * kLog2E);
+  } else {
+    for (int c = 0; c < kScoreVectors; ++c) scores[c] *= a.scale * kLog2E;
   }
-  const float before = tile.maxima[row], in_tile = max_of(largest);
-  const float maximum = in_tile > before ? in_tile : before;
-  F32 total = {};
+  if (first_key < tile.first[row] || first_key + kKeyTile > tile.end[row]) mask_row(tile, row, scores, first_key);
+  F32 largest = scores[0];
+  for (int c = 1; c < kScoreVectors; ++c) largest = max(largest, scores[c]);
+  float factor = 1;
+  if (any_above(largest, tile.maxima[row] + kSlack)) {
+    const float maximum = max_of(largest);
+    factor = exp2(splat(tile.maxima[row] - maximum))[0];
+    tile.maxima[row] = maximum;
+  }
+  F32 total = tile.totals[row] * factor;
   for (int c = 0; c < kScoreVectors; ++c) {
-    const F32 weight = exp2(scores[c] - maximum);
+    const F32 weight = exp2<kTerms>(scores[c] - tile.maxima[row]);
     total += weight;
     store(weights + c * kLanes, weight);
   }
-  if (maximum == before) {
-    tile.totals[row] += total;
-    return 1.0f;
-  }
-  const float factor = exp2(splat(before - maximum))[0];
-  tile.maxima[row] = maximum;
-  tile.totals[row] = tile.totals[row] * factor + total;
+  tile.totals[row] = total;
   return factor;
 }
 
@@ -150,7 +154,9 @@ void add_values(Tile<T>& tile, int64_t row, const float* factors, const KeyTile<
 template <class T, int kRows>
 __attribute__((noinline)) void attend_rows(Tile<T>& tile, int64_t row, const AttentionArgs& a, const KeyTile<T>& keys,
                                            int64_t first_key, const KeyTile<T>* next) {
-  Sums<kRows, kKeyPanels> scores = {};
+  Sums<kRows, kKeyPanels> scores;
+  for (int r = 0; r < kRows; ++r)
+    for (int c = 0; c < kKeyPanels * kVectors; ++c) scores.at[r][c] = F32{};
   const int64_t key_step = a.cache.block_size * kPair<T>, line = kPanel * kPair<T>;
   multiply<T>(scores, tile.queries + row * tile.key_dim, tile.key_dim, keys.keys, key_step, tile.key_dim / kPair<T>,
               [&](int64_t k) {

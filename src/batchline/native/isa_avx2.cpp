@@ -21,7 +21,9 @@ constexpr int kValuePanels = 2;
 constexpr int kLinearPanels = 2;  // even: gate and up go together
 
 #include "simd.inc.h"
+#include "generic.inc.h"
 #include "pairs.inc.h"
+#include "vector_math.inc.h"
 
 #include "elementwise.inc.h"
 #include "product.inc.h"

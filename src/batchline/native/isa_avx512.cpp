@@ -21,7 +21,9 @@ constexpr int kValuePanels = 4;
 constexpr int kLinearPanels = 4;  // even: gate and up go together
 
 #include "simd.inc.h"
+#include "avx512.inc.h"
 #include "pairs.inc.h"
+#include "vector_math.inc.h"
 
 #include "elementwise.inc.h"
 #include "product.inc.h"

@@ -1,5 +1,11 @@
-// Products of pairs for instruction sets without a bfloat16 dot product: widen both halves and multiply as floats.
+// bfloat16 for instruction sets that know nothing of it.
 
+inline void store(BFloat16* to, F32 x) {
+  const U32 bits = reinterpret<U32>(x);
+  store_bits(to, __builtin_convertvector((bits + 0x7fff + ((bits >> 16) & 1)) >> 16, U16));
+}
+
+// The product of pairs: both halves are widened and multiplied as floats.
 inline F32 dot_pairs(F32 sum, U32 a, U32 b) {
   const F32 even = reinterpret<F32>(a << 16) * reinterpret<F32>(b << 16);
   const U32 upper = U32{} + 0xffff0000u;

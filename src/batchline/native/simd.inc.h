@@ -81,31 +81,3 @@ inline F32 load(const BFloat16* from) {
 }
 
 inline void store(float* to, F32 x) { store_bits(to, x); }
-inline void store(BFloat16* to, F32 x) {
-  const U32 bits = reinterpret<U32>(x);
-  store_bits(to, __builtin_convertvector((bits + 0x7fff + ((bits >> 16) & 1)) >> 16, U16));
-}
-
-// 2^x to about one unit in the last place, for x between -126 and 127; below that it is the smallest normal number.
-// The integer part goes into the exponent, the rest through its Taylor polynomial.
-inline F32 exp2(F32 x) {
-  x = max(x, splat(-126.0f));
-  const F32 magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
-  const F32 n = (x + magic) - magic;
-  const F32 r = x - n;
-  F32 p = r * 1.5403530393e-4f + 1.3333558146e-3f;
-  p = p * r + 9.6181291076e-3f;
-  p = p * r + 5.5504108665e-2f;
-  p = p * r + 2.4022650696e-1f;
-  p = p * r + 6.9314718056e-1f;
-  p = p * r + 1.0f;
-  const I32 exponent = __builtin_convertvector(n, I32) << 23;
-  return reinterpret<F32>(reinterpret<I32>(p) + exponent);
-}
-
-constexpr float kLog2E = 1.44269504088896341f;
-
-// e^x for x up to 87, beyond which it stays at e^87.
-inline F32 exp(F32 x) { return exp2(min(x, splat(87.0f)) * kLog2E); }
-
-inline F32 tanh(F32 x) { return 1.0f - 2.0f / (exp(x + x) + 1.0f); }

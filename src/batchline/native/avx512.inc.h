@@ -1,0 +1,15 @@
+// What AVX-512 does in one instruction. In the masked forms: GCC warns of the others' undefined sources.
+
+constexpr __mmask16 kAllLanes = 0xffff;
+
+inline bool any_above(F32 x, float limit) {
+  return _mm512_cmp_ps_mask(reinterpret<__m512>(x), _mm512_set1_ps(limit), _CMP_GT_OQ) != 0;
+}
+
+inline F32 round_to_integer(F32 x) {
+  return reinterpret<F32>(_mm512_maskz_roundscale_ps(kAllLanes, reinterpret<__m512>(x), _MM_FROUND_TO_NEAREST_INT));
+}
+
+inline F32 times_power_of_two(F32 x, F32 n) {
+  return reinterpret<F32>(_mm512_maskz_scalef_ps(kAllLanes, reinterpret<__m512>(x), reinterpret<__m512>(n)));
+}
