@@ -289,11 +289,10 @@ def rotated(x: torch.Tensor, weight: torch.Tensor | None, cos: torch.Tensor, sin
 def stored(cache: NativeKVCache, heads: Heads, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """What a one-layer cache holds, by slot: keys and values, (slots, kv_heads, dim) each."""
     pair = 4 // dtype.itemsize
-    storage = cache._memory[0]
     padded_value_dim = -(-heads.value_dim // 16) * 16
-    keys = torch.from_numpy(storage.keys).view(dtype)
+    memory = torch.from_numpy(cache._memory).view(dtype).view(cache.num_blocks, heads.num_kv_heads, -1)
+    keys, values = memory.split([heads.key_dim * BLOCK_SIZE, padded_value_dim * BLOCK_SIZE], -1)
     keys = keys.view(cache.num_blocks, heads.num_kv_heads, heads.key_dim // pair, BLOCK_SIZE, pair)
-    values = torch.from_numpy(storage.values).view(dtype)
     values = values.view(cache.num_blocks, heads.num_kv_heads, BLOCK_SIZE // pair, padded_value_dim, pair)
     by_slot_keys = keys.permute(0, 3, 1, 2, 4).reshape(-1, heads.num_kv_heads, heads.key_dim)
     by_slot_values = values.permute(0, 2, 4, 1, 3).reshape(-1, heads.num_kv_heads, padded_value_dim)

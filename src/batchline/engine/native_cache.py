@@ -1,12 +1,15 @@
 """The KV cache in the native kernels' layout.
 
-A block's keys lie transposed, pairs of their numbers innermost, so that 16 positions are multiplied at once without a
-horizontal sum; values lie in rows, pairs of positions innermost (`arguments.h`). Only the kernels read and write it.
+A block holds its positions' keys and values of all layers, so that a cache in use takes as much memory as it has
+filled. Keys lie transposed, pairs of their numbers innermost, so that 16 positions are multiplied at once without a
+horizontal sum; values lie in rows, pairs of positions innermost; those of a head follow its keys (`arguments.h`). Only
+the kernels read and write it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -35,17 +38,20 @@ class NativeKVCache:
         self.kernels = kernels
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self._memory = [_Storage(spec, num_blocks, block_size, dtype) for spec in specs]
+        in_layers = [padded(spec, dtype).num_elements * block_size for spec in specs]
+        block_stride = sum(in_layers)
+        # zeros, since unwritten positions are read and weighed with 0, which a NaN would survive
+        self._memory = np.zeros(num_blocks * block_stride * dtype.itemsize, dtype=np.uint8)
         self.layers = [
             CacheArgs(
-                storage.keys.ctypes.data,
-                storage.values.ctypes.data,
+                self._memory.ctypes.data + offset * dtype.itemsize,
+                block_stride,
                 block_size,
                 spec.num_kv_heads,
                 spec.key_dim,
                 spec.value_dim,
             )
-            for storage, spec in zip(self._memory, specs, strict=True)
+            for spec, offset in zip(specs, accumulate([0, *in_layers]), strict=False)
         ]
 
 
@@ -64,14 +70,3 @@ def padded(spec: LayerSpec, dtype: torch.dtype) -> LayerSpec:
         -(-spec.value_dim // PANEL) * PANEL,
         spec.sliding_window,
     )
-
-
-class _Storage:
-    """One layer's memory, as bytes. From numpy, whose zeros cost nothing until a page is written; they must be zeros
-    because unwritten positions are read and weighed with 0, which a NaN would survive."""
-
-    def __init__(self, spec: LayerSpec, num_blocks: int, block_size: int, dtype: torch.dtype) -> None:
-        size = padded(spec, dtype)
-        per_number = num_blocks * block_size * spec.num_kv_heads * dtype.itemsize
-        self.keys = np.zeros(per_number * size.key_dim, dtype=np.uint8)
-        self.values = np.zeros(per_number * size.value_dim, dtype=np.uint8)

@@ -1,10 +1,7 @@
 // What the kernels are told: plain pointers, sizes and strides. Strides count elements, not bytes.
 //
-// The KV cache is laid out for the kernels (see engine/native_cache.py). A *pair* is what one multiply-accumulate consumes: two
-// neighbouring bfloat16 numbers, or one float. A *panel* is kPanel columns that are computed side by side.
-//
-//   keys:   (blocks, kv_heads, ceil(key_dim / pair), block_size, pair)      a panel is 16 positions
-//   values: (blocks, kv_heads, block_size / pair, padded value_dim, pair)   a panel is 16 of the value's numbers
+// A *pair* is what one multiply-accumulate consumes: two neighbouring bfloat16 numbers, or one float. A *panel* is kPanel
+// columns that are computed side by side.
 #pragma once
 
 #include <cstddef>
@@ -54,10 +51,25 @@ struct LinearItem {
   int64_t first_row, end_row, first_panel, end_panel;
 };
 
+// One layer's part of the KV cache (see engine/native_cache.py). For each block and key-value head one behind the other:
+//
+//   keys:   (ceil(key_dim / pair), block_size, pair)      a panel is 16 positions
+//   values: (block_size / pair, padded value_dim, pair)   a panel is 16 of the value's numbers
 struct CacheArgs {
-  void* keys;
-  void* values;
+  void* data;
+  int64_t block_stride;  // elements from a block to the next; the other layers' parts lie between
   int64_t block_size, num_kv_heads, key_dim, value_dim;
+
+  template <class T>
+  int64_t key_numbers() const { return round_up(key_dim, kPair<T>) * block_size; }
+  int64_t value_numbers() const { return round_up(value_dim, kPanel) * block_size; }
+
+  template <class T>
+  T* keys(int64_t block, int64_t head) const {
+    return static_cast<T*>(data) + block * block_stride + head * (key_numbers<T>() + value_numbers());
+  }
+  template <class T>
+  T* values(int64_t block, int64_t head) const { return keys<T>(block, head) + key_numbers<T>(); }
 };
 
 // Row by row: normalise each query and key head (where weights are given), rotate it, write keys and values to slots.

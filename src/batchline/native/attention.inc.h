@@ -77,15 +77,14 @@ struct KeyTile {
 
   // Panels beyond the context repeat its last one; no row sees them.
   KeyTile(const AttentionArgs& a, const Segment& segment, int64_t kv_head, int64_t first_key) {
-    const int64_t key_pairs = divide_up(a.cache.key_dim, kPair<T>), value_dim = round_up(a.cache.value_dim, kPanel);
+    const int64_t value_dim = round_up(a.cache.value_dim, kPanel);
     const int64_t size = a.cache.block_size, last = (segment.context - 1) / kPanel * kPanel;
     for (int panel = 0; panel < kKeyPanels; ++panel) {
       const int64_t wanted = first_key + panel * kPanel;
       const int64_t position = wanted < last ? wanted : last;
-      const int64_t block = a.tables[segment.table + position / size] * a.cache.num_kv_heads + kv_head;
-      const int64_t offset = position % size;
-      keys[panel] = static_cast<const T*>(a.cache.keys) + (block * key_pairs * size + offset) * kPair<T>;
-      values[panel] = static_cast<const T*>(a.cache.values) + (block * size + offset) * value_dim;
+      const int64_t block = a.tables[segment.table + position / size], offset = position % size;
+      keys[panel] = a.cache.keys<T>(block, kv_head) + offset * kPair<T>;
+      values[panel] = a.cache.values<T>(block, kv_head) + offset * value_dim;
     }
   }
 };

@@ -59,19 +59,16 @@ void prepare_head(T* head, const T* weight, const RotaryArgs& a, int64_t row) {
 template <class T>
 void write_key(const CacheArgs& cache, int64_t slot, int64_t head, const T* key) {
   constexpr int pair = kPair<T>;
-  const int64_t block = slot / cache.block_size, position = slot % cache.block_size;
-  const int64_t num_pairs = divide_up(cache.key_dim, pair);
-  T* to = static_cast<T*>(cache.keys) + (block * cache.num_kv_heads + head) * num_pairs * cache.block_size * pair;
-  for (int64_t i = 0; i < cache.key_dim; ++i) to[(i / pair * cache.block_size + position) * pair + i % pair] = key[i];
+  T* to = cache.keys<T>(slot / cache.block_size, head) + slot % cache.block_size * pair;
+  for (int64_t i = 0; i < cache.key_dim; ++i) to[i / pair * cache.block_size * pair + i % pair] = key[i];
 }
 
 template <class T>
 void write_value(const CacheArgs& cache, int64_t slot, int64_t head, const T* value) {
   constexpr int pair = kPair<T>;
-  const int64_t block = slot / cache.block_size, position = slot % cache.block_size;
-  const int64_t padded = round_up(cache.value_dim, kPanel);
-  T* to = static_cast<T*>(cache.values) + (block * cache.num_kv_heads + head) * cache.block_size * padded +
-          position / pair * padded * pair + position % pair;
+  const int64_t position = slot % cache.block_size;
+  T* to = cache.values<T>(slot / cache.block_size, head) + position / pair * round_up(cache.value_dim, kPanel) * pair +
+          position % pair;
   for (int64_t i = 0; i < cache.value_dim; ++i) to[i * pair] = value[i];
 }
 

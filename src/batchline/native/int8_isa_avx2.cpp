@@ -18,6 +18,9 @@ constexpr int kTileRows = 2;  // rows times two panels of sums stay in registers
 constexpr int kOffset = 0;
 
 #include "simd.inc.h"
+#include "generic.inc.h"
+#include "bfloat16.inc.h"
+#include "vector_math.inc.h"
 #include "epilogue.inc.h"
 
 inline I32 round_to_int(F32 x) { return reinterpret<I32>(_mm256_cvtps_epi32(reinterpret<__m256>(x))); }

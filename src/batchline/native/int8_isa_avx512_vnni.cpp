@@ -18,6 +18,9 @@ constexpr int kTileRows = 12;  // rows times two panels of sums stay in register
 constexpr int kOffset = 128;  // the dot product takes bytes of x without a sign
 
 #include "simd.inc.h"
+#include "avx512.inc.h"
+#include "bfloat16.inc.h"
+#include "vector_math.inc.h"
 #include "epilogue.inc.h"
 
 inline I32 round_to_int(F32 x) { return reinterpret<I32>(_mm512_cvtps_epi32(reinterpret<__m512>(x))); }

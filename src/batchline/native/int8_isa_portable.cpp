@@ -9,6 +9,9 @@ constexpr int kTileRows = 2;  // rows times two panels of sums stay in registers
 constexpr int kOffset = 0;
 
 #include "simd.inc.h"
+#include "generic.inc.h"
+#include "bfloat16.inc.h"
+#include "vector_math.inc.h"
 #include "epilogue.inc.h"
 
 typedef int16_t I16 __attribute__((vector_size(kLanes * 4)));  // twice as many lanes

@@ -22,7 +22,7 @@ constexpr int kLinearPanels = 2;  // even: gate and up go together
 
 #include "simd.inc.h"
 #include "generic.inc.h"
-#include "pairs.inc.h"
+#include "bfloat16.inc.h"
 #include "vector_math.inc.h"
 
 #include "elementwise.inc.h"

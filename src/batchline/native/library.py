@@ -57,8 +57,8 @@ class CacheArgs(ctypes.Structure):
     """Mirrors the structure of the same name in `arguments.h`."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("keys", "values")),
-        *((name, ctypes.c_int64) for name in ("block_size", "num_kv_heads", "key_dim", "value_dim")),
+        ("data", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("block_stride", "block_size", "num_kv_heads", "key_dim", "value_dim")),
     ]
 
 
