@@ -5,46 +5,56 @@ constexpr int kVectors = kPanel / kLanes;  // vectors in a panel
 
 typedef uint8_t U8 __attribute__((vector_size(kLanes)));
 
-constexpr int32_t kNotFinite = 0x7f800000;   // from here on a float without its sign is infinite or no number
-constexpr float kSmallest = 1e-30f;          // a row of smaller numbers counts as zero
-constexpr float kLargestInt8 = 127.0f;       // -128 is not used: it would have no opposite
+constexpr int32_t kInfinity = 0x7f800000;  // a float's bits; those of what is no number are above, but for the sign
+constexpr float kSmallest = 1e-30f;        // a row of smaller numbers counts as zero
+constexpr float kLargestInt8 = 127.0f;     // -128 is not used: it would have no opposite
 
-// The largest magnitude of a row; what is not finite outweighs everything else.
 template <class T>
-float largest_magnitude(const T* x, int64_t dim) {
-  I32 largest = {};
-  int64_t i = 0;
-  for (; i + kLanes <= dim; i += kLanes) {
-    const I32 bits = reinterpret<I32>(load(x + i)) & 0x7fffffff;
-    largest = bits > largest ? bits : largest;
-  }
-  int32_t result = 0;
-  for (int lane = 0; lane < kLanes; ++lane) result = largest[lane] > result ? largest[lane] : result;
-  for (; i < dim; ++i) {
-    const int32_t bits = reinterpret<int32_t>(widen(x[i])) & 0x7fffffff;
-    result = bits > result ? bits : result;
-  }
-  return reinterpret<float>(result);
+constexpr int64_t kChunk = kLanes * kPair<T>;  // numbers in a vector register
+
+// Bits of the magnitudes of a chunk, of a pair the larger one: ordered as integers, what is not finite comes last.
+inline I32 magnitudes(const float* x) { return load_bits<I32>(x) & 0x7fffffff; }
+inline I32 magnitudes(const BFloat16* x) {
+  const I32 pairs = load_bits<I32>(x), low = (pairs << 16) & 0x7fffffff, high = pairs & 0x7fff0000;
+  return low > high ? low : high;
+}
+
+// A chunk times factor, rounded to bytes.
+inline void store_bytes(uint8_t* to, const float* x, float factor) {
+  store_bits(to, __builtin_convertvector(round_to_int(load(x) * factor) + kOffset, U8));
+}
+inline void store_bytes(uint8_t* to, const BFloat16* x, float factor) {
+  const U32 pairs = load_bits<U32>(x);
+  const I32 low = round_to_int(reinterpret<F32>(pairs << 16) * factor) + kOffset;
+  const I32 high = round_to_int(reinterpret<F32>(pairs & 0xffff0000u) * factor) + kOffset;
+  store_bits(to, __builtin_convertvector(reinterpret<U32>((low & 0xff) | (high << 8)), U16));
 }
 
 // x becomes bytes between -127 and 127 times *scale. A row that is not finite becomes zeros with a scale that is no
-// number, which its outputs then are too.
+// number, which its outputs then are too. padded: bytes to write, those beyond dim are zeros.
 template <class T>
 void quantize_row(const T* x, int64_t dim, int64_t padded, uint8_t* bytes, float* scale) {
-  const float largest = largest_magnitude(x, dim);
-  const bool is_finite = reinterpret<int32_t>(largest) < kNotFinite;
-  const float range = largest > kSmallest ? largest : kSmallest;
-  *scale = is_finite ? range / kLargestInt8 : __builtin_nanf("");
-  if (!is_finite) {
+  const int64_t whole = dim / kChunk<T> * kChunk<T>;
+  T rest[kChunk<T>] = {};
+  __builtin_memcpy(rest, x + whole, static_cast<size_t>(dim - whole) * sizeof(T));
+  I32 largest_bits = magnitudes(rest);
+  for (int64_t i = 0; i < whole; i += kChunk<T>) {
+    const I32 bits = magnitudes(x + i);
+    largest_bits = bits > largest_bits ? bits : largest_bits;
+  }
+  const I32 infinity = I32{} + kInfinity;
+  const float largest = max_of(reinterpret<F32>(largest_bits > infinity ? infinity : largest_bits));
+  if (reinterpret<int32_t>(largest) == kInfinity) {
+    *scale = __builtin_nanf("");
     __builtin_memset(bytes, kOffset, static_cast<size_t>(padded));
     return;
   }
-  const float factor = kLargestInt8 / range;
-  int64_t i = 0;
-  for (; i + kLanes <= dim; i += kLanes)
-    store_bits(bytes + i, __builtin_convertvector(round_to_int(load(x + i) * factor) + kOffset, U8));
-  for (; i < dim; ++i) bytes[i] = static_cast<uint8_t>(round_to_int(splat(widen(x[i]) * factor))[0] + kOffset);
-  for (; i < padded; ++i) bytes[i] = 0;  // the weights are zero there
+  const float range = largest > kSmallest ? largest : kSmallest, factor = kLargestInt8 / range;
+  *scale = range / kLargestInt8;
+  for (int64_t i = 0; i < whole; i += kChunk<T>) store_bytes(bytes + i, x + i, factor);
+  uint8_t rest_bytes[kChunk<T>];
+  store_bytes(rest_bytes, rest, factor);
+  __builtin_memcpy(bytes + whole, rest_bytes, static_cast<size_t>(padded - whole));
 }
 
 template <class T>
@@ -54,26 +64,30 @@ void quantize(const Int8LinearArgs& a, const QuantizedRows& to, int64_t first_ro
                  &to.scale(row));
 }
 
-// Scales, bias, activation and rounding of one row's sums; panel: the first one's number.
-template <class T, int kPanels>
-void finish_int8_row(const Int8LinearArgs& a, const I32* sums, float row_scale, int64_t row, int64_t panel) {
-  F32 x[kPanels * kVectors];
-  for (int c = 0; c < kPanels * kVectors; ++c) {
-    const int64_t column = panel * kPanel + c * kLanes;
-    x[c] = __builtin_convertvector(sums[c], F32) * row_scale * load(a.scales + column);
-    if (a.bias != nullptr) x[c] += load(a.bias + column);
+// Scales, bias, activation and rounding of a tile's sums; row, panel: its first ones.
+template <class T, int kRows, int kPanels>
+inline void finish_int8_tile(const Int8LinearArgs& a, const QuantizedRows& rows,
+                             const I32 (&sums)[kRows][kPanels * kVectors], int64_t row, int64_t panel) {
+  constexpr int vectors = kPanels * kVectors;
+  const bool is_gated = kPanels == 2 && a.is_gated;
+  F32 scales[vectors], bias[vectors] = {};
+  for (int c = 0; c < vectors; ++c) {
+    scales[c] = load(a.scales + panel * kPanel + c * kLanes);
+    if (a.bias != nullptr) bias[c] = load(a.bias + panel * kPanel + c * kLanes);
   }
-  int64_t first = panel * kPanel;
-  int count = kPanels * kVectors;
-  if constexpr (kPanels == 2) {
-    if (a.is_gated) {
-      for (int v = 0; v < kVectors; ++v) x[v] = silu(x[v]) * x[kVectors + v];
-      first /= 2;
-      count = kVectors;
+  const int64_t first = (is_gated ? panel / 2 : panel) * kPanel;
+  T* out = static_cast<T*>(a.out) + row * a.out_stride + first;
+  for (int r = 0; r < kRows; ++r, out += a.out_stride) {
+    const float row_scale = rows.scale(row + r);
+    F32 x[vectors];
+    for (int c = 0; c < vectors; ++c) x[c] = __builtin_convertvector(sums[r][c], F32) * row_scale * scales[c] + bias[c];
+    if (is_gated) {
+      for (int v = 0; v < kVectors; ++v)
+        store_columns(out + v * kLanes, silu(x[v]) * x[v + vectors / 2], a.outputs - first - v * kLanes);
+    } else {
+      for (int c = 0; c < vectors; ++c) store_columns(out + c * kLanes, x[c], a.outputs - first - c * kLanes);
     }
   }
-  T* out = static_cast<T*>(a.out) + row * a.out_stride;
-  for (int c = 0; c < count; ++c) store_columns(out + first + c * kLanes, x[c], a.outputs - first - c * kLanes);
 }
 
 template <class T, int kRows, int kPanels>
@@ -99,7 +113,7 @@ void int8_tile(const Int8LinearArgs& a, const QuantizedRows& rows, int64_t row, 
       for (int c = 0; c < vectors; ++c) sums[r][c] = dot_fours(sums[r][c], four, columns[c]);
     }
   }
-  for (int r = 0; r < kRows; ++r) finish_int8_row<T, kPanels>(a, sums[r], rows.scale(row + r), row + r, panel);
+  finish_int8_tile<T, kRows, kPanels>(a, rows, sums, row, panel);
 }
 
 template <class T, int kPanels>
