@@ -4,13 +4,15 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+CLIENTS := .venv-clients
+CLIENT_PINS := tests/server/clients/requirements.txt
 OUT := out
 
 # Nothing here may reach for a model hub: every model that is needed ships with the repository or is made on the fly.
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: setup run test check unit bench lock clean
+.PHONY: setup clients run test check unit bench lock clean
 
 setup: $(STAMP)
 
@@ -18,6 +20,13 @@ $(STAMP): pyproject.toml constraints.txt $(wildcard setup.py src/batchline/nativ
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "setuptools>=77" wheel
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e ".[dev]"
+	touch $@
+
+clients: $(CLIENTS)/.installed  ## other people's clients, which the server is tried with
+
+$(CLIENTS)/.installed: $(CLIENT_PINS)
+	test -d $(CLIENTS) || $(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check -r $(CLIENT_PINS)
 	touch $@
 
 run: setup  ## run the shipped example and show the answers
@@ -32,7 +41,7 @@ check: setup  ## lint, format and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-unit: setup
+unit: setup clients
 	$(BIN)/python -m pytest
 
 bench: setup  ## benchmarks; see benchmarks/README.md

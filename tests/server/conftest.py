@@ -13,6 +13,7 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+from scripted_backend import ScriptedBackend
 from threaded_server import Serve, ThreadedServer
 
 from batchline.backends.base import Backend
@@ -73,4 +74,11 @@ def tiny() -> Iterator[ThreadedServer]:
     model = ModelConfig(model=str(TINY_CHAT), served_names=("tiny", "org/alias"), dtype="float32", num_threads=1)
     backend = InProcessBackend([EngineConfig(model=model, cache=CacheConfig(num_bytes=64 << 20))])
     with ThreadedServer(backend, api_keys=("token-abc123",)) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def tool_caller() -> Iterator[ThreadedServer]:
+    """A model, `scripted`, that calls `get_weather` and answers with what the tool says; without keys."""
+    with ThreadedServer(ScriptedBackend()) as server:
         yield server

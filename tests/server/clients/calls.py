@@ -1,0 +1,35 @@
+"""What every client's script does: make its calls, each a function of the servers' addresses, and print what they gave.
+
+Runs in the clients' own environment, where Batchline is not installed.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+KEY = "token-abc123"
+MESSAGES = [
+    {"role": "system", "content": "You are a helpful assistant."},
+    {"role": "user", "content": "Hello world!"},
+]
+
+
+@dataclass(frozen=True)
+class Servers:
+    """Base addresses, with `/v1`. tiny: the model that ships. tools: one that calls `get_weather` and then answers."""
+
+    tiny: str
+    tools: str
+
+
+Call = Callable[[Servers], Any]
+
+
+def main(*calls: Call) -> None:
+    """Make all the calls and print one object on the last line: what each gave, by its name."""
+    servers = Servers(*sys.argv[1:])
+    print(json.dumps({call.__name__: call(servers) for call in calls}))
