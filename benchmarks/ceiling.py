@@ -1,15 +1,16 @@
 """What the machine can do, measured: matrix products of a model's shapes, reading memory, and the limit from both.
 
 The limit of a workload is the time of the work that no engine can avoid: linear layers of the tokens that must be
-computed (a shared prefix once) and prefill attention at the measured matrix rate, and the decodes' reads of keys and
-values at the measured memory rate.
+computed (what prompts share once, however they share it) and prefill attention at the measured matrix rate, and the
+decodes' reads of keys and values at the measured memory rate. It is never less than reading all weights once for each
+token of the longest answer, which is what binds where few requests run.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,11 +35,11 @@ class Ceiling:
 
 
 @dataclass(frozen=True, slots=True)
-class RequestLengths:
-    """Tokens of one request."""
+class Request:
+    """What one request asks of the model: its prompt's tokens, and how many it wants of an answer."""
 
-    prompt: int
-    output: int
+    prompt: tuple[int, ...]
+    num_output: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,27 +90,64 @@ class ModelShape:
         """Linear work of one sampled token in the language-model head."""
         return 2 * self.hidden * self.vocab
 
+    def weight_bytes(self, itemsize: int) -> int:
+        """What a step reads of the weights, at least."""
+        return (self.layer_flops + self.head_flops) // 2 * itemsize
+
+    def kv_bytes(self, itemsize: int) -> int:
+        """Keys and values of one token in all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * itemsize
+
 
 def measure(shape: ModelShape, dtype: torch.dtype, repeats: int = 15) -> Ceiling:
     """Both rates on this machine, now, with torch's threads."""
     return Ceiling(matrix_flops(shape.products, dtype, repeats), _read_bytes(repeats))
 
 
-def limit_seconds(
-    shape: ModelShape, requests: Sequence[RequestLengths], shared: int, itemsize: int, ceiling: Ceiling
-) -> float:
-    """The least time for these requests, whose prompts all begin with the same `shared` tokens."""
-    kv_bytes = 2 * shape.layers * shape.kv_heads * shape.head_dim * itemsize
+def limit_seconds(shape: ModelShape, requests: Sequence[Request], itemsize: int, ceiling: Ceiling) -> float:
+    """The least time for these requests."""
+    kv_bytes = shape.kv_bytes(itemsize)
     attention_flops = 4 * shape.layers * shape.heads * shape.head_dim  # for one query and one key
-    linear = shared * shape.layer_flops
-    attention = attention_flops * shared * (shared + 1) / 2
-    read = 0
+    linear = attention = read = 0.0
+    for start, end in unshared_ranges([request.prompt for request in requests]):
+        linear += (end - start) * shape.layer_flops
+        attention += attention_flops * (_triangle(end) - _triangle(start))
     for request in requests:
-        decodes = request.output - 1  # the first output token comes out of the prefill
-        linear += (request.prompt - shared + decodes) * shape.layer_flops + request.output * shape.head_flops
-        attention += attention_flops * (_triangle(request.prompt) - _triangle(shared))
-        read += kv_bytes * (_triangle(request.prompt + decodes) - _triangle(request.prompt))
-    return (linear + attention) / ceiling.matrix_flops + read / ceiling.read_bytes
+        num_prompt, decodes = len(request.prompt), request.num_output - 1  # the first token comes out of the prefill
+        linear += decodes * shape.layer_flops + request.num_output * shape.head_flops
+        read += kv_bytes * (_triangle(num_prompt + decodes) - _triangle(num_prompt))
+    steps = max(request.num_output for request in requests)
+    weights_s = steps * shape.weight_bytes(itemsize) / ceiling.read_bytes
+    return max((linear + attention) / ceiling.matrix_flops + read / ceiling.read_bytes, weights_s)
+
+
+def decode_step_seconds(
+    shape: ModelShape, num_seqs: int, context: float, itemsize: int, ceiling: Ceiling
+) -> tuple[float, float]:
+    """The least time of a step that adds one token to each of so many sequences with so long a context on average: of
+    its reading (all weights, each sequence's keys and values), and of its arithmetic. The larger one binds."""
+    read = shape.weight_bytes(itemsize) + num_seqs * context * shape.kv_bytes(itemsize)
+    flops = num_seqs * (shape.layer_flops + shape.head_flops)
+    return read / ceiling.read_bytes, flops / ceiling.matrix_flops
+
+
+def unshared_ranges(prompts: Iterable[tuple[int, ...]]) -> list[tuple[int, int]]:
+    """What must be computed of prompts, everything that some of them share once: (start, end) for each, sorted.
+
+    In sorted order each prompt shares the most with its neighbours, so it owes what its predecessor does not have.
+    """
+    ranges = []
+    previous: tuple[int, ...] = ()
+    for prompt in sorted(prompts):
+        ranges.append((num_common(previous, prompt), len(prompt)))
+        previous = prompt
+    return ranges
+
+
+def num_common(first: Sequence[int], second: Sequence[int]) -> int:
+    """How many tokens both begin with."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((index for index, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 def _triangle(length: int) -> float:

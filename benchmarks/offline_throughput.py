@@ -4,8 +4,9 @@
 
 Prints output tokens a second (steady: after the model is loaded, and end to end), startup seconds (from the command to
 the first result on disk), peak memory, the matrix and memory rates measured in the same run, the limit that follows
-from them and the share of it reached. `--baseline` runs `transformers`' generate, padded and sorted by length, on the
-same requests. The last line is JSON.
+from them and the share of it reached; where prompts share several prefixes, how many of their tokens were computed for
+each that had to be. `--baseline` runs `transformers`' generate, padded and sorted by length, on the same requests. The
+last line is JSON.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ import tempfile
 import threading
 import time
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
-from ceiling import Ceiling, ModelShape, RequestLengths, limit_seconds, measure
-from workload import MODEL_NAME, WORKLOADS, Workload, WorkloadFiles, make_workload
+from ceiling import Ceiling, ModelShape, Request, limit_seconds, measure, num_common, unshared_ranges
+from workload import MODEL_NAME, WORKLOADS, WorkloadFiles, make_workload
 
 POLL_S = 0.02
 
@@ -54,15 +56,17 @@ def main() -> None:
     options = _parse()
     workload = WORKLOADS[options.workload]
     torch.set_num_threads(options.threads)
-    files = make_workload(workload, Path(options.folder))
-    lengths = [RequestLengths(len(prompt), output) for prompt, output in _tokenized(files)]
+    files = make_workload(workload, Path(options.folder), options.num_requests)
+    requests = _tokenized(files)
     dtype = getattr(torch, options.dtype)
     shape = ModelShape.of(workload.model)
     before = measure(shape, dtype)
     runs = [_run_command(files, options) for _ in range(options.runs)]
     ceiling = before.or_better(measure(shape, dtype))
-    limit_s = limit_seconds(shape, lengths, _num_shared(workload), dtype.itemsize, ceiling)
+    limit_s = limit_seconds(shape, _without_copies(files, requests), dtype.itemsize, ceiling)
     result = _result(options, runs, ceiling, limit_s)
+    if workload.chat.num_system_prompts > 1:
+        result["prefix_tokens_x_minimum"] = round(_prefix_ratio(requests, runs[0]), 3)
     if options.baseline:
         result["baseline_run_s"] = round(_run_baseline(files, dtype), 2)
     _print(result)
@@ -72,6 +76,7 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Throughput of run-batch against the machine's limit.")
     parser.add_argument("--workload", choices=sorted(WORKLOADS), default="chat")
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--num-requests", type=int, help="only the first so many")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--folder", default=str(Path(tempfile.gettempdir()) / "batchline-benchmarks"))
@@ -82,24 +87,38 @@ def _parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _tokenized(files: WorkloadFiles) -> list[tuple[list[int], int]]:
-    """Prompt tokens and number of output tokens of every request."""
+def _tokenized(files: WorkloadFiles) -> list[Request]:
+    """The requests as the model sees them, in the file's order."""
     from transformers import AutoTokenizer  # heavy
 
     tokenizer = AutoTokenizer.from_pretrained(files.model)
     requests = []
-    with files.batch.open() as lines:
-        for line in lines:
-            body = json.loads(line)["body"]
-            prompt = tokenizer.apply_chat_template(body["messages"], add_generation_prompt=True, return_dict=True)
-            requests.append((prompt["input_ids"], body["max_tokens"]))
+    for body in _bodies(files):
+        prompt = tokenizer.apply_chat_template(body["messages"], add_generation_prompt=True, return_dict=True)
+        requests.append(Request(tuple(prompt["input_ids"]), body["max_tokens"]))
     return requests
 
 
-def _num_shared(workload: Workload) -> int:
-    """Tokens that all prompts begin with: the system prompt and the template around it."""
-    system = workload.chat.num_system_tokens
-    return system + 4 if system else 2
+def _bodies(files: WorkloadFiles) -> list[dict[str, Any]]:
+    return [json.loads(line)["body"] for line in files.batch.read_text().splitlines()]
+
+
+def _without_copies(files: WorkloadFiles, requests: list[Request]) -> list[Request]:
+    """Those that must be run: of identical requests whose answer cannot differ, one."""
+    distinct: dict[Any, Request] = {}
+    for number, (body, request) in enumerate(zip(_bodies(files), requests, strict=True)):
+        is_deterministic = body.get("temperature") == 0 or "seed" in body
+        distinct.setdefault(json.dumps(body) if is_deterministic else number, request)
+    return list(distinct.values())
+
+
+def _prefix_ratio(requests: list[Request], run: Run) -> float:
+    """Prompt tokens computed beyond those that are each prompt's own, for each that several prompts share."""
+    prompts = sorted(request.prompt for request in requests)
+    common = [0, *(num_common(*pair) for pair in pairwise(prompts)), 0]
+    own = sum(len(prompt) - max(common[index : index + 2]) for index, prompt in enumerate(prompts))
+    minimum = sum(end - start for start, end in unshared_ranges(prompts))
+    return (run.prompt_tokens - run.cached_tokens - own) / (minimum - own)
 
 
 def _run_command(files: WorkloadFiles, options: argparse.Namespace) -> Run:
@@ -163,14 +182,14 @@ def _run_baseline(files: WorkloadFiles, dtype: torch.dtype, batch_size: int = 64
 
     logging.set_verbosity_error()
     model = AutoModelForCausalLM.from_pretrained(files.model, dtype=dtype).eval()
-    requests = sorted(_tokenized(files), key=lambda request: len(request[0]))
+    requests = sorted(_tokenized(files), key=lambda request: len(request.prompt))
     start = time.perf_counter()
     for first in range(0, len(requests), batch_size):
         part = requests[first : first + batch_size]
-        longest = max(len(prompt) for prompt, _ in part)
-        rows = [[0] * (longest - len(prompt)) + prompt for prompt, _ in part]
-        mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt, _ in part]
-        num_new = max(output for _, output in part)
+        longest = max(len(request.prompt) for request in part)
+        rows = [[0] * (longest - len(request.prompt)) + list(request.prompt) for request in part]
+        mask = [[0] * (longest - len(request.prompt)) + [1] * len(request.prompt) for request in part]
+        num_new = max(request.num_output for request in part)
         model.generate(
             torch.tensor(rows),
             attention_mask=torch.tensor(mask),
