@@ -45,14 +45,34 @@ void pack_keys(const HeadMemory<T>& memory, const T* keys, int64_t stride, int64
   }
 }
 
+// Two rows of bfloat16 as pairs of numbers, one of each; a row of floats as it is.
+inline void pair_rows(BFloat16* to, const BFloat16* const* rows, int64_t count) {
+  int64_t c = 0;
+  for (; c + kLanes <= count; c += kLanes) {
+    const U32 even = __builtin_convertvector(load_bits<U16>(rows[0] + c), U32);
+    const U32 odd = __builtin_convertvector(load_bits<U16>(rows[1] + c), U32);
+    store_bits(to + 2 * c, even | odd << 16);
+  }
+  for (; c < count; ++c) {
+    to[2 * c] = rows[0][c];
+    to[2 * c + 1] = rows[1][c];
+  }
+}
+
+inline void pair_rows(float* to, const float* const* rows, int64_t count) {
+  __builtin_memcpy(to, rows[0], static_cast<size_t>(count) * sizeof(float));
+}
+
+// A last row without a partner is its own: the weight of what is beyond the keys is zero.
 template <class T>
 void pack_values(const HeadMemory<T>& memory, const T* values, int64_t stride, int64_t head_dim) {
   constexpr int pair = kPair<T>;
-  for (int64_t j = 0; j < memory.padded_keys; ++j) {
-    T* to = memory.value_panels + j / pair * pair * memory.value_dim + j % pair;
-    const int64_t copied = j < memory.keys ? head_dim : 0;
-    for (int64_t c = 0; c < copied; ++c) to[c * pair] = values[j * stride + c];
-    for (int64_t c = copied; c < memory.value_dim; ++c) to[c * pair] = T{};
+  const int64_t last = memory.keys - 1;
+  T* to = memory.value_panels;
+  __builtin_memset(to, 0, static_cast<size_t>(memory.padded_keys * memory.value_dim) * sizeof(T));
+  for (int64_t j = 0; j < memory.keys; j += pair, to += memory.value_dim * pair) {
+    const T* rows[] = {values + j * stride, values + (j < last ? j + 1 : j) * stride};
+    pair_rows(to, rows, head_dim);
   }
 }
 
@@ -78,7 +98,7 @@ float weigh_scores(const HeadMemory<T>& memory, int64_t row) {
   const float maximum = max_of(largest);
   F32 total = {};
   for (int64_t key = 0; key < memory.padded_keys; key += kLanes) {
-    const F32 weight = exp2(load(scores + key) - maximum);
+    const F32 weight = exp2<sizeof(T) < sizeof(float) ? 4 : 6>(load(scores + key) - maximum);
     total += weight;
     store(weights + key, weight);
   }
