@@ -26,6 +26,7 @@ class ModelConfig:
     num_threads: CPU threads for the forward pass; None takes every core of this process.
     cpu_kernels: which of the engine's native kernels run on a CPU; `auto` takes the best that the processor has, `off`
         leaves everything to torch.
+    enforce_eager: on a GPU, launch decode steps kernel by kernel instead of as recorded CUDA graphs.
     """
 
     model: str
@@ -40,6 +41,7 @@ class ModelConfig:
     max_model_len: int | None = None
     num_threads: int | None = None
     cpu_kernels: CpuKernels = "auto"
+    enforce_eager: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:

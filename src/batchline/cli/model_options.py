@@ -116,6 +116,10 @@ class ModelOptions:
     num_threads: Annotated[
         int | None, typer.Option(min=1, help="CPU threads of the forward pass.", rich_help_panel=_ENGINE)
     ] = None
+    enforce_eager: Annotated[
+        bool,
+        typer.Option("--enforce-eager", help="On a GPU: do not record CUDA graphs.", rich_help_panel=_ENGINE),
+    ] = False
     chat_template: Annotated[
         str | None, typer.Option(help="Chat template: a path or inline Jinja.", rich_help_panel=_TEXT)
     ] = None
@@ -188,6 +192,7 @@ class ModelOptions:
                 device=self.device,
                 max_model_len=self.max_model_len,
                 num_threads=self.num_threads,
+                enforce_eager=self.enforce_eager,
             ),
             cache=CacheConfig(
                 block_size=self.block_size,

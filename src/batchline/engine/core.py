@@ -21,7 +21,7 @@ from batchline.engine.logits_processing import allow_only
 from batchline.engine.logprobs import token_logprobs
 from batchline.engine.model_loader import load_model
 from batchline.engine.model_runner import StepResult, selected_rows
-from batchline.engine.placement import choose_kernels, make_runner, size_cache
+from batchline.engine.placement import choose_kernels, place, size_cache
 from batchline.engine.request import (
     EmbeddingOutput,
     EmbeddingRequest,
@@ -48,11 +48,12 @@ class Engine:
     def __init__(self, config: EngineConfig) -> None:
         self._num_threads = config.model.num_threads
         self.loaded = load_model(config.model, choose_kernels(config))
-        self.max_model_len, num_blocks = size_cache(config, self.loaded)
+        placement = place(config, self.loaded)
+        self.max_model_len, num_blocks = size_cache(config, self.loaded, placement)
         pool = BlockPool(num_blocks, config.cache.block_size, enable_prefix_caching=config.cache.enable_prefix_caching)
         self._step_limits = config.scheduler
         self.scheduler = Scheduler(config.scheduler, pool)
-        self._runner = make_runner(config, self.loaded, num_blocks)
+        self._runner = placement.make_runner(num_blocks, self.max_model_len)
         self._masks = TokenMasks(self.loaded.vocab_size)
         self._sequences: dict[str, Sequence] = {}
         self._seeds = random.Random()

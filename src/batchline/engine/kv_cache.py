@@ -17,12 +17,14 @@ from batchline.config import CacheConfig
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """What one attention layer stores per position. sliding_window: positions it looks back, None for all."""
+    """What one attention layer stores per position. sliding_window: positions it looks back, None for all.
+    group: query heads that share a key-value head."""
 
     num_kv_heads: int
     key_dim: int
     value_dim: int
     sliding_window: int | None = None
+    group: int = 1
 
     @property
     def num_elements(self) -> int:

@@ -6,19 +6,80 @@ The engine's other parts see a `StepRunner` and a number of blocks, and know not
 from __future__ import annotations
 
 import logging
-
-import torch
+from dataclasses import dataclass
+from typing import Protocol
 
 from batchline.config import EngineConfig
 from batchline.engine.kv_cache import KVCache, bytes_per_block, choose_num_blocks
 from batchline.engine.memory import free_bytes
 from batchline.engine.model_loader import LoadedModel
-from batchline.engine.model_runner import ModelRunner
+from batchline.engine.model_runner import ModelRunner, StepRunner
 from batchline.engine.native_cache import PANEL, NativeKVCache, padded
 from batchline.errors import ModelLoadError
 from batchline.native.library import NativeKernels, open_kernels
 
 logger = logging.getLogger(__name__)
+
+
+class Placement(Protocol):
+    """How a loaded model runs on its device."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one cache block over all layers."""
+
+    def cache_room(self) -> int:
+        """Bytes that the cache may take from. May run the model to find out. Raises: ModelLoadError."""
+
+    def make_runner(self, num_blocks: int, max_model_len: int) -> StepRunner:
+        """A runner with a cache of `num_blocks` blocks, for sequences of at most `max_model_len` positions."""
+
+
+@dataclass(frozen=True, slots=True)
+class TorchPlacement:
+    """Attention in torch, on any device."""
+
+    loaded: LoadedModel
+    block_size: int
+
+    @property
+    def block_bytes(self) -> int:
+        """See `Placement`."""
+        return bytes_per_block(self.loaded.layers, self.block_size, self.loaded.dtype)
+
+    def cache_room(self) -> int:
+        """See `Placement`."""
+        return _free_share(self.loaded)
+
+    def make_runner(self, num_blocks: int, max_model_len: int) -> ModelRunner:
+        """See `Placement`."""
+        loaded = self.loaded
+        return ModelRunner(loaded, KVCache(loaded.layers, num_blocks, self.block_size, loaded.dtype, loaded.device))
+
+
+@dataclass(frozen=True, slots=True)
+class NativePlacement:
+    """The native kernels, on a CPU."""
+
+    loaded: LoadedModel
+    kernels: NativeKernels
+    block_size: int
+
+    @property
+    def block_bytes(self) -> int:
+        """See `Placement`."""
+        layers = [padded(spec, self.loaded.dtype) for spec in self.loaded.layers]
+        return bytes_per_block(layers, self.block_size, self.loaded.dtype)
+
+    def cache_room(self) -> int:
+        """See `Placement`."""
+        return _free_share(self.loaded)
+
+    def make_runner(self, num_blocks: int, max_model_len: int) -> ModelRunner:
+        """See `Placement`."""
+        loaded = self.loaded
+        cache = NativeKVCache(self.kernels, loaded.layers, num_blocks, self.block_size, loaded.dtype)
+        return ModelRunner(loaded, cache)
 
 
 def choose_kernels(config: EngineConfig) -> NativeKernels | None:
@@ -28,17 +89,25 @@ def choose_kernels(config: EngineConfig) -> NativeKernels | None:
     return open_kernels(config.model.cpu_kernels)
 
 
-def size_cache(config: EngineConfig, loaded: LoadedModel) -> tuple[int, int]:
+def place(config: EngineConfig, loaded: LoadedModel) -> Placement:
+    """The fastest way of running the model that gives its logits."""
+    size = config.cache.block_size
+    if loaded.kernels is not None:
+        return NativePlacement(loaded, loaded.kernels, size)
+    on_cuda = _place_on_cuda(config, loaded) if loaded.device.type == "cuda" else None
+    return on_cuda or TorchPlacement(loaded, size)
+
+
+def size_cache(config: EngineConfig, loaded: LoadedModel, placement: Placement) -> tuple[int, int]:
     """(context length, number of blocks) that fit together. Raises: ModelLoadError when the length asked for cannot."""
     size = config.cache.block_size
-    layers = loaded.layers if loaded.kernels is None else [padded(spec, loaded.dtype) for spec in loaded.layers]
-    block_bytes = bytes_per_block(layers, size, loaded.dtype)
+    block_bytes = placement.block_bytes
     num_blocks = choose_num_blocks(
         config.cache,
         block_bytes,
         max_model_len=loaded.max_model_len,
         max_num_seqs=config.scheduler.max_num_seqs,
-        free_bytes=_cache_room(loaded.device),
+        free_bytes=placement.cache_room() if config.cache.num_bytes is None else 0,
     )
     capacity = num_blocks * size
     if capacity >= loaded.max_model_len:
@@ -55,14 +124,23 @@ def size_cache(config: EngineConfig, loaded: LoadedModel) -> tuple[int, int]:
     return capacity, num_blocks
 
 
-def make_runner(config: EngineConfig, loaded: LoadedModel, num_blocks: int) -> ModelRunner:
-    """The runner of the model's steps, with a cache in the layout that the model's attention reads."""
-    size = config.cache.block_size
-    if loaded.kernels is None:
-        return ModelRunner(loaded, KVCache(loaded.layers, num_blocks, size, loaded.dtype, loaded.device))
-    return ModelRunner(loaded, NativeKVCache(loaded.kernels, loaded.layers, num_blocks, size, loaded.dtype))
+def _place_on_cuda(config: EngineConfig, loaded: LoadedModel) -> Placement | None:
+    """None, with a warning, where the kernels cannot be had, fail or give other logits."""
+    try:
+        from batchline.engine.cuda.placement import CudaPlacement  # Triton: only torch's CUDA builds bring it
+    except ImportError as exc:
+        logger.warning("Triton is missing (%s); attention runs in torch, which is slower", exc)
+        return None
+    try:
+        placement = CudaPlacement(config, loaded)
+        if placement.reproduces_torch():
+            return placement
+        logger.warning("the CUDA kernels do not reproduce this model's logits; attention runs in torch")
+    except Exception:  # compilers and drivers fail in any way
+        logger.warning("the CUDA kernels failed; attention runs in torch", exc_info=True)
+    return None
 
 
-def _cache_room(device: torch.device) -> int:
-    """Memory that the cache may take from. On a CPU half of what is free: the rest is for everything else."""
-    return free_bytes() if device.type == "cuda" else free_bytes("cpu") // 2
+def _free_share(loaded: LoadedModel) -> int:
+    """Free memory of the device. On a CPU half of it: the rest is for everything else."""
+    return free_bytes() if loaded.device.type == "cuda" else free_bytes("cpu") // 2

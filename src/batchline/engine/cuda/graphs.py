@@ -1,0 +1,164 @@
+"""Decode steps as CUDA graphs: launched as one, at the price of padding them to a size that was recorded.
+
+A step of n decodes runs as the smallest recorded size that is not below n. A graph reads and writes the same memory at
+each replay, so inputs and outputs live in buffers that all sizes share: the step's numbers are copied in, the rows of
+the step are handed out. Padding rows write to a block of the cache that no sequence owns and attend to that one
+position.
+
+    inputs   | tokens | positions | slots | tiles (4 each) | tables: the scratch block, then the step's |
+             |<-------- max_num_seqs entries each -------->|
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+import numpy as np
+import torch
+
+from batchline.engine.cuda.layout import CudaLayout, on_host
+from batchline.engine.cuda.packed_step import PackedStep
+from batchline.engine.cuda.paged_attention import TILE_FIELDS
+from batchline.engine.forward import Forward
+from batchline.engine.kv_cache import KVCache
+
+STEP_BETWEEN_SIZES = 8
+SMALL_SIZES = (1, 2, 4)
+Numbers = TypeVar("Numbers", np.ndarray, torch.Tensor)
+
+
+class Recorder(Protocol):
+    """Records launches so that they can be repeated."""
+
+    def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
+        """Record what `run` launches; returns what launches it again. The work is done at least once meanwhile."""
+
+
+class CudaRecorder:
+    """Records CUDA graphs, which share the memory of their intermediate results."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
+        """See `Recorder`. Raises: RuntimeError where something in `run` cannot be recorded, as waiting for results."""
+        run()  # compiles kernels and sets libraries up, which cannot be recorded
+        graph = torch.cuda.CUDAGraph()
+        # other threads may use the device meanwhile, as pooling models do
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            run()
+        return graph.replay
+
+
+def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
+    """The sizes that are recorded: 1, 2, 4, then every eighth, and the largest."""
+    sizes = {*SMALL_SIZES, *range(STEP_BETWEEN_SIZES, max_num_seqs, STEP_BETWEEN_SIZES)}
+    return (*sorted(size for size in sizes if size < max_num_seqs), max_num_seqs)
+
+
+class DecodeGraphs:
+    """The graphs of one model over one cache, each recorded when it is first needed; the largest at once, which shows
+    whether the model can be recorded at all and takes the memory that the smaller ones share."""
+
+    def __init__(
+        self, forward: Forward, cache: KVCache, record: Recorder, *, max_num_seqs: int, max_model_len: int
+    ) -> None:
+        """The cache's last block is the scratch block. Raises: RuntimeError where the model cannot be recorded."""
+        self._forward = forward
+        self._cache = cache
+        self._record = record
+        self._sizes = graph_sizes(max_num_seqs)
+        self._blank = _blank(max_num_seqs, cache.num_blocks - 1, cache.block_size)
+        max_tables = max_num_seqs * -(-max_model_len // cache.block_size)
+        device = cache.keys[0].device
+        self._inputs = torch.zeros(len(self._blank) + max_tables, dtype=torch.int64, device=device)
+        self._inputs[: len(self._blank)] = torch.from_numpy(self._blank)
+        self._logits, self._hidden = self._make_outputs()
+        self._replays: dict[int, Callable[[], None]] = {}
+        self._replay_for(max_num_seqs)
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Decodes of the largest step that can be run."""
+        return self._sizes[-1]
+
+    @torch.inference_mode()
+    def run(self, packed: PackedStep) -> tuple[torch.Tensor, torch.Tensor]:
+        """(logits, hidden) of all rows, logits in float32; overwritten by the next call. packed: of decodes alone, at
+        most `max_num_seqs`."""
+        num_seqs = len(packed.tokens)
+        inputs = self._fill(packed)
+        self._inputs[: len(inputs)].copy_(on_host(inputs, self._inputs.device), non_blocking=True)
+        # recording computes too, so the inputs of the step before must be gone: their slots may have another owner
+        self._replay_for(self._sizes[bisect.bisect_left(self._sizes, num_seqs)])()
+        return self._logits[:num_seqs], self._hidden[:num_seqs]
+
+    def _replay_for(self, size: int) -> Callable[[], None]:
+        if size not in self._replays:
+            self._replays[size] = self._record(lambda: self._compute(size))
+        return self._replays[size]
+
+    @torch.inference_mode()
+    def _compute(self, size: int) -> None:
+        logits, hidden = self._forward(*self._arguments(size), None)
+        self._logits[:size].copy_(logits)
+        self._hidden[:size].copy_(hidden)
+
+    @torch.inference_mode()
+    def _make_outputs(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Buffers for the outputs of the largest size, which one row tells the shapes of."""
+        logits, hidden = self._forward(*self._arguments(1), None)
+        rows = self.max_num_seqs
+        return (
+            logits.new_empty(rows, logits.shape[1], dtype=torch.float32),
+            hidden.new_empty(rows, hidden.shape[1]),
+        )
+
+    def _arguments(self, size: int) -> tuple[torch.Tensor, torch.Tensor, CudaLayout]:
+        """tokens, positions and layout of the first rows of the inputs."""
+        tokens, positions, slots, tiles, tables = _split(self._inputs, self.max_num_seqs)
+        layout = CudaLayout(
+            cache=self._cache,
+            slots=slots[:size],
+            tables=tables,
+            decodes=tiles[:size],
+            prefills=tiles[:0],
+            num_chunked=0,
+            fresh=(),
+            max_queries=1,
+        )
+        return tokens[:size], positions[:size], layout
+
+    def _fill(self, packed: PackedStep) -> np.ndarray:
+        """The inputs of a step, up to the last table's end."""
+        inputs = np.concatenate([self._blank, packed.tables])
+        tokens, positions, slots, tiles, _ = _split(inputs, self.max_num_seqs)
+        num_seqs = len(packed.tokens)
+        tokens[:num_seqs] = packed.tokens
+        positions[:num_seqs] = packed.positions
+        slots[:num_seqs] = packed.slots
+        tiles[:num_seqs] = packed.decodes
+        tiles[:num_seqs, 3] += 1  # behind the scratch block's table
+        return inputs
+
+
+def _blank(max_num_seqs: int, scratch_block: int, block_size: int) -> np.ndarray:
+    """Inputs of padding rows alone: token 0 at position 0 of the scratch block, whose table is the first."""
+    inputs = np.zeros((3 + TILE_FIELDS) * max_num_seqs + 1, dtype=np.int64)
+    _, _, slots, tiles, tables = _split(inputs, max_num_seqs)
+    rows = np.arange(max_num_seqs)
+    slots[:] = scratch_block * block_size + rows % block_size
+    tiles[:, 0] = rows
+    tiles[:, 1] = 1
+    tables[0] = scratch_block
+    return inputs
+
+
+def _split(inputs: Numbers, max_num_seqs: int) -> tuple[Numbers, Numbers, Numbers, Numbers, Numbers]:
+    """Views of the inputs: tokens, positions, slots, tiles (max_num_seqs, 4), tables."""
+    end = (3 + TILE_FIELDS) * max_num_seqs
+    tokens, positions, slots = (inputs[field * max_num_seqs : (field + 1) * max_num_seqs] for field in range(3))
+    tiles = inputs[3 * max_num_seqs : end].reshape(max_num_seqs, TILE_FIELDS)
+    return tokens, positions, slots, tiles, inputs[end:]

@@ -1,0 +1,97 @@
+"""A model on a CUDA device: the room for its cache beside what steps and graphs take, and the runner of its steps."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import torch
+
+from batchline.config import EngineConfig
+from batchline.engine.cuda.graphs import CudaRecorder, DecodeGraphs, Recorder
+from batchline.engine.cuda.runner import CudaRunner
+from batchline.engine.cuda.trial import LENGTHS, agree, bytes_of_step, largest_step, num_trial_blocks
+from batchline.engine.forward import Forward
+from batchline.engine.kv_cache import KVCache, bytes_per_block
+from batchline.engine.memory import free_bytes
+from batchline.engine.model_loader import LoadedModel
+from batchline.engine.model_runner import ModelRunner
+from batchline.errors import ModelLoadError
+
+logger = logging.getLogger(__name__)
+
+
+class CudaPlacement:
+    """See `placement.Placement`."""
+
+    def __init__(
+        self, config: EngineConfig, loaded: LoadedModel, new_recorder: Callable[[], Recorder] = CudaRecorder
+    ) -> None:
+        """new_recorder: makes what records decode steps."""
+        self._config = config
+        self._loaded = loaded
+        self._forward = Forward(loaded.model)
+        self._new_recorder = new_recorder
+
+    @property
+    def block_bytes(self) -> int:
+        """See `Placement`."""
+        return bytes_per_block(self._loaded.layers, self._config.cache.block_size, self._loaded.dtype)
+
+    def reproduces_torch(self) -> bool:
+        """Whether the kernels give the logits that attention in torch gives, up to rounding."""
+        if self._loaded.max_model_len < max(LENGTHS):
+            return False  # too short to try out
+        size, dtype = self._config.cache.block_size, self._loaded.dtype
+        num_blocks = num_trial_blocks(size)
+        runner = CudaRunner(self._loaded, self._forward, self._cache(num_blocks))
+        reference = ModelRunner(self._loaded, self._cache(num_blocks), self._forward)
+        return agree(runner, reference, self._loaded.vocab_size, size, dtype)
+
+    def cache_room(self) -> int:
+        """What is free beside the largest step and the graphs. Raises: ModelLoadError where that step does not fit."""
+        try:
+            taken = self._bytes_of_steps()
+        except torch.OutOfMemoryError as exc:
+            tokens = self._config.scheduler.max_num_batched_tokens
+            raise ModelLoadError(
+                self._config.model.model,
+                f"a step of {tokens} tokens does not fit on the GPU beside the model; "
+                "lower --max-num-batched-tokens or --max-num-seqs",
+            ) from exc
+        torch.cuda.empty_cache()
+        return max(0, free_bytes("cuda") - taken)
+
+    def make_runner(self, num_blocks: int, max_model_len: int) -> CudaRunner:
+        """See `Placement`. Where graphs cannot be recorded, a runner without, and a warning."""
+        cache = self._cache(num_blocks + 1)  # the last one is the graphs' scratch block
+        graphs = None
+        if not self._config.model.enforce_eager:
+            try:
+                graphs = DecodeGraphs(
+                    self._forward,
+                    cache,
+                    self._new_recorder(),
+                    max_num_seqs=self._config.scheduler.max_num_seqs,
+                    max_model_len=max_model_len,
+                )
+            except RuntimeError as exc:
+                logger.warning("this model's decode steps cannot be recorded as CUDA graphs: %s", exc)
+        return CudaRunner(self._loaded, self._forward, cache, graphs)
+
+    def _bytes_of_steps(self) -> int:
+        """The most memory of a step, and, where there will be graphs, theirs: a decode step's and their inputs'."""
+        size, limits = self._config.cache.block_size, self._config.scheduler
+        max_len = self._loaded.max_model_len
+        runner = CudaRunner(self._loaded, self._forward, self._cache(1))
+        largest = largest_step(limits.max_num_batched_tokens, limits.max_num_seqs, max_len, size)
+        taken = bytes_of_step(runner, largest, self._loaded.device)
+        if not self._config.model.enforce_eager:
+            decodes = largest_step(limits.max_num_seqs, limits.max_num_seqs, max_len, size)
+            taken += bytes_of_step(runner, decodes, self._loaded.device)
+            taken += limits.max_num_seqs * -(-max_len // size) * torch.int64.itemsize
+        return taken
+
+    def _cache(self, num_blocks: int) -> KVCache:
+        loaded = self._loaded
+        return KVCache(loaded.layers, num_blocks, self._config.cache.block_size, loaded.dtype, loaded.device)

@@ -1,0 +1,47 @@
+"""Steps of one model on CUDA: decodes by graphs where there are any, everything else launch by launch."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from batchline.engine.cuda.graphs import DecodeGraphs
+from batchline.engine.cuda.layout import send, send_step
+from batchline.engine.cuda.packed_step import PackedStep, pack
+from batchline.engine.cuda.paged_attention import queries_per_tile
+from batchline.engine.forward import Forward
+from batchline.engine.kv_cache import KVCache
+from batchline.engine.model_loader import LoadedModel
+from batchline.engine.model_runner import StepResult
+from batchline.engine.scheduler import Step
+
+
+class CudaRunner:
+    """Runs steps over a cache in torch's layout. Results of decode steps are overwritten by the next one."""
+
+    def __init__(
+        self, loaded: LoadedModel, forward: Forward, cache: KVCache, graphs: DecodeGraphs | None = None
+    ) -> None:
+        """graphs: of the same model and cache."""
+        self._device = loaded.device
+        self._forward = forward
+        self._cache = cache
+        self._graphs = graphs
+        self._max_queries = queries_per_tile(max(spec.group for spec in loaded.layers))
+
+    @torch.inference_mode()
+    def run(self, step: Step) -> StepResult:
+        """See `StepRunner.run`."""
+        packed = pack(step, self._cache.block_size, self._max_queries)
+        if self._graphs is not None and packed.is_decode and len(packed.tokens) <= self._graphs.max_num_seqs:
+            return self._selected(packed, *self._graphs.run(packed))
+        sent = send_step(packed, self._cache, self._device, self._max_queries)
+        logits, hidden = self._forward(sent.tokens, sent.positions, sent.layout, sent.rows)
+        return StepResult(logits.float(), hidden)
+
+    def _selected(self, packed: PackedStep, logits: torch.Tensor, hidden: torch.Tensor) -> StepResult:
+        """The wanted ones of all rows, which in a step of decodes is nearly always each of them."""
+        if np.array_equal(packed.rows, np.arange(len(logits))):
+            return StepResult(logits, hidden)
+        rows = send(packed.rows, self._device)
+        return StepResult(logits[rows], hidden[rows])

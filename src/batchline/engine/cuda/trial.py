@@ -1,0 +1,82 @@
+"""Steps made up for trying a runner out: does it compute what another one does, and how much memory does it take?"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from batchline.engine.model_runner import StepRunner
+from batchline.engine.request import GenerationRequest, SamplingParams
+from batchline.engine.sampler import sample
+from batchline.engine.scheduler import Chunk, Step
+from batchline.engine.sequence import Sequence as RunningSequence
+
+LENGTHS = (38, 25)
+CUTS = ((20, 17), (21, 24), (37, 25), (38, 25))
+"""Where each sequence's chunks end: prompts, a decode beside a chunk, a chunk beside a decode, a decode."""
+
+RELATIVE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
+
+
+def num_trial_blocks(block_size: int) -> int:
+    """Blocks of a cache that holds the sequences of `agree`."""
+    return sum(-(-length // block_size) for length in LENGTHS)
+
+
+def agree(runner: StepRunner, reference: StepRunner, vocab_size: int, block_size: int, dtype: torch.dtype) -> bool:
+    """Whether both give the same logits, up to rounding, for prompts, chunks of prompts and decodes."""
+    for step in _trial_steps(vocab_size, block_size):
+        expected = reference.run(step).logits
+        difference = (runner.run(step).logits - expected).abs().max() / expected.abs().max().clamp_min(1e-6)
+        if not float(difference) <= RELATIVE_TOLERANCE[dtype]:
+            return False
+    return True
+
+
+def largest_step(max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int, block_size: int) -> Step:
+    """A step as large as steps may become, of sequences that all lie in block 0."""
+    num_seqs = min(max_num_seqs, max_num_batched_tokens)
+    length = min(max_model_len, max_num_batched_tokens // num_seqs)
+    blocks = [0] * -(-length // block_size)
+    # sampled from in the way that takes most memory
+    sampling = SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9)
+    sequences = [_sequence(str(index), [0] * length, blocks, sampling) for index in range(num_seqs)]
+    return Step(tuple(Chunk(sequence, 0, length) for sequence in sequences))
+
+
+def bytes_of_step(runner: StepRunner, step: Step, device: torch.device) -> int:
+    """The most memory that the step and sampling from it take beyond what is taken now."""
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    logits = runner.run(step).logits
+    with torch.inference_mode():
+        sample(logits, [chunk.sequence for chunk in step.chunks])
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def _trial_steps(vocab_size: int, block_size: int) -> Iterator[Step]:
+    stride = max(1, math.isqrt(vocab_size))
+    tokens = [(index * stride + 3) % vocab_size for index in range(sum(LENGTHS))]
+    judged = SamplingParams(max_tokens=0, prompt_logprobs=0)  # logits of every row are wanted
+    numbers = itertools.count()
+    sequences = []
+    for index, length in enumerate(LENGTHS):
+        blocks = list(itertools.islice(numbers, -(-length // block_size)))
+        sequences.append(_sequence(str(index), tokens[index * LENGTHS[0] :][:length], blocks, judged))
+    starts: Sequence[int] = (0, 0)
+    for ends in CUTS:
+        chunks = (Chunk(*chunk) for chunk in zip(sequences, starts, ends, strict=True) if chunk[1] < chunk[2])
+        yield Step(tuple(chunks))
+        starts = ends
+
+
+def _sequence(name: str, tokens: Sequence[int], blocks: list[int], sampling: SamplingParams) -> RunningSequence:
+    request = GenerationRequest(request_id=name, prompt_token_ids=tuple(tokens), sampling=sampling)
+    sequence = RunningSequence(request, seed=0)
+    sequence.block_table = blocks
+    return sequence

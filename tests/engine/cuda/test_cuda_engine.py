@@ -1,0 +1,187 @@
+"""The whole engine as it runs on CUDA. Without a GPU its kernels are interpreted and nothing is recorded: a "graph"
+calls the same function on the same padded buffers again, so the bookkeeping is the one that a GPU sees."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from families import VOCAB, greedy_oracle, make_model
+
+from batchline.config import CacheConfig, Device, EngineConfig, ModelConfig, SchedulerConfig
+from batchline.engine import placement
+from batchline.engine.core import Engine
+from batchline.engine.request import EmbeddingOutput, EmbeddingRequest, GenerationOutput, SamplingParams
+from batchline.engine.request import GenerationRequest as Request
+
+pytest.importorskip("triton")
+
+from batchline.engine.cuda.paged_attention import AttentionParams
+from batchline.engine.cuda.placement import CudaPlacement
+
+MAX_TOKENS = 5
+BLOCK_SIZE = 16
+DEVICE: Device = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+class RepeatedCalls:
+    """Stands for a recorder: launches nothing by itself, and counts what it was given and what was repeated."""
+
+    def __init__(self) -> None:
+        self.recorded = 0
+        self.replayed = 0
+
+    def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
+        run()
+        self.recorded += 1
+
+        def replay() -> None:
+            self.replayed += 1
+            run()
+
+        return replay
+
+
+def config(folder: Path, *, enforce_eager: bool = False, num_bytes: int = 10_000_000) -> EngineConfig:
+    return EngineConfig(
+        model=ModelConfig(
+            model=str(folder),
+            dtype="float32",
+            device=DEVICE,
+            max_model_len=128,
+            cpu_kernels="off",
+            enforce_eager=enforce_eager,
+        ),
+        cache=CacheConfig(num_bytes=num_bytes, block_size=BLOCK_SIZE),
+        scheduler=SchedulerConfig(max_num_batched_tokens=48, max_num_seqs=5),
+    )
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> RepeatedCalls:
+    """Engines on the CPU run as they would on CUDA."""
+    recorder = RepeatedCalls()
+    monkeypatch.setattr(
+        "batchline.engine.core.place",
+        lambda config, loaded: CudaPlacement(config, loaded, new_recorder=lambda: recorder),
+    )
+    return recorder
+
+
+def make_prompts(count: int) -> list[tuple[int, ...]]:
+    rng = random.Random(3)
+    shared = [rng.randrange(3, VOCAB) for _ in range(33)]
+    return [
+        tuple(shared[: rng.choice([0, 33])] + [rng.randrange(3, VOCAB) for _ in range(rng.randrange(1, 30))])
+        for _ in range(count)
+    ]
+
+
+def greedy_tokens(engine: Engine, prompts: list[tuple[int, ...]]) -> list[list[int]]:
+    sampling = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0)
+    for index, prompt in enumerate(prompts):
+        engine.add(Request(request_id=str(index), prompt_token_ids=prompt, sampling=sampling))
+    tokens: dict[str, list[int]] = {}
+    while engine.has_work:
+        for output in engine.step():
+            assert isinstance(output, GenerationOutput)
+            tokens[output.request_id] = list(output.token_ids)
+        engine.check_integrity()
+    return [tokens[str(index)] for index in range(len(prompts))]
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
+def test_tokens_equal_those_of_generate_with_padded_decodes_and_without(
+    family: str, tmp_path: Path, recorder: RepeatedCalls
+) -> None:
+    folder = make_model(family, tmp_path, num_hidden_layers=2)
+    prompts = make_prompts(5)
+    expected = greedy_oracle(folder, prompts, MAX_TOKENS)
+    engine = Engine(config(folder))
+    assert greedy_tokens(engine, prompts) == expected
+    assert engine.stats().cached_tokens > 0
+    assert recorder.recorded > 1
+    assert recorder.replayed > 1
+    replayed = recorder.replayed
+    assert greedy_tokens(Engine(config(folder, enforce_eager=True)), prompts) == expected
+    assert recorder.replayed == replayed
+
+
+def test_preempted_sequences_get_the_same_tokens(tmp_path: Path, recorder: RepeatedCalls) -> None:
+    folder = make_model("llama", tmp_path, num_hidden_layers=2)
+    prompts = make_prompts(5)
+    block_bytes = BLOCK_SIZE * 2 * 4 * (2 * 2 * 16)  # layers, float32, keys and values of two heads
+    engine = Engine(config(folder, num_bytes=8 * block_bytes))
+    assert greedy_tokens(engine, prompts) == greedy_oracle(folder, prompts, MAX_TOKENS)
+    assert engine.stats().preemptions > 0
+    assert recorder.replayed > 0
+
+
+def test_an_embedding_whose_last_chunk_is_one_token_is_not_overwritten(tmp_path: Path, recorder: RepeatedCalls) -> None:
+    folder = make_model("llama", tmp_path, num_hidden_layers=2)
+    prompts = [tuple(range(3, 52)), tuple(range(60, 109))]  # one more than a step holds
+    outputs: dict[str, EmbeddingOutput] = {}
+    engine = Engine(config(folder))
+    alone = Engine(config(folder, enforce_eager=True))
+    for each in (engine, alone):
+        for prompt in prompts:
+            each.add(EmbeddingRequest(request_id=f"{each is alone} {prompt[0]}", prompt_token_ids=prompt))
+        while each.has_work:
+            for output in each.step():
+                assert isinstance(output, EmbeddingOutput)
+                outputs[output.request_id] = output
+    for prompt in prompts:
+        expected = torch.from_numpy(outputs[f"True {prompt[0]}"].hidden)
+        torch.testing.assert_close(torch.from_numpy(outputs[f"False {prompt[0]}"].hidden), expected)
+
+
+def test_a_model_that_cannot_be_recorded_runs_without_graphs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, device: torch.device
+) -> None:
+    def refuse(run: Callable[[], None]) -> Callable[[], None]:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(
+        "batchline.engine.core.place",
+        lambda config, loaded: CudaPlacement(config, loaded, new_recorder=lambda: refuse),
+    )
+    folder = make_model("llama", tmp_path, num_hidden_layers=2)
+    prompts = make_prompts(2)
+    with caplog.at_level(logging.WARNING):
+        engine = Engine(config(folder))
+    assert "cannot be recorded as CUDA graphs: operation not permitted" in caplog.text
+    assert greedy_tokens(engine, prompts) == greedy_oracle(folder, prompts, MAX_TOKENS)
+
+
+def test_decode_steps_above_the_largest_graph_run_without_one(tmp_path: Path, recorder: RepeatedCalls) -> None:
+    engine = Engine(config(make_model("llama", tmp_path, num_hidden_layers=2)))
+    prompts = [(5, 6, 7), (8, 9, 10), (11, 12, 13)]
+    first = greedy_tokens(engine, prompts)
+    replayed = recorder.replayed
+    engine.scheduler.limit_steps(48, 12)
+    assert greedy_tokens(engine, prompts * 3)[:3] == first
+    assert recorder.replayed == replayed
+
+
+@pytest.mark.parametrize("fault", ["wrong", "raises"])
+def test_kernels_that_do_not_reproduce_the_logits_are_not_used(
+    fault: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    device: torch.device,
+) -> None:
+    def twice_the_scale(scale: float, sliding_window: int | None, softcap: float | None) -> AttentionParams:
+        if fault == "raises":
+            raise RuntimeError("no kernel image is available")
+        return AttentionParams(2 * scale, sliding_window, softcap)
+
+    monkeypatch.setattr("batchline.engine.cuda.layout.AttentionParams", twice_the_scale)
+    settings = config(make_model("llama", tmp_path, num_hidden_layers=2))
+    loaded = Engine(settings).loaded
+    assert placement._place_on_cuda(settings, loaded) is None
+    assert ("do not reproduce" if fault == "wrong" else "no kernel image is available") in caplog.text
