@@ -1,0 +1,73 @@
+"""Compile the kernels to machine code for a generation of GPUs, without one: `python compile_for_target.py 90`.
+
+Prints a line of JSON for each variant of the attention kernel: its name and the shared memory that a program takes.
+A process of its own, since the test suite has Triton interpret kernels instead.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from batchline.engine.cuda import kernels
+
+DTYPES = {"bf16": 2, "fp16": 2, "fp32": 4}
+SCALARS = {"scale": "fp32", "softcap": "fp32"}
+INTEGERS = {"tiles", "tables", "slots"}
+
+
+def compile_kernel(kernel: Any, dtype: str, capability: int, constants: dict[str, Any], **options: int) -> int:
+    """Shared memory of the compiled kernel, in bytes. Pointers and strides count as multiples of 16."""
+    signature = {}
+    for name in kernel.arg_names:
+        if name in constants:
+            signature[name] = "constexpr"
+        elif name.endswith("stride"):
+            signature[name] = "i32"
+        elif name in INTEGERS:
+            signature[name] = "*i64"
+        elif name in {"parts", "log_sums"} or (name == "out" and constants["SPLITS"] > 1 and "ROWS" in constants):
+            signature[name] = "*fp32"
+        else:
+            signature[name] = SCALARS.get(name, f"*{dtype}")
+    aligned = {
+        (index,): [["tt.divisibility", 16]]
+        for index, name in enumerate(kernel.arg_names)
+        if signature[name] != "constexpr" and name not in SCALARS
+    }
+    source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    assert compiled.asm["cubin"]
+    return int(compiled.metadata.shared)
+
+
+def main() -> None:
+    """Every kernel, in the variants that models of today ask for."""
+    capability = int(sys.argv[1])
+    for dtype, dim, group, window, softcap, rows, splits in [
+        ("bf16", 64, 3, 0, False, 16, 1),
+        ("bf16", 128, 4, 0, False, 16, 8),
+        ("bf16", 128, 4, 4096, False, 64, 1),
+        ("fp16", 256, 2, 4096, True, 64, 1),
+        ("fp32", 64, 4, 0, False, 64, 1),
+    ]:
+        lanes = {"VALUE_DIM": dim, "KEY_DIM": dim, "VALUE_LANES": dim, "KEY_LANES": dim}
+        heads = 8 * group
+        constants = {"HEADS": heads, "GROUP": group, "ROWS": rows, "SPLITS": splits, "FIELDS": 4, "BLOCK_SIZE": 16}
+        constants |= {"KEYS": min(64, 16384 // (dim * DTYPES[dtype])), "WINDOW": window, "HAS_SOFTCAP": softcap}
+        if splits == 1:
+            constants["log_sums"] = None
+        shared = compile_kernel(kernels.attend_kernel, dtype, capability, constants | lanes, num_warps=4, num_stages=2)
+        print(json.dumps({"kernel": f"attend {dtype} {dim} x {rows}", "shared": shared}))
+        compile_kernel(kernels.write_kernel, dtype, capability, {"KV_HEADS": 8, "HEAD_LANES": 8, **lanes})
+        combined = {"HEADS": heads, "VALUE_DIM": dim, "VALUE_LANES": dim, "SPLITS": 8, "FIELDS": 4}
+        compile_kernel(kernels.combine_kernel, dtype, capability, combined)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""Sizes and buffers of the recorded decode steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from batchline.engine.attention import StepLayout
+from batchline.engine.cuda.packed_step import PackedStep
+from batchline.engine.kv_cache import KVCache, LayerSpec
+
+pytest.importorskip("triton")
+
+from batchline.engine.cuda.graphs import DecodeGraphs, graph_sizes
+from batchline.engine.cuda.layout import CudaLayout
+
+BLOCK_SIZE = 4
+SCRATCH = 20
+
+
+class Echo:
+    """A model whose logits are its tokens and positions, and which notes what it was called with."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        self.layout: CudaLayout | None = None
+
+    def __call__(
+        self, tokens: torch.Tensor, positions: torch.Tensor, layout: StepLayout, rows: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert rows is None
+        assert isinstance(layout, CudaLayout)
+        self.sizes.append(len(tokens))
+        self.layout = layout
+        return torch.stack([tokens, positions], dim=1).half(), layout.slots[:, None].half()
+
+
+def record(run: Callable[[], None]) -> Callable[[], None]:
+    run()
+    return run
+
+
+@pytest.fixture
+def model() -> Echo:
+    return Echo()
+
+
+@pytest.fixture
+def graphs(model: Echo) -> DecodeGraphs:
+    cache = KVCache([LayerSpec(1, 8, 8)], SCRATCH + 1, BLOCK_SIZE, torch.float32, torch.device("cpu"))
+    return DecodeGraphs(model, cache, record, max_num_seqs=12, max_model_len=40)  # type: ignore[arg-type]
+
+
+def decodes(tables: list[list[int]]) -> PackedStep:
+    """A decode for each table, at the last position of its last block."""
+    lengths = np.array([len(table) for table in tables])
+    positions = lengths * BLOCK_SIZE - 1
+    starts = np.cumsum(lengths) - lengths
+    flat = np.concatenate([np.array(table) for table in tables])
+    rows = np.arange(len(tables))
+    return PackedStep(
+        tokens=100 + rows,
+        positions=positions,
+        slots=flat[starts + lengths - 1] * BLOCK_SIZE + BLOCK_SIZE - 1,
+        rows=rows,
+        decodes=np.stack([rows, np.ones_like(rows), positions, starts], axis=1),
+        prefills=np.zeros((0, 4), dtype=np.int64),
+        num_chunked=0,
+        fresh=(),
+        tables=flat,
+    )
+
+
+@pytest.mark.parametrize(
+    ("max_num_seqs", "sizes"),
+    [
+        (1, (1,)),
+        (2, (1, 2)),
+        (6, (1, 2, 4, 6)),
+        (8, (1, 2, 4, 8)),
+        (20, (1, 2, 4, 8, 16, 20)),
+        (32, (1, 2, 4, 8, 16, 24, 32)),
+    ],
+)
+def test_sizes_end_with_the_most_sequences_that_run_at_once(max_num_seqs: int, sizes: tuple[int, ...]) -> None:
+    assert graph_sizes(max_num_seqs) == sizes
+
+
+def test_a_step_runs_in_the_smallest_size_that_holds_it_recorded_once(graphs: DecodeGraphs, model: Echo) -> None:
+    assert model.sizes == [1, 12]  # shapes of the outputs, then the largest graph
+    model.sizes.clear()
+    for num_seqs in (3, 4, 5, 8, 9, 12, 3):
+        graphs.run(decodes([[0]] * num_seqs))
+    assert model.sizes == [4, 4, 4, 8, 8, 8, 12, 12, 4]  # 4 and 8 were recorded first
+
+
+def test_rows_of_the_step_are_handed_out_and_padding_is_not(graphs: DecodeGraphs) -> None:
+    logits, hidden = graphs.run(decodes([[3, 4], [5], [6, 7, 8]]))
+    assert logits.dtype == torch.float32
+    assert logits.tolist() == [[100, 7], [101, 3], [102, 11]]
+    assert hidden[:, 0].tolist() == [19, 23, 35]
+
+
+def test_padding_rows_touch_the_scratch_block_alone(graphs: DecodeGraphs, model: Echo) -> None:
+    graphs.run(decodes([[1, 2, 3]] * 12))
+    graphs.run(decodes([[3, 4], [5], [6, 7, 8]]))
+    layout = model.layout
+    assert layout is not None
+    assert layout.slots[3:].tolist() == [SCRATCH * BLOCK_SIZE + 3]
+    assert layout.decodes.tolist() == [[0, 1, 7, 1], [1, 1, 3, 3], [2, 1, 11, 4], [3, 1, 0, 0]]
+    assert layout.tables[:7].tolist() == [SCRATCH, 3, 4, 5, 6, 7, 8]
+    assert len(layout.prefills) == 0
+
+
+def test_tables_of_the_longest_contexts_fit(graphs: DecodeGraphs, model: Echo) -> None:
+    graphs.run(decodes([list(range(10))] * 12))
+    assert model.layout is not None
+    assert model.layout.tables.tolist() == [SCRATCH, *list(range(10)) * 12]
