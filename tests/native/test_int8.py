@@ -74,14 +74,15 @@ def test_a_product_is_exact_in_its_integers(
     inputs=st.integers(1, 200),
     outputs=st.integers(1, 80),
     seed=st.integers(0, 2**32),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
-def test_any_shape_is_exact(isa: Int8Isa, rows: int, inputs: int, outputs: int, seed: int) -> None:
+def test_any_shape_is_exact(isa: Int8Isa, rows: int, inputs: int, outputs: int, seed: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(rows, inputs, generator=generator) * torch.rand(rows, 1, generator=generator).exp2()
+    x = (torch.randn(rows, inputs, generator=generator) * torch.rand(rows, 1, generator=generator).exp2()).to(dtype)
     weight = torch.randn(outputs, inputs, generator=generator)
-    out = torch.empty(rows, outputs)
+    out = torch.empty(rows, outputs, dtype=dtype)
     opened(isa).linear(x, packed(weight), out)
-    assert torch.equal(out, product(x, weight))
+    assert torch.equal(out, product(x, weight).to(dtype))
 
 
 @pytest.mark.parametrize("x_sign", [1.0, -1.0])

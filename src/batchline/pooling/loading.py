@@ -98,6 +98,8 @@ def load_pooling_model(
     config: ModelConfig, kind: type[SentenceTransformer] | type[CrossEncoder], read_rows: ReadRows
 ) -> LoadedPoolingModel:
     """Load, check and probe. Raises: ModelLoadError, UnsupportedModel."""
+    if config.quantization is not None:
+        raise ModelLoadError(config.model, "--quantization is for models that generate; leave it out for this one")
     device, dtype = _choose_device(config), DTYPES[config.dtype]
     module, tokenizer = _from_pretrained(config, kind, device, dtype)
     transformer = _text_transformer(config.model, module)

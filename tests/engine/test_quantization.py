@@ -1,0 +1,198 @@
+"""Int8 models: the engine against `transformers`' generate with its linear layers emulated in exact arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import FAMILIES, VOCAB, make_model
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from batchline.config import CacheConfig, CpuKernels, DType, EngineConfig, ModelConfig, SchedulerConfig
+from batchline.engine.core import Engine
+from batchline.engine.fusion import FusedStack
+from batchline.engine.model_loader import load_model
+from batchline.engine.quantization import Int8Linear, NativeInt8Linear
+from batchline.engine.request import GenerationOutput, GenerationRequest, SamplingParams
+from batchline.errors import ModelLoadError, UnsupportedModel
+from batchline.native.int8 import Int8Kernels, open_int8_kernels, supported_isas
+from batchline.native.library import open_kernels
+
+has_kernels = pytest.mark.skipif(not supported_isas(), reason="the native kernels were not built: no C++ compiler")
+
+REFUSED = {"gpt2": "Conv1D", "mixtral": "MixtralTopKRouter", "qwen3_moe": "Qwen3MoeExperts"}
+QUANTIZED = [family for family in FAMILIES if family not in REFUSED]
+FUSED = {"llama", "mistral", "qwen2", "qwen3"}
+MAX_TOKENS = 12
+
+NEARLY_EQUAL = 0.05
+"""Of a standard deviation of the logits: floats differ in their last bit between implementations, and what falls on the
+other side of a boundary between two bytes changes logits by about a hundredth of it."""
+
+
+def config(folder: Path, *, cpu_kernels: CpuKernels = "auto", dtype: DType = "float32") -> ModelConfig:
+    return ModelConfig(
+        model=str(folder), dtype=dtype, device="cpu", max_model_len=128, cpu_kernels=cpu_kernels, quantization="int8"
+    )
+
+
+def make_prompts() -> list[tuple[int, ...]]:
+    generator = torch.Generator().manual_seed(2)
+    shared = torch.randint(3, VOCAB, (33,), generator=generator).tolist()
+    tails = [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in (1, 5, 9, 17, 30, 41)]
+    return [(*shared[: 33 * (index % 2)], *tail) for index, tail in enumerate(tails)]
+
+
+def to_bytes(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Whole numbers up to 127 and the scale of each row, by the definition."""
+    largest = x.abs().amax(-1, keepdim=True)
+    return (x * torch.div(torch.full_like(largest, 127), largest)).round(), largest / 127
+
+
+def emulated(linear: nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The layer's forward in 8 bits; 64-bit floats hold its sums exactly."""
+    weight, weight_scales = to_bytes(linear.weight)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        values, scales = to_bytes(x.float())
+        out = (values.double() @ weight.double().T).float() * scales * weight_scales[:, 0]
+        return out if linear.bias is None else out + linear.bias
+
+    return forward
+
+
+def emulated_model(folder: Path) -> Any:
+    """The model of `transformers` with every linear layer but the head in 8 bits."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).requires_grad_(False)
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and module is not model.get_output_embeddings():
+            module.forward = emulated(module)  # type: ignore[method-assign]
+    return model
+
+
+def shortfall(model: Any, prompt: Sequence[int], tokens: Sequence[int]) -> float:
+    """By how much a token falls short of the model's own choice after the same text: the largest difference of their
+    logits, as a share of the logits' standard deviation. 0 where all are the model's choice."""
+    logits = model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
+    chosen = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+    return float(((logits.amax(1) - chosen) / logits.std(1)).max())
+
+
+def engine_tokens(model: ModelConfig, prompts: Sequence[tuple[int, ...]], max_batched: int = 4096) -> list[list[int]]:
+    engine = Engine(
+        EngineConfig(
+            model=model,
+            cache=CacheConfig(num_bytes=4 << 20),
+            scheduler=SchedulerConfig(max_num_batched_tokens=max_batched),
+        )
+    )
+    for index, prompt in enumerate(prompts):
+        sampling = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0)
+        engine.add(GenerationRequest(request_id=str(index), prompt_token_ids=prompt, sampling=sampling))
+    tokens: dict[str, list[int]] = {}
+    while engine.has_work:
+        for output in engine.step():
+            assert isinstance(output, GenerationOutput)
+            tokens[output.request_id] = list(output.token_ids)
+    return [tokens[str(index)] for index in range(len(prompts))]
+
+
+@pytest.mark.parametrize("cpu_kernels", ["off", "auto"])
+@pytest.mark.parametrize("family", QUANTIZED)
+def test_tokens_are_the_choice_of_the_emulated_model(family: str, cpu_kernels: CpuKernels, tmp_path: Path) -> None:
+    folder, prompts = make_model(family, tmp_path), make_prompts()
+    model = emulated_model(folder)
+    outputs = engine_tokens(config(folder, cpu_kernels=cpu_kernels), prompts)
+    shortfalls = [shortfall(model, *pair) for pair in zip(prompts, outputs, strict=True)]
+    assert shortfalls.count(0) >= len(prompts) - 2
+    assert max(shortfalls) < NEARLY_EQUAL
+
+
+def test_tokens_differ_from_those_of_the_model_without_quantization(tmp_path: Path) -> None:
+    folder, prompts = make_model("llama", tmp_path), make_prompts()
+    floats = ModelConfig(model=str(folder), dtype="float32", device="cpu", max_model_len=128)
+    assert engine_tokens(config(folder), prompts) != engine_tokens(floats, prompts)
+
+
+@has_kernels
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_tokens_do_not_depend_on_what_runs_beside_them(family: str, tmp_path: Path) -> None:
+    folder, prompts = make_model(family, tmp_path), make_prompts()
+    together = engine_tokens(config(folder), prompts)
+    assert [engine_tokens(config(folder), [prompt])[0] for prompt in prompts] == together
+    assert engine_tokens(config(folder), prompts, max_batched=16) == together
+
+
+@has_kernels
+@pytest.mark.parametrize("family", QUANTIZED)
+def test_every_linear_layer_but_the_head_runs_on_bytes_natively(family: str, tmp_path: Path) -> None:
+    model = load_model(config(make_model(family, tmp_path)), open_kernels("auto")).model
+    kinds = {type(module) for module in model.modules()}
+    assert (FusedStack in kinds) == (family in FUSED)
+    assert (NativeInt8Linear in kinds) == (family not in FUSED)
+    assert Int8Linear not in kinds
+    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    assert linears == [model.get_output_embeddings()]  # type: ignore[operator]
+
+
+def test_without_kernels_torch_alone_runs_them(tmp_path: Path) -> None:
+    loaded = load_model(config(make_model("llama", tmp_path)))
+    linears = [module for module in loaded.model.modules() if isinstance(module, Int8Linear)]
+    assert loaded.kernels is None
+    assert len(linears) == 4 * 7
+    assert {linear.values.dtype for linear in linears} == {torch.int8}
+
+
+@has_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_native_and_torch_give_the_same_numbers(dtype: torch.dtype, has_bias: bool) -> None:
+    kernels = open_int8_kernels("auto")
+    assert kernels is not None
+    torch.manual_seed(0)
+    layer = Int8Linear(nn.Linear(70, 50, bias=has_bias, dtype=dtype))
+    native = NativeInt8Linear(layer, kernels)
+    x = torch.randn(2, 30, 70).to(dtype)
+    x[0, 3] = torch.inf
+    x[1, 4] = 0
+    if has_bias:
+        torch.testing.assert_close(native(x), layer(x), equal_nan=True)
+    else:
+        torch.testing.assert_close(native(x), layer(x), equal_nan=True, rtol=0, atol=0)
+    assert layer(x)[0, 3].isnan().all()
+
+
+class WrongKernels(Int8Kernels):
+    """Kernels on a processor that multiplies wrongly."""
+
+    def linear(self, x: torch.Tensor, weight: Any, out: torch.Tensor) -> None:
+        out.zero_()
+
+
+@has_kernels
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_a_model_that_the_int8_kernels_get_wrong_runs_on_torch(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Int8Kernels, "linear", WrongKernels.linear)
+    loaded = load_model(config(make_model(family, tmp_path)), open_kernels("auto"))
+    assert loaded.kernels is None
+    assert "do not reproduce this model's logits" in caplog.text
+    assert any(isinstance(module, Int8Linear) for module in loaded.model.modules())
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_a_model_with_other_weights_is_refused_by_name(family: str, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match=f"plain linear layers, and its .+ \\({REFUSED[family]}\\)"):
+        load_model(config(make_model(family, tmp_path)))
+
+
+def test_a_device_other_than_the_cpu_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    on_gpu = ModelConfig(model=str(make_model("llama", tmp_path)), device="cuda", dtype="float32", quantization="int8")
+    with pytest.raises(ModelLoadError, match="--quantization int8 runs on CPUs; leave it out on cuda"):
+        load_model(on_gpu)
