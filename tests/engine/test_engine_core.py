@@ -169,6 +169,18 @@ def test_streamed_outputs_add_up_to_the_whole(engine: Engine, continuation: list
     assert judged_tokens(parts[0]) == judged_tokens(whole) == list(PROMPT[1:])
 
 
+def test_held_streams_tell_their_first_tokens_and_all_the_others_at_the_end(
+    engine: Engine, continuation: list[int]
+) -> None:
+    engine.add(request(stream=True, logprobs=0))
+    outputs = [output for _ in range(12) for output in engine.step(holds_streams=True)]
+    assert all(isinstance(output, GenerationOutput) for output in outputs)
+    first, last = (output for output in outputs if isinstance(output, GenerationOutput))
+    assert (first.token_ids, first.finish_reason) == (tuple(continuation[:1]), None)
+    assert (last.token_ids, last.finish_reason) == (tuple(continuation[1:]), "length")
+    assert [entry.token_id for entry in last.logprobs or ()] == continuation[1:]
+
+
 def test_prompt_logprobs_survive_chunks_and_preemption(make_engine: MakeEngine) -> None:
     roomy, tight = make_engine(max_tokens=1000), make_engine(num_bytes=150_000, max_tokens=33)
     whole, cut = (finals(engine, *all_prompts(prompt_logprobs=0)) for engine in (roomy, tight))

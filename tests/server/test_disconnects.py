@@ -185,7 +185,7 @@ async def test_vanishing_clients_leave_nothing_in_the_engine(tiny: ThreadedServe
             lines = 0
             async for line in response.aiter_lines():
                 lines += 1
-                if number % 2 and lines > number:
+                if number % 2 and lines > number % 5:  # a stream has 8 lines at least
                     return False
                 if line == "data: [DONE]":
                     return True

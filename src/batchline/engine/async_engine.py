@@ -1,7 +1,7 @@
 """The bridge between the event loop and the engine's thread: the only place where the two meet.
 
-The thread owns the `Engine`. Callers put requests into its inbox; after every step the thread hands a loop all that is
-new in one call. The loop never touches torch, the thread never touches asyncio objects beyond that one call.
+The thread owns the `Engine`. Callers put requests into its inbox; the thread hands a loop all that is new in one call,
+at the pace of `delivery.py`. The loop never touches torch, the thread never touches asyncio objects beyond that call.
 Cancelling a call, or closing its iterator, aborts the sequence before the next step.
 """
 
@@ -10,14 +10,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count
 from typing import TypeVar
 
 from batchline.config import EngineConfig
 from batchline.engine.core import Engine, Output
+from batchline.engine.delivery import Caller, Deliveries, call_in
 from batchline.engine.request import (
     EmbeddingOutput,
     EmbeddingRequest,
@@ -33,14 +34,6 @@ logger = logging.getLogger(__name__)
 RequestT = TypeVar("RequestT", GenerationRequest, EmbeddingRequest)
 
 
-@dataclass(frozen=True, slots=True)
-class _Caller:
-    """Who waits for a request's outputs."""
-
-    loop: asyncio.AbstractEventLoop
-    queue: asyncio.Queue[Output | EngineDead]
-
-
 class AsyncEngine:
     """An engine on a thread of its own, for callers on any event loop."""
 
@@ -52,7 +45,8 @@ class AsyncEngine:
         self.eos_token_ids = self._engine.loaded.eos_token_ids
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
-        self._callers: dict[str, _Caller] = {}
+        self._callers: dict[str, Caller] = {}
+        self._deliveries = Deliveries()
         self._numbers = count(1)
         self._is_closing = False
         self._death: BaseException | None = None
@@ -65,10 +59,10 @@ class AsyncEngine:
         Ids need not be unique: the engine works under one of its own, which outputs carry.
         """
         request = self._with_own_id(request)
-        queue = self._submit(request)
+        caller = self._submit(request)
         try:
             while True:
-                output = await self._next(queue)
+                output = await self._next(caller)
                 assert isinstance(output, GenerationOutput)
                 if output.finish_reason is not None:
                     self._callers.pop(request.request_id, None)
@@ -81,9 +75,9 @@ class AsyncEngine:
     async def embed(self, request: EmbeddingRequest) -> EmbeddingOutput:
         """The final hidden state of the prompt's last position. Raises: EngineDead, EngineOutOfMemory."""
         request = self._with_own_id(request)
-        queue = self._submit(request)
+        caller = self._submit(request)
         try:
-            output = await self._next(queue)
+            output = await self._next(caller)
             assert isinstance(output, EmbeddingOutput)
             self._callers.pop(request.request_id, None)
             return output
@@ -111,19 +105,18 @@ class AsyncEngine:
         """The request under an id that no other has: ids come from clients, who may use one twice."""
         return replace(request, request_id=f"{request.request_id}#{next(self._numbers)}")
 
-    def _submit(self, request: GenerationRequest | EmbeddingRequest) -> asyncio.Queue[Output | EngineDead]:
-        queue: asyncio.Queue[Output | EngineDead] = asyncio.Queue()
-        caller = _Caller(asyncio.get_running_loop(), queue)
+    def _submit(self, request: GenerationRequest | EmbeddingRequest) -> Caller:
+        caller = Caller(asyncio.get_running_loop(), asyncio.Queue())
         with self._wake:
             if self._death is not None or self._is_closing:
                 raise EngineDead("the engine has stopped") from self._death
             self._callers[request.request_id] = caller
             self._inbox.append(lambda: self._engine.add(request))
             self._wake.notify()
-        return queue
+        return caller
 
-    async def _next(self, queue: asyncio.Queue[Output | EngineDead]) -> Output:
-        output = await queue.get()
+    async def _next(self, caller: Caller) -> Output:
+        output = await caller.next()
         if isinstance(output, RequestFailed):
             raise output.error
         if isinstance(output, EngineDead):
@@ -143,7 +136,7 @@ class AsyncEngine:
             self._engine.enter_thread()
             while self._take_in():
                 if self._engine.has_work:
-                    self._hand_out(self._engine.step())
+                    self._hand_out(self._engine.step(holds_streams=self._deliveries.holds_streams))
         except BaseException as exc:
             logger.exception("the engine has died")
             self._die(exc)
@@ -162,13 +155,9 @@ class AsyncEngine:
         return not self._is_closing
 
     def _hand_out(self, outputs: list[Output]) -> None:
-        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Caller, Output]]] = defaultdict(list)
-        for output in outputs:
-            caller = self._callers.get(output.request_id)
-            if caller is not None:  # else it went away during the step
-                by_loop[caller.loop].append((caller, output))
-        for loop, deliveries in by_loop.items():
-            _call_in(loop, _deliver, deliveries)
+        found = ((self._callers.get(output.request_id), output) for output in outputs)
+        # whoever is not found went away during the step
+        self._deliveries.send([(caller, output) for caller, output in found if caller is not None])
 
     def _die(self, cause: BaseException | None) -> None:
         """Answer every caller, now and later, with EngineDead."""
@@ -179,16 +168,4 @@ class AsyncEngine:
         for caller in callers:
             error = EngineDead("the engine has stopped")
             error.__cause__ = cause
-            _call_in(caller.loop, caller.queue.put_nowait, error)
-
-
-def _deliver(deliveries: list[tuple[_Caller, Output]]) -> None:
-    for caller, output in deliveries:
-        caller.queue.put_nowait(output)
-
-
-def _call_in(loop: asyncio.AbstractEventLoop, function: Callable[..., None], argument: object) -> None:
-    try:
-        loop.call_soon_threadsafe(function, argument)
-    except RuntimeError:
-        logger.debug("a caller's event loop has closed before its outputs came")
+            call_in(caller.loop, caller.queue.put_nowait, error)

@@ -83,8 +83,11 @@ class Engine:
         if sequence is not None:
             self.scheduler.abort(sequence)
 
-    def step(self) -> list[Output]:
-        """Compute one step; returns what is new. Raises nothing for faults of single requests."""
+    def step(self, *, holds_streams: bool = False) -> list[Output]:
+        """Compute one step; returns what is new. Raises nothing for faults of single requests.
+
+        holds_streams: of streams only first and last outputs are wanted now; the rest comes with a later one.
+        """
         step = self.scheduler.schedule()
         if not step.chunks:
             return []
@@ -92,7 +95,7 @@ class Engine:
         try:
             result = self._runner.run(step)
             self._steps += 1
-            return self._collect(step, result, masks)
+            return self._collect(step, result, masks, holds_streams=holds_streams)
         except (torch.OutOfMemoryError, RuntimeError) as exc:
             if not _is_out_of_memory(exc):
                 raise
@@ -125,11 +128,12 @@ class Engine:
         if hasattr(self, "loaded"):
             device = self.loaded.device
             del self._runner, self.loaded
+            gc.unfreeze()  # a server freezes what is there when it begins
             gc.collect()  # the model and its hooks refer to each other
             if device.type == "cuda":
                 torch.cuda.empty_cache()
 
-    def _collect(self, step: Step, result: StepResult, masks: StepMasks | None) -> list[Output]:
+    def _collect(self, step: Step, result: StepResult, masks: StepMasks | None, *, holds_streams: bool) -> list[Output]:
         """Sample where a sequence's last position was computed, and hand out what is new."""
         first = 0
         sampled: list[tuple[Sequence, int]] = []
@@ -155,7 +159,7 @@ class Engine:
         for sequence, _ in failures:
             self.abort(sequence.request_id)
         alive = [sequence for sequence, _ in sampled if sequence.finish_reason != "abort"]
-        outputs += self._outputs([*alive, *done])
+        outputs += self._outputs([*alive, *done], holds_streams=holds_streams)
         self._retire([sequence for sequence in [*alive, *done] if sequence.is_finished])
         return outputs
 
@@ -185,12 +189,15 @@ class Engine:
         failures = [_append(sequence, token, masks) for sequence, token in zip(sequences, tokens, strict=True)]
         return [(sequence, error) for sequence, error in zip(sequences, failures, strict=True) if error is not None]
 
-    def _outputs(self, sequences: SequenceOf[Sequence]) -> list[Output]:
+    def _outputs(self, sequences: SequenceOf[Sequence], *, holds_streams: bool) -> list[Output]:
         """Outputs of generating sequences that have something to tell: at each step when streamed, else at the end."""
         outputs: list[Output] = []
         for sequence in sequences:
             request = sequence.request
-            if isinstance(request, GenerationRequest) and (request.stream or sequence.is_finished):
+            if not isinstance(request, GenerationRequest):
+                continue
+            is_due = request.stream and (sequence.num_emitted_tokens == 0 or not holds_streams)
+            if is_due or sequence.is_finished:
                 outputs.append(generation_output(sequence))
         return outputs
 

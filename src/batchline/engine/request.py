@@ -86,8 +86,8 @@ class GenerationRequest:
     """One sequence to run. `max_tokens=0` computes the prompt alone (for `echo` and prompt logprobs).
 
     priority: smaller runs earlier, and takes the seat of a greater one that runs; ties go by arrival.
-    stream: outputs arrive after every step; otherwise the whole output arrives once, when the sequence ends (which
-    spares the event loop one wake-up per token).
+    stream: outputs arrive after every step, or after several where readers are behind; otherwise the whole output
+    arrives once, when the sequence ends (which spares the event loop one wake-up per token).
     constraint: what the output must be; None leaves it free. A sequence ends by itself where nothing could follow.
     """
 

@@ -45,7 +45,7 @@ class Metrics:
         )
         self._per_token = Histogram(
             "batchline_time_per_output_token_seconds",
-            "Mean time between the chunks of a streamed request's first choice, which have about a token each",
+            "Mean time between the chunks of a streamed request's first choice; under load one may have several tokens",
             ["endpoint"],
             buckets=_TOKEN_BUCKETS,
             registry=self._registry,

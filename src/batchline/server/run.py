@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import signal
 import socket
@@ -37,6 +38,8 @@ async def serve(backend: Backend, options: ServerOptions, on_ready: Callable[[st
     listener = bind(options.host, options.port)
     try:
         await backend.start()
+        gc.collect()
+        gc.freeze()  # libraries and models: walking them again would stop all streams for half a second
         await server.serve([listener])
     finally:
         listener.close()

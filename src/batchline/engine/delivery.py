@@ -1,0 +1,119 @@
+"""The way of outputs from the engine's thread to the event loops of those who wait for them, and its pace.
+
+Telling hundreds of streams of one token each costs the event loop, and through the interpreter's lock the engine, more
+than the step of a small model takes. So the streams are told of a step's tokens only when those told before have been
+dealt with, and when dealing with them takes a small share of the time; tokens that come meanwhile go together. With few
+streams, or steps longer than a hundred milliseconds, that is every step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+from batchline.engine.core import Output
+from batchline.engine.request import GenerationOutput
+from batchline.errors import EngineDead
+
+logger = logging.getLogger(__name__)
+
+REST_PER_WORK = 12
+"""How much longer than a loop works on a delivery the next one waits: streams take at most an 1/13 of one core."""
+
+MAX_HOLD_S = 0.25
+"""No stream is held for longer, however busy the loops are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who waits for a request's outputs. queue: filled by deliveries, on the loop."""
+
+    loop: asyncio.AbstractEventLoop
+    queue: asyncio.Queue[Output | EngineDead]
+
+    async def next(self) -> Output | EngineDead:
+        """What has come since the last call; waits until there is something."""
+        output = await self.queue.get()
+        if not isinstance(output, GenerationOutput) or self.queue.empty():
+            return output
+        outputs = [output]
+        while not self.queue.empty():
+            more = self.queue.get_nowait()
+            if not isinstance(more, GenerationOutput):
+                return more
+            outputs.append(more)
+        return joined(outputs)
+
+
+class Deliveries:
+    """Hands outputs to loops and says when streams should have the next. Used by the engine's thread."""
+
+    def __init__(self) -> None:
+        self._open: set[object] = set()  # added to by the thread, discarded from by the loops: both are atomic
+        self._rests_until = 0.0
+        self._held_since = 0.0
+
+    @property
+    def holds_streams(self) -> bool:
+        """Whether loops still deal with what they have, or rest from it."""
+        now = time.monotonic()
+        if (self._open or now < self._rests_until) and now - self._held_since < MAX_HOLD_S:
+            return True
+        self._held_since = now
+        self._open.clear()  # a loop that was stopped does not say that it is done
+        return False
+
+    def send(self, deliveries: Sequence[tuple[Caller, Output]]) -> None:
+        """Each output to its caller, with one wake-up for each loop."""
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Caller, Output]]] = defaultdict(list)
+        for caller, output in deliveries:
+            by_loop[caller.loop].append((caller, output))
+        for loop, part in by_loop.items():
+            delivery = object()
+            self._open.add(delivery)
+            if not call_in(loop, self._deliver, delivery, loop, part):
+                self._open.discard(delivery)
+
+    def _deliver(
+        self, delivery: object, loop: asyncio.AbstractEventLoop, outputs: Sequence[tuple[Caller, Output]]
+    ) -> None:
+        """On the loop: wake the callers, and look at the clock once they have had their turn."""
+        started = time.thread_time()
+        for caller, output in outputs:
+            caller.queue.put_nowait(output)
+        loop.call_soon(self._note_work, delivery, started)
+
+    def _note_work(self, delivery: object, started: float) -> None:
+        rest_s = REST_PER_WORK * (time.thread_time() - started)
+        self._rests_until = max(self._rests_until, time.monotonic() + rest_s)
+        self._open.discard(delivery)
+
+
+def joined(outputs: Sequence[GenerationOutput]) -> GenerationOutput:
+    """Outputs of one sequence that follow each other, as one."""
+    first, last = outputs[0], outputs[-1]
+    return GenerationOutput(
+        request_id=last.request_id,
+        token_ids=tuple(chain.from_iterable(output.token_ids for output in outputs)),
+        logprobs=None if first.logprobs is None else tuple(chain.from_iterable(o.logprobs or () for o in outputs)),
+        prompt_logprobs=first.prompt_logprobs,
+        finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
+        is_complete=last.is_complete,
+        num_cached_tokens=last.num_cached_tokens,
+    )
+
+
+def call_in(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: object) -> bool:
+    """Call on the loop's thread; False if the loop has closed, so that nobody waits there any more."""
+    try:
+        loop.call_soon_threadsafe(function, *arguments)
+    except RuntimeError:
+        logger.debug("a caller's event loop has closed before its outputs came")
+        return False
+    return True
