@@ -14,7 +14,7 @@ from batchline.server.run import Server, bind, uvicorn_config
 
 
 class ThreadedServer:
-    """A server in a thread of its own, from `with` to the end of it. url: where it serves."""
+    """A server in a thread of its own, from `with` to the end of it. url: where it serves. loop: what it runs on."""
 
     def __init__(self, backend: Backend, **options: Any) -> None:
         self.backend = backend
@@ -30,6 +30,7 @@ class ThreadedServer:
         self._is_ready.set()
 
     async def _serve(self) -> None:
+        self.loop = asyncio.get_running_loop()
         await self.backend.start()
         try:
             await self._server.serve([self._listener])

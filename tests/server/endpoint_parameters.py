@@ -1,0 +1,209 @@
+"""Every parameter that one endpoint alone has, with its effect on the models that ship."""
+
+from __future__ import annotations
+
+import base64
+import json
+import struct
+from typing import Any
+
+from generation_parameters import CHAT, CHAT_URL, COMPLETIONS_URL, HELLO, HOT, PLAIN, QUESTION, SCHEMA, differs
+from parameter_cases import Case, Check, Json, finish, num_generated, num_prompt, prompt_text, refused, text, texts
+
+EMBEDDINGS_URL, SCORE_URL, RERANK_URL = "/v1/embeddings", "/v1/score", "/v1/rerank"
+PARIS, MADRID = "The capital of France is Paris.", "The capital of France is Madrid."
+ASKED = "What is the capital of France?"
+TOOLS: Any = [{"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in ("one", "two")]
+NAMED: Json = {"type": "function", "function": {"name": "two"}}
+ALLOWED: Json = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [NAMED]}}
+TO_CONTINUE: Json = {"messages": [QUESTION, {"role": "assistant", "content": "Hello! It's"}]}
+CONTINUED: Json = TO_CONTINUE | {"add_generation_prompt": False, "continue_final_message": True}
+OWN_TEMPLATE: Json = {
+    "chat_template": "{{ messages[0].content }} {{ documents }} {{ reasoning_effort }} {{ colour }}",
+    "return_token_ids": True,
+}
+
+
+def shows(expected: str) -> Check:
+    """The prompt has what the template makes of the parameter."""
+    return lambda new, old: expected in prompt_text(new) and expected not in prompt_text(old)
+
+
+def called(body: Json) -> list[str]:
+    return [call["function"]["name"] for call in body["choices"][0]["message"]["tool_calls"]]
+
+
+def chat_cases() -> list[Case]:
+    """What chat completions alone have."""
+
+    def case(parameter: str, value: Any, holds: Check, **beside: Any) -> Case:
+        return Case(parameter, CHAT_URL, CHAT | beside, {parameter: value}, holds)
+
+    def top(body: Json) -> list[Any]:
+        return list(body["choices"][0]["logprobs"]["content"])
+
+    def is_arguments(new: Json, old: Json) -> bool:
+        (call,) = new["choices"][0]["message"]["tool_calls"]
+        return (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("two", {"n": 7})
+
+    def thinks(new: Json, old: Json) -> bool:
+        shown = [body["choices"][0]["message"]["reasoning"] for body in (new, old)]
+        return shown[0] is None and bool(shown[1]) and new["usage"] == old["usage"]
+
+    to_tools: Json = {"tools": TOOLS, "tool_choice": "none", "max_tokens": 200}
+    return [
+        case("messages", [{"role": "user", "content": "Say pong."}], lambda new, old: "pong" in text(new).lower()),
+        case("max_completion_tokens", 3, lambda new, old: num_generated(new) == 3, max_tokens=7),
+        case("logprobs", True, lambda new, old: len(top(new)) == num_generated(new)),
+        case(
+            "top_logprobs", 4, lambda new, old: {len(token["top_logprobs"]) for token in top(new)} == {4}, logprobs=True
+        ),
+        case("tools", TOOLS, shows("name"), chat_template="{{ tools }}.", tool_choice="none", return_token_ids=True),
+        case("tool_choice", NAMED, is_arguments, **to_tools),
+        case(
+            "tool_choice", "required", lambda new, old: set(called(new)) <= {"one", "two"} and called(new), **to_tools
+        ),
+        case("tool_choice", ALLOWED, lambda new, old: set(called(new)) == {"two"}, **to_tools),
+        case("functions", TOOLS, refused("functions")),
+        case("reasoning_effort", "high", shows("high"), **OWN_TEMPLATE),
+        case("reasoning_effort", "high", refused("reasoning_effort")),
+        case("include_reasoning", False, thinks, chat_template="Hello<think>", model="thinker"),
+        case("add_generation_prompt", False, lambda new, old: num_prompt(new) < num_prompt(old)),
+        case(
+            "continue_final_message",
+            True,
+            lambda new, old: num_prompt(new) < num_prompt(old) and text(new).startswith(" nice"),
+            **TO_CONTINUE | {"add_generation_prompt": False},
+        ),
+        case("echo", True, lambda new, old: text(new) == "Hello! It's" + text(old), **CONTINUED),
+        case("documents", [{"text": "a fact"}], shows("a fact"), **OWN_TEMPLATE),
+        case("chat_template", "{{ messages[0].content }}", lambda new, old: num_prompt(new) < num_prompt(old)),
+        case("chat_template_kwargs", {"colour": "red"}, shows("red"), **OWN_TEMPLATE),
+        case("add_special_tokens", True, lambda new, old: num_prompt(new) == num_prompt(old) + 1),
+    ]
+
+
+def completion_cases() -> list[Case]:
+    """What completions alone have."""
+    token_ids = [286, 278, 272, 628, 264]  # of the prompt
+
+    def case(parameter: str, value: Any, holds: Check, **beside: Any) -> Case:
+        return Case(parameter, COMPLETIONS_URL, PLAIN | beside, {parameter: value}, holds)
+
+    def are_two(new: Json, old: Json) -> bool:
+        return len(texts(new)) == 4 and texts(new)[2:] == texts(old)
+
+    pair: Json = HOT | {"n": 2, "add_special_tokens": False}
+    return [
+        case("prompt", "Say pong.", differs),
+        case("prompt", token_ids, lambda new, old: text(new) == text(old), add_special_tokens=False),
+        case("prompt", ["Hello", PLAIN["prompt"]], are_two, **pair),
+        case("prompt", [[HELLO], token_ids], are_two, **pair),
+        case("add_special_tokens", False, lambda new, old: num_prompt(new) == num_prompt(old) - 1),
+        case("logprobs", 2, lambda new, old: len(new["choices"][0]["logprobs"]["top_logprobs"][0]) == 2),
+        case("echo", True, lambda new, old: text(new) == PLAIN["prompt"] + text(old)),
+        case("max_tokens", 0, lambda new, old: (text(new), finish(new)[0]) == (PLAIN["prompt"], "length"), echo=True),
+    ]
+
+
+def embedding_cases() -> list[Case]:
+    """What embeddings have; the last two are of a causal model."""
+    base: Json = {"model": "embed", "input": "one two three"}
+
+    def vectors(body: Json) -> list[Any]:
+        return [item["embedding"] for item in body["data"]]
+
+    def as_base64(new: Json, old: Json) -> bool:
+        (vector,) = vectors(old)
+        return struct.unpack(f"<{len(vector)}f", base64.b64decode(vectors(new)[0])) == tuple(vector)
+
+    def case(parameter: str, value: Any, holds: Check, **beside: Any) -> Case:
+        return Case(parameter, EMBEDDINGS_URL, base | beside, {parameter: value}, holds)
+
+    def is_another(new: Json, old: Json) -> bool:
+        return vectors(new) != vectors(old)
+
+    return [
+        case("model", "org/alias", lambda new, old: (new["model"], len(vectors(new)[0])) == ("tiny", 128)),
+        case("input", ["one", "two"], lambda new, old: len(vectors(new)) == 2),
+        case("input", [512], lambda new, old: num_prompt(new) == 1),
+        case("input", [[512], [512, 513]], lambda new, old: (len(vectors(new)), num_prompt(new)) == (2, 3)),
+        case("encoding_format", "base64", as_base64),
+        case("dimensions", 8, refused("dimensions", "matryoshka")),
+        case("truncate_prompt_tokens", 3, lambda new, old: num_prompt(new) == 3 < num_prompt(old)),
+        case("add_special_tokens", False, lambda new, old: num_prompt(new) == num_prompt(old) - 2),
+        case(
+            "messages", [QUESTION], lambda new, old: "error" in old and len(vectors(new)) == 1, model="tiny", input=None
+        ),
+        case(
+            "messages", [{"role": "user", "content": "Bye"}], is_another, model="tiny", input=None, messages=[QUESTION]
+        ),
+    ]
+
+
+def scoring_cases() -> list[Case]:
+    """What score and rerank have."""
+    score: Json = {"model": "rerank", "text_1": ASKED, "text_2": PARIS}
+    rerank: Json = {"model": "rerank", "query": ASKED, "documents": [MADRID, PARIS]}
+
+    def scores(body: Json) -> list[float]:
+        return [item["score"] for item in body["data"]]
+
+    def ranking(body: Json) -> list[int]:
+        return [item["index"] for item in body["results"]]
+
+    def same(new: Json, old: Json) -> bool:
+        return scores(new) == scores(old)
+
+    def is_worse(new: Json, old: Json) -> bool:
+        return scores(new)[0] < 0.1 < 0.9 < scores(old)[0]
+
+    def spelled(first: str, second: str) -> Case:
+        return Case(first, SCORE_URL, score, {"text_1": None, "text_2": None, first: ASKED, second: [PARIS]}, same)
+
+    def cut(new: Json, old: Json) -> bool:
+        return num_prompt(new) < num_prompt(old)
+
+    def is_logit(new: Json, old: Json) -> bool:
+        return scores(new)[0] > 1 > scores(old)[0]
+
+    def ranked(new: Json, old: Json) -> bool:
+        return new["results"][0]["relevance_score"] > 1 > old["results"][0]["relevance_score"]
+
+    swapped = ["The capital of Brazil is Brasilia.", PARIS, MADRID]
+    return [
+        Case("text_2", SCORE_URL, score, {"text_2": MADRID}, is_worse),
+        Case("text_2", SCORE_URL, score, {"text_2": [PARIS, MADRID]}, lambda new, old: len(scores(new)) == 2),
+        Case("text_1", SCORE_URL, score, {"text_1": [ASKED, ASKED]}, refused("text_1")),
+        spelled("queries", "documents"),
+        spelled("data_1", "data_2"),
+        Case(
+            "model",
+            SCORE_URL,
+            score,
+            {"model": "embed"},
+            lambda new, old: new["model"] == "embed" and not same(new, old),
+        ),
+        Case("truncate_prompt_tokens", SCORE_URL, score, {"truncate_prompt_tokens": 9}, cut),
+        Case("use_activation", SCORE_URL, score, {"use_activation": False}, is_logit),
+        Case("query", RERANK_URL, rerank, {"query": "Who are you?"}, lambda new, old: new["results"] != old["results"]),
+        Case(
+            "documents",
+            RERANK_URL,
+            rerank,
+            {"documents": swapped},
+            lambda new, old: ranking(new)[0] == ranking(old)[0] == 1,
+        ),
+        Case("documents", RERANK_URL, rerank, {"documents": [{"text": PARIS}]}, lambda new, old: ranking(new) == [0]),
+        Case("top_n", RERANK_URL, rerank, {"top_n": 1}, lambda new, old: (ranking(new), ranking(old)) == ([1], [1, 0])),
+        Case(
+            "return_documents",
+            RERANK_URL,
+            rerank,
+            {"return_documents": False},
+            lambda new, old: "document" not in new["results"][0],
+        ),
+        Case("model", RERANK_URL, rerank, {"model": "embed"}, lambda new, old: new["model"] == "embed"),
+        Case("truncate_prompt_tokens", RERANK_URL, rerank, {"truncate_prompt_tokens": 9}, cut),
+        Case("use_activation", RERANK_URL, rerank, {"use_activation": False}, ranked),
+    ]

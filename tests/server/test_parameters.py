@@ -1,0 +1,219 @@
+"""Every parameter has its effect, through the server and in a batch file, and the same in both.
+
+The cases stand in `generation_parameters` and `endpoint_parameters`; a field that a request schema declares and no case
+tries is a failure here. The models are loaded once: the batch file is run on the server's own event loop and backend.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from endpoint_parameters import chat_cases, completion_cases, embedding_cases, scoring_cases
+from generation_parameters import CHAT, CHAT_URL, FLAVOURS, shared_cases
+from parameter_cases import MODELS, Case, Json, finish, num_generated, text
+from pydantic import BaseModel
+from threaded_server import ThreadedServer
+
+from batchline.backends.base import Answer, Backend, BackendStats, EndpointRequest, ServedModel
+from batchline.backends.in_process import InProcessBackend
+from batchline.batch.options import OutputOrder, RunOptions
+from batchline.batch.progress import SilentReporter
+from batchline.batch.run import run
+from batchline.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, TextConfig
+from batchline.openai_api.chat import ChatCompletionRequest
+from batchline.openai_api.completions import CompletionRequest
+from batchline.openai_api.embeddings import EmbeddingsRequest
+from batchline.openai_api.parsing import NO_BEHAVIOUR
+from batchline.openai_api.rerank import RerankRequest
+from batchline.openai_api.score import ScoreRequest
+
+CASES = [*shared_cases(), *chat_cases(), *completion_cases(), *embedding_cases(), *scoring_cases()]
+TRIED_ELSEWHERE = {"stream", "stream_options", "priority"}
+"""By tests of their own, below."""
+
+Answers = list[tuple[Json, Json]]
+"""Of each case: the answer's body with the parameter, and without it."""
+
+
+class SharedBackend(Backend):
+    """A backend that is started and closed by someone else."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+
+    async def start(self) -> None:
+        """It runs already."""
+
+    def models(self) -> Sequence[ServedModel]:
+        return self._backend.models()
+
+    async def answer(self, request: EndpointRequest) -> Answer:
+        return await self._backend.answer(request)
+
+    def stream(self, request: EndpointRequest) -> AsyncIterator[Mapping[str, Any]]:
+        return self._backend.stream(request)
+
+    def is_alive(self) -> bool:
+        return self._backend.is_alive()
+
+    def stats(self) -> BackendStats:
+        return self._backend.stats()
+
+    async def close(self) -> None:
+        """It goes on."""
+
+
+def engine(folder: str, *names: str, **text_options: Any) -> EngineConfig:
+    model = ModelConfig(model=str(MODELS / folder), served_names=names, dtype="float32", num_threads=1)
+    return EngineConfig(model=model, cache=CacheConfig(num_bytes=64 << 20), text=TextConfig(**text_options))
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ThreadedServer]:
+    tiny = engine("tiny-chat", "tiny", "org/alias", allow_request_chat_template=True, tool_parser="hermes")
+    thinker = engine("tiny-chat", "thinker", allow_request_chat_template=True, reasoning_parser="qwen3")
+    others = [engine("tiny-embed", "embed"), engine("tiny-rerank", "rerank")]
+    with ThreadedServer(InProcessBackend([tiny, thinker, *others])) as running:
+        yield running
+
+
+def bodies_of(case: Case) -> tuple[Json, Json]:
+    return case.base | case.added, case.base
+
+
+@pytest.fixture(scope="module")
+def by_server(server: ThreadedServer) -> Answers:
+    with httpx.Client(base_url=server.url, timeout=300) as client:
+        bodies = [client.post(case.url, json=body).json() for case in CASES for body in bodies_of(case)]
+    return list(zip(bodies[::2], bodies[1::2], strict=True))
+
+
+@pytest.fixture(scope="module")
+def by_batch_file(server: ThreadedServer, tmp_path_factory: pytest.TempPathFactory) -> Answers:
+    requests = [(case.url, body) for case in CASES for body in bodies_of(case)]
+    results = run_file(server, tmp_path_factory.mktemp("batch"), requests)
+    bodies = [result["response"]["body"] for result in results]
+    return list(zip(bodies[::2], bodies[1::2], strict=True))
+
+
+def run_file(
+    server: ThreadedServer, folder: Path, requests: Sequence[tuple[str, Json]], *, output_order: OutputOrder = "input"
+) -> list[Json]:
+    """The results of a batch file that is run on the server's own loop and backend."""
+    lines = [
+        json.dumps({"custom_id": str(index), "method": "POST", "url": url, "body": body})
+        for index, (url, body) in enumerate(requests)
+    ]
+    (folder / "in.jsonl").write_text("\n".join(lines))
+    paths = {"input_file": str(folder / "in.jsonl"), "output_file": str(folder / "out.jsonl")}
+    options = RunOptions(**paths, output_order=output_order, dedup=False)
+    work = run(options, lambda: SharedBackend(server.backend), SilentReporter(), asyncio.Event())
+    asyncio.run_coroutine_threadsafe(work, server.loop).result(600)
+    return [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("index", range(len(CASES)), ids=lambda index: CASES[index].name)
+@pytest.mark.parametrize("way", ["by_server", "by_batch_file"])
+def test_every_parameter_has_its_effect(way: str, index: int, request: pytest.FixtureRequest) -> None:
+    new, old = request.getfixturevalue(way)[index]
+    assert CASES[index].holds(new, old), (new, old)
+
+
+@pytest.mark.parametrize("index", range(len(CASES)), ids=lambda index: CASES[index].name)
+def test_a_batch_file_gives_what_the_server_gives(by_server: Answers, by_batch_file: Answers, index: int) -> None:
+    def told(body: Json) -> Any:
+        return [(text(body, index), *finish(body)) for index in range(len(body.get("choices", ())))]
+
+    for one, other in zip(by_server[index], by_batch_file[index], strict=True):
+        assert told(one) == told(other)
+        assert one.get("error") == other.get("error")
+
+
+@pytest.mark.parametrize(
+    ("schema", "url"),
+    [
+        (ChatCompletionRequest, "/v1/chat/completions"),
+        (CompletionRequest, "/v1/completions"),
+        (EmbeddingsRequest, "/v1/embeddings"),
+        (ScoreRequest, "/v1/score"),
+        (RerankRequest, "/v1/rerank"),
+    ],
+)
+def test_every_field_of_a_request_is_tried(schema: type[BaseModel], url: str) -> None:
+    declared = {field.alias or name for name, field in schema.model_fields.items()}
+    tried = {name for case in CASES if case.url == url for name in (case.parameter, *case.added)}
+    assert declared - tried - TRIED_ELSEWHERE == set()
+
+
+@pytest.mark.parametrize("flavour", FLAVOURS, ids=lambda flavour: flavour.url)
+def test_fields_without_behaviour_change_nothing(server: ThreadedServer, tmp_path: Path, flavour: Any) -> None:
+    neutral = {"parallel_tool_calls": False, "metadata": {"a": "b"}, "store": True}
+    fields = {name: neutral.get(name, "x") for name in NO_BEHAVIOUR if "." not in name}
+    plain, labelled = [(flavour.url, body) for body in (flavour.base, flavour.base | fields)]
+    with httpx.Client(base_url=server.url, timeout=300) as client:
+        served = [text(client.post(url, json=body).json()) for url, body in (plain, labelled)]
+    batch = [text(result["response"]["body"]) for result in run_file(server, tmp_path, [plain, labelled])]
+    assert len({*served, *batch}) == 1
+
+
+@pytest.mark.parametrize("flavour", FLAVOURS, ids=lambda flavour: flavour.url)
+def test_stream_and_its_options(server: ThreadedServer, tmp_path: Path, flavour: Any) -> None:
+    """On the server chunks, with usage as asked; in a batch file an error of the line."""
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = flavour.base | {"stream": True, "stream_options": options}
+    with httpx.Client(base_url=server.url, timeout=300) as client:
+        whole = client.post(flavour.url, json=flavour.base).json()
+        events = client.post(flavour.url, json=body).text.split("\n\n")
+    chunks = [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
+    pieces = [c.get("text") or c.get("delta", {}).get("content") or "" for chunk in chunks for c in chunk["choices"]]
+    assert "".join(pieces) == text(whole)
+    assert (chunks[-1]["choices"], num_generated(chunks[-1])) == ([], num_generated(whole))
+    assert all(num_generated(chunk) <= num_generated(whole) for chunk in chunks)
+    streamed, without = run_file(
+        server, tmp_path, [(flavour.url, body), (flavour.url, flavour.base | {"stream_options": options})]
+    )
+    assert (streamed["response"], streamed["error"]["code"]) == (None, "streaming_unsupported")
+    assert without["response"]["body"]["error"]["param"] == "stream_options"
+
+
+@pytest.fixture(scope="module")
+def narrow() -> Iterator[ThreadedServer]:
+    """The model that ships, one sequence at a time."""
+    one = replace(engine("tiny-chat", "tiny"), scheduler=SchedulerConfig(max_num_seqs=1))
+    with ThreadedServer(InProcessBackend([one])) as running:
+        yield running
+
+
+PRIORITIES = (9, 8, -1)
+
+
+def of_priority(priority: int) -> Json:
+    return {**CHAT, "ignore_eos": True, "max_tokens": 400, "priority": priority}
+
+
+def test_a_smaller_priority_goes_first_in_a_batch_file(narrow: ThreadedServer, tmp_path: Path) -> None:
+    requests = [(CHAT_URL, of_priority(priority)) for priority in PRIORITIES]
+    results = run_file(narrow, tmp_path, requests, output_order="completion")
+    assert [PRIORITIES[int(result["custom_id"])] for result in results] == [-1, 8, 9]
+
+
+def test_a_smaller_priority_goes_first_on_the_server(narrow: ThreadedServer) -> None:
+    finished: list[int] = []
+
+    async def ask(client: httpx.AsyncClient, priority: int) -> None:
+        (await client.post(CHAT_URL, json=of_priority(priority))).raise_for_status()
+        finished.append(priority)
+
+    async def ask_all() -> None:
+        async with httpx.AsyncClient(base_url=narrow.url, timeout=300) as client:
+            await asyncio.gather(*(ask(client, priority) for priority in PRIORITIES))
+
+    asyncio.run(ask_all())
+    assert finished == [-1, 8, 9]
