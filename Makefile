@@ -12,7 +12,7 @@ OUT := out
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: setup clients run test check unit bench lock clean
+.PHONY: setup clients run test check unit bench docs lock clean
 
 setup: $(STAMP)
 
@@ -46,6 +46,9 @@ unit: setup clients
 
 bench: setup  ## benchmarks; see benchmarks/README.md
 	$(BIN)/python benchmarks/run_all.py
+
+docs: setup  ## write docs/cli.md from the commands
+	$(BIN)/python .ci/cli_docs.py
 
 lock:  ## pin what is installed in .venv
 	$(BIN)/python .ci/lock.py > constraints.txt

@@ -1,0 +1,67 @@
+"""Write docs/cli.md from the commands themselves (`make docs`); a test compares the two."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from batchline.cli.main import app
+
+TARGET = Path(__file__).parents[1] / "docs" / "cli.md"
+
+HEAD = """\
+# The command line
+
+<!-- written by `make docs`: change the commands, not this file -->
+
+Every option of `run-batch` and `serve` may also stand in a YAML file (`--config`) or in the environment
+(`BATCHLINE_...`): see [the server](server.md#options-from-a-file-and-the-environment). Exit codes: 0 finished, 1 could
+not finish (the same command resumes it), 2 wrong use or an unreadable input, 3 finished with failed lines under
+`--fail-on-error`, 130 interrupted (resumable).
+"""
+
+
+def reference() -> str:
+    """The whole document."""
+    group: Any = typer.main.get_command(app)
+    root = group.make_context("batchline", [], resilient_parsing=True)
+    parts = [HEAD]
+    for name, command in group.commands.items():
+        context = group.context_class(command, info_name=name, parent=root)
+        usage = " ".join(["batchline", name, *command.collect_usage_pieces(context)])
+        parts.append(f"\n## {usage.split(' [')[0]}\n\n{command.help}\n\n    {usage}\n")
+        parameters = [p for p in command.get_params(context) if not p.hidden and p.name != "help"]
+        panels = sorted(parameters, key=lambda parameter: _PANELS.index(_panel(parameter)))
+        for panel, members in groupby(panels, key=_panel):
+            parts.append(f"\n| {panel} | |\n|---|---|\n")
+            parts.extend(_row(member, context) for member in members)
+    return "".join(parts)
+
+
+_PANELS = (
+    *("Arguments", "Options", "Address", "Access", "Limits", "Metrics"),
+    *("Model", "Engine", "Chat templates and text"),
+)
+"""Every group of options, in the order of the document; one that is new has to be given its place."""
+
+
+def _panel(parameter: Any) -> str:
+    default = "Arguments" if parameter.param_type_name == "argument" else "Options"
+    return parameter.rich_help_panel or default
+
+
+def _row(parameter: Any, context: Any) -> str:
+    names, text = parameter.get_help_record(context)
+    return f"| `{_cell(names)}` | {_cell(text)} |\n"
+
+
+def _cell(text: str) -> str:
+    """As a cell of a table on one line."""
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    TARGET.write_text(reference(), encoding="utf-8")
