@@ -40,9 +40,9 @@ def test_a_plan_is_shown_as_groups_with_what_they_share(tmp_path: Path) -> None:
     assert (overview.num_requests, overview.num_copies) == (11, 1)
     assert sum(group.num_requests for group in overview.largest) == 11
     first = overview.largest[0]
-    assert (first.model, first.url, first.num_requests) == ("fake", "/v1/chat/completions", 6)
+    assert (first.model, first.url, first.num_requests) == ("fake", "/v1/chat/completions", 8)
     assert first.prefix.startswith("AAAA")
-    assert first.prefix_chars == first.prefix_tokens == len("A" * 500 + " question ")
+    assert first.prefix_chars == first.prefix_tokens == len("A" * 500 + " ")
 
 
 def test_prompt_tokens_are_counted_with_the_models_template(tmp_path: Path) -> None:

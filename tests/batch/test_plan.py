@@ -91,6 +91,37 @@ def test_identical_deterministic_requests_run_once_for_all_their_lines(tmp_path:
     assert (plan.num_requests, plan.num_copies) == (4, 2)
 
 
+def test_copies_of_requests_do_not_divide_their_group(tmp_path: Path) -> None:
+    """Each set of identical requests used to be a group of its own, and the longest no longer came first."""
+    limits = [16, 300, 5, 120, 700]
+    bodies = [chat("system " * 40, f"q{limit}", max_tokens=limit, temperature=0) for limit in limits * 3]
+    plan = plan_of(tmp_path, [*bodies, chat("another " * 40)])
+    assert [len(item.copies) for item in order(plan)].count(2) == len(limits)
+    assert sorted((group.num_requests, group.num_copies) for group in plan.groups()) == [(1, 0), (15, 10)]
+    assert [p for p in positions(plan) if p < 5] == [4, 1, 3, 0, 2]
+
+
+def test_sampled_copies_stay_neighbours_in_a_group_of_their_own(tmp_path: Path) -> None:
+    bodies = [chat("system " * 40, "q" * 100 + str(n % 3), max_tokens=16 + n) for n in range(9)]
+    planned = [position % 3 for position in positions(plan_of(tmp_path, bodies))]
+    assert sum(a != b for a, b in itertools.pairwise(planned)) == 2
+
+
+@pytest.mark.parametrize("memory_bytes", [55, 600, 1 << 20])
+def test_copies_stand_together_over_any_number_of_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory_bytes: int
+) -> None:
+    monkeypatch.setattr(plan_module, "MAX_COPIES", 3)
+    monkeypatch.setattr(
+        plan_module, "RecordSorter", lambda *args, **kw: RecordSorter(*args, **kw, memory_bytes=memory_bytes)
+    )
+    bodies = [chat("system " * 40, f"q{n % 4}", max_tokens=10 * (n % 4) + 1, temperature=0) for n in range(44)]
+    items = order(plan_of(tmp_path, bodies))
+    assert [len(item.copies) for item in items] == [3, 3, 2] * 4
+    assert all(position % 4 == item.position % 4 for item in items for position in item.copies)
+    assert sorted(p for item in items for p in (item.position, *item.copies)) == list(range(44))
+
+
 def test_sampled_requests_are_never_merged(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, [chat("s"), chat("s"), chat("s", temperature=0.7), chat("s", temperature=0.7)])
     assert (len(order(plan)), plan.num_copies) == (4, 0)

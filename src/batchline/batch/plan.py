@@ -2,8 +2,8 @@
 
 Order: model, endpoint, then the leading bytes of the prompt (a cheap stand-in for its leading tokens), so that requests
 that share a prefix are neighbours; within such a group the longest expected decode comes first, so that the tail is
-short. A prefix is known by hashes at a few lengths; a length at which a request shares its prefix with nobody does not
-separate it from its group. Identical deterministic requests stand next to each other and run once.
+short. A prefix is known by hashes at a few lengths; one that a request shares with no other does not separate it from
+its group. Identical deterministic requests stand next to each other, run once, and count as one.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ class Planner:
     def plan(self, *, skip: PositionSet) -> Plan:
         """Write the order of all lines taken, but those in `skip`; once. Raises: OSError."""
         by_group = RecordSorter(self._scratch, "plan-order", KEY_WIDTH)
-        for rows in _windows(_without(self._sorter.sorted_blocks(), skip)):
-            by_group.add(_keep_shared_prefixes(rows).tobytes())
+        for rows in _with_shared_prefixes(_without(self._sorter.sorted_blocks(), skip)):
+            by_group.add(rows.tobytes())
         path = self._scratch / "plan"
         num_requests = num_copies = 0
         previous = np.zeros((1, KEY_WIDTH), dtype=np.uint8)
@@ -173,11 +173,12 @@ def prompt_content(body: dict[str, Any]) -> Any:
 
 def prefix_hashes(prompt: bytes) -> list[int]:
     """CRC-32 of the prompt's first bytes, at each of `PREFIX_LENGTHS`."""
-    hashes = []
+    hashes: list[int] = []
     crc = start = 0
     for end in PREFIX_LENGTHS:
-        if start < len(prompt):
-            crc = zlib.crc32(prompt[start:end], crc)
+        if start >= len(prompt):
+            return hashes + [crc] * (len(PREFIX_LENGTHS) - len(hashes))
+        crc = zlib.crc32(prompt[start:end], crc)
         hashes.append(crc)
         start = end
     return hashes
@@ -238,28 +239,41 @@ def _without(blocks: Iterator[Rows], skip: PositionSet) -> Iterator[Rows]:
             yield rows
 
 
-def _windows(blocks: Iterator[Rows]) -> Iterator[Rows]:
-    """The same rows in order, each block with its neighbour before and after (at the ends, a row of zeros)."""
-    edge = np.zeros((1, KEY_WIDTH), dtype=np.uint8)
-    held = edge
+def _with_shared_prefixes(blocks: Iterator[Rows]) -> Iterator[Rows]:
+    """The same rows in order, hashes that a request shares with no other set to zero. Holds one run's copies back."""
+    before = np.zeros((1, KEY_WIDTH), dtype=np.uint8)
+    held = before[:0]
     for rows in blocks:
-        window = np.concatenate([held, rows])
-        if len(window) > 2:
-            yield window
-        held = window[-2:]
-    if len(held) > 1:
-        yield np.concatenate([held, edge])
+        held = np.concatenate([held, rows])
+        firsts = _first_rows(held)
+        last = firsts[-1]
+        if last > 0:
+            yield _keep_shared_prefixes(before, held[:last], firsts[:-1], held[last : last + 1])
+            before, held = held[firsts[-2] : firsts[-2] + 1], held[last:]
+    if len(held):
+        yield _keep_shared_prefixes(before, held, _first_rows(held), np.zeros_like(before))
 
 
-def _keep_shared_prefixes(window: Rows) -> Rows:
-    """The rows of a window but its first and last, with the prefix hashes that no neighbour shares set to zero."""
-    rows: Rows = window[1:-1].copy()
-    equals_next = window[1:] == window[:-1]
+def _first_rows(rows: Rows) -> np.ndarray[Any, np.dtype[np.intp]]:
+    """Where requests start that are no copies of the one before; of more copies than one run serves, each run's."""
+    numbers = np.arange(len(rows))
+    is_copy = np.concatenate([[False], _is_copy(rows)])
+    num_before = numbers - np.maximum.accumulate(np.where(is_copy, 0, numbers))
+    return np.flatnonzero(num_before % (MAX_COPIES + 1) == 0)
+
+
+def _keep_shared_prefixes(before: Rows, rows: Rows, firsts: np.ndarray[Any, np.dtype[np.intp]], after: Rows) -> Rows:
+    """A copy of `rows` where the hashes are zero that no neighbour shares with a request. firsts: where each starts;
+    before, after: (1, KEY_WIDTH), the requests around them."""
+    requests = np.concatenate([before, rows[firsts], after])
+    equals_next = requests[1:] == requests[:-1]
+    lengths = np.diff(firsts, append=len(rows))
+    kept: Rows = rows.copy()
     for level in range(len(PREFIX_LENGTHS)):
         end = _PREFIX.start + 4 * (level + 1)
         same = equals_next[:, :end].all(axis=1)
-        rows[~(same[1:] | same[:-1]), end - 4 : end] = 0
-    return rows
+        kept[np.repeat(~(same[1:] | same[:-1]), lengths), end - 4 : end] = 0
+    return kept
 
 
 def _is_copy(rows: Rows) -> np.ndarray[Any, np.dtype[np.bool_]]:
