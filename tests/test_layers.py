@@ -82,7 +82,13 @@ def test_heavy_libraries_stay_in_the_layer_that_owns_them(path: Path) -> None:
 
 @pytest.mark.parametrize(
     "statement",
-    ["import batchline", "import batchline.batch", "import batchline.cli.main", "import batchline.server.run"],
+    [
+        "import batchline",
+        "import batchline.batch",
+        "import batchline.cli.main",
+        "import batchline.server.run",
+        "import batchline.backends.in_process",
+    ],
 )
 def test_importing_the_package_loads_neither_torch_nor_transformers(statement: str) -> None:
     code = f"{statement}; import sys; print([m for m in ('torch', 'transformers') if m in sys.modules])"

@@ -6,18 +6,20 @@ first one at the start. Knows no batch files and no HTTP.
 
 from __future__ import annotations
 
+import gc
 import logging
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from batchline.backends.base import API_ENDPOINTS, Answer, BackendStats, EndpointRequest, ServedModel
-from batchline.backends.loaded_models import ENDPOINTS, UTILITIES, LoadedModel, load
 from batchline.backends.residency import Loadable, ModelResidency
+from batchline.backends.served_paths import ENDPOINTS, UTILITIES
 from batchline.config import EngineConfig, Task
+from batchline.engine.cache_memory import cache_memory_ahead
 from batchline.engine.memory import free_bytes
 from batchline.errors import (
     BadRequest,
@@ -31,6 +33,9 @@ from batchline.errors import (
     UsageError,
 )
 from batchline.pooling.detection import detect_task
+
+if TYPE_CHECKING:
+    from batchline.backends.loaded_models import LoadedModel
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +124,11 @@ class InProcessBackend:
         self._loadables[name] = Loadable(name, partial(self._load, config), _needed_bytes(model.model))
 
     def _load(self, config: EngineConfig) -> LoadedModel:
-        model = load(config, self._tasks[config.model.names[0]])
+        task = self._tasks[config.model.names[0]]
+        with _few_collections(), cache_memory_ahead() if task == "generate" else nullcontext() as memory:
+            from batchline.backends.loaded_models import load  # imports torch and transformers, for seconds
+
+            model = load(config, task, memory)
         return replace(model, close=partial(self._unload, model))
 
     def _unload(self, model: LoadedModel) -> None:
@@ -158,6 +167,18 @@ class InProcessBackend:
                 f"Model {name} does not support {request.url}. It supports: {', '.join(supported)}", param="url"
             )
         return config
+
+
+@contextmanager
+def _few_collections() -> Iterator[None]:
+    """No collection of garbage while libraries are imported and a model is loaded, and what they made is not looked
+    through again: a second of processor time, and a part of every later collection."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def _request_error(request: EndpointRequest, exc: Exception) -> RequestError:

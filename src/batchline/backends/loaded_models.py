@@ -1,7 +1,6 @@
-"""One configured model in memory, whatever its kind, and the endpoints that it answers.
+"""One configured model in memory, whatever its kind, and the endpoints that it answers (`served_paths`).
 
-`ENDPOINTS` says which kind of model answers what; `load` makes one. A causal language model also embeds (by its last
-token), and whatever embeds also scores and reranks (by cosine similarity).
+Imports torch and transformers, which takes seconds: `in_process` does so when it loads its first model.
 """
 
 from __future__ import annotations
@@ -14,6 +13,16 @@ from typing import TYPE_CHECKING, Any
 from transformers.utils.logging import disable_progress_bar
 
 from batchline.backends.base import BackendStats, EndpointRequest
+from batchline.backends.served_paths import (
+    CHAT,
+    COMPLETIONS,
+    DETOKENIZE,
+    EMBEDDINGS,
+    RERANK,
+    RESPONSES,
+    SCORE,
+    TOKENIZE,
+)
 from batchline.config import EngineConfig, Task
 from batchline.endpoints.chat import chat_completion
 from batchline.endpoints.chat_stream import chat_completion_chunks
@@ -29,6 +38,7 @@ from batchline.endpoints.score import score
 from batchline.endpoints.scorers import PairScorer, Scorer, SimilarityScorer
 from batchline.endpoints.tokenizing import detokenized, tokenized
 from batchline.engine.async_engine import AsyncEngine
+from batchline.engine.cache_memory import CacheMemory
 
 if TYPE_CHECKING:
     from batchline.pooling.cross_encoder import CrossEncoderModel
@@ -36,22 +46,6 @@ if TYPE_CHECKING:
 
 NUM_TEXT_THREADS = 2
 """Threads that render and tokenize, ahead of the engine. Tokenizers release the interpreter lock."""
-
-CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
-RESPONSES = "/v1/responses"
-SCORE = ("/v1/score", "/score")
-RERANK = ("/v1/rerank", "/v2/rerank", "/rerank")
-
-TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
-
-UTILITIES: Mapping[Task, tuple[str, ...]] = {"generate": (TOKENIZE, DETOKENIZE), "embed": (), "score": ()}
-"""Paths that are answered besides the endpoints, and not named among them."""
-
-ENDPOINTS: Mapping[Task, tuple[str, ...]] = {
-    "generate": (CHAT, COMPLETIONS, RESPONSES, EMBEDDINGS, *SCORE, *RERANK),
-    "embed": (EMBEDDINGS, *SCORE, *RERANK),
-    "score": (*SCORE, *RERANK),
-}
 
 Body = Mapping[str, Any]
 
@@ -77,19 +71,22 @@ class LoadedModel:
     streams: Mapping[str, StreamingEndpoint] = field(default_factory=dict)
 
 
-def load(config: EngineConfig, task: Task) -> LoadedModel:
-    """Load a model as what `task` (not `auto`) says it is. Raises: ModelLoadError, UsageError."""
+def load(config: EngineConfig, task: Task, memory: CacheMemory | None) -> LoadedModel:
+    """Load a model as what `task` (not `auto`) says it is. memory: for its KV cache.
+
+    Raises: ModelLoadError, UsageError.
+    """
     disable_progress_bar()  # of transformers: it would draw over the run's own
     if task == "embed":
         return _load_embedding_model(config)
     if task == "score":
         return _load_cross_encoder(config)
-    return _load_generative_model(config)
+    return _load_generative_model(config, memory)
 
 
-def _load_generative_model(config: EngineConfig) -> LoadedModel:
+def _load_generative_model(config: EngineConfig, memory: CacheMemory | None) -> LoadedModel:
     text = load_text(config.model, config.text)
-    engine = AsyncEngine(config)
+    engine = AsyncEngine(config, memory)
     executor = ThreadPoolExecutor(NUM_TEXT_THREADS, thread_name_prefix="batchline-text")
     model = GenerativeModel(name=config.model.names[0], engine=engine, text=text, config=config.text, executor=executor)
     embedder = EngineEmbedder(model, engine)

@@ -17,6 +17,7 @@ from itertools import count
 from typing import TypeVar
 
 from batchline.config import EngineConfig
+from batchline.engine.cache_memory import CacheMemory
 from batchline.engine.core import Engine, Output
 from batchline.engine.delivery import Caller, Deliveries, call_in
 from batchline.engine.request import (
@@ -37,9 +38,9 @@ RequestT = TypeVar("RequestT", GenerationRequest, EmbeddingRequest)
 class AsyncEngine:
     """An engine on a thread of its own, for callers on any event loop."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        """Load the model, in the calling thread. Raises: ModelLoadError."""
-        self._engine = Engine(config)
+    def __init__(self, config: EngineConfig, memory: CacheMemory | None = None) -> None:
+        """Load the model, in the calling thread. memory: as for `Engine`. Raises: ModelLoadError."""
+        self._engine = Engine(config, memory)
         self.max_model_len = self._engine.max_model_len
         self.vocab_size = self._engine.loaded.vocab_size
         self.eos_token_ids = self._engine.loaded.eos_token_ids

@@ -17,6 +17,7 @@ import torch
 
 from batchline.config import EngineConfig
 from batchline.engine.block_pool import BlockPool
+from batchline.engine.cache_memory import CacheMemory
 from batchline.engine.logits_processing import allow_only
 from batchline.engine.logprobs import token_logprobs
 from batchline.engine.model_loader import load_model
@@ -45,10 +46,11 @@ Output = GenerationOutput | EmbeddingOutput | RequestFailed
 class Engine:
     """Continuous batching over one model."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, memory: CacheMemory | None = None) -> None:
+        """memory: for the KV cache, already being made ready; without it the cache gets its own."""
         self._num_threads = config.model.num_threads
         self.loaded = load_model(config.model, choose_kernels(config))
-        placement = place(config, self.loaded)
+        placement = place(config, self.loaded, memory)
         self.max_model_len, num_blocks = size_cache(config, self.loaded, placement)
         pool = BlockPool(num_blocks, config.cache.block_size, enable_prefix_caching=config.cache.enable_prefix_caching)
         self._step_limits = config.scheduler

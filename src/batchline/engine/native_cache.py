@@ -14,6 +14,7 @@ from itertools import accumulate
 import numpy as np
 import torch
 
+from batchline.engine.cache_memory import CacheMemory
 from batchline.engine.kv_cache import LayerSpec
 from batchline.native.library import DTYPES, CacheArgs, NativeKernels
 
@@ -34,6 +35,7 @@ class NativeKVCache:
         num_blocks: int,
         block_size: int,
         dtype: torch.dtype,
+        memory: CacheMemory | None = None,
     ) -> None:
         self.kernels = kernels
         self.num_blocks = num_blocks
@@ -41,7 +43,8 @@ class NativeKVCache:
         in_layers = [padded(spec, dtype).num_elements * block_size for spec in specs]
         block_stride = sum(in_layers)
         # zeros, since unwritten positions are read and weighed with 0, which a NaN would survive
-        self._memory = np.zeros(num_blocks * block_stride * dtype.itemsize, dtype=np.uint8)
+        num_bytes = num_blocks * block_stride * dtype.itemsize
+        self._memory = np.zeros(num_bytes, dtype=np.uint8) if memory is None else memory.take(num_bytes)
         self.layers = [
             CacheArgs(
                 self._memory.ctypes.data + offset * dtype.itemsize,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from batchline.config import EngineConfig
+from batchline.engine.cache_memory import CacheMemory
 from batchline.engine.kv_cache import KVCache, bytes_per_block, choose_num_blocks
 from batchline.engine.memory import free_bytes
 from batchline.engine.model_loader import LoadedModel
@@ -64,6 +65,7 @@ class NativePlacement:
     loaded: LoadedModel
     kernels: NativeKernels
     block_size: int
+    memory: CacheMemory | None
 
     @property
     def block_bytes(self) -> int:
@@ -78,7 +80,7 @@ class NativePlacement:
     def make_runner(self, num_blocks: int, max_model_len: int) -> ModelRunner:
         """See `Placement`."""
         loaded = self.loaded
-        cache = NativeKVCache(self.kernels, loaded.layers, num_blocks, self.block_size, loaded.dtype)
+        cache = NativeKVCache(self.kernels, loaded.layers, num_blocks, self.block_size, loaded.dtype, self.memory)
         return ModelRunner(loaded, cache)
 
 
@@ -89,11 +91,11 @@ def choose_kernels(config: EngineConfig) -> NativeKernels | None:
     return open_kernels(config.model.cpu_kernels)
 
 
-def place(config: EngineConfig, loaded: LoadedModel) -> Placement:
-    """The fastest way of running the model that gives its logits."""
+def place(config: EngineConfig, loaded: LoadedModel, memory: CacheMemory | None = None) -> Placement:
+    """The fastest way of running the model that gives its logits. memory: for a cache on the CPU."""
     size = config.cache.block_size
     if loaded.kernels is not None:
-        return NativePlacement(loaded, loaded.kernels, size)
+        return NativePlacement(loaded, loaded.kernels, size, memory)
     on_cuda = _place_on_cuda(config, loaded) if loaded.device.type == "cuda" else None
     return on_cuda or TorchPlacement(loaded, size)
 
