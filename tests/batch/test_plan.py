@@ -67,20 +67,37 @@ def test_models_and_endpoints_are_not_mixed(tmp_path: Path) -> None:
     assert [group % 2 for group in planned] == [0] * 20 + [1] * 20
 
 
-def test_the_longest_expected_decode_of_a_group_comes_first(tmp_path: Path) -> None:
+def test_the_longest_expected_decode_of_a_group_comes_first_behind_the_shortest_of_all(tmp_path: Path) -> None:
     limits = [16, 300, 5, 120]
     bodies = [chat("system " * 40, f"q{n}", max_tokens=limit) for n, limit in enumerate(limits)]
-    assert positions(plan_of(tmp_path, bodies)) == [1, 3, 0, 2]
+    assert positions(plan_of(tmp_path, bodies)) == [2, 1, 3, 0]
+
+
+def test_the_request_that_goes_ahead_is_of_the_first_group(tmp_path: Path) -> None:
+    bodies = [
+        chat("A" * 2000, "long", max_tokens=50),
+        chat("B" * 2000, max_tokens=1, model="n"),
+        chat("A" * 2000, "short", max_tokens=5),
+        chat("A" * 2000, "middle", max_tokens=20),
+    ]
+    plan = plan_of(tmp_path, bodies)
+    assert positions(plan) == [2, 0, 3, 1]
+    assert [item.position for item in order(plan, done=(2,))] == [1, 0, 3]
+
+
+def test_a_request_that_goes_ahead_answers_its_copies(tmp_path: Path) -> None:
+    bodies = [chat("s", "a", temperature=0) for _ in range(3)]
+    assert order(plan_of(tmp_path, bodies)) == [WorkItem(0, (1, 2))]
 
 
 def test_a_chat_without_a_limit_counts_as_long_and_a_completion_as_short(tmp_path: Path) -> None:
     bodies = [chat("system " * 40, "q", max_tokens=5000), chat("system " * 40, "r")]
-    assert positions(plan_of(tmp_path, bodies)) == [1, 0]
+    assert positions(plan_of(tmp_path, bodies)) == [0, 1]
     completions: list[dict[str, Any]] = [
         {"url": "/v1/completions", "model": "m", "prompt": "p" * 100 + "a"},
         {"url": "/v1/completions", "model": "m", "prompt": "p" * 100 + "b", "max_tokens": 17},
     ]
-    assert positions(plan_of(tmp_path, completions)) == [1, 0]
+    assert positions(plan_of(tmp_path, completions)) == [0, 1]
 
 
 def test_identical_deterministic_requests_run_once_for_all_their_lines(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import itertools
 import os
 import shutil
 import threading
@@ -326,14 +327,32 @@ def test_a_stop_finishes_what_runs_takes_nothing_new_and_can_be_resumed(
     assert len(read_lines(tmp_path / "out")) == 20
 
 
+def test_the_first_request_runs_alone(batch: Path, tmp_path: Path, run_file: Run) -> None:
+    in_flight = 0
+    seen: list[int] = []
+
+    async def before_answer(_request: EndpointRequest) -> None:
+        nonlocal in_flight
+        in_flight += 1
+        await asyncio.sleep(0)
+        seen.append(in_flight)
+        in_flight -= 1
+
+    run_file(batch, tmp_path / "out", backend=FakeBackend(before_answer=before_answer), max_inflight=4)
+    assert seen[0] == 1
+    assert max(seen) > 1
+
+
 def test_what_does_not_finish_within_the_grace_period_is_given_up_and_run_again(
     batch: Path, tmp_path: Path, run_file: Run
 ) -> None:
     stop = asyncio.Event()
+    asked = itertools.count(1)
     cancelled: list[str] = []
 
     async def before_answer(request: EndpointRequest) -> None:
-        stop.set()
+        if next(asked) == 3:  # the first of them after running alone for a while
+            stop.set()
         try:
             await asyncio.Event().wait()
         except asyncio.CancelledError:

@@ -2,8 +2,9 @@
 
 Order: model, endpoint, then the leading bytes of the prompt (a cheap stand-in for its leading tokens), so that requests
 that share a prefix are neighbours; within such a group the longest expected decode comes first, so that the tail is
-short. A prefix is known by hashes at a few lengths; one that a request shares with no other does not separate it from
-its group. Identical deterministic requests stand next to each other, run once, and count as one.
+short. One request goes ahead of all, a short one, whose answer shows early how the run goes. A prefix is known by
+hashes at a few lengths; one that a request shares with no other does not separate it from its group. Identical
+deterministic requests stand next to each other, run once, and count as one.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -122,17 +123,16 @@ class Plan:
     num_copies: int
 
     def items(self, done: PositionSet) -> Iterator[WorkItem]:
-        """What is left to run, in order. A request whose first line is done is run again for its copies alone."""
-        item: list[int] = []
-        for entry in _entries(self.path):
-            is_copy, position = entry & _COPY_BIT, entry & _POSITION_BITS
-            if item and (not is_copy or len(item) > MAX_COPIES):
-                yield WorkItem(item[0], tuple(item[1:]))
-                item = []
-            if position not in done:
-                item.append(position)
-        if item:
-            yield WorkItem(item[0], tuple(item[1:]))
+        """What is left to run: the shortest request of the first group, then the others in order.
+
+        A request whose first line is done is run again for its copies alone.
+        """
+        ahead = next(_work_items(_entries(self.path, _last_of_first_group(self.path)), done), None)
+        if ahead is not None:
+            yield ahead
+        for item in _work_items(_entries(self.path), done):
+            if ahead is None or item.position != ahead.position:
+                yield item
 
     def groups(self) -> Iterator[PlannedGroup]:
         """The groups, in order."""
@@ -290,8 +290,42 @@ def _is_group_start(rows: Rows) -> np.ndarray[Any, np.dtype[np.bool_]]:
     return is_start
 
 
-def _entries(path: Path) -> Iterator[int]:
-    offset = 0
+def _work_items(entries: Iterable[int], done: PositionSet) -> Iterator[WorkItem]:
+    item: list[int] = []
+    for entry in entries:
+        is_copy, position = entry & _COPY_BIT, entry & _POSITION_BITS
+        if item and (not is_copy or len(item) > MAX_COPIES):
+            yield WorkItem(item[0], tuple(item[1:]))
+            item = []
+        if position not in done:
+            item.append(position)
+    if item:
+        yield WorkItem(item[0], tuple(item[1:]))
+
+
+def _last_of_first_group(path: Path) -> int:
+    """The number of the entry with which the last request of the first group, the shortest, starts."""
+    number = last = 0
+    for block in _blocks(path):
+        starts = np.flatnonzero(block & np.uint64(_START_BIT))
+        later_starts = starts[starts + number > 0]
+        in_group = block[: later_starts[0]] if len(later_starts) else block
+        requests = np.flatnonzero(in_group < np.uint64(_COPY_BIT))
+        if len(requests):
+            last = number + int(requests[-1])
+        if len(later_starts):
+            break
+        number += len(block)
+    return last
+
+
+def _entries(path: Path, first: int = 0) -> Iterator[int]:
+    for block in _blocks(path, first):
+        yield from block.tolist()
+
+
+def _blocks(path: Path, first: int = 0) -> Iterator[np.ndarray[Any, np.dtype[np.uint64]]]:
+    offset = first * 8
     while len(block := np.fromfile(path, dtype=np.uint64, count=65536, offset=offset)):
         offset += block.nbytes
-        yield from block.tolist()
+        yield block

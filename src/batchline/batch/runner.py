@@ -25,6 +25,9 @@ from batchline.errors import EngineError, InternalServerError, LineError, ModelL
 
 logger = logging.getLogger(__name__)
 
+MAX_LEAD_S = 1.0
+"""How long the first request runs alone at most: its answer is an early sign of how the run goes."""
+
 READ_AHEAD_LINES = 256
 READ_AHEAD_BYTES = 32 * 1024 * 1024
 MAX_INFLIGHT_BYTES = 256 * 1024 * 1024
@@ -114,6 +117,7 @@ class Runner:
         self._commit = commit
         self._max_inflight = max_inflight
         self._budget = ByteBudget(MAX_INFLIGHT_BYTES)
+        self._lead_is_over = asyncio.Event()
 
     async def run(self, stop: asyncio.Event, grace_period_s: float) -> None:
         """Run to the end, or, once `stop` is set, take nothing new and give what is in flight `grace_period_s`.
@@ -122,10 +126,13 @@ class Runner:
         Raises: RunFailed.
         """
         commit_task = asyncio.create_task(self._commit.run(), name="journal commit")
-        workers = [asyncio.create_task(self._work(stop), name=f"worker {n}") for n in range(self._max_inflight)]
+        workers = [asyncio.create_task(self._work(stop), name="worker 0")]
+        workers += [asyncio.create_task(self._follow(stop), name=f"worker {n}") for n in range(1, self._max_inflight)]
+        lead = asyncio.get_running_loop().call_later(MAX_LEAD_S, self._lead_is_over.set)
         try:
             await _until_stopped_or_failed([*workers], commit_task, stop, grace_period_s)
         finally:
+            lead.cancel()
             for worker in workers:
                 worker.cancel()
             results = await asyncio.gather(*workers, return_exceptions=True)
@@ -144,6 +151,11 @@ class Runner:
                 await self._answer(item)
             finally:
                 self._budget.release(item.num_bytes)
+                self._lead_is_over.set()
+
+    async def _follow(self, stop: asyncio.Event) -> None:
+        await self._lead_is_over.wait()
+        await self._work(stop)
 
     async def _answer(self, item: ReadyRequest) -> None:
         answer, body = await self._ask(item.request)
