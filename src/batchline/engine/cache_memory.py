@@ -16,7 +16,7 @@ from contextlib import contextmanager
 import numpy as np
 import psutil
 
-MAX_AHEAD_BYTES = 2 * 1024**3
+MAX_AHEAD_BYTES = 1536 * 1024**2
 """What is touched at most: more than a few seconds are good for."""
 
 SLICE_BYTES = 8 * 1024**2
