@@ -50,8 +50,7 @@ def create_app(backend: Backend, options: ServerOptions) -> FastAPI:
         Admission, metrics=metrics, max_in_flight=options.max_in_flight, paths=frozenset(REQUEST_SCHEMAS)
     )
     if options.api_keys:
-        open_paths = OPEN_PATHS if options.metrics_need_key else OPEN_PATHS | {"/metrics"}
-        app.add_middleware(ApiKeys, keys=options.api_keys, open_paths=open_paths)
+        app.add_middleware(ApiKeys, keys=options.api_keys, open_paths=_open_paths(options))
     app.add_middleware(RequestBoundary, metrics=metrics, paths=frozenset(served))
     if options.cors.allow_origins:
         _add_cors(app, options.cors)
@@ -111,10 +110,15 @@ def _served_paths(app: FastAPI) -> list[str]:
     return [route.path_format for route in app.routes if isinstance(route, APIRoute)]
 
 
+def _open_paths(options: ServerOptions) -> frozenset[str]:
+    """Paths that need no key."""
+    return OPEN_PATHS if options.metrics_need_key else OPEN_PATHS | {"/metrics"}
+
+
 def _cached_description(app: FastAPI, options: ServerOptions) -> Any:
     def description() -> dict[str, Any]:
         if not app.openapi_schema:
-            app.openapi_schema = describe(app, needs_key=bool(options.api_keys))
+            app.openapi_schema = describe(app, needs_key=bool(options.api_keys), open_paths=_open_paths(options))
         return app.openapi_schema
 
     return description

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Container
 from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from batchline import __version__
-from batchline.server.paths import REQUEST_SCHEMAS
+from batchline.server.paths import REQUEST_SCHEMAS, STREAMED_PATHS
 
 _REFERENCE = "#/components/schemas/{model}"
+
+_REQUEST_ID: dict[str, Any] = {
+    "name": "X-Request-Id",
+    "in": "header",
+    "required": False,
+    "description": "Sent back, and the suffix of the answer's id",
+    "schema": {"type": "string", "pattern": "^[!-~]{1,256}$"},
+}
 
 ERROR_SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -47,8 +57,8 @@ def request_body(path: str) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
-def describe(app: FastAPI, *, needs_key: bool) -> dict[str, Any]:
-    """The whole description."""
+def describe(app: FastAPI, *, needs_key: bool, open_paths: Container[str]) -> dict[str, Any]:
+    """The whole description. open_paths: those that need no key."""
     description = get_openapi(title="Batchline", version=__version__, routes=app.routes)
     components = description.setdefault("components", {})
     schemas = components.setdefault("schemas", {})
@@ -57,7 +67,30 @@ def describe(app: FastAPI, *, needs_key: bool) -> dict[str, Any]:
         schema = model.model_json_schema(ref_template=_REFERENCE)
         schemas.update(schema.pop("$defs", {}))
         schemas[model.__name__] = schema
+    for path, operations in description["paths"].items():
+        for operation in operations.values():
+            _complete(operation, path)
+            if needs_key and path in open_paths:
+                operation["security"] = []
     if needs_key:
         components["securitySchemes"] = {"apiKey": {"type": "http", "scheme": "bearer"}}
         description["security"] = [{"apiKey": []}]
     return description
+
+
+def _complete(operation: dict[str, Any], path: str) -> None:
+    """Add what the routes, which take bare requests, do not tell: parameters in the path, and the kinds of answers."""
+    operation["description"] = operation.get("description", "").partition(" Raises:")[0]
+    parameters = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+        for name in re.findall(r"{(\w+)}", path)
+    ]
+    operation["parameters"] = [*parameters, _REQUEST_ID]
+    answer = operation["responses"]["200"]
+    text = {"schema": {"type": "string"}}
+    if path == "/metrics":
+        answer["content"] = {"text/plain": text}
+    else:
+        answer["content"] = {"application/json": {"schema": {"type": "object"}}}
+    if path in STREAMED_PATHS:
+        answer["content"]["text/event-stream"] = text

@@ -27,3 +27,6 @@ REQUEST_SCHEMAS: Mapping[str, type[BaseModel]] = {
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }
+
+STREAMED_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
+"""Those of them that answer in server-sent events where the body says `stream`."""
