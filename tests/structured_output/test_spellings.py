@@ -14,6 +14,16 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 9, "minimum": 0}}, "required": ["n"]}
 CLOSED = {**SCHEMA, "additionalProperties": False}
 TAGS = {"structures": [{"begin": "<f=a>", "schema": {"enum": [7]}, "end": "</f>"}], "triggers": ["<f"]}
+TAG = {"begin": "<f=a>", "content": {"type": "json_schema", "json_schema": {"enum": [7]}}, "end": "</f>"}
+TRIGGERED = {"type": "triggered_tags", "triggers": ["<f"], "tags": [TAG]}
+ROW = {"type": "tags_with_separator", "tags": [TAG], "separator": ", "}
+
+
+def tree(kind: str, **fields: Any) -> dict[str, Any]:
+    """A request's field that holds a tree of formats."""
+    return {"response_format": {"type": "structural_tag", "format": {"type": kind, **fields}}}
+
+
 GBNF = 'root ::= "x" [0-9] [0-9]? "y"'
 LARK = 'start: "x" DIGITS "y"\nDIGITS: /[0-9]{1,3}/'
 
@@ -53,6 +63,42 @@ SPELLINGS: list[tuple[dict[str, Any], re.Pattern[str]]] = [
     ),
     ({"response_format": {"type": "structural_tag", **TAGS}}, IS_TAGGED),
     ({"response_format": {"type": "text"}, "guided_choice": ["Yes"]}, IS_CHOICE),
+    (tree("const_string", value="Yes"), IS_CHOICE),
+    (tree("json_schema", json_schema=CLOSED), IS_CLOSED),
+    (tree("regex", pattern=CODE), IS_CODE),
+    (tree("grammar", grammar=GBNF), IS_CODE),
+    (tree("grammar", grammar=LARK), IS_CODE),
+    (tree("any_text"), re.compile("(?s:.*)")),
+    (tree("or", elements=[{"type": "const_string", "value": text} for text in ("Yes", "No, never")]), IS_CHOICE),
+    (
+        tree("sequence", elements=[{"type": "const_string", "value": "x"}, {"type": "regex", "pattern": "[0-9]{2}y"}]),
+        IS_CODE,
+    ),
+    (tree("tag", **{**TAG, "content": {"type": "regex", "pattern": "[0-9]"}}), re.compile("<f=a>[0-9]</f>")),
+    (
+        tree("tag", begin="<b>", content={"type": "any_text"}, end="e"),
+        re.compile("<b>[^e]*e"),
+    ),
+    ({"response_format": {"type": "structural_tag", "format": TRIGGERED}}, IS_TAGGED),
+    ({"structured_outputs": {"structural_tag": {"format": TRIGGERED}}}, IS_TAGGED),
+    ({"structured_outputs": {"structural_tag": json.dumps({"format": TRIGGERED})}}, IS_TAGGED),
+    (
+        {"structured_outputs": {"structural_tag": {"format": {**TRIGGERED, "at_least_one": True}}}},
+        re.compile(r"<f=a>7</f>([^<]|<(?!f))*(<f=a>7</f>([^<]|<(?!f))*)*"),
+    ),
+    (
+        {
+            "structured_outputs": {
+                "structural_tag": {"format": {**TRIGGERED, "at_least_one": True, "stop_after_first": True}}
+            }
+        },
+        re.compile("<f=a>7</f>"),
+    ),
+    ({"structured_outputs": {"structural_tag": {"format": ROW}}}, re.compile("(<f=a>7</f>(, <f=a>7</f>)*)?")),
+    (
+        {"structured_outputs": {"structural_tag": {"format": {**ROW, "at_least_one": True, "stop_after_first": True}}}},
+        re.compile("<f=a>7</f>"),
+    ),
 ]
 
 
@@ -119,8 +165,36 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (
         {"structured_outputs": {"structural_tag": "{}"}},
         "structured_outputs.structural_tag",
-        "structures: Field required",
+        "needs either a format, or structures and triggers",
     ),
+    (
+        {"structured_outputs": {"structural_tag": {**TAGS, "format": TRIGGERED}}},
+        "structured_outputs.structural_tag",
+        "needs either a format, or structures and triggers",
+    ),
+    (tree("qwen_xml_parameter"), "response_format.structural_tag.format", "'const_string', 'json_schema'"),
+    (
+        tree("any_text", excludes=["x"]),
+        "response_format.structural_tag.format.any_text.excludes",
+        "Extra inputs are not permitted",
+    ),
+    (
+        tree("sequence", elements=[{"type": "any_text"}, {"type": "const_string", "value": "x"}]),
+        "response_format.format.elements[0]",
+        "any_text can only stand at the end, or alone in a tag",
+    ),
+    (
+        tree("tag", begin="<a>", content=TRIGGERED, end="</a>"),
+        "response_format.format.content",
+        "triggered_tags can only stand at the end",
+    ),
+    (
+        tree("or", elements=[{"type": "json_schema", "json_schema": {"not": {}}}]),
+        "response_format",
+        'at the root: Unimplemented keys: ."not"',
+    ),
+    (tree("regex", pattern="("), "response_format.format", "invalid regular expression: unclosed group"),
+    (tree("grammar", grammar="start: ("), "response_format.format", "invalid grammar"),
     ({"guided_choice": ["a"], "use_beam_search": True, "temperature": 0}, "guided_choice", "use_beam_search"),
     ({"guided_decoding_backend": "outlines"}, "guided_decoding_backend", "a choice of grammar engines"),
 ]

@@ -10,10 +10,10 @@ from batchline.endpoints.model import GenerativeModel
 from batchline.errors import BadRequest
 from batchline.openai_api.generation import GenerationBody
 from batchline.openai_api.parsing import parse_body
+from batchline.openai_api.structural_tags import StructuralTag
 from batchline.openai_api.structured_outputs import (
     JsonObjectFormat,
     JsonSchemaFormat,
-    StructuralTag,
     StructuralTagFormat,
     StructuredOutputs,
 )
@@ -108,9 +108,12 @@ def _guided(body: GenerationBody) -> Iterator[Constraint]:
 
 
 def _structural_tag(wanted: StructuralTag | str, field: str) -> Constraint:
-    """Raises: BadRequest for text that is none."""
+    """Raises: BadRequest for text that is none, and for none or both of its spellings."""
     if isinstance(wanted, str):
         wanted = _read_structural_tag(wanted, field)
+    older = [wanted.structures is not None, wanted.triggers is not None]
+    if any(older) if wanted.format is not None else not all(older):
+        raise BadRequest(f"{field}: it needs either a format, or structures and triggers", param=field)
     return Constraint(kind="structural_tag", field=field, source=_text(wanted.model_dump(by_alias=True)))
 
 

@@ -6,33 +6,14 @@ grammars are taken as they are: whether they can be enforced is for those to say
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
 
 from batchline.openai_api.common import WireModel
+from batchline.openai_api.structural_tags import JsonSchema, NonEmptyText, StructuralTag
 
-JsonSchema = dict[str, Any] | bool
-NonEmptyText = Annotated[str, Field(min_length=1)]
 Choices = Annotated[list[str], Field(min_length=1)]
-
-
-class Structure(WireModel):
-    """Text from `begin` to `end` with JSON of the schema between."""
-
-    begin: NonEmptyText
-    schema_: JsonSchema = Field(alias="schema")
-    end: str
-
-
-class StructuralTag(WireModel):
-    """Any text in which each trigger begins one of the structures."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    type: Literal["structural_tag"] = "structural_tag"
-    structures: Annotated[list[Structure], Field(min_length=1)]
-    triggers: Annotated[list[NonEmptyText], Field(min_length=1)]
 
 
 class NamedSchema(WireModel):

@@ -37,16 +37,6 @@ class Grammar:
 
 
 @dataclass(frozen=True, slots=True)
-class Tag:
-    """Text that begins with `trigger` must go on with `rest`, a text of the part, and `end`."""
-
-    trigger: str
-    rest: str
-    part: Part
-    end: str
-
-
-@dataclass(frozen=True, slots=True)
 class Preamble:
     """Free text before the constrained one. starts, ends: the markers around it.
 
@@ -73,18 +63,6 @@ def literal(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def tagged_text(tags: Sequence[Tag], special: SpecialTokens) -> Grammar:
-    """Any text in which every trigger begins one of its tags."""
-    names = " | ".join(f"tag_{index}" for index in range(len(tags)))
-    rules = [f"start: ({names})* text", f"text: {ANY_TEXT}"]
-    others: dict[str, Part] = {}
-    for index, tag in enumerate(tags):
-        others[f"part_{index}"] = tag.part
-        rules.append(_free_text_up_to(f"head_{index}", tag.trigger, special))
-        rules.append(f"tag_{index}: head_{index} {_optional(tag.rest)} @part_{index} {_optional(tag.end)}")
-    return Grammar(lark("\n".join(rules)), others)
-
-
 @dataclass(frozen=True, slots=True)
 class Surroundings:
     """What else may be in a text.
@@ -108,7 +86,7 @@ def surrounded(answer: Grammar, surroundings: Surroundings, special: SpecialToke
 
 def _or_begun_by(markers: Sequence[str], answer: Grammar, special: SpecialTokens) -> Grammar:
     """The answer, or any text that begins with one of the markers, behind white space."""
-    spelled = " | ".join(_marker(marker, special) for marker in markers)
+    spelled = " | ".join(written(marker, special) for marker in markers)
     rules = f"start: @constrained | SPACE? marker rest\nmarker: {spelled}\nrest: ({ANY_TEXT} | <[*]>)*"
     return Grammar(lark(f"{rules}\nSPACE: /[ \\t\\r\\n]+/"), {"constrained": answer.part, **answer.others})
 
@@ -119,13 +97,13 @@ def after(preamble: Preamble, answer: Grammar, special: SpecialTokens) -> Gramma
     ends = "\n".join(
         [
             "preamble: " + " | ".join(names),
-            *(_free_text_up_to(name, end, special) for name, end in zip(names, preamble.ends, strict=True)),
+            *(free_text_up_to(name, end, special) for name, end in zip(names, preamble.ends, strict=True)),
         ]
     )
     if preamble.is_open:
         start = "start: preamble SPACE? @answer"
     else:
-        markers = " | ".join(_marker(marker, special) for marker in preamble.starts)
+        markers = " | ".join(written(marker, special) for marker in preamble.starts)
         start = f"start: @answer | SPACE? marker preamble SPACE? @answer\nmarker: {markers}"
     rules = f"{start}\n{ends}\nSPACE: /[ \\t\\r\\n]+/"
     return Grammar(lark(rules), {"answer": answer.part, **answer.others})
@@ -142,16 +120,13 @@ def calls(parameters: Mapping[str, Part]) -> Grammar:
     )
 
 
-def _free_text_up_to(rule: str, marker: str, special: SpecialTokens) -> str:
+def free_text_up_to(rule: str, end: str, special: SpecialTokens) -> str:
     """A rule for any text up to and including a marker."""
-    if special(marker):
-        return f"{rule}: {ANY_TEXT} {_marker(marker, special)}"
-    return f"{rule}[lazy]: {ANY_TEXT} {literal(marker)}"
+    if special(end):
+        return f"{rule}: {ANY_TEXT} {written(end, special)}"
+    return f"{rule}[lazy]: {ANY_TEXT} {literal(end)}"
 
 
-def _marker(marker: str, special: SpecialTokens) -> str:
-    return " ".join(f"<[{token_id}]>" for token_id in special(marker)) or literal(marker)
-
-
-def _optional(text: str) -> str:
-    return literal(text) if text else ""
+def written(text: str, special: SpecialTokens) -> str:
+    """A text, by token ids where the tokenizer holds it as special tokens."""
+    return " ".join(f"<[{token_id}]>" for token_id in special(text)) or literal(text)

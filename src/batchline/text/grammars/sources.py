@@ -13,17 +13,9 @@ from batchline.errors import BadRequest
 from batchline.text.grammars.constraint import Constraint
 from batchline.text.grammars.engine import engine_regex
 from batchline.text.grammars.json_schema import strict_schema
-from batchline.text.grammars.lark import (
-    Grammar,
-    Part,
-    SpecialTokens,
-    Tag,
-    calls,
-    choices,
-    lark,
-    tagged_text,
-)
+from batchline.text.grammars.lark import Grammar, Part, SpecialTokens, calls, choices, lark
 from batchline.text.grammars.patterns import one_line
+from batchline.text.grammars.tag_formats import format_grammar, tags_of_structures
 
 
 def constraint_grammar(constraint: Constraint, special: SpecialTokens) -> Grammar:
@@ -35,7 +27,7 @@ def constraint_grammar(constraint: Constraint, special: SpecialTokens) -> Gramma
     if constraint.kind == "regex":
         return Grammar(lark(f"start: /{engine_regex(constraint.source)}/"))
     if constraint.kind == "grammar":
-        return Grammar(lark(_lark_text(constraint)))
+        return Grammar(lark(_lark_text(constraint, constraint.source)))
     if constraint.kind == "tool_calls":
         schemas: Mapping[str, Any] = json.loads(constraint.source)
         numbered = enumerate(schemas.items())
@@ -48,30 +40,21 @@ def schema_part(constraint: Constraint, source: str, index: int = 0) -> Part:
     return {"json_schema": strict_schema(replace(constraint, field=constraint.field_of(index)), source)}
 
 
-def _lark_text(constraint: Constraint) -> str:
+def _lark_text(constraint: Constraint, text: str) -> str:
     """The grammar in Lark's dialect, whether it came in that or in GBNF, whose rules are `name ::= ...`.
 
     Raises: BadRequest.
     """
-    if "::=" not in constraint.source:
-        return constraint.source
+    if "::=" not in text:
+        return text
     try:
-        return str(llguidance.grammar_from("grammar", constraint.source))
+        return str(llguidance.grammar_from("grammar", text))
     except ValueError as exc:
         raise BadRequest(f"{constraint.field}: {one_line(str(exc))}", param=constraint.field) from exc
 
 
 def _structural_tags(constraint: Constraint, special: SpecialTokens) -> Grammar:
-    """Any text, in which each trigger begins one of the structures. Raises: BadRequest."""
+    """Of either spelling. Raises: BadRequest."""
     wanted = json.loads(constraint.source)
-    tags = []
-    for structure in wanted["structures"]:
-        begin = structure["begin"]
-        trigger = next((trigger for trigger in wanted["triggers"] if begin.startswith(trigger)), None)
-        if trigger is None:
-            raise BadRequest(
-                f"{constraint.field}: no trigger begins the structure {begin[:80]!r}", param=constraint.field
-            )
-        part = schema_part(constraint, json.dumps(structure["schema"]))
-        tags.append(Tag(trigger, begin.removeprefix(trigger), part, structure["end"]))
-    return tagged_text(tags, special)
+    tree = wanted.get("format") or tags_of_structures(wanted["structures"], wanted["triggers"])
+    return format_grammar(constraint, tree, special, lambda part, text: lark(_lark_text(part, text)))

@@ -1,0 +1,148 @@
+"""Structural tags as grammars: a rule for each node of the tree of formats.
+
+Free text has no end of its own: where something other than a tag's end would have to follow it, the grammar engine
+could not tell where it stops, so such a tree is refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from batchline.errors import BadRequest
+from batchline.text.grammars.constraint import Constraint
+from batchline.text.grammars.engine import engine_regex, refusal
+from batchline.text.grammars.json_schema import strict_schema
+from batchline.text.grammars.lark import ANY_TEXT, Grammar, Part, SpecialTokens, free_text_up_to, lark, written
+from batchline.text.grammars.patterns import short_reason
+
+Node = Mapping[str, Any]
+ReadGrammar = Callable[[Constraint, str], Part]
+
+
+def format_grammar(constraint: Constraint, tree: Node, special: SpecialTokens, read_grammar: ReadGrammar) -> Grammar:
+    """The grammar of a tree of formats. read_grammar: a part from the text of a grammar. Raises: BadRequest."""
+    rules = _Rules(constraint, special, read_grammar)
+    start = rules.of(tree, f"{constraint.field}.format", is_last=True)
+    return Grammar(lark("\n".join([f"start: {start}", *rules.lines])), rules.others)
+
+
+def tags_of_structures(structures: Sequence[Node], triggers: Sequence[str]) -> Node:
+    """The older spelling in the newer one."""
+    tags = [
+        {
+            "begin": structure["begin"],
+            "content": {"type": "json_schema", "json_schema": structure["schema"]},
+            "end": structure["end"],
+        }
+        for structure in structures
+    ]
+    return {"type": "triggered_tags", "triggers": triggers, "tags": tags}
+
+
+class _Rules:
+    """Rules as they are put together. Mutable. others: the parts that they refer to."""
+
+    def __init__(self, constraint: Constraint, special: SpecialTokens, read_grammar: ReadGrammar) -> None:
+        self.lines: list[str] = []
+        self.others: dict[str, Part] = {}
+        self._constraint = constraint
+        self._special = special
+        self._read_grammar = read_grammar
+
+    def of(self, node: Node, path: str, *, is_last: bool) -> str:
+        """An expression for the node. is_last: nothing may follow it but the end of the text. Raises: BadRequest."""
+        kind = node["type"]
+        if kind == "const_string":
+            return written(node["value"], self._special)
+        if kind in ("json_schema", "regex", "grammar"):
+            return self._part(node, path)
+        if kind == "sequence":
+            last = len(node["elements"]) - 1
+            places = enumerate(node["elements"])
+            return " ".join(self.of(n, f"{path}.elements[{i}]", is_last=is_last and i == last) for i, n in places)
+        if kind == "or":
+            places = enumerate(node["elements"])
+            return self._rule(" | ".join(self.of(n, f"{path}.elements[{i}]", is_last=is_last) for i, n in places))
+        if kind == "tag":
+            return self._rule(f"{self._optional(node['begin'])} {self._rest_of_tag(node, path, is_last=is_last)}")
+        if kind == "tags_with_separator":
+            return self._separated(node, path, is_last=is_last)
+        if not is_last:
+            raise BadRequest(f"{path}: {kind} can only stand at the end, or alone in a tag", param=path)
+        return self._rule(ANY_TEXT) if kind == "any_text" else self._triggered(node, path)
+
+    def _rule(self, expression: str) -> str:
+        name = f"node_{len(self.lines)}"
+        self.lines.append(f"{name}: {expression}")
+        return name
+
+    def _part(self, node: Node, path: str) -> str:
+        constraint = replace(self._constraint, field=path)
+        if node["type"] == "json_schema":
+            part: Part = {"json_schema": strict_schema(constraint, json.dumps(node["json_schema"]))}
+        elif node["type"] == "regex":
+            part = _accepted(lark(f"start: /{engine_regex(node['pattern'])}/"), path, "invalid regular expression")
+        else:
+            part = _accepted(self._read_grammar(constraint, node["grammar"]), path, "invalid grammar")
+        name = f"part_{len(self.others)}"
+        self.others[name] = part
+        return f"@{name}"
+
+    def _rest_of_tag(self, tag: Node, path: str, *, is_last: bool) -> str:
+        """What stands behind a tag's begin."""
+        content, end = tag["content"], tag["end"]
+        if content["type"] == "any_text" and end:
+            name = f"node_{len(self.lines)}"
+            self.lines.append(free_text_up_to(name, end, self._special))
+            return name
+        inner = self.of(content, f"{path}.content", is_last=is_last and not end)
+        return f"{inner} {self._optional(end)}"
+
+    def _separated(self, node: Node, path: str, *, is_last: bool) -> str:
+        tags = enumerate(node["tags"])
+        is_only = is_last and node["stop_after_first"]
+        tag = self._rule(
+            " | ".join(self.of({**t, "type": "tag"}, f"{path}.tags[{i}]", is_last=is_only) for i, t in tags)
+        )
+        more = "" if node["stop_after_first"] else f" ({self._optional(node['separator'])} {tag})*"
+        return self._rule(f"{tag}{more}" if node["at_least_one"] else f"({tag}{more})?")
+
+    def _triggered(self, node: Node, path: str) -> str:
+        """Free text up to a trigger, the rest of its tag, and so on; then free text without a trigger."""
+        once = bool(node.get("stop_after_first"))
+        tags, at_once = [], []
+        for index, tag in enumerate(node["tags"]):
+            where = f"{path}.tags[{index}]"
+            trigger = self._trigger(tag["begin"], node["triggers"])
+            head = f"node_{len(self.lines)}"
+            self.lines.append(free_text_up_to(head, trigger, self._special))
+            begun = self._optional(tag["begin"].removeprefix(trigger))
+            rest = self._rule(f"{begun} {self._rest_of_tag(tag, where, is_last=once)}")
+            tags.append(f"{head} {rest}")
+            at_once.append(f"{written(trigger, self._special)} {rest}")
+        tag_rule, text = self._rule(" | ".join(tags)), self._rule(ANY_TEXT)
+        first = self._rule(" | ".join(at_once)) if node.get("at_least_one") else ""
+        if once:
+            return first or self._rule(f"{tag_rule} | {text}")
+        return self._rule(f"{first} {tag_rule}* {text}")
+
+    def _trigger(self, begin: str, triggers: Sequence[str]) -> str:
+        trigger = next((trigger for trigger in triggers if begin.startswith(trigger)), None)
+        if trigger is None:
+            field = self._constraint.field
+            raise BadRequest(f"{field}: no trigger begins the structure {begin[:80]!r}", param=field)
+        return trigger
+
+    def _optional(self, text: str) -> str:
+        return written(text, self._special) if text else ""
+
+
+def _accepted(part: Part, path: str, complaint: str) -> Part:
+    """The part, which the engine takes by itself. Raises: BadRequest."""
+    reason = refusal(Grammar(part).serialised())
+    if reason is not None:
+        raise BadRequest(f"{path}: {complaint}: {short_reason(reason)}", param=path)
+    return part
