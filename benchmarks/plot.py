@@ -32,6 +32,7 @@ def draw_throughput(figures: Mapping[str, Any], path: Path) -> None:
         )
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
+    axes.margins(y=0.12)  # room for the shares
     axes.set_xticks(sizes, [str(size) for size in sizes])
     axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.set_xlabel("sequences that run together")

@@ -28,6 +28,11 @@ POOLING = ("ratio_without_start", "ratio_with_start", "texts_per_s", "share_of_l
 SHOWN: Mapping[str, tuple[str, ...]] = {
     "embed": POOLING,
     "score": POOLING,
+    "int8": (
+        *("ratio", "ratio_end_to_end", "memory_mib", "int8_memory_mib", "perplexity_unseen"),
+        *("int8_perplexity_unseen", "same_token_unseen", "same_answer_tokens"),
+    ),
+    "server": ("share_of_offline", "tokens_per_chunk", "first_chunk_s"),
     "batch-layer": ("whole_run_lines_per_s", "check_cpu_x_bare", "check_and_plan_cpu_x_bare", "whole_run_mib"),
     "structured-output": ("ratio",),
     "journal": ("ratio", "share_inside_journal_calls"),

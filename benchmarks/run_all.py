@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from results import Results
-from workload import WORKLOADS
+from workload import WORKLOADS, make_workload
 
 HERE = Path(__file__).parent
 FOLDER = Path(tempfile.gettempdir()) / "batchline-benchmarks"
@@ -36,11 +36,12 @@ HEADLINE = "chat"
 
 @dataclass(frozen=True, slots=True)
 class Benchmark:
-    """A script with its arguments; smoke: further ones that make it tiny."""
+    """A script with its arguments; smoke: further ones that make it tiny; needs: a workload that must be on disk."""
 
     name: str
     command: tuple[str, ...]
     smoke: tuple[str, ...] = ()
+    needs: str | None = None
 
 
 def main() -> None:
@@ -89,6 +90,8 @@ def run(benchmark: Benchmark, seconds: float, *, is_smoke: bool) -> dict[str, An
     """Run one for at most so long. Returns the figures that it told, or why there are none."""
     if seconds <= 0:
         return "left out: no time left"
+    if benchmark.needs is not None:
+        make_workload(WORKLOADS[benchmark.needs], FOLDER)
     script, *arguments = [*benchmark.command, *(benchmark.smoke if is_smoke else ())]
     command = [sys.executable, str(HERE / script), *arguments]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
@@ -116,7 +119,7 @@ def _throughput(workload: str, runs: int) -> Benchmark:
 
 def _vllm(workload: str, venv: str) -> Benchmark:
     command = ("peers/vllm_run_batch.py", "--vllm", venv, "--workload", str(FOLDER / workload))
-    return Benchmark(f"vllm-{workload}", command, ("--num-requests", "4"))
+    return Benchmark(f"vllm-{workload}", command, ("--num-requests", "4"), needs=workload)
 
 
 def _pooling(kind: str, runs: str) -> Benchmark:
