@@ -25,7 +25,7 @@ from batchline.errors import EngineError, InternalServerError, LineError, ModelL
 
 logger = logging.getLogger(__name__)
 
-MAX_LEAD_S = 1.0
+MAX_LEAD_S = 2.0
 """How long the first request runs alone at most: its answer is an early sign of how the run goes."""
 
 READ_AHEAD_LINES = 256
