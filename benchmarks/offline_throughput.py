@@ -20,6 +20,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -61,7 +62,8 @@ def main() -> None:
     dtype = getattr(torch, options.dtype)
     shape = ModelShape.of(workload.model)
     before = measure(shape, dtype)
-    runs = [_run_command(files, options) for _ in range(options.runs)]
+    more = ["--dtype", options.dtype, *options.option]
+    runs = [run_command(files, more) for _ in range(options.runs)]
     ceiling = before.or_better(measure(shape, dtype))
     limit_s = limit_seconds(shape, _without_copies(files, requests), dtype.itemsize, ceiling)
     result = _result(options, runs, ceiling, limit_s)
@@ -121,14 +123,14 @@ def _prefix_ratio(requests: list[Request], run: Run) -> float:
     return (run.prompt_tokens - run.cached_tokens - own) / (minimum - own)
 
 
-def _run_command(files: WorkloadFiles, options: argparse.Namespace) -> Run:
-    """Run the command in a process of its own, watching its messages and its journal."""
+def run_command(files: WorkloadFiles, more: Sequence[str]) -> Run:
+    """Run the command in a process of its own, with more options, watching its messages and its journal."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "results.jsonl"
         command = [sys.executable, "-m", "batchline.run_batch", "-i", str(files.batch), "-o", str(output)]
-        command += ["--model", str(files.model), "--served-model-name", MODEL_NAME, "--dtype", options.dtype]
+        command += ["--model", str(files.model), "--served-model-name", MODEL_NAME, *more]
         start = time.perf_counter()
-        process = subprocess.Popen([*command, *options.option], stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         messages: list[tuple[float, str]] = []
         reader = threading.Thread(target=_collect, args=(process, messages))
         reader.start()
