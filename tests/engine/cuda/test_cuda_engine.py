@@ -3,17 +3,20 @@ calls the same function on the same padded buffers again, so the bookkeeping is 
 
 from __future__ import annotations
 
+import itertools
 import logging
 import random
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from families import VOCAB, greedy_oracle, make_model
 
 from batchline.config import CacheConfig, Device, EngineConfig, ModelConfig, SchedulerConfig
 from batchline.engine import placement
+from batchline.engine.attention import prefill_attention
 from batchline.engine.core import Engine
 from batchline.engine.request import EmbeddingOutput, EmbeddingRequest, GenerationOutput, SamplingParams
 from batchline.engine.request import GenerationRequest as Request
@@ -67,7 +70,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> RepeatedC
     recorder = RepeatedCalls()
     monkeypatch.setattr(
         "batchline.engine.core.place",
-        lambda config, loaded: CudaPlacement(config, loaded, new_recorder=lambda: recorder),
+        lambda config, loaded, *_: CudaPlacement(config, loaded, new_recorder=lambda: recorder),
     )
     return recorder
 
@@ -147,7 +150,7 @@ def test_a_model_that_cannot_be_recorded_runs_without_graphs(
 
     monkeypatch.setattr(
         "batchline.engine.core.place",
-        lambda config, loaded: CudaPlacement(config, loaded, new_recorder=lambda: refuse),
+        lambda config, loaded, *_: CudaPlacement(config, loaded, new_recorder=lambda: refuse),
     )
     folder = make_model("llama", tmp_path, num_hidden_layers=2)
     prompts = make_prompts(2)
@@ -185,3 +188,69 @@ def test_kernels_that_do_not_reproduce_the_logits_are_not_used(
     loaded = Engine(settings).loaded
     assert placement._place_on_cuda(settings, loaded) is None
     assert ("do not reproduce" if fault == "wrong" else "no kernel image is available") in caplog.text
+
+
+def plain_attend_fresh(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    bounds: torch.Tensor,
+    longest: int,
+    params: AttentionParams,
+) -> torch.Tensor:
+    """What FlashAttention computes, on any device."""
+    edges = bounds.tolist()
+    assert longest == max(np.diff(edges))
+    assert edges[-1] == len(queries)
+    rows = [slice(*pair) for pair in itertools.pairwise(edges)]
+    return torch.cat(
+        [
+            prefill_attention(queries[r], keys[r], values[r], params.scale, params.sliding_window, params.softcap)
+            for r in rows
+        ]
+    )
+
+
+def attend_fresh_wrongly(queries: torch.Tensor, *_: object) -> torch.Tensor:
+    return torch.zeros_like(queries)
+
+
+def attend_fresh_missing(*_: object) -> torch.Tensor:
+    raise RuntimeError("FlashAttention only supports Ampere GPUs or newer")
+
+
+@pytest.mark.parametrize(
+    ("attend", "complaint"),
+    [
+        (plain_attend_fresh, None),
+        (attend_fresh_wrongly, "gives other logits here"),
+        (attend_fresh_missing, "fails here: FlashAttention only supports Ampere"),
+    ],
+)
+def test_prompts_without_a_context_go_through_flash_attention_where_it_works(
+    attend: Callable[..., torch.Tensor],
+    complaint: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    device: torch.device,
+) -> None:
+    lengths: list[int] = []
+
+    def counted(queries: torch.Tensor, *others: object) -> torch.Tensor:
+        lengths.append(len(queries))
+        return attend(queries, *others)
+
+    monkeypatch.setattr("batchline.engine.cuda.layout.can_flash", lambda *_: True)
+    monkeypatch.setattr("batchline.engine.cuda.layout.attend_fresh", counted)
+    monkeypatch.setattr("batchline.engine.cuda.placement.packed_flash_attention", lambda: counted)
+    settings = config(make_model("mistral", tmp_path, num_hidden_layers=2), enforce_eager=True)
+    monkeypatch.setattr("batchline.engine.core.place", lambda config, loaded, *_: placement._place_on_cuda(config, loaded))
+    prompts = make_prompts(3)
+    engine = Engine(settings)
+    assert lengths  # it was tried when the model was loaded
+    lengths.clear()
+    assert greedy_tokens(engine, prompts) == greedy_oracle(tmp_path, prompts, MAX_TOKENS)
+    assert bool(lengths) == (complaint is None)
+    assert (complaint or "") in caplog.text
+    assert bool(caplog.text) == (complaint is not None)

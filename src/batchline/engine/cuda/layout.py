@@ -102,11 +102,14 @@ class StepTensors:
     layout: CudaLayout
 
 
-def send_step(packed: PackedStep, cache: KVCache, device: torch.device, max_queries: int) -> StepTensors:
+def send_step(
+    packed: PackedStep, cache: KVCache, device: torch.device, max_queries: int, *, use_flash: bool
+) -> StepTensors:
     """The step on the device, by one transfer that the host does not wait for."""
+    runs = packed.fresh if use_flash else ()
     arrays = [packed.tokens, packed.positions, packed.slots, packed.rows, packed.tables]
     tiles = [packed.decodes, packed.prefills]
-    bounds = [run.bounds - run.bounds[0] for run in packed.fresh]
+    bounds = [run.bounds - run.bounds[0] for run in runs]
     everything = [*arrays, *(tile.ravel() for tile in tiles), *bounds]
     sent = torch.split(send(np.concatenate(everything), device), [len(array) for array in everything])
     tokens, positions, slots, rows, tables, decodes, prefills, *fresh = sent
@@ -119,7 +122,7 @@ def send_step(packed: PackedStep, cache: KVCache, device: torch.device, max_quer
         num_chunked=packed.num_chunked,
         fresh=tuple(
             FreshRows(int(run.bounds[0]), int(run.bounds[-1]), bound.int(), run.longest)
-            for run, bound in zip(packed.fresh, fresh, strict=True)
+            for run, bound in zip(runs, fresh, strict=True)
         ),
         max_queries=max_queries,
     )

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from batchline.config import EngineConfig
+from batchline.engine.cuda.flash import packed_flash_attention
 from batchline.engine.cuda.graphs import CudaRecorder, DecodeGraphs, Recorder
 from batchline.engine.cuda.runner import CudaRunner
 from batchline.engine.cuda.trial import LENGTHS, agree, bytes_of_step, largest_step, num_trial_blocks
@@ -32,6 +33,7 @@ class CudaPlacement:
         self._loaded = loaded
         self._forward = Forward(loaded.model)
         self._new_recorder = new_recorder
+        self._use_flash = False
 
     @property
     def block_bytes(self) -> int:
@@ -39,14 +41,12 @@ class CudaPlacement:
         return bytes_per_block(self._loaded.layers, self._config.cache.block_size, self._loaded.dtype)
 
     def reproduces_torch(self) -> bool:
-        """Whether the kernels give the logits that attention in torch gives, up to rounding."""
+        """Whether the kernels give the logits that attention in torch gives, up to rounding. FlashAttention is used
+        from then on where it does too."""
         if self._loaded.max_model_len < max(LENGTHS):
             return False  # too short to try out
-        size, dtype = self._config.cache.block_size, self._loaded.dtype
-        num_blocks = num_trial_blocks(size)
-        runner = CudaRunner(self._loaded, self._forward, self._cache(num_blocks))
-        reference = ModelRunner(self._loaded, self._cache(num_blocks), self._forward)
-        return agree(runner, reference, self._loaded.vocab_size, size, dtype)
+        self._use_flash = self._flash_works()
+        return self._use_flash or self._agrees(use_flash=False)
 
     def cache_room(self) -> int:
         """What is free beside the largest step and the graphs. Raises: ModelLoadError where that step does not fit."""
@@ -77,13 +77,32 @@ class CudaPlacement:
                 )
             except RuntimeError as exc:
                 logger.warning("this model's decode steps cannot be recorded as CUDA graphs: %s", exc)
-        return CudaRunner(self._loaded, self._forward, cache, graphs)
+        return self._runner(cache, use_flash=self._use_flash, graphs=graphs)
+
+    def _flash_works(self) -> bool:
+        if packed_flash_attention() is None:
+            return False
+        try:
+            works = self._agrees(use_flash=True)
+        except RuntimeError as exc:  # what builds and devices lack differs
+            logger.warning("torch's FlashAttention fails here: %s", exc)
+            return False
+        if not works:
+            logger.warning("torch's FlashAttention gives other logits here and is not used")
+        return works
+
+    def _agrees(self, *, use_flash: bool) -> bool:
+        size, dtype = self._config.cache.block_size, self._loaded.dtype
+        num_blocks = num_trial_blocks(size)
+        runner = self._runner(self._cache(num_blocks), use_flash=use_flash)
+        reference = ModelRunner(self._loaded, self._cache(num_blocks), self._forward)
+        return agree(runner, reference, self._loaded.vocab_size, size, dtype)
 
     def _bytes_of_steps(self) -> int:
         """The most memory of a step, and, where there will be graphs, theirs: a decode step's and their inputs'."""
         size, limits = self._config.cache.block_size, self._config.scheduler
         max_len = self._loaded.max_model_len
-        runner = CudaRunner(self._loaded, self._forward, self._cache(1))
+        runner = self._runner(self._cache(1), use_flash=self._use_flash)
         largest = largest_step(limits.max_num_batched_tokens, limits.max_num_seqs, max_len, size)
         taken = bytes_of_step(runner, largest, self._loaded.device)
         if not self._config.model.enforce_eager:
@@ -95,3 +114,6 @@ class CudaPlacement:
     def _cache(self, num_blocks: int) -> KVCache:
         loaded = self._loaded
         return KVCache(loaded.layers, num_blocks, self._config.cache.block_size, loaded.dtype, loaded.device)
+
+    def _runner(self, cache: KVCache, *, use_flash: bool, graphs: DecodeGraphs | None = None) -> CudaRunner:
+        return CudaRunner(self._loaded, self._forward, cache, use_flash=use_flash, graphs=graphs)

@@ -20,12 +20,20 @@ class CudaRunner:
     """Runs steps over a cache in torch's layout. Results of decode steps are overwritten by the next one."""
 
     def __init__(
-        self, loaded: LoadedModel, forward: Forward, cache: KVCache, graphs: DecodeGraphs | None = None
+        self,
+        loaded: LoadedModel,
+        forward: Forward,
+        cache: KVCache,
+        *,
+        use_flash: bool,
+        graphs: DecodeGraphs | None = None,
     ) -> None:
-        """graphs: of the same model and cache."""
+        """use_flash: prompts that start in a step go through FlashAttention, where layers allow it. graphs: of the same
+        model and cache."""
         self._device = loaded.device
         self._forward = forward
         self._cache = cache
+        self._use_flash = use_flash
         self._graphs = graphs
         self._max_queries = queries_per_tile(max(spec.group for spec in loaded.layers))
 
@@ -35,7 +43,7 @@ class CudaRunner:
         packed = pack(step, self._cache.block_size, self._max_queries)
         if self._graphs is not None and packed.is_decode and len(packed.tokens) <= self._graphs.max_num_seqs:
             return self._selected(packed, *self._graphs.run(packed))
-        sent = send_step(packed, self._cache, self._device, self._max_queries)
+        sent = send_step(packed, self._cache, self._device, self._max_queries, use_flash=self._use_flash)
         logits, hidden = self._forward(sent.tokens, sent.positions, sent.layout, sent.rows)
         return StepResult(logits.float(), hidden)
 
