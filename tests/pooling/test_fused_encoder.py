@@ -1,0 +1,167 @@
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from sentence_transformers import CrossEncoder, SentenceTransformer
+from tiny_pooling_models import SIZES, make_backbone, make_classifier, save_backbone, save_sentence_transformer, texts
+from transformers import BertConfig, BertModel, RobertaConfig, RobertaModel
+
+from batchline.config import CpuKernels, ModelConfig
+from batchline.native.library import Isa, load_library
+from batchline.pooling.cross_encoder import load_cross_encoder
+from batchline.pooling.embedding import load_embedding_model
+from batchline.pooling.fused_encoder import FusedEncoder, fuse_encoder
+from batchline.pooling.packed_linear import restore
+
+LIBRARY = load_library()
+pytestmark = pytest.mark.skipif(LIBRARY is None, reason="the native kernels were not built: no C++ compiler")
+
+KERNELS: list[CpuKernels] = [
+    *(isa.name.lower() for isa in Isa if LIBRARY is not None and LIBRARY.batchline_is_supported(int(isa))),
+    "off",
+]
+
+INPUTS = ["", "a", "Hello world!", "naïve café 🍵", "long " * 510, *texts(20)]
+"""From no word at all to as many tokens as MiniLM has positions for."""
+
+
+def make_roberta() -> RobertaModel:
+    torch.manual_seed(3)
+    return RobertaModel(RobertaConfig(**SIZES | {"pad_token_id": 1}, max_position_embeddings=66, type_vocab_size=1))
+
+
+def fused(model: torch.nn.Module) -> SimpleNamespace:
+    """A stand-in for sentence-transformers' module around a model, after fusing."""
+    module = SimpleNamespace(model=model.eval())
+    fuse_encoder(module, "auto")
+    return module
+
+
+def hidden_states(model: torch.nn.Module, **features: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode():
+        hidden = model(**features).last_hidden_state
+    assert isinstance(hidden, torch.Tensor)
+    return hidden
+
+
+def embed(folder: str, inputs: list[str], **settings: object) -> np.ndarray:
+    model = load_embedding_model(ModelConfig(model=folder, **settings))
+    try:
+
+        async def run() -> np.ndarray:
+            return await model.embed(await model.tokenize(inputs))
+
+        return asyncio.run(run())
+    finally:
+        model.close()
+
+
+@pytest.mark.parametrize("cpu_kernels", KERNELS)
+def test_vectors_of_minilm_equal_sentence_transformers_with_all_kernels(minilm: str, cpu_kernels: CpuKernels) -> None:
+    peer = SentenceTransformer(minilm, device="cpu")
+    peer.max_seq_length = 512
+    vectors = embed(minilm, INPUTS, cpu_kernels=cpu_kernels, max_model_len=512)
+    np.testing.assert_allclose(vectors, peer.encode(INPUTS), atol=1e-5)
+
+
+@pytest.mark.parametrize("cpu_kernels", KERNELS)
+def test_vectors_in_bfloat16_are_as_near_as_sentence_transformers_own(minilm: str, cpu_kernels: CpuKernels) -> None:
+    exact = SentenceTransformer(minilm, device="cpu").encode(INPUTS[:4])
+    rounded = SentenceTransformer(minilm, device="cpu", model_kwargs={"dtype": torch.bfloat16}).encode(INPUTS[:4])
+    vectors = embed(minilm, INPUTS[:4], cpu_kernels=cpu_kernels, dtype="bfloat16")
+    assert np.abs(vectors - exact).max() <= 1.5 * np.abs(np.asarray(rounded, dtype=np.float32) - exact).max()
+    np.testing.assert_allclose((vectors * exact).sum(1), 1, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["bert", "xlm-roberta"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_scores_equal_those_of_the_cross_encoder(name: str, dtype: str, tmp_path: Path) -> None:
+    folder = save_backbone(tmp_path, make_classifier(name))
+    pairs = list(zip(texts(30, seed=1, longest=12), texts(30, seed=2, longest=20), strict=True))
+    model = load_cross_encoder(ModelConfig(model=folder, dtype=dtype))
+    try:
+
+        async def run() -> np.ndarray:
+            return await model.score(await model.tokenize_pairs(pairs))
+
+        scores = asyncio.run(run())
+    finally:
+        model.close()
+    tolerance = 1e-5 if dtype == "float32" else 3e-2
+    np.testing.assert_allclose(scores, CrossEncoder(folder, device="cpu").predict(pairs), atol=tolerance)
+
+
+def test_each_text_has_the_same_vector_in_every_batch(minilm: str) -> None:
+    model = load_embedding_model(ModelConfig(model=minilm))
+    inputs = texts(24, seed=5)
+
+    async def run() -> list[np.ndarray]:
+        sequences = await model.tokenize(inputs)
+        return [
+            np.concatenate([await model.embed(sequences[i : i + size]) for i in range(0, len(sequences), size)])
+            for size in (1, 2, 3, 5, 24)
+        ]
+
+    try:
+        by_size = asyncio.run(run())
+    finally:
+        model.close()
+    for vectors in by_size[1:]:
+        np.testing.assert_allclose(vectors, by_size[0], atol=1e-6)
+
+
+@pytest.mark.parametrize("make", [lambda: make_backbone("bert"), lambda: make_backbone("xlm-roberta"), make_roberta])
+def test_known_encoders_are_replaced_and_can_be_put_back(make: object) -> None:
+    original = make().eval()  # type: ignore[operator]
+    module = SimpleNamespace(model=original)
+    replaced = fuse_encoder(module, "auto")
+    assert isinstance(module.model, FusedEncoder)
+    restore(replaced)
+    assert module.model is original
+
+
+def test_a_padding_token_within_a_text_keeps_its_position_out_of_the_count() -> None:
+    original = make_roberta().eval()
+    features = {"input_ids": torch.tensor([[2, 7, 1, 8, 9, 3], [2, 5, 6, 3, 1, 1]])}
+    features["attention_mask"] = torch.tensor([[1] * 6, [1, 1, 1, 1, 0, 0]])
+    expected = hidden_states(original, **features)
+    actual = hidden_states(fused(original).model, **features)
+    is_text = features["attention_mask"].bool()
+    torch.testing.assert_close(actual[is_text], expected[is_text], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"hidden_act": "gelu_new"}, {"is_decoder": True}, {"num_attention_heads": 32}, {"intermediate_size": 65}],
+)
+def test_what_the_kernels_do_not_know_stays_on_torch(settings: dict[str, object]) -> None:
+    module = fused(BertModel(BertConfig(**{**SIZES, **settings}, max_position_embeddings=64)))
+    assert type(module.model) is BertModel
+
+
+@pytest.mark.parametrize("name", ["mpnet", "modernbert"])
+def test_other_architectures_stay_on_torch(name: str) -> None:
+    backbone = make_backbone(name)
+    assert fused(backbone).model is backbone
+
+
+def test_an_encoder_that_computes_something_else_stays_on_torch(caplog: pytest.LogCaptureFixture) -> None:
+    model = make_backbone("bert")
+    model.encoder.layer[0].register_forward_hook(lambda module, inputs, output: output * 1.01)
+    with caplog.at_level(logging.WARNING):
+        module = fused(model)
+    assert module.model is model
+    assert "the native kernels disagree with BertModel" in caplog.text
+
+
+def test_kernels_that_are_off_leave_the_model_as_it_is(tmp_path: Path) -> None:
+    folder = save_sentence_transformer(tmp_path, make_backbone("bert"))
+    module = SentenceTransformer(folder, device="cpu")[0]
+    assert fuse_encoder(module, "off") == []
+    assert type(module.model) is BertModel
