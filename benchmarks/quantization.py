@@ -127,7 +127,7 @@ def _examine(kind: Quantization | None, dtype: DType) -> Examination:
         tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True, return_dict=True)["input_ids"]
         for messages in conversations
     ]
-    unseen = tokenizer(UNSEEN.read_text(encoding="utf-8"), add_special_tokens=False)["input_ids"]
+    unseen = tokenizer(UNSEEN.read_text(encoding="utf-8"), add_special_tokens=False, verbose=False)["input_ids"]
     pieces = [unseen[first : first + UNSEEN_LENGTH] for first in range(0, len(unseen), UNSEEN_LENGTH)]
     model = ModelConfig(model=str(TINY_CHAT), dtype=dtype, device="cpu", quantization=kind)
     engine = Engine(EngineConfig(model=model, cache=CacheConfig(num_bytes=256 << 20)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 from families import FAMILIES, VOCAB, make_model
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from batchline.config import CacheConfig, CpuKernels, DType, EngineConfig, ModelConfig, SchedulerConfig
 from batchline.engine.core import Engine
@@ -21,6 +22,10 @@ from batchline.engine.request import GenerationOutput, GenerationRequest, Sampli
 from batchline.errors import ModelLoadError, UnsupportedModel
 from batchline.native.int8 import Int8Kernels, open_int8_kernels, supported_isas
 from batchline.native.library import open_kernels
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TINY_CHAT = EXAMPLES / "models" / "tiny-chat"
+DIALOGUES = EXAMPLES / "train" / "dialogues.jsonl"
 
 has_kernels = pytest.mark.skipif(not supported_isas(), reason="the native kernels were not built: no C++ compiler")
 
@@ -116,6 +121,24 @@ def test_tokens_differ_from_those_of_the_model_without_quantization(tmp_path: Pa
     folder, prompts = make_model("llama", tmp_path), make_prompts()
     floats = ModelConfig(model=str(folder), dtype="float32", device="cpu", max_model_len=128)
     assert engine_tokens(config(folder), prompts) != engine_tokens(floats, prompts)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_tiny_chat_keeps_its_answers(dtype: DType) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(TINY_CHAT)
+    lines = DIALOGUES.read_text(encoding="utf-8").splitlines()[::10]
+    conversations = [json.loads(line)["messages"] for line in lines]
+    prompts = [
+        tuple(tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True, return_dict=True)["input_ids"])
+        for messages in conversations
+    ]
+    outputs = engine_tokens(config(TINY_CHAT, dtype=dtype), prompts)
+    expected = [
+        tokenizer(messages[-1]["content"], add_special_tokens=False)["input_ids"][:MAX_TOKENS]
+        for messages in conversations
+    ]
+    kept = [tokens[: len(answer)] == answer for tokens, answer in zip(outputs, expected, strict=True)]
+    assert sum(kept) >= 0.98 * len(kept)
 
 
 @has_kernels
