@@ -60,7 +60,6 @@ class VllmRun:
 
     vllm_version: str
     num_requests: int
-    num_failed: int
     prompt_tokens: int
     output_tokens: int
     startup_s: float
@@ -88,7 +87,7 @@ def measure_vllm(
     """Run the batch file, or its first `num_requests` lines, and measure.
 
     Raises:
-        PeerError: the environment is not set up as README.md says, or the command failed.
+        PeerError: the environment is not set up as README.md says, or the command or a request failed.
     """
     version = _installed_version(venv)
     environment = _environment(venv)
@@ -97,13 +96,12 @@ def measure_vllm(
         with batch.open() as lines:
             source.write_text("".join(islice(lines, num_requests)))
         command = [str(venv / "bin" / "vllm"), "run-batch", "-i", str(source), "-o", str(answers)]
-        command += ["--model", str(model), "--dtype", dtype, *BEST_SETTINGS]
+        command += ["--model", str(model), "--served-model-name", _model_name(source), "--dtype", dtype, *BEST_SETTINGS]
         times, peak_bytes = _run_measured(command, environment)
-        num_answers, num_failed, prompt_tokens, output_tokens = _count_answers(answers)
+        num_answers, prompt_tokens, output_tokens = _count_answers(answers)
     return VllmRun(
         vllm_version=version,
         num_requests=num_answers,
-        num_failed=num_failed,
         prompt_tokens=prompt_tokens,
         output_tokens=output_tokens,
         startup_s=times.ready_s,
@@ -239,12 +237,20 @@ def tree_memory_bytes(pid: int) -> int:
     return sum(private for private, _ in parts) + max((shared for _, shared in parts), default=0)
 
 
-def _count_answers(path: Path) -> tuple[int, int, int, int]:
-    """(answers, failed ones among them, prompt tokens, output tokens) of a result file."""
+def _model_name(batch: Path) -> str:
+    """What the requests call the model, by the first of them."""
+    with batch.open() as lines:
+        return str(json.loads(lines.readline())["body"]["model"])
+
+
+def _count_answers(path: Path) -> tuple[int, int, int]:
+    """(answers, prompt tokens, output tokens) of a result file. Raises: PeerError where a request failed."""
     answers = [json.loads(line) for line in path.read_text().splitlines()]
-    usages = [answer["response"]["body"]["usage"] for answer in answers if not answer["error"]]
-    prompt_tokens = sum(usage["prompt_tokens"] for usage in usages)
-    return len(answers), len(answers) - len(usages), prompt_tokens, sum(usage["completion_tokens"] for usage in usages)
+    failed = [answer for answer in answers if answer["error"]]
+    if failed:
+        raise PeerError(f"{len(failed)} of {len(answers)} requests failed, the first so: {json.dumps(failed[0])[:500]}")
+    usages = [answer["response"]["body"]["usage"] for answer in answers]
+    return len(answers), sum(usage["prompt_tokens"] for usage in usages), sum(u["completion_tokens"] for u in usages)
 
 
 def main() -> int:
@@ -266,7 +272,7 @@ def main() -> int:
         print(exc, file=sys.stderr)
         return 1
     print(
-        f"vLLM {run.vllm_version}: {run.num_requests} requests, {run.num_failed} failed; start {run.startup_s:.1f} s, "
+        f"vLLM {run.vllm_version}: {run.num_requests} requests; start {run.startup_s:.1f} s, "
         f"run {run.run_s:.1f} s, total {run.total_s:.1f} s; {run.output_tokens_per_s:.0f} output tokens/s, "
         f"{run.peak_memory_mib:,.0f} MiB"
     )
