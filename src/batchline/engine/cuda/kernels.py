@@ -19,22 +19,10 @@ import triton.language as tl
 
 @triton.jit
 def write_kernel(
-    keys,
-    values,
-    cached_keys,
-    cached_values,
-    slots,
-    key_stride,
-    key_head_stride,
-    value_stride,
-    value_head_stride,
-    KV_HEADS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    HEAD_LANES: tl.constexpr,
-    KEY_LANES: tl.constexpr,
-    VALUE_LANES: tl.constexpr,
-):
+    keys, values, cached_keys, cached_values, slots, key_stride, key_head_stride, value_stride, value_head_stride,
+    KV_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, HEAD_LANES: tl.constexpr,
+    KEY_LANES: tl.constexpr, VALUE_LANES: tl.constexpr,
+):  # fmt: skip
     """One program writes one token's keys and values."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
@@ -51,31 +39,11 @@ def write_kernel(
 
 @triton.jit
 def attend_kernel(
-    queries,
-    keys,
-    values,
-    out,
-    log_sums,
-    tiles,
-    tables,
-    query_stride,
-    query_head_stride,
-    scale,
-    softcap,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    KEY_LANES: tl.constexpr,
-    VALUE_LANES: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    SPLITS: tl.constexpr,
-    FIELDS: tl.constexpr,
-):
+    queries, keys, values, out, log_sums, tiles, tables, query_stride, query_head_stride, scale, softcap,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_LANES: tl.constexpr,
+    VALUE_LANES: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, SPLITS: tl.constexpr, FIELDS: tl.constexpr,
+):  # fmt: skip
     """One program: a tile, a KV head, a part of the context. Row r is query r // GROUP, head r % GROUP of the group."""
     tile = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
@@ -103,38 +71,10 @@ def attend_kernel(
     end = tl.minimum(begin + share, context)
 
     position = first_position + query
-    top = tl.full([ROWS], float("-inf"), dtype=tl.float32)
-    total = tl.zeros([ROWS], dtype=tl.float32)
-    weighted = tl.zeros([ROWS, VALUE_LANES], dtype=tl.float32)
-    for start in range(begin, end, KEYS):
-        at = start + tl.arange(0, KEYS)
-        exists = at < context
-        block = tl.load(table + at // BLOCK_SIZE, mask=exists, other=0)
-        cached = (block * BLOCK_SIZE + at % BLOCK_SIZE) * (HEADS // GROUP) + kv_head
-        k = tl.load(
-            keys + cached[None, :] * KEY_DIM + key_lane[:, None],
-            mask=exists[None, :] & (key_lane < KEY_DIM)[:, None],
-            other=0.0,
-        )
-        scores = tl.dot(q, k, input_precision="ieee") * scale
-        if HAS_SOFTCAP:
-            scores = softcap * (2.0 * tl.sigmoid(2.0 * scores) - 1.0)  # tanh
-        seen = at[None, :] <= position[:, None]
-        if WINDOW > 0:
-            seen = seen & (at[None, :] > position[:, None] - WINDOW)
-        scores = tl.where(seen, scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)  # a row that has seen nothing yet
-        weights = tl.exp2(scores - base[:, None])
-        decay = tl.exp2(top - base)
-        total = total * decay + tl.sum(weights, 1)
-        v = tl.load(
-            values + cached[:, None] * VALUE_DIM + value_lane[None, :],
-            mask=exists[:, None] & (value_lane < VALUE_DIM)[None, :],
-            other=0.0,
-        )
-        weighted = weighted * decay[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-        top = new_top
+    top, total, weighted = _attend_range(
+        q, keys, values, table, kv_head, begin, end, position, scale, softcap,
+        HEADS // GROUP, KEY_DIM, VALUE_DIM, KEY_LANES, VALUE_LANES, ROWS, KEYS, BLOCK_SIZE, WINDOW, HAS_SOFTCAP,
+    )  # fmt: skip
 
     # the rows behind a tile's last query and an empty part have seen nothing
     total = tl.where(total == 0.0, 1.0, total)
@@ -150,17 +90,51 @@ def attend_kernel(
 
 
 @triton.jit
+def _attend_range(
+    q, keys, values, table, kv_head, begin, end, position, scale, softcap,
+    KV_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_LANES: tl.constexpr,
+    VALUE_LANES: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """Rows q (ROWS, KEY_LANES), at `position` (ROWS,), attend to positions [begin, end). Returns the largest score of
+    each row, and relative to it the sum of exponentials and the weighted values (ROWS, VALUE_LANES)."""
+    key_lane = tl.arange(0, KEY_LANES)
+    value_lane = tl.arange(0, VALUE_LANES)
+    top = tl.full([ROWS], float("-inf"), dtype=tl.float32)
+    total = tl.zeros([ROWS], dtype=tl.float32)
+    weighted = tl.zeros([ROWS, VALUE_LANES], dtype=tl.float32)
+    for start in range(begin, end, KEYS):
+        at = start + tl.arange(0, KEYS)
+        exists = at < end
+        block = tl.load(table + at // BLOCK_SIZE, mask=exists, other=0)
+        cached = (block * BLOCK_SIZE + at % BLOCK_SIZE) * KV_HEADS + kv_head
+        is_key = exists[None, :] & (key_lane < KEY_DIM)[:, None]
+        k = tl.load(keys + cached[None, :] * KEY_DIM + key_lane[:, None], mask=is_key, other=0.0)
+        scores = tl.dot(q, k, input_precision="ieee") * scale
+        if HAS_SOFTCAP:
+            scores = softcap * (2.0 * tl.sigmoid(2.0 * scores) - 1.0)  # tanh
+        seen = exists[None, :] & (at[None, :] <= position[:, None])
+        if WINDOW > 0:
+            seen = seen & (at[None, :] > position[:, None] - WINDOW)
+        scores = tl.where(seen, scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)  # a row that has seen nothing yet
+        weights = tl.exp2(scores - base[:, None])
+        decay = tl.exp2(top - base)
+        total = total * decay + tl.sum(weights, 1)
+        is_value = exists[:, None] & (value_lane < VALUE_DIM)[None, :]
+        v = tl.load(values + cached[:, None] * VALUE_DIM + value_lane[None, :], mask=is_value, other=0.0)
+        weighted = weighted * decay[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        top = new_top
+    return top, total, weighted
+
+
+@triton.jit
 def combine_kernel(
-    parts,
-    log_sums,
-    out,
-    tiles,
-    HEADS: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    VALUE_LANES: tl.constexpr,
-    SPLITS: tl.constexpr,
+    parts, log_sums, out, tiles,
+    HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_LANES: tl.constexpr, SPLITS: tl.constexpr,
     FIELDS: tl.constexpr,
-):
+):  # fmt: skip
     """One program joins the parts of one decode's head, weighted by their sums of exponentials."""
     tile = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
