@@ -245,7 +245,9 @@ def test_prompts_without_a_context_go_through_flash_attention_where_it_works(
     monkeypatch.setattr("batchline.engine.cuda.layout.attend_fresh", counted)
     monkeypatch.setattr("batchline.engine.cuda.placement.packed_flash_attention", lambda: counted)
     settings = config(make_model("mistral", tmp_path, num_hidden_layers=2), enforce_eager=True)
-    monkeypatch.setattr("batchline.engine.core.place", lambda config, loaded, *_: placement._place_on_cuda(config, loaded))
+    monkeypatch.setattr(
+        "batchline.engine.core.place", lambda config, loaded, *_: placement._place_on_cuda(config, loaded)
+    )
     prompts = make_prompts(3)
     engine = Engine(settings)
     assert lengths  # it was tried when the model was loaded
