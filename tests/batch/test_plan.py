@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from batchline.batch import plan as plan_module
 from batchline.batch.index import PositionSet
-from batchline.batch.plan import Plan, Planner, WorkItem, is_deterministic, request_hash
+from batchline.batch.plan import Plan, Planner, WorkItem
+from batchline.batch.request_traits import is_deterministic, request_hash
 from batchline.batch.sorting import RecordSorter
 
 CHAT = "/v1/chat/completions"

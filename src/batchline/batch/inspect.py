@@ -18,7 +18,8 @@ from batchline.batch import lines
 from batchline.batch.check import CheckReport, LineObserver, check_file
 from batchline.batch.index import LineIndex, LineReader
 from batchline.batch.locations import parse_location
-from batchline.batch.plan import PlannedGroup, Planner, prompt_content
+from batchline.batch.plan import PlannedGroup, Planner
+from batchline.batch.request_traits import prompt_content
 from batchline.batch.source import refuse_unreadable, stage_input
 
 _TOP_GROUPS = 20

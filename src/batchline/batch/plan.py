@@ -9,22 +9,25 @@ deterministic requests stand next to each other, run once, and count as one.
 
 from __future__ import annotations
 
-import hashlib
 import struct
-import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import orjson
 
 from batchline.batch.index import PositionSet
+from batchline.batch.request_traits import (
+    NOT_DEDUPLICABLE,
+    PREFIX_LENGTHS,
+    expected_decode,
+    is_deterministic,
+    prefix_hashes,
+    prompt_bytes,
+    request_hash,
+)
 from batchline.batch.sorting import RecordSorter, Rows, column
-
-PREFIX_LENGTHS = (64, 256, 512, 1024, 2048, 4096)
-"""Bytes of the prompt at which a shared prefix is looked for."""
 
 GROUP_SAMPLES = 8
 
@@ -40,12 +43,6 @@ _REQUEST = slice(_DECODE.stop, _DECODE.stop + 16)
 _POSITION = slice(_REQUEST.stop, _REQUEST.stop + 8)
 _KEY = struct.Struct(f">HB{len(PREFIX_LENGTHS)}II16sQ")
 KEY_WIDTH = _KEY.size
-
-_PROMPT_FIELDS = ("prompt", "input", "query", "text_1", "queries", "data_1")
-_NOT_DEDUPLICABLE = bytes(16)
-GENERATING_ENDPOINTS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
-_COMPLETION_MAX_TOKENS = 16
-_UNKNOWN_DECODE = 2**31
 
 # An entry of the plan on disk: a position, and in the highest bits whether the one before it answers it too,
 # and whether a new group of requests with a shared prefix starts with it.
@@ -87,7 +84,7 @@ class Planner:
         endpoint = _number(self._endpoints, url, 0xFF)
         prompt = prompt_bytes(body)
         decode = expected_decode(url, body, prompt)
-        request = request_hash(url, body) if self._dedup and is_deterministic(url, body) else _NOT_DEDUPLICABLE
+        request = request_hash(url, body) if self._dedup and is_deterministic(url, body) else NOT_DEDUPLICABLE
         self._sorter.add(_KEY.pack(model, endpoint, *prefix_hashes(prompt), 0xFFFFFFFF - decode, request, position))
 
     def plan(self, *, skip: PositionSet) -> Plan:
@@ -148,74 +145,6 @@ class Plan:
                 samples.append(entry & _POSITION_BITS)
         if num_requests:
             yield PlannedGroup(tuple(samples), num_requests, num_copies)
-
-
-def prompt_bytes(body: dict[str, Any]) -> bytes:
-    """What stands in for the rendered prompt: tools and messages, or the prompt or input, as bytes."""
-    content = prompt_content(body)
-    if body.get("messages") is not None and body.get("tools"):
-        content = [body["tools"], content]
-    if isinstance(content, str):
-        return content[: PREFIX_LENGTHS[-1]].encode()
-    try:
-        return orjson.dumps(content)
-    except TypeError:  # nested deeper than the writer goes: such a request gets no company
-        return b""
-
-
-def prompt_content(body: dict[str, Any]) -> Any:
-    """The field of a body that is its prompt: the messages, or the prompt, input or query; None without any."""
-    messages = body.get("messages")
-    if messages is not None:
-        return messages
-    return next((body[name] for name in _PROMPT_FIELDS if name in body), None)
-
-
-def prefix_hashes(prompt: bytes) -> list[int]:
-    """CRC-32 of the prompt's first bytes, at each of `PREFIX_LENGTHS`."""
-    hashes: list[int] = []
-    crc = start = 0
-    for end in PREFIX_LENGTHS:
-        if start >= len(prompt):
-            return hashes + [crc] * (len(PREFIX_LENGTHS) - len(hashes))
-        crc = zlib.crc32(prompt[start:end], crc)
-        hashes.append(crc)
-        start = end
-    return hashes
-
-
-def expected_decode(url: str, body: dict[str, Any], prompt: bytes) -> int:
-    """How much work comes after the prefix: output tokens at most; for requests that generate nothing, input bytes."""
-    if url not in GENERATING_ENDPOINTS:
-        return min(len(prompt), _UNKNOWN_DECODE)
-    limit = output_limit(url, body)
-    return _UNKNOWN_DECODE if limit is None else min(limit, _UNKNOWN_DECODE)
-
-
-def output_limit(url: str, body: dict[str, Any]) -> int | None:
-    """The most output tokens that a generating request asks for; None is all that the context leaves."""
-    limit = body.get("max_completion_tokens") or body.get("max_tokens") or body.get("max_output_tokens")
-    if isinstance(limit, int) and limit > 0:
-        return limit
-    return _COMPLETION_MAX_TOKENS if url == "/v1/completions" else None
-
-
-def is_deterministic(url: str, body: dict[str, Any]) -> bool:
-    """Whether asking twice gives the same answer: greedy, seeded, or nothing is sampled at all."""
-    if url not in GENERATING_ENDPOINTS:
-        return True
-    temperature = body.get("temperature")
-    is_greedy = isinstance(temperature, int | float) and not isinstance(temperature, bool) and 0 <= temperature < 1e-5
-    return is_greedy or isinstance(body.get("seed"), int)
-
-
-def request_hash(url: str, body: dict[str, Any]) -> bytes:
-    """128 bits that equal requests share, whatever the order of their keys."""
-    try:
-        canonical = orjson.dumps(body, option=orjson.OPT_SORT_KEYS)
-    except TypeError:
-        return _NOT_DEDUPLICABLE
-    return hashlib.blake2b(canonical, digest_size=16, person=url.encode()[-16:]).digest()
 
 
 def _number(numbers: dict[str, int], name: str, highest: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from batchline.batch.plan import GENERATING_ENDPOINTS, output_limit, prompt_content
+from batchline.batch.request_traits import GENERATING_ENDPOINTS, output_limit, prompt_content
 from batchline.errors import RequestError
 from batchline.text.chat_template import ChatPrompt, compile_template, own_template
 from batchline.text.messages import message_text

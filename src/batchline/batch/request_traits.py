@@ -1,0 +1,88 @@
+"""What the plan wants to know of a request, from its parsed body alone."""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from typing import Any
+
+import orjson
+
+PREFIX_LENGTHS = (64, 256, 512, 1024, 2048, 4096)
+"""Bytes of the prompt at which a shared prefix is looked for."""
+
+NOT_DEDUPLICABLE = bytes(16)
+"""The hash of a request that equals no other."""
+
+_PROMPT_FIELDS = ("prompt", "input", "query", "text_1", "queries", "data_1")
+GENERATING_ENDPOINTS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
+_COMPLETION_MAX_TOKENS = 16
+_UNKNOWN_DECODE = 2**31
+
+
+def prompt_bytes(body: dict[str, Any]) -> bytes:
+    """What stands in for the rendered prompt: tools and messages, or the prompt or input, as bytes."""
+    content = prompt_content(body)
+    if body.get("messages") is not None and body.get("tools"):
+        content = [body["tools"], content]
+    if isinstance(content, str):
+        return content[: PREFIX_LENGTHS[-1]].encode()
+    try:
+        return orjson.dumps(content)
+    except TypeError:  # nested deeper than the writer goes: such a request gets no company
+        return b""
+
+
+def prompt_content(body: dict[str, Any]) -> Any:
+    """The field of a body that is its prompt: the messages, or the prompt, input or query; None without any."""
+    messages = body.get("messages")
+    if messages is not None:
+        return messages
+    return next((body[name] for name in _PROMPT_FIELDS if name in body), None)
+
+
+def prefix_hashes(prompt: bytes) -> list[int]:
+    """CRC-32 of the prompt's first bytes, at each of `PREFIX_LENGTHS`."""
+    hashes: list[int] = []
+    crc = start = 0
+    for end in PREFIX_LENGTHS:
+        if start >= len(prompt):
+            return hashes + [crc] * (len(PREFIX_LENGTHS) - len(hashes))
+        crc = zlib.crc32(prompt[start:end], crc)
+        hashes.append(crc)
+        start = end
+    return hashes
+
+
+def expected_decode(url: str, body: dict[str, Any], prompt: bytes) -> int:
+    """How much work comes after the prefix: output tokens at most; for requests that generate nothing, input bytes."""
+    if url not in GENERATING_ENDPOINTS:
+        return min(len(prompt), _UNKNOWN_DECODE)
+    limit = output_limit(url, body)
+    return _UNKNOWN_DECODE if limit is None else min(limit, _UNKNOWN_DECODE)
+
+
+def output_limit(url: str, body: dict[str, Any]) -> int | None:
+    """The most output tokens that a generating request asks for; None is all that the context leaves."""
+    limit = body.get("max_completion_tokens") or body.get("max_tokens") or body.get("max_output_tokens")
+    if isinstance(limit, int) and limit > 0:
+        return limit
+    return _COMPLETION_MAX_TOKENS if url == "/v1/completions" else None
+
+
+def is_deterministic(url: str, body: dict[str, Any]) -> bool:
+    """Whether asking twice gives the same answer: greedy, seeded, or nothing is sampled at all."""
+    if url not in GENERATING_ENDPOINTS:
+        return True
+    temperature = body.get("temperature")
+    is_greedy = isinstance(temperature, int | float) and not isinstance(temperature, bool) and 0 <= temperature < 1e-5
+    return is_greedy or isinstance(body.get("seed"), int)
+
+
+def request_hash(url: str, body: dict[str, Any]) -> bytes:
+    """128 bits that equal requests share, whatever the order of their keys."""
+    try:
+        canonical = orjson.dumps(body, option=orjson.OPT_SORT_KEYS)
+    except TypeError:
+        return NOT_DEDUPLICABLE
+    return hashlib.blake2b(canonical, digest_size=16, person=url.encode()[-16:]).digest()
