@@ -3,7 +3,32 @@
 constexpr int64_t kDepth = 512;  // pairs of inputs at once: their panels and rows stay in the second-level cache
 constexpr int64_t kMaxItemRows = 96;
 
-// Bias, activation and rounding of one row's sums; panel: the first one's number.
+// Bias, activation and rounding of a tile's sums, in registers: all of its columns are columns of the result.
+template <class T, int kRows, int kPanels>
+inline __attribute__((always_inline)) void finish_whole(const LinearArgs& a, Sums<kRows, kPanels>& sums, int64_t row,
+                                                        int64_t panel) {
+  T* out = static_cast<T*>(a.out) + row * a.out_stride + panel / (a.is_gated ? 2 : 1) * kPanel;
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r, out += a.out_stride) {
+    if (a.bias != nullptr) {
+      const T* bias = static_cast<const T*>(a.bias) + panel * kPanel;
+#pragma GCC unroll 16
+      for (int c = 0; c < kPanels * kVectors; ++c) sums.at[r][c] += load(bias + c * kLanes);
+    }
+    if (a.is_gated) {
+#pragma GCC unroll 16
+      for (int c = 0; c < kPanels / 2 * kVectors; ++c) {
+        const int gate = c / kVectors * 2 * kVectors + c % kVectors;
+        store(out + c * kLanes, silu(sums.at[r][gate]) * sums.at[r][gate + kVectors]);
+      }
+    } else {
+#pragma GCC unroll 16
+      for (int c = 0; c < kPanels * kVectors; ++c) store(out + c * kLanes, sums.at[r][c]);
+    }
+  }
+}
+
+// The same for one row at the end of the columns; sums are in memory.
 template <class T, int kPanels>
 void finish_row(const LinearArgs& a, F32* sums, int64_t row, int64_t panel) {
   if (a.bias != nullptr) {
@@ -27,7 +52,11 @@ template <class T, int kRows, int kPanels>
 void linear_tile(const LinearArgs& a, int64_t row, int64_t panel, int64_t first_pair, float* carried) {
   const int64_t pairs = divide_up(a.inputs, kPair<T>);
   const int64_t depth = pairs - first_pair < kDepth ? pairs - first_pair : kDepth;
-  Sums<kRows, kPanels> sums = {};
+  Sums<kRows, kPanels> sums;
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 16
+    for (int c = 0; c < kPanels * kVectors; ++c) sums.at[r][c] = F32{};
   if (first_pair > 0)
     for (int r = 0; r < kRows; ++r)
       for (int c = 0; c < kPanels * kVectors; ++c) sums.at[r][c] = load(carried + r * kPanels * kPanel + c * kLanes);
@@ -36,8 +65,12 @@ void linear_tile(const LinearArgs& a, int64_t row, int64_t panel, int64_t first_
     b[p] = static_cast<const T*>(a.panels) + ((panel + p) * pairs + first_pair) * kPanel * kPair<T>;
   const T* x = static_cast<const T*>(a.x) + row * a.x_stride + first_pair * kPair<T>;
   multiply<T>(sums, x, a.x_stride, b, kPanel * kPair<T>, depth, [](int64_t) {});
-  if (first_pair + depth == pairs) {
-    for (int r = 0; r < kRows; ++r) finish_row<T, kPanels>(a, sums.at[r], row + r, panel);
+  const int64_t columns = (panel + kPanels) / (a.is_gated ? 2 : 1) * kPanel;
+  if (first_pair + depth == pairs && columns <= a.outputs && (kPanels % 2 == 0 || !a.is_gated)) {
+    finish_whole<T>(a, sums, row, panel);
+  } else if (first_pair + depth == pairs) {
+    Sums<kRows, kPanels> in_memory = sums;  // of its own: the others stay in registers
+    for (int r = 0; r < kRows; ++r) finish_row<T, kPanels>(a, in_memory.at[r], row + r, panel);
   } else {
     for (int r = 0; r < kRows; ++r)
       for (int c = 0; c < kPanels * kVectors; ++c) store(carried + r * kPanels * kPanel + c * kLanes, sums.at[r][c]);
