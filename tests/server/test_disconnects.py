@@ -174,6 +174,20 @@ def test_a_stop_does_not_wait_longer_than_the_grace_period(serve: Serve) -> None
         assert b"503 Service Unavailable" in connection.recv(4096)
 
 
+def test_a_stream_that_the_grace_period_cuts_off_says_so_at_its_end(serve: Serve) -> None:
+    """Its clients saw a broken connection, and could not tell a stop from a fault of the network."""
+    held = Held()
+    server = serve(FakeBackend(between_chunks=held), grace_period_s=0.2)
+    with send(server, body("hold", stream=True)) as connection:
+        assert held.is_waiting.wait(10)
+        server.stop()
+        server.wait()
+        answer = b"".join(iter(lambda: connection.recv(4096), b"")).decode()
+    assert "200 OK" in answer
+    assert "The server is shutting down" in answer.partition("data: [DONE]")[0]
+    assert answer.endswith("data: [DONE]\n\n\r\n0\r\n\r\n")
+
+
 async def test_vanishing_clients_leave_nothing_in_the_engine(tiny: ThreadedServer) -> None:
     """Half of many streams are dropped somewhere in the middle; the others are whole, and the cache is free again."""
     headers = {"Authorization": "Bearer token-abc123"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import httpx
@@ -69,8 +70,10 @@ def test_unknown_paths_are_404_and_name_the_served_ones(fake: httpx.Client) -> N
     response = fake.post("/v1/nonsense", json={})
     assert response.status_code == 404
     message = error_of(response)["message"]
-    assert "/v1/nonsense" in message
-    assert "/v1/chat/completions" in message
+    assert message.startswith("Unknown path /v1/nonsense. Served here: /detokenize, /health,")
+    served = message.rpartition(": ")[2].split(", ")
+    assert "/v1/chat/completions" in served
+    assert len(served) == len(set(served))
 
 
 def test_a_known_path_by_the_wrong_method_is_405(fake: httpx.Client) -> None:
@@ -113,16 +116,23 @@ def test_an_engine_that_cannot_work_is_503(serve: Serve, error: Exception, strea
     assert "secret" not in response.text
 
 
-def test_an_engine_that_dies_during_a_stream_says_so_in_the_stream(serve: Serve) -> None:
-    async def die(request: EndpointRequest) -> None:
-        raise EngineDead("gone")
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (EngineDead("gone"), "The engine has stopped; the server has to be restarted"),
+        (ModelLoadError("/secret/path", "no such file"), "The model cannot be run at the moment"),
+        (ZeroDivisionError("/secret/path"), "Internal server error"),
+    ],
+)
+def test_whatever_breaks_a_stream_off_is_told_in_the_stream(serve: Serve, fault: Exception, message: str) -> None:
+    async def fail(request: EndpointRequest) -> None:
+        raise fault
 
-    response = httpx.post(serve(FakeBackend(between_chunks=die)).url + CHAT, json=HELLO | {"stream": True})
+    response = httpx.post(serve(FakeBackend(between_chunks=fail)).url + CHAT, json=HELLO | {"stream": True})
     assert response.status_code == 200
-    events = response.text.strip().split("\n\n")
-    assert '"error"' in events[-2]
-    assert "engine has stopped" in events[-2]
-    assert events[-1] == "data: [DONE]"
+    *_, last, end = response.text.strip().split("\n\n")
+    assert json.loads(last.removeprefix("data: "))["error"]["message"] == message
+    assert end == "data: [DONE]"
 
 
 def test_bodies_over_the_limit_are_413_whether_announced_or_not(serve: Serve) -> None:

@@ -51,7 +51,7 @@ def create_app(backend: Backend, options: ServerOptions) -> FastAPI:
     )
     if options.api_keys:
         app.add_middleware(ApiKeys, keys=options.api_keys, open_paths=_open_paths(options))
-    app.add_middleware(RequestBoundary, metrics=metrics, paths=frozenset(served))
+    app.add_middleware(RequestBoundary, metrics=metrics, paths=served)
     if options.cors.allow_origins:
         _add_cors(app, options.cors)
     prefix = options.root_path.strip("/")
@@ -106,8 +106,8 @@ def _add_service(app: FastAPI, service: Service) -> None:
     add("/metrics", service.metrics)
 
 
-def _served_paths(app: FastAPI) -> list[str]:
-    return [route.path_format for route in app.routes if isinstance(route, APIRoute)]
+def _served_paths(app: FastAPI) -> frozenset[str]:
+    return frozenset(route.path_format for route in app.routes if isinstance(route, APIRoute))
 
 
 def _open_paths(options: ServerOptions) -> frozenset[str]:

@@ -17,8 +17,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from batchline.errors import BadRequest, RequestError, ServiceUnavailable
-from batchline.server.errors import as_request_error, error_response
+from batchline.errors import BadRequest, RequestError
+from batchline.server.errors import SHUTTING_DOWN, as_request_error, error_response
 from batchline.server.metrics import Metrics
 from batchline.server.root_path import route_path
 
@@ -58,7 +58,7 @@ class RequestBoundary:
             sender.status = CLIENT_GONE
         except asyncio.CancelledError:
             # the grace period of a shutdown is over: the one thing left to do is to say so
-            await self._answer(ServiceUnavailable("The server is shutting down"), scope, receive, sender)
+            await self._answer(SHUTTING_DOWN, scope, receive, sender)
         except Exception as exc:
             await self._answer(as_request_error(exc), scope, receive, sender)
         finally:

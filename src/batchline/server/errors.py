@@ -21,10 +21,12 @@ from batchline.errors import (
     Unauthorized,
 )
 from batchline.server.responses import JsonResponse
+from batchline.server.root_path import route_path
 
 logger = logging.getLogger(__name__)
 
 ENGINE_STOPPED = ServiceUnavailable("The engine has stopped; the server has to be restarted", code="engine_stopped")
+SHUTTING_DOWN = ServiceUnavailable("The server is shutting down")
 
 
 def error_response(error: RequestError) -> JsonResponse:
@@ -59,7 +61,7 @@ def unrouted(request: Request, exc: HTTPException, served: Iterable[str]) -> Req
         allowed = (exc.headers or {}).get("Allow", "")
         return MethodNotAllowed(f"{request.method} is not allowed here; allowed: {allowed}", allowed=allowed)
     if exc.status_code == NotFound.status_code:
-        return NotFound(f"Unknown path {_shown(request.url.path)}. Served here: {', '.join(sorted(served))}")
+        return NotFound(f"Unknown path {_shown(route_path(request.scope))}. Served here: {', '.join(sorted(served))}")
     return InternalServerError("Internal server error")
 
 

@@ -1,24 +1,22 @@
 """An answer in server-sent events: `data: {json}` for each chunk and `data: [DONE]` at the end.
 
 Chunks that are events with a `type` of their own have it as the event's name, and the last of them is the end.
-The next chunk is asked for when the one before is in the connection's buffer: a slow reader slows its own stream alone.
+Whatever breaks a stream off is told in its last chunk. The next chunk is asked for when the one before is in the
+connection's buffer: a slow reader slows its own stream alone.
 """
 
 from __future__ import annotations
 
-import logging
+import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from typing import Any
 
 import orjson
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
-from batchline.errors import EngineDead
 from batchline.server.connection import while_connected
-from batchline.server.errors import ENGINE_STOPPED
-
-logger = logging.getLogger(__name__)
+from batchline.server.errors import SHUTTING_DOWN, as_request_error
 
 Chunk = Mapping[str, Any]
 _DONE = b"data: [DONE]\n\n"
@@ -42,26 +40,33 @@ class EventStream(Response):
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             await while_connected(receive, self._send_all(send))
+        except asyncio.CancelledError:  # the grace period of a shutdown is over
+            await send(self._message(SHUTTING_DOWN.body()))
+            await send(self._end())
         finally:
             await close_stream(self._rest)
 
     async def _send_all(self, send: Send) -> None:
         async for chunk in self._chunks():
-            event = named_event(chunk) if self._are_named else b"data: %b\n\n" % orjson.dumps(chunk)
-            await send({"type": "http.response.body", "body": event, "more_body": True})
-        end = b"" if self._are_named else _DONE
-        await send({"type": "http.response.body", "body": end, "more_body": False})
+            await send(self._message(chunk))
+        await send(self._end())
 
     async def _chunks(self) -> AsyncIterator[Chunk]:
-        """What is to be sent; an engine that dies says so in a last chunk."""
+        """What is to be sent; an exception is told in a last chunk."""
         if self._first is not None:
             yield self._first
         try:
             async for chunk in self._rest:
                 yield chunk
-        except EngineDead:
-            logger.exception("the engine died during a stream")
-            yield ENGINE_STOPPED.body()
+        except Exception as exc:
+            yield as_request_error(exc).body()
+
+    def _message(self, chunk: Chunk) -> Message:
+        event = named_event(chunk) if self._are_named else b"data: %b\n\n" % orjson.dumps(chunk)
+        return {"type": "http.response.body", "body": event, "more_body": True}
+
+    def _end(self) -> Message:
+        return {"type": "http.response.body", "body": b"" if self._are_named else _DONE, "more_body": False}
 
 
 def named_event(chunk: Chunk) -> bytes:
