@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -96,6 +98,19 @@ async def test_what_is_wrong_with_a_stream_is_raised_before_its_first_chunk(back
         await anext(backend.stream(embed))
 
 
+@pytest.mark.parametrize("name", [None, 5, ["tiny"]])
+async def test_a_model_that_is_no_name_is_400(backend: InProcessBackend, name: object) -> None:
+    answer = await backend.answer(chat(model=name))
+    assert (answer.status_code, answer.body["error"]["param"]) == (400, "model")
+    assert answer.body["error"]["message"] == "model: it must be the name of a model. Served here: alias, tiny"
+
+
+async def test_a_long_unknown_name_is_cut_in_the_error(backend: InProcessBackend) -> None:
+    answer = await backend.answer(chat(model="x" * 10_000))
+    assert answer.status_code == 404
+    assert len(answer.body["error"]["message"]) < 300
+
+
 async def test_an_error_in_the_middle_is_the_last_chunk(
     backend: InProcessBackend, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -169,6 +184,29 @@ async def test_models_of_every_kind_answer_side_by_side_and_their_tokens_add_up(
         assert backend.stats().prompt_tokens == sum(a.body["usage"]["prompt_tokens"] for a in answers)
     finally:
         await backend.close()
+
+
+async def test_a_model_that_makes_room_for_another_leaves_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("batchline.backends.in_process.free_bytes", lambda: 0)
+    modules = weakref.WeakSet[Any]()
+    monkeypatch.setattr(
+        "batchline.pooling.loading.fuse_encoder", lambda part, _kernels: modules.add(part.model.base_model) or []
+    )
+    names = ("first", "second")
+    backend = InProcessBackend(
+        [EngineConfig(model=ModelConfig(model=str(TINY_EMBED), served_names=(name,))) for name in names]
+    )
+    try:
+        for name in names:
+            body = {"model": name, "input": "hello"}
+            answer = await backend.answer(EndpointRequest(url="/v1/embeddings", body=body, request_id=name))
+            assert answer.status_code == 200
+        assert len(modules) == 1
+    finally:
+        await backend.close()
+    gc.collect()
+    assert len(modules) == 0
+    assert gc.isenabled()
 
 
 async def test_two_models_under_one_name_are_refused() -> None:

@@ -42,6 +42,9 @@ logger = logging.getLogger(__name__)
 MEMORY_PER_WEIGHT = 1.5
 """Memory that a model needs at least, as a multiple of its weight files: weights, some cache, activations."""
 
+MAX_SHOWN_NAME = 200
+"""Characters that an error repeats of an unknown model's name."""
+
 
 class InProcessBackend:
     """One or more models in this process."""
@@ -134,6 +137,7 @@ class InProcessBackend:
     def _unload(self, model: LoadedModel) -> None:
         """Close a model, keeping what it counted."""
         self._unloaded = _sum([self._unloaded, model.stats()])
+        gc.unfreeze()  # parts of a model refer to each other, so only a collection that looks at them frees them
         model.close()
 
     def _served(self, config: EngineConfig) -> ServedModel:
@@ -152,14 +156,7 @@ class InProcessBackend:
         utilities = {url for urls in UTILITIES.values() for url in urls}
         if request.url not in API_ENDPOINTS and request.url not in utilities:
             raise NotFound(f"Unknown path {request.url}. Served here: {', '.join(served_urls)}", param="url")
-        name = request.body.get("model")
-        if not isinstance(name, str) or name not in self._by_name:
-            raise NotFound(
-                f"The model {name!r} does not exist. Served here: {', '.join(sorted(self._by_name))}",
-                param="model",
-                code="model_not_found",
-            )
-        config = self._by_name[name]
+        name, config = self._named(request.body.get("model"))
         task = self._tasks[config.model.names[0]]
         supported = ENDPOINTS[task]
         if request.url not in supported and request.url not in UTILITIES[task]:
@@ -168,17 +165,30 @@ class InProcessBackend:
             )
         return config
 
+    def _named(self, name: object) -> tuple[str, EngineConfig]:
+        """The model of a request's `model`. Raises: BadRequest where that is no name, NotFound."""
+        served = f"Served here: {', '.join(sorted(self._by_name))}"
+        if not isinstance(name, str):
+            raise BadRequest(f"model: it must be the name of a model. {served}", param="model")
+        config = self._by_name.get(name)
+        if config is None:
+            message = f"The model {name[:MAX_SHOWN_NAME]!r} does not exist. {served}"
+            raise NotFound(message, param="model", code="model_not_found")
+        return name, config
+
 
 @contextmanager
 def _few_collections() -> Iterator[None]:
     """No collection of garbage while libraries are imported and a model is loaded, and what they made is not looked
-    through again: a second of processor time, and a part of every later collection."""
+    through again: a second of processor time, and a part of every later collection. Unloading takes that back."""
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         gc.freeze()
-        gc.enable()
+        if was_enabled:
+            gc.enable()
 
 
 def _request_error(request: EndpointRequest, exc: Exception) -> RequestError:
