@@ -2,6 +2,11 @@
 
 constexpr __mmask16 kAllLanes = 0xffff;
 
+// GCC widens its own vectors in halves.
+inline F32 load(const BFloat16* from) {
+  return reinterpret<F32>(reinterpret<U32>(_mm512_maskz_cvtepu16_epi32(kAllLanes, load_bits<__m256i>(from))) << 16);
+}
+
 inline bool any_above(F32 x, float limit) {
   return _mm512_cmp_ps_mask(reinterpret<__m512>(x), _mm512_set1_ps(limit), _CMP_GT_OQ) != 0;
 }

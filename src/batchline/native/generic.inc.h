@@ -1,5 +1,9 @@
 // What some instruction sets do in one instruction, for those that do not.
 
+inline F32 load(const BFloat16* from) {
+  return reinterpret<F32>(__builtin_convertvector(load_bits<U16>(from), U32) << 16);
+}
+
 inline bool any_above(F32 x, float limit) { return max_of(x) > limit; }
 
 inline F32 round_to_integer(F32 x) {

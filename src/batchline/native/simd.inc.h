@@ -76,8 +76,5 @@ inline void narrow(float x, BFloat16* to) {
 }
 
 inline F32 load(const float* from) { return load_bits<F32>(from); }
-inline F32 load(const BFloat16* from) {
-  return reinterpret<F32>(__builtin_convertvector(load_bits<U16>(from), U32) << 16);
-}
 
 inline void store(float* to, F32 x) { store_bits(to, x); }
