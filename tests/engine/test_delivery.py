@@ -9,7 +9,7 @@ import pytest
 from batchline.engine import delivery
 from batchline.engine.delivery import Caller, Deliveries, joined
 from batchline.engine.request import EmbeddingOutput, GenerationOutput, RequestFailed, TokenLogprobs
-from batchline.errors import EngineOutOfMemory
+from batchline.errors import EngineDead, EngineOutOfMemory
 
 
 def output(*token_ids: int, **fields: object) -> GenerationOutput:
@@ -54,6 +54,14 @@ async def test_failure_behind_tokens_is_told_as_it_is() -> None:
     await asyncio.sleep(0)
     assert await caller.next() is failure
     assert caller.queue.empty()
+
+
+async def test_engine_that_stops_behind_a_finished_output_does_not_take_it_back() -> None:
+    caller, end = make_caller(), EngineDead("the engine has stopped")
+    for item in (output(1), output(2, finish_reason="stop"), end):
+        caller.queue.put_nowait(item)
+    assert await caller.next() == output(1, 2, finish_reason="stop")
+    assert await caller.next() is end
 
 
 async def test_streams_are_held_until_a_delivery_has_been_dealt_with(monkeypatch: pytest.MonkeyPatch) -> None:

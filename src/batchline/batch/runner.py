@@ -145,13 +145,14 @@ class Runner:
         while not stop.is_set():
             item = await self._feeder.next()
             if item is None:
-                return
+                break
             await self._budget.acquire(item.num_bytes)
             try:
                 await self._answer(item)
             finally:
                 self._budget.release(item.num_bytes)
                 self._lead_is_over.set()
+        self._lead_is_over.set()
 
     async def _follow(self, stop: asyncio.Event) -> None:
         await self._lead_is_over.wait()

@@ -39,15 +39,14 @@ class Caller:
     async def next(self) -> Output | EngineDead:
         """What has come since the last call; waits until there is something."""
         output = await self.queue.get()
-        if not isinstance(output, GenerationOutput) or self.queue.empty():
-            return output
-        outputs = [output]
-        while not self.queue.empty():
-            more = self.queue.get_nowait()
-            if not isinstance(more, GenerationOutput):
-                return more
-            outputs.append(more)
-        return joined(outputs)
+        outputs: list[GenerationOutput] = []
+        while isinstance(output, GenerationOutput):
+            outputs.append(output)
+            # behind a finished one comes nothing but the engine's end, which must not take it back
+            if output.finish_reason is not None or self.queue.empty():
+                return joined(outputs)
+            output = self.queue.get_nowait()
+        return output
 
 
 class Deliveries:
@@ -97,6 +96,8 @@ class Deliveries:
 def joined(outputs: Sequence[GenerationOutput]) -> GenerationOutput:
     """Outputs of one sequence that follow each other, as one."""
     first, last = outputs[0], outputs[-1]
+    if first is last:
+        return first
     return GenerationOutput(
         request_id=last.request_id,
         token_ids=tuple(chain.from_iterable(output.token_ids for output in outputs)),
