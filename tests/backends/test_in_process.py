@@ -194,7 +194,10 @@ async def test_a_model_that_makes_room_for_another_leaves_the_memory(monkeypatch
     )
     names = ("first", "second")
     backend = InProcessBackend(
-        [EngineConfig(model=ModelConfig(model=str(TINY_EMBED), served_names=(name,))) for name in names]
+        [
+            EngineConfig(model=ModelConfig(model=str(TINY_CHAT.with_name("tiny-embed")), served_names=(name,)))
+            for name in names
+        ]
     )
     try:
         for name in names:

@@ -9,6 +9,7 @@ starved.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -94,6 +95,7 @@ class ModelResidency(Generic[ModelT]):
             if idle:
                 logger.info("unloading %s to make room for %s", idle[0], wanted.name)
                 await self._unload(idle[0])
+                await asyncio.to_thread(gc.collect)  # parts of a model may refer to each other
                 continue
             async with self._someone_left:
                 await self._someone_left.wait_for(lambda: any(r.users == 0 for r in self._residents.values()))

@@ -130,7 +130,6 @@ class Engine:
         if hasattr(self, "loaded"):
             device = self.loaded.device
             del self._runner, self.loaded
-            gc.unfreeze()  # a server freezes what is there when it begins
             gc.collect()  # the model and its hooks refer to each other
             if device.type == "cuda":
                 torch.cuda.empty_cache()

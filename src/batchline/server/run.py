@@ -39,7 +39,8 @@ async def serve(backend: Backend, options: ServerOptions, on_ready: Callable[[st
     try:
         await backend.start()
         gc.collect()
-        gc.freeze()  # libraries and models: walking them again would stop all streams for half a second
+        # libraries and models, until one is unloaded: walking them again would stop all streams for half a second
+        gc.freeze()
         await server.serve([listener])
     finally:
         listener.close()
