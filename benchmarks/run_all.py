@@ -82,7 +82,7 @@ def benchmarks(runs: int, vllm: str | None) -> list[Benchmark]:
     if vllm is None:
         print("vllm: left out, no --vllm VENV was given", flush=True)
     else:
-        found += [_vllm(name, vllm) for name in names]
+        found += [_vllm(name, vllm, max(runs, 3) if name == HEADLINE else runs) for name in names]
     return [benchmark for benchmark in found if (HERE / benchmark.command[0]).exists()]
 
 
@@ -117,9 +117,9 @@ def _throughput(workload: str, runs: int) -> Benchmark:
     return Benchmark(workload, command, ("--num-requests", "4", "--runs", "1"))
 
 
-def _vllm(workload: str, venv: str) -> Benchmark:
-    command = ("peers/vllm_run_batch.py", "--vllm", venv, "--workload", str(FOLDER / workload))
-    return Benchmark(f"vllm-{workload}", command, ("--num-requests", "4"), needs=workload)
+def _vllm(workload: str, venv: str, runs: int) -> Benchmark:
+    command = ("peers/vllm_run_batch.py", "--vllm", venv, "--workload", str(FOLDER / workload), "--runs", str(runs))
+    return Benchmark(f"vllm-{workload}", command, ("--num-requests", "4", "--runs", "1"), needs=workload)
 
 
 def _pooling(kind: str, runs: str) -> Benchmark:

@@ -254,12 +254,13 @@ def _count_answers(path: Path) -> tuple[int, int, int]:
 
 
 def main() -> int:
-    """Measure one run and print it."""
+    """Measure and print; of several runs, the middle one by total time."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vllm", type=Path, help="vLLM's virtual environment, or its bin/python")
     parser.add_argument("--workload", type=Path, required=True, help="folder with model/ and batch.jsonl")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--num-requests", type=int, help="only the first so many lines")
+    parser.add_argument("--runs", type=int, default=1)
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends vLLM too, on the way out
     if options.vllm is None:
@@ -267,10 +268,15 @@ def main() -> int:
         return 0
     model, batch = options.workload / "model", options.workload / "batch.jsonl"
     try:
-        run = measure_vllm(venv_of(options.vllm), model, batch, dtype=options.dtype, num_requests=options.num_requests)
+        venv = venv_of(options.vllm)
+        runs = [
+            measure_vllm(venv, model, batch, dtype=options.dtype, num_requests=options.num_requests)
+            for _ in range(options.runs)
+        ]
     except PeerError as exc:
         print(exc, file=sys.stderr)
         return 1
+    run = sorted(runs, key=lambda run: run.total_s)[len(runs) // 2]
     print(
         f"vLLM {run.vllm_version}: {run.num_requests} requests; start {run.startup_s:.1f} s, "
         f"run {run.run_s:.1f} s, total {run.total_s:.1f} s; {run.output_tokens_per_s:.0f} output tokens/s, "
