@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import pytest
 from pydantic import Field, model_validator
@@ -17,8 +17,19 @@ class Item(WireModel):
     role: str
 
 
+class Red(WireModel):
+    type: Literal["red"]
+    shade: int
+
+
+class Green(WireModel):
+    type: Literal["green"]
+
+
 class Request(WireModel):
     model: str | None = None
+    either: str | list[Item] | bool | None = None
+    colour: Annotated[Red | Green, Field(discriminator="type")] | None = None
     count: Annotated[int, Field(ge=1, le=5)] = 1
     ratio: float = 1.0
     flag: bool = False
@@ -53,12 +64,29 @@ def test_null_means_the_default() -> None:
     [
         ({"count": 9}, "count", "count: Input should be less than or equal to 5 (got 9)"),
         ({"count": "2"}, "count", "count: Input should be a valid integer (got '2')"),
-        ({"count": True}, "count", "count: Input should be a valid integer (got True)"),
+        ({"count": True}, "count", "count: Input should be a valid integer (got true)"),
         ({"flag": "True"}, "flag", "flag: Input should be a valid boolean (got 'True')"),
         ({"ratio": float("nan")}, "ratio", "ratio: Input should be a finite number (got nan)"),
         ({"items": [{"role": "a"}, {}]}, "items[1].role", "items[1].role: Field required"),
         ({"items": {"a": 1}}, "items", "items: Input should be a valid list (got an object)"),
         ({"stop": ["a", 5]}, "stop", "stop: Input should be a string or a list of strings (got a list)"),
+        ({"items": ["a"]}, "items[0]", "items[0]: Input should be a JSON object (got 'a')"),
+        (
+            {"either": 5},
+            "either",
+            "either: Input should be a valid string or a valid list or a valid boolean (got 5)",
+        ),
+        (
+            {"either": [{}]},
+            "either",
+            "either: Input should be a valid string or a valid boolean (got a list); either[0].role: Field required",
+        ),
+        ({"colour": {"type": "red"}}, "colour.shade", "colour.shade: Field required"),
+        (
+            {"colour": {"type": "red", "shade": "x"}},
+            "colour.shade",
+            "colour.shade: Input should be a valid integer (got 'x')",
+        ),
         ({"count": 5, "flag": True}, None, "count 5 and flag exclude each other"),
     ],
 )

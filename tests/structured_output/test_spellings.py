@@ -138,7 +138,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"guided_regex": "a", "guided_whitespace_pattern": " "}, "guided_whitespace_pattern", "guided_json"),
     ({"guided_json": {}, "guided_whitespace_pattern": "x"}, "guided_json", "more than JSON's white space"),
     ({"guided_json": {}, "guided_whitespace_pattern": "["}, "guided_json", "unclosed character class"),
-    ({"guided_json": 5}, "guided_json.dict[str,any]", "valid dictionary"),
+    ({"guided_json": 5}, "guided_json", "a JSON object or a valid boolean or a valid string"),
     ({"guided_regex": ""}, "guided_regex", "at least 1 character"),
     ({"guided_regex": "("}, "guided_regex", "invalid regular expression: unclosed group at character 1"),
     ({"guided_regex": r"(a)\1"}, "guided_regex", "backreferences are not supported at character 4"),
@@ -150,7 +150,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"guided_grammar": "nonsense"}, "guided_grammar", "invalid grammar"),
     ({"response_format": {"type": "xml"}}, "response_format", "'text', 'json_object', 'json_schema'"),
     ({"response_format": {}}, "response_format", "discriminator"),
-    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.json_schema", "Field required"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "Field required"),
     (
         {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"not": {}}}}},
         "response_format.json_schema.schema",
@@ -172,10 +172,10 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "structured_outputs.structural_tag",
         "needs either a format, or structures and triggers",
     ),
-    (tree("qwen_xml_parameter"), "response_format.structural_tag.format", "'const_string', 'json_schema'"),
+    (tree("qwen_xml_parameter"), "response_format.format", "'const_string', 'json_schema'"),
     (
         tree("any_text", excludes=["x"]),
-        "response_format.structural_tag.format.any_text.excludes",
+        "response_format.format.excludes",
         "Extra inputs are not permitted",
     ),
     (

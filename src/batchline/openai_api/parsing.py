@@ -8,9 +8,10 @@ refused by name; those without behaviour, which are taken and dropped; and unkno
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import islice
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -24,6 +25,7 @@ T = TypeVar("T", bound=BaseModel)
 
 MAX_SHOWN_INPUT = 80
 MAX_SHOWN_ERRORS = 3
+_NO_OBJECT = {"dict_type", "model_type", "model_attributes_type"}
 
 NO_BEHAVIOUR: Mapping[str, str] = {
     "user": "an end user's id, for a hosted service's abuse checks",
@@ -50,7 +52,7 @@ class Unsupported:
 
 _TOOLS = Unsupported("tool calling", ([], "none"))
 _REASONING = Unsupported("reasoning output")
-_MEDIA = Unsupported("media input")
+_MEDIA = Unsupported("media input", ({},))
 _AUDIO = Unsupported("audio output")
 
 UNSUPPORTED: Mapping[str, Unsupported] = {
@@ -87,7 +89,7 @@ def parse_body(schema: type[T], body: Mapping[str, Any], *, strict: bool) -> T:
     try:
         return schema.model_validate(given)
     except ValidationError as exc:
-        raise _bad_request(exc) from exc
+        raise _bad_request(exc, given) from exc
 
 
 def _account_for(name: str, value: Any, *, strict: bool) -> None:
@@ -110,33 +112,53 @@ def _warn_unknown(name: str) -> None:
     logger.warning("Unknown request field %s is ignored", _shown(name))
 
 
-def _bad_request(error: ValidationError) -> BadRequest:
-    """One error out of pydantic's list: the first few spelled out, the first one's path as `param`."""
-    details = error.errors(include_url=False)
-    sentences = [_sentence(detail) for detail in details[:MAX_SHOWN_ERRORS]]
-    if len(details) > MAX_SHOWN_ERRORS:
-        sentences.append(f"and {len(details) - MAX_SHOWN_ERRORS} more errors")
-    return BadRequest("; ".join(sentences), param=_path(details[0]["loc"]) or None)
+def _bad_request(error: ValidationError, body: Mapping[str, Any]) -> BadRequest:
+    """One error out of pydantic's list: the first few places spelled out, the first one as `param`."""
+    by_path: dict[str, list[ErrorDetails]] = {}
+    for detail in error.errors(include_url=False):
+        by_path.setdefault(_path(detail, body), []).append(detail)
+    sentences = [_sentence(path, details) for path, details in islice(by_path.items(), MAX_SHOWN_ERRORS)]
+    if len(by_path) > MAX_SHOWN_ERRORS:
+        sentences.append(f"and {len(by_path) - MAX_SHOWN_ERRORS} more errors")
+    return BadRequest("; ".join(sentences), param=next(iter(by_path)) or None)
 
 
-def _sentence(detail: ErrorDetails) -> str:
-    """`field: what was wrong (got value)`; the value is left out where there is none to show."""
-    cause = detail.get("ctx", {}).get("error")
-    what = str(cause) if detail["type"] == "value_error" and cause is not None else detail["msg"]
-    path = _path(detail["loc"])
-    is_missing = detail["type"] == "missing"
-    got = "" if is_missing or not path else f" (got {_shown(detail['input'])})"
+def _sentence(path: str, details: Sequence[ErrorDetails]) -> str:
+    """`field: what was wrong (got value)`; the value is left out where there is none to show.
+
+    A field of several types is wrong in as many ways, which become one: `Input should be this or that`.
+    """
+    first, *others = dict.fromkeys(map(_fault, details))
+    what = " or ".join([first, *(other.removeprefix("Input should be ") for other in others)])
+    is_missing = details[0]["type"] == "missing"
+    got = "" if is_missing or not path else f" (got {_shown(details[0]['input'])})"
     return f"{path}: {what}{got}" if path else what
 
 
-def _path(location: tuple[int | str, ...]) -> str:
-    """`("messages", 0, "role")` as `messages[0].role`."""
+def _fault(detail: ErrorDetails) -> str:
+    """What was wrong, in JSON's words."""
+    cause = detail.get("ctx", {}).get("error")
+    if detail["type"] == "value_error" and cause is not None:
+        return str(cause)
+    return "Input should be a JSON object" if detail["type"] in _NO_OBJECT else detail["msg"]
+
+
+def _path(detail: ErrorDetails, body: Mapping[str, Any]) -> str:
+    """`("messages", 0, "role")` as `messages[0].role`.
+
+    Where a field takes several types, pydantic's location also has the name of the type that was tried. Such a part is
+    no key of what was given, which otherwise only a missing field is.
+    """
     path = ""
-    for part in location:
+    value: Any = body
+    missing_at = len(detail["loc"]) - 1 if detail["type"] == "missing" else None
+    for position, part in enumerate(detail["loc"]):
         if isinstance(part, int):
             path += f"[{part}]"
-        else:
+            value = value[part] if isinstance(value, list) else None
+        elif (isinstance(value, Mapping) and part in value) or position == missing_at:
             path += f".{part}" if path else part
+            value = value.get(part) if isinstance(value, Mapping) else None
     return path
 
 
@@ -144,5 +166,7 @@ def _shown(value: Any) -> str:
     """A short form of an untrusted value: containers by type alone, long or invalid text cut and escaped."""
     if isinstance(value, (list, tuple, dict)):
         return "an object" if isinstance(value, dict) else "a list"
+    if isinstance(value, bool):
+        return str(value).lower()
     text = ascii(value) if isinstance(value, str) and not value.isprintable() else repr(value)
     return text if len(text) <= MAX_SHOWN_INPUT else text[: MAX_SHOWN_INPUT - 3] + "..."
