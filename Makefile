@@ -53,5 +53,7 @@ docs: setup  ## write docs/cli.md from the commands
 lock:  ## pin what is installed in .venv
 	$(BIN)/python .ci/lock.py > constraints.txt
 
-clean:
-	rm -rf $(OUT) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+clean:  ## remove what was built, written and cached; the environments stay, and `make` builds the kernels anew
+	rm -rf $(OUT) build dist src/*.egg-info src/batchline/native/*.so $(STAMP)
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
+	find . -path "./$(VENV)*" -prune -o -name __pycache__ -prune -exec rm -rf {} +

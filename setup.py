@@ -1,4 +1,4 @@
-"""Builds the engine's native kernels where a C++ compiler is found; without one the installation succeeds all the same.
+"""Builds the native kernels where a C++ compiler is found; without one the installation succeeds all the same.
 
 Everything else about the package is in pyproject.toml. One shared library holds the kernels of every instruction set;
 which of them run is decided when it is loaded, so no flag here depends on the machine that builds.

@@ -1,8 +1,8 @@
-"""Loads the compiled kernels and calls them with tensors.
+"""Loads the compiled kernels, and calls those of decoder layers with tensors.
 
-The only module that knows the C interface; `arguments.h` holds the structures mirrored here. Tensors are passed as
-pointers and strides, never copied. Kernels run on torch's own OpenMP threads (see `api.cpp`) and write into tensors
-that the caller allocated.
+`arguments.h` holds the structures mirrored here (`int8` and `encoder` have their own). Tensors are passed as pointers
+and strides, never copied. Kernels run on torch's own OpenMP threads (see `parallel.h`) and write into tensors that the
+caller allocated.
 """
 
 from __future__ import annotations
