@@ -17,9 +17,7 @@ import torch
 from batchline.engine.cache_memory import CacheMemory
 from batchline.engine.kv_cache import LayerSpec
 from batchline.native.library import DTYPES, CacheArgs, NativeKernels
-
-PANEL = 16
-"""Block sizes and value dimensions come in multiples of this."""
+from batchline.native.packing import PANEL
 
 MAX_KEY_DIM = 1024
 """`kMaxKeyDim` of the kernels."""

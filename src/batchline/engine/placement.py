@@ -15,9 +15,10 @@ from batchline.engine.kv_cache import KVCache, bytes_per_block, choose_num_block
 from batchline.engine.memory import free_bytes
 from batchline.engine.model_loader import LoadedModel
 from batchline.engine.model_runner import ModelRunner, StepRunner
-from batchline.engine.native_cache import PANEL, NativeKVCache, padded
+from batchline.engine.native_cache import NativeKVCache, padded
 from batchline.errors import ModelLoadError
 from batchline.native.library import NativeKernels, open_kernels
+from batchline.native.packing import PANEL
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +86,8 @@ class NativePlacement:
 
 
 def choose_kernels(config: EngineConfig) -> NativeKernels | None:
-    """The native kernels to load the model with; None leaves everything to torch."""
+    """The native kernels to load the model with; None leaves everything to torch, as does a block size that is no
+    multiple of a panel."""
     if config.cache.block_size % PANEL != 0:
         return None
     return open_kernels(config.model.cpu_kernels)

@@ -17,10 +17,11 @@ from transformers import AttentionInterface
 
 from batchline.engine.attention import PAGED_ATTENTION, prefill_attention
 from batchline.engine.kv_cache import LayerSpec
-from batchline.engine.native_cache import PANEL, NativeKVCache
+from batchline.engine.native_cache import NativeKVCache
 from batchline.engine.native_layout import NativeLayout
 from batchline.errors import UnsupportedModel
 from batchline.native.library import NativeKernels
+from batchline.native.packing import PANEL
 
 PROBE_ATTENTION = "batchline_probe"
 PROBE_LENGTHS = (5, 9)
@@ -51,7 +52,7 @@ def probe_attention_layers(name: str, model: Any, hf_config: Any) -> list[LayerS
     except Exception as exc:  # the model's code is foreign: on what it was not made for it may fail in any way
         raise UnsupportedModel(name, f"{architecture} cannot be run on packed sequences ({exc})") from exc
     layers = _checked_layers(name, architecture, hf_config, recording)
-    difference = _relative_difference(packed, alone)
+    difference = relative_difference(packed, alone)
     if not difference <= RELATIVE_TOLERANCE[packed.dtype]:
         raise UnsupportedModel(
             name,
@@ -160,7 +161,7 @@ def agrees_in_native_layout(
         step_layout=layout,
     )
     limit = RELATIVE_TOLERANCE[expected.dtype] if tolerance is None else tolerance
-    return _relative_difference(output.logits[0], expected) <= limit
+    return relative_difference(output.logits[0], expected) <= limit
 
 
 @torch.inference_mode()
@@ -200,7 +201,7 @@ def _probe_sequences(model: Any, hf_config: Any) -> list[torch.Tensor]:
     return [tokens[: PROBE_LENGTHS[0]], tokens[PROBE_LENGTHS[0] :]]
 
 
-def _relative_difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
+def relative_difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """Largest difference, as a share of the largest expected number; NaN where anything is NaN."""
     wide = expected.float()
     return float((actual.float() - wide).abs().max() / wide.abs().max().clamp_min(1e-6))

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from batchline.engine.model_runner import StepRunner
+from batchline.engine.probe import RELATIVE_TOLERANCE, relative_difference
 from batchline.engine.request import GenerationRequest, SamplingParams
 from batchline.engine.sampler import sample
 from batchline.engine.scheduler import Chunk, Step
@@ -17,8 +18,6 @@ from batchline.engine.sequence import Sequence as RunningSequence
 LENGTHS = (38, 25)
 CUTS = ((20, 17), (21, 24), (37, 25), (38, 25))
 """Where each sequence's chunks end: prompts, a decode beside a chunk, a chunk beside a decode, a decode."""
-
-RELATIVE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 
 
 def num_trial_blocks(block_size: int) -> int:
@@ -30,8 +29,7 @@ def agree(runner: StepRunner, reference: StepRunner, vocab_size: int, block_size
     """Whether both give the same logits, up to rounding, for prompts, chunks of prompts and decodes."""
     for step in _trial_steps(vocab_size, block_size):
         expected = reference.run(step).logits
-        difference = (runner.run(step).logits - expected).abs().max() / expected.abs().max().clamp_min(1e-6)
-        if not float(difference) <= RELATIVE_TOLERANCE[dtype]:
+        if not relative_difference(runner.run(step).logits, expected) <= RELATIVE_TOLERANCE[dtype]:
             return False
     return True
 
