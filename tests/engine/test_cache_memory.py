@@ -9,6 +9,8 @@ import pytest
 
 from batchline.engine.cache_memory import SLICE_BYTES, CacheMemory, cache_memory_ahead
 
+pytestmark = pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="memory is made ready ahead on Linux alone")
+
 
 @pytest.mark.parametrize("num_bytes", [1, mmap.PAGESIZE + 1, 3 * SLICE_BYTES])
 def test_memory_is_zeroed_and_of_the_size_asked_for(num_bytes: int) -> None:
