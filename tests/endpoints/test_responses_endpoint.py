@@ -96,6 +96,17 @@ async def test_sampling_fields_reach_the_engine() -> None:
     assert (sampling.temperature, sampling.top_p, sampling.seed, sampling.top_k) == (0.3, 0.4, 5, 6)
 
 
+async def test_constraints_hold_in_every_spelling() -> None:
+    for constraint in ({"guided_choice": ["no"]}, {"structured_outputs": {"choice": ["no"]}}):
+        model = scripted_model()
+        await respond(model, **constraint)
+        assert engine_of(model).requests[0].constraint is not None
+
+
+async def test_fields_of_chat_completions_that_ask_for_nothing_are_let_through() -> None:
+    assert (await respond(n=1, logprobs=False, stop=None, user="u"))["status"] == "completed"
+
+
 async def test_logprobs_are_included_on_request() -> None:
     answer = await respond(scripted_model("h"), include=["message.output_text.logprobs"], top_logprobs=1)
     logprobs = answer["output"][0]["content"][0]["logprobs"]
@@ -146,6 +157,13 @@ async def test_a_stream_that_is_cut_ends_as_incomplete() -> None:
         ({"temperature": 7}, "temperature"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"stream": True}, "stream"),
+        ({"max_tokens": 5}, "max_tokens: chat completions take it, responses do not"),
+        ({"n": 2}, "n: chat completions take it"),
+        ({"response_format": {"type": "json_object"}}, "response_format: chat completions take it"),
+        ({"prompt": {"id": "p"}}, "prompt: it is not supported by this build"),
+        ({"conversation": "c"}, "conversation: it is not supported"),
+        ({"max_tool_calls": 1}, "max_tool_calls: it is not supported"),
+        ({"guided_regex": "("}, "guided_regex: invalid regular expression"),
     ],
 )
 async def test_what_cannot_be_done_is_refused_by_name(body: dict[str, Any], message: str) -> None:

@@ -120,10 +120,24 @@ def test_what_is_made_in_the_background_can_be_cancelled(serve: Serve) -> None:
         begun = client.post("/v1/responses", json={"input": "x", "background": True}).json()
         refused = client.post("/v1/responses", json={"input": "x", "background": True})
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+        unfinished = client.post("/v1/responses", json={"input": "x", "previous_response_id": begun["id"]})
+        assert unfinished.status_code == 400
+        assert "is still being made" in unfinished.json()["error"]["message"]
         cancelled = client.post(f"/v1/responses/{begun['id']}/cancel").json()
         assert (cancelled["id"], cancelled["status"]) == (begun["id"], "cancelled")
         assert client.get(f"/v1/responses/{begun['id']}").json()["status"] == "cancelled"
     assert backend.is_cancelled
+
+
+async def test_a_wrong_request_is_refused_before_it_goes_to_the_background(client: openai.AsyncOpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="max_output_tokens"):
+        await client.responses.create(model="tiny", input="Hi", max_output_tokens=0, background=True)
+
+
+async def test_a_kept_response_is_not_streamed_again(client: openai.AsyncOpenAI) -> None:
+    made = await client.responses.create(model="tiny", input="Hi", max_output_tokens=1)
+    with pytest.raises(openai.BadRequestError, match="told whole"):
+        await client.responses.retrieve(made.id, stream=True)
 
 
 def test_an_error_in_a_stream_is_an_event_of_that_name(serve: Serve) -> None:

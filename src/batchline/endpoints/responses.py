@@ -17,7 +17,7 @@ from batchline.endpoints.response_input import chat_body
 from batchline.endpoints.response_output import ResponseWriter
 from batchline.errors import BadRequest
 from batchline.openai_api.parsing import parse_body
-from batchline.openai_api.responses import ResponsesRequest
+from batchline.openai_api.responses import ResponsesRequest, refuse_other_fields
 
 JsonObject = dict[str, Any]
 
@@ -62,6 +62,7 @@ async def response_events(
 
 
 def _parse(body: Mapping[str, Any], model: GenerativeModel) -> ResponsesRequest:
+    refuse_other_fields(body)
     request = parse_body(ResponsesRequest, body, strict=model.config.strict)
     request.check()
     return request

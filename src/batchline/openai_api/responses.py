@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from batchline.errors import BadRequest
+from batchline.openai_api.chat import ChatCompletionRequest
 from batchline.openai_api.common import WireModel
+from batchline.openai_api.parsing import NO_BEHAVIOUR
 
 JsonObject = dict[str, Any]
 Status = Literal["queued", "in_progress", "completed", "incomplete", "cancelled", "failed"]
@@ -33,8 +35,23 @@ CHAT_FIELDS = (
     "bad_words",
     "priority",
     "chat_template_kwargs",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+    "allowed_token_ids",
+    "include_reasoning",
+    "documents",
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "guided_json_object",
+    "guided_whitespace_pattern",
 )
 """Fields that mean the same as in a chat completion, and are checked there."""
+
+HOSTED_FIELDS = ("prompt", "conversation", "max_tool_calls")
+"""Fields about what only a hosted service keeps or runs."""
 
 
 class TextOptions(WireModel):
@@ -88,6 +105,18 @@ class ResponsesRequest(WireModel):
     bad_words: Any = None
     priority: Any = None
     chat_template_kwargs: Any = None
+    include_stop_str_in_output: Any = None
+    skip_special_tokens: Any = None
+    allowed_token_ids: Any = None
+    include_reasoning: Any = None
+    documents: Any = None
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    guided_json_object: Any = None
+    guided_whitespace_pattern: Any = None
 
     def check(self) -> None:
         """What only a server can do, and what this build cannot. Raises: BadRequest."""
@@ -97,6 +126,18 @@ class ResponsesRequest(WireModel):
         if self.reasoning.summary:
             field = "reasoning.summary"
             raise BadRequest(f"{field}: summaries of reasoning are not supported by this build", param=field)
+
+
+def refuse_other_fields(body: Mapping[str, Any]) -> None:
+    """Raises: BadRequest for a field of chat completions that responses do not have, or one of a hosted service."""
+    for name, value in body.items():
+        if value is None or name in ResponsesRequest.model_fields or name in NO_BEHAVIOUR:
+            continue
+        chat_field = ChatCompletionRequest.model_fields.get(name)
+        if chat_field is not None and value != chat_field.get_default(call_default_factory=True):
+            raise BadRequest(f"{name}: chat completions take it, responses do not", param=name)
+        if name in HOSTED_FIELDS:
+            raise BadRequest(f"{name}: it is not supported by this build", param=name)
 
 
 def response_object(

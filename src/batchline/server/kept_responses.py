@@ -26,6 +26,11 @@ class KeptResponse:
     task: asyncio.Task[None] | None = None
 
     @property
+    def is_running(self) -> bool:
+        """Whether it is still being made."""
+        return self.response["status"] in ("queued", "in_progress")
+
+    @property
     def conversation(self) -> list[JsonObject]:
         """The items that a following request begins with."""
         return [*self.input_items, *self.response["output"]]
@@ -55,6 +60,14 @@ class KeptResponses:
             raise NotFound(f"Response with id {response_id[:200]!r} not found", param=param)
         return kept
 
+    def finished(self, response_id: str, param: str) -> KeptResponse:
+        """A kept response that is not being made any more. Raises: NotFound, BadRequest."""
+        kept = self.get(response_id, param)
+        if kept.is_running:
+            message = f"{param}: the response {response_id!r} is still being made; wait for it, or cancel it"
+            raise BadRequest(message, param=param)
+        return kept
+
     def __contains__(self, response_id: str) -> bool:
         return response_id in self._kept
 
@@ -68,7 +81,7 @@ class KeptResponses:
         kept = self.get(response_id)
         if kept.task is None:
             raise BadRequest("Only a response made in the background can be cancelled", param="response_id")
-        if kept.response["status"] in ("queued", "in_progress"):
+        if kept.is_running:
             kept.task.cancel()
             kept.response = kept.response | {"status": "cancelled"}
         return kept.response

@@ -17,7 +17,8 @@ from starlette.responses import Response
 
 from batchline.backends.base import Backend, EndpointRequest
 from batchline.errors import BadRequest, Overloaded
-from batchline.openai_api.responses import response_object
+from batchline.openai_api.parsing import parse_body
+from batchline.openai_api.responses import ResponsesRequest, response_object
 from batchline.server.admission import RETRY_AFTER_S
 from batchline.server.errors import as_request_error
 from batchline.server.event_stream import close_stream
@@ -55,7 +56,9 @@ class ResponsesApi:
         return JsonResponse(answer.body if answer.is_error else call.keep(answer.body, self._kept), answer.status_code)
 
     async def retrieve(self, request: Request) -> Response:
-        """A kept response as it stands. Raises: NotFound."""
+        """A kept response as it stands. Raises: NotFound, BadRequest."""
+        if request.query_params.get("stream", "false") != "false":
+            raise BadRequest("stream: a kept response is told whole", param="stream")
         return JsonResponse(self._kept.get(request.path_params["response_id"]).response)
 
     async def cancel(self, request: Request) -> Response:
@@ -69,12 +72,12 @@ class ResponsesApi:
         return JsonResponse({"id": response_id, "object": "response", "deleted": True})
 
     def _call(self, body: JsonObject, request_id: str) -> _Call:
-        """The request as the backend gets it: whole, under an id that no kept response has. Raises: NotFound."""
+        """The request as the backend gets it: whole, under an id that no kept response has. Raises: RequestError."""
         items = _items(body.get("input"))
         previous_id = body.get("previous_response_id")
         sent = {key: value for key, value in body.items() if key != "background" or value is not True}
         if isinstance(previous_id, str) and items is not None:
-            items = [*self._kept.get(previous_id, "previous_response_id").conversation, *items]
+            items = [*self._kept.finished(previous_id, "previous_response_id").conversation, *items]
             sent["input"] = items
             del sent["previous_response_id"]
         if f"resp_{request_id}" in self._kept:
@@ -85,6 +88,7 @@ class ResponsesApi:
         """Begin to make a response in the background; returns it as it stands. Raises: BadRequest, Overloaded."""
         if call.body.get("stream") or call.body.get("store") is False:
             raise BadRequest("background: it goes neither with stream nor without store", param="background")
+        parse_body(ResponsesRequest, call.request.body, strict=False)  # whatever can be told at once
         if self._kept.num_running >= self._max_running:
             raise Overloaded("Too many responses are being made in the background", retry_after_s=RETRY_AFTER_S)
         queued = response_object(
