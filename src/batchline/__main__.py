@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from batchline.cli.main import main
+from batchline.cli.main import command
 
 if __name__ == "__main__":
-    main()
+    command()

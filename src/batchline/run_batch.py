@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from batchline.cli.main import main
+from batchline.cli.main import command
 
 if __name__ == "__main__":
-    main(["run-batch", *sys.argv[1:]])
+    command(["run-batch", *sys.argv[1:]])

@@ -9,9 +9,12 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import sys
 from collections.abc import Sequence
-from typing import Annotated
+from contextlib import suppress
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -55,6 +58,27 @@ app.command("plan")(plan)
 app.command("split")(split)
 app.command("merge")(merge)
 app.command("upload")(upload)
+
+
+def command(arguments: Sequence[str] | None = None) -> NoReturn:
+    """`main` as a whole process, which ends with it.
+
+    The interpreter is not taken apart: with a model's libraries loaded that takes more than a second, and by then
+    everything that matters is on disk.
+    """
+    try:
+        main(arguments)
+    except SystemExit as exc:
+        code = exc.code if isinstance(exc.code, int) else int(exc.code is not None)
+        if isinstance(exc.code, str):
+            typer.echo(exc.code, err=True)
+    else:
+        code = 0
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # a pipe that nobody reads any more
+            stream.flush()
+    os._exit(code)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
