@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
-import psutil
+
+from batchline.engine.memory import free_bytes
 
 MAX_AHEAD_BYTES = 1536 * 1024**2
 """What is touched at most: more than a few seconds are good for."""
@@ -28,7 +29,7 @@ class CacheMemory:
 
     def __init__(self) -> None:
         """Start touching. Raises: OSError where the system does not give so many addresses."""
-        free = psutil.virtual_memory().available
+        free = free_bytes("cpu")
         self._ahead = min(MAX_AHEAD_BYTES, free // 8) // SLICE_BYTES * SLICE_BYTES
         self._mapping = mmap.mmap(-1, free // 2, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._mapping.madvise(mmap.MADV_HUGEPAGE)
