@@ -11,7 +11,6 @@ namespace {
 constexpr int64_t kTileQueryRows = 48;  // rows of a prefill tile: its sums and queries fit into the first-level cache
 constexpr int64_t kMinSplitKeys = 256;  // a context is split between cores only into pieces at least this long
 
-constexpr int64_t kRowsPerItem = 96;  // of a linear layer
 constexpr int64_t kPanelGroupsPerItem = 3;
 
 enum Isa : int { kPortable, kAvx2, kAvx512, kAvx512Bf16 };
@@ -60,11 +59,11 @@ int64_t rows_per_range(int64_t numbers_per_row) { return std::max<int64_t>(1, 16
 void run_linear(const Runtime& runtime, const TypedKernels& kernels, const LinearArgs& a) {
   const int64_t panels_per_item = kernels.panels_at_once * kPanelGroupsPerItem;
   const int64_t column_items = divide_up(a.num_panels(), panels_per_item);
-  const int64_t items = divide_up(a.rows, kRowsPerItem) * column_items;
+  const int64_t items = divide_up(a.rows, kMaxItemRows) * column_items;
   parallel_ranges(runtime.run_parallel, items, 1, [&](int64_t first, int64_t end) {
     for (int64_t i = first; i < end; ++i) {
-      const int64_t row = i / column_items * kRowsPerItem, panel = i % column_items * panels_per_item;
-      kernels.linear(a, {row, std::min(row + kRowsPerItem, a.rows), panel,
+      const int64_t row = i / column_items * kMaxItemRows, panel = i % column_items * panels_per_item;
+      kernels.linear(a, {row, std::min(row + kMaxItemRows, a.rows), panel,
                          std::min(panel + panels_per_item, a.num_panels())});
     }
   });

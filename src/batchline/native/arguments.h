@@ -46,7 +46,9 @@ struct LinearArgs {
   int64_t num_panels() const { return divide_up(outputs, kPanel) * (is_gated ? 2 : 1); }
 };
 
-// Rows [first_row, end_row) and panels [first_panel, end_panel) of a product, for one core.
+constexpr int64_t kMaxItemRows = 96;
+
+// At most kMaxItemRows rows [first_row, end_row) and panels [first_panel, end_panel) of a product, for one core.
 struct LinearItem {
   int64_t first_row, end_row, first_panel, end_panel;
 };

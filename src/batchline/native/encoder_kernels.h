@@ -54,7 +54,7 @@ struct EncoderRows {
   int64_t num_rows() const { return first_rows[num_sequences]; }
 };
 
-constexpr int64_t kEncoderRows = 96;  // that go through a layer's linear parts together, without leaving the caches
+constexpr int64_t kEncoderRows = kMaxItemRows;  // that go through a layer's linear parts together, without leaving the caches
 
 // All of them are serial; scratch is theirs alone while they run, and `scratch_bytes` long. `project` and `finish`
 // take at most kEncoderRows rows, `attend` one head of one sequence, whose index counts from `first_sequence`.

@@ -10,7 +10,6 @@ namespace {
 
 constexpr int64_t kRowsAtOnce = 1024;  // quantized together: their bytes stay in the caches until they are multiplied
 constexpr int64_t kRowsPerRange = 16;  // to quantize
-constexpr int64_t kRowsPerItem = 96;   // to multiply
 constexpr int64_t kPanelsPerItem = 12;  // even: gate and up go together
 
 enum Int8Isa : int { kPortable, kAvx2, kAvxVnni, kAvx512Vnni };
@@ -62,11 +61,11 @@ int64_t row_stride(const Int8LinearArgs& a) { return (divide_up(a.inputs, 64) | 
 void multiply(const Int8Runtime& runtime, const TypedInt8Kernels& kernels, const Int8LinearArgs& a,
               const QuantizedRows& rows, int64_t end_row) {
   const int64_t column_items = divide_up(a.num_panels(), kPanelsPerItem);
-  const int64_t items = divide_up(end_row - rows.first_row, kRowsPerItem) * column_items;
+  const int64_t items = divide_up(end_row - rows.first_row, kMaxItemRows) * column_items;
   parallel_ranges(runtime.run_parallel, items, 1, [&](int64_t first, int64_t end) {
     for (int64_t i = first; i < end; ++i) {
-      const int64_t row = rows.first_row + i / column_items * kRowsPerItem, panel = i % column_items * kPanelsPerItem;
-      kernels.linear(a, rows, {row, std::min(row + kRowsPerItem, end_row), panel,
+      const int64_t row = rows.first_row + i / column_items * kMaxItemRows, panel = i % column_items * kPanelsPerItem;
+      kernels.linear(a, rows, {row, std::min(row + kMaxItemRows, end_row), panel,
                                std::min(panel + kPanelsPerItem, a.num_panels())});
     }
   });

@@ -1,7 +1,6 @@
 // Linear layers: packed weights, float sums, and what follows the product done before the sums leave the registers.
 
 constexpr int64_t kDepth = 512;  // pairs of inputs at once: their panels and rows stay in the second-level cache
-constexpr int64_t kMaxItemRows = 96;
 
 // Bias, activation and rounding of a tile's sums, in registers: all of its columns are columns of the result.
 template <class T, int kRows, int kPanels>
