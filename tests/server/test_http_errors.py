@@ -80,6 +80,7 @@ def test_a_known_path_by_the_wrong_method_is_405(fake: httpx.Client) -> None:
     response = fake.get(CHAT)
     assert (response.status_code, response.headers["allow"]) == (405, "POST")
     assert error_of(response)["type"] == "MethodNotAllowedError"
+    assert fake.put("/ping").headers["allow"] == "GET, HEAD, POST"
 
 
 def test_a_backends_error_answer_comes_as_it_is(fake: httpx.Client) -> None:

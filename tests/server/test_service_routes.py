@@ -32,6 +32,18 @@ def test_models_are_listed_with_what_they_answer(fake: httpx.Client) -> None:
     assert fake.get("/v1/models/fake").json() == model
 
 
+def test_load_balancers_may_ask_by_head(serve: Serve) -> None:
+    """They were refused with 405, and took the server for dead."""
+    backend = FakeBackend()
+    url = serve(backend).url
+    for path in ("/health", "/ping", "/version", "/v1/models", "/metrics"):
+        response = httpx.head(url + path)
+        assert (response.status_code, response.content) == (200, b"")
+        assert response.headers["content-type"] == httpx.get(url + path).headers["content-type"]
+    backend.is_dead = True
+    assert httpx.head(f"{url}/health").status_code == 503
+
+
 def test_metrics_count_requests_tokens_and_times(serve: Serve) -> None:
     with httpx.Client(base_url=serve().url) as client:
         client.post(CHAT, json=HELLO)

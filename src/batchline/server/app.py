@@ -10,6 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from batchline.backends.base import Backend
 from batchline.server import responses_api
@@ -42,7 +43,7 @@ def create_app(backend: Backend, options: ServerOptions) -> FastAPI:
 
     async def answer_unrouted(request: Request, exc: Exception) -> Response:
         assert isinstance(exc, HTTPException)  # what it is registered for
-        return error_response(unrouted(request, exc, served))
+        return error_response(unrouted(request, exc, served, _allowed_methods(app, request)))
 
     app.add_exception_handler(HTTPException, answer_unrouted)
     app.openapi = _cached_description(app, options)  # type: ignore[method-assign]
@@ -96,6 +97,8 @@ def _add_service(app: FastAPI, service: Service) -> None:
         app.add_api_route(
             path, route, methods=[method], tags=["service"], response_model=None, responses=ERROR_RESPONSES
         )
+        if method == "GET":  # the HTTP server leaves the body out of what is asked for by HEAD
+            app.add_api_route(path, route, methods=["HEAD"], include_in_schema=False, response_model=None)
 
     add("/v1/models", service.models)
     add("/v1/models/{model_id:path}", service.model)
@@ -108,6 +111,12 @@ def _add_service(app: FastAPI, service: Service) -> None:
 
 def _served_paths(app: FastAPI) -> frozenset[str]:
     return frozenset(route.path_format for route in app.routes if isinstance(route, APIRoute))
+
+
+def _allowed_methods(app: FastAPI, request: Request) -> list[str]:
+    """The methods that the request's path can be asked for by, from all of its routes."""
+    matching = [route for route in app.routes if isinstance(route, Route) and route.matches(request.scope)[0].value]
+    return sorted({method for route in matching for method in route.methods or ()})
 
 
 def _open_paths(options: ServerOptions) -> frozenset[str]:

@@ -55,10 +55,10 @@ def as_request_error(exc: Exception) -> RequestError:
     return InternalServerError("Internal server error")
 
 
-def unrouted(request: Request, exc: HTTPException, served: Iterable[str]) -> RequestError:
-    """What the router finds wrong: an unknown path, or a path by the wrong method."""
+def unrouted(request: Request, exc: HTTPException, served: Iterable[str], methods: Iterable[str]) -> RequestError:
+    """What the router finds wrong: an unknown path, or a path by a method that is none of `methods`."""
     if exc.status_code == MethodNotAllowed.status_code:
-        allowed = (exc.headers or {}).get("Allow", "")
+        allowed = ", ".join(methods)
         return MethodNotAllowed(f"{request.method} is not allowed here; allowed: {allowed}", allowed=allowed)
     if exc.status_code == NotFound.status_code:
         return NotFound(f"Unknown path {_shown(route_path(request.scope))}. Served here: {', '.join(sorted(served))}")
