@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from datetime import datetime, timedelta, timezone
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
@@ -22,6 +23,7 @@ from batchline.config import CacheConfig, EngineConfig, ModelConfig
 from batchline.testing import FakeBackend
 
 TINY_CHAT = Path(__file__).parents[2] / "examples/models/tiny-chat"
+TINY_KEY = "token-abc123"
 
 
 @pytest.fixture
@@ -70,11 +72,25 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="session")
 def tiny() -> Iterator[ThreadedServer]:
-    """The model that ships, served as `tiny` and `org/alias`, with the key `token-abc123`."""
+    """The model that ships, served as `tiny` and `org/alias`, with the key `TINY_KEY`."""
     model = ModelConfig(model=str(TINY_CHAT), served_names=("tiny", "org/alias"), dtype="float32", num_threads=1)
     backend = InProcessBackend([EngineConfig(model=model, cache=CacheConfig(num_bytes=64 << 20))])
-    with ThreadedServer(backend, api_keys=("token-abc123",)) as server:
+    with ThreadedServer(backend, api_keys=(TINY_KEY,)) as server:
         yield server
+
+
+@pytest.fixture
+def client(tiny: ThreadedServer) -> Iterator[openai.OpenAI]:
+    """The official client of `tiny`'s server."""
+    with openai.OpenAI(base_url=f"{tiny.url}/v1", api_key=TINY_KEY, max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
+async def async_client(tiny: ThreadedServer) -> AsyncIterator[openai.AsyncOpenAI]:
+    """The same, for `await`."""
+    async with openai.AsyncOpenAI(base_url=f"{tiny.url}/v1", api_key=TINY_KEY, max_retries=0) as client:
+        yield client
 
 
 @pytest.fixture(scope="session")

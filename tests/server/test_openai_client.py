@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import struct
-from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import openai
@@ -16,18 +15,6 @@ MESSAGES: Any = [
     {"role": "system", "content": "You are a helpful assistant."},
     {"role": "user", "content": "Hello world!"},
 ]
-
-
-@pytest.fixture
-def client(tiny: ThreadedServer) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{tiny.url}/v1", api_key="token-abc123", max_retries=0) as client:
-        yield client
-
-
-@pytest.fixture
-async def async_client(tiny: ThreadedServer) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(base_url=f"{tiny.url}/v1", api_key="token-abc123", max_retries=0) as client:
-        yield client
 
 
 def test_a_chat_completion(client: openai.OpenAI) -> None:

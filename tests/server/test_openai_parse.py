@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
 from typing import Any, Literal
 
 import openai
 import pytest
 from pydantic import BaseModel, Field
-from threaded_server import ThreadedServer
 
 MESSAGES: Any = [{"role": "user", "content": "Two pears, please."}]
 
@@ -27,18 +25,6 @@ class Buy(BaseModel):
     """Buys one thing."""
 
     fruit: Literal["apple", "pear"]
-
-
-@pytest.fixture
-def client(tiny: ThreadedServer) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{tiny.url}/v1", api_key="token-abc123", max_retries=0) as client:
-        yield client
-
-
-@pytest.fixture
-async def async_client(tiny: ThreadedServer) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(base_url=f"{tiny.url}/v1", api_key="token-abc123", max_retries=0) as client:
-        yield client
 
 
 def test_an_answer_is_an_object_of_the_class(client: openai.OpenAI) -> None:

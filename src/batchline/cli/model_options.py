@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -45,6 +45,19 @@ def parse_num_bytes(text: str | int) -> int:
     if num_bytes < 1:
         raise typer.BadParameter(f"{text!r} is not a size like 4GiB, 500M or 1000000.")
     return num_bytes
+
+
+def _parser_option(what_the_model_does: str) -> Any:
+    """Names the format that a parser reads. what_the_model_does: `reasons in`."""
+    return typer.Option(
+        help=f"Format the model {what_the_model_does}; found from the chat template if not given; none: not read.",
+        rich_help_panel=_TEXT,
+    )
+
+
+def _plugin_option(kind: str) -> Any:
+    """Adds parsers of a kind."""
+    return typer.Option(help=f"Python file that registers {kind} parsers. Repeatable.", rich_help_panel=_TEXT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,17 +145,8 @@ class ModelOptions:
             "--trust-request-chat-template", help="Let requests bring a chat_template.", rich_help_panel=_TEXT
         ),
     ] = False
-    tool_call_parser: Annotated[
-        str | None,
-        typer.Option(
-            help="Format the model writes tool calls in; found from the chat template if not given; none: not read.",
-            rich_help_panel=_TEXT,
-        ),
-    ] = None
-    tool_parser_plugin: Annotated[
-        list[str],
-        typer.Option(help="Python file that registers tool-call parsers. Repeatable.", rich_help_panel=_TEXT),
-    ] = dataclasses.field(default_factory=list)
+    tool_call_parser: Annotated[str | None, _parser_option("writes tool calls in")] = None
+    tool_parser_plugin: Annotated[list[str], _plugin_option("tool-call")] = dataclasses.field(default_factory=list)
     enable_auto_tool_choice: Annotated[
         bool,
         typer.Option(
@@ -151,17 +155,8 @@ class ModelOptions:
             rich_help_panel=_TEXT,
         ),
     ] = False
-    reasoning_parser: Annotated[
-        str | None,
-        typer.Option(
-            help="Format the model reasons in; found from the chat template if not given; none: not read.",
-            rich_help_panel=_TEXT,
-        ),
-    ] = None
-    reasoning_parser_plugin: Annotated[
-        list[str],
-        typer.Option(help="Python file that registers reasoning parsers. Repeatable.", rich_help_panel=_TEXT),
-    ] = dataclasses.field(default_factory=list)
+    reasoning_parser: Annotated[str | None, _parser_option("reasons in")] = None
+    reasoning_parser_plugin: Annotated[list[str], _plugin_option("reasoning")] = dataclasses.field(default_factory=list)
     max_logprobs: Annotated[
         int, typer.Option(min=-1, help="Most logprobs a request may ask for; -1: all.", rich_help_panel=_TEXT)
     ] = _TEXT_DEFAULTS.max_logprobs
