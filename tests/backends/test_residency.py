@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import pytest
 
@@ -37,6 +38,20 @@ async def test_a_model_is_loaded_once_and_shared() -> None:
     async with shelf.residency.use(shelf.model("a")) as first, shelf.residency.use(shelf.model("a")) as second:
         assert first is second
     assert shelf.events == ["load a"]
+
+
+async def test_the_thread_that_loads_a_model_ends_and_takes_its_computing_threads_along() -> None:
+    loading: list[threading.Thread] = []
+
+    def load() -> Recorded:
+        loading.append(threading.current_thread())
+        return Recorded("a", [])
+
+    async with Shelf(room=1).residency.use(Loadable("a", load, 1)):
+        (thread,) = loading
+        assert thread is not threading.current_thread()
+        thread.join(timeout=60)
+        assert not thread.is_alive()
 
 
 async def test_models_that_fit_together_stay_together() -> None:
