@@ -23,6 +23,7 @@ TOOLS: Any = [
     for name in ("get", "put")
 ]
 CALL = '<tool_call>\n{"name": "get", "arguments": {"a": 1}}\n</tool_call>'
+REQUIRED = '[{"name": "put", "parameters": {"a": "]"}}, {"name": "get", "parameters": {}}]'
 Json = dict[str, Any]
 
 
@@ -196,8 +197,7 @@ async def test_a_named_function_is_called_with_the_text_as_its_arguments() -> No
 
 
 async def test_required_calls_are_a_list() -> None:
-    text = '[{"name": "put", "parameters": {"a": "]"}}, {"name": "get", "parameters": {}}]'
-    choice = await choice_of(model_saying(text), tools=TOOLS, tool_choice="required")
+    choice = await choice_of(model_saying(REQUIRED), tools=TOOLS, tool_choice="required")
     assert functions(choice) == [("put", '{"a": "]"}'), ("get", "{}")]
     assert choice["message"]["content"] is None
     assert choice["finish_reason"] == "tool_calls"
@@ -208,6 +208,18 @@ async def test_demanded_calls_that_are_cut_are_told_as_far_as_they_came() -> Non
     choice = await choice_of(model_saying(text), tools=TOOLS, tool_choice="required", max_tokens=len(text))
     assert functions(choice) == [("put", '{"a": "long')]
     assert choice["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("end", range(1, len(REQUIRED)))
+async def test_a_demanded_call_that_is_cut_is_never_content(end: int) -> None:
+    """Neither whole nor streamed: a call is one from where its name is known."""
+    body = {"tools": TOOLS, "tool_choice": "required", "max_tokens": end}
+    whole, parts = await choice_of(model_saying(REQUIRED), **body), await streamed(model_saying(REQUIRED), **body)
+    assert functions(whole) == functions(parts)
+    assert len(functions(whole)) == sum(end >= REQUIRED.index(name) + len(name) for name in ('"put"', '"get"'))
+    assert not whole["message"]["content"]
+    assert not parts["message"]["content"]
+    assert whole["finish_reason"] == parts["finish_reason"] == "length"
 
 
 async def test_reasoning_is_told_apart_under_both_of_its_names() -> None:

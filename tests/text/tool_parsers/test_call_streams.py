@@ -125,8 +125,8 @@ def test_eager_stream_shows_the_name_and_then_the_arguments_as_they_come() -> No
     assert stream.push('<tool_call>{"name": "now", "arguments": ') == []
     assert stream.push('{"a": "') == [ToolCallDelta(0, "now", None, '{"a": "')]
     assert stream.push("long ") == [ToolCallDelta(0, arguments_fragment="long ")]
-    assert stream.push("text\\") == [ToolCallDelta(0, arguments_fragment="text")]
-    assert stream.push('n"}}') == [ToolCallDelta(0, arguments_fragment='\\n"}')]
+    assert stream.push("text\\") == [ToolCallDelta(0, arguments_fragment="text\\")]
+    assert stream.push('n"}}') == [ToolCallDelta(0, arguments_fragment='n"}')]
     assert stream.finish() == []
 
 

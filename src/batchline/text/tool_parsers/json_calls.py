@@ -53,14 +53,13 @@ def read_string(cursor: TextCursor, emit: Emit) -> Reading[None]:
     emit('"')
     while True:
         stop = _STRING_STOP.search(cursor.text, cursor.position)
-        emit(cursor.take_rest() if stop is None else cursor.take(stop.start()))
-        length = 1 if stop and stop.group() == '"' else 2
-        if len(cursor.text) < cursor.position + length:
-            yield from cursor.need_more()
-            continue
-        emit(cursor.take(cursor.position + length))
-        if length == 1:
+        emit(cursor.take_rest() if stop is None else cursor.take(stop.end()))
+        if stop is not None and stop.group() == '"':
             return
+        if cursor.position == len(cursor.text):
+            yield from cursor.need_more()
+        if stop is not None:
+            emit(cursor.take(cursor.position + 1))  # what is escaped
 
 
 def read_value(cursor: TextCursor) -> Reading[str]:
