@@ -24,6 +24,12 @@ def tree(kind: str, **fields: Any) -> dict[str, Any]:
     return {"response_format": {"type": "structural_tag", "format": {"type": kind, **fields}}}
 
 
+def structures(*schemas: Any) -> dict[str, Any]:
+    """Structural tags in the older spelling, one for each schema."""
+    tags = [{"begin": f"<f{index}>", "schema": schema, "end": "</f>"} for index, schema in enumerate(schemas)]
+    return {"structures": tags, "triggers": ["<f"]}
+
+
 GBNF = 'root ::= "x" [0-9] [0-9]? "y"'
 LARK = 'start: "x" DIGITS "y"\nDIGITS: /[0-9]{1,3}/'
 
@@ -158,8 +164,23 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ),
     (
         {"structured_outputs": {"structural_tag": {**TAGS, "triggers": ["<g"]}}},
-        "structured_outputs.structural_tag",
-        "no trigger begins the structure '<f=a>'",
+        "structured_outputs.structural_tag.structures[0].begin",
+        r"structural_tag\.structures\[0\]\.begin: no trigger begins '<f=a>'",
+    ),
+    (
+        {"response_format": {"type": "structural_tag", **structures({"enum": [1]}, {"not": {}})}},
+        "response_format.structures[1].schema",
+        r'structures\[1\]\.schema: at the root: Unimplemented keys: ."not"',
+    ),
+    (
+        {"structured_outputs": {"structural_tag": structures({"properties": {"a": {"minLength": -1}}})}},
+        "structured_outputs.structural_tag.structures[0].schema",
+        r"structures\[0\]\.schema: at properties\.a",
+    ),
+    (
+        {"structured_outputs": {"structural_tag": '{"structures": [{"begin": "<f", "end": ""}], "triggers": ["<"]}'}},
+        "structured_outputs.structural_tag.structures[0].schema",
+        "Field required",
     ),
     ({"structured_outputs": {"structural_tag": "{"}}, "structured_outputs.structural_tag", "JSON object"),
     (
@@ -184,13 +205,18 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "any_text can only stand at the end, or alone in a tag",
     ),
     (
+        tree("triggered_tags", triggers=["<g"], tags=TRIGGERED["tags"]),
+        "response_format.format.tags[0].begin",
+        "no trigger begins",
+    ),
+    (
         tree("tag", begin="<a>", content=TRIGGERED, end="</a>"),
         "response_format.format.content",
         "triggered_tags can only stand at the end",
     ),
     (
         tree("or", elements=[{"type": "json_schema", "json_schema": {"not": {}}}]),
-        "response_format",
+        "response_format.format.elements[0]",
         'at the root: Unimplemented keys: ."not"',
     ),
     (tree("regex", pattern="("), "response_format.format", "invalid regular expression: unclosed group"),

@@ -127,7 +127,7 @@ def _read_structural_tag(text: str, field: str) -> StructuralTag:
     try:
         return parse_body(StructuralTag, given, strict=True)
     except BadRequest as exc:
-        raise BadRequest(f"{field}: {exc.message}", param=field) from exc
+        raise BadRequest(f"{field}: {exc.message}", param=f"{field}.{exc.param}" if exc.param else field) from exc
 
 
 def _text(source: Any) -> str:

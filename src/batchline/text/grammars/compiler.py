@@ -6,9 +6,7 @@ special token is no text to it: none is allowed inside a constrained text, so th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cached_property, lru_cache
-from typing import Any
 
 import llguidance
 
@@ -18,7 +16,7 @@ from batchline.text.grammars.engine import LIMITS, refusal
 from batchline.text.grammars.lark import NOTHING_ELSE, Grammar, Surroundings, surrounded
 from batchline.text.grammars.matcher import CompiledGrammar
 from batchline.text.grammars.patterns import one_line, short_reason
-from batchline.text.grammars.schema_errors import place_of_error
+from batchline.text.grammars.schema_errors import schema_error
 from batchline.text.grammars.sources import constraint_grammar
 from batchline.text.tokenizer import Tokenizer, special_token_ids
 
@@ -103,18 +101,8 @@ def _invalid(constraint: Constraint, grammar: Grammar, reason: str) -> BadReques
         return BadRequest(f"{field}: invalid grammar: {one_line(reason)}", param=field)
     parts = (grammar.part, *grammar.others.values())
     for index, schema in enumerate(part["json_schema"] for part in parts if "json_schema" in part):
-        what = _schema_error(schema)
+        what = schema_error(schema)
         if what is not None:
             field = constraint.field_of(index)
             return BadRequest(f"{field}: {what}", param=field)
     return BadRequest(f"{field}: it is too large to be enforced", param=field)
-
-
-def _schema_error(schema: Mapping[str, Any]) -> str | None:
-    """What the engine refuses in a schema, and where in it; None if it takes it."""
-
-    def reason_of(part: Mapping[str, Any]) -> str | None:
-        return refusal(Grammar({"json_schema": part}).serialised())
-
-    reason = reason_of(schema)
-    return None if reason is None else f"at {place_of_error(schema, reason, reason_of)}: {one_line(reason)}"

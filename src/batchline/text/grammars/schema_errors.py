@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from batchline.text.grammars.engine import refusal as engine_refusal
 from batchline.text.grammars.json_schema import OPTIONS, path_below, subschemas
+from batchline.text.grammars.lark import Grammar
+from batchline.text.grammars.patterns import one_line
 
 MAX_TRIES = 200
 """Subschemas that are tried before the place stays as coarse as it is."""
@@ -18,6 +21,16 @@ _DEFINITIONS = ("$defs", "definitions", "$schema", OPTIONS)
 
 Refusal = Callable[[Mapping[str, Any]], str | None]
 """Why the engine refuses a schema; None if it takes it."""
+
+
+def schema_error(schema: Mapping[str, Any]) -> str | None:
+    """What the engine refuses in a schema, and where in it; None if it takes it."""
+
+    def reason_of(part: Mapping[str, Any]) -> str | None:
+        return engine_refusal(Grammar({"json_schema": part}).serialised())
+
+    reason = reason_of(schema)
+    return None if reason is None else f"at {place_of_error(schema, reason, reason_of)}: {one_line(reason)}"
 
 
 def place_of_error(schema: Mapping[str, Any], reason: str, refusal: Refusal) -> str:

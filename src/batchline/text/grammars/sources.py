@@ -56,5 +56,5 @@ def _lark_text(constraint: Constraint, text: str) -> str:
 def _structural_tags(constraint: Constraint, special: SpecialTokens) -> Grammar:
     """Of either spelling. Raises: BadRequest."""
     wanted = json.loads(constraint.source)
-    tree = wanted.get("format") or tags_of_structures(wanted["structures"], wanted["triggers"])
+    tree = wanted.get("format") or tags_of_structures(wanted["structures"], wanted["triggers"], constraint.field)
     return format_grammar(constraint, tree, special, lambda part, text: lark(_lark_text(part, text)))

@@ -17,6 +17,7 @@ from batchline.text.grammars.engine import engine_regex, refusal
 from batchline.text.grammars.json_schema import strict_schema
 from batchline.text.grammars.lark import ANY_TEXT, Grammar, Part, SpecialTokens, free_text_up_to, lark, written
 from batchline.text.grammars.patterns import short_reason
+from batchline.text.grammars.schema_errors import schema_error
 
 Node = Mapping[str, Any]
 ReadGrammar = Callable[[Constraint, str], Part]
@@ -29,17 +30,15 @@ def format_grammar(constraint: Constraint, tree: Node, special: SpecialTokens, r
     return Grammar(lark("\n".join([f"start: {start}", *rules.lines])), rules.others)
 
 
-def tags_of_structures(structures: Sequence[Node], triggers: Sequence[str]) -> Node:
-    """The older spelling in the newer one."""
-    tags = [
-        {
-            "begin": structure["begin"],
-            "content": {"type": "json_schema", "json_schema": structure["schema"]},
-            "end": structure["end"],
-        }
-        for structure in structures
-    ]
+def tags_of_structures(structures: Sequence[Node], triggers: Sequence[str], field: str) -> Node:
+    """The older spelling in the newer one. place: where in the request a node stands, as the older one has it."""
+    tags = [_tag_of_structure(structure, f"{field}.structures[{i}]") for i, structure in enumerate(structures)]
     return {"type": "triggered_tags", "triggers": triggers, "tags": tags}
+
+
+def _tag_of_structure(structure: Node, place: str) -> Node:
+    content = {"type": "json_schema", "json_schema": structure["schema"], "place": f"{place}.schema"}
+    return {"begin": structure["begin"], "content": content, "end": structure["end"], "place": place}
 
 
 class _Rules:
@@ -82,7 +81,7 @@ class _Rules:
     def _part(self, node: Node, path: str) -> str:
         constraint = replace(self._constraint, field=path)
         if node["type"] == "json_schema":
-            part: Part = {"json_schema": strict_schema(constraint, json.dumps(node["json_schema"]))}
+            part = _schema_part(constraint, node["json_schema"])
         elif node["type"] == "regex":
             part = _accepted(lark(f"start: /{engine_regex(node['pattern'])}/"), path, "invalid regular expression")
         else:
@@ -98,7 +97,7 @@ class _Rules:
             name = f"node_{len(self.lines)}"
             self.lines.append(free_text_up_to(name, end, self._special))
             return name
-        inner = self.of(content, f"{path}.content", is_last=is_last and not end)
+        inner = self.of(content, content.get("place", f"{path}.content"), is_last=is_last and not end)
         return f"{inner} {self._optional(end)}"
 
     def _separated(self, node: Node, path: str, *, is_last: bool) -> str:
@@ -115,8 +114,8 @@ class _Rules:
         once = bool(node.get("stop_after_first"))
         tags, at_once = [], []
         for index, tag in enumerate(node["tags"]):
-            where = f"{path}.tags[{index}]"
-            trigger = self._trigger(tag["begin"], node["triggers"])
+            where = tag.get("place", f"{path}.tags[{index}]")
+            trigger = _trigger(tag["begin"], node["triggers"], where)
             head = f"node_{len(self.lines)}"
             self.lines.append(free_text_up_to(head, trigger, self._special))
             begun = self._optional(tag["begin"].removeprefix(trigger))
@@ -129,15 +128,25 @@ class _Rules:
             return first or self._rule(f"{tag_rule} | {text}")
         return self._rule(f"{first} {tag_rule}* {text}")
 
-    def _trigger(self, begin: str, triggers: Sequence[str]) -> str:
-        trigger = next((trigger for trigger in triggers if begin.startswith(trigger)), None)
-        if trigger is None:
-            field = self._constraint.field
-            raise BadRequest(f"{field}: no trigger begins the structure {begin[:80]!r}", param=field)
-        return trigger
-
     def _optional(self, text: str) -> str:
         return written(text, self._special) if text else ""
+
+
+def _trigger(begin: str, triggers: Sequence[str], where: str) -> str:
+    """The trigger that begins a tag. where: the tag's place. Raises: BadRequest."""
+    trigger = next((trigger for trigger in triggers if begin.startswith(trigger)), None)
+    if trigger is None:
+        raise BadRequest(f"{where}.begin: no trigger begins {begin[:80]!r}", param=f"{where}.begin")
+    return trigger
+
+
+def _schema_part(constraint: Constraint, schema: Any) -> Part:
+    """Raises: BadRequest."""
+    strict = strict_schema(constraint, json.dumps(schema))
+    what = schema_error(strict)
+    if what is not None:
+        raise BadRequest(f"{constraint.field}: {what}", param=constraint.field)
+    return {"json_schema": strict}
 
 
 def _accepted(part: Part, path: str, complaint: str) -> Part:
