@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,6 +12,7 @@ import typer
 from typer.testing import CliRunner
 
 from batchline.cli.config_file import takes_config_file
+from batchline.cli.main import app
 from batchline.errors import UsageError
 
 SECRET = "secret-key"
@@ -28,10 +30,10 @@ def write(tmp_path: Path) -> Any:
 
 def run(*arguments: str, env: dict[str, str] | None = None) -> dict[str, Any]:
     """What a command of several kinds of options gets. Raises what the command line raises."""
-    app = typer.Typer()
+    single = typer.Typer()
     got: dict[str, Any] = {}
 
-    @app.command()
+    @single.command()
     @takes_config_file
     def command(
         *,
@@ -44,7 +46,7 @@ def run(*arguments: str, env: dict[str, str] | None = None) -> dict[str, Any]:
     ) -> None:
         got.update(needed=needed, port=port, api_key=api_key, cache=caches, strict=strict, extra=extra)
 
-    result = CliRunner().invoke(app, list(arguments), env=env)
+    result = CliRunner().invoke(single, list(arguments), env=env)
     if isinstance(result.exception, UsageError):
         raise result.exception
     return got if result.exit_code == 0 else {"output": result.output}
@@ -102,9 +104,60 @@ def test_an_empty_file_says_nothing(write: Any) -> None:
     assert run("--config", write("# nothing yet\n"), "--needed", "x")["needed"] == "x"
 
 
-def test_values_are_checked_like_those_of_the_command_line(write: Any) -> None:
-    assert "'--port'" in run("--config", write("needed: x\nport: many"))["output"]
-    assert "'--port'" in run("--config", write("needed: x\nport: -1"))["output"]
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("many", "Input should be a valid integer"), ("-1", "Input should be greater than or equal to 0")],
+)
+def test_values_are_checked_like_those_of_the_command_line_and_their_source_is_named(
+    write: Any, text: str, message: str
+) -> None:
+    assert f"'--port': {message}" in run("--needed", "x", "--port", text)["output"]
+    path = write(f"needed: x\nport: {text}")
+    with pytest.raises(UsageError, match=rf"^{re.escape(path)}: port: {message}"):
+        run("--config", path)
+    with pytest.raises(UsageError, match=rf"^BATCHLINE_PORT: {message}"):
+        run("--needed", "x", env={"BATCHLINE_PORT": text})
+
+
+def test_a_wrong_value_does_not_matter_where_another_goes_before_it(write: Any) -> None:
+    """Kubernetes sets `BATCHLINE_PORT=tcp://...` beside a service of that name."""
+    environment = {"BATCHLINE_PORT": "tcp://10.0.0.1:8000", "BATCHLINE_STRICT": "perhaps"}
+    assert run("--needed", "x", "--port", "7", "--strict", env=environment)["port"] == 7
+    assert run("--config", write("needed: x\nport: 8\nstrict: true"), env=environment)["port"] == 8
+
+
+def test_a_list_of_nothing_is_no_value(write: Any) -> None:
+    with pytest.raises(UsageError, match=r"port: it takes one value"):
+        run("--config", write("needed: x\nport: []"))
+    assert run("--config", write("needed: x\napi-key: []"))["api_key"] in (None, [])
+
+
+def warnings_of_run_batch(capfd: pytest.CaptureFixture[str]) -> list[str]:
+    """What it says on standard error, with the environment as it is, before it reads the input."""
+    with pytest.raises(UsageError, match="Cannot read the input"):
+        app(
+            ["run-batch", "-i", "none.jsonl", "-o", "out.jsonl", "--model", "some/model"],
+            standalone_mode=False,
+        )
+    return capfd.readouterr().err.splitlines()
+
+
+def test_unknown_variables_are_warned_of(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    for name, text in {"MAX_NUM_SEQ": "1", "ZZZ": "1", "ZZ": "", "MAX_NUM_SEQS": "1"}.items():
+        monkeypatch.setenv(f"BATCHLINE_{name}", text)
+    about = "in the environment is not the name of an option."
+    assert warnings_of_run_batch(capfd) == [
+        f"Warning: BATCHLINE_MAX_NUM_SEQ {about} Did you mean BATCHLINE_MAX_NUM_SEQS?",
+        f"Warning: BATCHLINE_ZZZ {about}",
+    ]
+
+
+def test_an_environment_may_serve_several_commands(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("BATCHLINE_ALLOWED_ORIGINS", "https://page.example")  # of serve
+    monkeypatch.setenv("BATCHLINE_MAX_INFLIGHT", "8")
+    assert warnings_of_run_batch(capfd) == []
 
 
 @pytest.mark.parametrize(
@@ -146,6 +199,8 @@ def test_what_is_wrong_in_the_environment_is_named(variable: str, text: str, mes
         run("--needed", "x", env={variable: text})
 
 
-def test_help_does_not_show_keys_of_the_environment() -> None:
-    shown = run("--help", env={"BATCHLINE_API_KEY": SECRET})
-    assert SECRET not in str(shown)
+def test_help_does_not_show_keys(write: Any) -> None:
+    environment = {"BATCHLINE_API_KEY": SECRET, "BATCHLINE_EXTRA": SECRET}
+    path = write(f"api-key: {SECRET}\nextra: {SECRET}\nport: many")
+    assert SECRET not in str(run("--help", env=environment))
+    assert SECRET not in str(run("--config", path, "--help", env=environment))

@@ -1,7 +1,8 @@
 """Options from a file and from the environment, for every command that takes `--config`.
 
 Precedence: command line, then the file, then `BATCHLINE_...` variables, then the option's default. File and environment
-become the command's default map, so that values are converted and checked like those of the command line.
+become the command's default map, so that values are converted and checked like those of the command line; one that is
+wrong is reported with the variable, or the file and key, that it comes from.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ import inspect
 import json
 import os
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,6 +24,7 @@ import typer
 from batchline.errors import UsageError
 
 PREFIX = "BATCHLINE_"
+_CONFIG_VARIABLE = f"{PREFIX}CONFIG"
 _BOOLEANS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
 _NOT_IN_A_FILE = {"config", "help"}
 
@@ -51,62 +55,110 @@ def takes_config_file(command: Callable[..., None]) -> Callable[..., None]:
 
 def _load(context: typer.Context, path: Path | None) -> Path | None:
     """Runs before any other option is looked at, wherever it stands."""
-    options = _long_options(context)
-    if path is None and os.environ.get(f"{PREFIX}CONFIG"):
-        path = Path(os.environ[f"{PREFIX}CONFIG"])
-    context.default_map = environment_values(options, os.environ) | (file_values(options, path) if path else {})
+    options = _long_options(context.command)
+    _warn_of_unknown_variables(context)
+    if path is None and os.environ.get(_CONFIG_VARIABLE):
+        path = Path(os.environ[_CONFIG_VARIABLE])
+    settings = [*environment_settings(options, os.environ), *(file_settings(options, path) if path else [])]
+    context.default_map = {setting.parameter.name: _default(setting, context) for setting in settings}
     return path
 
 
-def _long_options(context: typer.Context) -> dict[str, Any]:
-    """The command's parameters by each of their long names, without dashes in front."""
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What the file or the environment says of an option: the parameter, where it is said, and how to read it there.
+
+    read: text, list of texts or truth value, as the command line gives them. Raises UsageError.
+    """
+
+    parameter: Any
+    where: str
+    read: Callable[[], Any]
+
+    def value(self, context: typer.Context) -> Any:
+        """For the option, which asks only where nothing goes before this. Raises: UsageError saying where it stands."""
+        value = self.read()
+        try:
+            self.parameter.process_value(context, value)
+        except typer.BadParameter as exc:
+            raise UsageError(f"{self.where}: {exc.message or 'it needs a value'}") from exc
+        return value
+
+
+def _default(setting: Setting, context: typer.Context) -> Callable[[], Any]:
+    """A function, of which `--help` tells nothing: a partial call's description would hold the value, a key maybe."""
+    return lambda: setting.value(context)
+
+
+def _long_options(command: Any) -> dict[str, Any]:
+    """A command's parameters by each of their long names, without dashes in front."""
     return {
         name.removeprefix("--"): parameter
-        for parameter in context.command.params
+        for parameter in command.params
         for name in parameter.opts
         if name.startswith("--") and name.removeprefix("--") not in _NOT_IN_A_FILE
     }
 
 
-def environment_values(options: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
-    """Parameter names and values of the variables that are set: `BATCHLINE_MAX_MODEL_LEN` for `--max-model-len`.
-
-    Repeatable options take several values as a shell would split them. Raises: UsageError.
-    """
-    values: dict[str, Any] = {}
-    for name, parameter in options.items():
-        variable = PREFIX + name.upper().replace("-", "_")
-        text = environment.get(variable)
-        if not text:
-            continue
-        if getattr(parameter, "is_flag", False):
-            if text.lower() not in _BOOLEANS:
-                raise UsageError(f"{variable}: {text!r} is neither true nor false")
-            values[parameter.name] = _BOOLEANS[text.lower()]
-        else:
-            values[parameter.name] = _split(variable, text) if parameter.multiple else text
-    return values
+def _shouted(name: str) -> str:
+    """`MAX_MODEL_LEN` for `max-model-len`: what follows the prefix in a variable's name."""
+    return name.upper().replace("-", "_")
 
 
-def _split(variable: str, text: str) -> list[str]:
+def _warn_of_unknown_variables(context: typer.Context) -> None:
+    """A line for each variable with our prefix that no command knows; one environment may serve several commands."""
+    group = context.parent.command if context.parent is not None else None
+    commands = [context.command, *getattr(group, "commands", {}).values()]
+    configured = [command for command in commands if any(p.name == "config" for p in command.params)]
+    known = {_shouted(name) for command in configured for name in _long_options(command)} | {"CONFIG"}
+    for variable in sorted(name for name, text in os.environ.items() if name.startswith(PREFIX) and text):
+        name = variable.removeprefix(PREFIX)
+        if name not in known:
+            hint = _closest(name, known, PREFIX)
+            typer.echo(f"Warning: {variable} in the environment is not the name of an option.{hint}", err=True)
+
+
+def _closest(name: str, known: Iterable[str], prefix: str = "") -> str:
+    """A sentence that names what was probably meant, or nothing."""
+    close = get_close_matches(name, known, n=1)
+    return f" Did you mean {prefix}{close[0]}?" if close else ""
+
+
+def environment_settings(options: Mapping[str, Any], environment: Mapping[str, str]) -> list[Setting]:
+    """The variables that are set and not empty, for `options` by long name."""
+    variables = [(parameter, PREFIX + _shouted(name)) for name, parameter in options.items()]
+    return [
+        Setting(parameter, variable, partial(_from_text, parameter, environment[variable], variable))
+        for parameter, variable in variables
+        if environment.get(variable)
+    ]
+
+
+def _from_text(parameter: Any, text: str, variable: str) -> Any:
+    """A variable's value; a repeatable option takes several as a shell would split them. Raises: UsageError."""
+    if getattr(parameter, "is_flag", False):
+        if text.lower() not in _BOOLEANS:
+            raise UsageError(f"{variable}: {text!r} is neither true nor false")
+        return _BOOLEANS[text.lower()]
+    if not parameter.multiple:
+        return text
     try:
         return shlex.split(text)
     except ValueError as exc:
         raise UsageError(f"{variable}: cannot be split into values: {exc}") from exc
 
 
-def file_values(options: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Parameter names and values of a configuration file. Raises: UsageError naming the key that is wrong."""
-    values: dict[str, Any] = {}
+def file_settings(options: Mapping[str, Any], path: Path) -> list[Setting]:
+    """What a configuration file says of `options` by long name. Raises: UsageError naming a key that is none."""
+    settings: list[Setting] = []
     for key, value in _read(path).items():
         name = str(key).replace("_", "-")
         parameter = options.get(name)
         if parameter is None:
-            close = get_close_matches(name, options, n=1)
-            hint = f" Did you mean {close[0]}?" if close else ""
-            raise UsageError(f"{path}: unknown option {str(key)!r}.{hint}")
-        values[parameter.name] = _value(parameter, value, f"{path}: {key}")
-    return values
+            raise UsageError(f"{path}: unknown option {str(key)!r}.{_closest(name, options)}")
+        where = f"{path}: {key}"
+        settings.append(Setting(parameter, where, partial(_from_yaml, parameter, value, where)))
+    return settings
 
 
 def _read(path: Path) -> dict[Any, Any]:
@@ -128,8 +180,8 @@ def _read(path: Path) -> dict[Any, Any]:
     return content
 
 
-def _value(parameter: Any, value: Any, where: str) -> Any:
-    """What the option is given: as on the command line, text; flags and lists apart."""
+def _from_yaml(parameter: Any, value: Any, where: str) -> Any:
+    """What the option is given: as on the command line, text; flags and lists apart. Raises: UsageError."""
     if getattr(parameter, "is_flag", False):
         if not isinstance(value, bool):
             raise UsageError(f"{where}: it must be true or false")
