@@ -147,7 +147,7 @@ async def test_a_stream_that_is_cut_ends_as_incomplete() -> None:
         ({"input": [{"type": "function_call", "name": "f"}]}, r"input\[0\].call_id: Input should be a string"),
         ({"previous_response_id": "resp_1"}, "previous_response_id: responses are kept by a server alone"),
         ({"background": True}, "background: responses are kept by a server alone"),
-        ({"reasoning": {"effort": "high"}}, "reasoning_effort: .* takes no 'high'"),
+        ({"reasoning": {"effort": "high"}}, "reasoning.effort: .* takes no 'high'"),
         ({"reasoning": {"summary": "auto"}}, "reasoning.summary: .* not supported"),
         ({"truncation": "auto"}, "truncation"),
         ({"tools": [{"type": "web_search"}]}, r"tools\[0\]: tools of type 'web_search' are not supported"),
@@ -169,3 +169,59 @@ async def test_a_stream_that_is_cut_ends_as_incomplete() -> None:
 async def test_what_cannot_be_done_is_refused_by_name(body: dict[str, Any], message: str) -> None:
     with pytest.raises(BadRequest, match=message):
         await respond(**body)
+
+
+FUNCTION: Any = {"type": "function", "name": "f"}
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        ({"text": {"format": {"type": "xml"}}}, "text.format", r"^text\.format: .*'json_schema'"),
+        ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format.schema", "Field required"),
+        (
+            {"text": {"format": {"type": "json_schema", "schema": {"not": {}}}}},
+            "text.format.schema",
+            r'^text\.format\.schema: at the root: Unimplemented keys: ."not"',
+        ),
+        (
+            {"text": {"format": {"type": "structural_tag", "structures": []}}},
+            "text.format.structures",
+            r"^text\.format\.structures: ",
+        ),
+        (
+            {"text": {"format": {"type": "json_object"}}, "guided_regex": "a"},
+            "guided_regex",
+            "^text.format and guided_regex: an answer can have one constraint only",
+        ),
+        ({"max_output_tokens": 10**6}, "max_output_tokens", "and max_output_tokens is 1000000"),
+        ({"reasoning": {"effort": "wild"}}, "reasoning.effort", r"^reasoning\.effort: Input should be"),
+        ({"tools": [FUNCTION, {"type": "function"}]}, "tools[1].name", r"^tools\[1\]\.name: Field required"),
+        (
+            {"tools": [FUNCTION | {"parameters": {"type": "array"}}], "tool_choice": "required"},
+            "tools[0].parameters",
+            r"^tools\[0\]\.parameters: its type should be",
+        ),
+        ({"input": [{"role": "user", "content": 5}]}, "input[0].content", r"^input\[0\]\.content: Input should be"),
+        (
+            {"instructions": "Be kind.", "input": [{"role": "user", "content": [{"type": "x"}]}]},
+            "input[0].content[0].type",
+            r"^input\[0\]\.content\[0\]\.type: unknown part type 'x'",
+        ),
+        (
+            {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"}]},
+            "input[0].arguments",
+            r"^input\[0\]\.arguments: Input should be a JSON object",
+        ),
+        (
+            {"input": [{"type": "function_call_output", "call_id": "c", "output": 5}]},
+            "input[0].output",
+            r"^input\[0\]\.output: Input should be a string",
+        ),
+    ],
+)
+async def test_errors_name_the_field_that_the_client_sent(body: dict[str, Any], param: str, message: str) -> None:
+    for ask in (respond, events_of):
+        with pytest.raises(BadRequest, match=message) as refused:
+            await ask(**body)
+        assert refused.value.param == param

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from scripted_models import engine_of, scripted_model
 
 from batchline.endpoints.model import GenerativeModel
@@ -137,6 +139,100 @@ async def test_a_stream_ends_with_what_a_whole_response_says() -> None:
     for item in (*last["output"], *whole["output"]):
         item.pop("call_id", None)
     assert (last["output"], last["usage"]) == (whole["output"], whole["usage"])
+
+
+def put_together(events: list[Json]) -> list[Json]:
+    """The output that a client has which only adds up events; each item stands at its `output_index`."""
+    output: list[Json] = []
+    for event in events:
+        kind = event["type"].removeprefix("response.")
+        if kind == "output_item.added":
+            assert event["output_index"] == len(output)
+            output.append(dict(event["item"]))
+            continue
+        if "item_id" not in event:
+            continue
+        item = output[event["output_index"]]
+        assert (event["item_id"], event["output_index"]) == (item["id"], len(output) - 1)
+        if kind == "content_part.added":
+            item["content"] = [*item["content"], dict(event["part"])]
+        elif kind == "function_call_arguments.delta":
+            item["arguments"] += event["delta"]
+        elif kind.endswith("text.delta"):
+            item["content"][event["content_index"]]["text"] += event["delta"]
+            if "logprobs" in event:
+                item["content"][event["content_index"]]["logprobs"] += event["logprobs"]
+    return output
+
+
+def comparable(output: list[Json]) -> list[Json]:
+    """Without what only the end of an item tells, and the calls' ids, which are new every time."""
+    return [{key: value for key, value in item.items() if key not in ("status", "call_id")} for item in output]
+
+
+async def test_text_a_call_and_text_are_three_items_in_this_order() -> None:
+    text = f"<think>Hm.</think>Let me see.{CALL}Done.{CALL}"
+    events = await events_of(model_saying(text))
+    last = events[-1]["response"]["output"]
+    kinds = [(item["type"], item["id"]) for item in last]
+    assert kinds == [
+        ("reasoning", "rs_r"),
+        ("message", "msg_r"),
+        ("function_call", "fc_r"),
+        ("message", "msg_r_3"),
+        ("function_call", "fc_r_4"),
+    ]
+    assert [item["content"][0]["text"] for item in last if item["type"] == "message"] == ["Let me see.", "Done."]
+    done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert last == done
+    assert comparable(put_together(events)) == comparable(last)
+    assert comparable((await respond(model_saying(text)))["output"]) == comparable(last)
+
+
+SEGMENTS = ["Let me see.", " ", "\n", "é", CALL, f"{CALL}\n", "<tool_call>", '{"name": "get"', "<think>", "</think>"]
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.sampled_from(SEGMENTS), max_size=7), st.booleans(), st.integers(1, 200))
+async def test_events_whole_and_streamed_say_the_same(segments: list[str], has_logprobs: bool, max_tokens: int) -> None:
+    text = "".join(segments)
+    body: Json = {"max_output_tokens": max_tokens}
+    if has_logprobs:
+        body |= {"include": ["message.output_text.logprobs"], "top_logprobs": 1}
+    events = await events_of(model_saying(text), **body)
+    last = events[-1]["response"]
+    whole = await respond(model_saying(text), **body)
+    assert comparable(whole["output"]) == comparable(last["output"])
+    assert [item["status"] for item in whole["output"]] == [item["status"] for item in last["output"]]
+    assert whole["usage"] == last["usage"]
+    if not has_logprobs:  # those of tokens without text of their own are told at the end
+        assert comparable(put_together(events)) == comparable(last["output"])
+
+
+async def test_log_probabilities_stand_with_the_message_that_their_tokens_are_in() -> None:
+    body = {"include": ["message.output_text.logprobs"]}
+    events = await events_of(model_saying(f"<think>Hm.</think>Yes.{CALL}"), **body)
+    _, message, _ = events[-1]["response"]["output"]
+    told = [entry["token"] for entry in message["content"][0]["logprobs"]]
+    assert "".join(told) == "Yes."
+    deltas = [event for event in events if event["type"] == "response.output_text.delta"]
+    assert [(event["delta"], event["logprobs"][0]["token"]) for event in deltas] == [(c, c) for c in "Yes."]
+
+
+async def test_a_call_that_is_complete_says_so_in_an_answer_that_is_cut() -> None:
+    text = '[{"name": "put", "parameters": {}}, {"name": "ge'
+    answer = await respond(model_saying(text), tool_choice="required", max_output_tokens=len(text))
+    (item,) = answer["output"]
+    assert (item["name"], item["arguments"], item["status"]) == ("put", "{}", "completed")
+    assert (answer["status"], answer["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+
+
+async def test_a_demanded_call_that_is_cut_before_its_name_is_no_text() -> None:
+    for end in (1, 10, 14):
+        answer = await respond(model_saying('[{"name": "put"}]'), tool_choice="required", max_output_tokens=end)
+        (item,) = answer["output"]
+        assert item["type"] == "message" if end < 14 else "function_call"
+        assert end == 14 or item["content"][0]["text"] == ""
 
 
 async def test_a_call_that_is_cut_is_incomplete() -> None:

@@ -7,7 +7,7 @@ token or the token limit. A whole answer is its deltas put together, so that str
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -178,6 +178,26 @@ def whole_text(deltas: Sequence[GeneratedText]) -> GeneratedText:
         stop_reason=last.stop_reason,
         num_cached_tokens=first.num_cached_tokens,
     )
+
+
+def by_token(delta: GeneratedText, start: int) -> Iterator[GeneratedText]:
+    """A delta as one for each of its tokens. start: how many characters of the sequence's text came before it."""
+    if len(delta.token_ids) < 2:
+        yield delta
+        return
+    ends = [max(offset - start, 0) for offset in delta.text_offsets[1:]] + [len(delta.text)]
+    begin = 0
+    for index in range(len(delta.token_ids)):
+        is_last = index == len(delta.token_ids) - 1
+        yield replace(
+            delta,
+            text=delta.text[begin : ends[index]],
+            token_ids=delta.token_ids[index : index + 1],
+            text_offsets=delta.text_offsets[index : index + 1],
+            logprobs=delta.logprobs[index : index + 1],
+            finish_reason=delta.finish_reason if is_last else None,
+        )
+        begin = ends[index]
 
 
 async def gather_or_cancel(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

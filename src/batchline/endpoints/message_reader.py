@@ -6,7 +6,7 @@ A whole answer is read as one delta, so it says what the deltas of a stream say 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from batchline.endpoints.answer_format import AnswerFormat
@@ -14,20 +14,36 @@ from batchline.endpoints.generation import GeneratedText
 from batchline.text.reasoning import ReasoningDelta
 from batchline.text.tool_parsers import ContentDelta, Delta, ToolCallDelta
 
+MessagePart = ReasoningDelta | ContentDelta | ToolCallDelta
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageDelta:
-    """What a delta of the text adds to the message. Of each call the first delta has the name and an id.
+    """What a delta of the text adds to the message.
 
+    parts: in the order of the text. Of each call the first part has the name and an id.
     num_reasoning_tokens: how many more tokens are known to be reasoning or its markers.
     finish_reason: as the message tells it, None while more will come.
     """
 
-    reasoning: str
-    content: str
-    calls: tuple[ToolCallDelta, ...]
+    parts: tuple[MessagePart, ...]
     num_reasoning_tokens: int
     finish_reason: str | None
+
+    @property
+    def reasoning(self) -> str:
+        """All of its reasoning."""
+        return "".join(part.text for part in self.parts if isinstance(part, ReasoningDelta))
+
+    @property
+    def content(self) -> str:
+        """All of its content."""
+        return "".join(part.text for part in self.parts if isinstance(part, ContentDelta))
+
+    @property
+    def calls(self) -> tuple[ToolCallDelta, ...]:
+        """What it adds to calls."""
+        return tuple(part for part in self.parts if isinstance(part, ToolCallDelta))
 
 
 class MessageReader:
@@ -42,36 +58,36 @@ class MessageReader:
 
     def push(self, delta: GeneratedText) -> MessageDelta:
         """What a delta of the choice's text adds to its message."""
-        is_last = delta.finish_reason is not None
-        reasoning, content = self._split_reasoning(delta.text, is_last=is_last)
-        parts = self._split_calls(content, is_last=is_last)
-        calls = [self._with_id(part) for part in parts if isinstance(part, ToolCallDelta)]
-        self._has_calls = self._has_calls or bool(calls)
+        parts = tuple(self._parts(delta.text, is_last=delta.finish_reason is not None))
+        self._has_calls = self._has_calls or any(isinstance(part, ToolCallDelta) for part in parts)
         return MessageDelta(
-            reasoning=reasoning if self._format.shows_reasoning else "",
-            content="".join(part.text for part in parts if isinstance(part, ContentDelta)),
-            calls=tuple(calls),
+            parts=parts,
             num_reasoning_tokens=self._count_reasoning(delta.text_offsets),
             finish_reason=self._finish_reason(delta.finish_reason),
         )
 
-    def _split_reasoning(self, text: str, *, is_last: bool) -> tuple[str, str]:
+    def _parts(self, text: str, *, is_last: bool) -> Iterator[MessagePart]:
+        for part in self._split_reasoning(text, is_last=is_last):
+            if isinstance(part, ReasoningDelta):
+                if self._format.shows_reasoning:
+                    yield part
+            elif self._tools is None:
+                yield part
+            else:
+                yield from map(self._with_id, self._tools.push(part.text))
+        if self._tools is not None and is_last:
+            yield from map(self._with_id, self._tools.finish())
+
+    def _split_reasoning(self, text: str, *, is_last: bool) -> Sequence[ReasoningDelta | ContentDelta]:
+        """The reasoning, and what else there is, still with calls in it."""
         stream = self._reasoning
         if stream is None:
-            return "", text
+            return [ContentDelta(text)] if text else []
         deltas = [*stream.push(text), *(stream.finish() if is_last else [])]
-        reasoning = "".join(part.text for part in deltas if isinstance(part, ReasoningDelta))
-        content = "".join(part.text for part in deltas if not isinstance(part, ReasoningDelta))
-        return reasoning, content
+        return [part if isinstance(part, ReasoningDelta) else ContentDelta(part.text) for part in deltas]
 
-    def _split_calls(self, content: str, *, is_last: bool) -> Sequence[Delta]:
-        stream = self._tools
-        if stream is None:
-            return [ContentDelta(content)]
-        return [*stream.push(content), *(stream.finish() if is_last else [])]
-
-    def _with_id(self, part: ToolCallDelta) -> ToolCallDelta:
-        if part.name is None or part.id is not None:
+    def _with_id(self, part: Delta) -> Delta:
+        if isinstance(part, ContentDelta) or part.name is None or part.id is not None:
             return part
         return ToolCallDelta(part.index, part.name, self._format.make_call_id(), part.arguments_fragment)
 

@@ -6,6 +6,8 @@ its own, as chat templates are written for. What an item holds is judged where c
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from batchline.errors import BadRequest
@@ -16,10 +18,22 @@ JsonObject = dict[str, Any]
 _TEXT_PARTS = {"input_text", "output_text", "text"}
 
 
-def chat_body(request: ResponsesRequest) -> JsonObject:
-    """The same request as a chat completion's body. Raises: BadRequest."""
+@dataclass(frozen=True, slots=True)
+class ChatForm:
+    """A response request as a chat completion's body.
+
+    places: where in the response request a message (`messages[0]`), its content or a call of it comes from.
+    """
+
+    body: JsonObject
+    places: Mapping[str, str]
+
+
+def chat_form(request: ResponsesRequest) -> ChatForm:
+    """The same request as a chat completion's. Raises: BadRequest."""
+    conversation = _conversation(request)
     chat: JsonObject = {name: getattr(request, name) for name in CHAT_FIELDS}
-    chat["messages"] = _messages(request)
+    chat["messages"] = conversation.messages
     chat["max_completion_tokens"] = request.max_output_tokens
     chat["reasoning_effort"] = request.reasoning.effort
     chat["tools"] = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(request.tools)]
@@ -28,7 +42,7 @@ def chat_body(request: ResponsesRequest) -> JsonObject:
         chat |= {"logprobs": True, "top_logprobs": request.top_logprobs}
     if request.text.format is not None:
         chat["response_format"] = _response_format(request.text.format)
-    return {name: value for name, value in chat.items() if value is not None}
+    return ChatForm({name: value for name, value in chat.items() if value is not None}, conversation.places)
 
 
 def _response_format(given: JsonObject) -> JsonObject:
@@ -61,14 +75,16 @@ def _tool_choice(given: Any) -> Any:
     return _function(given)
 
 
-def _messages(request: ResponsesRequest) -> list[JsonObject]:
+def _conversation(request: ResponsesRequest) -> _Conversation:
     conversation = _Conversation()
     if request.instructions:
         conversation.add({"role": "system", "content": request.instructions}, "instructions")
-    items = [{"role": "user", "content": request.input}] if isinstance(request.input, str) else request.input
-    for index, item in enumerate(items):
-        conversation.add(item, f"input[{index}]")
-    return conversation.messages
+    if isinstance(request.input, str):
+        conversation.add({"role": "user", "content": request.input}, "input")
+    else:
+        for index, item in enumerate(request.input):
+            conversation.add(item, f"input[{index}]")
+    return conversation
 
 
 class _Conversation:
@@ -76,37 +92,45 @@ class _Conversation:
 
     def __init__(self) -> None:
         self.messages: list[JsonObject] = []
+        self.places: dict[str, str] = {}
         self._reasoning = ""
 
     def add(self, item: JsonObject, path: str) -> None:
         """Take the next item. Raises: BadRequest."""
         kind = item.get("type", "message")
         if kind == "message":
-            self._add_message(item)
+            self._add_message(item, path)
         elif kind == "reasoning":
             self._reasoning += _reasoning_text(item)
         elif kind == "function_call":
             _check_strings(item, ("call_id", "name", "arguments"), path)
-            self._add_call(item)
+            self._add_call(item, path)
         elif kind == "function_call_output":
             _check_strings(item, ("call_id",), path)
-            self.messages.append(
-                {"role": "tool", "tool_call_id": item["call_id"], "content": _content(item.get("output"))}
-            )
+            message = {"role": "tool", "tool_call_id": item["call_id"], "content": _content(item.get("output"))}
+            self._append(message, path, f"{path}.output")
         else:
             raise BadRequest(f"{path}: items of type {str(kind)[:80]!r} are not supported by this build", param=path)
 
-    def _add_message(self, item: JsonObject) -> None:
-        message = {"role": item.get("role"), "content": _content(item.get("content"))}
-        self.messages.append(message | self._taken_reasoning() if message["role"] == "assistant" else message)
+    def _append(self, message: JsonObject, path: str, content_path: str) -> None:
+        name = f"messages[{len(self.messages)}]"
+        self.places |= {name: path, f"{name}.content": content_path}
+        self.messages.append(message)
 
-    def _add_call(self, item: JsonObject) -> None:
+    def _add_message(self, item: JsonObject, path: str) -> None:
+        message = {"role": item.get("role"), "content": _content(item.get("content"))}
+        if message["role"] == "assistant":
+            message |= self._taken_reasoning()
+        self._append(message, path, f"{path}.content")
+
+    def _add_call(self, item: JsonObject, path: str) -> None:
         """A call belongs to the message before it, where that is the model's own."""
         if not self.messages or self.messages[-1]["role"] != "assistant":
-            self.messages.append({"role": "assistant", "content": None, **self._taken_reasoning()})
+            self._append({"role": "assistant", "content": None, **self._taken_reasoning()}, path, path)
         function = {"name": item["name"], "arguments": item["arguments"]}
-        call = {"id": item["call_id"], "type": "function", "function": function}
-        self.messages[-1].setdefault("tool_calls", []).append(call)
+        calls = self.messages[-1].setdefault("tool_calls", [])
+        self.places[f"messages[{len(self.messages) - 1}].tool_calls[{len(calls)}]"] = path
+        calls.append({"id": item["call_id"], "type": "function", "function": function})
 
     def _taken_reasoning(self) -> JsonObject:
         taken, self._reasoning = self._reasoning, ""

@@ -1,16 +1,18 @@
 """A response while it is written: its output items, one after the other, and the events that tell of them.
 
-A whole response is written in one piece, so that both forms come from here. One item is open at a time; what belongs to
-another kind of item closes it.
+Both forms come from here, the whole response being what the last event tells. Items stand in the order of the model's
+text. One is open at a time; what belongs to another closes it.
 """
 
 from __future__ import annotations
 
+import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
+from batchline.endpoints.message_reader import MessageDelta
 from batchline.endpoints.model import GenerativeModel
 from batchline.openai_api.responses import (
     Status,
@@ -22,6 +24,8 @@ from batchline.openai_api.responses import (
     response_object,
     response_usage,
 )
+from batchline.text.reasoning import ReasoningDelta
+from batchline.text.tool_parsers import ContentDelta, ToolCallDelta
 
 JsonObject = dict[str, Any]
 
@@ -53,7 +57,7 @@ class _Item(ABC):
         """The events before its text."""
 
     @abstractmethod
-    def grown(self, piece: str, logprobs: Sequence[JsonObject]) -> tuple[str, JsonObject]:
+    def grown(self, piece: str) -> tuple[str, JsonObject]:
         """The event of more text."""
 
     @abstractmethod
@@ -64,10 +68,15 @@ class _Item(ABC):
 class _Message(_Item):
     prefix = "msg"
 
-    def __init__(self, item_id: str, logprobs: list[JsonObject]) -> None:
-        """logprobs: of the whole answer, which grow while it is written."""
+    def __init__(self, item_id: str) -> None:
         super().__init__(item_id)
-        self._logprobs = logprobs
+        self._logprobs: list[JsonObject] = []
+        self._told: list[JsonObject] = []  # with the next piece of text
+
+    def add_logprobs(self, logprobs: Sequence[JsonObject]) -> None:
+        """Take those of more tokens."""
+        self._logprobs += logprobs
+        self._told += logprobs
 
     def item(self, status: Status) -> JsonObject:
         content = [] if status == "in_progress" else [output_text(self.text, self._logprobs)]
@@ -76,8 +85,9 @@ class _Message(_Item):
     def opened(self) -> list[tuple[str, JsonObject]]:
         return [("content_part.added", {"content_index": 0, "part": output_text("", [])})]
 
-    def grown(self, piece: str, logprobs: Sequence[JsonObject]) -> tuple[str, JsonObject]:
-        return "output_text.delta", {"content_index": 0, "delta": piece, "logprobs": list(logprobs)}
+    def grown(self, piece: str) -> tuple[str, JsonObject]:
+        told, self._told = self._told, []
+        return "output_text.delta", {"content_index": 0, "delta": piece, "logprobs": told}
 
     def closed(self) -> list[tuple[str, JsonObject]]:
         logprobs = list(self._logprobs)
@@ -96,7 +106,7 @@ class _Reasoning(_Item):
     def opened(self) -> list[tuple[str, JsonObject]]:
         return [("content_part.added", {"content_index": 0, "part": reasoning_text("")})]
 
-    def grown(self, piece: str, logprobs: Sequence[JsonObject]) -> tuple[str, JsonObject]:
+    def grown(self, piece: str) -> tuple[str, JsonObject]:
         return "reasoning_text.delta", {"content_index": 0, "delta": piece}
 
     def closed(self) -> list[tuple[str, JsonObject]]:
@@ -115,12 +125,14 @@ class _Call(_Item):
         self._name = name
 
     def item(self, status: Status) -> JsonObject:
+        if status == "incomplete" and _is_object(self.text):  # it was what would have followed that is missing
+            status = "completed"
         return function_call(self.item_id, status, call_id=self._call_id, name=self._name, arguments=self.text)
 
     def opened(self) -> list[tuple[str, JsonObject]]:
         return []
 
-    def grown(self, piece: str, logprobs: Sequence[JsonObject]) -> tuple[str, JsonObject]:
+    def grown(self, piece: str) -> tuple[str, JsonObject]:
         return "function_call_arguments.delta", {"delta": piece}
 
     def closed(self) -> list[tuple[str, JsonObject]]:
@@ -130,17 +142,17 @@ class _Call(_Item):
 class ResponseWriter:
     """Writes one response and its events, numbered. Mutable."""
 
-    def __init__(self, body: Mapping[str, Any], chat_id: str, model: GenerativeModel) -> None:
-        self._suffix = chat_id.removeprefix("chatcmpl-")
+    def __init__(self, body: Mapping[str, Any], request_id: str, model: GenerativeModel) -> None:
+        self._suffix = request_id
         self._base = response_object(
             dict(body),
-            response_id=f"resp_{self._suffix}",
+            response_id=f"resp_{request_id}",
             created_at=int(time.time()),
             model=model.name,
             status="in_progress",
         )
         self._num_events = 0
-        self._logprobs: list[JsonObject] = []
+        self._logprobs: list[JsonObject] = []  # of tokens that belong to no item yet
         self._finished: list[JsonObject] = []
         self._open: _Item | None = None
 
@@ -149,26 +161,25 @@ class ResponseWriter:
         yield self._event("created", response=self._base)
         yield self._event("in_progress", response=self._base)
 
-    def push(self, delta: Mapping[str, Any], logprobs: Sequence[JsonObject]) -> Iterator[JsonObject]:
-        """What a message, or a delta of one, adds. Its calls come with their first pieces, or go on with the last."""
+    def push(self, message: MessageDelta, logprobs: Sequence[JsonObject]) -> Iterator[JsonObject]:
+        """What a delta adds. logprobs: of its tokens; those of reasoning and of calls are not told."""
         self._logprobs += logprobs
-        if delta.get("reasoning"):
-            yield from self._push(_Reasoning, delta["reasoning"], ())
-        if delta.get("content"):
-            yield from self._push(_Message, delta["content"], logprobs)
-        for call in delta.get("tool_calls") or ():
-            function = call["function"]
-            if "id" in call:
-                yield from self._start(_Call(self._next_id(_Call), call["id"], function["name"]))
-            if function["arguments"]:
-                yield from self._push(_Call, function["arguments"], ())
+        del self._logprobs[: message.num_reasoning_tokens]
+        for part in message.parts:
+            if isinstance(part, ReasoningDelta):
+                yield from self._push(_Reasoning, part.text)
+            elif isinstance(part, ContentDelta):
+                yield from self._push(_Message, part.text)
+            else:
+                yield from self._push_call(part)
 
     def closing(self, finish_reason: str, usage: JsonObject) -> Iterator[JsonObject]:
         """The events behind the last output. An answer without any is an empty message."""
         is_cut = finish_reason == "length"
         status: Status = "incomplete" if is_cut else "completed"
         if self._open is None:
-            yield from self._start(_Message(self._next_id(_Message), self._logprobs))
+            yield from self._start(_Message(self._next_id(_Message)))
+        self._give_logprobs()
         yield from self._close(status)
         response = self._base | {
             "status": status,
@@ -178,17 +189,31 @@ class ResponseWriter:
         }
         yield self._event(status, response=response)
 
-    def _push(
-        self, kind: type[_Reasoning] | type[_Message] | type[_Call], piece: str, logprobs: Sequence[JsonObject]
-    ) -> Iterator[JsonObject]:
+    def _push(self, kind: type[_Reasoning] | type[_Message], piece: str) -> Iterator[JsonObject]:
         """More of the open item, which is a new one where the open one is of another kind."""
         if not isinstance(self._open, kind):
-            item_id = self._next_id(kind)
-            yield from self._start(_Message(item_id, self._logprobs) if kind is _Message else _Reasoning(item_id))
-        item = self._open
-        assert item is not None
-        item.append(piece)
-        yield self._placed(*item.grown(piece, logprobs))
+            yield from self._start(kind(self._next_id(kind)))
+        yield from self._grow(piece)
+
+    def _push_call(self, part: ToolCallDelta) -> Iterator[JsonObject]:
+        """A call comes with its first part, or goes on."""
+        if part.name is not None:
+            yield from self._start(_Call(self._next_id(_Call), part.id or "", part.name))
+        if part.arguments_fragment:
+            yield from self._grow(part.arguments_fragment)
+
+    def _grow(self, piece: str) -> Iterator[JsonObject]:
+        """More of the open item."""
+        assert self._open is not None
+        self._open.append(piece)
+        self._give_logprobs()
+        yield self._placed(*self._open.grown(piece))
+
+    def _give_logprobs(self) -> None:
+        """The waiting ones go to the open item, if it is one that tells them."""
+        if isinstance(self._open, _Message):
+            self._open.add_logprobs(self._logprobs)
+        self._logprobs = []
 
     def _start(self, item: _Item) -> Iterator[JsonObject]:
         yield from self._close("completed")
@@ -224,3 +249,11 @@ class ResponseWriter:
         event = {"type": f"response.{kind}", "sequence_number": self._num_events, **fields}
         self._num_events += 1
         return event
+
+
+def _is_object(text: str) -> bool:
+    """Whether a text is a whole JSON object."""
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False

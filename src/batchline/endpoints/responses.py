@@ -1,21 +1,28 @@
 """`/v1/responses`: a chat completion under another shape, whole and in events.
 
-The request becomes a chat request and the answer is written anew, so that whatever chat completions can do holds here
-too. Nothing is kept: earlier responses are put into the input by the server, which knows them.
+The request becomes a chat request and what the model says is read as there, so that whatever chat completions can do
+holds here too; the answer is written as items. Nothing is kept: earlier responses are put into the input by the server,
+which knows them.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing
 from typing import Any
 
-from batchline.endpoints.chat import chat_completion
-from batchline.endpoints.chat_stream import chat_completion_chunks
+from batchline.endpoints.chat import EncodedChat, encode_chat, parse_chat, reported_logprobs
+from batchline.endpoints.choices import run_choices, stream_choices
+from batchline.endpoints.generation import GeneratedText, by_token
+from batchline.endpoints.logprobs import LogprobFormat
+from batchline.endpoints.message_reader import MessageReader
 from batchline.endpoints.model import GenerativeModel
-from batchline.endpoints.response_input import chat_body
+from batchline.endpoints.response_fields import in_response_fields
+from batchline.endpoints.response_input import chat_form
 from batchline.endpoints.response_output import ResponseWriter
+from batchline.endpoints.streaming import StreamUsage
 from batchline.errors import BadRequest
+from batchline.openai_api.chat import ChatCompletionRequest
 from batchline.openai_api.parsing import parse_body
 from batchline.openai_api.responses import ResponsesRequest, refuse_other_fields
 
@@ -29,11 +36,14 @@ async def response(
     request = _parse(body, model)
     if request.stream:
         raise BadRequest("stream: a batch line or a call for one answer cannot be streamed", param="stream")
-    answer = await chat_completion(chat_body(request), request_id, model, priority)
-    writer = ResponseWriter(body, answer["id"], model)
-    choice = answer["choices"][0]
-    _ = [*writer.push(choice["message"], _logprobs(choice))]
-    *_, last = writer.closing(choice["finish_reason"], answer["usage"])
+    form = chat_form(request)
+    with in_response_fields(form.places):
+        chat_request = parse_chat(form.body, model)
+        chat = await encode_chat(chat_request, model)
+        logprobs = reported_logprobs(chat_request)
+        result = await run_choices(model, chat.prompt, chat_request, logprobs, request_id=request_id, priority=priority)
+    events = _Events(ResponseWriter(body, request_id, model), chat_request, chat, model)
+    *_, last = [*events.push(result.choices[0]), *events.finish()]
     whole: JsonObject = last["response"]
     return whole
 
@@ -42,23 +52,56 @@ async def response_events(
     body: Mapping[str, Any], request_id: str, model: GenerativeModel, priority: int = 0
 ) -> AsyncGenerator[JsonObject, None]:
     """The answer to a response request as events, each with its `type`. Raises: RequestError, EngineError."""
-    request = _parse(body, model)
-    streamed = chat_body(request) | {"stream": True, "stream_options": {"include_usage": True}}
-    writer: ResponseWriter | None = None
-    finish_reason = "abort"
-    async with aclosing(chat_completion_chunks(streamed, request_id, model, priority)) as chunks:
-        async for chunk in chunks:
-            if writer is None:
-                writer = ResponseWriter(body, chunk["id"], model)
-                for event in writer.opening():
+    form = chat_form(_parse(body, model))
+    with in_response_fields(form.places):
+        chat_request = parse_chat(form.body, model)
+        chat = await encode_chat(chat_request, model)
+        logprobs = reported_logprobs(chat_request)
+        deltas = stream_choices(model, chat.prompt, chat_request, logprobs, request_id=request_id, priority=priority)
+        events = _Events(ResponseWriter(body, request_id, model), chat_request, chat, model)
+        async with aclosing(deltas):
+            async for _, delta in deltas:
+                for event in events.push(delta):
                     yield event
-            for choice in chunk["choices"]:
-                finish_reason = choice["finish_reason"] or finish_reason
-                for event in writer.push(choice["delta"], _logprobs(choice)):
-                    yield event
-            if chunk["usage"] is not None:
-                for event in writer.closing(finish_reason, chunk["usage"]):
-                    yield event
+        for event in events.finish():
+            yield event
+
+
+class _Events:
+    """Deltas of the one choice to events, from the first delta on. Mutable; one per request."""
+
+    def __init__(
+        self, writer: ResponseWriter, request: ChatCompletionRequest, chat: EncodedChat, model: GenerativeModel
+    ) -> None:
+        self._writer = writer
+        self._request = request
+        self._reader = MessageReader(chat.answer_format)
+        self._style = LogprobFormat(model.tokenizer, as_token_ids=False)
+        self._usage = StreamUsage(None, len(chat.prompt.token_ids))
+        self._num_characters: int | None = None  # None before the first delta
+        self._finish_reason = "abort"
+
+    def push(self, delta: GeneratedText) -> Iterator[JsonObject]:
+        """What a delta becomes. With log-probabilities it is read by the token, so that each is told with its text."""
+        if self._num_characters is None:
+            self._num_characters = 0
+            yield from self._writer.opening()
+        parts = by_token(delta, self._num_characters) if self._request.logprobs else [delta]
+        self._num_characters += len(delta.text)
+        for part in parts:
+            yield from self._push_part(part)
+
+    def finish(self) -> Iterator[JsonObject]:
+        """The events behind the last delta."""
+        return self._writer.closing(self._finish_reason, self._usage.so_far.to_dict())
+
+    def _push_part(self, delta: GeneratedText) -> Iterator[JsonObject]:
+        message = self._reader.push(delta)
+        self._usage.count(delta, prompt=0, choice=0, num_reasoning_tokens=message.num_reasoning_tokens)
+        self._finish_reason = message.finish_reason or self._finish_reason
+        is_told = self._request.logprobs
+        logprobs = self._style.chat(delta.logprobs, self._request.top_logprobs or 0)["content"] if is_told else ()
+        return self._writer.push(message, logprobs)
 
 
 def _parse(body: Mapping[str, Any], model: GenerativeModel) -> ResponsesRequest:
@@ -66,9 +109,3 @@ def _parse(body: Mapping[str, Any], model: GenerativeModel) -> ResponsesRequest:
     request = parse_body(ResponsesRequest, body, strict=model.config.strict)
     request.check()
     return request
-
-
-def _logprobs(choice: Mapping[str, Any]) -> list[JsonObject]:
-    """Those of the tokens of a choice, or of a chunk of it."""
-    told: list[JsonObject] = (choice["logprobs"] or {"content": []})["content"]
-    return told
