@@ -7,12 +7,13 @@ STAMP := $(VENV)/.installed
 CLIENTS := .venv-clients
 CLIENT_PINS := tests/server/clients/requirements.txt
 OUT := out
+MINUTES := 5
 
 # Nothing here may reach for a model hub: every model that is needed ships with the repository or is made on the fly.
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: setup clients run test check unit bench docs lock clean
+.PHONY: setup clients run test check unit soak bench docs lock clean
 
 setup: $(STAMP)
 
@@ -43,6 +44,9 @@ check: setup  ## lint, format and types
 
 unit: setup clients
 	$(BIN)/python -m pytest
+
+soak: setup  ## the server's load check for minutes instead of seconds
+	$(BIN)/python -m pytest -s tests/server/test_load.py --load-minutes $(MINUTES)
 
 bench: setup  ## benchmarks; see benchmarks/README.md
 	$(BIN)/python benchmarks/run_all.py

@@ -8,7 +8,14 @@ from __future__ import annotations
 import os
 import shutil
 
+import pytest
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 if shutil.which("nvidia-smi") is None:
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when kernels are defined: they run on the CPU, slowly
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """How long the load check of the server lasts."""
+    parser.addoption("--load-minutes", type=float, default=0.1, help="minutes that tests/server/test_load.py takes")
