@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from dataclasses import replace
 from typing import Any
 
-from batchline.backends.base import Answer, BackendStats, EndpointRequest, ServedModel
+from batchline.backends.base import Answer, BackendStats, EndpointRequest, ServedModel, unknown_path
 from batchline.engine.request import FinishReason, GenerationOutput, GenerationRequest, TokenLogprobs
 from batchline.errors import BadRequest, NotFound, RequestError
 
@@ -90,8 +90,7 @@ class FakeBackend:
 
     def _body(self, request: EndpointRequest) -> dict[str, Any]:
         if request.url not in FAKE_ENDPOINTS:
-            served = ", ".join(FAKE_ENDPOINTS)
-            raise NotFound(f"Unknown path {request.url}; served are {served}.", param="url")
+            raise unknown_path(request.url, self.models())
         model = request.body.get("model")
         if model != self._model:
             message = f"The model `{model}` does not exist; served is `{self._model}`."

@@ -162,6 +162,29 @@ async def test_an_unknown_path_is_a_404_naming_the_served_ones(backend: InProces
     assert "/v1/chat/completions" in answer.body["error"]["message"]
 
 
+async def assert_tokens_come_and_go_back(backend: InProcessBackend, name: str, prompt: str) -> None:
+    """`/tokenize` and `/detokenize` undo each other, whatever the model is for."""
+
+    async def ask(url: str, **body: Any) -> dict[str, Any]:
+        answer = await backend.answer(EndpointRequest(url=url, body={"model": name, **body}, request_id="r"))
+        assert answer.status_code == 200, answer.body
+        return dict(answer.body)
+
+    whole = await ask("/tokenize", prompt=prompt, return_token_strs=True)
+    (max_model_len,) = [served.max_model_len for served in backend.models() if served.name == name]
+    assert (whole["count"], whole["max_model_len"]) == (len(whole["tokens"]), max_model_len)
+    assert (await ask("/detokenize", tokens=whole["tokens"]))["prompt"] == "".join(whole["token_strs"])
+    bare = await ask("/tokenize", prompt=prompt, add_special_tokens=False)
+    assert (await ask("/detokenize", tokens=bare["tokens"]))["prompt"] == prompt
+
+
+async def assert_conversations_are_refused(backend: InProcessBackend, name: str) -> None:
+    body = {"model": name, "messages": [{"role": "user", "content": "Hi"}]}
+    answer = await backend.answer(EndpointRequest(url="/tokenize", body=body, request_id="r"))
+    assert (answer.status_code, answer.body["error"]["param"]) == (400, "messages")
+    assert "no chat template" in answer.body["error"]["message"]
+
+
 async def test_models_of_every_kind_answer_side_by_side_and_their_tokens_add_up() -> None:
     folder = TINY_CHAT.parent
     names = ("tiny-chat", "tiny-embed", "tiny-rerank")
@@ -182,6 +205,10 @@ async def test_models_of_every_kind_answer_side_by_side_and_their_tokens_add_up(
         assert len(answers[1].body["data"][0]["embedding"]) == 96
         assert answers[2].body["data"][0]["score"] > 0.9
         assert backend.stats().prompt_tokens == sum(a.body["usage"]["prompt_tokens"] for a in answers)
+        for name in names:
+            await assert_tokens_come_and_go_back(backend, name, "the capital of france")
+        for name in names[1:]:
+            await assert_conversations_are_refused(backend, name)
     finally:
         await backend.close()
 

@@ -119,6 +119,20 @@ def test_bad_lines_are_answered_one_by_one_among_good_ones(tmp_path: Path, run_f
     }
 
 
+def test_what_only_a_server_answers_is_an_unknown_path_in_a_batch_file(tmp_path: Path, run_file: Run) -> None:
+    """`/tokenize` was run, though the check had called it unknown."""
+    lines = [chat_line("a") | {"url": "/tokenize"}, chat_line("b")]
+    backend, reporter = FakeBackend(), RecordingReporter()
+    run_file(write_lines(tmp_path / "in", lines), tmp_path / "out", backend=backend, reporter=reporter)
+    refused, answered = read_lines(tmp_path / "out")
+    assert (refused["error"], refused["response"]["status_code"]) == (None, 404)
+    message = refused["response"]["body"]["error"]["message"]
+    assert message == "Unknown path /tokenize. Served here: /v1/chat/completions, /v1/completions, /v1/embeddings"
+    assert answered["response"]["status_code"] == 200
+    assert [request.url for request in backend.requests] == ["/v1/chat/completions"]
+    assert "1 request to the unknown endpoint /tokenize, first on line 1." in reporter.warnings
+
+
 def test_a_line_of_20_megabytes_and_json_nested_10000_deep_do_not_stop_the_run(tmp_path: Path, run_file: Run) -> None:
     deep = b'{"custom_id":"deep","method":"POST","url":"/v1/completions","body":' + b'{"a":' * 10_000
     lines = [chat_line("big", "x" * 20_000_000), deep + b"1" + b"}" * 10_001, chat_line("small")]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from scripted_models import scripted_model
 
-from batchline.endpoints.tokenizing import detokenized, tokenized
+from batchline.endpoints.tokenizing import detokenized, generative, tokenized
 from batchline.errors import BadRequest
 from batchline.testing import ByteTokenizer
 
@@ -15,26 +15,26 @@ BOS = ByteTokenizer.BOS
 
 
 async def test_a_text_gets_its_special_tokens_unless_told_otherwise() -> None:
-    answer = await tokenized({"prompt": "hé"}, scripted_model())
+    answer = await tokenized({"prompt": "hé"}, generative(scripted_model()))
     assert answer == {"count": 4, "max_model_len": 512, "tokens": [BOS, *"hé".encode()], "token_strs": None}
-    bare = await tokenized({"prompt": "hé", "add_special_tokens": False}, scripted_model())
+    bare = await tokenized({"prompt": "hé", "add_special_tokens": False}, generative(scripted_model()))
     assert bare["tokens"] == [*"hé".encode()]
 
 
 async def test_a_conversation_goes_through_the_template() -> None:
     body: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
-    assert bytes((await tokenized(body, scripted_model()))["tokens"]) == b"[user]Hi[assistant]"
+    assert bytes((await tokenized(body, generative(scripted_model())))["tokens"]) == b"[user]Hi[assistant]"
     body["add_generation_prompt"] = False
-    assert bytes((await tokenized(body, scripted_model()))["tokens"]) == b"[user]Hi"
+    assert bytes((await tokenized(body, generative(scripted_model())))["tokens"]) == b"[user]Hi"
 
 
 async def test_tokens_can_be_shown_as_text() -> None:
-    answer = await tokenized({"prompt": "hi", "return_token_strs": True}, scripted_model())
+    answer = await tokenized({"prompt": "hi", "return_token_strs": True}, generative(scripted_model()))
     assert answer["token_strs"] == ["<s>", "h", "i"]
 
 
 async def test_detokenizing_shows_special_tokens() -> None:
-    assert await detokenized({"tokens": [BOS, *"né".encode()]}, scripted_model()) == {"prompt": "<s>né"}
+    assert await detokenized({"tokens": [BOS, *"né".encode()]}, generative(scripted_model())) == {"prompt": "<s>né"}
 
 
 @pytest.mark.parametrize(
@@ -49,9 +49,9 @@ async def test_detokenizing_shows_special_tokens() -> None:
 )
 async def test_wrong_requests_are_refused(body: dict[str, Any], message: str) -> None:
     with pytest.raises(BadRequest, match=message):
-        await tokenized(body, scripted_model())
+        await tokenized(body, generative(scripted_model()))
 
 
 async def test_unknown_token_ids_are_refused() -> None:
     with pytest.raises(BadRequest, match="tokens: token id 5000 is out of the vocabulary"):
-        await detokenized({"tokens": [5000]}, scripted_model())
+        await detokenized({"tokens": [5000]}, generative(scripted_model()))

@@ -7,9 +7,11 @@ that cannot work any more raises.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+from batchline.errors import NotFound
 
 API_ENDPOINTS = (
     "/v1/chat/completions",
@@ -70,6 +72,12 @@ class ServedModel:
     aliases: tuple[str, ...] = ()
     max_model_len: int | None = None
     endpoints: tuple[str, ...] = ()
+
+
+def unknown_path(url: str, models: Iterable[ServedModel]) -> NotFound:
+    """What a request to no endpoint is answered with: it names those that `models` serve."""
+    served = sorted({endpoint for model in models for endpoint in model.endpoints})
+    return NotFound(f"Unknown path {url}. Served here: {', '.join(served)}", param="url")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

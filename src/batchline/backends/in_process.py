@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from batchline.backends.base import API_ENDPOINTS, Answer, BackendStats, EndpointRequest, ServedModel
+from batchline.backends.base import API_ENDPOINTS, Answer, BackendStats, EndpointRequest, ServedModel, unknown_path
 from batchline.backends.residency import Loadable, ModelResidency
 from batchline.backends.served_paths import ENDPOINTS, UTILITIES
 from batchline.config import EngineConfig, Task
@@ -152,14 +152,12 @@ class InProcessBackend:
 
     def _route(self, request: EndpointRequest) -> EngineConfig:
         """The model that is to answer. Raises: NotFound, BadRequest."""
-        served_urls = sorted({url for task in self._tasks.values() for url in ENDPOINTS[task]})
-        utilities = {url for urls in UTILITIES.values() for url in urls}
-        if request.url not in API_ENDPOINTS and request.url not in utilities:
-            raise NotFound(f"Unknown path {request.url}. Served here: {', '.join(served_urls)}", param="url")
+        if request.url not in API_ENDPOINTS and request.url not in UTILITIES:
+            raise unknown_path(request.url, self.models())
         name, config = self._named(request.body.get("model"))
         task = self._tasks[config.model.names[0]]
         supported = ENDPOINTS[task]
-        if request.url not in supported and request.url not in UTILITIES[task]:
+        if request.url not in supported and request.url not in UTILITIES:
             raise BadRequest(
                 f"Model {name} does not support {request.url}. It supports: {', '.join(supported)}", param="url"
             )

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from transformers.utils.logging import disable_progress_bar
@@ -36,9 +38,12 @@ from batchline.endpoints.rerank import rerank
 from batchline.endpoints.responses import response, response_events
 from batchline.endpoints.score import score
 from batchline.endpoints.scorers import PairScorer, Scorer, SimilarityScorer
-from batchline.endpoints.tokenizing import detokenized, tokenized
+from batchline.endpoints.tokenizing import TokenizedModel, detokenized, generative, tokenized
 from batchline.engine.async_engine import AsyncEngine
 from batchline.engine.cache_memory import CacheMemory
+from batchline.errors import BadRequest, UnsupportedModel
+from batchline.openai_api.chat import ChatCompletionRequest
+from batchline.text.tokenizer import Tokenizer, from_transformers
 
 if TYPE_CHECKING:
     from batchline.pooling.cross_encoder import CrossEncoderModel
@@ -100,8 +105,7 @@ def _load_generative_model(config: EngineConfig, memory: CacheMemory | None) -> 
             CHAT: _generating(chat_completion, model),
             COMPLETIONS: _generating(completion, model),
             RESPONSES: _generating(response, model),
-            TOKENIZE: _tokenizing(tokenized, model),
-            DETOKENIZE: _tokenizing(detokenized, model),
+            **_tokenizing_endpoints(generative(model)),
             **_pooling_endpoints(SimilarityScorer(embedder), embedder, strict=config.text.strict),
         },
         streams={
@@ -134,13 +138,14 @@ def _streaming(
     return stream
 
 
-def _tokenizing(
-    endpoint: Callable[[Body, GenerativeModel], Awaitable[dict[str, Any]]], model: GenerativeModel
-) -> Endpoint:
-    async def answer(request: EndpointRequest) -> dict[str, Any]:
-        return await endpoint(request.body, model)
+def _tokenizing_endpoints(model: TokenizedModel) -> dict[str, Endpoint]:
+    async def tokenize(request: EndpointRequest) -> dict[str, Any]:
+        return await tokenized(request.body, model)
 
-    return answer
+    async def detokenize(request: EndpointRequest) -> dict[str, Any]:
+        return await detokenized(request.body, model)
+
+    return {TOKENIZE: tokenize, DETOKENIZE: detokenize}
 
 
 def _load_embedding_model(config: EngineConfig) -> LoadedModel:
@@ -149,23 +154,46 @@ def _load_embedding_model(config: EngineConfig) -> LoadedModel:
 
     model = load_embedding_model(config.model)
     endpoints = _pooling_endpoints(SimilarityScorer(model), model, strict=config.text.strict)
-    return _pooling_model(model, endpoints)
+    return _pooling_model(model, endpoints, strict=config.text.strict)
 
 
 def _load_cross_encoder(config: EngineConfig) -> LoadedModel:
     from batchline.pooling.cross_encoder import load_cross_encoder  # as heavy as an embedding model's
 
     model = load_cross_encoder(config.model)
-    return _pooling_model(model, _pooling_endpoints(PairScorer(model), None, strict=config.text.strict))
+    endpoints = _pooling_endpoints(PairScorer(model), None, strict=config.text.strict)
+    return _pooling_model(model, endpoints, strict=config.text.strict)
 
 
-def _pooling_model(model: EmbeddingModel | CrossEncoderModel, endpoints: Mapping[str, Endpoint]) -> LoadedModel:
+def _pooling_model(
+    model: EmbeddingModel | CrossEncoderModel, endpoints: Mapping[str, Endpoint], *, strict: bool
+) -> LoadedModel:
     return LoadedModel(
-        endpoints=endpoints,
+        endpoints={**endpoints, **_tokenizing_endpoints(_tokenized_pooling(model, strict=strict))},
         max_model_len=model.max_model_len,
         is_alive=lambda: model.is_alive,
         stats=lambda: BackendStats(prompt_tokens=model.stats().num_tokens),
         close=model.close,
+    )
+
+
+def _tokenized_pooling(model: EmbeddingModel | CrossEncoderModel, *, strict: bool) -> TokenizedModel:
+    @cache  # a batch never asks for it, and copying a large vocabulary takes a second
+    def tokenizer() -> Tokenizer:
+        try:
+            return from_transformers(model.name, deepcopy(model.transformers_tokenizer))
+        except UnsupportedModel as exc:
+            raise BadRequest(f"{model.name} cannot be asked for its tokens: {exc.reason}") from exc
+
+    def refuse(_: ChatCompletionRequest) -> str:
+        raise BadRequest(f"messages: {model.name} has no chat template; send prompt instead", param="messages")
+
+    return TokenizedModel(
+        tokenizer=tokenizer,
+        render=refuse,
+        max_model_len=model.max_model_len,
+        vocab_size=model.vocab_size,
+        strict=strict,
     )
 
 

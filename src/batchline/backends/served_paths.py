@@ -21,5 +21,5 @@ ENDPOINTS: Mapping[Task, tuple[str, ...]] = {
 """A causal language model also embeds (by its last token), and whatever embeds also scores and reranks (by cosine
 similarity)."""
 
-UTILITIES: Mapping[Task, tuple[str, ...]] = {"generate": (TOKENIZE, DETOKENIZE), "embed": (), "score": ()}
-"""Paths that are answered besides the endpoints, and not named among them."""
+UTILITIES = (TOKENIZE, DETOKENIZE)
+"""Paths that every model answers besides its endpoints, on a server alone; they are not named among them."""

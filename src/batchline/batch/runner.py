@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from batchline.backends.base import Answer, Backend, EndpointRequest
+from batchline.backends.base import API_ENDPOINTS, Answer, Backend, EndpointRequest, unknown_path
 from batchline.batch import lines
 from batchline.batch.commit import GroupCommit
 from batchline.batch.index import LineReader
@@ -174,6 +174,8 @@ class Runner:
         """The backend's answer and its body as JSON. Raises: EngineError, ModelLoadError."""
         error: RequestError
         try:
+            if request.url not in API_ENDPOINTS:  # also where a backend answers it to a server, as `/tokenize`
+                raise unknown_path(request.url, self._backend.models())
             answer = await self._backend.answer(request)
             return answer, lines.encode_body(answer.body)
         except (EngineError, ModelLoadError):

@@ -1,10 +1,13 @@
-"""`/tokenize` and `/detokenize`: text or a conversation to token ids, and back."""
+"""`/tokenize` and `/detokenize`: text or a conversation to token ids, and back; of a model of any kind."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Callable, Mapping
+from concurrent.futures import Executor
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from batchline.endpoints.chat import render_chat
 from batchline.endpoints.model import GenerativeModel
@@ -13,33 +16,73 @@ from batchline.openai_api.chat import ChatCompletionRequest
 from batchline.openai_api.parsing import parse_body
 from batchline.openai_api.tokenize import CONVERSATION_FIELDS, DetokenizeRequest, TokenizeRequest, tokenize_object
 from batchline.text.detokenizer import detokenize
+from batchline.text.tokenizer import Tokenizer
+
+T = TypeVar("T")
 
 
-async def tokenized(body: Mapping[str, Any], model: GenerativeModel) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizedModel:
+    """What these paths need of a model.
+
+    tokenizer: gives it, and may take a while to make it. render: a conversation as the model's template writes it;
+    raises BadRequest, also where there is none. executor: for text work; None takes the event loop's own.
+    """
+
+    tokenizer: Callable[[], Tokenizer]
+    render: Callable[[ChatCompletionRequest], str]
+    max_model_len: int
+    vocab_size: int
+    strict: bool
+    executor: Executor | None = None
+
+    async def off_loop(self, work: Callable[[], T]) -> T:
+        """Run text work on a thread."""
+        return await asyncio.get_running_loop().run_in_executor(self.executor, work)
+
+
+def generative(model: GenerativeModel) -> TokenizedModel:
+    """A model that generates, with its own template."""
+    return TokenizedModel(
+        tokenizer=lambda: model.tokenizer,
+        render=partial(render_chat, model=model),
+        max_model_len=model.engine.max_model_len,
+        vocab_size=model.engine.vocab_size,
+        strict=model.config.strict,
+        executor=model.executor,
+    )
+
+
+async def tokenized(body: Mapping[str, Any], model: TokenizedModel) -> dict[str, Any]:
     """The answer to a tokenize request. Raises: BadRequest."""
-    request = parse_body(TokenizeRequest, body, strict=model.config.strict)
+    request = parse_body(TokenizeRequest, body, strict=model.strict)
     request.check()
-    token_ids = await model.off_loop(partial(_encode, request, model))
-    token_strs = None
-    if request.return_token_strs:
-        token_strs = [model.tokenizer.token_bytes(token_id).decode(errors="replace") for token_id in token_ids]
-    return tokenize_object(tokens=token_ids, max_model_len=model.engine.max_model_len, token_strs=token_strs)
+    return await model.off_loop(partial(_tokenize, request, model))
 
 
-async def detokenized(body: Mapping[str, Any], model: GenerativeModel) -> dict[str, Any]:
+async def detokenized(body: Mapping[str, Any], model: TokenizedModel) -> dict[str, Any]:
     """The answer to a detokenize request: special tokens are shown. Raises: BadRequest."""
-    request = parse_body(DetokenizeRequest, body, strict=model.config.strict)
-    tokens = check_vocabulary(tuple(request.tokens), model.engine.vocab_size, "tokens")
-    text = await model.off_loop(partial(detokenize, model.tokenizer, tokens, skip_special_tokens=False))
+    request = parse_body(DetokenizeRequest, body, strict=model.strict)
+    tokens = check_vocabulary(tuple(request.tokens), model.vocab_size, "tokens")
+    text = await model.off_loop(lambda: detokenize(model.tokenizer(), tokens, skip_special_tokens=False))
     return {"prompt": text}
 
 
-def _encode(request: TokenizeRequest, model: GenerativeModel) -> tuple[int, ...]:
-    """Render where it is a conversation, and tokenize; runs off the event loop."""
+def _tokenize(request: TokenizeRequest, model: TokenizedModel) -> dict[str, Any]:
+    tokenizer = model.tokenizer()
+    token_ids = _encode(request, model, tokenizer)
+    token_strs = None
+    if request.return_token_strs:
+        pieces = [tokenizer.token_bytes(token_id, is_first=index == 0) for index, token_id in enumerate(token_ids)]
+        token_strs = [piece.decode(errors="replace") for piece in pieces]
+    return tokenize_object(tokens=token_ids, max_model_len=model.max_model_len, token_strs=token_strs)
+
+
+def _encode(request: TokenizeRequest, model: TokenizedModel, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Render where it is a conversation, and tokenize."""
     if request.prompt is not None:
-        add_special_tokens = request.add_special_tokens is not False
-        return model.tokenizer.encode(request.prompt, add_special_tokens=add_special_tokens)
+        return tokenizer.encode(request.prompt, add_special_tokens=request.add_special_tokens is not False)
     given = {name: getattr(request, name) for name in CONVERSATION_FIELDS}
     chat = parse_body(ChatCompletionRequest, given | {"tool_choice": "none"}, strict=True)
     chat.check()
-    return model.tokenizer.encode(render_chat(chat, model), add_special_tokens=bool(request.add_special_tokens))
+    return tokenizer.encode(model.render(chat), add_special_tokens=bool(request.add_special_tokens))

@@ -29,13 +29,16 @@ LOGIT, ACTIVATED = 0, 1
 class CrossEncoderModel:
     """A cross-encoder on a thread of its own, for callers on any event loop.
 
-    name: the one that answers carry. max_model_len: in tokens, of both texts together.
+    name: the one that answers carry. max_model_len: in tokens, of both texts together. transformers_tokenizer: in use
+    here, so others take a copy.
     """
 
     def __init__(self, name: str, loaded: LoadedPoolingModel) -> None:
         module = loaded.module
         self.name = name
         self.max_model_len = loaded.max_model_len
+        self.vocab_size = loaded.vocab_size
+        self.transformers_tokenizer = loaded.tokenizer
         self._prompt: str = module.prompts.get(module.default_prompt_name or "", "")
         self._tokenizer = PoolingTokenizer(loaded.tokenizer)
         self.num_special_tokens = self._tokenizer.num_pair_special_tokens

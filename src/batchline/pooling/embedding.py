@@ -29,6 +29,7 @@ class EmbeddingModel:
     """An embedding model on a thread of its own, for callers on any event loop.
 
     name: the one that answers carry. max_model_len: in tokens. matryoshka: None where vectors may not be cut.
+    transformers_tokenizer: in use here, so others take a copy.
     """
 
     def __init__(self, name: str, loaded: LoadedPoolingModel, matryoshka: Matryoshka | None) -> None:
@@ -36,6 +37,7 @@ class EmbeddingModel:
         self.name = name
         self.max_model_len = loaded.max_model_len
         self.vocab_size = loaded.vocab_size
+        self.transformers_tokenizer = loaded.tokenizer
         self.matryoshka = matryoshka
         self._own_size: int | None = module.truncate_dim
         self._normalises = any(isinstance(part, Normalize) for part in module)

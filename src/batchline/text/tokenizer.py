@@ -211,6 +211,11 @@ def load_tokenizer(model: str, *, revision: str | None = None, trust_remote_code
         tokenizer = AutoTokenizer.from_pretrained(model, revision=revision, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, TypeError, ImportError) as exc:
         raise ModelLoadError(model, f"its tokenizer cannot be loaded: {_first_line(exc)}") from exc
+    return from_transformers(model, tokenizer)
+
+
+def from_transformers(model: str, tokenizer: Any) -> HuggingFaceTokenizer:
+    """A tokenizer of `transformers` as one of ours, which takes it over. Raises: UnsupportedModel naming the model."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise UnsupportedModel(model, "its tokenizer is not one of the `tokenizers` library (no tokenizer.json)")
