@@ -24,14 +24,20 @@ HELLO = {"model": "tiny", "messages": [{"role": "user", "content": "Say pong."}]
 
 
 @contextmanager
-def serving(*arguments: str, env: dict[str, str] | None = None) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """The running process and its URL."""
+def serving(
+    *arguments: str, env: dict[str, str] | None = None, said: list[str] | None = None
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The running process and its URL. said: gets what it says until it serves."""
     command = [sys.executable, "-m", "batchline", "serve", "--port", "0", "--num-threads", "1", *arguments]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, **(env or {})})
     assert process.stderr is not None
     try:
-        line = next(line for line in process.stderr if line.startswith("Serving"))
-        yield process, line.rsplit(" ", 1)[1].strip()
+        lines = said if said is not None else []
+        for line in process.stderr:
+            lines.append(line.rstrip("\n"))
+            if line.startswith("Serving"):
+                break
+        yield process, lines[-1].rsplit(" ", 1)[1]
     finally:
         process.kill()
         process.communicate()
@@ -54,6 +60,15 @@ def test_a_server_from_start_to_stop(tmp_path: Path) -> None:
         assert httpx.get(f"{url}/v1/models").status_code == 401
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
+
+
+def test_every_model_is_named_while_they_are_loaded() -> None:
+    said: list[str] = []
+    embed, rerank = (str(TINY_CHAT.with_name(name)) for name in ("tiny-embed", "tiny-rerank"))
+    with serving(embed, "--model", rerank, "--log-level", "warning", said=said):
+        pass
+    assert said[0] == f"Loading {embed}; when first asked for: {rerank}"
+    assert said[1].startswith(f"Serving {embed}, {rerank} at http://127.0.0.1:")
 
 
 def refusal(*arguments: str) -> str:

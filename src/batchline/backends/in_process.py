@@ -29,6 +29,7 @@ from batchline.errors import (
     InternalServerError,
     ModelLoadError,
     NotFound,
+    NumbersNotFinite,
     RequestError,
     UsageError,
 )
@@ -127,7 +128,9 @@ class InProcessBackend:
         self._loadables[name] = Loadable(name, partial(self._load, config), _needed_bytes(model.model))
 
     def _load(self, config: EngineConfig) -> LoadedModel:
-        task = self._tasks[config.model.names[0]]
+        name = config.model.names[0]
+        task = self._tasks[name]
+        logger.info("loading %s", name)
         with _few_collections(), cache_memory_ahead() if task == "generate" else nullcontext() as memory:
             from batchline.backends.loaded_models import load  # imports torch and transformers, for seconds
 
@@ -197,6 +200,8 @@ def _request_error(request: EndpointRequest, exc: Exception) -> RequestError:
         return BadRequest(str(exc))
     if isinstance(exc, EngineOutOfMemory):
         return InternalServerError(f"Out of memory: {exc}")
+    if isinstance(exc, NumbersNotFinite):
+        return InternalServerError(f"No answer: {exc}")
     logger.error("request %s failed", request.request_id, exc_info=exc)
     return InternalServerError("Internal server error")
 

@@ -38,7 +38,8 @@ def serve(
     )
     if not options.api_keys and not _is_loopback(options.host):
         typer.echo("Warning: anyone who reaches this address can use the server; set --api-key.", err=True)
-    typer.echo(f"Loading {models[0]}", err=True)
+    first, *others = models
+    typer.echo(f"Loading {first}" + (f"; when first asked for: {', '.join(others)}" if others else ""), err=True)
 
     from batchline.backends.in_process import InProcessBackend  # imports torch and transformers
     from batchline.server.run import run
