@@ -40,8 +40,8 @@ AGREEMENT_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 CPU_TOKENS_PER_THREAD = 512
 """Activations of so many tokens stay in a core's cache; larger batches were slower on CPUs (docs/decisions.md)."""
 
-FUSED_LIMITS = BatchLimits(max_tokens=2048, max_padding=512)
-"""Per thread, of an encoder that computes no padding."""
+FUSED_LIMITS = BatchLimits(max_tokens=4096, max_padding=512)
+"""Per thread, of an encoder that computes no padding: cores wait for one another at the end of a batch alone."""
 
 ReadRows = Callable[[Any, dict[str, Any]], torch.Tensor]
 """From the model and the features that it returned to one row per sequence."""
