@@ -11,7 +11,7 @@ import openai
 import pytest
 from threaded_server import Serve, ThreadedServer
 
-from batchline.backends.base import Answer, EndpointRequest
+from batchline.backends.base import Answer, EndpointRequest, ServedModel
 from batchline.errors import NotFound
 from batchline.server.kept_responses import KeptResponse, KeptResponses
 from batchline.testing import FakeBackend
@@ -70,6 +70,64 @@ async def test_a_response_goes_on_from_an_earlier_one(client: openai.AsyncOpenAI
     assert second.previous_response_id == first.id
 
 
+async def test_the_items_that_led_to_a_response_are_listed_page_by_page(client: openai.AsyncOpenAI) -> None:
+    call = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"}
+    items: Any = [
+        {"role": "user", "content": "Hello world!"},
+        call,
+        {"type": "function_call_output", "call_id": "c1", "output": "42", "id": "mine"},
+    ]
+    first = await client.responses.create(model="tiny", input=items, max_output_tokens=2)
+    second = await client.responses.create(
+        model="tiny", input="Say pong.", max_output_tokens=2, previous_response_id=first.id
+    )
+    page = await client.responses.input_items.list(second.id, order="asc", limit=2)
+    assert (page.object, page.has_more) == ("list", True)  # type: ignore[attr-defined]
+    message, listed_call = page.data
+    assert message.to_dict() == {
+        "id": message.id,
+        "type": "message",
+        "role": "user",
+        "status": "completed",
+        "content": [{"type": "input_text", "text": "Hello world!"}],
+    }
+    assert listed_call.to_dict() == {**call, "id": listed_call.id, "status": "completed"}
+    assert (page.first_id, page.last_id) == (message.id, listed_call.id)  # type: ignore[attr-defined]
+    every = [item async for item in client.responses.input_items.list(second.id, order="asc", limit=2)]
+    assert [item.type for item in every] == [
+        *("message", "function_call", "function_call_output", "message", "message"),
+    ]
+    assert every[2].id == "mine"
+    assert every[3].id == first.output[0].id
+    newest_first = [item.id async for item in client.responses.input_items.list(second.id, limit=1)]
+    assert newest_first == [item.id for item in reversed(every)]
+    after = await client.responses.input_items.list(second.id, after="mine", order="asc")
+    assert [item.id for item in after.data] == [item.id for item in every[3:]]
+
+
+@pytest.mark.parametrize(
+    ("query", "param"),
+    [
+        ({"limit": 0}, "limit"),
+        ({"limit": 101}, "limit"),
+        ({"limit": "x"}, "limit"),
+        ({"order": "up"}, "order"),
+        ({"after": "msg_none"}, "after"),
+        ({"include[]": "message.input_image.image_url"}, "include"),
+    ],
+)
+async def test_a_wrong_page_is_refused_by_name(client: openai.AsyncOpenAI, query: Any, param: str) -> None:
+    made = await client.responses.create(model="tiny", input="Hi", max_output_tokens=1)
+    with pytest.raises(openai.BadRequestError) as refused:
+        await client.responses.input_items.list(made.id, extra_query=query)
+    assert refused.value.param == param
+
+
+async def test_the_items_of_an_unknown_response_are_not_found(client: openai.AsyncOpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="not found"):
+        await client.responses.input_items.list("resp_none")
+
+
 async def test_what_is_not_kept_cannot_be_gone_on_from(client: openai.AsyncOpenAI) -> None:
     made = await client.responses.create(model="tiny", input="Hi", store=False, max_output_tokens=1)
     with pytest.raises(openai.NotFoundError) as missing:
@@ -102,6 +160,9 @@ class StuckBackend(FakeBackend):
         super().__init__()
         self.is_cancelled = False
 
+    def models(self) -> list[ServedModel]:
+        return [ServedModel(name="stuck", endpoints=("/v1/responses",))]
+
     async def answer(self, request: EndpointRequest) -> Answer:
         try:
             await asyncio.Event().wait()
@@ -117,8 +178,8 @@ class StuckBackend(FakeBackend):
 def test_what_is_made_in_the_background_can_be_cancelled(serve: Serve) -> None:
     backend = StuckBackend()
     with httpx.Client(base_url=serve(backend, max_in_flight=1).url) as client:
-        begun = client.post("/v1/responses", json={"input": "x", "background": True}).json()
-        refused = client.post("/v1/responses", json={"input": "x", "background": True})
+        begun = client.post("/v1/responses", json={"model": "stuck", "input": "x", "background": True}).json()
+        refused = client.post("/v1/responses", json={"model": "stuck", "input": "x", "background": True})
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
         unfinished = client.post("/v1/responses", json={"input": "x", "previous_response_id": begun["id"]})
         assert unfinished.status_code == 400
@@ -129,9 +190,34 @@ def test_what_is_made_in_the_background_can_be_cancelled(serve: Serve) -> None:
     assert backend.is_cancelled
 
 
-async def test_a_wrong_request_is_refused_before_it_goes_to_the_background(client: openai.AsyncOpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="max_output_tokens"):
-        await client.responses.create(model="tiny", input="Hi", max_output_tokens=0, background=True)
+@pytest.mark.parametrize(
+    ("fields", "status", "param"),
+    [
+        ({"model": "none"}, 404, "model"),
+        ({"model": None}, 400, "model"),
+        ({"max_output_tokens": 0}, 400, "max_output_tokens"),
+        ({"temperature": 7}, 400, "temperature"),
+        ({"n": 2}, 400, "n"),
+        ({"reasoning": {"summary": "auto"}}, 400, "reasoning.summary"),
+        ({"text": {"format": {"type": "xml"}}}, 400, "text.format"),
+        ({"input": [{"type": "x"}]}, 400, "input[0]"),
+    ],
+)
+async def test_a_wrong_request_is_refused_before_it_goes_to_the_background(
+    client: openai.AsyncOpenAI, fields: dict[str, Any], status: int, param: str
+) -> None:
+    body = {"model": "tiny", "input": "Hi", "background": True, **fields}
+    with pytest.raises(openai.APIStatusError) as refused:
+        await client.responses.create(extra_body=body)
+    assert (refused.value.status_code, refused.value.param) == (status, param)
+
+
+def test_a_model_that_makes_no_responses_is_refused_before_the_background(serve: Serve) -> None:
+    answer = httpx.post(
+        serve(FakeBackend()).url + "/v1/responses", json={"model": "fake", "input": "x", "background": True}
+    )
+    assert answer.status_code == 400
+    assert "does not support /v1/responses" in answer.json()["error"]["message"]
 
 
 async def test_a_kept_response_is_not_streamed_again(client: openai.AsyncOpenAI) -> None:
@@ -148,8 +234,20 @@ def test_an_error_in_a_stream_is_an_event_of_that_name(serve: Serve) -> None:
     assert end == ""
 
 
-def kept(response_id: str) -> KeptResponse:
-    return KeptResponse({"id": response_id, "status": "completed", "output": []}, [])
+def kept(response_id: str, text: str = "") -> KeptResponse:
+    return KeptResponse({"id": response_id, "status": "completed", "output": []}, [{"role": "user", "content": text}])
+
+
+def test_the_oldest_are_forgotten_where_all_are_too_large_together() -> None:
+    responses = KeptResponses(max_bytes=1000)
+    responses.keep(kept("a", "x" * 500))
+    responses.keep(kept("b", "x" * 100))
+    responses.keep(kept("b", "x" * 300))  # another state of it, which counts in place of the first
+    assert "a" in responses
+    responses.keep(kept("c", "x" * 200))
+    assert ("a" in responses, "b" in responses) == (False, True)
+    responses.keep(kept("d", "x" * 5000))
+    assert ("b" in responses, "c" in responses, "d" in responses) == (False, False, True)
 
 
 def test_the_oldest_are_forgotten_first() -> None:

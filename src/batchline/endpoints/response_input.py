@@ -10,8 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from batchline.endpoints.response_fields import in_response_fields
 from batchline.errors import BadRequest
-from batchline.openai_api.responses import CHAT_FIELDS, LOGPROBS, ResponsesRequest
+from batchline.openai_api.chat import ChatCompletionRequest
+from batchline.openai_api.parsing import parse_body
+from batchline.openai_api.responses import CHAT_FIELDS, LOGPROBS, ResponsesRequest, refuse_other_fields
 
 JsonObject = dict[str, Any]
 
@@ -27,6 +30,21 @@ class ChatForm:
 
     body: JsonObject
     places: Mapping[str, str]
+
+
+def read_request(body: Mapping[str, Any], *, strict: bool) -> ResponsesRequest:
+    """The request in a body. strict: refuse unknown fields. Raises: BadRequest."""
+    refuse_other_fields(body)
+    request = parse_body(ResponsesRequest, body, strict=strict)
+    request.check()
+    return request
+
+
+def check_without_model(body: Mapping[str, Any]) -> None:
+    """Tell what is wrong with a body, as far as no model is needed to know it. Raises: BadRequest."""
+    form = chat_form(read_request(body, strict=False))
+    with in_response_fields(form.places):
+        parse_body(ChatCompletionRequest, form.body, strict=False).check()
 
 
 def chat_form(request: ResponsesRequest) -> ChatForm:

@@ -18,13 +18,11 @@ from batchline.endpoints.logprobs import LogprobFormat
 from batchline.endpoints.message_reader import MessageReader
 from batchline.endpoints.model import GenerativeModel
 from batchline.endpoints.response_fields import in_response_fields
-from batchline.endpoints.response_input import chat_form
+from batchline.endpoints.response_input import chat_form, read_request
 from batchline.endpoints.response_output import ResponseWriter
 from batchline.endpoints.streaming import StreamUsage
 from batchline.errors import BadRequest
 from batchline.openai_api.chat import ChatCompletionRequest
-from batchline.openai_api.parsing import parse_body
-from batchline.openai_api.responses import ResponsesRequest, refuse_other_fields
 
 JsonObject = dict[str, Any]
 
@@ -33,7 +31,7 @@ async def response(
     body: Mapping[str, Any], request_id: str, model: GenerativeModel, priority: int = 0
 ) -> dict[str, Any]:
     """The answer to a response request. Raises: RequestError, EngineError."""
-    request = _parse(body, model)
+    request = read_request(body, strict=model.config.strict)
     if request.stream:
         raise BadRequest("stream: a batch line or a call for one answer cannot be streamed", param="stream")
     form = chat_form(request)
@@ -52,7 +50,7 @@ async def response_events(
     body: Mapping[str, Any], request_id: str, model: GenerativeModel, priority: int = 0
 ) -> AsyncGenerator[JsonObject, None]:
     """The answer to a response request as events, each with its `type`. Raises: RequestError, EngineError."""
-    form = chat_form(_parse(body, model))
+    form = chat_form(read_request(body, strict=model.config.strict))
     with in_response_fields(form.places):
         chat_request = parse_chat(form.body, model)
         chat = await encode_chat(chat_request, model)
@@ -102,10 +100,3 @@ class _Events:
         is_told = self._request.logprobs
         logprobs = self._style.chat(delta.logprobs, self._request.top_logprobs or 0)["content"] if is_told else ()
         return self._writer.push(message, logprobs)
-
-
-def _parse(body: Mapping[str, Any], model: GenerativeModel) -> ResponsesRequest:
-    refuse_other_fields(body)
-    request = parse_body(ResponsesRequest, body, strict=model.config.strict)
-    request.check()
-    return request

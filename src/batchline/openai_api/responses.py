@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
+from uuid import uuid4
 
 from pydantic import Field
 
@@ -175,6 +176,25 @@ def _option(request: JsonObject, field: str, name: str) -> Any:
     """An option as it was given, in a body that may not have been checked yet."""
     options = request.get(field)
     return options.get(name) if isinstance(options, dict) else None
+
+
+_ITEM_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+
+
+def input_item(given: JsonObject) -> JsonObject:
+    """An input item in full: with an id and a status, its text in parts. What is wrong with it stays as it is."""
+    kind = given.get("type", "message")
+    prefix = _ITEM_PREFIXES.get(kind, "item") if isinstance(kind, str) else "item"
+    item = {"type": kind, "status": "completed", **given}
+    if not isinstance(item.get("id"), str):
+        item["id"] = f"{prefix}_{uuid4().hex}"
+    if kind == "message" and isinstance(item.get("content"), str):
+        is_output = item.get("role") == "assistant"
+        text = item["content"]
+        item["content"] = [output_text(text, []) if is_output else {"type": "input_text", "text": text}]
+    if kind == "reasoning":
+        item.setdefault("summary", [])
+    return item
 
 
 def output_message(message_id: str, status: Status, content: Sequence[JsonObject]) -> JsonObject:

@@ -89,6 +89,7 @@ def _add_kept_responses(app: FastAPI, responses: ResponsesApi) -> None:
 
     add("/{response_id}", responses.retrieve, "GET")
     add("/{response_id}", responses.delete, "DELETE")
+    add("/{response_id}/input_items", responses.input_items, "GET")
     add("/{response_id}/cancel", responses.cancel, "POST")
 
 

@@ -1,6 +1,6 @@
 """Responses that the server keeps in memory, so that later requests can go on from them, read them and cancel them.
 
-The newest so many are kept; a restart forgets them all. Knows nothing of HTTP.
+The newest are kept, up to a number and to the bytes of their JSON; a restart forgets them all. Knows nothing of HTTP.
 """
 
 from __future__ import annotations
@@ -10,9 +10,13 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
+import orjson
+
 from batchline.errors import BadRequest, NotFound
 
 MAX_KEPT = 1000
+MAX_KEPT_BYTES = 256 << 20
+"""Of JSON; in memory it is a few times as much."""
 
 JsonObject = dict[str, Any]
 
@@ -26,6 +30,11 @@ class KeptResponse:
     task: asyncio.Task[None] | None = None
 
     @property
+    def num_bytes(self) -> int:
+        """The size of its JSON, of the input that it goes on from too."""
+        return len(orjson.dumps([self.response, self.input_items]))
+
+    @property
     def is_running(self) -> bool:
         """Whether it is still being made."""
         return self.response["status"] in ("queued", "in_progress")
@@ -37,21 +46,25 @@ class KeptResponse:
 
 
 class KeptResponses:
-    """The kept responses by id, the oldest forgotten first."""
+    """The kept responses by id, the oldest forgotten first; the newest is kept whatever its size."""
 
-    def __init__(self, max_kept: int = MAX_KEPT) -> None:
+    def __init__(self, max_kept: int = MAX_KEPT, max_bytes: int = MAX_KEPT_BYTES) -> None:
         self._max_kept = max_kept
+        self._max_bytes = max_bytes
         self._kept: OrderedDict[str, KeptResponse] = OrderedDict()
+        self._num_bytes: dict[str, int] = {}  # as each was when it was kept
 
     def keep(self, kept: KeptResponse) -> None:
         """Add a response, or put a new state of it in place of the old."""
         response_id = kept.response["id"]
         self._kept[response_id] = kept
         self._kept.move_to_end(response_id)
-        while len(self._kept) > self._max_kept:
-            _, forgotten = self._kept.popitem(last=False)
-            if forgotten.task is not None:
-                forgotten.task.cancel()
+        self._num_bytes[response_id] = kept.num_bytes
+        total = sum(self._num_bytes.values())
+        while len(self._kept) > self._max_kept or (total > self._max_bytes and len(self._kept) > 1):
+            oldest = next(iter(self._kept))
+            total -= self._num_bytes[oldest]
+            self.forget(oldest)
 
     def get(self, response_id: str, param: str | None = None) -> KeptResponse:
         """A kept response. param: the request's field that names it. Raises: NotFound."""
@@ -91,4 +104,4 @@ class KeptResponses:
         kept = self.get(response_id)
         if kept.task is not None:
             kept.task.cancel()
-        del self._kept[response_id]
+        del self._kept[response_id], self._num_bytes[response_id]

@@ -8,8 +8,10 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
 
 from batchline import __version__
+from batchline.openai_api.item_lists import ListParams
 from batchline.server.paths import REQUEST_SCHEMAS, STREAMED_PATHS
 
 _REFERENCE = "#/components/schemas/{model}"
@@ -85,6 +87,8 @@ def _complete(operation: dict[str, Any], path: str) -> None:
         {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
         for name in re.findall(r"{(\w+)}", path)
     ]
+    if path.endswith("/input_items"):
+        parameters += _query_parameters(ListParams)
     operation["parameters"] = [*parameters, _REQUEST_ID]
     answer = operation["responses"]["200"]
     text = {"schema": {"type": "string"}}
@@ -94,3 +98,8 @@ def _complete(operation: dict[str, Any], path: str) -> None:
         answer["content"] = {"application/json": {"schema": {"type": "object"}}}
     if path in STREAMED_PATHS:
         answer["content"]["text/event-stream"] = text
+
+
+def _query_parameters(schema: type[BaseModel]) -> list[dict[str, Any]]:
+    properties = schema.model_json_schema()["properties"]
+    return [{"name": name, "in": "query", "required": False, "schema": field} for name, field in properties.items()]

@@ -16,9 +16,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from batchline.backends.base import Backend, EndpointRequest
+from batchline.endpoints.response_input import check_without_model
 from batchline.errors import BadRequest, Overloaded
+from batchline.openai_api.item_lists import ListParams, list_page
 from batchline.openai_api.parsing import parse_body
-from batchline.openai_api.responses import ResponsesRequest, response_object
+from batchline.openai_api.responses import input_item, response_object
 from batchline.server.admission import RETRY_AFTER_S
 from batchline.server.errors import as_request_error
 from batchline.server.event_stream import close_stream
@@ -26,6 +28,7 @@ from batchline.server.inference import Inference
 from batchline.server.json_body import read_json_object
 from batchline.server.kept_responses import KeptResponse, KeptResponses
 from batchline.server.responses import JsonResponse
+from batchline.server.served_models import check_supported
 
 JsonObject = dict[str, Any]
 
@@ -59,7 +62,15 @@ class ResponsesApi:
         """A kept response as it stands. Raises: NotFound, BadRequest."""
         if request.query_params.get("stream", "false") != "false":
             raise BadRequest("stream: a kept response is told whole", param="stream")
+        _refuse_include(request)
         return JsonResponse(self._kept.get(request.path_params["response_id"]).response)
+
+    async def input_items(self, request: Request) -> Response:
+        """A page of the items that a response was made from. Raises: NotFound, BadRequest."""
+        _refuse_include(request)
+        kept = self._kept.get(request.path_params["response_id"])
+        params = parse_body(ListParams, request.query_params, strict=False)
+        return JsonResponse(list_page(kept.input_items, params))
 
     async def cancel(self, request: Request) -> Response:
         """Stop a response that is made in the background. Raises: NotFound, BadRequest."""
@@ -85,10 +96,14 @@ class ResponsesApi:
         return _Call(body, EndpointRequest(url=PATH, body=sent, request_id=request_id), items or [])
 
     def _start(self, call: _Call) -> JsonObject:
-        """Begin to make a response in the background; returns it as it stands. Raises: BadRequest, Overloaded."""
+        """Begin to make a response in the background; returns it as it stands.
+
+        What can be told at once is. Raises: BadRequest, NotFound, Overloaded.
+        """
         if call.body.get("stream") or call.body.get("store") is False:
             raise BadRequest("background: it goes neither with stream nor without store", param="background")
-        parse_body(ResponsesRequest, call.request.body, strict=False)  # whatever can be told at once
+        check_supported(self._backend.models(), call.body.get("model"), PATH)
+        check_without_model(call.request.body)
         if self._kept.num_running >= self._max_running:
             raise Overloaded("Too many responses are being made in the background", retry_after_s=RETRY_AFTER_S)
         queued = response_object(
@@ -116,6 +131,7 @@ class ResponsesApi:
         else:
             told = {"code": str(error["code"]), "message": error["message"]}
             kept.response = kept.response | {"status": "failed", "error": told}
+        self._kept.keep(kept)  # it has another size now
 
 
 class _Call:
@@ -156,6 +172,13 @@ async def _keeping(
 
 def _items(given: Any) -> list[JsonObject] | None:
     """The input as items; None for what is no input at all, which the backend refuses."""
-    if isinstance(given, str):
-        return [{"type": "message", "role": "user", "content": given}]
-    return given if isinstance(given, list) else None
+    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
+        return None
+    return [input_item(item) for item in items]
+
+
+def _refuse_include(request: Request) -> None:
+    """Raises: BadRequest where more is asked for than what is kept."""
+    if any(name in request.query_params for name in ("include", "include[]")):
+        raise BadRequest("include: what is kept is told as it was made", param="include")

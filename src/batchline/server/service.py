@@ -10,10 +10,10 @@ from starlette.responses import Response
 
 from batchline import __version__
 from batchline.backends.base import Backend, ServedModel
-from batchline.errors import NotFound
 from batchline.server.errors import ENGINE_STOPPED, error_response
 from batchline.server.metrics import Metrics
 from batchline.server.responses import JsonResponse
+from batchline.server.served_models import find_model, models_by_name
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -28,20 +28,13 @@ class Service:
 
     async def models(self, request: Request) -> Response:
         """Every name that requests may use as a model."""
-        return JsonResponse({"object": "list", "data": list(self._by_name().values())})
+        data = [self._model(name, model) for name, model in models_by_name(self._backend.models()).items()]
+        return JsonResponse({"object": "list", "data": data})
 
     async def model(self, request: Request) -> Response:
         """One model by any of its names. Raises: NotFound."""
         name = request.path_params["model_id"]
-        models = self._by_name()
-        if name not in models:
-            served = ", ".join(sorted(models))
-            raise NotFound(
-                f"The model {name[:200]!r} does not exist. Served here: {served}",
-                param="model",
-                code="model_not_found",
-            )
-        return JsonResponse(models[name])
+        return JsonResponse(self._model(name, find_model(self._backend.models(), name)))
 
     async def health(self, request: Request) -> Response:
         """200 while requests can be answered, 503 when the engine has died."""
@@ -54,13 +47,6 @@ class Service:
     async def metrics(self, request: Request) -> Response:
         """What Prometheus scrapes."""
         return Response(self._metrics.render(), headers={"Content-Type": METRICS_TYPE})
-
-    def _by_name(self) -> dict[str, dict[str, Any]]:
-        return {
-            name: self._model(name, served)
-            for served in self._backend.models()
-            for name in (served.name, *served.aliases)
-        }
 
     def _model(self, name: str, served: ServedModel) -> dict[str, Any]:
         """A model object. root: the name that answers carry."""
