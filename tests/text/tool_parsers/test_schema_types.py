@@ -41,6 +41,11 @@ def converted(schema: Any, text: str, **root: Any) -> str:
         ({"$ref": "#/$defs/Nowhere"}, "2", '"2"'),
         ({}, "2", '"2"'),
         ("not a schema", "2", '"2"'),
+        ({"type": None}, "2", '"2"'),
+        ({"type": 5}, "2", '"2"'),
+        ({"type": [5, "integer"]}, "2", "2"),
+        ({"enum": "not a list"}, "2", '"2"'),
+        ({"enum": [None, 1.5]}, "1.5", "1.5"),
     ],
 )
 def test_text_becomes_what_the_schema_asks_for_or_a_string(schema: Any, text: str, expected: str) -> None:
@@ -50,6 +55,17 @@ def test_text_becomes_what_the_schema_asks_for_or_a_string(schema: Any, text: st
 def test_schema_that_refers_to_itself_ends() -> None:
     loop = {"$ref": "#/$defs/Loop"}
     assert converted(loop, "2", **{"$defs": {"Loop": loop}}) == '"2"'
+
+
+def test_schemas_that_refer_to_each_other_often_are_read_once_each() -> None:
+    """Every way through the references was followed to a depth: 20 of them to one schema took until the end of time."""
+    tangle = {"anyOf": [{"$ref": "#/$defs/Tangle"}] * 200 + [{"type": "integer"}]}
+    assert converted(tangle, "2", **{"$defs": {"Tangle": tangle}}) == "2"
+
+
+def test_type_behind_a_long_chain_of_references_is_found() -> None:
+    links = {f"{n}": {"$ref": f"#/$defs/{n + 1}"} for n in range(100)}
+    assert converted({"$ref": "#/$defs/0"}, "2", **{"$defs": {**links, "100": {"type": "integer"}}}) == "2"
 
 
 def test_unknown_functions_and_parameters_give_strings() -> None:

@@ -13,8 +13,6 @@ from batchline.text.tool_parsers.calls import ToolDefinition
 from batchline.text.tool_parsers.json_text import json_string, strict_loads
 from batchline.text.tool_parsers.python_literals import python_to_json
 
-_MAX_SCHEMA_DEPTH = 16
-
 
 class ArgumentTypes:
     """What types the arguments of which tool have."""
@@ -30,7 +28,7 @@ class ArgumentTypes:
         """JSON Schema type names that the parameter may have; empty if nothing is known."""
         schema = _mapping(self._schemas.get(function))
         parameter_schema = _mapping(_mapping(schema.get("properties")).get(parameter))
-        return frozenset(_schema_types(parameter_schema, schema, _MAX_SCHEMA_DEPTH))
+        return frozenset(_schema_types(parameter_schema, schema))
 
     def to_json(self, function: str, parameter: str, text: str) -> str:
         """JSON text of the argument written as `text`."""
@@ -68,24 +66,27 @@ def _value_types(value: Any) -> set[str]:
     return {names.get(type(value), "null")}
 
 
-def _schema_types(schema: Mapping[str, Any], root: Mapping[str, Any], depth: int) -> Iterator[str]:
-    if depth == 0:
-        return
-    declared = schema.get("type", ())
-    yield from [declared] if isinstance(declared, str) else [name for name in declared if isinstance(name, str)]
-    if not declared:
-        constants = list(schema.get("enum", ())) + ([schema["const"]] if "const" in schema else [])
-        for constant in constants:
-            yield from _value_types(constant)
-    for branch in _branches(schema, root):
-        yield from _schema_types(branch, root, depth - 1)
+def _schema_types(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Iterator[str]:
+    """Type names of the schema and of those it refers to; each is read once, however often they refer to each other."""
+    waiting = [schema]
+    seen: set[int] = set()
+    while waiting:
+        current = waiting.pop()
+        if id(current) in seen:
+            continue
+        seen.add(id(current))
+        declared = current.get("type")
+        yield from [name for name in [declared, *_list(declared)] if isinstance(name, str)]
+        if not declared:
+            for constant in [*_list(current.get("enum")), *([current["const"]] if "const" in current else [])]:
+                yield from _value_types(constant)
+        waiting.extend(_branches(current, root))
 
 
 def _branches(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """Schemas that this one refers to."""
     for keyword in ("anyOf", "oneOf", "allOf"):
-        alternatives = schema.get(keyword)
-        yield from map(_mapping, alternatives if isinstance(alternatives, list) else [])
+        yield from map(_mapping, _list(schema.get(keyword)))
     reference = schema.get("$ref")
     if isinstance(reference, str) and reference.startswith("#/"):
         target: Any = root
@@ -96,3 +97,7 @@ def _branches(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Iterator[Ma
 
 def _mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
