@@ -85,14 +85,18 @@ def surrounded(answer: Grammar, surroundings: Surroundings, special: SpecialToke
 
 
 def _or_begun_by(markers: Sequence[str], answer: Grammar, special: SpecialTokens) -> Grammar:
-    """The answer, or any text that begins with one of the markers, behind white space."""
+    """The answer, or any text that begins with one of the markers."""
     spelled = " | ".join(written(marker, special) for marker in markers)
-    rules = f"start: @constrained | SPACE? marker rest\nmarker: {spelled}\nrest: ({ANY_TEXT} | <[*]>)*"
-    return Grammar(lark(f"{rules}\nSPACE: /[ \\t\\r\\n]+/"), {"constrained": answer.part, **answer.others})
+    rules = f"start: @constrained | marker rest\nmarker: {spelled}\nrest: ({ANY_TEXT} | <[*]>)*"
+    return Grammar(lark(rules), {"constrained": answer.part, **answer.others})
 
 
 def after(preamble: Preamble, answer: Grammar, special: SpecialTokens) -> Grammar:
-    """A text of the answer's grammar behind a preamble, with white space between them."""
+    """A text of the answer's grammar behind a preamble, with a little white space between them.
+
+    None may stand before the preamble: a model that is kept from what it would say goes on with white space, for ever
+    where it may.
+    """
     names = [f"preamble_{index}" for index in range(len(preamble.ends))]
     ends = "\n".join(
         [
@@ -104,8 +108,8 @@ def after(preamble: Preamble, answer: Grammar, special: SpecialTokens) -> Gramma
         start = "start: preamble SPACE? @answer"
     else:
         markers = " | ".join(written(marker, special) for marker in preamble.starts)
-        start = f"start: @answer | SPACE? marker preamble SPACE? @answer\nmarker: {markers}"
-    rules = f"{start}\n{ends}\nSPACE: /[ \\t\\r\\n]+/"
+        start = f"start: @answer | marker preamble SPACE? @answer\nmarker: {markers}"
+    rules = f"{start}\n{ends}\nSPACE: /[ \\t\\r\\n]{{1,4}}/"
     return Grammar(lark(rules), {"answer": answer.part, **answer.others})
 
 
