@@ -108,6 +108,7 @@ def test_options_become_the_servers_settings() -> None:
     [
         ({"api_key": ["  "]}, "a key must not be empty"),
         ({"ssl_keyfile": "k"}, "--ssl-keyfile needs --ssl-certfile"),
+        ({"ssl_keyfile_password": "p"}, "--ssl-keyfile-password needs --ssl-certfile"),
         ({"allowed_methods": ["GET"]}, "with --allowed-origins only"),
         ({"allowed_origins": ["*"], "allow_credentials": True}, "name the origins"),
     ],

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import ssl
-from pathlib import Path
-
 import httpx
 import pytest
 from threaded_server import Serve
 
 import batchline
 from batchline.errors import UsageError
-from batchline.server.options import CorsOptions, ServerOptions
-from batchline.server.run import bind, uvicorn_config
+from batchline.server.options import CorsOptions
+from batchline.server.run import bind
 from batchline.testing import FakeBackend
 
 HELLO = {"model": "fake", "messages": [{"role": "user", "content": "one two three"}]}
@@ -120,17 +117,3 @@ def test_an_address_in_use_is_told_before_anything_is_loaded() -> None:
         taken.listen()
         with pytest.raises(UsageError, match=r"Cannot serve at 127.0.0.1 port \d+: Address already in use"):
             bind("127.0.0.1", taken.getsockname()[1])
-
-
-def test_a_certificate_that_cannot_be_read_is_a_usage_error(tmp_path: Path) -> None:
-    options = ServerOptions(ssl_certfile=str(tmp_path / "none.pem"), ssl_keyfile=str(tmp_path / "none.key"))
-    with pytest.raises(UsageError, match="Cannot use --ssl-certfile and --ssl-keyfile: No such file"):
-        uvicorn_config(FakeBackend(), options)
-
-
-def test_https(serve: Serve, certificate: tuple[Path, Path]) -> None:
-    certfile, keyfile = certificate
-    server = serve(ssl_certfile=str(certfile), ssl_keyfile=str(keyfile))
-    assert server.url.startswith("https://127.0.0.1:")
-    trusted = ssl.create_default_context(cafile=str(certfile))
-    assert httpx.get(server.url + "/health", verify=trusted).json() == {"status": "ok"}

@@ -36,6 +36,9 @@ class ServingOptions:
     ssl_keyfile: Annotated[str | None, typer.Option(help="The certificate's key file.", rich_help_panel=_ADDRESS)] = (
         None
     )
+    ssl_keyfile_password: Annotated[
+        str | None, typer.Option(help="The key's password, if it is encrypted.", rich_help_panel=_ADDRESS)
+    ] = None
     api_key: Annotated[
         list[str],
         typer.Option(help="Key that clients must send. Repeatable.", rich_help_panel=_ACCESS, show_default=False),
@@ -79,6 +82,8 @@ class ServingOptions:
             raise UsageError("--api-key: a key must not be empty")
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise UsageError("--ssl-keyfile needs --ssl-certfile with it")
+        if self.ssl_keyfile_password is not None and self.ssl_certfile is None:
+            raise UsageError("--ssl-keyfile-password needs --ssl-certfile with it")
         return ServerOptions(
             host=self.host,
             port=self.port,
@@ -90,6 +95,7 @@ class ServingOptions:
             grace_period_s=self.grace_period,
             ssl_certfile=self.ssl_certfile,
             ssl_keyfile=self.ssl_keyfile,
+            ssl_keyfile_password=self.ssl_keyfile_password,
             cors=self._cors(),
             access_log=self.access_log,
         )

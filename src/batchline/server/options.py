@@ -37,5 +37,6 @@ class ServerOptions:
     grace_period_s: float = 30.0
     ssl_keyfile: str | None = None
     ssl_certfile: str | None = None
+    ssl_keyfile_password: str | None = None
     cors: CorsOptions = field(default_factory=CorsOptions)
     access_log: bool = True

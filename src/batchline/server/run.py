@@ -11,7 +11,6 @@ import gc
 import os
 import signal
 import socket
-import ssl
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -22,6 +21,7 @@ from batchline.backends.base import Backend
 from batchline.errors import UsageError
 from batchline.server.app import create_app
 from batchline.server.options import ServerOptions
+from batchline.server.tls import check_certificate
 
 KEEP_ALIVE_S = 75
 """How long idle connections stay open: longer than the usual proxy's, which must be the one to close."""
@@ -49,6 +49,8 @@ async def serve(backend: Backend, options: ServerOptions, on_ready: Callable[[st
 
 def uvicorn_config(backend: Backend, options: ServerOptions) -> uvicorn.Config:
     """The HTTP server's settings, its certificate loaded. Raises: UsageError."""
+    if options.ssl_certfile is not None:
+        check_certificate(options.ssl_certfile, options.ssl_keyfile, options.ssl_keyfile_password)
     config = uvicorn.Config(
         create_app(backend, options),
         host=options.host,
@@ -62,11 +64,9 @@ def uvicorn_config(backend: Backend, options: ServerOptions) -> uvicorn.Config:
         timeout_graceful_shutdown=options.grace_period_s,  # type: ignore[arg-type] # any number of seconds will do
         ssl_keyfile=options.ssl_keyfile,
         ssl_certfile=options.ssl_certfile,
+        ssl_keyfile_password=options.ssl_keyfile_password,
     )
-    try:
-        config.load()
-    except (OSError, ssl.SSLError) as exc:
-        raise UsageError(f"Cannot use --ssl-certfile and --ssl-keyfile: {exc.strerror or exc}") from exc
+    config.load()
     return config
 
 

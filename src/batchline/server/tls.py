@@ -1,0 +1,40 @@
+"""A look at the certificate and its key before anything is served with them.
+
+OpenSSL tells little of what is wrong with them, and would ask at the terminal for a password: here each mistake has a
+sentence that names the option.
+"""
+
+from __future__ import annotations
+
+import ssl
+from pathlib import Path
+
+from batchline.errors import UsageError
+
+
+def check_certificate(certfile: str, keyfile: str | None, password: str | None) -> None:
+    """keyfile: None where the certificate's file holds the key too. Raises: UsageError."""
+    certificate = _read("--ssl-certfile", certfile)
+    key = certificate if keyfile is None else _read("--ssl-keyfile", keyfile)
+    is_encrypted = b"ENCRYPTED" in key  # in both of PEM's ways to say so
+    if is_encrypted and not password:
+        raise UsageError("The key is encrypted: give its password by --ssl-keyfile-password")
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certfile, keyfile, password or "")
+    except ssl.SSLError as exc:
+        raise UsageError(_explain(exc, is_encrypted)) from exc
+
+
+def _read(option: str, path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as exc:
+        raise UsageError(f"{option}: cannot read {path!r}: {exc.strerror}") from exc
+
+
+def _explain(exc: ssl.SSLError, is_encrypted: bool) -> str:
+    if exc.reason == "KEY_VALUES_MISMATCH":
+        return "--ssl-keyfile: the key is not that of the certificate in --ssl-certfile"
+    if is_encrypted:
+        return "--ssl-keyfile-password: the key cannot be decrypted with it"
+    return "--ssl-certfile and --ssl-keyfile: they hold no certificate and its key in PEM form"
