@@ -5,11 +5,14 @@ That fused models give the right tokens is the oracle's business (`test_oracle.p
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from families import FAMILIES, greedy_oracle, make_model
+from transformers import AutoModelForCausalLM
 
 from batchline.config import EngineConfig, ModelConfig
 from batchline.engine.core import Engine
@@ -79,3 +82,26 @@ def test_a_model_that_the_kernels_get_wrong_runs_without_them(
     assert "do not reproduce this model's logits" in caplog.text
     assert engine.loaded.kernels is None
     assert greedy_tokens(engine) == greedy_oracle(folder, PROMPTS, 12)
+
+
+@pytest.mark.parametrize(("family", "num_loads"), [("llama", 2), ("gemma2", 1)])
+def test_a_model_that_the_kernels_get_wrong_is_loaded_again_only_if_it_was_repacked_and_has_gone_then(
+    family: str, num_loads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models: list[weakref.ref[torch.nn.Module]] = []
+    still_there: list[bool] = []
+    load = AutoModelForCausalLM.from_pretrained
+
+    def watched(*arguments: Any, **options: Any) -> Any:
+        still_there.extend(model() is not None for model in models)
+        model, report = load(*arguments, **options)
+        models.append(weakref.ref(model))
+        return model, report
+
+    assert KERNELS is not None
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", watched)
+    loaded = load_model(config(make_model(family, tmp_path)), WrongKernels(KERNELS._library, Isa.PORTABLE))
+    assert loaded.kernels is None
+    assert len(models) == num_loads
+    assert models[-1]() is loaded.model
+    assert not any(still_there)

@@ -10,28 +10,29 @@ from batchline.engine.attention import StepLayout
 
 
 class Forward:
-    """One model's forward pass. Hooks the model's head, so there is one for each model."""
+    """One model's forward pass. Hooks the model's head during calls only, so that nothing stays with the model."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        self._hidden: torch.Tensor | None = None
-        model.get_output_embeddings().register_forward_pre_hook(self._keep_hidden)
 
     def __call__(
         self, tokens: torch.Tensor, positions: torch.Tensor, layout: StepLayout, rows: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(logits, hidden), a row for each of `rows`, or of the whole step for None. tokens, positions: (num_tokens,)
         int64. Neither output is a copy."""
-        output = self._model(
-            input_ids=tokens[None],
-            position_ids=positions[None],
-            use_cache=False,
-            logits_to_keep=0 if rows is None else rows,
-            step_layout=layout,
+        given: list[torch.Tensor] = []
+        hook = self._model.get_output_embeddings().register_forward_pre_hook(
+            lambda _head, inputs: given.append(inputs[0])
         )
-        hidden, self._hidden = self._hidden, None
-        assert hidden is not None  # the hook has run: every causal model calls its head
+        try:
+            output = self._model(
+                input_ids=tokens[None],
+                position_ids=positions[None],
+                use_cache=False,
+                logits_to_keep=0 if rows is None else rows,
+                step_layout=layout,
+            )
+        finally:
+            hook.remove()
+        (hidden,) = given  # every causal model calls its head, once
         return output.logits[0], hidden[0]
-
-    def _keep_hidden(self, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-        self._hidden = inputs[0]

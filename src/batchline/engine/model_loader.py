@@ -6,6 +6,7 @@ know of the model: its attention layers (as `probe` found them), context length,
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 from collections.abc import Iterable, Sequence
@@ -95,7 +96,11 @@ def load_model(config: ModelConfig, kernels: NativeKernels | None = None) -> Loa
     int8_kernels = None if config.quantization is None else open_int8_kernels(config.cpu_kernels)
     if kernels is not None and not _use_kernels(model, text_config, layers, kernels, int8_kernels):
         logger.warning("the native kernels do not reproduce this model's logits; running it on torch alone")
-        return load_model(config)
+        if can_fuse(model, layers) or int8_kernels is not None:  # its weights were repacked
+            del model
+            gc.collect()  # its parts refer to each other, and two models may not fit
+            return load_model(config)
+        kernels = None
     return LoadedModel(
         model=model,
         layers=layers,

@@ -1,0 +1,52 @@
+"""A forward pass leaves nothing with the model, whether it succeeds or fails."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import make_model
+
+from batchline.config import ModelConfig
+from batchline.engine.forward import Forward
+from batchline.engine.kv_cache import KVCache
+from batchline.engine.model_loader import LoadedModel, load_model
+from batchline.engine.model_runner import ModelRunner
+from batchline.engine.request import GenerationRequest, SamplingParams
+from batchline.engine.scheduler import Chunk, Step
+from batchline.engine.sequence import Sequence
+
+
+@pytest.fixture
+def loaded(tmp_path: Path) -> LoadedModel:
+    return load_model(ModelConfig(model=str(make_model("llama", tmp_path)), dtype="float32", device="cpu"))
+
+
+def run_step(loaded: LoadedModel, block: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    request = GenerationRequest(request_id="r", prompt_token_ids=(5, 6, 7), sampling=SamplingParams(max_tokens=1))
+    sequence = Sequence(request, seed=0)
+    sequence.block_table = [block]
+    cache = KVCache(loaded.layers, 1, 16, loaded.dtype, loaded.device)
+    result = ModelRunner(loaded, cache).run(Step((Chunk(sequence, 0, 3),)))
+    return result.logits, result.hidden
+
+
+def hooks(loaded: LoadedModel) -> dict[int, Any]:
+    return dict(loaded.model.get_output_embeddings()._forward_pre_hooks)  # type: ignore[operator]
+
+
+def test_runners_leave_no_hook_with_the_model(loaded: LoadedModel) -> None:
+    Forward(loaded.model)
+    assert hooks(loaded) == {}
+    logits, hidden = run_step(loaded)
+    head = loaded.model.get_output_embeddings()  # type: ignore[operator]
+    torch.testing.assert_close(head(hidden), logits)
+    assert hooks(loaded) == {}
+
+
+def test_step_that_fails_leaves_no_hook_with_the_model(loaded: LoadedModel) -> None:
+    with pytest.raises(IndexError):
+        run_step(loaded, block=1)
+    assert hooks(loaded) == {}
