@@ -26,6 +26,7 @@
     └── EngineError                 the engine failed
         ├── EngineDead              its thread has ended; no request can be answered any more
         ├── EngineOutOfMemory       a step did not fit in memory
+        ├── NumbersNotFinite        the model's numbers for a request are NaN or infinite
         └── ConstraintFailed        what a request asks of its output leaves no token that could come next
 
 `RequestError` knows its own HTTP status and error body (the only mapping of that kind); `batch/lines.py` holds the
@@ -220,6 +221,10 @@ class EngineDead(EngineError):
 
 class EngineOutOfMemory(EngineError):
     """A step did not fit in memory, even with a single sequence."""
+
+
+class NumbersNotFinite(EngineError):
+    """What the model computed for one request is NaN or infinite: damaged weights, or a dtype too narrow for them."""
 
 
 class ConstraintFailed(EngineError):

@@ -127,6 +127,25 @@ async def test_an_error_in_the_middle_is_the_last_chunk(
     assert "ZeroDivisionError" in caplog.text
 
 
+async def test_numbers_that_are_not_finite_are_a_500_that_says_so(
+    backend: InProcessBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from batchline.engine.model_runner import ModelRunner
+
+    run = ModelRunner.run
+
+    def damaged(runner: ModelRunner, step: Any) -> Any:
+        result = run(runner, step)
+        return replace(result, hidden=result.hidden * float("nan"))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ModelRunner, "run", damaged)
+        answer = await backend.answer(chat())
+    message = "No answer: the model computed numbers for this request that are not finite (NaN or infinite)"
+    assert (answer.status_code, answer.body["error"]["message"]) == (500, message)
+    assert (await backend.answer(chat())).status_code == 200
+
+
 async def test_a_loaded_model_tells_its_context_length(backend: InProcessBackend) -> None:
     (served,) = backend.models()
     assert (served.name, served.aliases) == ("tiny", ("alias",))

@@ -181,6 +181,22 @@ def test_held_streams_tell_their_first_tokens_and_all_the_others_at_the_end(
     assert [entry.token_id for entry in last.logprobs or ()] == continuation[1:]
 
 
+def test_preempted_stream_is_told_what_was_held_of_it(make_engine: MakeEngine, continuation: list[int]) -> None:
+    engine = make_engine(max_seqs=1)
+    engine.add(request(stream=True))
+    for _ in range(5):
+        engine.step(holds_streams=True)
+    urgent = GenerationRequest(
+        request_id="urgent", prompt_token_ids=PROMPT, sampling=SamplingParams(max_tokens=9), priority=-1
+    )
+    engine.add(urgent)
+    (held,) = engine.step(holds_streams=True)
+    assert isinstance(held, GenerationOutput)
+    assert (held.request_id, list(held.token_ids)) == ("r", continuation[1:5])
+    rest = [output for output in run(engine)["r"] if isinstance(output, GenerationOutput)]
+    assert [token for output in rest for token in output.token_ids] == continuation[5:]
+
+
 def test_prompt_logprobs_survive_chunks_and_preemption(make_engine: MakeEngine) -> None:
     roomy, tight = make_engine(max_tokens=1000), make_engine(num_bytes=150_000, max_tokens=33)
     whole, cut = (finals(engine, *all_prompts(prompt_logprobs=0)) for engine in (roomy, tight))

@@ -136,6 +136,13 @@ class BlockPool:
             raise BlockPoolCorrupt(f"block {number} is not registered")
         return uid
 
+    def forget(self, numbers: Iterable[int]) -> list[int]:
+        """Forget what those of these blocks hold that are free; returns them."""
+        forgotten = [number for number in numbers if self._blocks[number].ref_count == 0]
+        for number in forgotten:
+            self._forget(self._blocks[number])
+        return forgotten
+
     def reset_prefixes(self) -> None:
         """Forget every registered prefix (their content is not to be trusted any more)."""
         for number in list(self._index.values()):

@@ -36,7 +36,7 @@ from batchline.engine.scheduler import Scheduler, Step
 from batchline.engine.sequence import Sequence
 from batchline.engine.step_outputs import embedding_output, generation_output, note_prompt_logprobs
 from batchline.engine.token_masks import StepMasks, TokenMasks
-from batchline.errors import ConstraintFailed, EngineOutOfMemory
+from batchline.errors import ConstraintFailed, EngineOutOfMemory, NumbersNotFinite
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +90,13 @@ class Engine:
 
         holds_streams: of streams only first and last outputs are wanted now; the rest comes with a later one.
         """
-        step = self.scheduler.schedule()
+        outputs = self._compute(self.scheduler.schedule(), holds_streams=holds_streams)
+        # who lost a seat may be long in coming back to it: what was held of its tokens is told now
+        waiting = [sequence for sequence in self.scheduler.take_preempted() if not sequence.is_finished]
+        held = [sequence for sequence in waiting if sequence.num_emitted_tokens < sequence.num_output_tokens]
+        return outputs + self._outputs(held, holds_streams=False)
+
+    def _compute(self, step: Step, *, holds_streams: bool) -> list[Output]:
         if not step.chunks:
             return []
         masks = self._masks.start([chunk.sequence for chunk in step.chunks if chunk.is_last])
@@ -130,20 +136,26 @@ class Engine:
         if hasattr(self, "loaded"):
             device = self.loaded.device
             del self._runner, self.loaded
-            gc.collect()  # the model and its hooks refer to each other
+            gc.collect()  # the model's parts refer to each other
             if device.type == "cuda":
                 torch.cuda.empty_cache()
 
     def _collect(self, step: Step, result: StepResult, masks: StepMasks | None, *, holds_streams: bool) -> list[Output]:
         """Sample where a sequence's last position was computed, and hand out what is new."""
         first = 0
+        is_finite = torch.isfinite(result.hidden).all(-1).tolist()
         sampled: list[tuple[Sequence, int]] = []
         done: list[Sequence] = []
+        broken: list[Sequence] = []
         outputs: list[Output] = []
         for chunk, rows in selected_rows(step):
-            if chunk.sequence.wants_prompt_logprobs:
-                note_prompt_logprobs(chunk, result.logits[first : first + len(rows)])
+            own = slice(first, first + len(rows))
             first += len(rows)
+            if not all(is_finite[own]):
+                broken.append(chunk.sequence)
+                continue
+            if chunk.sequence.wants_prompt_logprobs:
+                note_prompt_logprobs(chunk, result.logits[own])
             if not chunk.is_last:
                 continue
             if chunk.sequence.wants_hidden:
@@ -162,7 +174,16 @@ class Engine:
         alive = [sequence for sequence, _ in sampled if sequence.finish_reason != "abort"]
         outputs += self._outputs([*alive, *done], holds_streams=holds_streams)
         self._retire([sequence for sequence in [*alive, *done] if sequence.is_finished])
-        return outputs
+        return outputs + [self._give_up_broken(sequence) for sequence in broken]
+
+    def _give_up_broken(self, sequence: Sequence) -> RequestFailed:
+        """End a sequence whose numbers are not finite, and take them out of the blocks that it leaves: positions of a
+        block that its next owner has not written yet are read and weighed with 0, which a NaN would survive."""
+        blocks = sequence.block_table
+        self.abort(sequence.request_id)
+        self._runner.clear(self.scheduler.pool.forget(blocks))
+        error = NumbersNotFinite("the model computed numbers for this request that are not finite (NaN or infinite)")
+        return RequestFailed(request_id=sequence.request_id, error=error)
 
     @torch.inference_mode()
     def _sample(

@@ -48,6 +48,12 @@ class KVCache:
         self.keys[layer].flatten(0, 1).index_copy_(0, slots, keys)
         self.values[layer].flatten(0, 1).index_copy_(0, slots, values)
 
+    def clear(self, blocks: Sequence[int]) -> None:
+        """Set whole blocks to 0."""
+        numbers = torch.tensor(blocks, dtype=torch.int64, device=self.keys[0].device)
+        for tensor in (*self.keys, *self.values):
+            tensor.index_fill_(0, numbers, 0)
+
     def gather(self, layer: int, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Copies of whole blocks. blocks: (..., n) int64; returns (..., n * block_size, num_kv_heads, dim) twice."""
         return _gather(self.keys[layer], blocks), _gather(self.values[layer], blocks)

@@ -42,6 +42,9 @@ class StepRunner(Protocol):
         position where prompt log-probabilities are wanted (see `selected_rows`). They may be overwritten, by the
         caller too, and last until the next step."""
 
+    def clear(self, blocks: Sequence[int]) -> None:
+        """Set blocks of the cache to 0."""
+
 
 class ModelRunner:
     """Runs steps over a cache in torch's layout or the native kernels'."""
@@ -63,6 +66,10 @@ class ModelRunner:
             self._send(tokens), self._send(positions), self._layout(chunks, positions), self._send(rows)
         )
         return StepResult(logits.float(), hidden)
+
+    def clear(self, blocks: Sequence[int]) -> None:
+        """See `StepRunner.clear`."""
+        self._cache.clear(blocks)
 
     def _layout(self, chunks: Sequence[Chunk], positions: np.ndarray) -> StepLayout:
         size = self._cache.block_size
@@ -141,8 +148,9 @@ def selected_rows(step: Step) -> list[tuple[Chunk, np.ndarray]]:
 
 
 def _padded(tables: list[np.ndarray]) -> np.ndarray:
-    """(n, longest) int64; the padding repeats block 0, which is masked."""
-    padded = np.zeros((len(tables), max(len(table) for table in tables)), dtype=np.int64)
+    """(n, longest) int64. Padding is masked, but a NaN would get through: it repeats a block of the row's own."""
+    padded = np.empty((len(tables), max(len(table) for table in tables)), dtype=np.int64)
     for row, table in enumerate(tables):
         padded[row, : len(table)] = table
+        padded[row, len(table) :] = table[-1]
     return padded

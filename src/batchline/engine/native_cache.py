@@ -55,6 +55,10 @@ class NativeKVCache:
             for spec, offset in zip(specs, accumulate([0, *in_layers]), strict=False)
         ]
 
+    def clear(self, blocks: Sequence[int]) -> None:
+        """Set whole blocks to 0."""
+        self._memory.reshape(self.num_blocks, -1)[list(blocks)] = 0
+
 
 def can_hold(specs: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the kernels can work on such a cache."""

@@ -51,6 +51,10 @@ def probe_attention_layers(name: str, model: Any, hf_config: Any) -> list[LayerS
         alone = logits_alone(model, hf_config)
     except Exception as exc:  # the model's code is foreign: on what it was not made for it may fail in any way
         raise UnsupportedModel(name, f"{architecture} cannot be run on packed sequences ({exc})") from exc
+    if alone.isnan().any():
+        raise UnsupportedModel(
+            name, f"its logits are not numbers (NaN): its weights are damaged, or too large for {alone.dtype}"
+        )
     layers = _checked_layers(name, architecture, hf_config, recording)
     difference = relative_difference(packed, alone)
     if not difference <= RELATIVE_TOLERANCE[packed.dtype]:

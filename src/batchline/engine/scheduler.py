@@ -61,6 +61,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self._waiting: list[tuple[tuple[int, int], Sequence]] = []
         self.num_preemptions = 0
+        self._preempted: list[Sequence] = []
 
     @property
     def num_waiting(self) -> int:
@@ -122,6 +123,11 @@ class Scheduler:
         for sequence in list(self.running):
             self._preempt(sequence)
         self.pool.reset_prefixes()
+
+    def take_preempted(self) -> list[Sequence]:
+        """The sequences that were preempted since the last call."""
+        preempted, self._preempted = self._preempted, []
+        return list(dict.fromkeys(preempted))
 
     def check_integrity(self) -> None:
         """Raises BlockPoolCorrupt where blocks are leaked, doubly owned or wrongly free."""
@@ -192,6 +198,7 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         self.num_preemptions += 1
+        self._preempted.append(sequence)
         self.pool.free(sequence.block_table)
         sequence.forget_computed()
         self.running.remove(sequence)

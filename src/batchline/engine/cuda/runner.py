@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -46,6 +48,10 @@ class CudaRunner:
         sent = send_step(packed, self._cache, self._device, self._max_queries, use_flash=self._use_flash)
         logits, hidden = self._forward(sent.tokens, sent.positions, sent.layout, sent.rows)
         return StepResult(logits.float(), hidden)
+
+    def clear(self, blocks: Sequence[int]) -> None:
+        """See `StepRunner.clear`."""
+        self._cache.clear(blocks)
 
     def _selected(self, packed: PackedStep, logits: torch.Tensor, hidden: torch.Tensor) -> StepResult:
         """The wanted ones of all rows, which in a step of decodes is nearly always each of them."""

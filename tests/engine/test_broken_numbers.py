@@ -1,0 +1,131 @@
+"""Numbers that are not finite: the request that meets them ends with an error, alone, and nothing of them stays."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from families import make_model
+from safetensors.torch import load_file, save_file
+
+from batchline.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from batchline.engine.core import Engine, Output
+from batchline.engine.request import (
+    EmbeddingRequest,
+    GenerationOutput,
+    GenerationRequest,
+    RequestFailed,
+    SamplingParams,
+)
+from batchline.errors import NumbersNotFinite, UnsupportedModel
+
+BROKEN = 100
+"""A token whose embedding is damaged; the probe at load time does not use it."""
+
+HEALTHY = [tuple(range(start, start + 20 + start)) for start in range(3, 8)]
+
+
+def damage(folder: Path, name: str, row: int) -> Path:
+    tensors = load_file(folder / "model.safetensors")
+    tensors[name][row] = float("nan")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = make_model("llama", tmp_path_factory.mktemp("broken"), tie_word_embeddings=False)
+    return damage(folder, "model.embed_tokens.weight", BROKEN)
+
+
+@pytest.fixture(params=["native", "torch"])
+def engine(request: pytest.FixtureRequest, folder: Path) -> Engine:
+    """With room for two sequences at a time or so, in blocks that are used again and again."""
+    block_size = 16 if request.param == "native" else 8  # other sizes are for torch
+    return Engine(
+        EngineConfig(
+            model=ModelConfig(model=str(folder), dtype="float32", device="cpu", max_model_len=64),
+            cache=CacheConfig(num_bytes=250_000, block_size=block_size),
+            scheduler=SchedulerConfig(max_num_batched_tokens=32, max_num_seqs=8),
+        )
+    )
+
+
+def healthy(stream: bool = False) -> list[GenerationRequest]:
+    params = SamplingParams(max_tokens=12, temperature=0.0)
+    return [
+        GenerationRequest(request_id=str(index), prompt_token_ids=prompt, sampling=params, stream=stream)
+        for index, prompt in enumerate(HEALTHY)
+    ]
+
+
+def run(engine: Engine, *requests: GenerationRequest | EmbeddingRequest) -> dict[str, Output]:
+    for request in requests:
+        engine.add(request)
+    outputs = {}
+    while engine.has_work:
+        outputs.update({output.request_id: output for output in engine.step()})
+        engine.check_integrity()
+    return outputs
+
+
+def tokens(outputs: dict[str, Output]) -> list[tuple[int, ...]]:
+    found = [outputs[str(index)] for index in range(len(HEALTHY))]
+    assert all(isinstance(output, GenerationOutput) for output in found), found
+    return [output.token_ids for output in found if isinstance(output, GenerationOutput)]
+
+
+@pytest.mark.parametrize("place", [0, 7, 29], ids=["first", "middle", "last"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "drawn"])
+def test_request_with_a_broken_token_fails_alone_and_leaves_nothing_broken(
+    engine: Engine, place: int, temperature: float
+) -> None:
+    expected = tokens(run(engine, *healthy()))
+    prompt = (*range(200, 200 + place), BROKEN, *range(300, 329 - place))
+    sampling = SamplingParams(max_tokens=12, temperature=temperature, seed=1)
+    bad = [GenerationRequest(request_id=f"bad {n}", prompt_token_ids=prompt, sampling=sampling) for n in range(2)]
+    outputs = run(engine, bad[0], *healthy(), bad[1])
+    for request in bad:
+        failed = outputs.pop(request.request_id)
+        assert isinstance(failed, RequestFailed)
+        assert isinstance(failed.error, NumbersNotFinite)
+    assert tokens(outputs) == expected
+    assert tokens(run(engine, *healthy())) == expected, "what is left in the cache is finite"
+    assert engine.stats().cache_usage == 0
+
+
+def test_broken_numbers_of_a_prompt_that_is_not_yet_through_reach_nobody_beside_it(engine: Engine) -> None:
+    """Decodes of different lengths share a padded group, beside a prompt whose first chunk lies in the first block."""
+    sampling = SamplingParams(max_tokens=12, temperature=0.0)
+    others = [
+        GenerationRequest(request_id=str(length), prompt_token_ids=tuple(range(length)), sampling=sampling)
+        for length in (30, 34)
+    ]
+    prompt = (BROKEN, *range(200, 259))
+    engine.add(GenerationRequest(request_id="bad", prompt_token_ids=prompt, sampling=sampling, priority=1))
+    assert engine.step() == []
+    outputs = run(engine, *others)
+    assert isinstance(outputs.pop("bad"), RequestFailed)
+    engine.scheduler.pool.reset_prefixes()
+    assert outputs == run(engine, *others), "alone they say the same"
+
+
+@pytest.mark.parametrize("sampling", [{"prompt_logprobs": 1}, {"logprobs": 1}, {"max_tokens": 0}], ids=str)
+def test_no_kind_of_result_is_made_of_broken_numbers(engine: Engine, sampling: dict[str, int]) -> None:
+    params = SamplingParams(**{"max_tokens": 3, **sampling})  # type: ignore[arg-type]
+    outputs = run(engine, GenerationRequest(request_id="r", prompt_token_ids=(5, BROKEN, 6), sampling=params))
+    assert isinstance(outputs["r"], RequestFailed)
+
+
+def test_hidden_state_of_a_broken_prompt_is_an_error(engine: Engine) -> None:
+    outputs = run(engine, EmbeddingRequest(request_id="r", prompt_token_ids=(5, BROKEN, 6)))
+    assert isinstance(outputs["r"], RequestFailed)
+
+
+def test_model_whose_logits_are_not_numbers_is_refused_with_the_reason(tmp_path: Path) -> None:
+    folder = damage(make_model("llama", tmp_path), "model.norm.weight", 0)
+    config = EngineConfig(model=ModelConfig(model=str(folder), dtype="float32", device="cpu"))
+    with pytest.raises(UnsupportedModel, match=r"its logits are not numbers \(NaN\): its weights are damaged"):
+        Engine(config)
+    assert torch.isnan(load_file(folder / "model.safetensors")["model.norm.weight"][0])
