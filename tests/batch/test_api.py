@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,15 @@ def test_run_batch_returns_the_summary(batch: Path, tmp_path: Path) -> None:
     summary = run_batch(batch, tmp_path / "out.jsonl", backend=FakeBackend())
     assert (summary.requests, summary.succeeded, summary.prefix_cache_hit_rate) == (2, 2, 0.0)
     assert contents(read_lines(tmp_path / "out.jsonl")) == {"a": "one", "b": "two"}
+
+
+def test_file_names_need_not_be_text(batch: Path, tmp_path: Path) -> None:
+    source, target = (Path(os.fsdecode(os.fsencode(tmp_path) + name)) for name in (b"/in\xff", b"/out\xff"))
+    batch.rename(source)
+    (tmp_path / "staging").mkdir()
+    summary = run_batch(source, target, tmp_dir=tmp_path / "staging", backend=FakeBackend())
+    assert summary.output == str(target)
+    assert contents(read_lines(target)) == {"a": "one", "b": "two"}
 
 
 async def test_run_batch_works_where_an_event_loop_runs(batch: Path, tmp_path: Path) -> None:

@@ -3,8 +3,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from batchline.batch.locations import parse_location
+from batchline.batch.workspace import workspace_path
+from batchline.errors import UsageError
 
 
 @pytest.mark.parametrize(
@@ -19,6 +23,8 @@ from batchline.batch.locations import parse_location
         ("HTTP://host/in.jsonl", "http", "in.jsonl"),
         ("s3://bucket/key/out.jsonl.zst", "fsspec", "out.jsonl.zst"),
         ("hf://datasets/me/set/in.jsonl", "fsspec", "in.jsonl"),
+        ("https://host/o/folder%2Fin.jsonl.gz?alt=media", "http", "in.jsonl.gz"),
+        ("https://user:secret@host", "http", "host"),
     ],
 )
 def test_a_location_is_known_by_its_form(text: str, kind: str, name: str) -> None:
@@ -39,3 +45,34 @@ def test_two_signatures_of_one_object_have_the_same_tag() -> None:
     first, second = (parse_location(f"https://host/out.jsonl?sig={n}") for n in (1, 2))
     assert first.tag == second.tag
     assert first.tag != parse_location("https://host/other.jsonl").tag
+
+
+@pytest.mark.parametrize(
+    "text", ["http://[::1/in.jsonl", "s3://user:secret@[x/key", "https://user:secret@ho\u2100st/x"]
+)
+def test_what_is_no_url_is_refused_without_showing_its_password(text: str) -> None:
+    with pytest.raises(UsageError, match="is not a valid URL") as caught:
+        parse_location(text)
+    assert "secret" not in str(caught.value)
+
+
+PIECES = ["/", "%2F", "%00", "..", "@", ":", "?", "#", "[", "]", "host", "out.jsonl", "x" * 200, "é", "\udcff", " "]
+
+
+@given(
+    st.sampled_from(["http://", "HTTPS://", "s3://", "memory://"]),
+    st.lists(st.sampled_from(PIECES), min_size=1, max_size=6).map("".join),
+)
+@settings(deadline=None, max_examples=300)
+def test_whatever_url_a_user_writes_names_a_folder_for_the_run_or_is_refused(scheme: str, rest: str) -> None:
+    """An escaped slash or zero byte, an unclosed bracket or bytes that are no text ended the command in a traceback."""
+    source = parse_location("in.jsonl")
+    try:
+        location = parse_location(scheme + rest)
+    except UsageError:
+        return
+    assert location.display
+    folder = workspace_path(location, source, Path("/tmp"))
+    assert folder.parent == Path("/tmp")
+    assert "\0" not in folder.name
+    assert len(folder.name.encode(errors="surrogatepass")) < 255

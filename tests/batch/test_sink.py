@@ -9,7 +9,7 @@ import pytest
 from batchline.batch import sink
 from batchline.batch.journal import Journal, Outcome, encode_record
 from batchline.batch.locations import parse_location
-from batchline.errors import RunFailed, RunInterrupted
+from batchline.errors import OutputUnwritable, RunFailed, RunInterrupted
 
 RECORDS = [(3, "200"), (0, "404"), (2, "200"), (1, "200"), (2, "200")]
 
@@ -81,3 +81,9 @@ async def test_a_file_that_cannot_be_moved_stays_and_is_named(tmp_path: Path) ->
         await sink.deliver(file)
     assert str(file.path) in str(caught.value)
     assert file.path.read_text() == "results"
+
+
+def test_a_name_that_no_file_can_have_is_refused(tmp_path: Path) -> None:
+    location = parse_location(str(tmp_path / ("x" * 300)))
+    with pytest.raises(OutputUnwritable, match="File name too long"):
+        sink.refuse_unwritable(location, parse_location("-"))

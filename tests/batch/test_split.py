@@ -56,6 +56,21 @@ def test_a_line_over_the_limit_is_named(batch: Path, tmp_path: Path) -> None:
         split_file(str(batch), tmp_path, Limits(max_file_bytes=10))
 
 
+def test_a_file_that_cannot_be_cut_leaves_no_part_half_written(batch: Path, tmp_path: Path) -> None:
+    write_lines(batch, [{"n": 1}, {"n": "x" * 100}])
+    with pytest.raises(UsageError, match=r"Line 2 of .* alone is over 50 bytes"):
+        split_file(str(batch), tmp_path, Limits(max_file_bytes=50))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl"]
+
+
+def test_parts_of_standard_input_are_called_part(batch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with batch.open() as stdin:
+        monkeypatch.setattr("sys.stdin", stdin)
+        [part] = split_file("-", tmp_path, Limits())
+    assert part.name == "part-00001.jsonl"
+    assert part.read_bytes() == batch.read_bytes()
+
+
 def test_a_missing_folder_is_refused(batch: Path, tmp_path: Path) -> None:
     with pytest.raises(OutputUnwritable, match="does not exist"):
         split_file(str(batch), tmp_path / "none", Limits())
@@ -105,3 +120,20 @@ def test_the_output_may_not_be_one_of_the_parts(tmp_path: Path) -> None:
     with pytest.raises(OutputUnwritable, match="one of the files to merge"):
         merge_files([part], part)
     assert orjson.loads(part.read_bytes())["custom_id"] == "a"
+
+
+def test_the_output_may_not_be_the_input_that_gives_the_order(batch: Path, tmp_path: Path) -> None:
+    before = batch.read_bytes()
+    with pytest.raises(OutputUnwritable, match="the same file as the input"):
+        merge_files([results(tmp_path / "1", "r1")], batch, str(batch))
+    assert batch.read_bytes() == before
+
+
+def test_an_output_without_a_folder_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    with pytest.raises(OutputUnwritable, match="does not exist"):
+        merge_files([tmp_path / "unreadable"], tmp_path / "none" / "out")
+
+
+def test_a_result_named_like_standard_input_is_a_file(tmp_path: Path) -> None:
+    with pytest.raises(InputUnreadable, match="No such file"):
+        merge_files([Path("-")], tmp_path / "out")

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import unquote, urlsplit
 
+from batchline.errors import UsageError
+
 LocationKind = Literal["stdio", "path", "http", "fsspec"]
 
 STDIO = "-"
@@ -37,13 +39,17 @@ class Location:
 
     @property
     def name(self) -> str:
-        """The last part of the path, as a suffix like `.gz` is looked for there; `-` for standard streams."""
+        """The last part of the path, as a suffix like `.gz` is looked for there; `-` for standard streams.
+
+        It can be the name of a local file: an object's key may have an escaped slash in it.
+        """
         if self.path is not None:
             return self.path.name
         if self.kind == "stdio":
             return STDIO
         parts = urlsplit(self.text)
-        return unquote(parts.path.rstrip("/").rpartition("/")[2]) or parts.netloc
+        path = unquote(parts.path).replace("\0", "")
+        return path.rstrip("/").rpartition("/")[2] or parts.netloc.rpartition("@")[2]
 
     @property
     def display(self) -> str:
@@ -56,11 +62,14 @@ class Location:
     @property
     def tag(self) -> str:
         """A short stable name for the location: two presigned URLs of one object have the same tag."""
-        return hashlib.sha256(self.display.encode()).hexdigest()[:10]
+        return hashlib.sha256(self.display.encode(errors="surrogatepass")).hexdigest()[:10]
 
 
 def parse_location(text: str) -> Location:
-    """The location that `text` names: `-`, `http(s)://...`, `<scheme>://...`, or a path (`file://` included)."""
+    """The location that `text` names: `-`, `http(s)://...`, `<scheme>://...`, or a path (`file://` included).
+
+    Raises: UsageError for what looks like a URL and is none.
+    """
     if text == STDIO:
         return Location(text, "stdio")
     scheme, separator, rest = text.partition("://")
@@ -68,6 +77,10 @@ def parse_location(text: str) -> Location:
         return Location(text, "path", Path(text))
     if scheme.lower() == "file":
         return Location(text, "path", Path(unquote("/" + rest.lstrip("/"))))
+    try:
+        urlsplit(text)
+    except ValueError as exc:
+        raise UsageError(f"A location that begins with {scheme}:// is not a valid URL: look at its host.") from exc
     if scheme.lower() in ("http", "https"):
         return Location(text, "http")
     return Location(text, "fsspec")

@@ -65,7 +65,14 @@ def refuse_unwritable(location: Location, source: Location) -> None:
         file_system(location)
     if location.path is None:
         return
-    path, folder = location.path, location.path.parent
+    try:
+        _refuse_unwritable_path(location, location.path, source)
+    except OSError as exc:  # a name that is too long, or a folder that may not be looked into
+        raise OutputUnwritable(location.text, f"{exc.strerror or exc}.") from exc
+
+
+def _refuse_unwritable_path(location: Location, path: Path, source: Location) -> None:
+    folder = path.parent
     if path.is_dir():
         raise OutputUnwritable(location.text, "it is a folder; give a file name in it.")
     if not folder.is_dir():

@@ -20,8 +20,9 @@ from typing import BinaryIO
 
 from batchline.batch import lines
 from batchline.batch.durable import move_into_place
-from batchline.batch.locations import parse_location
+from batchline.batch.locations import STDIO, Location, parse_location
 from batchline.batch.options import Limits
+from batchline.batch.sink import refuse_unwritable
 from batchline.batch.sorting import RecordSorter
 from batchline.batch.source import refuse_unreadable, stage_input
 from batchline.errors import InputUnreadable, LineError, OutputUnwritable, UsageError
@@ -48,9 +49,9 @@ def split_file(input_file: str, folder: Path, limits: Limits) -> list[Path]:
     """
     location = parse_location(input_file)
     refuse_unreadable(location)
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise OutputUnwritable(str(folder), "the folder does not exist.")
-    stem = location.name.partition(".")[0] or "part"
+    stem = location.name.partition(".")[0].removeprefix(STDIO) or "part"
     parts: list[Path] = []
     with tempfile.TemporaryDirectory(prefix="batchline-") as scratch:
         path = asyncio.run(stage_input(location, Path(scratch), should_stop=lambda: False))
@@ -107,8 +108,9 @@ class _Peekable:
 
 def merge_files(results: Sequence[Path], output: Path, input_file: str | None = None) -> MergeSummary:
     """Join result files into `output`, in the order of `input_file` where it is given. Raises: UsageError."""
+    refuse_unwritable(Location(str(output), "path", output), source=parse_location(input_file or STDIO))
     for path in results:
-        refuse_unreadable(parse_location(str(path)))
+        refuse_unreadable(Location(str(path), "path", path))
         if output.exists() and output.samefile(path):
             raise OutputUnwritable(str(output), "it is one of the files to merge.")
     with ExitStack() as stack:
@@ -182,7 +184,7 @@ def _hash(custom_id: str | None) -> bytes:
 
 
 def _write_whole(target: Path, content: Iterator[bytes]) -> int:
-    """Write lines to `target` by way of a rename. Returns how many."""
+    """Write lines to `target` by way of a rename, or nothing at all. Returns how many."""
     incomplete = target.with_name(f"{target.name}.incomplete")
     count = 0
     try:
@@ -195,4 +197,6 @@ def _write_whole(target: Path, content: Iterator[bytes]) -> int:
         move_into_place(incomplete, target)
     except OSError as exc:
         raise OutputUnwritable(str(target), f"{exc.strerror or exc}.") from exc
+    finally:
+        incomplete.unlink(missing_ok=True)
     return count

@@ -19,6 +19,8 @@ from batchline.errors import OutputUnwritable, ResumeRefused
 
 _JOURNAL = "journal"
 _DELIVERED = "delivered"
+_REMOTE_NAME_CHARS = 60
+"""Of a URL's last part, its end names the folder: more than a file system takes would be no reason to refuse it."""
 
 
 def workspace_path(output: Location, source: Location, tmp_dir: Path | None) -> Path:
@@ -33,7 +35,7 @@ def workspace_path(output: Location, source: Location, tmp_dir: Path | None) -> 
         folder = tmp_dir or target.parent
         tag = "" if tmp_dir is None else f".{Location(str(target.resolve()), 'path').tag}"
         return folder / f"{target.name}{tag}.partial"
-    name = f"stdout.{source.tag}" if output.kind == "stdio" else f"{output.name}.{output.tag}"
+    name = f"stdout.{source.tag}" if output.kind == "stdio" else f"{output.name[-_REMOTE_NAME_CHARS:]}.{output.tag}"
     return (tmp_dir or Path()) / f"{name}.partial"
 
 
