@@ -207,6 +207,28 @@ def test_prompt_logprobs_survive_chunks_and_preemption(make_engine: MakeEngine) 
         assert values[1] == pytest.approx(values[0], abs=1e-4)
 
 
+def test_logits_of_judged_prompts_are_bounded_in_memory(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = run_one(make_engine(), prompt_logprobs=1)
+    monkeypatch.setattr(core, "MAX_JUDGED_BYTES", 7 * 512 * 4)
+    num_rows = []
+    run_step = ModelRunner.run
+
+    def watched(runner: ModelRunner, step: Step) -> StepResult:
+        result = run_step(runner, step)
+        num_rows.append(len(result.logits))
+        return result
+
+    monkeypatch.setattr(ModelRunner, "run", watched)
+    sliced = run_one(make_engine(), prompt_logprobs=1)
+    assert num_rows[:3] == [7, 7, 6]
+    assert sliced.token_ids == whole.token_ids
+    for one, other in zip(sliced.prompt_logprobs or (), whole.prompt_logprobs or (), strict=True):
+        assert (one is None) == (other is None)
+        assert one is None or other is None or one.logprob == pytest.approx(other.logprob, abs=1e-5)
+
+
 def test_single_token_prompt_has_no_judged_position(engine: Engine) -> None:
     assert run_one(engine, prompt=(5,), prompt_logprobs=0).prompt_logprobs == (None,)
 

@@ -33,9 +33,17 @@ def make_sequence(prompt: Prompt, max_tokens: int = 1, priority: int = 0, **samp
 class SimulatedEngine:
     """A scheduler over a cache whose slots hold the tokens that they stand for; sampling appends a function of them."""
 
-    def __init__(self, *, num_blocks: int = 8, block_size: int = 2, max_tokens: int = 16, max_seqs: int = 4) -> None:
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 8,
+        block_size: int = 2,
+        max_tokens: int = 16,
+        max_seqs: int = 4,
+        max_judged: int | None = None,
+    ) -> None:
         config = SchedulerConfig(max_num_batched_tokens=max_tokens, max_num_seqs=max_seqs)
-        self.scheduler = Scheduler(config, BlockPool(num_blocks, block_size))
+        self.scheduler = Scheduler(config, BlockPool(num_blocks, block_size), max_judged)
         self.capacity = num_blocks * block_size
         self.slots: dict[int, Prompt] = {}
         self.live: list[Sequence] = []
@@ -149,6 +157,22 @@ def test_prompt_logprobs_take_nothing_from_the_cache_and_still_feed_it() -> None
     third = make_sequence((1, 2, 3, 4, 5))
     engine.add(first, second, third)
     assert [(c.start, c.end) for c in engine.step().chunks] == [(0, 5), (0, 5), (4, 5)]
+
+
+def test_judged_prompts_are_computed_in_chunks_that_keep_a_step_s_logits_few() -> None:
+    engine = SimulatedEngine(num_blocks=32, max_judged=3)
+    first = make_sequence(tuple(range(10, 15)), max_tokens=2, prompt_logprobs=0)
+    plain = make_sequence(tuple(range(30, 40)))
+    last = make_sequence(tuple(range(20, 25)), max_tokens=2, prompt_logprobs=0)
+    engine.add(first, plain, last)
+    steps = [[(chunk.sequence, chunk.num_tokens) for chunk in engine.step().chunks] for _ in range(5)]
+    assert steps == [
+        [(first, 3), (plain, 10)],
+        [(first, 2), (last, 1)],
+        [(first, 1), (last, 3)],
+        [(last, 1)],
+        [(last, 1)],
+    ]
 
 
 def test_full_cache_preempts_the_last_arrival_which_is_served_later() -> None:
@@ -297,7 +321,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.engine = SimulatedEngine(num_blocks=9, max_tokens=7, max_seqs=3)
+        self.engine = SimulatedEngine(num_blocks=9, max_tokens=7, max_seqs=3, max_judged=4)
 
     @rule(prompt=prompts, max_tokens=st.integers(0, 6), priority=st.integers(0, 2), judged=st.booleans())
     def add(self, prompt: Prompt, max_tokens: int, priority: int, judged: bool) -> None:

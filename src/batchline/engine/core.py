@@ -40,6 +40,10 @@ from batchline.errors import ConstraintFailed, EngineOutOfMemory, NumbersNotFini
 
 logger = logging.getLogger(__name__)
 
+MAX_JUDGED_BYTES = 256 << 20
+"""Of a step's float32 logits that are wanted for log-probabilities of prompts: with large vocabularies those of a whole
+step would take gigabytes."""
+
 Output = GenerationOutput | EmbeddingOutput | RequestFailed
 
 
@@ -54,7 +58,8 @@ class Engine:
         self.max_model_len, num_blocks = size_cache(config, self.loaded, placement)
         pool = BlockPool(num_blocks, config.cache.block_size, enable_prefix_caching=config.cache.enable_prefix_caching)
         self._step_limits = config.scheduler
-        self.scheduler = Scheduler(config.scheduler, pool)
+        judged = max(1, MAX_JUDGED_BYTES // (4 * self.loaded.vocab_size))
+        self.scheduler = Scheduler(config.scheduler, pool, max_num_judged_tokens=judged)
         self._runner = placement.make_runner(num_blocks, self.max_model_len)
         self._masks = TokenMasks(self.loaded.vocab_size)
         self._sequences: dict[str, Sequence] = {}

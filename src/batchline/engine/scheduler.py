@@ -55,7 +55,11 @@ class Step:
 class Scheduler:
     """Owns the waiting line, the running sequences and, through the pool, their blocks."""
 
-    def __init__(self, config: SchedulerConfig, pool: BlockPool) -> None:
+    def __init__(self, config: SchedulerConfig, pool: BlockPool, max_num_judged_tokens: int | None = None) -> None:
+        """max_num_judged_tokens: prompt positions of a step whose logits are wanted, all sequences together; None does
+        not limit them."""
+        self._max_num_judged_tokens = max_num_judged_tokens or config.max_num_batched_tokens
+        self._num_judged_tokens = 0
         self.limit_steps(config.max_num_batched_tokens, config.max_num_seqs)
         self.pool = pool
         self.running: list[Sequence] = []
@@ -101,6 +105,7 @@ class Scheduler:
     def schedule(self) -> Step:
         """The next step. Allocates blocks and marks the positions as computed; may preempt."""
         budget = self.max_num_batched_tokens
+        self._num_judged_tokens = 0
         chunks: list[Chunk] = []
         for sequence in sorted(self.running, key=lambda s: s.order):
             urgent = self._admit(budget, before=sequence)
@@ -110,8 +115,8 @@ class Scheduler:
                 break
             if sequence.status is not SequenceStatus.RUNNING:
                 continue  # preempted just now, for one before it
-            end = sequence.num_computed_tokens + min(sequence.num_uncomputed_tokens, budget)
-            if not self._make_room(sequence, end):
+            end = self._reach(sequence, budget)
+            if end == sequence.num_computed_tokens or not self._make_room(sequence, end):
                 continue
             chunks.append(self._take(sequence, end))
             budget -= chunks[-1].num_tokens
@@ -147,12 +152,14 @@ class Scheduler:
                 continue
             if before is not None and sequence.priority >= before.priority:
                 break
+            if self._reach(sequence, budget) == 0:
+                break  # it is judged, and the step has enough of that
             if len(self.running) >= self.max_num_seqs or not self._seat(sequence):
                 if before is not None and self._preempt_behind(sequence):
                     continue
                 break
             heapq.heappop(self._waiting)
-            end = sequence.num_computed_tokens + min(sequence.num_uncomputed_tokens, budget)
+            end = self._reach(sequence, budget)
             chunks.append(self._take(sequence, end))
             budget -= chunks[-1].num_tokens
         return chunks
@@ -204,9 +211,20 @@ class Scheduler:
         self.running.remove(sequence)
         self.add(sequence)
 
+    def _reach(self, sequence: Sequence, budget: int) -> int:
+        """Where the sequence's chunk of this step may end."""
+        if self._is_judged(sequence):
+            budget = min(budget, self._max_num_judged_tokens - self._num_judged_tokens)
+        return sequence.num_computed_tokens + min(sequence.num_uncomputed_tokens, budget)
+
+    def _is_judged(self, sequence: Sequence) -> bool:
+        return sequence.wants_prompt_logprobs and sequence.num_computed_tokens < sequence.num_prompt_tokens
+
     def _take(self, sequence: Sequence, end: int) -> Chunk:
         """The chunk up to `end`; its positions count as computed and its full blocks as registered from here on."""
         chunk = Chunk(sequence, sequence.num_computed_tokens, end)
+        if self._is_judged(sequence):
+            self._num_judged_tokens += chunk.num_tokens
         sequence.num_computed_tokens = end
         size = self.pool.block_size
         while (sequence.num_registered_blocks + 1) * size <= end:
