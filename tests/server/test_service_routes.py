@@ -47,11 +47,14 @@ def test_metrics_count_requests_tokens_and_times(serve: Serve) -> None:
         client.post(CHAT, json=HELLO | {"stream": True})
         client.post(CHAT, json=HELLO | {"model": "x"})
         client.get("/v1/some/unknown/path")
+        client.get("/v1/responses/resp_1")
+        client.get("/v1/responses/resp_2")
         lines = client.get("/metrics").text.splitlines()
     for wanted in (
         'batchline_requests_total{endpoint="/v1/chat/completions",status="200"} 2.0',
         'batchline_requests_total{endpoint="/v1/chat/completions",status="404"} 1.0',
         'batchline_requests_total{endpoint="other",status="404"} 1.0',
+        'batchline_requests_total{endpoint="/v1/responses/{response_id}",status="404"} 2.0',
         "batchline_prompt_tokens_total 6.0",
         "batchline_output_tokens_total 6.0",
         "batchline_requests_in_flight 0.0",

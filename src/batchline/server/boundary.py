@@ -13,6 +13,7 @@ from collections.abc import Container
 from time import perf_counter
 from uuid import uuid4
 
+from fastapi.routing import APIRoute
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -62,9 +63,13 @@ class RequestBoundary:
         except Exception as exc:
             await self._answer(as_request_error(exc), scope, receive, sender)
         finally:
-            path = route_path(scope)
-            endpoint = path if path in self._paths else "other"
-            self._metrics.observe_request(endpoint, sender.status, perf_counter() - started)
+            self._metrics.observe_request(self._endpoint(scope), sender.status, perf_counter() - started)
+
+    def _endpoint(self, scope: Scope) -> str:
+        """The path as metrics tell it: without ids, which would never end."""
+        route = scope.get("route")  # None where the request has not come that far
+        path = route.path_format if isinstance(route, APIRoute) else route_path(scope)
+        return path if path in self._paths else "other"
 
     async def _answer(self, error: RequestError, scope: Scope, receive: Receive, sender: _Sender) -> None:
         """The error, unless an answer has begun: that one then ends without its end, which the client notices."""
