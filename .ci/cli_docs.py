@@ -8,6 +8,7 @@ from typing import Any
 
 import typer
 
+from batchline.cli.grouped_help import group_of
 from batchline.cli.main import app
 
 TARGET = Path(__file__).parents[1] / "docs" / "cli.md"
@@ -34,8 +35,8 @@ def reference() -> str:
         usage = " ".join(["batchline", name, *command.collect_usage_pieces(context)])
         parts.append(f"\n## {usage.split(' [')[0]}\n\n{command.help}\n\n    {usage}\n")
         parameters = [p for p in command.get_params(context) if not p.hidden and p.name != "help"]
-        panels = sorted(parameters, key=lambda parameter: _PANELS.index(_panel(parameter)))
-        for panel, members in groupby(panels, key=_panel):
+        panels = sorted(parameters, key=lambda parameter: _PANELS.index(group_of(parameter)))
+        for panel, members in groupby(panels, key=group_of):
             parts.append(f"\n| {panel} | |\n|---|---|\n")
             parts.extend(_row(member, context) for member in members)
     return "".join(parts)
@@ -46,11 +47,6 @@ _PANELS = (
     *("Model", "Engine", "Chat templates and text"),
 )
 """Every group of options, in the order of the document; one that is new has to be given its place."""
-
-
-def _panel(parameter: Any) -> str:
-    default = "Arguments" if parameter.param_type_name == "argument" else "Options"
-    return parameter.rich_help_panel or default
 
 
 def _row(parameter: Any, context: Any) -> str:

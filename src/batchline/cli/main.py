@@ -20,6 +20,7 @@ import typer
 
 from batchline import __version__
 from batchline.cli.check import check
+from batchline.cli.grouped_help import GroupedCommand
 from batchline.cli.plan import plan
 from batchline.cli.run_batch import run_batch
 from batchline.cli.serve import serve
@@ -33,6 +34,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
 )
 
 
@@ -51,13 +53,15 @@ def _batchline(
     """Run a file of LLM requests on your own hardware and get an answer for every line."""
 
 
-app.command("run-batch")(run_batch)
-app.command("serve")(serve)
-app.command("check")(check)
-app.command("plan")(plan)
-app.command("split")(split)
-app.command("merge")(merge)
-app.command("upload")(upload)
+app.command("run-batch", cls=GroupedCommand, short_help="Run a batch file and write one result for every line.")(
+    run_batch
+)
+app.command("serve", cls=GroupedCommand)(serve)
+app.command("check", cls=GroupedCommand)(check)
+app.command("plan", cls=GroupedCommand, short_help="Show the order a run would take.")(plan)
+app.command("split", cls=GroupedCommand)(split)
+app.command("merge", cls=GroupedCommand)(merge)
+app.command("upload", cls=GroupedCommand)(upload)
 
 
 def command(arguments: Sequence[str] | None = None) -> NoReturn:

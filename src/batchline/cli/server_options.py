@@ -61,7 +61,13 @@ class ServingOptions:
     ] = False
     max_request_size: Annotated[
         int,
-        typer.Option(parser=parse_num_bytes, metavar="SIZE", help="Largest request body.", rich_help_panel=_LIMITS),
+        typer.Option(
+            parser=parse_num_bytes,
+            metavar="SIZE",
+            help="Largest request body.",
+            show_default=f"{_DEFAULTS.max_request_bytes >> 20}MiB",
+            rich_help_panel=_LIMITS,
+        ),
     ] = _DEFAULTS.max_request_bytes
     max_waiting: Annotated[
         int,

@@ -1,0 +1,38 @@
+"""`--help` at 80 columns: every name whole, every option in its group."""
+
+from __future__ import annotations
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from batchline.cli.grouped_help import group_of
+from batchline.cli.main import app
+
+COMMANDS = ["run-batch", "serve", "check", "plan", "split", "merge", "upload"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_tells_every_option_in_its_group_within_80_columns(command: str) -> None:
+    """Tables cut `--max-num-batched-tokens` to `--max-num-batche…`."""
+    shown = CliRunner().invoke(app, [command, "--help"], terminal_width=80, env={"COLUMNS": "80"}).output
+    assert max(map(len, shown.splitlines())) <= 80
+    group = typer.main.get_command(app)
+    parameters = group.commands[command].params  # type: ignore[attr-defined]
+    sections = {block.partition(":\n")[0]: block for block in shown.split("\n\n")}
+    for parameter in parameters:
+        if parameter.param_type_name == "option":
+            names = {*parameter.opts, *parameter.secondary_opts}
+            assert names <= set(sections[group_of(parameter)].replace(",", " ").split())
+
+
+def test_a_required_option_says_so() -> None:
+    shown = CliRunner().invoke(app, ["run-batch", "--help"]).output
+    assert "-i, --input-file <str>" in shown
+    assert shown.count("[required]") == 3
+
+
+def test_commands_are_listed_with_what_they_do() -> None:
+    shown = CliRunner().invoke(app, ["--help"]).output
+    assert all(f"\n  {command} " in shown for command in COMMANDS)
+    assert "..." not in shown.partition("Commands:")[2]
