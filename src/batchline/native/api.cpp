@@ -11,8 +11,6 @@ namespace {
 constexpr int64_t kTileQueryRows = 48;  // rows of a prefill tile: its sums and queries fit into the first-level cache
 constexpr int64_t kMinSplitKeys = 256;  // a context is split between cores only into pieces at least this long
 
-constexpr int64_t kPanelGroupsPerItem = 3;
-
 enum Isa : int { kPortable, kAvx2, kAvx512, kAvx512Bf16 };
 enum DType : int { kFloat32, kBFloat16 };
 
@@ -57,14 +55,13 @@ int64_t rows_per_range(int64_t numbers_per_row) { return std::max<int64_t>(1, 16
 
 // Rows and columns are cut so that an item's inputs stay in the second-level cache while its panels pass by.
 void run_linear(const Runtime& runtime, const TypedKernels& kernels, const LinearArgs& a) {
-  const int64_t panels_per_item = kernels.panels_at_once * kPanelGroupsPerItem;
-  const int64_t column_items = divide_up(a.num_panels(), panels_per_item);
+  const int64_t column_items = divide_up(a.num_panels(), kernels.panels_at_once);
   const int64_t items = divide_up(a.rows, kMaxItemRows) * column_items;
   parallel_ranges(runtime.run_parallel, items, 1, [&](int64_t first, int64_t end) {
     for (int64_t i = first; i < end; ++i) {
-      const int64_t row = i / column_items * kMaxItemRows, panel = i % column_items * panels_per_item;
+      const int64_t row = i / column_items * kMaxItemRows, panel = i % column_items * kernels.panels_at_once;
       kernels.linear(a, {row, std::min(row + kMaxItemRows, a.rows), panel,
-                         std::min(panel + panels_per_item, a.num_panels())});
+                         std::min(panel + kernels.panels_at_once, a.num_panels())});
     }
   });
 }

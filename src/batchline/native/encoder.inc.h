@@ -1,10 +1,5 @@
 // The parts of an encoder's forward pass, for some rows, sequences or heads each.
 
-template <int kCount>
-struct Count {
-  static constexpr int value = kCount;
-};
-
 #include "encoder_attention.inc.h"
 
 template <class T>

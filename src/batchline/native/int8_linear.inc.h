@@ -2,6 +2,7 @@
 // registers. The including file gives `round_to_int`, `dot_fours` and the offset that its bytes of x carry.
 
 constexpr int kVectors = kPanel / kLanes;  // vectors in a panel
+constexpr int64_t kPanelsAhead = 8;  // what this core, or its neighbour, multiplies after the next panels
 
 typedef uint8_t U8 __attribute__((vector_size(kLanes)));
 
@@ -90,8 +91,9 @@ inline void finish_int8_tile(const Int8LinearArgs& a, const QuantizedRows& rows,
   }
 }
 
+// panel_ahead: one that is fetched into the caches meanwhile.
 template <class T, int kRows, int kPanels>
-void int8_tile(const Int8LinearArgs& a, const QuantizedRows& rows, int64_t row, int64_t panel) {
+void int8_tile(const Int8LinearArgs& a, const QuantizedRows& rows, int64_t row, int64_t panel, int64_t panel_ahead) {
   constexpr int vectors = kPanels * kVectors;
   const int64_t panel_bytes = a.num_fours() * kPanel * kFour;
   I32 sums[kRows][vectors];
@@ -100,8 +102,9 @@ void int8_tile(const Int8LinearArgs& a, const QuantizedRows& rows, int64_t row, 
     for (int r = 0; r < kRows; ++r) sums[r][c] = start;
   }
   const uint8_t* x = rows.row(row);
-  const int8_t* b = a.panels + panel * panel_bytes;
+  const int8_t *b = a.panels + panel * panel_bytes, *ahead = a.panels + panel_ahead * panel_bytes;
   for (int64_t k = 0; k < a.num_fours(); ++k) {
+    __builtin_prefetch(ahead + k * kPanel * kFour);
     I32 columns[vectors];
 #pragma GCC unroll 16
     for (int c = 0; c < vectors; ++c)
@@ -116,13 +119,19 @@ void int8_tile(const Int8LinearArgs& a, const QuantizedRows& rows, int64_t row, 
   finish_int8_tile<T, kRows, kPanels>(a, rows, sums, row, panel);
 }
 
+// The first tiles fetch a later panel each, as those of `linear_columns` do.
 template <class T, int kPanels>
 void int8_columns(const Int8LinearArgs& a, const QuantizedRows& rows, const LinearItem& item, int64_t panel) {
-  int64_t row = item.first_row;
-  for (; row + kTileRows <= item.end_row; row += kTileRows) int8_tile<T, kTileRows, kPanels>(a, rows, row, panel);
+  int64_t row = item.first_row, ahead = panel + kPanelsAhead;
+  const int64_t end_ahead = ahead + kPanels < a.num_panels() ? ahead + kPanels : a.num_panels();
+  const auto tile = [&](auto count) {
+    int8_tile<T, count.value, kPanels>(a, rows, row, panel, ahead < end_ahead ? ahead++ : panel);
+    row += count.value;
+  };
+  while (row + kTileRows <= item.end_row) tile(Count<kTileRows>{});
   if constexpr (kTileRows > 4)
-    for (; row + 4 <= item.end_row; row += 4) int8_tile<T, 4, kPanels>(a, rows, row, panel);
-  for (; row < item.end_row; ++row) int8_tile<T, 1, kPanels>(a, rows, row, panel);
+    while (row + 4 <= item.end_row) tile(Count<4>{});
+  while (row < item.end_row) tile(Count<1>{});
 }
 
 template <class T>

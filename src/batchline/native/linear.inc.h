@@ -1,6 +1,7 @@
 // Linear layers: packed weights, float sums, and what follows the product done before the sums leave the registers.
 
 constexpr int64_t kDepth = 512;  // pairs of inputs at once: their panels and rows stay in the second-level cache
+constexpr int64_t kPanelsAhead = 2 * kLinearPanels;  // what this core, or its neighbour, multiplies after the next panels
 
 // Bias, activation and rounding of a tile's sums, in registers: all of its columns are columns of the result.
 template <class T, int kRows, int kPanels>
@@ -47,8 +48,10 @@ void finish_row(const LinearArgs& a, F32* sums, int64_t row, int64_t panel) {
 }
 
 // One tile over one stretch of the depth. carried: sums between stretches, (rows of the item, kPanels panels).
+// panel_ahead: one whose stretch is fetched into the caches meanwhile.
 template <class T, int kRows, int kPanels>
-void linear_tile(const LinearArgs& a, int64_t row, int64_t panel, int64_t first_pair, float* carried) {
+void linear_tile(const LinearArgs& a, int64_t row, int64_t panel, int64_t panel_ahead, int64_t first_pair,
+                 float* carried) {
   const int64_t pairs = divide_up(a.inputs, kPair<T>);
   const int64_t depth = pairs - first_pair < kDepth ? pairs - first_pair : kDepth;
   Sums<kRows, kPanels> sums;
@@ -59,11 +62,15 @@ void linear_tile(const LinearArgs& a, int64_t row, int64_t panel, int64_t first_
   if (first_pair > 0)
     for (int r = 0; r < kRows; ++r)
       for (int c = 0; c < kPanels * kVectors; ++c) sums.at[r][c] = load(carried + r * kPanels * kPanel + c * kLanes);
+  const auto weights = [&](int64_t of_panel) {
+    return static_cast<const T*>(a.panels) + (of_panel * pairs + first_pair) * kPanel * kPair<T>;
+  };
   const T* b[kPanels];
-  for (int p = 0; p < kPanels; ++p)
-    b[p] = static_cast<const T*>(a.panels) + ((panel + p) * pairs + first_pair) * kPanel * kPair<T>;
+  for (int p = 0; p < kPanels; ++p) b[p] = weights(panel + p);
+  const T* ahead = weights(panel_ahead);
   const T* x = static_cast<const T*>(a.x) + row * a.x_stride + first_pair * kPair<T>;
-  multiply<T>(sums, x, a.x_stride, b, kPanel * kPair<T>, depth, [](int64_t) {});
+  multiply<T>(sums, x, a.x_stride, b, kPanel * kPair<T>, depth,
+              [&](int64_t k) { __builtin_prefetch(ahead + k * kPanel * kPair<T>); });
   const int64_t columns = (panel + kPanels) / (a.is_gated ? 2 : 1) * kPanel;
   if (first_pair + depth == pairs && columns <= a.outputs && (kPanels % 2 == 0 || !a.is_gated)) {
     finish_whole<T>(a, sums, row, panel);
@@ -76,16 +83,23 @@ void linear_tile(const LinearArgs& a, int64_t row, int64_t panel, int64_t first_
   }
 }
 
+// Weights come from memory once, with the first tile. So that it does not wait for them, each of a group's first tiles
+// fetches a panel of a later group.
 template <class T, int kPanels>
 void linear_columns(const LinearArgs& a, const LinearItem& item, int64_t panel) {
   float carried[kMaxItemRows * kPanels * kPanel];
   for (int64_t pair = 0; pair < divide_up(a.inputs, kPair<T>); pair += kDepth) {
-    int64_t row = item.first_row;
-    const auto at = [&] { return carried + (row - item.first_row) * kPanels * kPanel; };
-    for (; row + kTileRows <= item.end_row; row += kTileRows) linear_tile<T, kTileRows, kPanels>(a, row, panel, pair, at());
+    int64_t row = item.first_row, ahead = panel + kPanelsAhead;
+    const int64_t end_ahead = ahead + kPanels < a.num_panels() ? ahead + kPanels : a.num_panels();
+    const auto tile = [&](auto rows) {
+      linear_tile<T, rows.value, kPanels>(a, row, panel, ahead < end_ahead ? ahead++ : panel, pair,
+                                          carried + (row - item.first_row) * kPanels * kPanel);
+      row += rows.value;
+    };
+    while (row + kTileRows <= item.end_row) tile(Count<kTileRows>{});
     if constexpr (kTileRows > 3)
-      for (; row + 3 <= item.end_row; row += 3) linear_tile<T, 3, kPanels>(a, row, panel, pair, at());
-    for (; row < item.end_row; ++row) linear_tile<T, 1, kPanels>(a, row, panel, pair, at());
+      while (row + 3 <= item.end_row) tile(Count<3>{});
+    while (row < item.end_row) tile(Count<1>{});
   }
 }
 

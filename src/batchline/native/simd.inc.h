@@ -8,6 +8,12 @@ typedef uint16_t U16 __attribute__((vector_size(kLanes * 2)));
 
 constexpr float kMasked = -1e30f;  // finite, so that the difference of two masked scores is no NaN
 
+// A number of rows that is known to the compiler.
+template <int kCount>
+struct Count {
+  static constexpr int value = kCount;
+};
+
 template <class V>
 inline V load_bits(const void* from) {
   V bits;
