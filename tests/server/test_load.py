@@ -29,6 +29,9 @@ from batchline.engine.sequence import Sequence
 TINY_CHAT = Path(__file__).parents[2] / "examples/models/tiny-chat"
 NUM_CLIENTS = 200
 IDLE_TIMEOUT_S = 60
+POOLED_THREADS = 32
+"""Pools start threads when all they have are busy, up to this many (asyncio's): not each is there after the warm-up."""
+
 IDLE = {
     "batchline_running 0.0",
     "batchline_waiting 0.0",
@@ -134,7 +137,8 @@ async def test_hundreds_of_clients_leave_nothing_behind(
     stats = engine.stats()
     print(f"\n{crowd.counts.total():,} clients: {dict(crowd.counts)}\n{stats}\n{before}\n{after}\nMiB: {memory.series}")
     assert (stats.running, stats.waiting, stats.cache_usage, after.sequences) == (0, 0, 0.0, 0)
-    assert (after.files, after.threads, after.tasks) == (before.files, before.threads, before.tasks)
+    assert (after.files, after.tasks) == (before.files, before.tasks)
+    assert after.threads - before.threads <= POOLED_THREADS
     # what is bounded (connections kept alive, tables of metrics) may differ a little; a thing a client may not
     assert after.objects - before.objects < 100 + crowd.counts.total() / 100
     # The allocator's free lists and the libraries' caches keep growing for a while, by a few hundred bytes a client;
