@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import gzip
 import json
+import socket
 from typing import Any
 
 import httpx
@@ -64,6 +67,35 @@ def test_other_content_types_are_415(fake: httpx.Client, content_type: str) -> N
     response = fake.post(CHAT, content=b"{}", headers={"Content-Type": content_type})
     assert response.status_code == 415
     assert "application/json" in error_of(response)["message"]
+
+
+def test_compressed_bodies_are_415(fake: httpx.Client) -> None:
+    """They were said to be no valid JSON."""
+    response = fake.post(CHAT, content=gzip.compress(b"{}"), headers=JSON | {"Content-Encoding": "gzip"})
+    assert response.status_code == 415
+    assert "without Content-Encoding" in error_of(response)["message"]
+    assert fake.post(CHAT, json=HELLO, headers={"Content-Encoding": "identity"}).status_code == 200
+
+
+@pytest.mark.parametrize("begin", [b"GET /", b"GET /health HTTP/1.1\r\nHost: x\r\nA: ", b"GET /health HTTP/1.1\r\n"])
+def test_a_request_whose_head_does_not_end_is_broken_off(serve: Serve, begin: bytes) -> None:
+    """It took memory and the event loop from all others, without a key."""
+    url = httpx.URL(serve(api_keys=("k",)).url)
+    piece = b"A: b\r\n" * 1000 if begin.endswith(b"\r\n") else b"x" * 6000
+    with socket.create_connection((url.host, url.port or 0), timeout=60) as connection:
+        connection.sendall(begin)
+        with contextlib.suppress(ConnectionError):
+            for _ in range(1000):
+                connection.sendall(piece)
+        with contextlib.suppress(ConnectionResetError):
+            assert connection.recv(1000).startswith(b"HTTP/1.1 400 ")
+    assert httpx.get(f"{url}/health").status_code == 200
+
+
+def test_long_bodies_and_many_requests_count_for_no_head(fake: httpx.Client) -> None:
+    for _ in range(3):
+        body = HELLO | {"padding": "x" * 200_000}
+        assert fake.post(CHAT, json=body, headers={"X-Long": "x" * 30_000}).status_code == 200
 
 
 def test_unknown_paths_are_404_and_name_the_served_ones(fake: httpx.Client) -> None:

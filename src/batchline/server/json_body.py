@@ -19,6 +19,8 @@ async def read_json_object(request: Request, max_bytes: int) -> dict[str, Any]:
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json" and not media_type.endswith("+json"):
         raise UnsupportedMediaType("The body must be JSON: send it with Content-Type: application/json")
+    if request.headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
+        raise UnsupportedMediaType("The body must not be compressed: send it without Content-Encoding")
     raw = await _read(request, max_bytes)
     try:
         body = orjson.loads(raw)

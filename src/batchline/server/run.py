@@ -20,6 +20,7 @@ import uvicorn
 from batchline.backends.base import Backend
 from batchline.errors import UsageError
 from batchline.server.app import create_app
+from batchline.server.bounded_head import BoundedHeadProtocol
 from batchline.server.options import ServerOptions
 from batchline.server.tls import check_certificate
 
@@ -55,6 +56,7 @@ def uvicorn_config(backend: Backend, options: ServerOptions) -> uvicorn.Config:
         create_app(backend, options),
         host=options.host,
         port=options.port,
+        http=BoundedHeadProtocol,
         lifespan="off",
         ws="none",
         log_config=None,
