@@ -1,8 +1,8 @@
 """What `--quantization int8` gains and what it loses.
 
-    python benchmarks/quantization.py [--workload chat] [--num-requests 64] [--runs 3] [--dtype bfloat16]
+    python benchmarks/quantization.py [--workload chat] [--num-requests N] [--runs 3] [--dtype bfloat16]
 
-Gain: the first requests of a workload through `run-batch`, without and with the option in turn, since the rate of a
+Gain: the requests of a workload through `run-batch`, without and with the option in turn, since the rate of a
 shared machine drifts; the ratio is of the medians, steady (after the model is loaded) and end to end.
 
 Loss: `tiny-chat`, the trained model that ships, in the embedded engine, on three texts: the answers in its dialogues,
@@ -92,7 +92,7 @@ def main() -> None:
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", choices=sorted(WORKLOADS), default="chat")
-    parser.add_argument("--num-requests", type=int, default=64, help="the first so many of the workload")
+    parser.add_argument("--num-requests", type=int, help="the first so many of the workload; all without")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--folder", default=str(Path(tempfile.gettempdir()) / "batchline-benchmarks"))
