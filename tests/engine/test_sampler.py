@@ -166,6 +166,17 @@ def test_repetition_penalty_is_that_of_transformers_over_prompt_and_output(penal
     assert not torch.equal(actual, logits)
 
 
+@pytest.mark.parametrize(("penalty", "is_repeated"), [(1e300, False), (1e-300, True)])
+def test_absurd_repetition_penalties_rule_repetition_out_or_in(penalty: float, is_repeated: bool) -> None:
+    """They were infinite or zero in float32, and a logit of zero became NaN."""
+    logits = random_logits()
+    logits[[3, 4]] = torch.tensor([0.0, 9.0])
+    logits = processed(logits, prompt=(3, 4), repetition_penalty=penalty)
+    assert not logits.isnan().any()
+    assert (int(logits.argmax()) == 4) == is_repeated
+    assert logits.isfinite().all()
+
+
 def test_presence_penalty_is_taken_once_from_tokens_of_the_output() -> None:
     logits = random_logits()
     expected = logits.clone()

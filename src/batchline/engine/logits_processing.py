@@ -17,6 +17,9 @@ import torch
 from batchline.engine.request import SamplingParams
 from batchline.engine.sequence import Sequence as RunningSequence
 
+_REPETITION_PENALTIES = (1e-30, 1e30)
+"""Beyond these a penalty changes no more draws, but makes infinities and NaN of logits."""
+
 
 def allow_only(logits: torch.Tensor, rows: Sequence[int], masks: np.ndarray) -> None:
     """Take every token away from the given rows whose bit is not set. In place, before anything else.
@@ -95,8 +98,8 @@ def _penalize_repetition(logits: torch.Tensor, sequences: Sequence[RunningSequen
     rows = _rows_where(sequences, lambda s: s.repetition_penalty != 1.0)
     if rows:
         seen = [sequences[row].tokens_between(0, sequences[row].num_tokens) for row in rows]
-        strengths = [sequences[row].sampling.repetition_penalty for row in rows]
-        penalties = np.repeat(np.array(strengths, dtype=np.float32), [len(tokens) for tokens in seen])
+        strengths = np.clip([sequences[row].sampling.repetition_penalty for row in rows], *_REPETITION_PENALTIES)
+        penalties = np.repeat(strengths.astype(np.float32), [len(tokens) for tokens in seen])
         factors = torch.from_numpy(penalties).to(logits.device)
         pairs = _pairs(rows, seen, logits.device)
         scores = logits[pairs]
