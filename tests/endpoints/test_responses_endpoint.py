@@ -209,6 +209,16 @@ FUNCTION: Any = {"type": "function", "name": "f"}
             r"^input\[0\]\.content\[0\]\.type: unknown part type 'x'",
         ),
         (
+            {"input": [{"role": "user", "content": [{"type": {"input_text": 1}, "text": "Hi"}]}]},
+            "input[0].content[0]",
+            r"^input\[0\]\.content\[0\]: Input should be an object with a type",
+        ),
+        (
+            {"input": [{"type": "reasoning", "content": 5}, {"role": "user", "content": 5}]},
+            "input[1].content",
+            r"^input\[1\]\.content: Input should be",
+        ),
+        (
             {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"}]},
             "input[0].arguments",
             r"^input\[0\]\.arguments: Input should be a JSON object",

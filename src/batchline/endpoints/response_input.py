@@ -18,7 +18,7 @@ from batchline.openai_api.responses import CHAT_FIELDS, LOGPROBS, ResponsesReque
 
 JsonObject = dict[str, Any]
 
-_TEXT_PARTS = {"input_text", "output_text", "text"}
+_TEXT_PARTS = ("input_text", "output_text", "text")
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +164,7 @@ def _check_strings(item: JsonObject, fields: tuple[str, ...], path: str) -> None
 
 def _reasoning_text(item: JsonObject) -> str:
     parts = item.get("content") or item.get("summary") or []
-    texts = [part.get("text") for part in parts if isinstance(part, dict)]
+    texts = [part.get("text") for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
     return "".join(text for text in texts if isinstance(text, str))
 
 
