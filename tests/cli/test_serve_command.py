@@ -95,12 +95,17 @@ def test_a_model_on_the_line_stands_in_for_the_environments(monkeypatch: pytest.
 
 def test_options_become_the_servers_settings() -> None:
     serving_options = ServingOptions(
-        host="::1", api_key=[" a ", "b"], max_waiting=5, max_request_size=9, grace_period=1.5, allowed_origins=["o"]
+        host="::1",
+        api_key=[" a ", "b"],
+        max_waiting=5,
+        max_request_size=9,
+        grace_period=1.5,
+        allowed_origins=["http://[::1]:3000"],
     )
     options = serving_options.server(max_running=100)
     assert (options.host, options.api_keys, options.max_in_flight) == ("::1", ("a", "b"), 105)
     assert (options.max_request_bytes, options.grace_period_s) == (9, 1.5)
-    assert options.cors == CorsOptions(allow_origins=("o",))
+    assert options.cors == CorsOptions(allow_origins=("http://[::1]:3000",))
 
 
 @pytest.mark.parametrize(
@@ -111,6 +116,9 @@ def test_options_become_the_servers_settings() -> None:
         ({"ssl_keyfile_password": "p"}, "--ssl-keyfile-password needs --ssl-certfile"),
         ({"allowed_methods": ["GET"]}, "with --allowed-origins only"),
         ({"allowed_origins": ["*"], "allow_credentials": True}, "name the origins"),
+        ({"allowed_origins": ['["https://a.example"]']}, "is no origin such as"),
+        ({"allowed_origins": ["*", "https://a.example,https://b.example"]}, "repeat the option"),
+        ({"allowed_origins": ["https://a.example/"]}, "https://a.example/"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(options: dict[str, Any], message: str) -> None:

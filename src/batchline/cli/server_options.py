@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -17,6 +18,9 @@ _ACCESS = "Access"
 _LIMITS = "Limits"
 _DEFAULTS = ServerOptions()
 DEFAULT_MAX_WAITING = 1024
+
+_ORIGIN = re.compile(r"\*|null|[A-Za-z][\w+.-]*://[^/,\s]+")
+"""What browsers send as an origin, which has no path; another would be allowed and never come."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +115,10 @@ class ServingOptions:
             if self.allowed_methods or self.allowed_headers or self.allow_credentials:
                 raise UsageError("CORS options have a meaning with --allowed-origins only")
             return CorsOptions()
+        for origin in self.allowed_origins:
+            if not _ORIGIN.fullmatch(origin):
+                message = f"--allowed-origins: {origin!r} is no origin such as https://example.com, nor *"
+                raise UsageError(f"{message}; repeat the option for several")
         if self.allow_credentials and "*" in self.allowed_origins:
             raise UsageError("--allow-credentials: name the origins; with * any page could act for your users")
         return CorsOptions(
