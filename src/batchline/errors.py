@@ -206,7 +206,7 @@ class ServiceUnavailable(RequestError):
 class Overloaded(ServiceUnavailable):
     """503: too many requests wait already. retry_after_s: when it is worth trying again."""
 
-    def __init__(self, message: str, *, retry_after_s: int) -> None:
+    def __init__(self, message: str, *, retry_after_s: int = 1) -> None:
         super().__init__(message, code="overloaded")
         self.retry_after_s = retry_after_s
 

@@ -12,7 +12,8 @@ import pytest
 from threaded_server import Serve, ThreadedServer
 
 from batchline.backends.base import Answer, EndpointRequest, ServedModel
-from batchline.errors import NotFound
+from batchline.errors import NotFound, Overloaded
+from batchline.server import responses_api
 from batchline.server.kept_responses import KeptResponse, KeptResponses
 from batchline.testing import FakeBackend
 
@@ -234,27 +235,166 @@ def test_an_error_in_a_stream_is_an_event_of_that_name(serve: Serve) -> None:
     assert end == ""
 
 
-def kept(response_id: str, text: str = "") -> KeptResponse:
-    return KeptResponse({"id": response_id, "status": "completed", "output": []}, [{"role": "user", "content": text}])
+class BusyBackend(StuckBackend):
+    """Answers with its input once it is allowed to; counts what was cancelled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_cancelled = 0
+
+    async def start(self) -> None:
+        await super().start()
+        self._loop = asyncio.get_running_loop()
+        self._is_allowed = asyncio.Event()
+
+    def allow(self) -> None:
+        self._loop.call_soon_threadsafe(self._is_allowed.set)
+
+    async def answer(self, request: EndpointRequest) -> Answer:
+        try:
+            await self._is_allowed.wait()
+        except asyncio.CancelledError:
+            self.num_cancelled += 1
+            raise
+        body = {"id": "resp_other", "status": "completed", "output": [], "said": request.body["input"]}
+        return Answer(status_code=200, body=body, request_id=request.request_id)
+
+
+def test_more_than_can_be_kept_in_progress_are_refused_and_none_is_dropped(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first of 1,001 responses in the background was cancelled and dropped in silence."""
+    monkeypatch.setattr(responses_api, "KeptResponses", lambda: KeptResponses(max_kept=5))
+    backend = BusyBackend()
+    ask = {"model": "stuck", "input": "x", "background": True}
+    with httpx.Client(base_url=serve(backend).url) as client:
+        begun = [client.post("/v1/responses", json=ask).json()["id"] for _ in range(5)]
+        for more in (ask, ask | {"background": False}, ask | {"background": False, "stream": True}):
+            refused = client.post("/v1/responses", json=more)
+            assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+            assert "in progress" in refused.json()["error"]["message"]
+        backend.allow()
+        unstored = client.post("/v1/responses", json={"model": "stuck", "input": "x", "store": False})
+        assert unstored.status_code == 200
+        for response_id in begun:
+            while client.get(f"/v1/responses/{response_id}").json()["status"] != "completed":
+                pass
+        assert client.post("/v1/responses", json={"model": "stuck", "input": "x"}).status_code == 200
+        assert [client.get(f"/v1/responses/{response_id}").status_code for response_id in begun] == [404, *[200] * 4]
+    assert backend.num_cancelled == 0
+
+
+def test_a_response_that_cannot_be_made_leaves_nothing_kept(serve: Serve) -> None:
+    """It would take the place of one that somebody still wants."""
+    with httpx.Client(base_url=serve(StuckBackend()).url) as client:
+        text = client.post("/v1/responses", json={"input": "x", "stream": True}).text
+        created = text.partition('"id":"')[2].partition('"')[0]
+        assert created.startswith("resp_")
+        assert client.get(f"/v1/responses/{created}").status_code == 404
+
+
+KEYS = {"one": {"Authorization": "Bearer key-1"}, "other": {"Authorization": "Bearer key-2"}}
+
+
+def test_a_response_belongs_to_the_key_that_made_it(serve: Serve) -> None:
+    """Whoever had any key could read, continue, cancel and delete the responses of all others."""
+    backend = BusyBackend()
+    with httpx.Client(base_url=serve(backend, api_keys=("key-1", "key-2")).url) as client:
+
+        def ask(who: str, method: str, path: str, **body: Any) -> httpx.Response:
+            return client.request(method, f"/v1/responses{path}", headers=KEYS[who], json=body or None)
+
+        made = ask("one", "POST", "", model="stuck", input="secret", background=True).json()["id"]
+        unknown = ask("other", "GET", "/resp_none").json()["error"]["message"].replace("resp_none", made)
+        for method, path in (("POST", "/cancel"), ("GET", ""), ("GET", "/input_items"), ("DELETE", "")):
+            refused = ask("other", method, f"/{made}{path}")
+            assert (refused.status_code, refused.json()["error"]["message"]) == (404, unknown)
+        refused = ask("other", "POST", "", model="stuck", input="y", previous_response_id=made)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (404, "previous_response_id")
+        backend.allow()
+        while ask("one", "GET", f"/{made}").json()["status"] != "completed":
+            pass
+        assert ask("one", "GET", f"/{made}/input_items").json()["data"][0]["content"][0]["text"] == "secret"
+        further = ask("one", "POST", "", model="stuck", input="y", previous_response_id=made).json()
+        assert [item["content"][0]["text"] for item in further["said"]] == ["secret", "y"]
+        assert ask("one", "DELETE", f"/{made}").json()["deleted"] is True
+    assert backend.num_cancelled == 0
+
+
+async def test_responses_under_one_request_id_are_kept_apart(serve: Serve) -> None:
+    """Eight requests at once with the same X-Request-Id had one id, under which each read another's text."""
+    backend = BusyBackend()
+    headers = {"X-Request-Id": "mine"}
+    async with httpx.AsyncClient(base_url=serve(backend).url, headers=headers) as client:
+
+        async def make(number: int) -> tuple[str, httpx.Response]:
+            body = {"model": "stuck", "input": f"text {number}"}
+            return f"text {number}", await client.post("/v1/responses", json=body)
+
+        made = asyncio.gather(*(make(number) for number in range(8)))
+        while "in_flight 8.0" not in (await client.get("/metrics")).text:
+            pass
+        backend.allow()
+        answers = await made
+        assert len({answer.json()["id"] for _, answer in answers}) == 8
+        for text, answer in answers:
+            assert answer.headers["x-request-id"] == "mine"
+            response_id = answer.json()["id"]
+            assert "mine" not in response_id
+            assert (await client.get(f"/v1/responses/{response_id}")).json()["said"] == text
+            items = (await client.get(f"/v1/responses/{response_id}/input_items")).json()["data"]
+            assert items[0]["content"][0]["text"] == text
+
+
+def kept(response_id: str, text: str = "", status: str = "completed") -> KeptResponse:
+    return KeptResponse({"id": response_id, "status": status, "output": []}, [{"role": "user", "content": text}])
+
+
+def keep(responses: KeptResponses, response_id: str, text: str = "") -> None:
+    responses.begin(kept(response_id, status="in_progress"))
+    responses.finish(kept(response_id, text))
 
 
 def test_the_oldest_are_forgotten_where_all_are_too_large_together() -> None:
     responses = KeptResponses(max_bytes=1000)
-    responses.keep(kept("a", "x" * 500))
-    responses.keep(kept("b", "x" * 100))
-    responses.keep(kept("b", "x" * 300))  # another state of it, which counts in place of the first
+    keep(responses, "a", "x" * 500)
+    keep(responses, "b", "x" * 100)
+    responses.finish(kept("b", "x" * 300))  # another state of it, which counts in place of the first
     assert "a" in responses
-    responses.keep(kept("c", "x" * 200))
+    keep(responses, "c", "x" * 200)
     assert ("a" in responses, "b" in responses) == (False, True)
-    responses.keep(kept("d", "x" * 5000))
+    keep(responses, "d", "x" * 5000)
     assert ("b" in responses, "c" in responses, "d" in responses) == (False, False, True)
 
 
 def test_the_oldest_are_forgotten_first() -> None:
     responses = KeptResponses(max_kept=2)
     for response_id in ("a", "b", "c"):
-        responses.keep(kept(response_id))
+        keep(responses, response_id)
     assert "a" not in responses
-    assert responses.get("c").response["id"] == "c"
+    assert responses.get("c", "").response["id"] == "c"
     with pytest.raises(NotFound):
-        responses.get("a")
+        responses.get("a", "")
+
+
+def test_responses_in_progress_are_never_dropped_for_room() -> None:
+    """By number and by bytes: the oldest was cancelled even if it was the one that somebody waited for."""
+    responses = KeptResponses(max_kept=2, max_bytes=1000)
+    responses.begin(kept("running", "x" * 400, status="queued"))
+    for response_id in ("a", "b", "c"):
+        keep(responses, response_id, "x" * 400)
+    assert ("running" in responses, "b" in responses, "c" in responses) == (True, False, True)
+    with pytest.raises(Overloaded):
+        responses.begin(kept("large", "x" * 600, status="queued"))
+    responses.begin(kept("second", status="queued"))
+    assert ("running" in responses, "second" in responses, "c" in responses) == (True, True, False)
+    with pytest.raises(Overloaded):
+        responses.begin(kept("third", status="queued"))
+
+
+def test_a_response_dropped_while_it_is_made_stays_dropped() -> None:
+    responses = KeptResponses()
+    responses.begin(kept("a", status="in_progress"))
+    responses.forget("a", "")
+    responses.finish(kept("a"))
+    assert "a" not in responses

@@ -1,4 +1,7 @@
-"""API keys: every path but the few that tell nothing of the work needs one, where the operator has set any."""
+"""API keys: if the operator has set any, every path needs one, except the few that tell nothing of the work.
+
+A request's key is checked before its body is read, and decides whose stored objects it sees (`owner_of`).
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,19 @@ import hmac
 from collections.abc import Sequence
 
 from starlette.datastructures import Headers
+from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from batchline.errors import Unauthorized
 from batchline.server.root_path import route_path
 
 OPEN_PATHS = frozenset({"/health", "/ping"})
+
+
+def owner_of(request: Request) -> str:
+    """Who made the request, as far as the server can tell: a name for its key, empty where there are no keys."""
+    owner: str = getattr(request.state, "owner", "")
+    return owner
 
 
 class ApiKeys:
@@ -27,10 +37,12 @@ class ApiKeys:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises: Unauthorized."""
         if scope["type"] == "http" and route_path(scope) not in self._open_paths:
-            self._check(Headers(scope=scope).get("authorization", ""))
+            owner = self._check(Headers(scope=scope).get("authorization", ""))
+            scope.setdefault("state", {})["owner"] = owner
         await self._app(scope, receive, send)
 
-    def _check(self, authorization: str) -> None:
+    def _check(self, authorization: str) -> str:
+        """The owner that the key stands for. Raises: Unauthorized."""
         scheme, _, key = authorization.partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
             raise Unauthorized("An API key is needed: send Authorization: Bearer <key>", code="missing_api_key")
@@ -39,6 +51,7 @@ class ApiKeys:
         matches = [hmac.compare_digest(given, digest) for digest in self._digests]
         if not any(matches):
             raise Unauthorized("The API key is not known here", code="invalid_api_key")
+        return given.hex()
 
 
 def _digest(key: bytes) -> bytes:

@@ -1,6 +1,8 @@
-"""Responses that the server keeps in memory, so that later requests can go on from them, read them and cancel them.
+"""Responses that the server keeps in memory, so that later requests can continue, read and cancel them.
 
-The newest are kept, up to a number and to the bytes of their JSON; a restart forgets them all. Knows nothing of HTTP.
+Each response belongs to its owner; to any other owner it does not exist. A response in progress is never dropped: when
+only those are left, new ones are refused. Finished ones are dropped, oldest first, once there are too many or their
+JSON is too large. A restart forgets everything. Knows nothing of HTTP.
 """
 
 from __future__ import annotations
@@ -12,26 +14,30 @@ from typing import Any
 
 import orjson
 
-from batchline.errors import BadRequest, NotFound
+from batchline.errors import BadRequest, NotFound, Overloaded
 
 MAX_KEPT = 1000
 MAX_KEPT_BYTES = 256 << 20
-"""Of JSON; in memory it is a few times as much."""
+"""Of JSON. In memory it takes a few times as much."""
 
 JsonObject = dict[str, Any]
 
 
 @dataclass(slots=True)
 class KeptResponse:
-    """A response as it stands, with all the input items that led to it. task: what makes it, in the background."""
+    """A response in its current state, with all the input items that led to it.
+
+    owner: whose API key it was made with; empty where the server has no keys. task: what makes it in the background.
+    """
 
     response: JsonObject
     input_items: list[JsonObject]
+    owner: str = ""
     task: asyncio.Task[None] | None = None
 
     @property
     def num_bytes(self) -> int:
-        """The size of its JSON, of the input that it goes on from too."""
+        """The size of its JSON, including the input that it continues."""
         return len(orjson.dumps([self.response, self.input_items]))
 
     @property
@@ -46,62 +52,91 @@ class KeptResponse:
 
 
 class KeptResponses:
-    """The kept responses by id, the oldest forgotten first; the newest is kept whatever its size."""
+    """The kept responses by id, finished or in progress. The newest finished one is kept whatever its size."""
 
     def __init__(self, max_kept: int = MAX_KEPT, max_bytes: int = MAX_KEPT_BYTES) -> None:
         self._max_kept = max_kept
         self._max_bytes = max_bytes
-        self._kept: OrderedDict[str, KeptResponse] = OrderedDict()
+        self._running: dict[str, KeptResponse] = {}
+        self._finished: OrderedDict[str, KeptResponse] = OrderedDict()  # the oldest first
         self._num_bytes: dict[str, int] = {}  # as each was when it was kept
+        self._total_bytes = 0
 
-    def keep(self, kept: KeptResponse) -> None:
-        """Add a response, or put a new state of it in place of the old."""
-        response_id = kept.response["id"]
-        self._kept[response_id] = kept
-        self._kept.move_to_end(response_id)
-        self._num_bytes[response_id] = kept.num_bytes
-        total = sum(self._num_bytes.values())
-        while len(self._kept) > self._max_kept or (total > self._max_bytes and len(self._kept) > 1):
-            oldest = next(iter(self._kept))
-            total -= self._num_bytes[oldest]
-            self.forget(oldest)
+    def begin(self, kept: KeptResponse) -> None:
+        """Keep a response in progress. Raises: Overloaded where there are too many of them to keep another."""
+        num_bytes = kept.num_bytes
+        running_bytes = sum(self._num_bytes[response_id] for response_id in self._running)
+        if len(self._running) >= self._max_kept or (self._running and running_bytes + num_bytes > self._max_bytes):
+            raise Overloaded("Too many responses are in progress; try again later, or send store: false")
+        self._put(kept, num_bytes)
 
-    def get(self, response_id: str, param: str | None = None) -> KeptResponse:
-        """A kept response. param: the request's field that names it. Raises: NotFound."""
-        kept = self._kept.get(response_id)
-        if kept is None:
+    def finish(self, kept: KeptResponse) -> None:
+        """A response in progress is finished now; keep that state, unless the response was dropped meanwhile."""
+        if kept.response["id"] in self:
+            self._put(kept, kept.num_bytes)
+
+    def get(self, response_id: str, owner: str, param: str | None = None) -> KeptResponse:
+        """A kept response of this owner. param: the request's field that names it. Raises: NotFound."""
+        kept = self._running.get(response_id) or self._finished.get(response_id)
+        if kept is None or kept.owner != owner:
             raise NotFound(f"Response with id {response_id[:200]!r} not found", param=param)
         return kept
 
-    def finished(self, response_id: str, param: str) -> KeptResponse:
-        """A kept response that is not being made any more. Raises: NotFound, BadRequest."""
-        kept = self.get(response_id, param)
+    def finished(self, response_id: str, owner: str, param: str) -> KeptResponse:
+        """A kept response that is no longer being made. Raises: NotFound, BadRequest."""
+        kept = self.get(response_id, owner, param)
         if kept.is_running:
             message = f"{param}: the response {response_id!r} is still being made; wait for it, or cancel it"
             raise BadRequest(message, param=param)
         return kept
 
     def __contains__(self, response_id: str) -> bool:
-        return response_id in self._kept
+        return response_id in self._running or response_id in self._finished
 
     @property
-    def num_running(self) -> int:
+    def num_in_background(self) -> int:
         """How many are being made in the background."""
-        return sum(kept.task is not None and not kept.task.done() for kept in self._kept.values())
+        return sum(kept.task is not None and not kept.task.done() for kept in self._running.values())
 
-    def cancel(self, response_id: str) -> JsonObject:
+    def cancel(self, response_id: str, owner: str) -> JsonObject:
         """Stop making a response in the background. Raises: NotFound, BadRequest."""
-        kept = self.get(response_id)
+        kept = self.get(response_id, owner)
         if kept.task is None:
             raise BadRequest("Only a response made in the background can be cancelled", param="response_id")
         if kept.is_running:
             kept.task.cancel()
             kept.response = kept.response | {"status": "cancelled"}
+            self.finish(kept)
         return kept.response
 
-    def forget(self, response_id: str) -> None:
+    def forget(self, response_id: str, owner: str) -> None:
         """Drop a response; one that is still being made is cancelled. Raises: NotFound."""
-        kept = self.get(response_id)
+        kept = self.get(response_id, owner)
         if kept.task is not None:
             kept.task.cancel()
-        del self._kept[response_id], self._num_bytes[response_id]
+        self._drop(response_id)
+
+    def abandon(self, response_id: str) -> None:
+        """Drop a response if it is still in progress: it will not be finished."""
+        if response_id in self._running:
+            self._drop(response_id)
+
+    def _drop(self, response_id: str) -> None:
+        self._running.pop(response_id, None)
+        self._finished.pop(response_id, None)
+        self._total_bytes -= self._num_bytes.pop(response_id, 0)
+
+    def _put(self, kept: KeptResponse, num_bytes: int) -> None:
+        response_id = kept.response["id"]
+        self._drop(response_id)
+        self._num_bytes[response_id] = num_bytes
+        self._total_bytes += num_bytes
+        (self._running if kept.is_running else self._finished)[response_id] = kept
+        self._make_room()
+
+    def _make_room(self) -> None:
+        """Drop finished responses, oldest first, until the limits hold."""
+        while self._finished and (len(self._num_bytes) > self._max_kept or self._total_bytes > self._max_bytes):
+            if len(self._finished) == 1 and len(self._num_bytes) <= self._max_kept:
+                return  # too large, but the newest
+            self._drop(next(iter(self._finished)))

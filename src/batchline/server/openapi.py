@@ -20,7 +20,7 @@ _REQUEST_ID: dict[str, Any] = {
     "name": "X-Request-Id",
     "in": "header",
     "required": False,
-    "description": "Sent back, and the suffix of the answer's id",
+    "description": "Sent back, and the suffix of a completion's id",
     "schema": {"type": "string", "pattern": "^[!-~]{1,256}$"},
 }
 

@@ -1,14 +1,16 @@
-"""The routes of `/v1/responses`: made by the backend like any answer, and kept here.
+"""The routes of `/v1/responses`: made by the backend like any answer, and kept here for the key that asked for them.
 
 `previous_response_id` is resolved here, into the input; the backend sees a request that stands for itself. `background`
-is a task here, which a later request may look at or cancel.
+is a task here, which a later request may look at or cancel. Ids of responses are random: a client's `X-Request-Id` is
+echoed in the header only, because two requests may carry the same one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 from uuid import uuid4
 
@@ -20,8 +22,8 @@ from batchline.endpoints.response_input import check_without_model
 from batchline.errors import BadRequest, Overloaded
 from batchline.openai_api.item_lists import ListParams, list_page
 from batchline.openai_api.parsing import parse_body
-from batchline.openai_api.responses import input_item, response_object
-from batchline.server.admission import RETRY_AFTER_S
+from batchline.openai_api.responses import Status, input_item, response_object
+from batchline.server.api_keys import owner_of
 from batchline.server.errors import as_request_error
 from batchline.server.event_stream import close_stream
 from batchline.server.inference import Inference
@@ -49,51 +51,51 @@ class ResponsesApi:
     async def create(self, request: Request) -> Response:
         """A new response: whole, streamed, or made in the background. Raises: RequestError, EngineDead."""
         body = await read_json_object(request, self._max_request_bytes)
-        call = self._call(body, request.state.request_id)
+        call = self._call(body, owner_of(request))
         if body.get("background") is True:
             return JsonResponse(self._start(call))
         if body.get("stream") is True:
             chunks = _keeping(self._backend.stream(call.request), self._kept, call)
             return await self._inference.begin_stream(request, PATH, chunks, are_named=True)
-        answer = await self._inference.answer_of(request, call.request)
-        return JsonResponse(answer.body if answer.is_error else call.keep(answer.body, self._kept), answer.status_code)
+        with call.keeping(self._kept):
+            answer = await self._inference.answer_of(request, call.request)
+            told = answer.body if answer.is_error else call.finish(answer.body, self._kept)
+        return JsonResponse(told, answer.status_code)
 
     async def retrieve(self, request: Request) -> Response:
         """A kept response as it stands. Raises: NotFound, BadRequest."""
         if request.query_params.get("stream", "false") != "false":
             raise BadRequest("stream: a kept response is told whole", param="stream")
         _refuse_include(request)
-        return JsonResponse(self._kept.get(request.path_params["response_id"]).response)
+        return JsonResponse(self._kept.get(request.path_params["response_id"], owner_of(request)).response)
 
     async def input_items(self, request: Request) -> Response:
         """A page of the items that a response was made from. Raises: NotFound, BadRequest."""
         _refuse_include(request)
-        kept = self._kept.get(request.path_params["response_id"])
+        kept = self._kept.get(request.path_params["response_id"], owner_of(request))
         params = parse_body(ListParams, request.query_params, strict=False)
         return JsonResponse(list_page(kept.input_items, params))
 
     async def cancel(self, request: Request) -> Response:
         """Stop a response that is made in the background. Raises: NotFound, BadRequest."""
-        return JsonResponse(self._kept.cancel(request.path_params["response_id"]))
+        return JsonResponse(self._kept.cancel(request.path_params["response_id"], owner_of(request)))
 
     async def delete(self, request: Request) -> Response:
         """Forget a response. Raises: NotFound."""
         response_id = request.path_params["response_id"]
-        self._kept.forget(response_id)
+        self._kept.forget(response_id, owner_of(request))
         return JsonResponse({"id": response_id, "object": "response", "deleted": True})
 
-    def _call(self, body: JsonObject, request_id: str) -> _Call:
-        """The request as the backend gets it: whole, under an id that no kept response has. Raises: RequestError."""
+    def _call(self, body: JsonObject, owner: str) -> _Call:
+        """The request as the backend gets it: whole, under a random id. Raises: RequestError."""
         items = _items(body.get("input"))
         previous_id = body.get("previous_response_id")
         sent = {key: value for key, value in body.items() if key != "background" or value is not True}
         if isinstance(previous_id, str) and items is not None:
-            items = [*self._kept.finished(previous_id, "previous_response_id").conversation, *items]
+            items = [*self._kept.finished(previous_id, owner, "previous_response_id").conversation, *items]
             sent["input"] = items
             del sent["previous_response_id"]
-        if f"resp_{request_id}" in self._kept:
-            request_id = uuid4().hex
-        return _Call(body, EndpointRequest(url=PATH, body=sent, request_id=request_id), items or [])
+        return _Call(body, EndpointRequest(url=PATH, body=sent, request_id=uuid4().hex), items or [], owner)
 
     def _start(self, call: _Call) -> JsonObject:
         """Begin to make a response in the background; returns it as it stands.
@@ -104,19 +106,11 @@ class ResponsesApi:
             raise BadRequest("background: it goes neither with stream nor without store", param="background")
         check_supported(self._backend.models(), call.body.get("model"), PATH)
         check_without_model(call.request.body)
-        if self._kept.num_running >= self._max_running:
-            raise Overloaded("Too many responses are being made in the background", retry_after_s=RETRY_AFTER_S)
-        queued = response_object(
-            call.body,
-            response_id=f"resp_{call.request.request_id}",
-            created_at=int(time.time()),
-            model=call.body.get("model"),
-            status="queued",
-        )
-        kept = KeptResponse(queued, call.input_items)
+        if self._kept.num_in_background >= self._max_running:
+            raise Overloaded("Too many responses are being made in the background")
+        kept = call.begin(self._kept, "queued")
         kept.task = asyncio.create_task(self._make(kept, call))
-        self._kept.keep(kept)
-        return queued
+        return kept.response
 
     async def _make(self, kept: KeptResponse, call: _Call) -> None:
         """The task in the background; its outcome, good or bad, is the kept response."""
@@ -131,41 +125,78 @@ class ResponsesApi:
         else:
             told = {"code": str(error["code"]), "message": error["message"]}
             kept.response = kept.response | {"status": "failed", "error": told}
-        self._kept.keep(kept)  # it has another size now
+        self._kept.finish(kept)
 
 
 class _Call:
     """A request for a response: as the client sent it, as the backend gets it, and the items it stands for."""
 
-    def __init__(self, body: JsonObject, request: EndpointRequest, input_items: list[JsonObject]) -> None:
+    def __init__(self, body: JsonObject, request: EndpointRequest, input_items: list[JsonObject], owner: str) -> None:
         self.body = body
         self.request = request
-        self.input_items = input_items
+        self._input_items = input_items
+        self._owner = owner
 
     def told(self, response: Mapping[str, Any]) -> JsonObject:
         """A response with what only the server knows."""
-        return {**response, "previous_response_id": self.body.get("previous_response_id")}
+        previous_id = self.body.get("previous_response_id")
+        return {**response, "id": self._response_id, "previous_response_id": previous_id}
 
-    def keep(self, response: Mapping[str, Any], kept: KeptResponses) -> JsonObject:
-        """The same; kept unless the request says not to."""
+    def begin(self, kept: KeptResponses, status: Status) -> KeptResponse:
+        """Keep a response without output yet. Raises: Overloaded."""
+        response = response_object(
+            self.body,
+            response_id=self._response_id,
+            created_at=int(time.time()),
+            model=self.body.get("model"),
+            status=status,
+        )
+        begun = KeptResponse(response, self._input_items, self._owner)
+        kept.begin(begun)
+        return begun
+
+    @contextmanager
+    def keeping(self, kept: KeptResponses) -> Iterator[None]:
+        """Keeps the response while it is made in the foreground, unless the request says not to store it.
+
+        One that does not come to its end is dropped. Raises: Overloaded.
+        """
+        if self._is_stored:
+            self.begin(kept, "in_progress")
+        try:
+            yield
+        finally:
+            kept.abandon(self._response_id)
+
+    def finish(self, response: Mapping[str, Any], kept: KeptResponses) -> JsonObject:
+        """The finished response as it is told, kept unless the request says not to store it."""
         told = self.told(response)
-        if self.body.get("store") is not False:
-            kept.keep(KeptResponse(told, self.input_items))
+        if self._is_stored:
+            kept.finish(KeptResponse(told, self._input_items, self._owner))
         return told
+
+    @property
+    def _is_stored(self) -> bool:
+        return self.body.get("store") is not False
+
+    @property
+    def _response_id(self) -> str:
+        return f"resp_{self.request.request_id}"
 
 
 async def _keeping(
     events: AsyncIterator[Mapping[str, Any]], kept: KeptResponses, call: _Call
 ) -> AsyncGenerator[Mapping[str, Any], None]:
-    """The same events; the response of the last one is kept."""
+    """The same events; the response of the last one is kept. Raises: Overloaded."""
     try:
-        async for event in events:
-            if "response" in event:
-                response = call.told(event["response"])
-                if response["status"] != "in_progress":
-                    call.keep(response, kept)
-                event = {**event, "response": response}
-            yield event
+        with call.keeping(kept):
+            async for event in events:
+                if "response" in event:
+                    response = call.told(event["response"])
+                    if response["status"] != "in_progress":
+                        call.finish(response, kept)
+                    event = {**event, "response": response}
+                yield event
     finally:
         await close_stream(events)
 
