@@ -1,5 +1,6 @@
 // The C interface: picks the instruction set's kernels, cuts the work into items and spreads them over cores.
 #include <algorithm>
+#include <new>
 #include <vector>
 
 #include "kernels.h"
@@ -153,31 +154,39 @@ __attribute__((visibility("default"))) int batchline_best_isa() {
 
 __attribute__((visibility("default"))) int batchline_is_supported(int isa) { return is_supported(isa) ? 1 : 0; }
 
-// Null when this build or processor lacks the instruction set. The result lives as long as the process.
+// Null when this build or processor lacks the instruction set, or there is no memory. The result lives as long as the
+// process.
 __attribute__((visibility("default"))) const Runtime* batchline_open(int isa, RunParallel run_parallel) {
   if (!is_supported(isa) || kernels_of(isa) == nullptr) return nullptr;
-  return new Runtime{kernels_of(isa), run_parallel};
+  return new (std::nothrow) Runtime{kernels_of(isa), run_parallel};
 }
 
-__attribute__((visibility("default"))) void batchline_rms_norm(const Runtime* runtime, int dtype, const RmsNormArgs* a) {
+// The calls below return a `Status`.
+__attribute__((visibility("default"))) int batchline_rms_norm(const Runtime* runtime, int dtype, const RmsNormArgs* a) {
   const TypedKernels& kernels = runtime->typed(dtype);
   parallel_ranges(runtime->run_parallel, a->rows, rows_per_range(a->dim),
                   [&](int64_t first, int64_t end) { kernels.rms_norm(*a, first, end); });
+  return kDone;
 }
 
-__attribute__((visibility("default"))) void batchline_linear(const Runtime* runtime, int dtype, const LinearArgs* a) {
+__attribute__((visibility("default"))) int batchline_linear(const Runtime* runtime, int dtype, const LinearArgs* a) {
   run_linear(*runtime, runtime->typed(dtype), *a);
+  return kDone;
 }
 
-__attribute__((visibility("default"))) void batchline_rotary(const Runtime* runtime, int dtype, const RotaryArgs* a) {
+__attribute__((visibility("default"))) int batchline_rotary(const Runtime* runtime, int dtype, const RotaryArgs* a) {
   const TypedKernels& kernels = runtime->typed(dtype);
   parallel_ranges(runtime->run_parallel, a->rows, rows_per_range((a->num_heads + 2 * a->cache.num_kv_heads) * a->cache.key_dim),
                   [&](int64_t first, int64_t end) { kernels.rotary(*a, first, end); });
+  return kDone;
 }
 
-__attribute__((visibility("default"))) void batchline_attention(const Runtime* runtime, int dtype,
-                                                                const AttentionArgs* a, int num_threads) {
-  AttentionPlan(*a, num_threads).run(*runtime, runtime->typed(dtype));
+__attribute__((visibility("default"))) int batchline_attention(const Runtime* runtime, int dtype,
+                                                               const AttentionArgs* a, int num_threads) {
+  return without_throwing([&] {
+    AttentionPlan(*a, num_threads).run(*runtime, runtime->typed(dtype));
+    return kDone;
+  });
 }
 
 }  // extern "C"

@@ -60,7 +60,7 @@ void start_tile(Tile<T>& tile, const AttentionArgs& a, const AttentionItem& item
     const int64_t query = item.first_query + (row < tile.rows ? row / group : 0);
     tile.end[row] = segment.context - segment.num_queries + query + 1;
     tile.first[row] = a.window > 0 && tile.end[row] > a.window ? tile.end[row] - a.window : 0;
-    tile.maxima[row] = kMasked;
+    tile.maxima[row] = kLowest;
     tile.totals[row] = F32{};
     if (row >= tile.rows) continue;
     const T* from = static_cast<const T*>(a.query) + (segment.row + query) * a.query_stride +
@@ -89,7 +89,7 @@ struct KeyTile {
   }
 };
 
-// Scores of keys that the row does not see are set so low that they weigh nothing.
+// Keys that the row does not see weigh nothing, whatever lies in their place.
 template <class T>
 void mask_row(const Tile<T>& tile, int64_t row, F32* scores, int64_t first_key) {
   for (int c = 0; c < kKeyPanels * kVectors; ++c) {
@@ -131,9 +131,11 @@ float weigh_row(Tile<T>& tile, int64_t row, F32* scores, const AttentionArgs& a,
   return factor;
 }
 
-// sums = sums * factor + weights * values, for kRows rows and kPanels panels of the value's numbers.
-template <class T, int kRows, int kPanels>
-void add_values(Tile<T>& tile, int64_t row, const float* factors, const KeyTile<T>& keys, int64_t column) {
+// sums = sums * factor + weights * values, for kRows rows and kPanels panels of the value's numbers. filled: keys of the
+// tile that the context has, all of them where kIsWhole. What lies behind the context is another sequence's: nothing of
+// it is multiplied, since not even a weight of 0 makes 0 of what is no number.
+template <class T, int kRows, int kPanels, bool kIsWhole>
+void add_values(Tile<T>& tile, int64_t row, const float* factors, const KeyTile<T>& keys, int64_t column, int64_t filled) {
   Sums<kRows, kPanels> sums;
   float* at = tile.sums + row * tile.value_dim + column;
   for (int r = 0; r < kRows; ++r)
@@ -142,17 +144,38 @@ void add_values(Tile<T>& tile, int64_t row, const float* factors, const KeyTile<
   for (int panel = 0; panel < kKeyPanels; ++panel) {
     const T* b[kPanels];
     for (int p = 0; p < kPanels; ++p) b[p] = keys.values[panel] + (column + p * kPanel) * kPair<T>;
-    multiply<T>(sums, tile.weights + panel * kPanel, kKeyTile, b, tile.value_dim * kPair<T>, kPanel / kPair<T>, [](int64_t) {});
+    const int64_t left = filled - panel * kPanel, step = tile.value_dim * kPair<T>;
+    const T* weights = tile.weights + panel * kPanel;
+    if (kIsWhole || left >= kPanel) {
+      multiply<T>(sums, weights, kKeyTile, b, step, kPanel / kPair<T>, [](int64_t) {});
+      continue;
+    }
+    multiply<T>(sums, weights, kKeyTile, b, step, left / kPair<T>, [](int64_t) {});
+    if constexpr (kPair<T> > 1) {
+      for (int p = 0; p < kPanels; ++p) b[p] += left / kPair<T> * step;
+      if (left % kPair<T> > 0) multiply_first_of_pair<T>(sums, weights + left - 1, kKeyTile, b);
+    }
+    break;
   }
   for (int r = 0; r < kRows; ++r)
     for (int c = 0; c < kPanels * kVectors; ++c) store(at + r * tile.value_dim + c * kLanes, sums.at[r][c]);
 }
 
-// next: keys to fetch meanwhile, a line of each panel's keys and values per step (all of them, where keys and values
-// have the same size); null: none. Not inlined: as a part of the loop over keys GCC makes it a quarter slower.
+template <class T, int kRows, bool kIsWhole>
+inline void add_all_values(Tile<T>& tile, int64_t row, const float* factors, const KeyTile<T>& keys, int64_t filled) {
+  int64_t column = 0;
+  for (; column + kValuePanels * kPanel <= tile.value_dim; column += kValuePanels * kPanel)
+    add_values<T, kRows, kValuePanels, kIsWhole>(tile, row, factors, keys, column, filled);
+  for (; column < tile.value_dim; column += kPanel)
+    add_values<T, kRows, 1, kIsWhole>(tile, row, factors, keys, column, filled);
+}
+
+// filled: as of `add_values`. next: keys to fetch meanwhile, a line of each panel's keys and values per step (all of them,
+// where keys and values have the same size); null: none. Not inlined: as a part of the loop over keys GCC makes it a
+// quarter slower.
 template <class T, int kRows>
 __attribute__((noinline)) void attend_rows(Tile<T>& tile, int64_t row, const AttentionArgs& a, const KeyTile<T>& keys,
-                                           int64_t first_key, const KeyTile<T>* next) {
+                                           int64_t first_key, int64_t filled, const KeyTile<T>* next) {
   Sums<kRows, kKeyPanels> scores;
   for (int r = 0; r < kRows; ++r)
     for (int c = 0; c < kKeyPanels * kVectors; ++c) scores.at[r][c] = F32{};
@@ -168,23 +191,24 @@ __attribute__((noinline)) void attend_rows(Tile<T>& tile, int64_t row, const Att
   float factors[kRows];
   for (int r = 0; r < kRows; ++r)
     factors[r] = weigh_row(tile, row + r, scores.at[r], a, first_key, tile.weights + r * kKeyTile);
-  int64_t column = 0;
-  for (; column + kValuePanels * kPanel <= tile.value_dim; column += kValuePanels * kPanel)
-    add_values<T, kRows, kValuePanels>(tile, row, factors, keys, column);
-  for (; column < tile.value_dim; column += kPanel) add_values<T, kRows, 1>(tile, row, factors, keys, column);
+  if (filled >= kKeyTile) {
+    add_all_values<T, kRows, true>(tile, row, factors, keys, filled);
+  } else {
+    add_all_values<T, kRows, false>(tile, row, factors, keys, filled);
+  }
 }
 
 template <class T>
-void attend_tile(Tile<T>& tile, const AttentionArgs& a, const KeyTile<T>& keys, int64_t first_key,
+void attend_tile(Tile<T>& tile, const AttentionArgs& a, const KeyTile<T>& keys, int64_t first_key, int64_t filled,
                  const KeyTile<T>& next) {
   int64_t row = 0;
   const auto fetched = [&] { return row == 0 ? &next : nullptr; };  // once is enough
   for (; row + kTileRows / 2 < tile.rows; row += kTileRows)
-    attend_rows<T, kTileRows>(tile, row, a, keys, first_key, fetched());
+    attend_rows<T, kTileRows>(tile, row, a, keys, first_key, filled, fetched());
   if (row + 1 < tile.rows) {
-    attend_rows<T, kTileRows / 2>(tile, row, a, keys, first_key, fetched());
+    attend_rows<T, kTileRows / 2>(tile, row, a, keys, first_key, filled, fetched());
   } else if (row < tile.rows) {
-    attend_rows<T, 1>(tile, row, a, keys, first_key, fetched());
+    attend_rows<T, 1>(tile, row, a, keys, first_key, filled, fetched());
   }
 }
 
@@ -228,7 +252,7 @@ void attend(const AttentionArgs& a, const AttentionItem& item, const Partials& p
       const bool is_last = head + 1 == end_head;
       const KeyTile<T> next(a, segment, is_last ? item.kv_head : head + 1, is_last ? key + kKeyTile : key);
       Tile<T> tile = tile_of(head);
-      attend_tile(tile, a, keys, key, next);
+      attend_tile(tile, a, keys, key, segment.context - key, next);
       keys = next;
     }
   }
@@ -240,7 +264,7 @@ template <class T>
 void merge(const AttentionArgs& a, const AttentionItem* items, int64_t num_items, const Partials& partials) {
   const int64_t group = a.group(), value_dim = a.cache.value_dim;
   for (int64_t row = 0; row < items->num_queries * group; ++row) {
-    float maximum = kMasked, total = 0;
+    float maximum = kLowest, total = 0;
     for (int64_t i = 0; i < num_items; ++i) {
       const float in_piece = partials.row(items[i].partial, row)[0];
       maximum = in_piece > maximum ? in_piece : maximum;

@@ -2,7 +2,8 @@
 
 inline void store(BFloat16* to, F32 x) {
   const U32 bits = reinterpret<U32>(x);
-  store_bits(to, __builtin_convertvector((bits + 0x7fff + ((bits >> 16) & 1)) >> 16, U16));
+  const U32 rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  store_bits(to, __builtin_convertvector(x == x ? rounded : U32{} + kPlainNan, U16));
 }
 
 // The product of pairs: both halves are widened and multiplied as floats.

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from batchline.native.library import DTYPES, Isa, load_library, run_parallel
+from batchline.native.library import DTYPES, Isa, check, load_library, run_parallel
 from batchline.native.packing import PackedLinear
 
 Norm = tuple[torch.Tensor, torch.Tensor]
@@ -107,7 +107,8 @@ class NativeEncoder:
         token_ids, positions, types: (num_sequences, longest) int64, contiguous, padded on the right; types None: all
         zero. lengths: (num_sequences,) int64, each at least 1. What is in the padding makes no difference.
 
-        Raises: IndexError where an id, position or type lies outside its table, or a length outside the sequence.
+        Raises: IndexError where an id, position or type lies outside its table, or a length outside the sequence;
+        torch.OutOfMemoryError.
         """
         weights = self._weights
         out = weights.words.new_empty(*token_ids.shape, weights.words.shape[1])
@@ -129,11 +130,10 @@ class NativeEncoder:
             weights.eps,
             (out.shape[-1] // weights.num_heads) ** -0.5,
         )
-        is_done = self._library.batchline_encode(
+        status = self._library.batchline_encode(
             int(self._isa), self._run_parallel, DTYPES[out.dtype], ctypes.byref(args), torch.get_num_threads()
         )
-        if not is_done:
-            raise IndexError("a token id, position, type or length is out of range")
+        check(status)
         return out
 
 

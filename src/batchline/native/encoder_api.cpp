@@ -70,7 +70,7 @@ class RowMemory {
       first_rows_[index + 1] = first_rows_[index] + a.lengths[i];
     }
     const int64_t row_bytes = a.hidden * element_bytes, num_rows = first_rows_.back();
-    memory_.reset(static_cast<char*>(std::aligned_alloc(64, static_cast<size_t>(round_up(5 * num_rows * row_bytes, 64)))));
+    memory_.reset(static_cast<char*>(allocate_lines(static_cast<size_t>(5 * num_rows * row_bytes))));
     char* memory = memory_.get();
     rows_ = {memory, memory + num_rows * row_bytes, memory + 4 * num_rows * row_bytes, range.first,
              range.end - range.first, first_rows_.data()};
@@ -142,6 +142,16 @@ struct GroupWork {
   }
 };
 
+void encode(const EncoderArgs& a, const TypedEncoderKernels& kernels, RunParallel run_parallel, int num_threads) {
+  const std::vector<SequenceRange> groups = groups_of(a);
+  const auto num_groups = static_cast<int64_t>(groups.size());
+  if (num_threads > 1 && num_groups < kMinGroupsPerThread * num_threads) {
+    run_together(a, kernels, run_parallel);
+  } else {
+    parallel_ranges(run_parallel, num_groups, 1, GroupWork{a, kernels, groups, Scratch(kernels.scratch_bytes(a))});
+  }
+}
+
 }  // namespace
 }  // namespace batchline
 
@@ -149,21 +159,16 @@ using namespace batchline;
 
 extern "C" {
 
-// isa and run_parallel as in `batchline_open`, which has to have taken them. Returns 1, or 0 without having done
-// anything where a length or an index into a table is out of range.
+// isa and run_parallel as in `batchline_open`, which has to have taken them. Returns a `Status`: nothing is done where a
+// length or an index into a table is out of range.
 __attribute__((visibility("default"))) int batchline_encode(int isa, RunParallel run_parallel, int is_bfloat16,
                                                             const EncoderArgs* a, int num_threads) {
-  if (!is_within_tables(*a)) return 0;
+  if (!is_within_tables(*a)) return kOutOfRange;
   const EncoderKernels& table = *encoder_kernels_of(isa);
-  const TypedEncoderKernels& kernels = is_bfloat16 ? table.bfloat16 : table.float32;
-  const std::vector<SequenceRange> groups = groups_of(*a);
-  const auto num_groups = static_cast<int64_t>(groups.size());
-  if (num_threads > 1 && num_groups < kMinGroupsPerThread * num_threads) {
-    run_together(*a, kernels, run_parallel);
-  } else {
-    parallel_ranges(run_parallel, num_groups, 1, GroupWork{*a, kernels, groups, Scratch(kernels.scratch_bytes(*a))});
-  }
-  return 1;
+  return without_throwing([&] {
+    encode(*a, is_bfloat16 ? table.bfloat16 : table.float32, run_parallel, num_threads);
+    return kDone;
+  });
 }
 
 }  // extern "C"

@@ -63,7 +63,7 @@ inline void pair_rows(float* to, const float* const* rows, int64_t count) {
   __builtin_memcpy(to, rows[0], static_cast<size_t>(count) * sizeof(float));
 }
 
-// A last row without a partner is its own: the weight of what is beyond the keys is zero.
+// What is beyond the keys is zero.
 template <class T>
 void pack_values(const HeadMemory<T>& memory, const T* values, int64_t stride, int64_t head_dim) {
   constexpr int pair = kPair<T>;
@@ -73,6 +73,8 @@ void pack_values(const HeadMemory<T>& memory, const T* values, int64_t stride, i
   for (int64_t j = 0; j < memory.keys; j += pair, to += memory.value_dim * pair) {
     const T* rows[] = {values + j * stride, values + (j < last ? j + 1 : j) * stride};
     pair_rows(to, rows, head_dim);
+    if (j + pair <= memory.keys) continue;
+    for (int64_t c = 0; c < head_dim; ++c) to[pair * c + 1] = {};  // a last row has no partner
   }
 }
 

@@ -11,7 +11,9 @@ inline F32 round_to_integer(F32 x) {
   return (x + magic) - magic;
 }
 
-// x * 2^n for an integer n between -126 and 127, where the result is a normal number.
-inline F32 times_power_of_two(F32 x, F32 n) {
-  return reinterpret<F32>(reinterpret<I32>(x) + (__builtin_convertvector(n, I32) << 23));
+// p * 2^n, or 0 where x is below -126. n is an integer up to 128, p so that the result is a normal number or infinity.
+inline F32 times_power_of_two(F32 p, F32 n, F32 x) {
+  const U32 exponents = reinterpret<U32>(__builtin_convertvector(n, I32)) << 23;
+  const F32 product = reinterpret<F32>(reinterpret<U32>(p) + exponents);
+  return x < -126.0f ? F32{} : product;
 }

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from batchline.config import CpuKernels
-from batchline.native.library import DTYPES, load_library, run_parallel
+from batchline.native.library import DTYPES, check, load_library, opened, run_parallel
 from batchline.native.packing import alternating, in_panels, padded
 
 LARGEST = 127
@@ -113,7 +113,7 @@ class Int8Kernels:
     def __init__(self, library: ctypes.CDLL, isa: Int8Isa) -> None:
         self.isa = isa
         self._library = library
-        self._runtime = ctypes.c_void_p(library.batchline_int8_open(int(isa), run_parallel()))
+        self._runtime = opened(library.batchline_int8_open(int(isa), run_parallel()), isa)
 
     def linear(self, x: torch.Tensor, weight: PackedInt8Linear, out: torch.Tensor) -> None:
         """out = x @ weight^T + bias, or silu(gate) * up. x: (rows, inputs); out: (rows, outputs), of x's dtype,
@@ -132,7 +132,7 @@ class Int8Kernels:
             out.stride(0),
             weight.is_gated,
         )
-        self._library.batchline_int8_linear(self._runtime, DTYPES[x.dtype], ctypes.byref(args))
+        check(self._library.batchline_int8_linear(self._runtime, DTYPES[x.dtype], ctypes.byref(args)))
 
 
 def open_int8_kernels(wanted: CpuKernels) -> Int8Kernels | None:
@@ -155,5 +155,5 @@ def _library() -> ctypes.CDLL | None:
     if library is not None:
         library.batchline_int8_open.restype = ctypes.c_void_p
         library.batchline_int8_open.argtypes = [ctypes.c_int, ctypes.c_void_p]
-        library.batchline_int8_linear.restype = None
+        library.batchline_int8_linear.restype = ctypes.c_int
     return library

@@ -1,5 +1,6 @@
 // The C interface of int8 linear layers: picks the instruction set's kernels, cuts the work and spreads it over cores.
 #include <algorithm>
+#include <new>
 #include <vector>
 
 #include "int8_kernels.h"
@@ -96,15 +97,20 @@ extern "C" {
 
 __attribute__((visibility("default"))) int batchline_int8_is_supported(int isa) { return is_supported(isa) ? 1 : 0; }
 
-// Null when this build or processor lacks the instruction set. The result lives as long as the process.
+// Null when this build or processor lacks the instruction set, or there is no memory. The result lives as long as the
+// process.
 __attribute__((visibility("default"))) const Int8Runtime* batchline_int8_open(int isa, RunParallel run_parallel) {
   if (!is_supported(isa) || kernels_of(isa) == nullptr) return nullptr;
-  return new Int8Runtime{kernels_of(isa), run_parallel};
+  return new (std::nothrow) Int8Runtime{kernels_of(isa), run_parallel};
 }
 
-__attribute__((visibility("default"))) void batchline_int8_linear(const Int8Runtime* runtime, int dtype,
-                                                                  const Int8LinearArgs* a) {
-  run_linear(*runtime, runtime->typed(dtype), *a);
+// Returns a `Status`.
+__attribute__((visibility("default"))) int batchline_int8_linear(const Int8Runtime* runtime, int dtype,
+                                                                 const Int8LinearArgs* a) {
+  return without_throwing([&] {
+    run_linear(*runtime, runtime->typed(dtype), *a);
+    return kDone;
+  });
 }
 
 }  // extern "C"

@@ -29,9 +29,9 @@ void layer_norm_row(T* x, const T* delta, const T* weight, const T* bias, int64_
   for (; i < dim; ++i) narrow((widen(x[i]) - mean) * factor * widen(weight[i]) + widen(bias[i]), x + i);
 }
 
-// The error function to 5e-7: the rational approximation that Eigen and XLA use between -4 and 4.
+// The error function to 5e-7: the rational approximation that Eigen and XLA use between -4 and 4, and exactly 1 or -1
+// beyond.
 inline F32 erf(F32 x) {
-  x = max(min(x, splat(4.0f)), splat(-4.0f));
   const F32 y = x * x;
   F32 p = y * -2.72614225801306e-10f + 2.77068142495902e-08f;
   p = p * y - 2.10102402082508e-06f;
@@ -43,7 +43,8 @@ inline F32 erf(F32 x) {
   q = q * y - 1.68282697438203e-03f;
   q = q * y - 7.37332916720468e-03f;
   q = q * y - 1.42647390514189e-02f;
-  return x * p / q;
+  const F32 within = x * p / q;
+  return x >= 4.0f ? splat(1.0f) : x <= -4.0f ? splat(-1.0f) : within;
 }
 
 inline F32 gelu(F32 x) { return x * 0.5f * (1.0f + erf(x * 0.70710678118654752f)); }

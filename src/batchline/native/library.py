@@ -23,6 +23,7 @@ from batchline.native.packing import PackedLinear
 logger = logging.getLogger(__name__)
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+OUT_OF_RANGE, OUT_OF_MEMORY = 1, 2
 
 
 class Isa(enum.IntEnum):
@@ -96,7 +97,7 @@ class NativeKernels:
     def __init__(self, library: ctypes.CDLL, isa: Isa) -> None:
         self.isa = isa
         self._library = library
-        self._runtime = ctypes.c_void_p(library.batchline_open(int(isa), run_parallel()))
+        self._runtime = opened(library.batchline_open(int(isa), run_parallel()), isa)
 
     def rms_norm(
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor, delta: torch.Tensor | None = None
@@ -115,7 +116,7 @@ class NativeKernels:
             out.stride(0),
             eps,
         )
-        self._library.batchline_rms_norm(self._runtime, DTYPES[x.dtype], ctypes.byref(args))
+        check(self._library.batchline_rms_norm(self._runtime, DTYPES[x.dtype], ctypes.byref(args)))
 
     def linear(self, x: torch.Tensor, weight: PackedLinear, out: torch.Tensor) -> None:
         """out = x @ weight^T + bias, or silu(gate) * up. x: (rows, inputs); out: (rows, outputs)."""
@@ -131,7 +132,7 @@ class NativeKernels:
             out.stride(0),
             weight.is_gated,
         )
-        self._library.batchline_linear(self._runtime, DTYPES[x.dtype], ctypes.byref(args))
+        check(self._library.batchline_linear(self._runtime, DTYPES[x.dtype], ctypes.byref(args)))
 
     def rotary_and_write(
         self,
@@ -172,7 +173,7 @@ class NativeKernels:
             0 if cos is None else cos.stride(0),
             eps,
         )
-        self._library.batchline_rotary(self._runtime, DTYPES[query.dtype], ctypes.byref(args))
+        check(self._library.batchline_rotary(self._runtime, DTYPES[query.dtype], ctypes.byref(args)))
 
     def attention(
         self,
@@ -190,6 +191,8 @@ class NativeKernels:
 
         query: (rows, num_heads, key_dim); out: (rows, num_heads, value_dim), contiguous. segments: (n, 4) int64, for
         each sequence its first row, number of queries, context length and the start of its block numbers in tables.
+
+        Raises: torch.OutOfMemoryError.
         """
         args = AttentionArgs(
             query.data_ptr(),
@@ -206,9 +209,10 @@ class NativeKernels:
             scale,
             softcap or 0.0,
         )
-        self._library.batchline_attention(
+        status = self._library.batchline_attention(
             self._runtime, DTYPES[query.dtype], ctypes.byref(args), torch.get_num_threads()
         )
+        check(status)
 
 
 def open_kernels(wanted: CpuKernels) -> NativeKernels | None:
@@ -237,7 +241,7 @@ def load_library() -> ctypes.CDLL | None:
     library.batchline_open.restype = ctypes.c_void_p
     library.batchline_open.argtypes = [ctypes.c_int, ctypes.c_void_p]
     for name in ("rms_norm", "linear", "rotary", "attention"):
-        getattr(library, f"batchline_{name}").restype = None
+        getattr(library, f"batchline_{name}").restype = ctypes.c_int
     return library
 
 
@@ -248,6 +252,21 @@ def run_parallel() -> Any:
     except (AttributeError, OSError, TypeError):
         logger.warning("torch's OpenMP runtime was not found: native kernels run on one core")
         return None
+
+
+def opened(runtime: int | None, isa: enum.IntEnum) -> ctypes.c_void_p:
+    """What the library opened for an instruction set, where it did."""
+    if runtime is None:
+        raise RuntimeError(f"this build or processor does not have the {isa.name} kernels")
+    return ctypes.c_void_p(runtime)
+
+
+def check(status: int) -> None:
+    """`Status` in `parallel.h`. Raises: IndexError, torch.OutOfMemoryError."""
+    if status == OUT_OF_RANGE:
+        raise IndexError("a token id, position, type or length is out of range")
+    if status == OUT_OF_MEMORY:
+        raise torch.OutOfMemoryError("the native kernels found no memory to work in")
 
 
 def _pointer(tensor: torch.Tensor | None) -> int | None:

@@ -54,6 +54,7 @@ void linear_tile(const LinearArgs& a, int64_t row, int64_t panel, int64_t panel_
                  float* carried) {
   const int64_t pairs = divide_up(a.inputs, kPair<T>);
   const int64_t depth = pairs - first_pair < kDepth ? pairs - first_pair : kDepth;
+  const bool ends_in_half = a.inputs % kPair<T> > 0 && first_pair + depth == pairs;
   Sums<kRows, kPanels> sums;
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r)
@@ -69,8 +70,14 @@ void linear_tile(const LinearArgs& a, int64_t row, int64_t panel, int64_t panel_
   for (int p = 0; p < kPanels; ++p) b[p] = weights(panel + p);
   const T* ahead = weights(panel_ahead);
   const T* x = static_cast<const T*>(a.x) + row * a.x_stride + first_pair * kPair<T>;
-  multiply<T>(sums, x, a.x_stride, b, kPanel * kPair<T>, depth,
+  multiply<T>(sums, x, a.x_stride, b, kPanel * kPair<T>, depth - ends_in_half,
               [&](int64_t k) { __builtin_prefetch(ahead + k * kPanel * kPair<T>); });
+  if constexpr (kPair<T> > 1) {
+    if (ends_in_half) {
+      for (int p = 0; p < kPanels; ++p) b[p] += (depth - 1) * kPanel * kPair<T>;
+      multiply_first_of_pair<T>(sums, x + a.inputs - first_pair * kPair<T> - 1, a.x_stride, b);
+    }
+  }
   const int64_t columns = (panel + kPanels) / (a.is_gated ? 2 : 1) * kPanel;
   if (first_pair + depth == pairs && columns <= a.outputs && (kPanels % 2 == 0 || !a.is_gated)) {
     finish_whole<T>(a, sums, row, panel);

@@ -9,6 +9,8 @@
 #include <cstdint>
 #include <cstdlib>
 #include <memory>
+#include <new>
+#include <stdexcept>
 
 #include "arguments.h"
 
@@ -18,7 +20,8 @@ namespace batchline {
 using RunParallel = void (*)(void (*function)(void*), void* data, unsigned num_threads, unsigned flags);
 
 // Calls work(first, end) for ranges of at most `grain` that together make up [0, count); each participating thread
-// makes its own copy of `work`, whose members are thus its scratch memory.
+// makes its own copy of `work`, whose members are thus its scratch memory. Where a thread finds no memory, the others
+// finish and the caller gets the exception: none may leave a thread of the runtime's.
 template <class Work>
 class ParallelRanges {
  public:
@@ -30,22 +33,32 @@ class ParallelRanges {
     } else {
       run_parallel(participate, this, 0, 0);  // 0 threads: as many as torch has set
     }
+    if (is_out_of_memory_.load()) throw std::bad_alloc();
   }
 
  private:
-  static void participate(void* data) {
+  static void participate(void* data) noexcept {
     auto* self = static_cast<ParallelRanges*>(data);
-    Work work = self->work_;
+    try {
+      self->claim_ranges();
+    } catch (const std::bad_alloc&) {
+      self->is_out_of_memory_.store(true);
+    }
+  }
+
+  void claim_ranges() {
+    Work work = work_;
     for (;;) {
-      const int64_t first = self->next_.fetch_add(self->grain_, std::memory_order_relaxed);
-      if (first >= self->count_) return;
-      work(first, std::min(first + self->grain_, self->count_));
+      const int64_t first = next_.fetch_add(grain_, std::memory_order_relaxed);
+      if (first >= count_) return;
+      work(first, std::min(first + grain_, count_));
     }
   }
 
   const Work& work_;
   const int64_t count_, grain_;
   std::atomic<int64_t> next_{0};
+  std::atomic<bool> is_out_of_memory_{false};
 };
 
 template <class Work>
@@ -53,18 +66,41 @@ void parallel_ranges(RunParallel run_parallel, int64_t count, int64_t grain, con
   ParallelRanges<Work>(work, count, grain).run(run_parallel);
 }
 
+// What a call of the C interface returns.
+enum Status : int { kDone, kOutOfRange, kOutOfMemory };
+
+// Runs a call, which returns a status, and turns the exceptions of memory that is not there (or could never be: a
+// length_error) into one: nothing may be thrown across the C interface.
+template <class Call>
+int without_throwing(Call call) noexcept {
+  try {
+    return call();
+  } catch (const std::bad_alloc&) {
+    return kOutOfMemory;
+  } catch (const std::length_error&) {
+    return kOutOfMemory;
+  }
+}
+
 struct FreeDeleter {
   void operator()(void* memory) const { std::free(memory); }
 };
 
+// Whole cache lines of memory.
+inline void* allocate_lines(size_t bytes) {
+  void* memory = std::aligned_alloc(64, static_cast<size_t>(round_up(static_cast<int64_t>(bytes), 64)));
+  if (memory == nullptr) throw std::bad_alloc();
+  return memory;
+}
+
 // Cache-line aligned memory that a copy of its owner does not share: every thread gets its own on first use.
 class Scratch {
  public:
-  explicit Scratch(size_t bytes) : bytes_(static_cast<size_t>(round_up(static_cast<int64_t>(bytes), 64))) {}
+  explicit Scratch(size_t bytes) : bytes_(bytes) {}
   Scratch(const Scratch& other) : bytes_(other.bytes_) {}
 
   void* get() {
-    if (!memory_) memory_.reset(std::aligned_alloc(64, bytes_));
+    if (!memory_) memory_.reset(allocate_lines(bytes_));
     return memory_.get();
   }
 

@@ -17,6 +17,9 @@ struct Pairs<BFloat16> {
   static U32 broadcast(const BFloat16* a) { return U32{} + load_bits<uint32_t>(a); }
   static F32 multiply_add(F32 sum, U32 a, U32 b) { return dot_pairs(sum, a, b); }
   static U32 columns(const BFloat16* b) { return load_bits<U32>(b); }
+
+  static U32 broadcast_first(const BFloat16* a) { return U32{} + a->bits; }
+  static U32 first_of_columns(const BFloat16* b) { return columns(b) & 0xffffu; }
 };
 
 template <int kRows, int kPanels>
@@ -44,5 +47,17 @@ inline __attribute__((always_inline)) void multiply(Sums<kRows, kPanels>& sums, 
       for (int c = 0; c < kPanels * kVectors; ++c)
         sums.at[r][c] = P::multiply_add(sums.at[r][c], value, columns[c]);
     }
+  }
+}
+
+// The same for one pair of which only the first number counts: what lies in the place of the second is not multiplied,
+// not even with 0, and of a it is not read.
+template <class T, int kRows, int kPanels>
+inline void multiply_first_of_pair(Sums<kRows, kPanels>& sums, const T* a, int64_t a_stride, const T* const* b) {
+  using P = Pairs<T>;
+  for (int c = 0; c < kPanels * kVectors; ++c) {
+    const auto columns = P::first_of_columns(b[c / kVectors] + c % kVectors * kLanes * kPair<T>);
+    for (int r = 0; r < kRows; ++r)
+      sums.at[r][c] = P::multiply_add(sums.at[r][c], P::broadcast_first(a + r * a_stride), columns);
   }
 }

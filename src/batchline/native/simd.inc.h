@@ -6,7 +6,8 @@ typedef int32_t I32 __attribute__((vector_size(kLanes * 4)));
 typedef uint32_t U32 __attribute__((vector_size(kLanes * 4)));
 typedef uint16_t U16 __attribute__((vector_size(kLanes * 2)));
 
-constexpr float kMasked = -1e30f;  // finite, so that the difference of two masked scores is no NaN
+constexpr float kMasked = -__builtin_inff();  // weighs exactly 0
+constexpr float kLowest = -__FLT_MAX__;       // finite, so that a difference of the two is no NaN
 
 // A number of rows that is known to the compiler.
 template <int kCount>
@@ -42,6 +43,7 @@ inline I32 lane_numbers() {
   return numbers;
 }
 
+// Where one of two numbers is NaN, b is the result: a limit goes first, so that what is no number stays so.
 inline F32 max(F32 a, F32 b) { return a > b ? a : b; }
 inline F32 min(F32 a, F32 b) { return a < b ? a : b; }
 
@@ -71,14 +73,17 @@ struct Lanes<2> {
 inline float sum_of(F32 x) { return Lanes<kLanes>::sum(x); }
 inline float max_of(F32 x) { return Lanes<kLanes>::max(x); }
 
-// bfloat16 is the upper half of a float; rounding is to nearest, ties to even.
+// bfloat16 is the upper half of a float; rounding is to nearest, ties to even. What is no number becomes the plain NaN,
+// whose bits rounding cannot carry into those of a number.
+constexpr uint32_t kPlainNan = 0x7fc0;
+
 inline float widen(BFloat16 x) { return reinterpret<float>(static_cast<uint32_t>(x.bits) << 16); }
 inline float widen(float x) { return x; }
 
 inline void narrow(float x, float* to) { *to = x; }
 inline void narrow(float x, BFloat16* to) {
   const uint32_t bits = reinterpret<uint32_t>(x);
-  to->bits = static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+  to->bits = static_cast<uint16_t>(x == x ? (bits + 0x7fff + ((bits >> 16) & 1)) >> 16 : kPlainNan);
 }
 
 inline F32 load(const float* from) { return load_bits<F32>(from); }

@@ -1,12 +1,11 @@
 // Exponentials, on what each instruction set's file defines before: `round_to_integer` and `times_power_of_two`.
 
-// 2^x for x below 128, to about one unit in the last place of a float, or with kTerms = 4 to 5e-5 of the result, which is
-// enough for what is rounded to bfloat16. Below -126 it is the smallest normal number. The integer part goes into the
-// exponent, the rest through its Taylor polynomial.
+// 2^x for x up to 128, to about one unit in the last place of a float, or with kTerms = 4 to 5e-5 of the result, which is
+// enough for what is rounded to bfloat16. Below -126 it is 0, at 128 infinity, of what is no number NaN. The integer part
+// goes into the exponent, the rest through its Taylor polynomial.
 template <int kTerms = 6>
 inline F32 exp2(F32 x) {
   static_assert(kTerms == 4 || kTerms == 6);
-  x = max(x, splat(-126.0f));
   const F32 n = round_to_integer(x);
   const F32 r = x - n;
   F32 p = splat(9.6181291076e-3f);
@@ -15,12 +14,11 @@ inline F32 exp2(F32 x) {
   p = p * r + 2.4022650696e-1f;
   p = p * r + 6.9314718056e-1f;
   p = p * r + 1.0f;
-  return times_power_of_two(p, n);
+  return times_power_of_two(p, n, x);
 }
 
 constexpr float kLog2E = 1.44269504088896341f;
 
-// e^x for x up to 87, beyond which it stays at e^87.
-inline F32 exp(F32 x) { return exp2(min(x, splat(87.0f)) * kLog2E); }
+inline F32 exp(F32 x) { return exp2(min(splat(128.0f), x * kLog2E)); }
 
 inline F32 tanh(F32 x) { return 1.0f - 2.0f / (exp(x + x) + 1.0f); }
