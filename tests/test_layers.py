@@ -12,7 +12,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "src" / "batchline"
 LAYERS = [
     {"config", "errors"},
-    {"native"},
+    {"native", "checkpoints"},
     {"openai_api", "text", "media", "engine", "pooling"},
     {"endpoints"},
     {"backends"},
@@ -24,7 +24,7 @@ LAYERS = [
 LAYER_OF = {name: level for level, names in enumerate(LAYERS) for name in names}
 ENTRY_POINTS = {"__init__", "__main__", "run_batch", "testing"}
 ALLOWED_OWNERS = {
-    "torch": {"engine", "pooling", "native"},
+    "torch": {"engine", "pooling", "native", "checkpoints"},
     "fastapi": {"server"},
     "starlette": {"server"},
     "uvicorn": {"server"},

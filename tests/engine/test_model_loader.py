@@ -77,7 +77,7 @@ def test_folder_without_a_config_is_refused(tmp_path: Path) -> None:
 
 def test_folder_without_weights_is_refused(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
-    assert "not a usable Hugging Face model" in refusal(folder)
+    assert refusal(folder).startswith("the folder holds no weights (*.safetensors or *.bin)")
 
 
 def test_unknown_model_type_is_refused(folder: Path) -> None:
@@ -87,7 +87,7 @@ def test_unknown_model_type_is_refused(folder: Path) -> None:
 
 def test_config_that_is_not_json_is_refused(folder: Path) -> None:
     (folder / "config.json").write_text("{")
-    assert "not a usable Hugging Face model" in refusal(folder)
+    assert refusal(folder).startswith("its config.json is not JSON")
 
 
 @pytest.mark.parametrize("keep", [0, 5, 100, -1000], ids=["empty", "torn header length", "torn header", "torn tensors"])
@@ -106,7 +106,64 @@ def test_weights_that_are_not_there_are_named_and_never_made_up(folder: Path) ->
 
 def test_weights_of_another_shape_are_refused(folder: Path) -> None:
     edit_config(folder, intermediate_size=100)
-    assert "not a usable Hugging Face model" in refusal(folder)
+    assert "mlp.down_proj.weight is 64 x 96, the config makes it 64 x 100" in refusal(folder)
+
+
+def test_fewer_layers_in_the_config_than_in_the_file_are_refused(folder: Path) -> None:
+    """The weights of the last layers were dropped, and the model answered nonsense."""
+    edit_config(folder, num_hidden_layers=3, layer_types=None)
+    reason = refusal(folder)
+    assert reason.startswith("its files hold weights that its config.json has no place for: model.layers.3.")
+
+
+def test_biases_that_the_config_switches_off_are_refused(tmp_path: Path) -> None:
+    folder = make_model("llama", tmp_path, attention_bias=True)
+    edit_config(folder, attention_bias=False)
+    assert "model.layers.0.self_attn.k_proj.bias" in refusal(folder)
+
+
+def store_as(folder: Path, name: str, dtype: torch.dtype) -> None:
+    """Store one tensor of the folder's weights in another number format."""
+    tensors = load_file(folder / "model.safetensors")
+    tensors[name] = tensors[name].to(dtype)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"), [(torch.float8_e4m3fn, "F8_E4M3"), (torch.float8_e5m2, "F8_E5M2"), (torch.int8, "I8")]
+)
+def test_weights_stored_as_bytes_are_refused(folder: Path, dtype: torch.dtype, name: str) -> None:
+    """transformers converted them like floats, without their scales."""
+    store_as(folder, "model.layers.1.mlp.up_proj.weight", dtype)
+    reason = refusal(folder)
+    assert reason.startswith(f"model.layers.1.mlp.up_proj.weight is stored as {name} and not as floating-point numbers")
+
+
+def test_weights_stored_as_integers_in_a_pickle_are_refused(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.int32)
+    (folder / "model.safetensors").unlink()
+    torch.save(tensors, folder / "pytorch_model.bin")
+    assert refusal(folder).startswith("model.norm.weight is stored as INT32")
+
+
+def test_buffers_of_older_versions_and_extra_heads_are_left_alone(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    extra = {
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8),
+        "transformer.h.0.attn.bias": torch.ones(1, 1, 4, 4, dtype=torch.bool),
+        "transformer.h.0.attn.masked_bias": torch.tensor(-1e4),
+        "mtp.layers.0.norm.weight": torch.ones(64),
+        "lm_head.weight": tensors["model.embed_tokens.weight"].clone(),
+    }
+    save_file({**tensors, **extra}, folder / "model.safetensors", metadata={"format": "pt"})
+    assert load_model(settings(folder)).vocab_size == 512
+
+
+def test_quantized_checkpoint_is_named_before_anything_is_loaded(folder: Path) -> None:
+    edit_config(folder, quantization_config={"quant_method": "gptq", "bits": 4})
+    (folder / "model.safetensors").write_bytes(b"never read")
+    assert refusal(folder).startswith("it is a checkpoint in the GPTQ format; Batchline cannot run it yet")
 
 
 def test_context_can_be_cut_but_not_stretched(folder: Path) -> None:

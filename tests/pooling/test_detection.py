@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from batchline.checkpoints.files import read_json, read_text
 from batchline.errors import ModelLoadError, UnsupportedModel
-from batchline.pooling.detection import detect_task, read_json, read_text
+from batchline.pooling.detection import detect_task
 
 
 def folder_with(path: Path, **files: object) -> str:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from batchline.backends.base import API_ENDPOINTS, Answer, BackendStats, EndpointRequest, ServedModel, unknown_path
 from batchline.backends.residency import Loadable, ModelResidency
 from batchline.backends.served_paths import ENDPOINTS, UTILITIES
+from batchline.checkpoints.formats import refuse_foreign_format
 from batchline.config import EngineConfig, Task
 from batchline.engine.cache_memory import cache_memory_ahead
 from batchline.engine.memory import free_bytes
@@ -124,6 +125,7 @@ class InProcessBackend:
                 raise UsageError(f"Two models are served as {served_name!r}; give each its own --served-model-name")
             self._by_name[served_name] = config
         model = config.model
+        refuse_foreign_format(model.model, model.revision)
         self._tasks[name] = model.task if model.task != "auto" else detect_task(model.model, model.revision)
         self._loadables[name] = Loadable(name, partial(self._load, config), _needed_bytes(model.model))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,8 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
+from batchline.checkpoints.formats import refuse_foreign_format
+from batchline.checkpoints.weights import refuse_odd_numbers, refuse_wrong_weights
 from batchline.config import ModelConfig
 from batchline.engine.attention import PAGED_ATTENTION
 from batchline.engine.fusion import can_fuse, fuse
@@ -67,6 +69,8 @@ def load_model(config: ModelConfig, kernels: NativeKernels | None = None) -> Loa
         raise ModelLoadError(
             config.model, f"--quantization {config.quantization} runs on CPUs; leave it out on {device}"
         )
+    refuse_foreign_format(config.model, config.revision)
+    refuse_odd_numbers(config.model, config.revision)
     source: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
     try:
         hf_config = AutoConfig.from_pretrained(config.model, **source)
@@ -76,6 +80,7 @@ def load_model(config: ModelConfig, kernels: NativeKernels | None = None) -> Loa
             dtype=dtype,
             attn_implementation=PAGED_ATTENTION,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are in the report
             **source,
         )
         generation = _generation_config(config.model, source)
@@ -84,8 +89,9 @@ def load_model(config: ModelConfig, kernels: NativeKernels | None = None) -> Loa
             architecture = (hf_config.architectures or [hf_config.model_type])[0]
             raise UnsupportedModel(config.model, f"{architecture} {OWN_ATTENTION}") from exc
         raise ModelLoadError(config.model, explain(config.model, exc)) from exc
-    if report["missing_keys"]:  # transformers fills them with random numbers
-        raise ModelLoadError(config.model, f"its files lack weights: {_first_few(report['missing_keys'])}")
+    refuse_wrong_weights(config.model, report)
+    if not os.path.isdir(config.model):  # they were downloaded just now
+        refuse_odd_numbers(config.model, config.revision)
     model = model.to(device).eval().requires_grad_(False)
     text_config = hf_config.get_text_config()
     layers = probe_attention_layers(config.model, model, text_config)
@@ -207,11 +213,6 @@ def _trained_context(hf_config: Any) -> int:
             )
             length = min(length, original or length)
     return length
-
-
-def _first_few(names: Iterable[str]) -> str:
-    ordered = sorted(names)
-    return ", ".join(ordered[:3]) + (f" and {len(ordered) - 3} more" if len(ordered) > 3 else "")
 
 
 def _first_line(exc: Exception) -> str:

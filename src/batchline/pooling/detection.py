@@ -6,11 +6,7 @@ in `config.json` decides.
 
 from __future__ import annotations
 
-import json
-import os
-from pathlib import Path
-from typing import Any
-
+from batchline.checkpoints.files import read_json
 from batchline.config import Task
 from batchline.errors import ModelLoadError, UnsupportedModel
 
@@ -39,59 +35,3 @@ def detect_task(model: str, revision: str | None = None) -> Task:
     if any(name.endswith(GENERATIVE_SUFFIXES) for name in architectures) or not architectures:
         return "generate"
     return "embed"
-
-
-def read_json(model: str, name: str, revision: str | None = None) -> dict[str, Any] | None:
-    """A JSON object of the model's folder or hub repository; None where it has no such file.
-
-    Lists (as `modules.json` is) come under the key `items`. Raises: ModelLoadError.
-    """
-    text = read_text(model, name, revision)
-    if text is None:
-        return None
-    try:
-        value = json.loads(text)
-    except ValueError as exc:
-        raise ModelLoadError(model, f"its {name} is not JSON ({exc})") from exc
-    return value if isinstance(value, dict) else {"items": value}
-
-
-def read_text(model: str, name: str, revision: str | None = None) -> str | None:
-    """A text file of the model's folder or hub repository; None where it has no such file. Raises: ModelLoadError."""
-    if os.path.isdir(model):
-        path = Path(model, name)
-        return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else None
-    path_on_hub = _fetch(model, name, revision)
-    return None if path_on_hub is None else Path(path_on_hub).read_text(encoding="utf-8", errors="replace")
-
-
-def _fetch(model: str, name: str, revision: str | None) -> str | None:
-    """The local copy of a file of a hub repository; None where the repository has none."""
-    # Here and not at the top: a local folder needs no hub client.
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return hf_hub_download(model, name, revision=revision)
-    except LocalEntryNotFoundError as exc:
-        if _is_cached(model, revision):
-            return None  # offline, and the cached snapshot lacks this file
-        raise ModelLoadError(model, HUB_UNREACHABLE) from exc
-    except EntryNotFoundError:
-        return None
-    except HFValidationError as exc:
-        raise ModelLoadError(model, "no such folder") from exc
-    except OSError as exc:  # unknown repository, no access, or no network: all of the hub client's own errors
-        raise ModelLoadError(model, HUB_UNREACHABLE) from exc
-
-
-def _is_cached(model: str, revision: str | None) -> bool:
-    from huggingface_hub import try_to_load_from_cache
-
-    return isinstance(try_to_load_from_cache(model, "config.json", revision=revision), str)
-
-
-HUB_UNREACHABLE = (
-    "there is no such folder, and the model hub does not have it or cannot be reached; "
-    "give the path of a downloaded model folder, or check the name and the network"
-)

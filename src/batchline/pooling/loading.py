@@ -20,10 +20,12 @@ from sentence_transformers.base.modules import Transformer
 from torch import nn
 from transformers import AutoTokenizer
 
+from batchline.checkpoints.files import HUB_UNREACHABLE
+from batchline.checkpoints.formats import refuse_foreign_format
+from batchline.checkpoints.weights import LoadingReport, loading_reports, refuse_odd_numbers, refuse_wrong_weights
 from batchline.config import ModelConfig
 from batchline.errors import EngineOutOfMemory, ModelLoadError, UnsupportedModel
 from batchline.pooling.batching import BatchLimits, TokenSequence
-from batchline.pooling.detection import HUB_UNREACHABLE
 from batchline.pooling.features import make_features
 from batchline.pooling.fused_encoder import fuse_encoder
 from batchline.pooling.packed_linear import can_pack, pack_linears, restore
@@ -101,8 +103,9 @@ def load_pooling_model(
     if config.quantization is not None:
         raise ModelLoadError(config.model, "--quantization is for models that generate; leave it out for this one")
     device, dtype = _choose_device(config), DTYPES[config.dtype]
-    module, tokenizer = _from_pretrained(config, kind, device, dtype)
+    module, tokenizer, reports = _from_pretrained(config, kind, device, dtype)
     transformer = _text_transformer(config.model, module)
+    _refuse_damaged(config, transformer, reports)
     pad_token_id = getattr(transformer.config.get_text_config(), "pad_token_id", None)
     loaded = LoadedPoolingModel(
         module=module,
@@ -118,10 +121,15 @@ def load_pooling_model(
     return _prepare(config, loaded, dtype)
 
 
-def _from_pretrained(config: ModelConfig, kind: Any, device: torch.device, dtype: torch.dtype) -> tuple[Any, Any]:
+def _from_pretrained(
+    config: ModelConfig, kind: Any, device: torch.device, dtype: torch.dtype
+) -> tuple[Any, Any, list[tuple[Any, LoadingReport]]]:
+    """(model, tokenizer, what transformers reports of the weights)."""
+    refuse_foreign_format(config.model, config.revision)
     source: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
     try:
-        module = kind(config.model, device=str(device), model_kwargs={"dtype": dtype}, **source)
+        with loading_reports() as reports:
+            module = kind(config.model, device=str(device), model_kwargs={"dtype": dtype}, **source)
         tokenizer = module.tokenizer
         if config.tokenizer is not None:
             tokenizer = AutoTokenizer.from_pretrained(config.tokenizer, trust_remote_code=config.trust_remote_code)
@@ -129,7 +137,19 @@ def _from_pretrained(config: ModelConfig, kind: Any, device: torch.device, dtype
         raise ModelLoadError(config.model, _explain(config.model, exc)) from exc
     for part in list(module)[1:]:
         part.float()
-    return module.eval().requires_grad_(False), tokenizer
+    return module.eval().requires_grad_(False), tokenizer, reports
+
+
+def _refuse_damaged(config: ModelConfig, transformer: Any, reports: list[tuple[Any, LoadingReport]]) -> None:
+    """Refuse a transformer that did not get the weights of its files as they are. Raises: ModelLoadError."""
+    has_pooler = transformer.transformer_task != "feature-extraction" or _uses_pooler(transformer)
+    for model, report in reports:
+        refuse_wrong_weights(config.model, report, backbone=model, has_pooler=has_pooler)
+        refuse_odd_numbers(model.name_or_path, config.revision)
+
+
+def _uses_pooler(transformer: Any) -> bool:
+    return any(output["method_output_name"] == "pooler_output" for output in transformer.modality_config.values())
 
 
 def _text_transformer(model: str, module: Any) -> Any:

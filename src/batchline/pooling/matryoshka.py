@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from batchline.checkpoints.files import read_json, read_text
 from batchline.errors import ModelLoadError
-from batchline.pooling.detection import read_json, read_text
 
 README_TAGS = frozenset({"matryoshka", "loss:matryoshkaloss"})
 

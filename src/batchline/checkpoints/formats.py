@@ -1,0 +1,163 @@
+"""Refuses checkpoints that Batchline cannot run, each by its format's name, from small files alone.
+
+Quantized weights, adapters and other programs' formats either fail to load with advice that does not help, or load
+without an error and give garbage. This module reads names and JSON files: no torch, no transformers.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from batchline.checkpoints.files import read_json
+from batchline.errors import ModelLoadError, UnsupportedModel
+
+QUANTIZATIONS = {
+    "aqlm": "AQLM",
+    "auto-round": "AutoRound",
+    "awq": "AWQ",
+    "bitnet": "BitNet",
+    "bitsandbytes": "bitsandbytes",
+    "compressed-tensors": "compressed-tensors",
+    "eetq": "EETQ",
+    "exl2": "EXL2",
+    "fbgemm_fp8": "FBGEMM FP8",
+    "fp8": "FP8",
+    "gptq": "GPTQ",
+    "hqq": "HQQ",
+    "modelopt": "ModelOpt",
+    "mxfp4": "MXFP4",
+    "quanto": "Quanto",
+    "quark": "Quark",
+    "torchao": "torchao",
+}
+"""Names of quantization methods, by `quant_method`."""
+
+QUANTIZATION_KEYS = ("quantization_config", "compression_config")
+
+QUANTIZATION_FILES = {"hf_quant_config.json": "ModelOpt", "quantize_config.json": "GPTQ", "quant_config.json": "AWQ"}
+"""Files beside config.json that describe a quantization."""
+
+FOREIGN_WEIGHTS = {
+    "*.gguf": "GGUF",
+    "*.ggml": "GGML",
+    "*.onnx": "ONNX",
+    "openvino_model.xml": "OpenVINO",
+    "tf_model.h5": "TensorFlow",
+    "flax_model.msgpack": "Flax",
+    "rust_model.ot": "rust-bert",
+    "*.tflite": "TensorFlow Lite",
+    "*.mlpackage": "Core ML",
+    "*.nemo": "NeMo",
+    "*.engine": "TensorRT",
+    "consolidated*.safetensors": "Mistral",
+    "consolidated*.pth": "Meta Llama",
+}
+"""Weights that transformers does not load, and whose format they are in."""
+
+OWN_WEIGHTS = ("*.safetensors", "*.bin")
+OTHER_TENSORS = ("adapter_*", "consolidated*", "training_args.bin", "optimizer.bin", "scheduler.bin")
+"""Files that match `OWN_WEIGHTS` and do not hold a model's weights."""
+
+UNQUANTIZED = "give the unquantized model (--quantization int8 quantizes it when it is loaded)"
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+LARGEST_POINTER = 1024
+
+
+def refuse_foreign_format(model: str, revision: str | None = None) -> None:
+    """Refuse what is no checkpoint that can be run, by its name. A folder that is missing is not this check's matter.
+
+    Raises: UnsupportedModel; ModelLoadError for weights that were not downloaded.
+    """
+    if os.path.isfile(model):
+        kind = "a GGUF file" if model.endswith(".gguf") else "a file"
+        raise UnsupportedModel(model, f"it is {kind}; Batchline runs model folders in the Hugging Face format")
+    if not os.path.isdir(model) and model.count("/") != 1:
+        return
+    config = read_json(model, "config.json", revision)
+    if read_json(model, "adapter_config.json", revision) is not None:
+        raise UnsupportedModel(model, f"it is {_adapter(config)}; merge the adapter into its base model")
+    if config is not None:
+        _refuse_quantized(model, config, revision)
+    elif read_json(model, "model_index.json", revision) is not None:
+        raise UnsupportedModel(model, "it is a diffusers pipeline, which makes images; Batchline runs language models")
+    if os.path.isdir(model):
+        _refuse_files(model, Path(model), has_config=config is not None)
+
+
+def _adapter(config: Mapping[str, Any] | None) -> str:
+    if config is None:
+        return "a LoRA adapter without its base model, which Batchline cannot run yet"
+    return "a model with a LoRA adapter beside it (adapter_config.json), which Batchline cannot apply yet"
+
+
+def _refuse_quantized(model: str, config: Mapping[str, Any], revision: str | None) -> None:
+    method = next(_quantizations(config), None)
+    if method is None:
+        found = (name for file, name in QUANTIZATION_FILES.items() if read_json(model, file, revision) is not None)
+        method = next(found, None)
+    if method is not None:
+        raise _cannot_run(model, QUANTIZATIONS.get(method.lower(), method), UNQUANTIZED)
+
+
+def _cannot_run(model: str, name: str, instead: str) -> UnsupportedModel:
+    return UnsupportedModel(model, f"it is a checkpoint in the {name} format; Batchline cannot run it yet; {instead}")
+
+
+def _quantizations(config: Mapping[str, Any]) -> Iterator[str]:
+    """Names of the quantizations that a config, or a config inside it, names."""
+    mlx = config.get("quantization")
+    if isinstance(mlx, Mapping) and "bits" in mlx:
+        yield "MLX"
+    for key in QUANTIZATION_KEYS:
+        settings = config.get(key)
+        if isinstance(settings, Mapping) and settings:
+            yield _method(settings)
+    for value in config.values():
+        if isinstance(value, Mapping):
+            yield from _quantizations(value)
+
+
+def _method(settings: Mapping[str, Any]) -> str:
+    method = settings.get("quant_method")
+    if method:
+        return str(method)
+    if settings.get("load_in_4bit") or settings.get("load_in_8bit"):
+        return "bitsandbytes"
+    return "ModelOpt" if "quant_algo" in settings else "unnamed quantization"
+
+
+def _refuse_files(model: str, folder: Path, *, has_config: bool) -> None:
+    """Judge a local folder by the files in it and one level below."""
+    weights = [path for path in _matching(folder, OWN_WEIGHTS) if not _is_any(path, OTHER_TENSORS)]
+    for path in weights:
+        if _is_lfs_pointer(path):
+            raise ModelLoadError(
+                model, f"{path.name} is a Git LFS pointer and not the weights; run `git lfs pull` in the folder"
+            )
+    if weights:
+        return
+    for pattern, name in FOREIGN_WEIGHTS.items():
+        if any(_matching(folder, (pattern,))):
+            raise _cannot_run(model, name, "give the model as safetensors in the Hugging Face format")
+    if not has_config and any(_matching(folder, ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"))):
+        raise ModelLoadError(model, "the folder holds a tokenizer and no model")
+    if has_config:
+        raise ModelLoadError(model, "the folder holds no weights (*.safetensors or *.bin); was the download complete?")
+
+
+def _matching(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
+    found = [path for pattern in patterns for level in ("", "*/") for path in folder.glob(level + pattern)]
+    return sorted(found)
+
+
+def _is_any(path: Path, patterns: tuple[str, ...]) -> bool:
+    return any(path.match(pattern) for pattern in patterns)
+
+
+def _is_lfs_pointer(path: Path) -> bool:
+    if path.stat().st_size > LARGEST_POINTER:
+        return False
+    return path.read_bytes().startswith(LFS_POINTER)

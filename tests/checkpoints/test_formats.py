@@ -1,0 +1,152 @@
+"""Checkpoints that cannot be run are refused by their format's name, from small files alone."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchline.backends.in_process import InProcessBackend
+from batchline.checkpoints.formats import refuse_foreign_format
+from batchline.config import EngineConfig, ModelConfig
+from batchline.errors import ModelLoadError, UnsupportedModel
+
+LLAMA: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+BERT: dict[str, Any] = {"architectures": ["BertModel"], "model_type": "bert"}
+
+
+def folder_with(folder: Path, files: Mapping[str, object]) -> Path:
+    """A folder with files of these names; what is not bytes is written as JSON."""
+    for name, content in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+    return folder
+
+
+def refusal(folder: Path, files: Mapping[str, object]) -> str:
+    with pytest.raises(UnsupportedModel) as caught:
+        refuse_foreign_format(str(folder_with(folder, files)))
+    return caught.value.reason
+
+
+@pytest.mark.parametrize("base", [LLAMA, BERT], ids=["generative", "pooling"])
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({"quantization_config": {"quant_method": "gptq"}}, "GPTQ"),
+        ({"quantization_config": {"quant_method": "awq"}}, "AWQ"),
+        ({"quantization_config": {"quant_method": "modelopt"}}, "ModelOpt"),
+        ({"quantization_config": {"quant_algo": "FP8", "producer": {"name": "modelopt"}}}, "ModelOpt"),
+        ({"quantization_config": {"load_in_4bit": True}}, "bitsandbytes"),
+        ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}}, "bitsandbytes"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "FP8"),
+        ({"quantization_config": {"quant_method": "compressed-tensors"}}, "compressed-tensors"),
+        ({"compression_config": {"quant_method": "compressed-tensors"}}, "compressed-tensors"),
+        ({"quantization_config": {"quant_method": "brand-new"}}, "brand-new"),
+        ({"quantization": {"group_size": 64, "bits": 4}}, "MLX"),
+        ({"text_config": {"quantization_config": {"quant_method": "mxfp4"}}}, "MXFP4"),
+    ],
+)
+def test_quantization_is_refused_by_its_name(
+    tmp_path: Path, base: dict[str, Any], settings: dict[str, Any], name: str
+) -> None:
+    """ModelOpt's, for one, was loaded as if its bytes were floats."""
+    reason = refusal(tmp_path, {"config.json": {**base, **settings}, "model.safetensors": b""})
+    assert reason.startswith(f"it is a checkpoint in the {name} format; Batchline cannot run it yet; ")
+    assert "give the unquantized model" in reason
+
+
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [("hf_quant_config.json", "ModelOpt"), ("quantize_config.json", "GPTQ"), ("quant_config.json", "AWQ")],
+)
+def test_quantization_that_only_a_file_of_its_own_tells_is_refused(tmp_path: Path, file: str, name: str) -> None:
+    reason = refusal(tmp_path, {"config.json": LLAMA, file: {"bits": 4}, "model.safetensors": b""})
+    assert reason.startswith(f"it is a checkpoint in the {name} format; ")
+
+
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [
+        ("model-q4.gguf", "GGUF"),
+        ("model.onnx", "ONNX"),
+        ("onnx/model.onnx", "ONNX"),
+        ("tf_model.h5", "TensorFlow"),
+        ("flax_model.msgpack", "Flax"),
+        ("openvino_model.xml", "OpenVINO"),
+        ("consolidated.00.pth", "Meta Llama"),
+        ("consolidated.safetensors", "Mistral"),
+    ],
+)
+@pytest.mark.parametrize("config", [{}, {"config.json": LLAMA}], ids=["alone", "with a config"])
+def test_weights_of_another_program_are_refused_by_its_name(
+    tmp_path: Path, config: dict[str, Any], file: str, name: str
+) -> None:
+    reason = refusal(tmp_path, {**config, file: b""})
+    assert reason.startswith(f"it is a checkpoint in the {name} format; Batchline cannot run it yet; ")
+
+
+def test_other_formats_beside_the_models_own_weights_do_not_matter(tmp_path: Path) -> None:
+    files = {
+        "config.json": BERT,
+        "model.safetensors": b"",
+        "onnx/model.onnx": b"",
+        "model.gguf": b"",
+        "tf_model.h5": b"",
+    }
+    refuse_foreign_format(str(folder_with(tmp_path, files)))
+
+
+def test_adapter_is_refused_as_one(tmp_path: Path) -> None:
+    adapter = {"adapter_config.json": {"peft_type": "LORA"}, "adapter_model.safetensors": b""}
+    assert refusal(tmp_path, adapter).startswith("it is a LoRA adapter without its base model, which Batchline cannot")
+    merged = {"config.json": LLAMA, "model.safetensors": b""}
+    assert refusal(tmp_path, merged).startswith("it is a model with a LoRA adapter beside it (adapter_config.json)")
+
+
+def test_diffusers_pipeline_is_refused_as_one(tmp_path: Path) -> None:
+    files = {"model_index.json": {"_class_name": "StableDiffusionPipeline"}, "unet/model.safetensors": b""}
+    assert refusal(tmp_path, files).startswith("it is a diffusers pipeline, which makes images")
+
+
+def test_a_file_is_refused(tmp_path: Path) -> None:
+    file = folder_with(tmp_path, {"model.gguf": b"GGUF"}) / "model.gguf"
+    with pytest.raises(UnsupportedModel, match=r"it is a GGUF file; Batchline runs model folders"):
+        refuse_foreign_format(str(file))
+
+
+@pytest.mark.parametrize(
+    ("files", "reason"),
+    [
+        ({"tokenizer.json": {}}, "holds a tokenizer and no model"),
+        ({"config.json": LLAMA, "tokenizer.json": {}}, "holds no weights"),
+        (
+            {"config.json": LLAMA, "model.safetensors": b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n"},
+            "model.safetensors is a Git LFS pointer",
+        ),
+    ],
+    ids=["tokenizer alone", "no weights", "pointer"],
+)
+def test_folder_that_was_not_downloaded_whole_says_what_is_missing(
+    tmp_path: Path, files: dict[str, object], reason: str
+) -> None:
+    with pytest.raises(ModelLoadError, match=reason):
+        refuse_foreign_format(str(folder_with(tmp_path, files)))
+
+
+@pytest.mark.parametrize("task", ["auto", "generate", "embed", "score"])
+def test_backend_refuses_before_it_loads_and_whatever_the_task(tmp_path: Path, task: Any) -> None:
+    folder = folder_with(tmp_path, {"model.gguf": b"GGUF"})
+    with pytest.raises(UnsupportedModel, match="the GGUF format"):
+        InProcessBackend([EngineConfig(model=ModelConfig(model=str(folder), task=task))])
+
+
+def test_judging_a_format_loads_neither_torch_nor_transformers() -> None:
+    code = "import sys, batchline.checkpoints.formats; sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,81 @@
+"""Checkpoints of embedding models and cross-encoders that would give wrong rows are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_pooling_models import (
+    SIZES,
+    change_json,
+    make_backbone,
+    make_classifier,
+    save_backbone,
+    save_sentence_transformer,
+)
+from transformers import BertConfig, BertForMaskedLM, BertModel
+
+from batchline.config import ModelConfig
+from batchline.errors import ModelLoadError
+from batchline.pooling.cross_encoder import load_cross_encoder
+from batchline.pooling.embedding import load_embedding_model
+
+
+def refusal_to_embed(folder: str) -> str:
+    with pytest.raises(ModelLoadError) as caught:
+        load_embedding_model(ModelConfig(model=folder))
+    return caught.value.reason
+
+
+def test_layers_that_the_config_leaves_out_are_refused(tmp_path: Path) -> None:
+    """They were dropped with a warning, and the vectors were another model's."""
+    folder = save_sentence_transformer(tmp_path, make_backbone("bert"))
+    change_json(folder, "config.json", num_hidden_layers=1)
+    assert "no place for: encoder.layer.1.attention" in refusal_to_embed(folder)
+
+
+def test_layers_that_the_files_lack_are_refused(tmp_path: Path) -> None:
+    """They were filled with random numbers, other ones at each start."""
+    folder = save_sentence_transformer(tmp_path, make_backbone("bert"))
+    change_json(folder, "config.json", num_hidden_layers=3)
+    assert refusal_to_embed(folder).startswith("its files lack weights: encoder.layer.2.attention")
+
+
+def test_weights_of_another_shape_are_refused(tmp_path: Path) -> None:
+    folder = save_sentence_transformer(tmp_path, make_backbone("bert"))
+    change_json(folder, "config.json", intermediate_size=80)
+    assert "is 64, the config makes it 80" in refusal_to_embed(folder)
+
+
+def test_weights_stored_as_bytes_are_refused(tmp_path: Path) -> None:
+    folder = save_sentence_transformer(tmp_path, make_backbone("bert"))
+    path = Path(folder, "model.safetensors")
+    tensors = load_file(path)
+    name = "encoder.layer.0.intermediate.dense.weight"
+    save_file({**tensors, name: tensors[name].to(torch.int8)}, path, metadata={"format": "pt"})
+    assert refusal_to_embed(folder).startswith(f"{name} is stored as I8")
+
+
+def test_cross_encoder_without_a_trained_head_is_refused(tmp_path: Path) -> None:
+    """A plain BERT as a cross-encoder got a random head, and other scores at each start."""
+    folder = save_backbone(tmp_path, make_backbone("bert"))
+    with pytest.raises(ModelLoadError, match=r"its files lack weights: classifier\.bias, classifier\.weight"):
+        load_cross_encoder(ModelConfig(model=folder))
+
+
+def test_head_of_another_task_is_left_alone(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    folder = save_backbone(tmp_path, BertForMaskedLM(BertConfig(**SIZES, max_position_embeddings=64)))
+    load_embedding_model(ModelConfig(model=folder)).close()
+
+
+def test_pooler_that_no_vector_uses_may_be_missing(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = BertModel(BertConfig(**SIZES, max_position_embeddings=64), add_pooling_layer=False)
+    load_embedding_model(ModelConfig(model=save_sentence_transformer(tmp_path, model))).close()
+
+
+def test_whole_cross_encoder_loads(tmp_path: Path) -> None:
+    load_cross_encoder(ModelConfig(model=save_backbone(tmp_path, make_classifier("bert")))).close()
