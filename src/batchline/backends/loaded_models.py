@@ -99,6 +99,7 @@ def _load_generative_model(config: EngineConfig, memory: CacheMemory | None) -> 
     def close() -> None:
         engine.close()
         executor.shutdown(wait=False, cancel_futures=True)
+        model.grammars.close()
 
     return LoadedModel(
         endpoints={

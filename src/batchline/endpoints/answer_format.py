@@ -11,9 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from batchline.endpoints.constraints import compiled, requested_constraint
+from batchline.endpoints.constraints import requested_constraint
 from batchline.endpoints.model import GenerativeModel
-from batchline.engine.request import TokenConstraint
 from batchline.errors import BadRequest
 from batchline.openai_api.chat import ChatCompletionRequest
 from batchline.openai_api.tools import AllowedToolsChoice, NamedToolChoice, Tool
@@ -26,14 +25,16 @@ from batchline.text.tool_parsers.enforced import ArgumentsParser, CallListParser
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerFormat:
-    """constraint: what the text must be. kept_special_ids: special tokens that are markup to the parsers.
+    """constraint: what the text must be, in its surroundings; not compiled yet.
 
+    kept_special_ids: special tokens that are markup to the parsers.
     reasoning, tools: parsers, None where there is nothing of the kind to read. make_call_id: for a call without an id.
     shows_reasoning: whether the message tells it. ends_as_tool_calls: whether an answer with calls says so as its
     finish_reason; a call that the request itself chose does not.
     """
 
-    constraint: TokenConstraint | None
+    constraint: Constraint | None
+    surroundings: Surroundings
     kept_special_ids: frozenset[int]
     reasoning: ReasoningParser | None
     tools: ToolCallParser | None
@@ -50,11 +51,11 @@ def answer_format(request: ChatCompletionRequest, model: GenerativeModel, prompt
     escapes: tuple[str, ...] = ()
     if constraint is not None and request.tool_mode == "auto" and tools is not None:
         escapes = _escapes(tools, constraint)
-    surroundings = Surroundings(_preamble(reasoning), escapes)
     parsers = [parser for parser in (reasoning, tools) if parser is not None]
     markup = [text for parser in parsers for text in parser.special_tokens]
     return AnswerFormat(
-        constraint=None if constraint is None else compiled(constraint, request, model, surroundings),
+        constraint=constraint,
+        surroundings=Surroundings(_preamble(reasoning), escapes),
         kept_special_ids=frozenset(i for text in markup for i in special_token_ids(model.tokenizer, text)),
         reasoning=reasoning,
         tools=tools,

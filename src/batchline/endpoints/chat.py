@@ -10,6 +10,7 @@ from typing import Any
 
 from batchline.endpoints.answer_format import AnswerFormat, answer_format
 from batchline.endpoints.choices import PromptChoices, ReportedLogprobs, check_choices, run_choices
+from batchline.endpoints.constraints import compiled
 from batchline.endpoints.logprobs import LogprobFormat
 from batchline.endpoints.message_reader import MessageDelta, MessageReader
 from batchline.endpoints.model import GenerativeModel
@@ -57,7 +58,12 @@ class EncodedChat:
 
 async def encode_chat(request: ChatCompletionRequest, model: GenerativeModel) -> EncodedChat:
     """The conversation, rendered and tokenized off the event loop. Raises: BadRequest."""
-    return await model.off_loop(partial(_encode, request, model))
+    chat = await model.off_loop(partial(_encode, request, model))
+    wanted = chat.answer_format
+    if wanted.constraint is None:
+        return chat
+    grammar = await compiled(wanted.constraint, request, model, wanted.surroundings)
+    return replace(chat, prompt=replace(chat.prompt, constraint=grammar))
 
 
 def reported_logprobs(request: ChatCompletionRequest) -> ReportedLogprobs:
@@ -84,7 +90,7 @@ def echoed_text(request: ChatCompletionRequest) -> str:
 
 
 def _encode(request: ChatCompletionRequest, model: GenerativeModel) -> EncodedChat:
-    """Render and tokenize; runs off the event loop."""
+    """Render and tokenize; runs off the event loop. The prompt has no constraint yet."""
     rendered = render_chat(request, model)
     max_tokens = request.max_completion_tokens
     if max_tokens is None:
@@ -99,7 +105,7 @@ def _encode(request: ChatCompletionRequest, model: GenerativeModel) -> EncodedCh
     )
     wanted = answer_format(request, model, rendered)
     return EncodedChat(
-        prompt=replace(prompt, constraint=wanted.constraint, kept_special_ids=wanted.kept_special_ids),
+        prompt=replace(prompt, kept_special_ids=wanted.kept_special_ids),
         answer_format=wanted,
     )
 

@@ -58,7 +58,12 @@ def parse_completion(body: Mapping[str, Any], model: GenerativeModel) -> Complet
 
 async def encode_prompts(request: CompletionRequest, model: GenerativeModel) -> list[EncodedPrompt]:
     """The request's prompts, tokenized off the event loop. Raises: BadRequest."""
-    return await model.off_loop(partial(_encode, request, model))
+    wanted = requested_constraint(request)
+    prompts = await model.off_loop(partial(_encode, request, model))
+    if wanted is None:
+        return prompts
+    grammar = await compiled(wanted, request, model)
+    return [replace(prompt, constraint=grammar) for prompt in prompts]
 
 
 def completion_id(request: CompletionRequest, request_id: str) -> str:
@@ -75,9 +80,7 @@ def _encode(request: CompletionRequest, model: GenerativeModel) -> list[EncodedP
         max_tokens=request.max_tokens,
         default_max_tokens=model.text.defaults.max_tokens or DEFAULT_MAX_TOKENS,
     )
-    wanted = requested_constraint(request)
-    constraint = None if wanted is None else compiled(wanted, request, model)
-    return [replace(encode(prompt), constraint=constraint) for prompt in request.prompt]
+    return [encode(prompt) for prompt in request.prompt]
 
 
 def reported_logprobs(request: CompletionRequest) -> ReportedLogprobs:

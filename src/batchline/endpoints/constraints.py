@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from batchline.endpoints.model import GenerativeModel
@@ -18,6 +19,7 @@ from batchline.openai_api.structured_outputs import (
     StructuredOutputs,
 )
 from batchline.text.grammars import NOTHING_ELSE, CompiledGrammar, Constraint, Surroundings
+from batchline.text.isolation import run_on
 
 _ANY_OBJECT = '{"type": "object"}'
 
@@ -37,14 +39,20 @@ def requested_constraint(body: GenerationBody) -> Constraint | None:
     return constraint
 
 
-def compiled(
+async def compiled(
     constraint: Constraint, body: GenerationBody, model: GenerativeModel, surroundings: Surroundings = NOTHING_ELSE
 ) -> CompiledGrammar:
-    """What the engine follows; takes a moment for a new constraint. Raises: BadRequest."""
+    """What the engine follows. What may take long does not hold up text work. Raises: BadRequest."""
     eos_token_ids = frozenset[int]() if body.ignore_eos else model.engine.eos_token_ids
-    return model.grammars.compile(
-        constraint, end_token_ids=eos_token_ids.union(body.stop_token_ids), surroundings=surroundings
+    compile_constraint = partial(
+        model.grammars.compile,
+        constraint,
+        end_token_ids=eos_token_ids.union(body.stop_token_ids),
+        surroundings=surroundings,
     )
+    if model.grammars.is_quick(constraint, surroundings):
+        return await model.off_loop(compile_constraint)
+    return await run_on(model.grammars.executor, compile_constraint)
 
 
 def _response_format(body: GenerationBody) -> Iterator[Constraint]:

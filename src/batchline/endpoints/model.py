@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from batchline.config import TextConfig
 from batchline.engine.request import GenerationOutput, GenerationRequest
 from batchline.text.chat_template import ChatTemplate
 from batchline.text.grammars import GrammarCompiler
+from batchline.text.isolation import run_on
 from batchline.text.reasoning import ReasoningParser
 from batchline.text.tokenizer import Tokenizer
 from batchline.text.tool_parsers import ToolCallParser
@@ -93,7 +93,7 @@ class GenerativeModel:
 
     async def off_loop(self, work: Callable[[], T]) -> T:
         """Run text work on a thread, so that a long prompt does not hold up the event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self.executor, work)
+        return await run_on(self.executor, work)
 
 
 def generation_defaults(config: Mapping[str, Any]) -> GenerationDefaults:

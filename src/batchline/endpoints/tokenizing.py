@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from batchline.openai_api.chat import ChatCompletionRequest
 from batchline.openai_api.parsing import parse_body
 from batchline.openai_api.tokenize import CONVERSATION_FIELDS, DetokenizeRequest, TokenizeRequest, tokenize_object
 from batchline.text.detokenizer import detokenize
+from batchline.text.isolation import run_on
 from batchline.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -38,7 +38,7 @@ class TokenizedModel:
 
     async def off_loop(self, work: Callable[[], T]) -> T:
         """Run text work on a thread."""
-        return await asyncio.get_running_loop().run_in_executor(self.executor, work)
+        return await run_on(self.executor, work)
 
 
 def generative(model: GenerativeModel) -> TokenizedModel:

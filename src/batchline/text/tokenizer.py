@@ -23,26 +23,15 @@ _NUM_PROBED = 200
 """How many tokens, spread over the vocabulary, are decoded to see whether a decoder works token by token."""
 
 
-class Tokenizer(Protocol):
-    """Text to token ids and back, for one model. Immutable, safe to use from several threads."""
+class VocabularyTokenizer(Protocol):
+    """Text to token ids, and the bytes of each. Immutable, safe to use from several threads."""
 
     @property
     def vocab_size(self) -> int:
         """One more than the largest token id."""
 
-    @property
-    def special_tokens(self) -> Mapping[str, str]:
-        """`bos_token`, `eos_token` and so on, as chat templates name them."""
-
-    @property
-    def chat_templates(self) -> str | Mapping[str, str] | None:
-        """The model's own chat template, or several by name."""
-
     def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
         """Token ids of a text. Raises: BadRequest for text that is not valid Unicode."""
-
-    def num_tokens_at_least(self, text: str) -> int:
-        """A lower bound of the text's tokens, found without tokenizing it; 0 where none is known."""
 
     def token_bytes(self, token_id: int, *, is_first: bool = False) -> bytes:
         """What the token adds to a text, in UTF-8; a tokenizer may strip a space off the first one.
@@ -57,7 +46,22 @@ class Tokenizer(Protocol):
         """The text of a token that was added beside the vocabulary, else None."""
 
 
-def special_token_ids(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
+class Tokenizer(VocabularyTokenizer, Protocol):
+    """A model's tokenizer, with what chat templates want of it."""
+
+    @property
+    def special_tokens(self) -> Mapping[str, str]:
+        """`bos_token`, `eos_token` and so on, as chat templates name them."""
+
+    @property
+    def chat_templates(self) -> str | Mapping[str, str] | None:
+        """The model's own chat template, or several by name."""
+
+    def num_tokens_at_least(self, text: str) -> int:
+        """A lower bound of the text's tokens, found without tokenizing it; 0 where none is known."""
+
+
+def special_token_ids(tokenizer: VocabularyTokenizer, text: str) -> tuple[int, ...]:
     """The special tokens that are spelled so together; none where any of the text is spelled otherwise."""
     token_ids = tokenizer.encode(text, add_special_tokens=False)
     spelled = "".join(tokenizer.added_token(token_id) or "" for token_id in token_ids)

@@ -116,7 +116,7 @@ def test_equal_constraints_are_compiled_once() -> None:
     compiler = GrammarCompiler(ByteTokenizer(), 300)
     for end in (1, 2, 3):
         compiler.compile(constraint("regex", "a"), end_token_ids=frozenset({end}))
-    assert compiler._remembered.cache_info().misses == 1
+    assert len(compiler._remembered) == 1
 
 
 @pytest.mark.parametrize(

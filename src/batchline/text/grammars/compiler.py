@@ -6,7 +6,11 @@ special token is no text to it: none is allowed inside a constrained text, so th
 
 from __future__ import annotations
 
-from functools import cached_property, lru_cache
+import threading
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property, lru_cache, partial
+from typing import Any
 
 import llguidance
 
@@ -18,20 +22,45 @@ from batchline.text.grammars.matcher import CompiledGrammar
 from batchline.text.grammars.patterns import one_line, short_reason
 from batchline.text.grammars.schema_errors import schema_error
 from batchline.text.grammars.sources import constraint_grammar
-from batchline.text.tokenizer import Tokenizer, special_token_ids
+from batchline.text.grammars.trial import (
+    SketchedTokenizer,
+    check_size,
+    is_plain,
+    read_trial_argument,
+    sketch_of,
+    trial_argument,
+)
+from batchline.text.isolation import WorkEnded, on_large_stack, run_isolated
+from batchline.text.tokenizer import VocabularyTokenizer, special_token_ids
 
 NUM_CACHED = 256
-"""Compiled grammars that are kept: a batch has few schemas and many lines."""
+"""Compiled grammars that are kept, and refusals: a batch has few schemas and many lines."""
+
+NUM_THREADS = 4
+"""Threads that wait for trials. A constraint that takes long keeps others of its kind waiting, and nothing else."""
 
 
 class GrammarCompiler:
-    """Compiles for one model. Safe to use from several threads; remembers what it has compiled."""
+    """Compiles for one model. Safe to use from several threads; remembers what it has compiled.
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+    executor: for `compile` where `is_quick` is false.
+    """
+
+    def __init__(self, tokenizer: VocabularyTokenizer, vocab_size: int) -> None:
         """vocab_size: of the model's logits."""
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
-        self._remembered = lru_cache(NUM_CACHED)(self._compile)
+        self._lock = threading.Lock()
+        self._remembered: OrderedDict[tuple[Constraint, Surroundings], CompiledGrammar | BadRequest] = OrderedDict()
+        self.executor = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="batchline-grammars")
+
+    def close(self) -> None:
+        """End the threads."""
+        self.executor.shutdown(wait=False, cancel_futures=True)
+
+    def is_quick(self, constraint: Constraint, surroundings: Surroundings = NOTHING_ELSE) -> bool:
+        """Whether `compile` takes a few milliseconds at most."""
+        return (constraint, surroundings) in self._remembered or is_plain(constraint)
 
     def compile(
         self, constraint: Constraint, *, end_token_ids: frozenset[int], surroundings: Surroundings = NOTHING_ELSE
@@ -39,11 +68,46 @@ class GrammarCompiler:
         """A constraint's grammar, in its surroundings.
 
         end_token_ids: what ends the text, allowed where the grammar lets it end and nowhere else.
-        Raises: BadRequest, with what is wrong and where.
+        Raises: BadRequest, with what is wrong and where; WorkAbandoned.
         """
-        return self._remembered(constraint, surroundings).ended_by(end_token_ids)
+        key = constraint, surroundings
+        with self._lock:
+            found = self._remembered.get(key)
+            if found is not None:
+                self._remembered.move_to_end(key)
+        if found is None:
+            found = self._compile(constraint, surroundings)
+            self._remember(key, found)
+        if isinstance(found, BadRequest):
+            raise BadRequest(found.message, param=found.param)
+        return found.ended_by(end_token_ids)
 
-    def _compile(self, constraint: Constraint, surroundings: Surroundings) -> CompiledGrammar:
+    def _remember(self, key: tuple[Constraint, Surroundings], found: CompiledGrammar | BadRequest) -> None:
+        with self._lock:
+            self._remembered[key] = found
+            if len(self._remembered) > NUM_CACHED:
+                self._remembered.popitem(last=False)
+
+    def _compile(self, constraint: Constraint, surroundings: Surroundings) -> CompiledGrammar | BadRequest:
+        compile_untried = partial(self.compile_untried, constraint, surroundings)
+        try:
+            check_size(constraint)
+            if is_plain(constraint):
+                return compile_untried()
+            self._try(constraint, surroundings)
+            return on_large_stack(compile_untried)
+        except BadRequest as exc:
+            return BadRequest(exc.message, param=exc.param)  # without the traceback, which would hold on to much
+
+    def _try(self, constraint: Constraint, surroundings: Surroundings) -> None:
+        """Raises: BadRequest, WorkAbandoned."""
+        try:
+            run_isolated(compile_in_child, trial_argument(constraint, surroundings, self._sketch))
+        except WorkEnded as exc:
+            raise BadRequest(f"{constraint.field}: it is too complex: {exc}", param=constraint.field) from exc
+
+    def compile_untried(self, constraint: Constraint, surroundings: Surroundings) -> CompiledGrammar:
+        """Compile where a crash may be no harm. Raises: BadRequest."""
         grammar = constraint_grammar(constraint, self._special_tokens)
         start = self._start(grammar, constraint)
         if surroundings != NOTHING_ELSE:
@@ -58,13 +122,17 @@ class GrammarCompiler:
             reason = refusal(source, self._engine_tokenizer) or start.get_error()
             raise _invalid(constraint, grammar, reason)
         tried = start.deep_copy()
-        if not start.is_error() and any(tried.compute_bitmask()):
+        if any(tried.compute_bitmask()) and not (start.is_error() or tried.is_error()):
             return start
         reason = one_line(start.get_error() or tried.get_error())
         raise BadRequest(f"{constraint.field}: no text of this model can satisfy it: {reason}", param=constraint.field)
 
     def _special_tokens(self, text: str) -> tuple[int, ...]:
         return special_token_ids(self._tokenizer, text)
+
+    @cached_property
+    def _sketch(self) -> str:
+        return sketch_of(self._tokenizer, self._vocab_size)
 
     @cached_property
     def _engine_tokenizer(self) -> llguidance.LLTokenizer:
@@ -75,6 +143,18 @@ class GrammarCompiler:
             llguidance.TokenizerWrapper(_TokenBytes(tokens, special_ids)),
             eos_token=self._vocab_size,
         )
+
+
+def compile_in_child(argument: list[Any]) -> None:
+    """Compile what `trial_argument` has made. Raises: BadRequest."""
+    constraint, surroundings, sketch = read_trial_argument(argument)
+    _sketched(sketch).compile_untried(constraint, surroundings)
+
+
+@lru_cache(maxsize=8)
+def _sketched(sketch: str) -> GrammarCompiler:
+    tokenizer = SketchedTokenizer(sketch)
+    return GrammarCompiler(tokenizer, tokenizer.vocab_size)
 
 
 class _TokenBytes:

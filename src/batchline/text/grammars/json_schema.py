@@ -20,6 +20,7 @@ from batchline.text.grammars.lark import Grammar, lark
 from batchline.text.grammars.patterns import json_pattern, short_reason
 
 MAX_DEPTH = 100
+MAX_SUBSCHEMAS = 20_000
 WHITESPACE = r"[ \t]{1,2}|\n[ \t]{0,40}"
 """White space between JSON tokens: enough for indentation, and no endless run of it."""
 
@@ -118,10 +119,15 @@ class _Strictness:
 
     def __init__(self, field: str) -> None:
         self._field = field
+        self._num_schemas = 0
 
     def of(self, schema: Mapping[str, Any], path: str, depth: int) -> dict[str, Any]:
         if depth > MAX_DEPTH:
             raise BadRequest(f"{self._field}: the schema is nested more than {MAX_DEPTH} deep", param=self._field)
+        self._num_schemas += 1
+        if self._num_schemas > MAX_SUBSCHEMAS:
+            message = f"{self._field}: the schema has more than {MAX_SUBSCHEMAS:,} subschemas"
+            raise BadRequest(message, param=self._field)
         strict = dict(schema)
         for keyword, key, below in subschemas(schema):
             if not isinstance(below, dict):
@@ -165,12 +171,14 @@ def _is_exact(number: float) -> bool:
 
 
 def _numbers(value: Any) -> Iterator[float]:
-    """All numbers in a JSON value."""
-    if isinstance(value, (list, dict)):
-        for below in value.values() if isinstance(value, dict) else value:
-            yield from _numbers(below)
-    elif isinstance(value, (int, float)):
-        yield value
+    """All numbers in a JSON value, however deep: not by recursion."""
+    waiting = [value]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, (list, dict)):
+            waiting.extend(part.values() if isinstance(part, dict) else part)
+        elif isinstance(part, (int, float)):
+            yield part
 
 
 def _make_patterns_strict(schema: dict[str, Any]) -> None:

@@ -54,8 +54,11 @@ def lark(rules: str) -> Part:
 
 
 def choices(texts: Sequence[str]) -> Grammar:
-    """One of the texts."""
-    return Grammar(lark("start: " + " | ".join(literal(text) for text in texts)))
+    """One of the texts: a single terminal, which the engine makes a tree of, so that many texts cost little each."""
+    spelled = " | ".join(literal(text) for text in dict.fromkeys(texts) if text)
+    if not spelled:
+        return Grammar(lark('start: ""'))
+    return Grammar(lark(f"start: CHOICE{'?' if '' in texts else ''}\nCHOICE: {spelled}"))
 
 
 def literal(text: str) -> str:

@@ -1,0 +1,317 @@
+"""Work that a stranger's input can make crash, hang or take all memory, in child processes that can be ended.
+
+A child takes one piece of work at a time: the name of a function, its argument as JSON, and the processor time that it
+may take, which the kernel enforces. It stays for the next piece. A child that is ended, by its limits, by a crash or
+because nobody waits for the answer any more, is replaced when it is needed. Nothing that a child sends is executed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import importlib
+import json
+import os
+import select
+import signal
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor
+from contextvars import ContextVar, copy_context
+from functools import cache, partial
+from typing import Any, BinaryIO, TypeVar
+
+from batchline.errors import BadRequest
+
+T = TypeVar("T")
+
+CPU_SECONDS = 5.0
+"""Processor time that one piece of work may take."""
+
+WALL_SECONDS = 60.0
+"""Time after which a child counts as stuck, however little it has computed."""
+
+MEMORY_BYTES = 1 << 30
+"""What a child may take beyond what it has when it is ready."""
+
+CHILD_STACK_BYTES = 64 << 20
+PARENT_STACK_BYTES = 128 << 20
+"""Work that has passed in a child cannot overflow the stack here: it has twice as much of it."""
+
+_HEADER = struct.Struct("<I")
+_OUT_OF_TIME = -signal.SIGPROF
+
+
+class WorkEnded(Exception):
+    """A piece of work did not come to its end. reason: what it did, for a sentence that begins with "it"."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"it {reason}")
+
+
+class WorkAbandoned(Exception):
+    """Nobody waits for this work any more."""
+
+
+class Abandonment:
+    """By which one who no longer waits for a piece of work ends the child that does it. Safe across threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._end: Callable[[], None] | None = None
+        self._is_abandoned = False
+
+    def abandon(self) -> None:
+        """End the work, at once or as soon as it comes to a child."""
+        with self._lock:
+            self._is_abandoned = True
+            if self._end is not None:
+                self._end()
+
+    def check(self) -> None:
+        """Raises: WorkAbandoned."""
+        if self._is_abandoned:
+            raise WorkAbandoned
+
+    @contextlib.contextmanager
+    def ending(self, end: Callable[[], None]) -> Iterator[None]:
+        """While inside, `end` is what ends the work. Raises: WorkAbandoned."""
+        with self._lock:
+            self.check()
+            self._end = end
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._end = None
+
+
+_current: ContextVar[Abandonment | None] = ContextVar("abandonment", default=None)
+
+
+async def run_on(executor: Executor | None, work: Callable[[], T]) -> T:
+    """Run work on a thread. If the caller is cancelled, a child that works for it is ended."""
+    abandonment = Abandonment()
+    context = copy_context()
+    context.run(_current.set, abandonment)
+    try:
+        return await asyncio.get_running_loop().run_in_executor(executor, partial(context.run, work))
+    except asyncio.CancelledError:
+        abandonment.abandon()
+        raise
+
+
+def run_isolated(function: Callable[[Any], Any], argument: Any) -> Any:
+    """`function(argument)`, done by a child. The function stands at the top of its module; both values are JSON.
+
+    Raises: BadRequest as the function does, WorkEnded, WorkAbandoned.
+    """
+    return _children.run(f"{function.__module__}:{function.__qualname__}", argument)
+
+
+def on_large_stack(work: Callable[[], T]) -> T:
+    """Run work that may recurse deeply in native code on a thread of its own. Raises what the work raises."""
+    done: list[T] = []
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            done.append(work())
+        except BaseException as exc:  # raised again below, in the caller's thread
+            failed.append(exc)
+
+    thread = _thread_with_stack(run, PARENT_STACK_BYTES)
+    thread.join()
+    if failed:
+        raise failed[0]
+    return done[0]
+
+
+_stack_size_lock = threading.Lock()
+
+
+def _thread_with_stack(run: Callable[[], None], stack_bytes: int) -> threading.Thread:
+    """A started thread. The size is a setting of the whole process: others that start meanwhile may get it too."""
+    with _stack_size_lock:
+        before = threading.stack_size(stack_bytes)
+        try:
+            thread = threading.Thread(target=run, daemon=True)
+            thread.start()
+        finally:
+            threading.stack_size(before)
+    return thread
+
+
+class _Child:
+    """One child process. Used by one thread at a time; `kill` may come from any."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", f"from {__name__} import serve; serve({CHILD_STACK_BYTES})"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "USE_TORCH": "0"},
+            start_new_session=True,  # a Ctrl-C at the terminal is for the parent
+        )
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def run(self, name: str, argument: Any) -> dict[str, Any]:
+        """The child's answer. Raises: WorkEnded where it ended instead."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            _write(self._process.stdin, [name, argument, CPU_SECONDS])
+            if not select.select([self._process.stdout], [], [], WALL_SECONDS)[0]:
+                self.kill()
+            answer: dict[str, Any] | None = _read(self._process.stdout)
+        except OSError:
+            answer = None
+        if answer is None:
+            raise WorkEnded(self._reason())
+        return answer
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def close(self) -> None:
+        """End the process and take its remains away."""
+        self.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()
+
+    def _reason(self) -> str:
+        code = self._process.wait()
+        if code in (_OUT_OF_TIME, -signal.SIGKILL):
+            return f"takes more than {CPU_SECONDS:g} seconds"
+        return "is nested too deeply or takes too much memory"
+
+
+class _Children:
+    """The children of this process: as many as there are threads that wait for one."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._idle: list[_Child] = []
+
+    def run(self, name: str, argument: Any) -> Any:
+        """Raises: BadRequest, WorkEnded, WorkAbandoned."""
+        abandonment = _current.get() or Abandonment()
+        child = self._take()
+        try:
+            with abandonment.ending(child.kill):
+                answer = child.run(name, argument)
+            abandonment.check()
+        except BaseException:
+            child.close()
+            abandonment.check()
+            raise
+        with self._lock:
+            self._idle.append(child)
+        return _result(answer)
+
+    def _take(self) -> _Child:
+        """An idle child that is still there, or a new one."""
+        with self._lock:
+            while self._idle:
+                child = self._idle.pop()
+                if child.is_alive:
+                    return child
+                child.close()
+        return _Child()
+
+    def close(self) -> None:
+        """End the children that have nothing to do."""
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for child in idle:
+            child.close()
+
+
+_children = _Children()
+atexit.register(_children.close)
+
+
+def _result(answer: dict[str, Any]) -> Any:
+    """What the work returned. Raises: BadRequest, WorkEnded."""
+    if "result" in answer:
+        return answer["result"]
+    if "message" in answer:
+        raise BadRequest(answer["message"], param=answer["param"])
+    raise WorkEnded(answer["ended"])
+
+
+def _write(pipe: BinaryIO | Any, message: Any) -> None:
+    data = json.dumps(message).encode()
+    pipe.write(_HEADER.pack(len(data)) + data)
+    pipe.flush()
+
+
+def _read(pipe: BinaryIO | Any) -> Any:
+    """The next message, None where the other end is gone."""
+    header = pipe.read(_HEADER.size)
+    if len(header) < _HEADER.size:
+        return None
+    (length,) = _HEADER.unpack(header)
+    data = pipe.read(length)
+    return json.loads(data) if len(data) == length else None
+
+
+def serve(stack_bytes: int) -> None:
+    """A child's life: one piece of work after the other, on a thread with a large stack, until the parent is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    source, target = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    _no_core_dump()
+    _thread_with_stack(partial(_serve, source, target), stack_bytes).join()
+
+
+def _serve(source: BinaryIO, target: BinaryIO) -> None:
+    while (message := _read(source)) is not None:
+        name, argument, cpu_seconds = message
+        module, _, function = name.partition(":")
+        work = getattr(importlib.import_module(module), function)
+        _limit_memory()
+        signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
+        answer = _answer(work, argument)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        _write(target, answer)
+
+
+def _answer(work: Callable[[Any], Any], argument: Any) -> dict[str, Any]:
+    try:
+        return {"result": work(argument)}
+    except BadRequest as exc:
+        return {"message": exc.message, "param": exc.param}
+    except RecursionError:
+        return {"ended": "is nested too deeply"}
+    except MemoryError:
+        return {"ended": "takes too much memory"}
+    except Exception:  # the boundary of a worker: the child goes on, and this piece of work is refused
+        return {"ended": "could not be processed"}
+
+
+def _no_core_dump() -> None:
+    import resource  # of Unix alone
+
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+@cache
+def _limit_memory() -> None:
+    """Once, when what the work needs is imported. Does nothing where the system does not tell how much that is."""
+    import resource
+
+    with contextlib.suppress(OSError, ValueError):
+        with open("/proc/self/statm", encoding="ascii") as file:
+            num_bytes = int(file.read().split()[0]) * resource.getpagesize() + MEMORY_BYTES
+        resource.setrlimit(resource.RLIMIT_AS, (num_bytes, num_bytes))
