@@ -1,9 +1,10 @@
 """Runs a batch in child processes that SIGKILL themselves at chosen moments, then finishes it undisturbed.
 
-    python kill_script.py FOLDER {every|chain} OUTPUT
+    python kill_script.py FOLDER {every|chain|edit} OUTPUT
 
 `every`: one run for each moment there is, killed there, then finished. `chain`: one run killed again and again at
-random moments until it gets through. A moment is any opening, renaming or removing of a file, any write, sync or
+random moments until it gets through. `edit`: one run for each moment from the upload on, killed there; then the input is edited and the
+same command run again, which may refuse. A moment is any opening, renaming or removing of a file, any write, sync or
 truncation of the journal, any connection. Prints one JSON object a finished run. Children are forked, so that imports
 are paid once.
 """
@@ -30,18 +31,21 @@ MOMENTS = frozenset({"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "
 
 
 class Countdown:
-    """Kills this process when it was counted down to zero."""
+    """Kills this process when it was counted down to zero. start: the event that starts the counting."""
 
-    def __init__(self, moments: int | None) -> None:
+    def __init__(self, moments: int | None, start: str | None = None) -> None:
         self._left = moments
+        self._start = start
 
     def count(self) -> None:
-        if self._left is not None:
+        if self._left is not None and self._start is None:
             self._left -= 1
             if self._left < 0:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     def audit(self, event: str, _arguments: object) -> None:
+        if event == self._start:
+            self._start = None
         if event in MOMENTS:
             self.count()
 
@@ -65,11 +69,11 @@ class KillingDisk(OsDisk):
         super().truncate(fd, length)
 
 
-def child(folder: Path, output: str, moments: int | None) -> bool:
+def child(folder: Path, output: str, moments: int | None, start: str | None = None) -> bool:
     """One process's attempt. Returns whether it got through; `asked` then holds how many requests it computed."""
     pid = os.fork()
     if pid == 0:
-        countdown = Countdown(moments)
+        countdown = Countdown(moments, start)
         sys.addaudithook(countdown.audit)
         backend = FakeBackend()
         options = RunOptions(input_file=str(folder / "in.jsonl"), output_file=output, tmp_dir=tmp_dir(folder, output))
@@ -122,5 +126,22 @@ def kill_again_and_again(folder: Path, output: str) -> None:
         tell(folder, output, kills, 0)
 
 
+def edit_the_input_after_a_kill(folder: Path, output: str) -> None:
+    path = folder / "in.jsonl"
+    original = path.read_text()
+    moment, is_through = 0, False
+    while not is_through:
+        path.write_text(original)
+        is_through = child(folder, output, moment, start="socket.connect")
+        if not is_through:
+            path.write_text(original.replace("text", f"edit {moment}"))
+            has_run = child(folder, output, None)
+            print(json.dumps({"moment": moment, "has_run": has_run}), flush=True)
+            for partial in folder.glob("*.partial"):
+                shutil.rmtree(partial)
+        moment += 1
+
+
 if __name__ == "__main__":
-    {"every": kill_at_every_moment, "chain": kill_again_and_again}[sys.argv[2]](Path(sys.argv[1]), sys.argv[3])
+    modes = {"every": kill_at_every_moment, "chain": kill_again_and_again, "edit": edit_the_input_after_a_kill}
+    modes[sys.argv[2]](Path(sys.argv[1]), sys.argv[3])

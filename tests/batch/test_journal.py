@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import zlib
 from contextlib import closing
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from batchline.batch.journal import Journal, Outcome, encode_record
+from batchline.batch.journal import Journal, Note, Outcome, encode_note, encode_record
 from batchline.errors import ResumeRefused
 
 RUN = {"input": "sha256:abc", "--model": "m"}
@@ -81,6 +82,80 @@ def test_a_damaged_header_before_results_is_refused_instead_of_discarding_them(t
     path.write_bytes(b"x" + path.read_bytes()[1:])
     with pytest.raises(ResumeRefused, match="--no-resume"):
         Journal.open(path, RUN)
+
+
+def rewrite_header(path: Path, header: bytes) -> None:
+    rest = path.read_bytes().partition(b"\n")[2]
+    path.write_bytes(b"%08x %b\n" % (zlib.crc32(header), header) + rest)
+
+
+def test_a_journal_of_another_version_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+    """It was taken for one of this version."""
+    path = tmp_path / "j"
+    with closing(Journal.open(path, RUN)) as journal:
+        journal.append(record(0))
+    for version in (b"1", b"3", b'"2"'):
+        rewrite_header(path, b'{"batchline_journal":%b,"run":{}}' % version)
+        before = path.read_bytes()
+        with pytest.raises(ResumeRefused, match=r"another version of Batchline.*--no-resume"):
+            Journal.open(path, RUN)
+        assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("content", [b"notes without a line end", b"\xff\xfe", b"{}", b"deadbeef x", b"1\n"])
+def test_a_file_that_is_no_journal_is_refused_and_left_as_it_is(tmp_path: Path, content: bytes) -> None:
+    """A first line without an end was taken for a torn header, and the file emptied."""
+    path = tmp_path / "j"
+    path.write_bytes(content)
+    with pytest.raises(ResumeRefused):
+        Journal.open(path, RUN)
+    assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize("header", [b"not json", b"[]", b'{"run":{}}'])
+def test_a_header_that_says_no_version_is_refused(tmp_path: Path, header: bytes) -> None:
+    rewrite_header_of = tmp_path / "j"
+    rewrite_header_of.touch()
+    rewrite_header(rewrite_header_of, header)
+    with pytest.raises(ResumeRefused, match="damaged"):
+        Journal.open(rewrite_header_of, RUN)
+
+
+def test_a_header_that_a_file_system_left_as_zeros_is_started_anew(tmp_path: Path) -> None:
+    (tmp_path / "j").write_bytes(b"0123abcd {" + bytes(500))
+    with closing(Journal.open(tmp_path / "j", RUN)) as journal:
+        assert (journal.run, contents(journal)) == (RUN, [])
+
+
+def test_notes_are_kept_beside_results(tmp_path: Path) -> None:
+    notes = [Note("delivered", "ab12 all results"), Note("crashed", "c0ffee 3 4")]
+    with closing(Journal.open(tmp_path / "j", RUN)) as journal:
+        journal.append(encode_note(notes[0]) + record(0) + encode_note(notes[1]))
+    with closing(Journal.open(tmp_path / "j", RUN)) as journal:
+        assert contents(journal) == [(0, b'{"n":"x"}')]
+        assert [found for found in journal.records() if isinstance(found, Note)] == notes
+
+
+def test_a_record_of_an_unknown_form_is_skipped(tmp_path: Path) -> None:
+    """Token counts that are no integers made the journal unreadable for ever."""
+    with closing(Journal.open(tmp_path / "j", RUN)) as journal:
+        for content in (b"0 200 1.5 0 0 0 {}", b"0 200 -1 0 0 0 {}", b"x", b"later version's note"):
+            journal.append(b"%08x %b\n" % (zlib.crc32(content), content))
+        journal.append(record(1))
+        assert [position for position, _ in contents(journal)] == [1]
+
+
+@pytest.mark.parametrize("take_away", ["remove", "replace"])
+def test_an_append_to_a_journal_that_is_not_in_its_place_any_more_fails(tmp_path: Path, take_away: str) -> None:
+    """A run in a folder that was removed computed for hours, and all of it was lost at the end."""
+    path = tmp_path / "j"
+    with closing(Journal.open(path, RUN)) as journal:
+        journal.append(record(0))
+        path.unlink()
+        if take_away == "replace":
+            path.write_bytes(b"another")
+        with pytest.raises(OSError, match="removed or replaced"):
+            journal.append(record(1))
 
 
 @pytest.mark.parametrize("call", range(8))

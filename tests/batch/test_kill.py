@@ -65,3 +65,14 @@ def test_a_run_killed_at_any_moment_of_an_upload_is_finished_by_the_same_command
             assert_is_whole(body.decode())
     for run in runs:
         assert set(run["left"]) <= {"in.jsonl", "asked", "journal.copy"}
+
+
+def test_an_input_edited_after_a_kill_at_any_moment_of_an_upload_is_uploaded_or_refused(folder: Path) -> None:
+    """Killed between removing the journal and the mark of a delivery, the next run computed all and sent nothing."""
+    write_lines(folder / "in.jsonl", [chat_line(f"r{n}", f"text {n}") for n in range(3)])
+    with UploadServer() as server:
+        runs = killed_runs(folder, "edit", f"{server.url}/out.jsonl")
+        uploads = b"".join(server.bodies).decode()
+    assert {run["has_run"] for run in runs} == {True, False}
+    for run in runs:
+        assert (f"edit {run['moment']} 2" in uploads) == run["has_run"]

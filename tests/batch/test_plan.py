@@ -175,6 +175,13 @@ def test_equal_bodies_to_different_endpoints_are_different_requests() -> None:
     assert request_hash("/rerank", body) == request_hash("/rerank", dict(reversed(body.items())))
 
 
+def test_endpoints_that_end_alike_are_different_requests(tmp_path: Path) -> None:
+    """Only the last 16 characters of the URL counted: a good request got the 404 of an unknown endpoint."""
+    body = {"model": "m", "messages": [], "temperature": 0}
+    urls = ("/v1/chat/completions", "/api/v1/chat/completions", "/v2/chat/completions", "/v1/chat/completions?x=1")
+    assert len({request_hash(url, body) for url in urls}) == 4
+
+
 def test_bodies_nested_deeper_than_json_can_be_written_are_run_one_by_one(tmp_path: Path) -> None:
     deep: Any = "x"
     for _ in range(500):

@@ -73,15 +73,22 @@ def test_a_folder_that_cannot_be_made_is_an_unwritable_output(tmp_path: Path) ->
         pass
 
 
-def test_what_was_delivered_is_remembered_until_the_run_starts_over(tmp_path: Path) -> None:
-    here, there = parse_location("https://h/a?1"), parse_location("https://h/b")
+def test_starting_over_forgets_the_journal_and_the_crash_that_ended_it(tmp_path: Path) -> None:
+    with Workspace(tmp_path / "w") as workspace:
+        for name in ("journal", "fault", "in-flight"):
+            (workspace.path / name).touch()
+        workspace.start_over()
+        assert sorted(path.name for path in workspace.path.iterdir()) == ["lock", "scratch"]
+
+
+def test_a_users_own_files_in_a_folder_of_that_name_stay(tmp_path: Path) -> None:
+    """A finished run removed the whole folder, whatever was in it."""
+    (tmp_path / "w").mkdir()
+    (tmp_path / "w" / "notes.txt").write_text("mine")
     with Workspace(tmp_path / "w") as workspace:
         workspace.journal_path.touch()
-        workspace.mark_delivered(here)
-        assert (workspace.is_delivered(here), workspace.is_delivered(there)) == (True, False)
-        workspace.start_over()
-        assert not workspace.is_delivered(here)
-        assert not workspace.journal_path.exists()
+        workspace.remove()
+    assert [path.name for path in (tmp_path / "w").iterdir()] == ["notes.txt"]
 
 
 def test_runs_of_different_inputs_to_standard_output_do_not_meet() -> None:

@@ -1,13 +1,19 @@
-"""Result lines of the batch lines that cannot be requests: written from the check's findings, with no backend."""
+"""Result lines that no backend has a part in: of batch lines that cannot be requests, and of requests that have ended
+the process too often to be tried again."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from batchline.backends.base import Answer
 from batchline.batch import lines
 from batchline.batch.check import CheckReport
+from batchline.batch.crashes import LETHAL_CRASHES
 from batchline.batch.index import LineReader, PositionSet
 from batchline.batch.journal import Journal, Outcome, encode_record
+from batchline.batch.plan import WorkItem
 from batchline.batch.progress import Tally
-from batchline.errors import LineError, RunFailed
+from batchline.errors import InternalServerError, LineError, RunFailed
 
 _GROUP_BYTES = 1 << 20
 
@@ -30,6 +36,36 @@ def record_failed_lines(
         _commit(records, outcomes, journal, tally)
     except OSError as exc:
         raise RunFailed(f"The results of bad lines cannot be saved: {exc.strerror or exc}.") from exc
+
+
+def record_lethal_requests(
+    items: Sequence[WorkItem], reader: LineReader, journal: Journal, done: PositionSet, tally: Tally
+) -> list[tuple[str, int]]:
+    """Answer requests that have ended the process `LETHAL_CRASHES` times, and their copies, with an error.
+
+    Returns the (custom_id, line number) of each. Raises: RunFailed.
+    """
+    error = InternalServerError(
+        f"The request ended the process {LETHAL_CRASHES} times and is not tried again.", code="process_crashed"
+    )
+    records = bytearray()
+    outcomes: list[Outcome] = []
+    lines_given_up: list[tuple[str, int]] = []
+    for position in (position for item in items for position in (item.position, *item.copies)):
+        raw, span = reader.read(position)
+        custom_id = lines.parse_line(raw).custom_id
+        answer = Answer(status_code=error.status_code, body=error.body(), request_id=lines.new_id())
+        outcome = Outcome(position, str(error.status_code))
+        line = lines.answer_line(lines.new_id(), custom_id, answer, lines.encode_body(answer.body))
+        records += encode_record(outcome, line)
+        outcomes.append(outcome)
+        lines_given_up.append((custom_id, span.line_number))
+        done.add(position)
+    try:
+        _commit(records, outcomes, journal, tally)
+    except OSError as exc:
+        raise RunFailed(f"The errors of requests that crash cannot be saved: {exc.strerror or exc}.") from exc
+    return lines_given_up
 
 
 def _commit(records: bytearray, outcomes: list[Outcome], journal: Journal, tally: Tally) -> None:

@@ -4,14 +4,17 @@ One record is one line of text, so that half a run can be read with ordinary too
 
     <crc-32, 8 hex> <position> <status> <prompt tokens> <cached tokens> <output tokens> <copy 0|1> <result line>
 
-The first line is a header: `<crc-32> {"batchline_journal": 1, "run": {...}}` with what identifies the run. A result is
-durable once `append` has returned. Every prefix of the file's bytes is a valid journal: opening it cuts a torn tail,
-and a record whose checksum fails counts as never written. Readers ignore a position's records after its first.
+The first line is a header: `<crc-32> {"batchline_journal": 2, "run": {...}}` with what identifies the run. Lines whose
+second word is not a number are notes, such as `<crc-32> delivered <what and where>`. A result is durable once `append`
+has returned. Every prefix of the file's bytes is a valid journal: opening it cuts a torn tail, and a record whose
+checksum fails counts as never written. Readers ignore a position's records after its first.
 """
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -23,8 +26,14 @@ import orjson
 from batchline.batch.durable import sync_folder
 from batchline.errors import ResumeRefused
 
-_VERSION = 1
+_VERSION = 2
 _CRC_WIDTH = 8
+_MAX_HEADER_BYTES = 1 << 20
+_TORN_HEADER = re.compile(rb"([0-9a-f]{0,8}|[0-9a-f]{8} (\{[^\n]*)?)\0*")
+"""What a header can look like that was cut while it was written; a file system may fill the rest with zeros."""
+
+_OUTCOME = re.compile(rb"(\d{1,18}) ([!-~]+) (\d{1,18}) (\d{1,18}) (\d{1,18}) ([01]) ")
+_NOTE = re.compile(rb"(delivered|crashed) ([ -~]*)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +71,14 @@ class JournalEntry:
     length: int
 
 
+@dataclass(frozen=True, slots=True)
+class Note:
+    """What a resumed run must know besides results. kind: `delivered` or `crashed`. text: one line of ASCII."""
+
+    kind: str
+    text: str
+
+
 class Disk(Protocol):
     """The calls that can fail when a disk is full or dying; a test puts a failing one here."""
 
@@ -97,6 +114,7 @@ class Journal:
     def __init__(self, path: Path, fd: int, run: Mapping[str, str], disk: Disk) -> None:
         self.path = path
         self.run = run
+        self._absolute_path = path.absolute()
         self._fd = fd
         self._disk = disk
 
@@ -105,7 +123,7 @@ class Journal:
         """Open the journal at `path`, or start one for `run` where there is none or its header was never whole.
 
         The journal's own `run` may differ from the one given: comparing them is the caller's.
-        Raises: OSError; ResumeRefused where the header is damaged, though results follow it.
+        Raises: OSError; ResumeRefused where the header is damaged or of another version, though results follow it.
         """
         disk = disk or OsDisk()
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
@@ -128,16 +146,29 @@ class Journal:
         while rest:
             rest = rest[self._disk.write(self._fd, rest) :]
         self._disk.fsync(self._fd)
+        if not self.is_in_place():
+            raise OSError(errno.ENOENT, "it was removed or replaced while the run was writing it")
 
-    def entries(self) -> Iterator[JournalEntry]:
+    def is_in_place(self) -> bool:
+        """Whether the file is still found by its name: a folder may be deleted while a run writes in it."""
+        try:
+            return os.path.samestat(os.stat(self._absolute_path), os.fstat(self._fd))
+        except FileNotFoundError:
+            return False
+
+    def records(self) -> Iterator[JournalEntry | Note]:
         """Every valid record, in the order of writing; a position may come twice."""
         offset = 0
-        with self.path.open("rb", buffering=1 << 20) as file:
+        with self._absolute_path.open("rb", buffering=1 << 20) as file:
             for line in file:
-                entry = _decode(line, offset) if offset else None
-                if entry is not None:
-                    yield entry
+                record = _decode(line, offset) if offset else None
+                if record is not None:
+                    yield record
                 offset += len(line)
+
+    def entries(self) -> Iterator[JournalEntry]:
+        """The results among the records."""
+        return (record for record in self.records() if isinstance(record, JournalEntry))
 
     def read(self, offset: int, length: int) -> bytes:
         """The bytes of a result line."""
@@ -159,6 +190,11 @@ def encode_record(outcome: Outcome, result_line: bytes) -> bytes:
     return _with_crc(head.encode() + result_line)
 
 
+def encode_note(note: Note) -> bytes:
+    """The journal's bytes for a note."""
+    return _with_crc(f"{note.kind} {note.text}".encode())
+
+
 def _with_crc(content: bytes) -> bytes:
     return b"%08x %b\n" % (zlib.crc32(content), content)
 
@@ -169,25 +205,37 @@ def _checked(line: bytes) -> bytes | None:
     return content if line == _with_crc(content) else None
 
 
-def _decode(line: bytes, offset: int) -> JournalEntry | None:
+def _decode(line: bytes, offset: int) -> JournalEntry | Note | None:
     content = _checked(line)
     if content is None:
         return None
-    position, status, prompt, cached, output, copy, result_line = content.split(b" ", 6)
-    outcome = Outcome(int(position), status.decode(), int(prompt), int(cached), int(output), copy == b"1")
-    length = len(result_line)
-    return JournalEntry(outcome, offset + len(line) - 1 - length, length)
+    if found := _OUTCOME.match(content):
+        position, status, prompt, cached, output, copy = found.groups()
+        outcome = Outcome(int(position), status.decode(), int(prompt), int(cached), int(output), copy == b"1")
+        return JournalEntry(outcome, offset + _CRC_WIDTH + 1 + found.end(), len(content) - found.end())
+    if found := _NOTE.fullmatch(content):
+        return Note(found[1].decode(), found[2].decode())
+    return None
 
 
 def _read_header(path: Path) -> Mapping[str, str] | None:
     with path.open("rb") as file:
-        line = file.readline()
-    if not line.endswith(b"\n"):
+        line = file.readline(_MAX_HEADER_BYTES)
+    if _TORN_HEADER.fullmatch(line):
         return None
     content = _checked(line)
-    if content is None:
+    try:
+        header = None if content is None else orjson.loads(content)
+    except orjson.JSONDecodeError:
+        header = None
+    if not isinstance(header, dict) or "batchline_journal" not in header:
         raise ResumeRefused(f"The journal {path} is damaged in its first line. Pass --no-resume to start over.")
-    run: Mapping[str, str] = orjson.loads(content)["run"]
+    if header["batchline_journal"] != _VERSION:
+        raise ResumeRefused(
+            f"The unfinished run in {path.parent} was begun by another version of Batchline. "
+            "Finish it with that version, or pass --no-resume to discard it and start over."
+        )
+    run: Mapping[str, str] = header["run"]
     return run
 
 

@@ -119,8 +119,11 @@ def new_id() -> str:
 
 
 def encode_body(body: Mapping[str, Any]) -> bytes:
-    """A response body as JSON. Raises: TypeError where it holds what JSON cannot."""
-    return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+    """A response body as JSON. Raises: TypeError, RecursionError where it holds what JSON cannot."""
+    try:
+        return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+    except TypeError:
+        return orjson.dumps(_readable(body), option=orjson.OPT_SERIALIZE_NUMPY)
 
 
 def answer_line(hex_id: str, custom_id: str, answer: Answer, body: bytes) -> bytes:
@@ -133,6 +136,20 @@ def error_line(hex_id: str, custom_id: str | None, error: LineError, line_number
     """The result line, without a newline, of a batch line that could not be turned into a request."""
     details = {"code": error.code, "message": error.message, "param": error.param, "line": line_number}
     return orjson.dumps({"id": f"batch_req_{hex_id}", "custom_id": custom_id, "response": None, "error": details})
+
+
+def _readable(value: Any) -> Any:
+    """The same value with what every JSON reader takes: half a surrogate pair becomes U+FFFD, an integer beyond 64 bits
+    a float, as `orjson` itself reads it."""
+    if isinstance(value, str):
+        return value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    if isinstance(value, Mapping):
+        return {_readable(name): _readable(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_readable(item) for item in value]
+    if isinstance(value, int) and not -(2**63) <= value < 2**64:
+        return float(value) if abs(value) < 2**1023 else None
+    return value
 
 
 def _check_body(body: dict[str, Any], url: str) -> None:

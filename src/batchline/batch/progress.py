@@ -5,14 +5,19 @@ Owns the numbers and the interface of whoever shows them; shows nothing itself.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from batchline.backends.base import BackendStats
 from batchline.batch.journal import Outcome
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _WINDOW_S = 30.0
 
@@ -61,6 +66,31 @@ class SilentReporter:
 
     def warn(self, text: str) -> None:
         """Ignored."""
+
+
+class GuardedReporter:
+    """Passes everything on to `inner`, whose failures cost a run nothing: a closed terminal, a fault in a callback."""
+
+    def __init__(self, inner: Reporter) -> None:
+        self._inner = inner
+
+    def phase(self, text: str) -> None:
+        """Passed on."""
+        self._guarded(self._inner.phase, text)
+
+    def progress(self, progress: Progress) -> None:
+        """Passed on."""
+        self._guarded(self._inner.progress, progress)
+
+    def warn(self, text: str) -> None:
+        """Passed on."""
+        self._guarded(self._inner.warn, text)
+
+    def _guarded(self, tell: Callable[[T], None], what: T) -> None:
+        try:
+            tell(what)
+        except Exception:
+            logger.debug("the reporter failed", exc_info=True)
 
 
 class Tally:

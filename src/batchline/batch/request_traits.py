@@ -80,9 +80,9 @@ def is_deterministic(url: str, body: dict[str, Any]) -> bool:
 
 
 def request_hash(url: str, body: dict[str, Any]) -> bytes:
-    """128 bits that equal requests share, whatever the order of their keys."""
+    """128 bits that equal requests share, whatever the order of their keys: of the whole URL path and body."""
     try:
         canonical = orjson.dumps(body, option=orjson.OPT_SORT_KEYS)
     except TypeError:
         return NOT_DEDUPLICABLE
-    return hashlib.blake2b(canonical, digest_size=16, person=url.encode()[-16:]).digest()
+    return hashlib.blake2b(b"%b\n%b" % (url.encode(), canonical), digest_size=16).digest()

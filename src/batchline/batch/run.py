@@ -9,28 +9,32 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from batchline.backends.base import Backend
+from batchline.backends.base import Backend, BackendStats
 from batchline.batch import sink, source
 from batchline.batch.check import CheckReport, check_file, findings_of, refuse_over_limits
 from batchline.batch.commit import GroupCommit
-from batchline.batch.failures import record_failed_lines
-from batchline.batch.fingerprint import refuse_other_run, run_identity
-from batchline.batch.index import LineIndex, LineReader, PositionSet
-from batchline.batch.journal import Disk, Journal
+from batchline.batch.crashes import LETHAL_CRASHES, InFlight, alternate_stacks, watched
+from batchline.batch.failures import record_failed_lines, record_lethal_requests
+from batchline.batch.index import LineIndex, LineReader
+from batchline.batch.journal import Disk, Note, Outcome
 from batchline.batch.locations import Location
 from batchline.batch.options import RunOptions
-from batchline.batch.plan import Plan, Planner
-from batchline.batch.progress import Reporter, Tally
+from batchline.batch.plan import Plan, Planner, WorkItem
+from batchline.batch.progress import GuardedReporter, Reporter, Tally
+from batchline.batch.recovery import RunState, recover
 from batchline.batch.runner import Feeder, Runner
 from batchline.batch.stopping import unless_stopped
 from batchline.batch.summary import RunSummary
 from batchline.batch.workspace import Workspace, workspace_path
 from batchline.errors import RunFailed, RunInterrupted, UsageError
+
+logger = logging.getLogger(__name__)
 
 _PROGRESS_INTERVAL_S = 0.5
 
@@ -50,13 +54,15 @@ async def run(
     """
     started = time.monotonic()
     refuse(options)
-    with Workspace(workspace_path(options.output, options.input, options.tmp_dir)) as workspace:
-        batch_run = BatchRun(options, workspace, reporter, stop, disk)
+    with alternate_stacks(), Workspace(workspace_path(options.output, options.input, options.tmp_dir)) as workspace:
+        batch_run = BatchRun(options, workspace, GuardedReporter(reporter), stop, disk)
         try:
             summary = await batch_run.execute(open_backend)
-        except BaseException:
-            if not batch_run.has_answers:
+        except BaseException as exc:
+            if not batch_run.is_worth_keeping:
                 workspace.start_over()  # nothing was computed: leave nothing that a corrected command would trip over
+            if isinstance(exc, OSError):  # no file descriptors left, or a folder that was removed
+                raise RunFailed(f"The run cannot go on: {exc}.") from exc
             raise
         finally:
             batch_run.close()
@@ -92,15 +98,6 @@ class CheckedInput:
     plan: Plan
 
 
-@dataclass(frozen=True, slots=True)
-class RunState:
-    """What is durable: the journal, the positions in it, and their sums."""
-
-    journal: Journal
-    done: PositionSet
-    tally: Tally
-
-
 class BatchRun:
     """The steps of one run in a locked workspace. `close` frees what they hold open."""
 
@@ -118,23 +115,31 @@ class BatchRun:
         self._reporter = reporter
         self._stop = stop
         self._open_files = contextlib.ExitStack()
-        self._tally: Tally | None = None
+        self._state: RunState | None = None
 
     @property
-    def has_answers(self) -> bool:
-        """Whether the journal may hold answers that were computed."""
-        return self._tally is None or self._tally.answered > 0
+    def is_worth_keeping(self) -> bool:
+        """Whether the journal may hold what cannot be made again in seconds."""
+        return self._state is None or self._state.is_worth_keeping
 
     async def execute(self, open_backend: Callable[[], Backend]) -> RunSummary:
         """Every step, in order. Raises: as `run`."""
         try:
             checked = await self._check(await self._stage())
-            state = await asyncio.to_thread(self._recover, checked.report)
+            state = self._state = await asyncio.to_thread(
+                recover,
+                self._options,
+                checked.report,
+                self._workspace,
+                self._reporter,
+                self._open_files,
+                self._disk,
+            )
             if state.tally.done < state.tally.total:
                 await self._answer_all(checked, state, open_backend)
             await self._deliver(state)
         except RunInterrupted as exc:
-            raise RunInterrupted(f"{exc} {_saved(self._tally)}") from exc
+            raise RunInterrupted(f"{exc} {_saved(self._state)}") from exc
         return self._summary(state.tally)
 
     def close(self) -> None:
@@ -175,40 +180,12 @@ class BatchRun:
             self._reporter.warn("The input has no lines; the output will be empty.")
         self._reporter.phase(f"Checked {report.num_lines:,} lines")
 
-    def _recover(self, report: CheckReport) -> RunState:
-        """Open the journal and count what it holds. Raises: ResumeRefused, RunFailed."""
-        if not self._options.resume:
-            self._workspace.start_over()
-        identity = run_identity(self._options, report)
-        journal = self._open_journal(identity)
-        done, tally = PositionSet(), Tally(report.num_lines)
-        for entry in journal.entries():
-            if done.add(entry.outcome.position):
-                tally.add(entry.outcome, is_resumed=True)
-        if journal.run != identity and not tally.answered:
-            self._reporter.phase("Starting over: the unfinished run found here differs and has no answers")
-            self._workspace.start_over()
-            journal, done, tally = self._open_journal(identity), PositionSet(), Tally(report.num_lines)
-        refuse_other_run(journal.run, identity, tally.done)
-        self._tally = tally
-        if tally.done:
-            self._reporter.phase(f"Resuming: {tally.done:,} of {tally.total:,} requests were done before")
-        return RunState(journal, done, tally)
-
-    def _open_journal(self, identity: dict[str, str]) -> Journal:
-        try:
-            journal = Journal.open(self._workspace.journal_path, identity, self._disk)
-        except OSError as exc:
-            raise RunFailed(f"The journal cannot be opened: {exc.strerror or exc}.") from exc
-        self._open_files.callback(journal.close)
-        return journal
-
     async def _answer_all(self, checked: CheckedInput, state: RunState, open_backend: Callable[[], Backend]) -> None:
         """Raises: RunInterrupted where it stopped before the last line."""
         try:
             await self._answer_rest(checked, state, open_backend)
         except RunFailed as exc:
-            raise RunFailed(f"{exc}\n{_saved(state.tally)}") from exc
+            raise RunFailed(f"{exc}\n{_saved(state)}") from exc
         if state.tally.done < state.tally.total:
             raise RunInterrupted("Interrupted.")
 
@@ -216,38 +193,63 @@ class BatchRun:
         reader = LineReader(checked.path, checked.index)
         self._open_files.callback(reader.close)
         await asyncio.to_thread(record_failed_lines, checked.report, reader, state.journal, state.done, state.tally)
+        await asyncio.to_thread(self._give_up_lethal_requests, checked.plan, reader, state)
         if next(checked.plan.items(state.done), None) is None or self._stop.is_set():
             return
         self._reporter.phase("Loading the model")
-        backend = await asyncio.to_thread(open_backend)  # importing an engine takes seconds
-        try:
-            await unless_stopped(backend.start(), self._stop)
-            self._reporter.phase(f"Running {state.tally.total - state.tally.done:,} requests")
-            await self._run_requests(backend, Feeder(checked.plan.items(state.done), reader), state)
-        finally:
-            await backend.close()
+        with watched(self._workspace.path) as in_flight:
+            backend = await asyncio.to_thread(open_backend)  # importing an engine takes seconds
+            try:
+                await unless_stopped(backend.start(), self._stop)
+                self._reporter.phase(f"Running {state.tally.total - state.tally.done:,} requests")
+                for items in _in_groups(checked.plan, state):
+                    await self._run_requests(backend, Feeder(items, reader), state, in_flight)
+            finally:
+                await backend.close()
 
-    async def _run_requests(self, backend: Backend, feeder: Feeder, state: RunState) -> None:
-        commit = GroupCommit(state.journal, state.tally.add)
-        runner = Runner(feeder=feeder, backend=backend, commit=commit, max_inflight=self._options.max_inflight)
+    def _give_up_lethal_requests(self, plan: Plan, reader: LineReader, state: RunState) -> None:
+        if not state.suspects.tokens:
+            return
+        items = state.suspects.lethal(plan.items(state.done))
+        for custom_id, line_number in record_lethal_requests(items, reader, state.journal, state.done, state.tally):
+            self._reporter.warn(
+                f"The request {custom_id!r} (line {line_number}) ended the process {LETHAL_CRASHES} times. "
+                "It is not tried again; its result is an error."
+            )
+
+    async def _run_requests(self, backend: Backend, feeder: Feeder, state: RunState, in_flight: InFlight) -> None:
+        def on_durable(outcome: Outcome) -> None:
+            state.tally.add(outcome)
+            in_flight.leave(outcome.position)
+
+        runner = Runner(
+            feeder=feeder,
+            backend=backend,
+            commit=GroupCommit(state.journal, on_durable),
+            max_inflight=self._options.max_inflight,
+            in_flight=in_flight,
+        )
         ticker = asyncio.create_task(self._report_progress(backend, state.tally))
         try:
             await runner.run(self._stop, self._options.grace_period_s)
         finally:
             ticker.cancel()
-            self._reporter.progress(state.tally.snapshot(backend.stats()))
+            self._reporter.progress(state.tally.snapshot(_stats(backend)))
 
     async def _report_progress(self, backend: Backend, tally: Tally) -> None:
         while True:
-            self._reporter.progress(tally.snapshot(backend.stats()))
+            self._reporter.progress(tally.snapshot(_stats(backend)))
             await asyncio.sleep(_PROGRESS_INTERVAL_S)
 
     async def _deliver(self, state: RunState) -> None:
         options, folder = self._options, self._workspace.path
         output = sink.StagedFile.for_location(options.output, folder)
         error_file = sink.StagedFile.for_location(options.error_output, folder) if options.error_output else None
-        staged = [output] + ([error_file] if error_file else [])
-        missing = [file for file in staged if not self._workspace.is_delivered(file.location)]
+        content = "all results" if error_file is None else "succeeded"
+        marks = {output: _delivery_note(output, content, options)}
+        if error_file is not None:
+            marks[error_file] = _delivery_note(error_file, "failed", options)
+        missing = [file for file, mark in marks.items() if mark.text not in state.delivered]
         if not missing:
             return  # an upload had succeeded, and the process died before it could tidy up
         self._reporter.phase(f"Writing {' and '.join(file.location.display for file in missing)}")
@@ -264,7 +266,8 @@ class BatchRun:
         for file in missing:
             await unless_stopped(sink.deliver(file), self._stop, options.grace_period_s)
             if file.location.is_remote:
-                self._workspace.mark_delivered(file.location)
+                with contextlib.suppress(OSError):  # on a full disk: no reason to fail, now that the results are there
+                    await asyncio.to_thread(state.write_note, marks[file])
 
     def _summary(self, tally: Tally) -> RunSummary:
         error_output = self._options.error_output
@@ -283,8 +286,34 @@ class BatchRun:
         )
 
 
-def _saved(tally: Tally | None) -> str:
-    """What a run that ends early leaves, and what to do. tally: None before anything was counted."""
-    if tally is None:
+def _in_groups(plan: Plan, state: RunState) -> Iterator[Iterator[WorkItem]]:
+    """What is left to run, in groups that end one before the other starts: suspects of crashes, then all others."""
+    suspects = state.suspects.num_crashes
+    if suspects:
+        yield from map(iter, state.suspects.groups(plan.items(state.done)))
+    yield (item for item in plan.items(state.done) if item.position not in suspects)
+
+
+def _stats(backend: Backend) -> BackendStats:
+    """A backend's counters; zeros where it cannot tell them, which is no reason to end a run."""
+    try:
+        return backend.stats()
+    except Exception:
+        logger.warning("the backend's counters cannot be read", exc_info=True)
+        return BackendStats()
+
+
+def _delivery_note(file: sink.StagedFile, content: str, options: RunOptions) -> Note:
+    """That a remote file has arrived, for a process that dies before it has tidied up. It names all that decides the
+    file's bytes besides the journal: another command may send other lines there."""
+    return Note("delivered", f"{file.location.tag} {content} in {options.output_order} order")
+
+
+def _saved(state: RunState | None) -> str:
+    """What a run that ends early leaves, and what to do. state: None before anything was counted."""
+    if state is None:
         return "Run the same command again."
+    tally = state.tally
+    if not state.journal.is_in_place():
+        return f"The results of {tally.done:,} of {tally.total:,} requests were in it and are lost."
     return f"{tally.done:,} of {tally.total:,} requests are done and saved. Run the same command again to do the rest."

@@ -12,12 +12,13 @@ import contextlib
 import logging
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from batchline.backends.base import API_ENDPOINTS, Answer, Backend, EndpointRequest, unknown_path
 from batchline.batch import lines
 from batchline.batch.commit import GroupCommit
+from batchline.batch.crashes import InFlight
 from batchline.batch.index import LineReader
 from batchline.batch.journal import Outcome
 from batchline.batch.plan import WorkItem
@@ -32,6 +33,12 @@ READ_AHEAD_LINES = 256
 READ_AHEAD_BYTES = 32 * 1024 * 1024
 MAX_INFLIGHT_BYTES = 256 * 1024 * 1024
 """Of batch lines, so that a file of images does not fill the memory; one request is always let through."""
+
+MAX_BODY_BYTES = 1 << 30
+"""Of one answer, as JSON. A longer one is replaced by an error."""
+
+_MAX_COUNT = 2**53
+"""No honest count of tokens reaches it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,13 +118,17 @@ class ByteBudget:
 class Runner:
     """Runs everything a feeder gives through a backend, into a group commit."""
 
-    def __init__(self, *, feeder: Feeder, backend: Backend, commit: GroupCommit, max_inflight: int) -> None:
+    def __init__(
+        self, *, feeder: Feeder, backend: Backend, commit: GroupCommit, max_inflight: int, in_flight: InFlight
+    ) -> None:
         self._feeder = feeder
+        self._in_flight = in_flight
         self._backend = backend
         self._commit = commit
         self._max_inflight = max_inflight
         self._budget = ByteBudget(MAX_INFLIGHT_BYTES)
         self._lead_is_over = asyncio.Event()
+        self._has_warned_of_usage = False
 
     async def run(self, stop: asyncio.Event, grace_period_s: float) -> None:
         """Run to the end, or, once `stop` is set, take nothing new and give what is in flight `grace_period_s`.
@@ -147,6 +158,7 @@ class Runner:
             if item is None:
                 break
             await self._budget.acquire(item.num_bytes)
+            self._in_flight.take(item.served[0][0])
             try:
                 await self._answer(item)
             finally:
@@ -160,11 +172,11 @@ class Runner:
 
     async def _answer(self, item: ReadyRequest) -> None:
         answer, body = await self._ask(item.request)
-        prompt, cached, output = _usage(answer.body)
+        tokens = self._counted_tokens(answer)
         for number, (position, custom_id) in enumerate(item.served):
             hex_id = item.request.request_id if number == 0 else lines.new_id()
             outcome = (
-                Outcome(position, str(answer.status_code), prompt, cached, output)
+                Outcome(position, str(answer.status_code), *tokens)
                 if number == 0
                 else Outcome(position, str(answer.status_code), is_copy=True)
             )
@@ -176,8 +188,7 @@ class Runner:
         try:
             if request.url not in API_ENDPOINTS:  # also where a backend answers it to a server, as `/tokenize`
                 raise unknown_path(request.url, self._backend.models())
-            answer = await self._backend.answer(request)
-            return answer, lines.encode_body(answer.body)
+            return _checked(await self._backend.answer(request), request.request_id)
         except (EngineError, ModelLoadError):
             raise
         except RequestError as exc:
@@ -186,8 +197,34 @@ class Runner:
             # The boundary of one line: whatever went wrong is that line's answer, and the traceback is in the log.
             logger.exception("request failed inside the backend", extra={"request_id": request.request_id})
             error = InternalServerError("The request failed because of an internal error.")
-        answer = Answer(status_code=error.status_code, body=error.body(), request_id=request.request_id)
-        return answer, lines.encode_body(answer.body)
+        return _checked(Answer(status_code=error.status_code, body=error.body(), request_id=request.request_id), "")
+
+    def _counted_tokens(self, answer: Answer) -> tuple[int, int, int]:
+        """(prompt, cached, output) tokens of an answer; zeros, and one warning, where its usage is no count."""
+        try:
+            return _usage(answer.body)
+        except ValueError as exc:
+            if not self._has_warned_of_usage:
+                self._has_warned_of_usage = True
+                logger.warning("an answer has a usage that is no count of tokens (%s); such count as 0", exc)
+            return 0, 0, 0
+
+
+def _checked(answer: Answer, request_id: str) -> tuple[Answer, bytes]:
+    """An answer that a result line can hold, and its body as JSON. request_id: instead of one that is no plain text.
+
+    Raises: TypeError, ValueError, RecursionError for an answer that no line can hold.
+    """
+    if type(answer.status_code) is not int or not 100 <= answer.status_code <= 599:
+        raise ValueError(f"status code {answer.status_code!r}")
+    if not isinstance(answer.body, Mapping):
+        raise TypeError(f"a body of type {type(answer.body).__name__}")
+    body = lines.encode_body(answer.body)
+    if len(body) > MAX_BODY_BYTES:
+        raise ValueError(f"a body of {len(body):,} bytes")
+    if not isinstance(answer.request_id, str) or not answer.request_id.isascii():
+        answer = replace(answer, request_id=request_id)
+    return answer, body
 
 
 async def _until_stopped_or_failed(
@@ -220,11 +257,30 @@ def _raise_first(results: list[BaseException | None]) -> None:
 
 
 def _usage(body: Mapping[str, Any]) -> tuple[int, int, int]:
-    """(prompt, cached, output) tokens of an answer; zeros where it has none. Responses have names of their own."""
+    """(prompt, cached, output) tokens of an answer; zeros where it has none. Responses have names of their own.
+
+    Raises: ValueError for what is there and is no count.
+    """
     usage = body.get("usage")
-    if not isinstance(usage, Mapping):
+    if usage is None:
         return 0, 0, 0
-    details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details")
-    cached = details.get("cached_tokens") if isinstance(details, Mapping) else 0
-    prompt = usage.get("prompt_tokens") or usage.get("input_tokens") or 0
-    return prompt, cached or 0, usage.get("completion_tokens") or usage.get("output_tokens") or 0
+    details = _of(usage, "prompt_tokens_details") or _of(usage, "input_tokens_details") or {}
+    return (
+        _count(_of(usage, "prompt_tokens") or _of(usage, "input_tokens")),
+        _count(_of(details, "cached_tokens")),
+        _count(_of(usage, "completion_tokens") or _of(usage, "output_tokens")),
+    )
+
+
+def _of(value: Any, name: str) -> Any:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"a value of type {type(value).__name__}")
+    return value.get(name)
+
+
+def _count(value: Any) -> int:
+    if value is None:
+        return 0
+    if type(value) is not int or not 0 <= value < _MAX_COUNT:
+        raise ValueError(f"a value of type {type(value).__name__}")
+    return value

@@ -27,7 +27,7 @@ from batchline.batch.options import OutputOrder
 from batchline.batch.remote import file_system, refuse_unknown_host
 from batchline.batch.sorting import RecordSorter
 from batchline.batch.upload import upload_file
-from batchline.batch.workspace import is_special
+from batchline.batch.workspace import RESULTS_PREFIX, is_special
 from batchline.errors import OutputUnwritable, RunFailed, RunInterrupted
 
 _ENTRY = struct.Struct(">QQI?")
@@ -49,7 +49,7 @@ class StagedFile:
         if location.path is not None and not is_special(location.path):
             target = location.path.resolve()
             return cls(target.with_name(f"{target.name}.incomplete"), location)
-        return cls(workspace / f"results.{location.tag}{''.join(Path(location.name).suffixes[-2:])}", location)
+        return cls(workspace / f"{RESULTS_PREFIX}{location.tag}{''.join(Path(location.name).suffixes[-2:])}", location)
 
     @property
     def codec(self) -> Codec | None:

@@ -13,12 +13,16 @@ import os
 import shutil
 from pathlib import Path
 
+from batchline.batch.crashes import forget_crash
 from batchline.batch.durable import sync_folder
 from batchline.batch.locations import Location
 from batchline.errors import OutputUnwritable, ResumeRefused
 
 _JOURNAL = "journal"
-_DELIVERED = "delivered"
+_LOCK = "lock"
+RESULTS_PREFIX = "results."
+"""How the names of finished results begin that wait in the folder to be uploaded."""
+
 _REMOTE_NAME_CHARS = 60
 """Of a URL's last part, its end names the folder: more than a file system takes would be no reason to refuse it."""
 
@@ -79,32 +83,26 @@ class Workspace:
         self._unlock()
 
     def start_over(self) -> None:
-        """Forget what an earlier run did."""
+        """Forget what an earlier run did. The journal goes first: what is left then is no run any more."""
         self.journal_path.unlink(missing_ok=True)
-        for mark in self.path.glob(f"{_DELIVERED}.*"):
-            mark.unlink()
-
-    def mark_delivered(self, location: Location) -> None:
-        """Remember that results have arrived there, should this process die before it has tidied up."""
-        with contextlib.suppress(OSError):  # on a full disk: no reason to fail, now that the results are there
-            (self.path / f"{_DELIVERED}.{location.tag}").touch()
-            sync_folder(self.path)
-
-    def is_delivered(self, location: Location) -> bool:
-        """Whether the journal's results have already arrived there."""
-        return (self.path / f"{_DELIVERED}.{location.tag}").exists()
+        forget_crash(self.path)
 
     def remove(self) -> None:
-        """Delete the folder; the run is finished. The journal goes first: what is left then is no run any more."""
-        self.journal_path.unlink(missing_ok=True)
-        shutil.rmtree(self.path, ignore_errors=True)
+        """Delete the folder; the run is finished. Files that are not a run's stay, and the folder with them."""
+        self.start_over()
+        shutil.rmtree(self.scratch, ignore_errors=True)
+        for path in self.path.glob(f"{RESULTS_PREFIX}*"):
+            path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            (self.path / _LOCK).unlink(missing_ok=True)
+            self.path.rmdir()
 
     def _lock(self) -> None:
         while True:
             if not self.path.exists():
                 self.path.mkdir(exist_ok=True)
                 sync_folder(self.path.parent)
-            self._lock_fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+            self._lock_fd = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
             try:
                 fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as exc:
@@ -122,7 +120,7 @@ class Workspace:
     def _is_current(self) -> bool:
         """Whether the locked file is still the one in the folder: a finishing run may have removed it meanwhile."""
         try:
-            return os.stat(self.path / "lock").st_ino == os.fstat(self._lock_fd).st_ino
+            return os.stat(self.path / _LOCK).st_ino == os.fstat(self._lock_fd).st_ino
         except FileNotFoundError:
             return False
 

@@ -1,0 +1,190 @@
+"""Which requests were in flight when a process died of a fault, and what that says about them.
+
+Two small files in the workspace outlive the process, because what it has written to them is the system's, not its own:
+`in-flight` has the position of every request that has no durable result yet, and `fault` has what `faulthandler` writes
+when the process dies of a fault in native code (a segmentation fault, an abort). SIGKILL, SIGTERM and power loss leave
+no fault, so they accuse nobody.
+
+A request that was in flight at a crash is a suspect. Suspects run before all others: in small groups after one crash,
+alone after two. After the third crash a request is answered with an error. So every batch can be finished.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import math
+import os
+import struct
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from batchline.batch.journal import Note
+from batchline.batch.plan import WorkItem
+
+LETHAL_CRASHES = 3
+"""A request that was in flight at so many crashes, the last time alone, is not tried again."""
+
+_IN_FLIGHT, _FAULT = "in-flight", "fault"
+_SEAT = struct.Struct("<Q")
+_FATAL = "Fatal Python error: "
+_ALTERNATE_STACK_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Crash:
+    """How a process died. token: tells crashes apart. positions: the first lines of the requests in flight."""
+
+    token: str
+    fault: str
+    positions: tuple[int, ...]
+
+    def note(self) -> Note:
+        """What the journal keeps of it."""
+        return Note("crashed", " ".join([self.token, *map(str, self.positions)]))
+
+
+def last_crash(folder: Path) -> Crash | None:
+    """The crash of the last process that was `watched` in this workspace; None if it ended in any other way."""
+    try:
+        token, _, report = (folder / _FAULT).read_text(errors="replace").partition("\n")
+        seats = (folder / _IN_FLIGHT).read_bytes()
+    except FileNotFoundError:
+        return None
+    if not report:
+        return None
+    fault = report.partition("\n")[0].removeprefix(_FATAL)
+    whole = seats[: len(seats) // _SEAT.size * _SEAT.size]
+    return Crash(token, fault, tuple(sorted(number - 1 for (number,) in _SEAT.iter_unpack(whole) if number)))
+
+
+def forget_crash(folder: Path) -> None:
+    """Remove what `last_crash` would read."""
+    for name in (_FAULT, _IN_FLIGHT):
+        (folder / name).unlink(missing_ok=True)
+
+
+@dataclass(slots=True)
+class Suspects:
+    """How many crashes each suspect was in flight at, by position. tokens: the crashes that were counted."""
+
+    num_crashes: Counter[int] = field(default_factory=Counter)
+    tokens: set[str] = field(default_factory=set)
+
+    def add(self, note: Note) -> None:
+        """Count a crash that the journal has noted."""
+        token, *positions = note.text.split(" ")
+        if token not in self.tokens:
+            self.tokens.add(token)
+            self.num_crashes.update(map(int, positions))
+
+    def lethal(self, items: Iterable[WorkItem]) -> list[WorkItem]:
+        """Those of `items` that are not to be tried again."""
+        return [item for item in items if self.num_crashes[item.position] >= LETHAL_CRASHES]
+
+    def groups(self, items: Iterable[WorkItem]) -> Iterator[Sequence[WorkItem]]:
+        """The suspects among `items` in groups, each to be durable before the next starts: the most suspicious alone,
+        then the others, in groups that weigh the work lost by one more crash against running few at a time."""
+        suspects = [item for item in items if item.position in self.num_crashes]
+        yield from ([item] for item in suspects if self.num_crashes[item.position] == LETHAL_CRASHES - 1)
+        others = [item for item in suspects if self.num_crashes[item.position] < LETHAL_CRASHES - 1]
+        size = max(1, math.isqrt(len(others)))
+        yield from (others[start : start + size] for start in range(0, len(others), size))
+
+
+class InFlight:
+    """The file of positions in flight. Writes are not synced: the page cache survives the process."""
+
+    def __init__(self, path: Path) -> None:
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        self._seats: dict[int, int] = {}
+        self._free: list[int] = []
+
+    def take(self, position: int) -> None:
+        """A request starts. position: of its first line."""
+        seat = self._free.pop() if self._free else len(self._seats)
+        self._seats[position] = seat
+        self._write(seat, position + 1)
+
+    def leave(self, position: int) -> None:
+        """Its result is durable. A position that has no seat is ignored."""
+        seat = self._seats.pop(position, None)
+        if seat is not None:
+            self._free.append(seat)
+            self._write(seat, 0)
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._fd)
+
+    def _write(self, seat: int, number: int) -> None:
+        with suppress(OSError):  # on a full disk: then a crash accuses one request less
+            os.pwrite(self._fd, _SEAT.pack(number), seat * _SEAT.size)
+
+
+@contextmanager
+def watched(folder: Path) -> Iterator[InFlight]:
+    """Until the block ends, a fault of this process is reported in the workspace `folder`, with what is in flight.
+
+    On threads, an overflow of the stack is reported only if they were started under `alternate_stacks`.
+    faulthandler has one file only: if it was on, it goes on with standard error afterwards.
+    """
+    (folder / _FAULT).unlink(missing_ok=True)  # before the seats: a fault must never be read with another's seats
+    in_flight = InFlight(folder / _IN_FLIGHT)
+    was_enabled = faulthandler.is_enabled()
+    try:
+        with (folder / _FAULT).open("w") as report:
+            report.write(os.urandom(8).hex() + "\n")
+            report.flush()
+            faulthandler.enable(report)
+            try:
+                yield in_flight
+            finally:
+                faulthandler.disable()
+                if was_enabled and sys.__stderr__ is not None:
+                    with suppress(OSError, ValueError):  # standard error may be closed
+                        faulthandler.enable(sys.__stderr__)
+    finally:
+        in_flight.close()
+        forget_crash(folder)
+
+
+class _SignalStack(ctypes.Structure):
+    """Linux's `stack_t`."""
+
+    _fields_ = (("sp", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t))
+
+
+_stacks: dict[int, Any] = {}
+"""By thread: kept until another thread has its number, for the system may use one until the thread's very end."""
+
+
+@contextmanager
+def alternate_stacks() -> Iterator[None]:
+    """Give threads that start in the block a stack for signal handlers.
+
+    Without it, nothing can be reported when a thread overflows its own; faulthandler gives one to the main thread only.
+    A profile function is the one hook that Python runs first in every new thread.
+    """
+    if sys.platform != "linux" or threading.getprofile() is not None:
+        yield
+        return
+    threading.setprofile(_on_first_event)
+    try:
+        yield
+    finally:
+        threading.setprofile(None)
+
+
+def _on_first_event(_frame: object, _event: str, _argument: object) -> None:
+    sys.setprofile(None)
+    buffer = ctypes.create_string_buffer(_ALTERNATE_STACK_BYTES)
+    stack = _SignalStack(ctypes.addressof(buffer), 0, _ALTERNATE_STACK_BYTES)
+    if ctypes.CDLL(None, use_errno=True).sigaltstack(ctypes.byref(stack), None) == 0:
+        _stacks[threading.get_ident()] = buffer

@@ -1,0 +1,125 @@
+"""Requests that end the process: every batch can be finished, and only they are answered with an error."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from batch_files import chat_line, contents, read_lines, write_lines
+
+from batchline.batch.crashes import InFlight, Suspects, last_crash, watched
+from batchline.batch.journal import Note
+from batchline.batch.plan import WorkItem
+
+SCRIPT = Path(__file__).with_name("crash_script.py")
+GOOD = {f"r{n}": f"text {n}" for n in range(60)}
+
+
+def crashing_runs(folder: Path, *poisons: str) -> list[dict[str, Any]]:
+    """Every process that the batch took. The poisonous requests stand in the middle of good ones."""
+    lines = [chat_line(name, text) for name, text in GOOD.items()]
+    lines[30:30] = [chat_line(f"poison {n}", text) for n, text in enumerate(poisons)]
+    write_lines(folder / "in.jsonl", lines)
+    command = [sys.executable, str(SCRIPT), str(folder)]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert finished.returncode == 0, finished.stderr
+    children: list[dict[str, Any]] = json.loads(finished.stdout)
+    return children
+
+
+@pytest.mark.parametrize("way", ["segfault", "abort", "thread", "overflow"])
+def test_a_request_that_ends_the_process_is_answered_with_an_error_after_the_third_crash(
+    tmp_path: Path, way: str
+) -> None:
+    """Every resume of such a batch crashed at the same line, so that it could never be finished."""
+    children = crashing_runs(tmp_path, way)
+    assert [child["code"] for child in children[:-1]] == [-6 if way == "abort" else -11] * 3
+    assert children[-1]["code"] == 0
+    results = read_lines(tmp_path / "out.jsonl")
+    assert [result["custom_id"] for result in results] == [*[*GOOD][:30], "poison 0", *[*GOOD][30:]]
+    assert contents(results) == GOOD
+    response = results[30]["response"]
+    assert (response["status_code"], response["body"]["error"]["code"]) == (500, "process_crashed")
+    assert "ended the process 3 times" in response["body"]["error"]["message"]
+
+
+def test_after_a_crash_suspects_run_in_small_groups_and_then_alone(tmp_path: Path) -> None:
+    first, second, third, last = crashing_runs(tmp_path, "segfault")
+    assert first["warnings"] == []
+    assert "ended with a crash (Segmentation fault) while" in second["warnings"][0]
+    assert len(second["asked"]) < len(first["asked"])
+    assert third["asked"][-1] == "segfault"
+    assert "The request 'poison 0' (line 31) ended the process 3 times." in last["warnings"][-1]
+    assert "segfault" not in last["asked"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["asked", "in.jsonl", "out.jsonl", "warnings"]
+
+
+def test_two_requests_that_end_the_process_are_both_found(tmp_path: Path) -> None:
+    children = crashing_runs(tmp_path, "segfault", "abort")
+    assert len(children) <= 6
+    results = read_lines(tmp_path / "out.jsonl")
+    assert contents(results) == GOOD
+    assert [result["custom_id"] for result in results if result["response"]["status_code"] == 500] == [
+        "poison 0",
+        "poison 1",
+    ]
+
+
+def test_sigkill_accuses_nobody(tmp_path: Path) -> None:
+    """A user's kill -9 is no fault of the requests in flight, however often it comes."""
+    children = crashing_runs(tmp_path, "kill")
+    assert {child["code"] for child in children} == {-9}
+    assert not any(child["warnings"] for child in children)
+    journal = (tmp_path / "out.jsonl.partial" / "journal").read_bytes()
+    assert b" crashed " not in journal
+
+
+def report_crash(folder: Path) -> None:
+    with (folder / "fault").open("a") as file:
+        file.write("Fatal Python error: Aborted\n\nThread 0x1:\n")
+
+
+def test_only_what_is_in_flight_is_suspect(tmp_path: Path) -> None:
+    with watched(tmp_path) as in_flight:
+        for position in (5, 9, 7):
+            in_flight.take(position)
+        in_flight.leave(9)
+        in_flight.leave(1000)
+        in_flight.take(0)
+        assert last_crash(tmp_path) is None
+        report_crash(tmp_path)
+        crash = last_crash(tmp_path)
+    assert crash is not None
+    assert (crash.fault, crash.positions) == ("Aborted", (0, 5, 7))
+    assert last_crash(tmp_path) is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_seat_that_cannot_be_written_is_no_reason_to_fail(tmp_path: Path) -> None:
+    in_flight = InFlight(tmp_path / "in-flight")
+    os.close(in_flight._fd)
+    in_flight.take(1)
+    in_flight.leave(1)
+
+
+def test_a_crash_counts_once_however_often_it_is_read() -> None:
+    suspects = Suspects()
+    for token in ("a", "a", "b"):
+        suspects.add(Note("crashed", f"{token} 3 4"))
+    assert suspects.num_crashes == Counter({3: 2, 4: 2})
+
+
+def test_groups_of_suspects_are_small_and_the_most_suspicious_are_alone() -> None:
+    suspects = Suspects(num_crashes=Counter(dict.fromkeys(range(20), 1) | {3: 2, 5: 2, 7: 3}))
+    items = [WorkItem(n) for n in range(40)]
+    assert [item.position for item in suspects.lethal(items)] == [7]
+    groups = [[item.position for item in group] for group in suspects.groups(items)]
+    assert groups[:2] == [[3], [5]]
+    assert max(map(len, groups)) == 4
+    assert sorted(position for group in groups for position in group) == [n for n in range(20) if n != 7]
