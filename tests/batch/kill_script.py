@@ -3,10 +3,10 @@
     python kill_script.py FOLDER {every|chain|edit} OUTPUT
 
 `every`: one run for each moment there is, killed there, then finished. `chain`: one run killed again and again at
-random moments until it gets through. `edit`: one run for each moment from the upload on, killed there; then the input is edited and the
-same command run again, which may refuse. A moment is any opening, renaming or removing of a file, any write, sync or
-truncation of the journal, any connection. Prints one JSON object a finished run. Children are forked, so that imports
-are paid once.
+random moments until it gets through. `edit`: one run for each moment from the upload on, killed there; then the input
+is edited and the same command run again, which may refuse. A moment is any opening, renaming or removing of a file, any
+write, sync or truncation of the journal, any connection. Prints one JSON object a finished run.
+Children are forked, so that imports are paid once.
 """
 
 from __future__ import annotations
