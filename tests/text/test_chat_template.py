@@ -12,7 +12,7 @@ from batchline.errors import BadRequest, UsageError
 from batchline.text.chat_template import (
     ChatPrompt,
     ChatTemplate,
-    compile_request_template,
+    RequestTemplate,
     compile_template,
     own_template,
     read_template,
@@ -112,7 +112,40 @@ def test_a_template_that_does_not_compile_is_an_error_of_its_owner(source: str) 
     with pytest.raises(UsageError, match="chat template"):
         template(source)
     with pytest.raises(BadRequest, match="chat_template: The chat template"):
-        compile_request_template(source, "auto", {})
+        RequestTemplate(source, "auto", {}).render(ChatPrompt(messages=CHAT))
+
+
+def test_a_requests_template_gives_what_the_models_would() -> None:
+    source = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content | trim }}\n{% endfor %}{{ mood }}"
+    prompt = ChatPrompt(messages=[*CHAT, {"role": "user", "content": "é 🙂 \ud800"}], variables={"mood": "calm"})
+    brought = RequestTemplate(source, "auto", {"bos_token": "<s>"})
+    assert brought.render(prompt) == compile_template(source, "auto", {"bos_token": "<s>"}).render(prompt)
+    assert brought.variables == {"bos_token", "messages", "mood"}
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("{% set x = [range(99999) | list] * 500 %}{{ x | sum(start=[]) | length }}", "takes (more than|too much)"),
+        (
+            "{% set n = namespace(a=['x' * 9]) %}{% for i in range(99) %}{% set n.a = [n.a, n.a] %}{% endfor %}"
+            "{{ n.a | string | length }}",
+            "takes (more than|too much)",
+        ),
+        ("{{ raise_exception('no') }}", "refused the messages: no"),
+        ("{{ 'a' * 10**10 }}", "makes too much text"),
+        ("{{ '%1000000000d' % 1 }}", "pads text too widely"),
+        ("{{ 'x' | center(10**9) }}", "makes too much text"),
+        ("{{ 9 ** 999999999 }}", "too large a number"),
+    ],
+)
+def test_a_requests_template_cannot_freeze_or_exhaust_the_process(
+    source: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One call without a checkpoint held the interpreter lock for ever: a thread cannot be ended, a child can."""
+    monkeypatch.setattr("batchline.text.isolation.CPU_SECONDS", 2.0)
+    with pytest.raises(BadRequest, match=words):
+        RequestTemplate(source, "auto", {}).render(ChatPrompt(messages=CHAT))
 
 
 def test_the_option_takes_a_path(tmp_path: Path) -> None:

@@ -118,3 +118,11 @@ def test_a_huge_template_is_refused() -> None:
 def test_a_long_message_is_fine() -> None:
     text = "word " * 1_000_000
     assert render("{{ text | trim }}{{ text.replace('word', 'w') | length }}", text=text).endswith("2000000")
+
+
+@pytest.mark.parametrize("source", ["{{ 1 | round(999999999, 'ceil') }}", "{{ [1] | map('round', -10**9) | list }}"])
+def test_rounding_to_a_billion_places_is_refused(source: str) -> None:
+    """It computes a power of ten with a billion digits in one step, which froze the process."""
+    with pytest.raises(TemplateLimitExceeded, match="too large a number"):
+        render(source)
+    assert render("{{ 2.344 | round(2) }}{{ 1234 | round(-2, 'floor') }}") == "2.341200.0"

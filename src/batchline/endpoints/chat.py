@@ -21,7 +21,7 @@ from batchline.errors import BadRequest
 from batchline.openai_api.chat import ChatCompletionRequest, chat_choice, chat_completion_object
 from batchline.openai_api.parsing import parse_body
 from batchline.openai_api.tools import tool_call_object
-from batchline.text.chat_template import RESERVED_VARIABLES, ChatPrompt, ChatTemplate, compile_request_template
+from batchline.text.chat_template import RESERVED_VARIABLES, ChatPrompt, ChatTemplate, RequestTemplate
 from batchline.text.messages import message_text
 from batchline.text.tool_parsers import assemble
 
@@ -125,7 +125,7 @@ def render_chat(request: ChatCompletionRequest, model: GenerativeModel) -> str:
     )
 
 
-def _reasoning_variables(request: ChatCompletionRequest, template: ChatTemplate) -> dict[str, Any]:
+def _reasoning_variables(request: ChatCompletionRequest, template: ChatTemplate | RequestTemplate) -> dict[str, Any]:
     """`reasoning_effort` as the template takes it. Raises: BadRequest where it does not."""
     effort = request.reasoning_effort
     if effort is None:
@@ -137,7 +137,7 @@ def _reasoning_variables(request: ChatCompletionRequest, template: ChatTemplate)
     raise BadRequest(f"reasoning_effort: this model's chat template takes no {effort!r}", param="reasoning_effort")
 
 
-def chat_template(request: ChatCompletionRequest, model: GenerativeModel) -> ChatTemplate:
+def chat_template(request: ChatCompletionRequest, model: GenerativeModel) -> ChatTemplate | RequestTemplate:
     """The request's own template where that is allowed, else the model's. Raises: BadRequest."""
     reserved = RESERVED_VARIABLES.intersection(request.chat_template_kwargs)
     if reserved:
@@ -149,7 +149,7 @@ def chat_template(request: ChatCompletionRequest, model: GenerativeModel) -> Cha
                 "chat_template: requests may bring a template only under --trust-request-chat-template",
                 param="chat_template",
             )
-        return compile_request_template(
+        return RequestTemplate(
             request.chat_template, model.config.chat_template_content_format, model.tokenizer.special_tokens
         )
     template = model.text.tool_template if request.tools else model.text.chat_template

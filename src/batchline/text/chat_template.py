@@ -7,7 +7,7 @@ refuses it, as many do by `raise_exception`) or, for a template that does not ev
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any
 
@@ -16,6 +16,7 @@ from jinja2 import Template, TemplateError, TemplateSyntaxError, meta
 from batchline.config import ContentFormat
 from batchline.errors import BadRequest, UsageError
 from batchline.text.content_format import TemplateContentFormat, detect_content_format
+from batchline.text.isolation import WorkEnded, run_isolated
 from batchline.text.messages import normalise_messages
 from batchline.text.sandbox import TemplateLimitExceeded, bounded, template_environment
 
@@ -129,14 +130,41 @@ def compile_template(source: str, content_format: ContentFormat, special_tokens:
     return ChatTemplate(template, wanted, knows_developer, variables, special_tokens)
 
 
-def compile_request_template(
-    source: str, content_format: ContentFormat, special_tokens: Mapping[str, str]
-) -> ChatTemplate:
-    """The template that a request brings. Raises: BadRequest where it does not compile."""
+@dataclass(frozen=True, slots=True)
+class RequestTemplate:
+    """The template that a request brings: compiled and rendered in a child process, which can be ended.
+
+    The sandbox's bounds are cooperative; one filter or operation that takes hours would freeze this process.
+    """
+
+    source: str
+    content_format: ContentFormat
+    special_tokens: Mapping[str, str]
+
+    @property
+    def variables(self) -> frozenset[str]:
+        """Names that it reads and does not set itself. Raises: BadRequest where it does not compile."""
+        return frozenset(self._in_child(None))
+
+    def render(self, prompt: ChatPrompt) -> str:
+        """The prompt as text. Raises: BadRequest."""
+        return str(self._in_child({item.name: getattr(prompt, item.name) for item in fields(prompt)}))
+
+    def _in_child(self, prompt: dict[str, Any] | None) -> Any:
+        try:
+            return run_isolated(_request_template, [self.source, self.content_format, self.special_tokens, prompt])
+        except WorkEnded as exc:
+            raise BadRequest(f"The chat template was stopped: {exc}", param="chat_template") from exc
+
+
+def _request_template(argument: list[Any]) -> list[str] | str:
+    """What a child does: render the prompt, or without one find the template's variables. Raises: BadRequest."""
+    source, content_format, special_tokens, prompt = argument
     try:
-        return compile_template(source, content_format, special_tokens)
+        template = compile_template(source, content_format, special_tokens)
     except UsageError as exc:
         raise BadRequest(f"chat_template: {exc}", param="chat_template") from exc
+    return sorted(template.variables) if prompt is None else template.render(ChatPrompt(**prompt))
 
 
 def read_template(option: str) -> str:

@@ -4,7 +4,8 @@ Templates are programs by strangers. Jinja's immutable sandbox keeps them from P
 and the `generation` tag are those of `transformers`, so that a template gives the same text here and there. The bounds
 are cooperative: every loop iteration, call, filter and output expression is a checkpoint that looks at the processor
 time this thread has spent (not at the clock, which a busy machine would let run out) and at the characters made so
-far; operations that can blow up in one step are measured before they run. No thread or process is needed to stop one.
+far; operations that can blow up in one step are measured before they run. So a model's own template is rendered in
+this process. One that a request brings is rendered in a child process besides (`chat_template.RequestTemplate`).
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ MAX_CPU_SECONDS = 5.0
 MAX_CHARACTERS = 128 * 1024 * 1024
 MAX_TEMPLATE_CHARACTERS = 1024 * 1024
 MAX_INTEGER_BITS = 4096
+MAX_DIGITS = 400
+"""Places to round to; no float has more, and `round` computes the power of ten as an integer."""
+
 _WIDE_FORMAT = re.compile(r"\d{6}")
 _MULTIPLYING = frozenset(
     {"center", "expandtabs", "indent", "join", "ljust", "replace", "rjust", "tojson", "translate", "wordwrap", "zfill"}
@@ -121,6 +125,8 @@ def _weight(value: Any) -> int:
 
 def _check_growth(name: str, arguments: Iterable[Any]) -> None:
     """Refuse a multiplying operation before it runs: the product of its two heaviest arguments bounds its result."""
+    if name == "round" and any(isinstance(value, int) and abs(value) > MAX_DIGITS for value in list(arguments)[1:]):
+        raise TemplateLimitExceeded("it computes too large a number")
     if name not in _MULTIPLYING:
         return
     values = list(arguments)
