@@ -24,7 +24,8 @@
     │   └── ServiceUnavailable      503
     │       └── Overloaded          503, worth trying again
     └── EngineError                 the engine failed
-        ├── EngineDead              its thread has ended; no request can be answered any more
+        ├── EngineDead              its thread has ended; the backend starts it again
+        ├── EngineLost              it has ended and is not started again for now
         ├── EngineOutOfMemory       a step did not fit in memory
         ├── NumbersNotFinite        the model's numbers for a request are NaN or infinite
         └── ConstraintFailed        what a request asks of its output leaves no token that could come next
@@ -217,6 +218,10 @@ class EngineError(BatchlineError):
 
 class EngineDead(EngineError):
     """The engine's thread has ended; the cause is `__cause__`."""
+
+
+class EngineLost(EngineError):
+    """The engine has ended and is not started again: the backend has given it up for now, or is closed."""
 
 
 class EngineOutOfMemory(EngineError):

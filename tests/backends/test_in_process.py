@@ -233,7 +233,7 @@ async def test_models_of_every_kind_answer_side_by_side_and_their_tokens_add_up(
 
 
 async def test_a_model_that_makes_room_for_another_leaves_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("batchline.backends.in_process.free_bytes", lambda: 0)
+    monkeypatch.setattr("batchline.backends.model_memory.free_bytes", lambda device: 0)
     modules = weakref.WeakSet[Any]()
     monkeypatch.setattr(
         "batchline.pooling.loading.fuse_encoder", lambda part, _kernels: modules.add(part.model.base_model) or []

@@ -1,13 +1,25 @@
-"""Models in memory: loaded once, never unloaded in use, one after another where they do not fit."""
+"""Models in memory: loaded once, never unloaded in use, one after another where they do not fit, and again when their
+engine has ended."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
+from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
-from batchline.backends.residency import Loadable, ModelResidency
+from batchline.backends.residency import LONGEST_REFUSAL_S, MAX_FRUITLESS_ENDS, Loadable, ModelResidency
+from batchline.errors import BatchlineError, EngineLost, ModelLoadError
+
+
+@pytest.fixture(autouse=True)
+def _no_collections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each unload looks through all that the process has imported, which these models have no part in."""
+    monkeypatch.setattr("batchline.backends.residency.gc", SimpleNamespace(collect=lambda: None))
 
 
 class Recorded:
@@ -16,21 +28,56 @@ class Recorded:
     def __init__(self, name: str, events: list[str]) -> None:
         self.name = name
         self.events = events
+        self.has_ended = False
         events.append(f"load {name}")
+
+    def is_alive(self) -> bool:
+        return not self.has_ended
 
     def close(self) -> None:
         self.events.append(f"unload {self.name}")
 
 
 class Shelf:
-    """Memory for `room` bytes, and models that take 1 each unless said otherwise."""
+    """Room for `room` models."""
 
     def __init__(self, room: int) -> None:
         self.events: list[str] = []
-        self.residency: ModelResidency[Recorded] = ModelResidency(lambda: room - len(self.residency.resident_models()))
+        self.room = room
+        self.now = 0.0
+        self.residency: ModelResidency[Recorded] = ModelResidency(reload_delays_s=(0, 0), clock=lambda: self.now)
 
-    def model(self, name: str, needed_bytes: int | None = 1) -> Loadable[Recorded]:
-        return Loadable(name, lambda: Recorded(name, self.events), needed_bytes)
+    def model(self, name: str, load: Callable[[], Recorded] | None = None) -> Loadable[Recorded]:
+        return Loadable(name, load or (lambda: Recorded(name, self.events)), self.fits)
+
+    def fits(self) -> bool:
+        return len(self.residency.resident_models()) < self.room
+
+    async def until_leaving(self, name: str) -> None:
+        """Returns when the model in memory has to make room."""
+        (life,) = [life for life in self.residency._residents if life.wanted.name == name]
+        while not life.is_leaving:  # noqa: ASYNC110 (a thread decides it)
+            await asyncio.sleep(0)
+
+
+class Gate:
+    """A loader that waits to be let through."""
+
+    def __init__(self, name: str, events: list[str]) -> None:
+        self.name = name
+        self.events = events
+        self.entered = threading.Event()
+        self.opened = threading.Event()
+
+    def __call__(self) -> Recorded:
+        self.entered.set()
+        assert self.opened.wait(60)
+        return Recorded(self.name, self.events)
+
+
+async def one_use(shelf: Shelf, wanted: Loadable[Recorded]) -> Recorded:
+    async with shelf.residency.use(wanted) as model:
+        return model
 
 
 async def test_a_model_is_loaded_once_and_shared() -> None:
@@ -47,7 +94,8 @@ async def test_the_thread_that_loads_a_model_ends_and_takes_its_computing_thread
         loading.append(threading.current_thread())
         return Recorded("a", [])
 
-    async with Shelf(room=1).residency.use(Loadable("a", load, 1)):
+    shelf = Shelf(room=1)
+    async with shelf.residency.use(shelf.model("a", load)):
         (thread,) = loading
         assert thread is not threading.current_thread()
         thread.join(timeout=60)
@@ -62,11 +110,10 @@ async def test_models_that_fit_together_stay_together() -> None:
     assert shelf.events == ["load a", "load b"]
 
 
-@pytest.mark.parametrize("needed_bytes", [1, None])
-async def test_a_model_that_does_not_fit_beside_an_idle_one_replaces_it(needed_bytes: int | None) -> None:
+async def test_a_model_that_does_not_fit_beside_an_idle_one_replaces_it() -> None:
     shelf = Shelf(room=1)
     for name in "ab":
-        async with shelf.residency.use(shelf.model(name, needed_bytes)):
+        async with shelf.residency.use(shelf.model(name)):
             pass
     assert shelf.events == ["load a", "unload a", "load b"]
 
@@ -85,7 +132,9 @@ async def test_a_model_in_use_is_not_unloaded_and_later_requests_wait_behind_the
 
     first = asyncio.create_task(use("a", leave))
     await entered.wait()
-    second, third = asyncio.create_task(use("b")), asyncio.create_task(use("a"))
+    second = asyncio.create_task(use("b"))
+    await shelf.until_leaving("a")
+    third = asyncio.create_task(use("a"))
     for _ in range(20):
         await asyncio.sleep(0)
     assert shelf.events == ["load a"]
@@ -101,8 +150,8 @@ async def test_a_loader_that_fails_leaves_room_for_the_next() -> None:
     def fail() -> Recorded:
         raise MemoryError("no room")
 
-    with pytest.raises(MemoryError):
-        async with shelf.residency.use(Loadable("broken", fail, 1)):
+    with pytest.raises(ModelLoadError, match="it failed with a MemoryError"):
+        async with shelf.residency.use(shelf.model("broken", fail)):
             pass
     async with shelf.residency.use(shelf.model("a")) as model:
         assert model.name == "a"
@@ -116,3 +165,189 @@ async def test_close_unloads_everything() -> None:
     await shelf.residency.close()
     assert shelf.events[-2:] == ["unload a", "unload b"]
     assert shelf.residency.resident_models() == []
+
+
+async def test_users_that_give_up_waiting_neither_stop_nor_repeat_a_load() -> None:
+    """Each client that hung up during a load left a copy of the model in memory behind: its load went on, was dropped,
+    and the next request began another."""
+    shelf = Shelf(room=1)
+    gate = Gate("a", shelf.events)
+    wanted = shelf.model("a", gate)
+    for _ in range(4):
+        waiting = asyncio.create_task(one_use(shelf, wanted))
+        await asyncio.to_thread(gate.entered.wait, 60)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+    last = asyncio.create_task(one_use(shelf, wanted))
+    await asyncio.sleep(0)
+    gate.opened.set()
+    assert await last in shelf.residency.resident_models()
+    assert shelf.events == ["load a"]
+
+
+async def test_a_load_that_nobody_waits_for_any_more_stays_for_the_next_user() -> None:
+    shelf = Shelf(room=1)
+    gate = Gate("a", shelf.events)
+    waiting = asyncio.create_task(one_use(shelf, shelf.model("a", gate)))
+    await asyncio.to_thread(gate.entered.wait, 60)
+    waiting.cancel()
+    await asyncio.wait([waiting])
+    gate.opened.set()
+    await asyncio.gather(*(life.loading for life in shelf.residency._newest.values()))
+    assert await one_use(shelf, shelf.model("a")) in shelf.residency.resident_models()
+    assert shelf.events == ["load a"]
+
+
+async def test_a_load_whose_turn_comes_when_nobody_wants_it_any_more_does_not_begin() -> None:
+    shelf = Shelf(room=3)
+    gate = Gate("a", shelf.events)
+    first = asyncio.create_task(one_use(shelf, shelf.model("a", gate)))
+    await asyncio.to_thread(gate.entered.wait, 60)
+    second = asyncio.create_task(one_use(shelf, shelf.model("b")))
+    await asyncio.sleep(0)
+    second.cancel()
+    gate.opened.set()
+    await first
+    await one_use(shelf, shelf.model("c"))
+    assert shelf.events == ["load a", "load c"]
+
+
+async def test_a_model_in_memory_answers_while_another_is_loaded() -> None:
+    """Requests passed one door, which a load held shut: a resident model's answers took 8 s instead of 0.04."""
+    shelf = Shelf(room=2)
+    gate = Gate("b", shelf.events)
+    await one_use(shelf, shelf.model("a"))
+    loading = asyncio.create_task(one_use(shelf, shelf.model("b", gate)))
+    await asyncio.to_thread(gate.entered.wait, 60)
+    assert (await one_use(shelf, shelf.model("a"))).name == "a"
+    assert not loading.done()
+    gate.opened.set()
+    assert (await loading).name == "b"
+    assert shelf.events == ["load a", "load b"]
+
+
+async def test_the_idle_model_that_was_asked_for_least_lately_makes_room() -> None:
+    shelf = Shelf(room=2)
+    for name in ("a", "b", "a", "c"):
+        await one_use(shelf, shelf.model(name))
+    assert shelf.events == ["load a", "load b", "unload b", "load c"]
+
+
+async def test_a_model_whose_engine_has_ended_is_loaded_again_once_for_all_even_while_in_use() -> None:
+    shelf = Shelf(room=1)
+    async with shelf.residency.use(shelf.model("a")) as first:
+        first.has_ended = True
+        again = await asyncio.gather(*(one_use(shelf, shelf.model("a")) for _ in range(3)))
+    assert len({id(model) for model in again}) == 1
+    assert shelf.events == ["load a", "unload a", "load a"]
+
+
+async def test_a_reload_is_tried_three_times_and_then_refused_for_longer_and_longer() -> None:
+    shelf = Shelf(room=1)
+    attempts: list[str] = []
+
+    def fail() -> Recorded:
+        attempts.append("try")
+        raise ModelLoadError("a", "the disk is gone")
+
+    (await one_use(shelf, shelf.model("a"))).has_ended = True
+    for delay_s in (1, 2, 4):
+        with pytest.raises(ModelLoadError, match="the disk is gone"):
+            await one_use(shelf, shelf.model("a", fail))
+        assert shelf.residency.is_refused("a")
+        with pytest.raises(ModelLoadError, match="the disk is gone"):
+            await one_use(shelf, shelf.model("a"))  # refused at once, without another try
+        shelf.now += delay_s
+        assert not shelf.residency.is_refused("a")
+    assert attempts == ["try"] * 9
+    shelf.now += LONGEST_REFUSAL_S
+    assert (await one_use(shelf, shelf.model("a"))).is_alive()
+    assert not shelf.residency.is_refused("a")
+
+
+async def test_a_first_load_that_fails_is_not_tried_again_at_once() -> None:
+    shelf = Shelf(room=1)
+    attempts: list[str] = []
+
+    def fail() -> Recorded:
+        attempts.append("try")
+        raise ModelLoadError("a", "there is no such folder")
+
+    for _ in range(2):
+        with pytest.raises(ModelLoadError):
+            await one_use(shelf, shelf.model("a", fail))
+    assert attempts == ["try"]
+    assert not shelf.residency.is_refused("a"), "the others are well"
+
+
+async def test_a_reload_that_works_at_the_second_try_is_no_failure() -> None:
+    shelf = Shelf(room=1)
+    outcomes: list[BatchlineError | Recorded] = [ModelLoadError("a", "not yet"), Recorded("a", [])]
+
+    def load() -> Recorded:
+        outcome = outcomes.pop(0)
+        if isinstance(outcome, BatchlineError):
+            raise outcome
+        return outcome
+
+    (await one_use(shelf, shelf.model("a"))).has_ended = True
+    assert (await one_use(shelf, shelf.model("a", load))).is_alive()
+    assert outcomes == []
+
+
+async def test_an_engine_that_ends_whatever_it_is_asked_is_given_up_until_later() -> None:
+    shelf = Shelf(room=1)
+    for _ in range(MAX_FRUITLESS_ENDS):
+        (await one_use(shelf, shelf.model("a"))).has_ended = True
+    with pytest.raises(EngineLost, match="ends whatever it is asked"):
+        await one_use(shelf, shelf.model("a"))
+    shelf.now += 1
+    for _ in range(MAX_FRUITLESS_ENDS + 5):
+        model = await one_use(shelf, shelf.model("a"))
+        shelf.residency.note_good_answer("a")
+        model.has_ended = True
+
+
+async def test_whatever_a_loader_raises_is_a_model_that_cannot_be_loaded(caplog: pytest.LogCaptureFixture) -> None:
+    """An unexpected exception became the answer 500 to every line of a batch; `SystemExit` ended the event loop."""
+    shelf = Shelf(room=1)
+
+    def leave() -> Recorded:
+        raise SystemExit("the model's code has had enough")
+
+    with pytest.raises(ModelLoadError, match="SystemExit"):
+        await one_use(shelf, shelf.model("a", leave))
+    assert "the model's code has had enough" in caplog.text
+
+
+async def test_what_a_failed_load_has_made_is_freed() -> None:
+    """The error, which is kept to refuse requests for a while, kept the failed calls' variables: half a model."""
+    shelf = Shelf(room=1)
+    halves: weakref.WeakSet[Recorded] = weakref.WeakSet()
+
+    def fail() -> Recorded:
+        half = Recorded("half", [])
+        halves.add(half)
+        raise MemoryError("no room for the rest")
+
+    with pytest.raises(ModelLoadError):
+        await one_use(shelf, shelf.model("a", fail))
+    gc.collect()
+    assert len(halves) == 0
+
+
+async def test_close_waits_for_a_load_and_unloads_what_it_gives() -> None:
+    shelf = Shelf(room=1)
+    gate = Gate("a", shelf.events)
+    waiting = asyncio.create_task(one_use(shelf, shelf.model("a", gate)))
+    behind = asyncio.create_task(one_use(shelf, shelf.model("b")))
+    await asyncio.to_thread(gate.entered.wait, 60)
+    closing = asyncio.create_task(shelf.residency.close())
+    await asyncio.sleep(0)
+    gate.opened.set()
+    await closing
+    assert shelf.events == ["load a", "unload a"]
+    outcomes = await asyncio.gather(waiting, behind, return_exceptions=True)
+    assert isinstance(outcomes[1], EngineLost)
+    with pytest.raises(EngineLost):
+        await one_use(shelf, shelf.model("a"))

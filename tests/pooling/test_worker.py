@@ -1,3 +1,5 @@
+"""The thread of a pooling model: shared batches, and faults that hit nobody but the sequence at fault."""
+
 from __future__ import annotations
 
 import asyncio
@@ -7,9 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import pytest
 
-from batchline.errors import EngineDead, EngineError, EngineOutOfMemory
+from batchline.errors import EngineDead, EngineError, EngineOutOfMemory, NumbersNotFinite
 from batchline.pooling.batching import BatchLimits, TokenSequence
-from batchline.pooling.worker import PoolingWorker, Rows
+from batchline.pooling.worker import GROW_AFTER, PoolingWorker, Rows
 
 LIMITS = BatchLimits(max_tokens=64, max_padding=16)
 Start = Callable[..., PoolingWorker]
@@ -28,8 +30,10 @@ def sums(sequences: Sequence[TokenSequence]) -> Rows:
 def start() -> Iterator[Start]:
     workers: list[PoolingWorker] = []
 
-    def start_worker(run_batch: Callable[[Sequence[TokenSequence]], Rows] = sums) -> PoolingWorker:
-        workers.append(PoolingWorker(run_batch, LIMITS))
+    def start_worker(
+        run_batch: Callable[[Sequence[TokenSequence]], Rows] = sums, probe: Sequence[TokenSequence] = ()
+    ) -> PoolingWorker:
+        workers.append(PoolingWorker(run_batch, LIMITS, probe=probe))
         return workers[-1]
 
     yield start_worker
@@ -96,7 +100,7 @@ async def test_failed_batch_is_a_typed_error_and_the_next_one_runs(start: Start)
         return sums(sequences)
 
     worker = start(fail_on_seven)
-    with pytest.raises(EngineError, match="failed on a batch") as caught:
+    with pytest.raises(EngineError, match="failed on this input") as caught:
         await worker.run([sequence(7)])
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
     assert (await worker.run([sequence(8)])).tolist() == [[8, 1]]
@@ -120,7 +124,142 @@ async def test_sequence_that_does_not_fit_alone_says_so(start: Start) -> None:
         await start(never).run([sequence(1), sequence(2)])
 
 
-async def test_closed_worker_answers_waiting_and_new_calls(start: Start) -> None:
+async def run_behind(worker: PoolingWorker, gate: Gate, sequences: Sequence[TokenSequence]) -> list[object]:
+    """The rows of each sequence, or its error, each being a call of its own; they wait together behind a first call."""
+    first = asyncio.create_task(worker.run([sequence(0)]))
+    await asyncio.to_thread(gate.entered.wait, 10)
+    calls = [asyncio.create_task(worker.run([one])) for one in sequences]
+    await asyncio.sleep(0)
+    gate.opened.set()
+    await first
+    outcomes = await asyncio.gather(*calls, return_exceptions=True)
+    return [outcome if isinstance(outcome, BaseException) else outcome.tolist() for outcome in outcomes]
+
+
+@pytest.mark.parametrize("place", range(20))
+async def test_one_bad_text_of_twenty_fails_alone(start: Start, place: int) -> None:
+    """It took all that were in its batch along: 18 neighbours got a final 500."""
+    gate = Gate()
+
+    def fail_on_seven(sequences: Sequence[TokenSequence]) -> Rows:
+        rows = gate(sequences)
+        if any(7 in s.token_ids for s in sequences):
+            raise IndexError("index out of range in self")
+        return rows
+
+    worker = start(fail_on_seven, probe=[sequence(1)])
+    numbers = [100 + number for number in range(19)]
+    numbers.insert(place, 7)
+    outcomes = await run_behind(worker, gate, [sequence(number) for number in numbers])
+    failure = outcomes.pop(place)
+    assert isinstance(failure, EngineError)
+    assert str(failure) == "the model failed on this input"
+    assert outcomes == [[[number, 1]] for number in numbers if number != 7]
+    assert worker.is_alive
+
+
+@pytest.mark.parametrize("fault", [IndexError, RuntimeError, EngineOutOfMemory, MemoryError])
+@pytest.mark.parametrize("mask", range(1, 64))
+async def test_faults_at_any_calls_of_the_model_fail_only_sequences_that_failed_alone(
+    start: Start, mask: int, fault: type[Exception]
+) -> None:
+    """mask: has a bit for each call that fails."""
+    failing = {number for number in range(6) if mask >> number & 1}
+    gate = Gate()
+    failed_alone: list[int] = []
+
+    def fail_sometimes(sequences: Sequence[TokenSequence]) -> Rows:
+        rows = gate(sequences)
+        if len(gate.batches) - 2 in failing:  # the first call is the one that the others wait behind
+            failed_alone.extend(s.token_ids[0] for s in sequences if len(sequences) == 1)
+            raise fault("internals")
+        return rows
+
+    worker = start(fail_sometimes)
+    outcomes = await run_behind(worker, gate, [sequence(100 + number) for number in range(5)])
+    for number, outcome in enumerate(outcomes, start=100):
+        if number in failed_alone:
+            assert isinstance(outcome, EngineError)
+        else:
+            assert outcome == [[number, 1]]
+    failing.clear()
+    assert (await worker.run([sequence(5)])).tolist() == [[5, 1]]
+
+
+async def test_a_call_of_many_texts_fails_with_its_bad_one_and_its_neighbours_do_not(start: Start) -> None:
+    gate = Gate()
+
+    def fail_on_seven(sequences: Sequence[TokenSequence]) -> Rows:
+        rows = gate(sequences)
+        if any(7 in s.token_ids for s in sequences):
+            raise ValueError
+        return rows
+
+    worker = start(fail_on_seven)
+    first = asyncio.create_task(worker.run([sequence(0)]))
+    await asyncio.to_thread(gate.entered.wait, 10)
+    bad = asyncio.create_task(worker.run([sequence(n) for n in (1, 7, 2)]))
+    good = asyncio.create_task(worker.run([sequence(n) for n in (3, 4)]))
+    await asyncio.sleep(0)
+    gate.opened.set()
+    await first
+    with pytest.raises(EngineError):
+        await bad
+    assert (await good).tolist() == [[3, 1], [4, 1]]
+
+
+async def test_a_model_that_fails_on_its_probe_too_has_died(start: Start) -> None:
+    """A GPU whose context is broken fails on everything: every later request would be answered with a 500 for ever."""
+    is_broken = False
+
+    def run_batch(sequences: Sequence[TokenSequence]) -> Rows:
+        if is_broken:
+            raise RuntimeError("device-side assert triggered")
+        return sums(sequences)
+
+    worker = start(run_batch, probe=[sequence(1)])
+    assert (await worker.run([sequence(3)])).tolist() == [[3, 1]]
+    is_broken = True
+    with pytest.raises(EngineDead) as caught:
+        await worker.run([sequence(1), sequence(2)])
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    assert not worker.is_alive
+
+
+async def test_numbers_that_are_not_finite_fail_their_own_sequence_alone(start: Start) -> None:
+    gate = Gate()
+
+    def nan_for_seven(sequences: Sequence[TokenSequence]) -> Rows:
+        rows = gate(sequences)
+        rows[[7 in s.token_ids for s in sequences], 0] = np.nan
+        return rows
+
+    outcomes = await run_behind(start(nan_for_seven), gate, [sequence(n) for n in (6, 7, 8)])
+    assert isinstance(outcomes[1], NumbersNotFinite)
+    assert [outcomes[0], outcomes[2]] == [[[6, 1]], [[8, 1]]]
+
+
+async def test_batches_shrink_when_memory_lacks_and_grow_again(start: Start) -> None:
+    room = 3
+    sizes: list[int] = []
+
+    def so_many_at_most(sequences: Sequence[TokenSequence]) -> Rows:
+        if len(sequences) > room:
+            raise EngineOutOfMemory("too many")
+        sizes.append(len(sequences))
+        return sums(sequences)
+
+    worker = start(so_many_at_most)
+    await worker.run([sequence(n) for n in range(64)])
+    assert max(sizes) <= 3
+    room = 64
+    sizes.clear()
+    for _ in range(6 * GROW_AFTER):
+        await worker.run([sequence(n) for n in range(64)])
+    assert sizes[-1] == 64, "the limit is what it was"
+
+
+async def test_closed_worker_answers_what_runs_and_refuses_what_waits(start: Start) -> None:
     gate = Gate()
     worker = start(gate)
     running = asyncio.create_task(worker.run([sequence(1)]))
@@ -128,11 +267,13 @@ async def test_closed_worker_answers_waiting_and_new_calls(start: Start) -> None
     waiting = asyncio.create_task(worker.run([sequence(2, 0)]))
     await asyncio.sleep(0)
     closing = asyncio.create_task(asyncio.to_thread(worker.close))
-    await asyncio.sleep(0)
+    while worker.is_alive:  # noqa: ASYNC110 (a thread closes it)
+        await asyncio.sleep(0)
     gate.opened.set()
     await closing
-    outcomes = await asyncio.gather(running, waiting, return_exceptions=True)
-    assert isinstance(outcomes[1], EngineDead) or outcomes[1].tolist() == [[2, 2]]
+    assert (await running).tolist() == [[1, 1]]
+    with pytest.raises(EngineDead):
+        await waiting
     with pytest.raises(EngineDead):
         await worker.run([sequence(3)])
 
@@ -150,7 +291,8 @@ async def test_dead_thread_is_told_to_every_call(start: Start) -> None:
 
 
 async def test_padding_is_counted(start: Start) -> None:
-    worker = start()
-    await worker.run([sequence(1), sequence(1, 2, 3)])
-    assert worker.stats().num_tokens == 4
-    assert worker.stats().padding_tokens in (0, 2), "one batch of two, or two batches"
+    gate = Gate()
+    worker = start(gate)
+    await run_behind(worker, gate, [sequence(1), sequence(1, 2, 3)])
+    assert worker.stats().num_tokens == 1 + 4
+    assert worker.stats().padding_tokens == 2

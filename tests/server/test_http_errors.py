@@ -13,7 +13,8 @@ import pytest
 from threaded_server import Serve
 
 from batchline.backends.base import EndpointRequest
-from batchline.errors import EngineDead, ModelLoadError
+from batchline.errors import EngineLost, ModelLoadError
+from batchline.server.errors import ENGINE_STOPPED
 from batchline.testing import FakeBackend
 
 CHAT = "/v1/chat/completions"
@@ -140,7 +141,7 @@ def test_faults_inside_are_500_and_say_nothing_of_themselves(
     assert "ZeroDivisionError" in caplog.text
 
 
-@pytest.mark.parametrize("error", [EngineDead("gone"), ModelLoadError("/secret/path", "no such file")])
+@pytest.mark.parametrize("error", [EngineLost("gone"), ModelLoadError("/secret/path", "no such file")])
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_engine_that_cannot_work_is_503(serve: Serve, error: Exception, stream: bool) -> None:
     response = httpx.post(serve(failing(error)).url + CHAT, json=HELLO | {"stream": stream})
@@ -152,8 +153,8 @@ def test_an_engine_that_cannot_work_is_503(serve: Serve, error: Exception, strea
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        (EngineDead("gone"), "The engine has stopped; the server has to be restarted"),
-        (ModelLoadError("/secret/path", "no such file"), "The model cannot be run at the moment"),
+        (EngineLost("gone"), ENGINE_STOPPED.message),
+        (ModelLoadError("/secret/path", "no such file"), "The model cannot be run at the moment; try again later"),
         (ZeroDivisionError("/secret/path"), "Internal server error"),
     ],
 )

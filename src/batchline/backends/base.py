@@ -105,7 +105,7 @@ class Backend(Protocol):
     async def answer(self, request: EndpointRequest) -> Answer:
         """The answer to a request. Cancelling the call frees what it holds.
 
-        Raises: EngineDead; ModelLoadError for a model that is loaded on first use. Both end a run.
+        Raises: EngineLost; ModelLoadError for a model that is loaded on first use, or again. Both end a run.
         """
 
     def stream(self, request: EndpointRequest) -> AsyncIterator[Mapping[str, Any]]:
@@ -114,11 +114,12 @@ class Backend(Protocol):
         An error after the first chunk is a last chunk, `{"error": ...}`. Closing the iterator (`aclose`, where it has
         one) or cancelling the reader frees what the request holds.
 
-        Raises: RequestError, before the first chunk alone; EngineDead.
+        Raises: RequestError, EngineLost, ModelLoadError, all before the first chunk alone.
         """
 
     def is_alive(self) -> bool:
-        """Whether requests can be answered: False once an engine has died; cheap, callable at any time."""
+        """Whether requests can be answered: False while a model whose engine has ended cannot be loaded again; cheap,
+        callable at any time."""
 
     def stats(self) -> BackendStats:
         """Counters since the start; cheap, callable at any time."""

@@ -8,24 +8,24 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from batchline.backends.base import API_ENDPOINTS, Answer, BackendStats, EndpointRequest, ServedModel, unknown_path
+from batchline.backends.model_memory import fits_in_memory
 from batchline.backends.residency import Loadable, ModelResidency
 from batchline.backends.served_paths import ENDPOINTS, UTILITIES
+from batchline.backends.supervision import Attempts
 from batchline.checkpoints.formats import refuse_foreign_format
 from batchline.config import EngineConfig, Task
 from batchline.engine.cache_memory import cache_memory_ahead
-from batchline.engine.memory import free_bytes
 from batchline.errors import (
     BadRequest,
     ConstraintFailed,
-    EngineDead,
+    EngineLost,
     EngineOutOfMemory,
     InternalServerError,
     ModelLoadError,
@@ -40,9 +40,6 @@ if TYPE_CHECKING:
     from batchline.backends.loaded_models import LoadedModel
 
 logger = logging.getLogger(__name__)
-
-MEMORY_PER_WEIGHT = 1.5
-"""Memory that a model needs at least, as a multiple of its weight files: weights, some cache, activations."""
 
 MAX_SHOWN_NAME = 200
 """Characters that an error repeats of an unknown model's name."""
@@ -59,7 +56,7 @@ class InProcessBackend:
         for config in engines:
             self._register(config)
         self._engines = tuple(engines)
-        self._residency: ModelResidency[LoadedModel] = ModelResidency(free_bytes)
+        self._residency: ModelResidency[LoadedModel] = ModelResidency(self._keep_counts)
         self._unloaded = BackendStats()
 
     async def start(self) -> None:
@@ -73,45 +70,51 @@ class InProcessBackend:
         return [self._served(config) for config in self._engines]
 
     async def answer(self, request: EndpointRequest) -> Answer:
-        """The answer to a request. Raises: EngineDead, ModelLoadError (a later model that cannot be loaded)."""
+        """The answer to a request, run again when the engine ends under it. Raises: EngineLost, ModelLoadError."""
         try:
-            config = self._route(request)
-            async with self._residency.use(self._loadables[config.model.names[0]]) as model:
-                body = await model.endpoints[request.url](request)
-        except (EngineDead, ModelLoadError):
+            attempts = self._attempts(request)
+            while True:
+                async with attempts.turn() as model:
+                    body = await model.endpoints[request.url](request)
+                    return Answer(status_code=200, body=body, request_id=request.request_id)
+        except (EngineLost, ModelLoadError):
             raise
+        except UsageError as exc:  # an option that only a load finds wrong
+            raise ModelLoadError(str(request.body.get("model")), str(exc)) from exc
         except Exception as exc:
             error = _request_error(request, exc)
             return Answer(status_code=error.status_code, body=error.body(), request_id=request.request_id)
-        return Answer(status_code=200, body=body, request_id=request.request_id)
 
     async def stream(self, request: EndpointRequest) -> AsyncGenerator[Mapping[str, Any], None]:
-        """The answer in chunks. Raises: RequestError, EngineDead, ModelLoadError (as `answer`)."""
-        is_begun = False
+        """The answer in chunks, run again when the engine ends before the first one.
+
+        Raises: RequestError, EngineLost, ModelLoadError, all before the first chunk.
+        """
+        attempts: Attempts[LoadedModel] | None = None
         try:
-            config = self._route(request)
-            async with self._residency.use(self._loadables[config.model.names[0]]) as model:
-                endpoint = model.streams.get(request.url)
-                if endpoint is None:
-                    raise BadRequest(f"stream: {request.url} gives whole answers only", param="stream")
-                async with aclosing(endpoint(request)) as chunks:
+            attempts = self._attempts(request)
+            while True:
+                async with attempts.turn() as model, aclosing(_chunks(model, request)) as chunks:
                     async for chunk in chunks:
-                        is_begun = True
+                        attempts.has_begun = True
                         yield chunk
-        except (EngineDead, ModelLoadError):
+                    return
+        except (EngineLost, ModelLoadError):
             raise
+        except UsageError as exc:  # an option that only a load finds wrong
+            raise ModelLoadError(str(request.body.get("model")), str(exc)) from exc
         except Exception as exc:
             error = _request_error(request, exc)
-            if not is_begun:
+            if attempts is None or not attempts.has_begun:
                 raise error from exc
             yield error.body()
 
     def is_alive(self) -> bool:
-        """Whether the thread of every model in memory runs."""
-        return all(model.is_alive() for model in self._residency.resident_models())
+        """Whether every model can be asked: False while one whose engine has ended cannot be loaded again."""
+        return not any(self._residency.is_refused(name) for name in self._loadables)
 
     def stats(self) -> BackendStats:
-        """Counters of all models since the start."""
+        """Counters of all models since the start, whether they are still in memory or not."""
         return _sum([self._unloaded, *(model.stats() for model in self._residency.resident_models())])
 
     async def close(self) -> None:
@@ -127,7 +130,8 @@ class InProcessBackend:
         model = config.model
         refuse_foreign_format(model.model, model.revision)
         self._tasks[name] = model.task if model.task != "auto" else detect_task(model.model, model.revision)
-        self._loadables[name] = Loadable(name, partial(self._load, config), _needed_bytes(model.model))
+        loads, fits = partial(self._load, config), partial(fits_in_memory, config, self._tasks[name])
+        self._loadables[name] = Loadable(name, loads, fits)
 
     def _load(self, config: EngineConfig) -> LoadedModel:
         name = config.model.names[0]
@@ -137,13 +141,11 @@ class InProcessBackend:
             from batchline.backends.loaded_models import load  # imports torch and transformers, for seconds
 
             model = load(config, task, memory)
-        return replace(model, close=partial(self._unload, model))
+        return replace(model, close=partial(_close, model.close))
 
-    def _unload(self, model: LoadedModel) -> None:
-        """Close a model, keeping what it counted."""
-        self._unloaded = _sum([self._unloaded, model.stats()])
-        gc.unfreeze()  # parts of a model refer to each other, so only a collection that looks at them frees them
-        model.close()
+    def _keep_counts(self, model: LoadedModel) -> None:
+        """A model has left the memory: what it counted stays counted."""
+        self._unloaded = _sum([self._unloaded, replace(model.stats(), gauges={})])
 
     def _served(self, config: EngineConfig) -> ServedModel:
         name, *aliases = config.model.names
@@ -155,8 +157,8 @@ class InProcessBackend:
             endpoints=ENDPOINTS[self._tasks[name]],
         )
 
-    def _route(self, request: EndpointRequest) -> EngineConfig:
-        """The model that is to answer. Raises: NotFound, BadRequest."""
+    def _attempts(self, request: EndpointRequest) -> Attempts[LoadedModel]:
+        """The request's turns on the model that is to answer. Raises: NotFound, BadRequest."""
         if request.url not in API_ENDPOINTS and request.url not in UTILITIES:
             raise unknown_path(request.url, self.models())
         name, config = self._named(request.body.get("model"))
@@ -166,7 +168,7 @@ class InProcessBackend:
             raise BadRequest(
                 f"Model {name} does not support {request.url}. It supports: {', '.join(supported)}", param="url"
             )
-        return config
+        return Attempts(self._residency, self._loadables[config.model.names[0]], request)
 
     def _named(self, name: object) -> tuple[str, EngineConfig]:
         """The model of a request's `model`. Raises: BadRequest where that is no name, NotFound."""
@@ -194,6 +196,11 @@ def _few_collections() -> Iterator[None]:
             gc.enable()
 
 
+def _close(close: Callable[[], None]) -> None:
+    gc.unfreeze()  # parts of a model refer to each other, so only a collection that looks at them frees them
+    close()
+
+
 def _request_error(request: EndpointRequest, exc: Exception) -> RequestError:
     """What the one who asked is told of an exception."""
     if isinstance(exc, RequestError):
@@ -206,6 +213,14 @@ def _request_error(request: EndpointRequest, exc: Exception) -> RequestError:
         return InternalServerError(f"No answer: {exc}")
     logger.error("request %s failed", request.request_id, exc_info=exc)
     return InternalServerError("Internal server error")
+
+
+def _chunks(model: LoadedModel, request: EndpointRequest) -> AsyncGenerator[dict[str, Any], None]:
+    """Raises: BadRequest where the endpoint has no chunks."""
+    endpoint = model.streams.get(request.url)
+    if endpoint is None:
+        raise BadRequest(f"stream: {request.url} gives whole answers only", param="stream")
+    return endpoint(request)
 
 
 def _sum(parts: Iterable[BackendStats]) -> BackendStats:
@@ -226,12 +241,3 @@ def _sum_of_gauges(first: Mapping[str, float], second: Mapping[str, float]) -> d
     if "kv_cache_usage" in gauges:
         gauges["kv_cache_usage"] = max(first.get("kv_cache_usage", 0), second.get("kv_cache_usage", 0))
     return gauges
-
-
-def _needed_bytes(model: str) -> int | None:
-    """Memory that a model in a local folder needs at least; None for a hub id, whose size is not known before."""
-    folder = Path(model)
-    if not folder.is_dir():
-        return None
-    weights = [path for pattern in ("*.safetensors", "*.bin") for path in folder.rglob(pattern)]
-    return int(MEMORY_PER_WEIGHT * sum(path.stat().st_size for path in weights))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cache
@@ -25,6 +26,7 @@ from batchline.backends.served_paths import (
     SCORE,
     TOKENIZE,
 )
+from batchline.backends.supervision import Company
 from batchline.config import EngineConfig, Task
 from batchline.endpoints.chat import chat_completion
 from batchline.endpoints.chat_stream import chat_completion_chunks
@@ -66,6 +68,7 @@ class LoadedModel:
     """A model that answers requests. endpoints: by path, those of its kind. max_model_len: in tokens.
 
     streams: by path, the endpoints that can also answer in chunks. is_alive: whether its thread still runs.
+    company: which requests may run on it together.
     """
 
     endpoints: Mapping[str, Endpoint]
@@ -74,6 +77,7 @@ class LoadedModel:
     stats: Callable[[], BackendStats]
     close: Callable[[], None]
     streams: Mapping[str, StreamingEndpoint] = field(default_factory=dict)
+    company: Company = field(default_factory=Company)
 
 
 def load(config: EngineConfig, task: Task, memory: CacheMemory | None) -> LoadedModel:
@@ -90,24 +94,31 @@ def load(config: EngineConfig, task: Task, memory: CacheMemory | None) -> Loaded
 
 
 def _load_generative_model(config: EngineConfig, memory: CacheMemory | None) -> LoadedModel:
-    text = load_text(config.model, config.text)
-    engine = AsyncEngine(config, memory)
-    executor = ThreadPoolExecutor(NUM_TEXT_THREADS, thread_name_prefix="batchline-text")
-    model = GenerativeModel(name=config.model.names[0], engine=engine, text=text, config=config.text, executor=executor)
+    with ExitStack() as parts:
+        text = load_text(config.model, config.text)
+        executor = ThreadPoolExecutor(NUM_TEXT_THREADS, thread_name_prefix="batchline-text")
+        # what is under way on it ends by itself: to cancel it would look to requests as if they were cancelled
+        parts.callback(executor.shutdown, wait=False)
+        engine = AsyncEngine(config, memory)
+        parts.callback(engine.close)
+        model = GenerativeModel(
+            name=config.model.names[0], engine=engine, text=text, config=config.text, executor=executor
+        )
+        parts.callback(model.grammars.close)
+        return _generative_model(model, engine, parts)
+
+
+def _generative_model(model: GenerativeModel, engine: AsyncEngine, parts: ExitStack) -> LoadedModel:
+    """parts: what there is to close, taken over."""
+    config = model.config
     embedder = EngineEmbedder(model, engine)
-
-    def close() -> None:
-        engine.close()
-        executor.shutdown(wait=False, cancel_futures=True)
-        model.grammars.close()
-
     return LoadedModel(
         endpoints={
             CHAT: _generating(chat_completion, model),
             COMPLETIONS: _generating(completion, model),
             RESPONSES: _generating(response, model),
             **_tokenizing_endpoints(generative(model)),
-            **_pooling_endpoints(SimilarityScorer(embedder), embedder, strict=config.text.strict),
+            **_pooling_endpoints(SimilarityScorer(embedder), embedder, strict=config.strict),
         },
         streams={
             CHAT: _streaming(chat_completion_chunks, model),
@@ -117,7 +128,7 @@ def _load_generative_model(config: EngineConfig, memory: CacheMemory | None) -> 
         max_model_len=engine.max_model_len,
         is_alive=lambda: engine.is_alive,
         stats=lambda: _engine_stats(engine),
-        close=close,
+        close=parts.pop_all().close,
     )
 
 
@@ -154,28 +165,31 @@ def _load_embedding_model(config: EngineConfig) -> LoadedModel:
     from batchline.pooling.embedding import load_embedding_model
 
     model = load_embedding_model(config.model)
-    endpoints = _pooling_endpoints(SimilarityScorer(model), model, strict=config.text.strict)
-    return _pooling_model(model, endpoints, strict=config.text.strict)
+    return _pooling_model(model, SimilarityScorer(model), model, strict=config.text.strict)
 
 
 def _load_cross_encoder(config: EngineConfig) -> LoadedModel:
     from batchline.pooling.cross_encoder import load_cross_encoder  # as heavy as an embedding model's
 
     model = load_cross_encoder(config.model)
-    endpoints = _pooling_endpoints(PairScorer(model), None, strict=config.text.strict)
-    return _pooling_model(model, endpoints, strict=config.text.strict)
+    return _pooling_model(model, PairScorer(model), None, strict=config.text.strict)
 
 
 def _pooling_model(
-    model: EmbeddingModel | CrossEncoderModel, endpoints: Mapping[str, Endpoint], *, strict: bool
+    model: EmbeddingModel | CrossEncoderModel, scorer: Scorer, embedder: Embedder | None, *, strict: bool
 ) -> LoadedModel:
-    return LoadedModel(
-        endpoints={**endpoints, **_tokenizing_endpoints(_tokenized_pooling(model, strict=strict))},
-        max_model_len=model.max_model_len,
-        is_alive=lambda: model.is_alive,
-        stats=lambda: BackendStats(prompt_tokens=model.stats().num_tokens),
-        close=model.close,
-    )
+    with ExitStack() as parts:
+        parts.callback(model.close)
+        return LoadedModel(
+            endpoints={
+                **_pooling_endpoints(scorer, embedder, strict=strict),
+                **_tokenizing_endpoints(_tokenized_pooling(model, strict=strict)),
+            },
+            max_model_len=model.max_model_len,
+            is_alive=lambda: model.is_alive,
+            stats=lambda: BackendStats(prompt_tokens=model.stats().num_tokens),
+            close=parts.pop_all().close,
+        )
 
 
 def _tokenized_pooling(model: EmbeddingModel | CrossEncoderModel, *, strict: bool) -> TokenizedModel:

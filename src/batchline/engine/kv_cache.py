@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from batchline.config import CacheConfig
+from batchline.engine.memory import LEDGER
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,7 @@ def _blocks(count: int, size: int, heads: int, dim: int, dtype: torch.dtype, dev
     # CPU from numpy, whose zeros take no memory until they are written; torch's are written at once.
     if device.type != "cpu":
         return torch.zeros(count, size, heads, dim, dtype=dtype, device=device)
-    memory = np.zeros(count * size * heads * dim * dtype.itemsize, dtype=np.uint8)
+    memory = LEDGER.promise(np.zeros(count * size * heads * dim * dtype.itemsize, dtype=np.uint8))
     return torch.from_numpy(memory).view(dtype).view(count, size, heads, dim)
 
 

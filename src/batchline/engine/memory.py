@@ -1,17 +1,45 @@
-"""How much memory is free where models run."""
+"""How much memory is free where models run, and what of it is promised already.
+
+Systems hand out zeroed memory as addresses and find the memory itself when it is first written. So the cache of a model
+that has done little yet looks free; the next model's cache must not be sized from it.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 from pathlib import Path
+from weakref import WeakValueDictionary
 
+import numpy as np
 import psutil
 
 CGROUP = Path("/sys/fs/cgroup")
 """Where a container sees its own limits (cgroup v2)."""
 
 
+class MemoryLedger:
+    """The arrays of this process whose memory is promised, as long as they live."""
+
+    def __init__(self) -> None:
+        self._arrays: WeakValueDictionary[int, np.ndarray] = WeakValueDictionary()
+
+    def promise(self, array: np.ndarray) -> np.ndarray:
+        """The same array, noted down until nothing refers to it any more."""
+        self._arrays[id(array)] = array
+        return array
+
+    def untouched_bytes(self) -> int:
+        """What is promised and has not been taken yet, so that it looks free."""
+        return sum(array.nbytes - _resident_bytes(array) for array in list(self._arrays.values()))
+
+
+LEDGER = MemoryLedger()
+"""One for the process, as its memory is one. Memory of a GPU is taken when it is asked for and needs no ledger."""
+
+
 def free_bytes(device_type: str | None = None) -> int:
-    """Bytes that could still be taken on the GPU or the machine; None takes the GPU where there is one."""
+    """Bytes on the GPU or the machine that are neither taken nor promised; None takes the GPU where there is one."""
     import torch  # for seconds: whoever starts up wants this module without it
 
     if device_type is None:
@@ -20,7 +48,8 @@ def free_bytes(device_type: str | None = None) -> int:
         return torch.cuda.mem_get_info()[0]
     available = int(psutil.virtual_memory().available)
     room = _container_room()
-    return available if room is None else min(available, room)
+    free = available if room is None else min(available, room)
+    return max(0, free - LEDGER.untouched_bytes())
 
 
 def _container_room() -> int | None:
@@ -32,3 +61,17 @@ def _container_room() -> int | None:
     except (OSError, ValueError):
         return None
     return max(0, limit - used + int(stat.get("inactive_file", 0)) + int(stat.get("active_file", 0)))
+
+
+def _resident_bytes(array: np.ndarray) -> int:
+    """How much of a contiguous array's memory the system has given already; 0 where it cannot be asked."""
+    start = array.ctypes.data // mmap.PAGESIZE * mmap.PAGESIZE
+    num_pages = -(-(array.ctypes.data + array.nbytes - start) // mmap.PAGESIZE)
+    pages = np.empty(num_pages, dtype=np.uint8)
+    try:
+        failed = ctypes.CDLL(None).mincore(
+            ctypes.c_void_p(start), ctypes.c_size_t(num_pages * mmap.PAGESIZE), ctypes.c_void_p(pages.ctypes.data)
+        )
+    except (OSError, AttributeError, TypeError):  # no such call, as on Windows
+        return 0
+    return 0 if failed else min(array.nbytes, int((pages & 1).sum(dtype=np.int64)) * mmap.PAGESIZE)

@@ -16,6 +16,7 @@ import torch
 
 from batchline.engine.cache_memory import CacheMemory
 from batchline.engine.kv_cache import LayerSpec
+from batchline.engine.memory import LEDGER
 from batchline.native.library import DTYPES, CacheArgs, NativeKernels
 from batchline.native.packing import PANEL
 
@@ -42,7 +43,8 @@ class NativeKVCache:
         block_stride = sum(in_layers)
         # zeros, since unwritten positions are read and weighed with 0, which a NaN would survive
         num_bytes = num_blocks * block_stride * dtype.itemsize
-        self._memory = np.zeros(num_bytes, dtype=np.uint8) if memory is None else memory.take(num_bytes)
+        own = np.zeros(num_bytes, dtype=np.uint8) if memory is None else memory.take(num_bytes)
+        self._memory = LEDGER.promise(own)
         self.layers = [
             CacheArgs(
                 self._memory.ctypes.data + offset * dtype.itemsize,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, insort
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -70,6 +70,15 @@ class LengthSortedQueue(Generic[T]):
 
     def __len__(self) -> int:
         return len(self._sorted)
+
+    @property
+    def max_tokens(self) -> int:
+        """Padded tokens of a batch; may be set while sequences wait."""
+        return self._limits.max_tokens
+
+    @max_tokens.setter
+    def max_tokens(self, max_tokens: int) -> None:
+        self._limits = replace(self._limits, max_tokens=max_tokens)
 
     def add(self, item: T, *, length: int, group: int = 0, priority: int = 0) -> None:
         """Put an item in line: lower priorities first, then by arrival."""

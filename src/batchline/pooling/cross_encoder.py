@@ -42,7 +42,9 @@ class CrossEncoderModel:
         self._prompt: str = module.prompts.get(module.default_prompt_name or "", "")
         self._tokenizer = PoolingTokenizer(loaded.tokenizer)
         self.num_special_tokens = self._tokenizer.num_pair_special_tokens
-        self._worker = PoolingWorker(loaded.run_batch, loaded.limits, on_start=loaded.enter_thread)
+        self._worker = PoolingWorker(
+            loaded.run_batch, loaded.limits, probe=loaded.probe(), on_start=loaded.enter_thread
+        )
 
     async def tokenize_pairs(
         self, pairs: Sequence[tuple[str, str]], *, max_tokens: int | None = None

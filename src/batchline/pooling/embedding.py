@@ -46,7 +46,9 @@ class EmbeddingModel:
         excludes_prompt = any(isinstance(part, Pooling) and not part.include_prompt for part in module)
         self._tokenizer = PoolingTokenizer(loaded.tokenizer, excludes_prompt=excludes_prompt)
         self.num_special_tokens = self._tokenizer.num_special_tokens
-        self._worker = PoolingWorker(loaded.run_batch, loaded.limits, on_start=loaded.enter_thread)
+        self._worker = PoolingWorker(
+            loaded.run_batch, loaded.limits, probe=loaded.probe(), on_start=loaded.enter_thread
+        )
 
     async def tokenize(
         self,

@@ -70,8 +70,13 @@ class LoadedPoolingModel:
             with torch.inference_mode():
                 rows = self.read_rows(self.module, self._forward(features))
                 return np.asarray(rows.float().cpu().numpy(), dtype=np.float32)
-        except torch.OutOfMemoryError as exc:
-            raise EngineOutOfMemory("a batch did not fit in the device's memory") from exc
+        except (RuntimeError, MemoryError) as exc:
+            if not _is_out_of_memory(exc):
+                raise
+        # out of the handler, where the failed batch's tensors are no longer held by the traceback
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        raise EngineOutOfMemory("a batch did not fit in the device's memory")
 
     def _forward(self, features: dict[str, Any]) -> dict[str, Any]:
         """The transformer in its own dtype, then pooling and all else in float32, so that unit vectors are that."""
@@ -222,6 +227,11 @@ def _prepare(config: ModelConfig, loaded: LoadedPoolingModel, dtype: torch.dtype
         logger.info("%s runs with its linear layers unpacked", config.model)
         restore(packed)
     return loaded
+
+
+def _is_out_of_memory(exc: Exception) -> bool:
+    # torch's CPU allocator has no exception type of its own; numpy's is a MemoryError
+    return isinstance(exc, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(exc)
 
 
 def _agrees(loaded: LoadedPoolingModel, probe: list[TokenSequence], expected: Rows, tolerance: float) -> bool:

@@ -3,6 +3,10 @@
 Every caller's sequences wait in one line, so that concurrent requests share batches. The thread alone touches torch
 (through `run_batch`); event loops get each request's rows in one call, when the last is there. Cancelling a call drops
 its waiting sequences.
+
+A batch that fails runs again in halves until the sequence at fault is alone; its call fails, all others get their rows.
+Batches that do not fit in memory become smaller, and grow again while all goes well. The thread ends only when the
+model fails on a probe that it has passed before.
 """
 
 from __future__ import annotations
@@ -16,10 +20,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from batchline.errors import EngineDead, EngineError, EngineOutOfMemory
+from batchline.errors import EngineDead, EngineError, EngineOutOfMemory, NumbersNotFinite
 from batchline.pooling.batching import BatchLimits, LengthSortedQueue, TokenSequence
 
 logger = logging.getLogger(__name__)
+
+GROW_AFTER = 16
+"""Good batches in a row after which batches that had to shrink may be twice as large."""
 
 Rows = NDArray[np.float32]
 
@@ -66,10 +73,18 @@ class PoolingWorker:
     """Runs sequences of all callers in shared batches, on a thread of its own."""
 
     def __init__(
-        self, run_batch: RunBatch, limits: BatchLimits, *, on_start: Callable[[], None] = lambda: None
+        self,
+        run_batch: RunBatch,
+        limits: BatchLimits,
+        *,
+        probe: Sequence[TokenSequence] = (),
+        on_start: Callable[[], None] = lambda: None,
     ) -> None:
-        """on_start: called first thing on the new thread."""
+        """probe: a batch that the model has run, if any. on_start: called first thing on the new thread."""
         self._run_batch = run_batch
+        self._probe = probe
+        self._max_tokens = limits.max_tokens
+        self._good_batches = 0
         self._on_start = on_start
         self._queue: LengthSortedQueue[_Item] = LengthSortedQueue(limits, lambda item: item.call.is_over)
         self._wake = threading.Condition()
@@ -146,36 +161,63 @@ class PoolingWorker:
                 self._wake.wait()
         return None
 
-    def _answer(self, batch: list[_Item]) -> None:
-        """Run a batch and settle the calls that it completes, or that fail with it."""
-        sequences = [item.sequence for item in batch]
-        try:
-            rows = self._run_in_memory(sequences)
-        except Exception as exc:  # the model's code may raise anything; its callers get a typed error
-            logger.exception("a batch of %d sequences failed", len(batch))
-            for call in {item.call for item in batch}:
-                _settle(call, _as_engine_error(exc))
+    def _answer(self, items: Sequence[_Item]) -> None:
+        """Run a batch, in smaller ones where it fails, and settle the calls that it completes, or that fail with it."""
+        items = [item for item in items if not item.call.is_over]
+        if not items:
             return
-        self._count(sequences)
-        for item, row in zip(batch, rows, strict=True):
-            item.call.rows[item.index] = row
-            item.call.num_missing -= 1
-            if item.call.num_missing == 0:
-                _settle(item.call, None)
+        failure = self._run_whole(items)
+        if failure is None:
+            return
+        if len(items) == 1:
+            _settle(items[0].call, failure)
+            return
+        del failure  # its traceback holds the batch's tensors, which the halves need the room of
+        middle = len(items) // 2
+        self._answer(items[:middle])
+        self._answer(items[middle:])
 
-    def _run_in_memory(self, sequences: list[TokenSequence]) -> Rows:
-        """Run the batch, in halves where it does not fit in memory.
+    def _run_whole(self, items: Sequence[_Item]) -> EngineError | None:
+        """Run the items together and hand out their rows; returns why that was not possible.
 
-        Raises: EngineOutOfMemory for a sequence that does not fit alone.
+        Raises: whatever the model raises on the probe, too.
         """
+        sequences = [item.sequence for item in items]
         try:
-            return self._run_batch(sequences)
-        except EngineOutOfMemory:
-            if len(sequences) == 1:
-                raise
-        middle = len(sequences) // 2
-        halves = self._run_in_memory(sequences[:middle]), self._run_in_memory(sequences[middle:])
-        return np.concatenate(halves)
+            rows = self._run_batch(sequences)
+            broken = set(np.flatnonzero(~np.isfinite(rows).all(axis=1)).tolist())
+            if len(rows) != len(items):
+                raise ValueError(f"{len(rows)} rows for {len(items)} sequences")
+        except EngineOutOfMemory as exc:
+            self._shrink(sequences)
+            return exc
+        except Exception as exc:  # the model's code may raise anything; its callers get a typed error
+            logger.warning("a batch of %d sequences failed", len(sequences), exc_info=len(sequences) == 1)
+            failure = EngineError("the model failed on this input")
+            failure.__cause__ = exc
+        else:
+            self._count(sequences)
+            self._grow()
+            for index, (item, row) in enumerate(zip(items, rows, strict=True)):
+                _hand_out(item, None if index in broken else row)
+            return None
+        if self._probe:
+            self._run_batch(self._probe)
+        return failure
+
+    def _shrink(self, sequences: Sequence[TokenSequence]) -> None:
+        """After a batch that did not fit in memory: the next ones are half as large."""
+        self._good_batches = 0
+        if len(sequences) > 1:
+            padded_tokens = len(sequences) * max(len(sequence) for sequence in sequences)
+            self._queue.max_tokens = max(1, min(self._queue.max_tokens, padded_tokens) // 2)
+            logger.warning("a batch did not fit in memory; going on with %d tokens at most", self._queue.max_tokens)
+
+    def _grow(self) -> None:
+        self._good_batches += 1
+        if self._good_batches >= GROW_AFTER and self._queue.max_tokens < self._max_tokens:
+            self._good_batches = 0
+            self._queue.max_tokens = min(self._max_tokens, 2 * self._queue.max_tokens)
 
     def _count(self, sequences: list[TokenSequence]) -> None:
         num_tokens = sum(len(sequence) for sequence in sequences)
@@ -190,16 +232,22 @@ class PoolingWorker:
         )
 
 
-def _as_engine_error(exc: Exception) -> EngineError:
-    if isinstance(exc, EngineError):
-        return exc
-    error = EngineError("the model failed on a batch")
-    error.__cause__ = exc
-    return error
+def _hand_out(item: _Item, row: NDArray[np.float32] | None) -> None:
+    """Give a call one of its rows. None: the model computed NaN or infinite numbers."""
+    call = item.call
+    if row is None:
+        _settle(call, NumbersNotFinite("the model computed numbers for this input that are not finite"))
+        return
+    call.rows[item.index] = row
+    call.num_missing -= 1
+    if call.num_missing == 0:
+        _settle(call, None)
 
 
 def _settle(call: _Call, error: EngineError | None) -> None:
-    """From the thread: give the call its rows or its error."""
+    """From the thread: give the call its rows or its error, whichever comes first."""
+    if call.is_over:
+        return
     call.is_over = True
     try:
         call.loop.call_soon_threadsafe(_set_result, call, error)

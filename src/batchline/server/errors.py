@@ -11,6 +11,7 @@ from starlette.requests import Request
 from batchline.errors import (
     BatchlineError,
     EngineDead,
+    EngineLost,
     InternalServerError,
     MethodNotAllowed,
     NotFound,
@@ -25,7 +26,10 @@ from batchline.server.root_path import route_path
 
 logger = logging.getLogger(__name__)
 
-ENGINE_STOPPED = ServiceUnavailable("The engine has stopped; the server has to be restarted", code="engine_stopped")
+ENGINE_STOPPED = ServiceUnavailable(
+    "The model's engine has stopped and could not be started again; the server keeps trying, so try again later",
+    code="engine_stopped",
+)
 SHUTTING_DOWN = ServiceUnavailable("The server is shutting down")
 
 
@@ -48,10 +52,10 @@ def as_request_error(exc: Exception) -> RequestError:
     if isinstance(exc, RequestError):
         return exc
     logger.error("a request failed", exc_info=exc)
-    if isinstance(exc, EngineDead):
+    if isinstance(exc, EngineDead | EngineLost):
         return ENGINE_STOPPED
     if isinstance(exc, BatchlineError):
-        return ServiceUnavailable("The model cannot be run at the moment")
+        return ServiceUnavailable("The model cannot be run at the moment; try again later")
     return InternalServerError("Internal server error")
 
 

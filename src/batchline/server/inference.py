@@ -26,7 +26,7 @@ class Inference:
         self._max_request_bytes = max_request_bytes
 
     async def answer(self, request: Request) -> Response:
-        """The backend's answer, streamed where the body says so. Raises: RequestError, EngineDead, ClientDisconnect."""
+        """The backend's answer, streamed where the body says so. Raises: RequestError, EngineLost, ClientDisconnect."""
         endpoint_request = EndpointRequest(
             url=route_path(request.scope),
             body=await read_json_object(request, self._max_request_bytes),
@@ -38,7 +38,7 @@ class Inference:
         return JsonResponse(answer.body, status_code=answer.status_code)
 
     async def answer_of(self, request: Request, endpoint_request: EndpointRequest) -> Answer:
-        """The backend's answer, as long as the client waits for it. Raises: EngineDead, ClientDisconnect."""
+        """The backend's answer, as long as the client waits for it. Raises: EngineLost, ClientDisconnect."""
         return await while_connected(request.receive, self._backend.answer(endpoint_request))
 
     async def begin_stream(

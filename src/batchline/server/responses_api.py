@@ -49,7 +49,7 @@ class ResponsesApi:
         self._kept = KeptResponses()
 
     async def create(self, request: Request) -> Response:
-        """A new response: whole, streamed, or made in the background. Raises: RequestError, EngineDead."""
+        """A new response: whole, streamed, or made in the background. Raises: RequestError, EngineLost."""
         body = await read_json_object(request, self._max_request_bytes)
         call = self._call(body, owner_of(request))
         if body.get("background") is True:

@@ -55,8 +55,8 @@ class GrammarCompiler:
         self.executor = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="batchline-grammars")
 
     def close(self) -> None:
-        """End the threads."""
-        self.executor.shutdown(wait=False, cancel_futures=True)
+        """End the threads once their work is done: cancelled work would look to requests as if they were cancelled."""
+        self.executor.shutdown(wait=False)
 
     def is_quick(self, constraint: Constraint, surroundings: Surroundings = NOTHING_ELSE) -> bool:
         """Whether `compile` takes a few milliseconds at most."""

@@ -1,0 +1,150 @@
+"""What happens to requests when the engine under them ends: they run again on a new one, until one is found guilty.
+
+A request that has seen `MAX_ENDS` engines end is given up. So that none is given up for its neighbour's fault, requests
+run only beside those that have seen as many ends: all together first, then a few at a time, then each alone. An
+innocent request sees at most two ends by others, and the third by nobody but itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Generic, Protocol, TypeVar
+
+from batchline.backends.base import EndpointRequest
+from batchline.backends.residency import Loadable, ModelResidency, Residing
+from batchline.errors import InternalServerError, RequestError, ServiceUnavailable
+
+logger = logging.getLogger(__name__)
+
+COMPANY_SIZES = (None, 16, 1)
+"""How many requests run together that have seen no engine end, one, and two; None is any number."""
+
+MAX_ENDS = len(COMPANY_SIZES)
+
+GIVEN_UP = "The model's engine ended each time that it worked on this request"
+STREAM_BROKEN_OFF = "The model's engine ended while it worked on this stream; send the request again"
+
+
+class Company:
+    """Which requests run together on one model in memory. Suspects go before all others, the most suspected first."""
+
+    def __init__(self) -> None:
+        self._num_ends = 0
+        self._num_running = 0
+        self._waiting: tuple[deque[asyncio.Future[None]], ...] = tuple(deque() for _ in COMPANY_SIZES)
+
+    @asynccontextmanager
+    async def join(self, num_ends: int) -> AsyncIterator[None]:
+        """A turn beside others that have seen as many engines end. The block is the turn."""
+        if any(self._waiting) or not self._has_place(num_ends):
+            await self._wait(num_ends)
+        else:
+            self._admit(num_ends)
+        try:
+            yield
+        finally:
+            self._leave()
+
+    def _has_place(self, num_ends: int) -> bool:
+        if not self._num_running:
+            return True
+        size = COMPANY_SIZES[num_ends]
+        return num_ends == self._num_ends and (size is None or self._num_running < size)
+
+    def _admit(self, num_ends: int) -> None:
+        self._num_ends = num_ends
+        self._num_running += 1
+
+    async def _wait(self, num_ends: int) -> None:
+        """Returns when admitted."""
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting[num_ends].append(turn)
+        self._admit_waiting()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled():  # it was admitted, and cancelled before it could begin
+                self._leave()
+            else:
+                with contextlib.suppress(ValueError):  # others may have dropped it already
+                    self._waiting[num_ends].remove(turn)
+                self._admit_waiting()
+            raise
+
+    def _leave(self) -> None:
+        self._num_running -= 1
+        self._admit_waiting()
+
+    def _admit_waiting(self) -> None:
+        """Let in whoever may come now; nobody passes a greater suspect."""
+        for num_ends in reversed(range(len(COMPANY_SIZES))):
+            waiting = self._waiting[num_ends]
+            while waiting and self._has_place(num_ends):
+                turn = waiting.popleft()
+                if not turn.cancelled():
+                    self._admit(num_ends)
+                    turn.set_result(None)
+            if waiting:
+                return
+
+
+class Supervised(Residing, Protocol):
+    """A loaded model that says which requests may run on it together."""
+
+    @property
+    def company(self) -> Company:
+        """Of this life of the model."""
+
+
+SupervisedT = TypeVar("SupervisedT", bound=Supervised)
+
+
+class Attempts(Generic[SupervisedT]):
+    """The turns of one request on a model. has_begun: set it when part of the answer is out, so that it cannot run
+    again."""
+
+    def __init__(
+        self, residency: ModelResidency[SupervisedT], wanted: Loadable[SupervisedT], request: EndpointRequest
+    ) -> None:
+        self.has_begun = False
+        self._residency = residency
+        self._wanted = wanted
+        self._request = request
+        self._num_ends = 0
+
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[SupervisedT]:
+        """A turn on a model that is alive. If its engine ends, the block ends there, to be entered again.
+
+        Raises: InternalServerError once too many engines have ended; ServiceUnavailable where the answer has begun;
+        what `ModelResidency.use` raises.
+        """
+        while True:
+            async with self._residency.use(self._wanted) as model, model.company.join(self._num_ends):
+                if not model.is_alive():
+                    continue  # it ended while this request waited for its turn
+                try:
+                    yield model
+                except RequestError:
+                    raise
+                except Exception as exc:  # also what else an engine that ends may look like
+                    if model.is_alive():
+                        raise
+                    self._note_end(exc)
+                else:
+                    self._residency.note_good_answer(self._wanted.name)
+                return
+
+    def _note_end(self, exc: Exception) -> None:
+        self._num_ends += 1
+        logger.info("the engine of %s ended under request %s", self._wanted.name, self._request.request_id)
+        if self.has_begun:
+            raise ServiceUnavailable(STREAM_BROKEN_OFF, code="engine_ended") from exc
+        if self._num_ends >= MAX_ENDS:
+            logger.error("request %s ended %d engines and is given up", self._request.request_id, MAX_ENDS)
+            raise InternalServerError(GIVEN_UP) from exc

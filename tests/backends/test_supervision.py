@@ -1,0 +1,202 @@
+"""Requests whose engine ends under them: who runs again, beside whom, and who is given up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterable
+from types import SimpleNamespace
+
+import pytest
+
+from batchline.backends.base import EndpointRequest
+from batchline.backends.residency import Loadable, ModelResidency
+from batchline.backends.supervision import GIVEN_UP, STREAM_BROKEN_OFF, Attempts, Company
+from batchline.errors import BadRequest, EngineDead, InternalServerError, ServiceUnavailable
+
+
+@pytest.fixture(autouse=True)
+def _no_collections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each unload looks through all that the process has imported, which these models have no part in."""
+    monkeypatch.setattr("batchline.backends.residency.gc", SimpleNamespace(collect=lambda: None))
+
+
+class Mortal:
+    """A model whose engine ends at the next step when it works on anything poisonous; a step is a turn of the loop."""
+
+    def __init__(self) -> None:
+        self.company = Company()
+        self.running: list[str] = []
+        self.has_ended = False
+
+    def is_alive(self) -> bool:
+        return not self.has_ended
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+    async def answer(self, text: str, num_steps: int = 3) -> str:
+        self.running.append(text)
+        try:
+            for _ in range(num_steps):
+                await asyncio.sleep(0)
+                self.has_ended |= any(other.startswith("poison") for other in self.running)
+                if self.has_ended:
+                    raise EngineDead("the engine has stopped")
+            return text.upper()
+        finally:
+            self.running.remove(text)
+
+
+class House:
+    """A residency of one mortal model, and who saw how many of its engines end."""
+
+    def __init__(self) -> None:
+        self.lives: list[Mortal] = []
+        self.ends: Counter[str] = Counter()
+        self.residency: ModelResidency[Mortal] = ModelResidency(reload_delays_s=())
+        self.wanted = Loadable("m", self._load, lambda: True)
+
+    def _load(self) -> Mortal:
+        self.lives.append(Mortal())
+        return self.lives[-1]
+
+    def attempts(self, text: str) -> Attempts[Mortal]:
+        request = EndpointRequest(url="/v1/completions", body={}, request_id=text)
+        return Attempts(self.residency, self.wanted, request)
+
+    async def ask(self, text: str) -> str:
+        attempts = self.attempts(text)
+        while True:
+            async with attempts.turn() as model:
+                try:
+                    return await model.answer(text)
+                except EngineDead:
+                    self.ends[text] += 1
+                    raise
+
+    async def ask_all(self, texts: Iterable[str]) -> list[str | BaseException]:
+        return await asyncio.gather(*map(self.ask, texts), return_exceptions=True)
+
+
+def innocents(count: int) -> list[str]:
+    return [f"good {number}" for number in range(count)]
+
+
+@pytest.mark.parametrize("place", [0, 57, 99])
+async def test_one_poisonous_request_of_a_hundred_is_given_up_and_all_others_are_answered(place: int) -> None:
+    house = House()
+    texts = innocents(99)
+    texts.insert(place, "poison")
+    outcomes = await house.ask_all(texts)
+    failure = outcomes.pop(place)
+    assert isinstance(failure, InternalServerError)
+    assert failure.message == GIVEN_UP
+    assert outcomes == [text.upper() for text in innocents(99)]
+    assert house.ends["poison"] == 3
+    assert len(house.lives) == (4 if place < 99 else 3), "after the last end, nobody needs another life"
+
+
+async def test_no_innocent_request_sees_a_third_end_however_many_poisonous_ones_there_are() -> None:
+    house = House()
+    texts = innocents(60) + [f"poison {number}" for number in range(9)]
+    texts = texts[::2] + texts[1::2]
+    outcomes = dict(zip(texts, await house.ask_all(texts), strict=True))
+    for text, outcome in outcomes.items():
+        if text.startswith("poison"):
+            assert isinstance(outcome, InternalServerError)
+        else:
+            assert outcome == text.upper()
+            assert house.ends[text] <= 2
+
+
+async def test_requests_that_come_later_wait_for_the_suspects_and_are_answered() -> None:
+    house = House()
+    first = asyncio.create_task(house.ask_all([*innocents(5), "poison"]))
+    while not house.ends:  # noqa: ASYNC110 (threads load)
+        await asyncio.sleep(0)
+    later = await house.ask("later")
+    assert later == "LATER"
+    assert house.ends["later"] == 0
+    outcomes = await first
+    assert outcomes[:5] == [text.upper() for text in innocents(5)]
+
+
+async def test_a_request_that_fails_on_a_healthy_engine_does_not_run_again() -> None:
+    house = House()
+    attempts = house.attempts("x")
+    for exc in (BadRequest("no"), ZeroDivisionError()):
+        with pytest.raises(type(exc)):
+            async with attempts.turn():
+                raise exc
+    assert len(house.lives) == 1
+
+
+async def test_what_else_comes_out_of_an_engine_that_has_ended_counts_as_its_end() -> None:
+    house = House()
+    attempts = house.attempts("x")
+    async with attempts.turn() as model:
+        model.has_ended = True
+        raise RuntimeError("cannot schedule new futures after shutdown")
+    async with attempts.turn() as model:
+        assert await model.answer("x") == "X"
+    assert len(house.lives) == 2
+
+
+async def test_an_answer_that_has_begun_is_broken_off_instead_of_told_twice() -> None:
+    house = House()
+    attempts = house.attempts("x")
+
+    async def stream() -> None:
+        async with attempts.turn() as model:
+            attempts.has_begun = True
+            model.has_ended = True
+            raise EngineDead("the engine has stopped")
+
+    with pytest.raises(ServiceUnavailable) as caught:
+        await stream()
+    assert (caught.value.message, caught.value.code) == (STREAM_BROKEN_OFF, "engine_ended")
+
+
+async def test_a_request_that_has_not_run_yet_when_the_engine_ends_is_no_suspect() -> None:
+    house = House()
+    async with house.attempts("first").turn() as model:
+        model.company._num_ends = 1  # it runs as a suspect: what is new waits
+        waiting = asyncio.create_task(house.ask("second"))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not waiting.done()
+        model.has_ended = True
+    assert await waiting == "SECOND"
+    assert house.ends["second"] == 0
+    assert house.lives[-1] is not model
+
+
+@pytest.mark.parametrize("is_admitted", [False, True])
+async def test_a_request_cancelled_while_it_waits_for_its_turn_holds_up_nobody(is_admitted: bool) -> None:
+    """is_admitted: the cancellation comes after its turn has, and before it can begin it."""
+    company = Company()
+    order: list[str] = []
+    leave = asyncio.Event()
+
+    async def run(name: str, num_ends: int) -> None:
+        async with company.join(num_ends):
+            order.append(name)
+
+    async def run_first() -> None:
+        async with company.join(2):
+            await leave.wait()
+        if is_admitted:
+            cancelled.cancel()
+
+    first = asyncio.create_task(run_first())
+    await asyncio.sleep(0)
+    cancelled, kept = asyncio.create_task(run("cancelled", 2)), asyncio.create_task(run("kept", 0))
+    await asyncio.sleep(0)
+    if not is_admitted:
+        cancelled.cancel()
+    leave.set()
+    await asyncio.gather(first, cancelled, kept, return_exceptions=True)
+    assert order == ["kept"]
+    await run("next", 1)
+    assert order == ["kept", "next"]
