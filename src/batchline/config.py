@@ -12,6 +12,7 @@ Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Task = Literal["auto", "generate", "embed", "score"]
 Quantization = Literal["int8"]
+Scoring = Literal["auto", "similarity", "yes-no"]
 CpuKernels = Literal["auto", "off", "portable", "avx2", "avx512", "avx512_bf16"]
 ContentFormat = Literal["auto", "string", "openai"]
 
@@ -21,6 +22,8 @@ class ModelConfig:
     """Which model, and how to load it.
 
     model: a local folder or a hub id. served_names: names that requests may use; empty means `model` itself.
+    scoring: how a generative model scores pairs: by the similarity of their vectors, or by its answer yes or no, as
+        Qwen3-Reranker does; `auto` finds out from the model's files and name.
     quantization: `int8` keeps the weights of linear layers in 8 bits, on CPUs; None keeps them as `dtype`.
     max_model_len: context length in tokens; None takes the model's own.
     num_threads: CPU threads for the forward pass; None takes every core of this process.
@@ -32,6 +35,7 @@ class ModelConfig:
     model: str
     served_names: tuple[str, ...] = ()
     task: Task = "auto"
+    scoring: Scoring = "auto"
     tokenizer: str | None = None
     revision: str | None = None
     trust_remote_code: bool = False

@@ -63,6 +63,26 @@ def test_a_model_without_a_template_loads(folder: Path) -> None:
     assert load_text(ModelConfig(model=str(folder)), TextConfig()).chat_template is None
 
 
+def test_a_template_of_an_older_processors_file_is_read(folder: Path) -> None:
+    """chat_template.json was not looked at, and the model took no chats."""
+    (folder / "chat_template.jinja").unlink()
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": "{{ messages[0].content }}?"}))
+    parts = load_text(ModelConfig(model=str(folder)), TextConfig())
+    assert parts.chat_template is not None
+    assert parts.chat_template.render(ChatPrompt(messages=[{"role": "user", "content": "Hi"}])) == "Hi?"
+
+
+def test_templates_in_files_of_their_own_are_read(folder: Path) -> None:
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("tools for {{ messages[0].content }}")
+    parts = load_text(ModelConfig(model=str(folder)), TextConfig())
+    assert parts.chat_template is not None
+    assert parts.tool_template is not None
+    prompt = ChatPrompt(messages=[{"role": "user", "content": "Hi"}])
+    assert parts.chat_template.render(prompt).startswith("<|begin|>")
+    assert parts.tool_template.render(prompt) == "tools for Hi"
+
+
 def test_generation_defaults_come_from_the_models_file(folder: Path) -> None:
     values = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.05, "max_new_tokens": 99}
     (folder / "generation_config.json").write_text(json.dumps({"do_sample": True, **values}))

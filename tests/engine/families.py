@@ -41,6 +41,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
     "mixtral": {"num_local_experts": 4, **MOE},
     "qwen3_moe": {"num_experts": 4, "head_dim": 32, **MOE},
+    "llama4_text": {  # queries of two layers are scaled by their position, in steps of 24
+        "head_dim": 16,
+        "no_rope_layers": [1, 0, 1, 0],
+        "layer_types": ["full_attention"] * 4,
+        "floor_scale": 24,
+        "attn_scale": 2.0,
+        "intermediate_size_mlp": 96,
+        "num_local_experts": 4,
+    },
 }
 
 

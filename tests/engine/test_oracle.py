@@ -162,9 +162,10 @@ def test_logprobs_and_hidden_states_equal_those_of_the_plain_model(
         assert output.prompt_logprobs[0] is None
         judged_prompt = [entry for entry in output.prompt_logprobs if entry is not None]
         assert_logprobs_equal([*judged_prompt, *output.logprobs], whole[1:], logits[:-1])
+    backbone: Any = getattr(plain_model, "model", plain_model.base_model)
     for prompt, output in zip(embedded, outputs[1::2], strict=True):
         assert isinstance(output, EmbeddingOutput)
-        base = plain_model.base_model(input_ids=torch.tensor([prompt]), use_cache=False)  # type: ignore[operator]
+        base = backbone(input_ids=torch.tensor([prompt]), use_cache=False)
         np.testing.assert_allclose(output.hidden, base.last_hidden_state[0, -1].numpy(), atol=1e-4)
     assert_reused_and_preempted(engine)
 

@@ -29,7 +29,12 @@ DIALOGUES = EXAMPLES / "train" / "dialogues.jsonl"
 
 has_kernels = pytest.mark.skipif(not supported_isas(), reason="the native kernels were not built: no C++ compiler")
 
-REFUSED = {"gpt2": "Conv1D", "mixtral": "MixtralTopKRouter", "qwen3_moe": "Qwen3MoeExperts"}
+REFUSED = {
+    "gpt2": "Conv1D",
+    "mixtral": "MixtralTopKRouter",
+    "qwen3_moe": "Qwen3MoeExperts",
+    "llama4_text": "Llama4TextExperts",
+}
 QUANTIZED = [family for family in FAMILIES if family not in REFUSED]
 FUSED = {"llama", "mistral", "qwen2", "qwen3"}
 MAX_TOKENS = 12

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from sentence_transformers import CrossEncoder
 from tiny_pooling_models import change_json, make_classifier, save_backbone, texts
 
 from batchline.config import ModelConfig
-from batchline.errors import ModelLoadError, UnsupportedModel
+from batchline.errors import BadRequest, ModelLoadError, UnsupportedModel
 from batchline.pooling.cross_encoder import CrossEncoderModel, load_cross_encoder
 
 PAIRS = list(zip(texts(40, seed=1, longest=15), texts(40, seed=2, longest=15), strict=True))
@@ -26,8 +26,8 @@ def loaded(folder: str, **settings: object) -> Iterator[CrossEncoderModel]:
         model.close()
 
 
-async def score(model: CrossEncoderModel, **options: bool) -> np.ndarray:
-    return await model.score(await model.tokenize_pairs(PAIRS), **options)
+async def score(model: CrossEncoderModel, pairs: Sequence[tuple[str, str]] = PAIRS, **options: bool) -> np.ndarray:
+    return await model.score(await model.tokenize_pairs(pairs), **options)
 
 
 @pytest.mark.parametrize("architecture", ["bert", "xlm-roberta", "qwen3"])
@@ -86,3 +86,32 @@ def test_classifier_with_several_labels_is_named(tmp_path: Path) -> None:
 def test_missing_model_is_explained() -> None:
     with pytest.raises(ModelLoadError, match="model hub"):
         load_cross_encoder(ModelConfig(model="nobody/no-such-cross-encoder"))
+
+
+SHORT_PAIRS = [("capital city", "history of the water"), ("memory", "cache of the engine batch")]
+
+
+def saved_with_template(folder: Path, template: str) -> str:
+    saved = save_backbone(folder, make_classifier("qwen3"), has_special=False)
+    Path(saved, "chat_template.jinja").write_text(template)
+    return saved
+
+
+async def test_pairs_are_written_by_a_template_for_queries_and_documents(tmp_path: Path) -> None:
+    """A cross-encoder whose tokenizer has a chat template was refused."""
+    template = "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}answer model"
+    folder = saved_with_template(tmp_path, template)
+    expected = CrossEncoder(folder, device="cpu").predict(SHORT_PAIRS, batch_size=1)
+    with loaded(folder) as model:
+        np.testing.assert_allclose(await score(model, SHORT_PAIRS), expected, atol=1e-5)
+        with pytest.raises(BadRequest, match="truncate_prompt_tokens: this model's pairs are written by its chat"):
+            await model.tokenize_pairs(SHORT_PAIRS, max_tokens=9)
+
+
+async def test_template_for_chats_alone_leaves_pairs_as_they_are(tmp_path: Path) -> None:
+    folder = saved_with_template(tmp_path, "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}")
+    with loaded(folder) as model:
+        scores = await score(model, SHORT_PAIRS)
+    Path(folder, "chat_template.jinja").unlink()
+    expected = CrossEncoder(folder, device="cpu").predict(SHORT_PAIRS, batch_size=1)
+    np.testing.assert_allclose(scores, expected, atol=1e-5)

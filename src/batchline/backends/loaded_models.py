@@ -28,6 +28,7 @@ from batchline.backends.served_paths import (
 )
 from batchline.backends.supervision import Company
 from batchline.config import EngineConfig, Task
+from batchline.endpoints.answer_scores import AnswerScorer, Reranker, answer_tokens, find_reranker
 from batchline.endpoints.chat import chat_completion
 from batchline.endpoints.chat_stream import chat_completion_chunks
 from batchline.endpoints.completion_stream import completion_chunks
@@ -96,6 +97,7 @@ def load(config: EngineConfig, task: Task, memory: CacheMemory | None) -> Loaded
 def _load_generative_model(config: EngineConfig, memory: CacheMemory | None) -> LoadedModel:
     with ExitStack() as parts:
         text = load_text(config.model, config.text)
+        reranker = find_reranker(config.model, text)
         executor = ThreadPoolExecutor(NUM_TEXT_THREADS, thread_name_prefix="batchline-text")
         # what is under way on it ends by itself: to cancel it would look to requests as if they were cancelled
         parts.callback(executor.shutdown, wait=False)
@@ -105,20 +107,23 @@ def _load_generative_model(config: EngineConfig, memory: CacheMemory | None) -> 
             name=config.model.names[0], engine=engine, text=text, config=config.text, executor=executor
         )
         parts.callback(model.grammars.close)
-        return _generative_model(model, engine, parts)
+        return _generative_model(model, engine, reranker, parts)
 
 
-def _generative_model(model: GenerativeModel, engine: AsyncEngine, parts: ExitStack) -> LoadedModel:
+def _generative_model(
+    model: GenerativeModel, engine: AsyncEngine, reranker: Reranker | None, parts: ExitStack
+) -> LoadedModel:
     """parts: what there is to close, taken over."""
     config = model.config
     embedder = EngineEmbedder(model, engine)
+    scorer = _scorer_of(model, engine, embedder, reranker)
     return LoadedModel(
         endpoints={
             CHAT: _generating(chat_completion, model),
             COMPLETIONS: _generating(completion, model),
             RESPONSES: _generating(response, model),
             **_tokenizing_endpoints(generative(model)),
-            **_pooling_endpoints(SimilarityScorer(embedder), embedder, strict=config.strict),
+            **_pooling_endpoints(scorer, embedder, strict=config.strict),
         },
         streams={
             CHAT: _streaming(chat_completion_chunks, model),
@@ -130,6 +135,15 @@ def _generative_model(model: GenerativeModel, engine: AsyncEngine, parts: ExitSt
         stats=lambda: _engine_stats(engine),
         close=parts.pop_all().close,
     )
+
+
+def _scorer_of(
+    model: GenerativeModel, engine: AsyncEngine, embedder: EngineEmbedder, reranker: Reranker | None
+) -> Scorer:
+    """By yes or no where the model is a reranker, else by similarity. Raises: UnsupportedModel."""
+    if reranker is None:
+        return SimilarityScorer(embedder)
+    return AnswerScorer(model, embedder, reranker, engine.head_rows(answer_tokens(reranker)))
 
 
 def _generating(

@@ -39,6 +39,7 @@ def _settings(engine: EngineConfig) -> dict[str, str]:
         "the model's files": _folder_stamp(model),
         "--served-model-name": " ".join(model.served_names),
         "--task": model.task,
+        "--scoring": model.scoring,
         "--tokenizer": model.tokenizer,
         "--revision": model.revision,
         "--dtype": model.dtype,

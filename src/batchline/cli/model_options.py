@@ -22,6 +22,7 @@ from batchline.config import (
     ModelConfig,
     Quantization,
     SchedulerConfig,
+    Scoring,
     Task,
     TextConfig,
 )
@@ -76,6 +77,13 @@ class ModelOptions:
         ),
     ] = dataclasses.field(default_factory=list)
     task: Annotated[Task, typer.Option(help="What the model is for.", rich_help_panel=_MODEL)] = "auto"
+    scoring: Annotated[
+        Scoring,
+        typer.Option(
+            help="How a generative model scores pairs: similarity of vectors, or its answer yes or no.",
+            rich_help_panel=_MODEL,
+        ),
+    ] = "auto"
     tokenizer: Annotated[
         str | None, typer.Option(help="Tokenizer folder or id, if not the model's own.", rich_help_panel=_MODEL)
     ] = None
@@ -179,6 +187,7 @@ class ModelOptions:
                 model=model,
                 served_names=served_names,
                 task=self.task,
+                scoring=self.scoring,
                 tokenizer=self.tokenizer,
                 revision=self.revision,
                 trust_remote_code=self.trust_remote_code,

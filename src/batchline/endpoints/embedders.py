@@ -122,13 +122,17 @@ class EngineEmbedder:
         self, sequences: Sequence[TokenSequence], *, dimensions: int | None = None, priority: int = 0
     ) -> Vectors:
         """(num_sequences, hidden_size) float32. Vectors may not be cut, so `dimensions` is the full size or None."""
+        return normalise(await self.hidden_states(sequences, priority=priority))
+
+    async def hidden_states(self, sequences: Sequence[TokenSequence], *, priority: int = 0) -> Vectors:
+        """(num_sequences, hidden_size) float32, of each sequence's last position. Raises: EngineDead, EngineError."""
         tasks = [asyncio.create_task(self._embed_one(sequence, priority)) for sequence in sequences]
         try:
             outputs = await asyncio.gather(*tasks)
         finally:
             for task in tasks:  # where one failed or the caller went away, the others are wanted no more
                 task.cancel()
-        return normalise(np.stack([output.hidden for output in outputs]))
+        return np.stack([output.hidden for output in outputs])
 
     async def _embed_one(self, sequence: TokenSequence, priority: int) -> EmbeddingOutput:
         request = EmbeddingRequest(

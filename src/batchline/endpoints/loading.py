@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from batchline.checkpoints.files import read_json
 from batchline.config import ModelConfig, TextConfig
 from batchline.endpoints.model import GenerationDefaults, TextParts, generation_defaults
 from batchline.errors import ModelLoadError, UsageError
@@ -30,7 +31,8 @@ def load_text(model: ModelConfig, text: TextConfig) -> TextParts:
     tokenizer = load_tokenizer(location, revision=revision, trust_remote_code=model.trust_remote_code)
     for plugin in text.parser_plugins:
         load_plugin(plugin)
-    chat_source, tool_source = (_template_source(text, tokenizer, with_tools=wanted) for wanted in (False, True))
+    templates = tokenizer.chat_templates or _processor_template(location, revision)
+    chat_source, tool_source = (_template_source(text, templates, with_tools=wanted) for wanted in (False, True))
     return TextParts(
         tokenizer=tokenizer,
         chat_template=_template(model, text, tokenizer, chat_source),
@@ -57,11 +59,17 @@ def _named(name: str | None, parser: Callable[[str], T]) -> T | None:
     return None if name in (None, "none") else parser(str(name))
 
 
-def _template_source(text: TextConfig, tokenizer: Tokenizer, *, with_tools: bool) -> str | None:
+def _processor_template(model: str, revision: str | None) -> str | Mapping[str, str] | None:
+    """The template that older processors keep beside the tokenizer's files, which do not name it."""
+    source = (read_json(model, "chat_template.json", revision) or {}).get("chat_template")
+    return source if isinstance(source, (str, dict)) else None
+
+
+def _template_source(text: TextConfig, templates: str | Mapping[str, str] | None, *, with_tools: bool) -> str | None:
     """The template of the option, else the model's own."""
     if text.chat_template is not None:
         return read_template(text.chat_template)
-    return own_template(tokenizer.chat_templates, with_tools=with_tools)
+    return own_template(templates, with_tools=with_tools)
 
 
 def _template(model: ModelConfig, text: TextConfig, tokenizer: Tokenizer, source: str | None) -> ChatTemplate | None:

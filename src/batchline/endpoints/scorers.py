@@ -98,7 +98,7 @@ class PairScorer:
             scores = await self._model.score(
                 sequences, use_activation=task.use_activation is not False, priority=task.priority
             )
-        return _checked(scores, sequences)
+        return checked_scores(scores, sequences)
 
 
 class SimilarityScorer:
@@ -120,7 +120,7 @@ class SimilarityScorer:
         sequences = [*firsts, *seconds]
         with engine_errors_answered():
             vectors = await self._embedder.embed(sequences, priority=task.priority)
-        return _checked(cosine_similarities(vectors[: len(firsts)], vectors[len(firsts) :]), sequences)
+        return checked_scores(cosine_similarities(vectors[: len(firsts)], vectors[len(firsts) :]), sequences)
 
     async def _tokenize(self, texts: Sequence[str], task: ScoringTask, *, side: int) -> list[TokenSequence]:
         embedder = self._embedder
@@ -133,7 +133,8 @@ class SimilarityScorer:
         return sequences
 
 
-def _checked(scores: NDArray[np.float32], sequences: Sequence[TokenSequence]) -> Scores:
+def checked_scores(scores: NDArray[np.float32], sequences: Sequence[TokenSequence]) -> Scores:
+    """Scores as they are answered. Raises: InternalServerError where one is no number."""
     if not are_finite(scores):
         raise InternalServerError("The model's score is not a number; a wider dtype may help")
     return Scores(values=scores.tolist(), num_prompt_tokens=sum(len(sequence) for sequence in sequences))

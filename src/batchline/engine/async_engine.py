@@ -11,10 +11,13 @@ import asyncio
 import logging
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from itertools import count
 from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from batchline.config import EngineConfig
 from batchline.engine.cache_memory import CacheMemory
@@ -84,6 +87,10 @@ class AsyncEngine:
             return output
         finally:
             self._abandon(request.request_id)
+
+    def head_rows(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
+        """Weights and bias of these tokens' logits. See `LoadedModel.head_rows`. Raises: UnsupportedModel."""
+        return self._engine.loaded.head_rows(token_ids)
 
     @property
     def is_alive(self) -> bool:

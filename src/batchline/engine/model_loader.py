@@ -13,7 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
@@ -27,6 +29,7 @@ from batchline.engine.linear_layers import FloatFormat
 from batchline.engine.native_cache import can_hold
 from batchline.engine.probe import OWN_ATTENTION, agrees_in_native_layout, logits_alone, probe_attention_layers
 from batchline.engine.quantization import Int8Format, quantize_linears, use_int8_kernels
+from batchline.engine.row_positions import give_row_positions
 from batchline.errors import ModelLoadError, UnsupportedModel
 from batchline.native.int8 import Int8Kernels, open_int8_kernels
 from batchline.native.library import NativeKernels
@@ -38,6 +41,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 """Rotary embeddings that change with the sequence's length beyond the length they were trained for: keys already in
 the cache would have to change with them, so contexts stay within that length."""
+
+LOGIT_SCALES = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
+"""What configs call a cap or factor on logits."""
 
 QUANTIZED_TOLERANCE = 0.1
 """Relative difference of a quantized model's logits: an activation that is rounded differently by its last bit may fall
@@ -59,6 +65,22 @@ class LoadedModel:
     vocab_size: int
     eos_token_ids: frozenset[int]
     kernels: NativeKernels | None = None
+
+    def head_rows(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
+        """(num_tokens, hidden_size + 1): the head's weights for these tokens, and their bias in the last column.
+
+        Raises: UnsupportedModel where logits are more than a product with them.
+        """
+        model: Any = self.model
+        text_config = model.config.get_text_config()
+        scaled = [name for name in LOGIT_SCALES if getattr(text_config, name, None) not in (None, 1.0)]
+        if scaled:
+            raise UnsupportedModel(str(text_config.model_type), f"it cannot score by yes or no: it has {scaled[0]}")
+        head = model.get_output_embeddings()
+        weight = head.weight[list(token_ids)].float().cpu()
+        bias = getattr(head, "bias", None)
+        column = torch.zeros(len(token_ids), 1) if bias is None else bias[list(token_ids), None].float().cpu()
+        return np.asarray(torch.cat([weight, column], dim=1).numpy(), dtype=np.float32)
 
 
 def load_model(config: ModelConfig, kernels: NativeKernels | None = None) -> LoadedModel:
@@ -93,6 +115,7 @@ def load_model(config: ModelConfig, kernels: NativeKernels | None = None) -> Loa
     if not os.path.isdir(config.model):  # they were downloaded just now
         refuse_odd_numbers(config.model, config.revision)
     model = model.to(device).eval().requires_grad_(False)
+    give_row_positions(model)
     text_config = hf_config.get_text_config()
     layers = probe_attention_layers(config.model, model, text_config)
     if config.quantization is not None:

@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from sentence_transformers import CrossEncoder
 
 from batchline.config import ModelConfig
-from batchline.errors import UnsupportedModel
+from batchline.errors import BadRequest, UnsupportedModel
 from batchline.pooling.batching import TokenSequence
 from batchline.pooling.loading import LoadedPoolingModel, load_pooling_model
-from batchline.pooling.tokenizing import PoolingTokenizer
+from batchline.pooling.tokenizing import PoolingTokenizer, WritePair
 from batchline.pooling.worker import PoolingStats, PoolingWorker
 
 LOGIT, ACTIVATED = 0, 1
@@ -40,7 +40,7 @@ class CrossEncoderModel:
         self.vocab_size = loaded.vocab_size
         self.transformers_tokenizer = loaded.tokenizer
         self._prompt: str = module.prompts.get(module.default_prompt_name or "", "")
-        self._tokenizer = PoolingTokenizer(loaded.tokenizer)
+        self._tokenizer = PoolingTokenizer(loaded.tokenizer, write_pair=_pair_writer(module[0], loaded.tokenizer))
         self.num_special_tokens = self._tokenizer.num_pair_special_tokens
         self._worker = PoolingWorker(
             loaded.run_batch, loaded.limits, probe=loaded.probe(), on_start=loaded.enter_thread
@@ -49,7 +49,15 @@ class CrossEncoderModel:
     async def tokenize_pairs(
         self, pairs: Sequence[tuple[str, str]], *, max_tokens: int | None = None
     ) -> list[TokenSequence]:
-        """One sequence per pair, the longer text cut first to fit `max_tokens` where that is given."""
+        """One sequence per pair, the longer text cut first to fit `max_tokens` where that is given.
+
+        Raises: BadRequest where a pair cannot be cut.
+        """
+        if max_tokens is not None and self._tokenizer.takes_whole_pairs:
+            raise BadRequest(
+                "truncate_prompt_tokens: this model's pairs are written by its chat template and cannot be cut",
+                param="truncate_prompt_tokens",
+            )
         return await asyncio.to_thread(self._tokenizer.encode_pairs, pairs, prompt=self._prompt, max_tokens=max_tokens)
 
     async def score(
@@ -81,6 +89,24 @@ def load_cross_encoder(config: ModelConfig) -> CrossEncoderModel:
             config.model, f"it has {loaded.module.num_labels} labels; scoring takes a cross-encoder with one"
         )
     return CrossEncoderModel(config.names[0], loaded)
+
+
+def _pair_writer(transformer: Any, tokenizer: Any) -> WritePair | None:
+    """How the model's chat template writes a pair; None where there is none that takes queries and documents.
+
+    A template for chats alone says nothing of pairs: they are then tokenized as two texts.
+    """
+    formatter = transformer.input_formatter
+    if "message" not in transformer.modality_config or formatter.pair_roles_failure() is not None:
+        return None
+
+    def write(prompt: str, first: str, second: str) -> str:
+        messages = [formatter.pair_to_messages((first, second))]
+        if prompt:
+            messages = formatter.prepend_prompt_to_messages(messages, prompt)
+        return str(tokenizer.apply_chat_template(messages[0], tokenize=False))
+
+    return write
 
 
 def _read_scores(module: Any, features: dict[str, Any]) -> torch.Tensor:

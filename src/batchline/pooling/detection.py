@@ -20,7 +20,10 @@ def detect_task(model: str, revision: str | None = None) -> Task:
 
     Raises: ModelLoadError, UnsupportedModel.
     """
-    if read_json(model, "modules.json", revision) is not None:
+    modules = read_json(model, "modules.json", revision)
+    if modules is not None:
+        if any(str(module.get("type", "")).endswith(".LogitScore") for module in modules.get("items", ())):
+            return "generate"  # a reranker that answers yes or no
         settings = read_json(model, "config_sentence_transformers.json", revision) or {}
         model_type = settings.get("model_type", "SentenceTransformer")
         if model_type not in SENTENCE_TRANSFORMERS_TASKS:
@@ -30,6 +33,8 @@ def detect_task(model: str, revision: str | None = None) -> Task:
     if config is None:
         raise ModelLoadError(model, "it has neither a config.json nor a modules.json")
     architectures = config.get("architectures") or []
+    if config.get("classifier_from_token"):  # a generative reranker, marked for vLLM
+        return "generate"
     if any(name.endswith(CLASSIFIER_SUFFIX) for name in architectures):
         return "score"
     if any(name.endswith(GENERATIVE_SUFFIXES) for name in architectures) or not architectures:

@@ -39,6 +39,9 @@ DTYPES = {"auto": torch.float32, "float32": torch.float32, "bfloat16": torch.bfl
 PROBE_LENGTHS = (3, 9)
 AGREEMENT_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 
+ROUNDING = {torch.float32: 1e-4, torch.bfloat16: 0.03, torch.float16: 0.01}
+"""Of a row's length: what another order of adding up makes of it."""
+
 CPU_TOKENS_PER_THREAD = 512
 """Activations of so many tokens stay in a core's cache; larger batches were slower on CPUs (docs/decisions.md)."""
 
@@ -164,7 +167,8 @@ def _text_transformer(model: str, module: Any) -> Any:
         raise UnsupportedModel(model, f"its first module is a {type(first).__name__}, not a Transformer")
     if first.transformer_task not in ("feature-extraction", "sequence-classification"):
         raise UnsupportedModel(model, f"it is a {first.transformer_task} model")
-    if "text" not in first.modality_config or "message" in first.modality_config:
+    takes_chats = "message" in first.modality_config and first.transformer_task != "sequence-classification"
+    if "text" not in first.modality_config or takes_chats:
         raise UnsupportedModel(model, f"it takes {', '.join(map(str, first.modality_config))}, not text alone")
     return first
 
@@ -213,9 +217,12 @@ def _prepare(config: ModelConfig, loaded: LoadedPoolingModel, dtype: torch.dtype
     """Run the model once as it is, then with what is faster, which stays if it works and agrees."""
     probe = loaded.probe()
     try:
+        loaded = replace(loaded, limits=_limits_that_keep_rows(loaded, probe, dtype))
+        probe = probe[: loaded.limits.max_sequences]
         expected = loaded.run_batch(probe)
     except Exception as exc:  # the model's own code may raise anything
-        raise UnsupportedModel(config.model, f"a first batch failed ({_first_line(exc)})") from exc
+        architecture = type(loaded.module[0].model).__name__
+        raise UnsupportedModel(config.model, f"a first batch of {architecture} failed ({_first_line(exc)})") from exc
     tolerance = AGREEMENT_TOLERANCE.get(dtype, 0.0)
     fused = fuse_encoder(loaded.module[0], config.cpu_kernels)
     if fused and _agrees(loaded, probe, expected, tolerance):
@@ -232,6 +239,29 @@ def _prepare(config: ModelConfig, loaded: LoadedPoolingModel, dtype: torch.dtype
 def _is_out_of_memory(exc: Exception) -> bool:
     # torch's CPU allocator has no exception type of its own; numpy's is a MemoryError
     return isinstance(exc, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(exc)
+
+
+def _limits_that_keep_rows(loaded: LoadedPoolingModel, probe: list[TokenSequence], dtype: torch.dtype) -> BatchLimits:
+    """The limits under which a sequence's row is the one that it has alone.
+
+    Some encoders let padding into the rows (convolutions, Fourier transforms, landmarks): their batches hold sequences
+    of one length. If sequences of one length change each other's rows too, each one runs alone.
+    """
+    alone = [loaded.run_batch([sequence]) for sequence in probe]
+    if _are_close(loaded.run_batch(probe), np.concatenate(alone), dtype):
+        return loaded.limits
+    logger.info("padding changes this model's rows: batches hold sequences of one length")
+    shifted = replace(probe[-1], token_ids=probe[-1].token_ids[::-1])
+    together = loaded.run_batch([probe[-1], shifted])
+    if _are_close(together, np.concatenate([alone[-1], loaded.run_batch([shifted])]), dtype):
+        return replace(loaded.limits, max_padding=0)
+    return replace(loaded.limits, max_sequences=1)
+
+
+def _are_close(rows: Rows, expected: Rows, dtype: torch.dtype) -> bool:
+    """Whether rows differ by no more than rounding in `dtype` makes of them."""
+    differences = np.linalg.norm(rows - expected, axis=1)
+    return bool((differences <= ROUNDING[dtype] * np.maximum(np.linalg.norm(expected, axis=1), 1e-3)).all())
 
 
 def _agrees(loaded: LoadedPoolingModel, probe: list[TokenSequence], expected: Rows, tolerance: float) -> bool:

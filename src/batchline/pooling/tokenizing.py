@@ -7,7 +7,7 @@ without a limit nothing is cut. Callable from any thread; a tokenizer's truncati
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from batchline.pooling.batching import TokenSequence
@@ -19,19 +19,27 @@ ROLE_PROMPTS: dict[Role, tuple[str, ...]] = {"query": ("query",), "document": ("
 """Names of prompts by role, the first that a model has being used (as `encode_query` and `encode_document` do)."""
 
 
+WritePair = Callable[[str, str, str], str]
+"""From the model's prompt and the two texts of a pair to the text that holds them."""
+
+
 class PoolingTokenizer:
     """Text to `TokenSequence`s, as the model was trained with.
 
+    takes_whole_pairs: whether pairs are written by a template and cannot be cut.
     num_special_tokens, num_pair_special_tokens: what is added around a text or a pair.
     """
 
-    def __init__(self, tokenizer: Any, *, excludes_prompt: bool = False) -> None:
-        """tokenizer: of transformers. excludes_prompt: whether pooling leaves prompt tokens out."""
+    def __init__(self, tokenizer: Any, *, excludes_prompt: bool = False, write_pair: WritePair | None = None) -> None:
+        """tokenizer: of transformers. excludes_prompt: whether pooling leaves prompt tokens out. write_pair: of a model
+        that wants pairs as one text."""
+        self._write_pair = write_pair
+        self.takes_whole_pairs = write_pair is not None
         self._tokenizer = tokenizer
         self._excludes_prompt = excludes_prompt
         self._lock = threading.Lock()
         self.num_special_tokens = int(tokenizer.num_special_tokens_to_add(pair=False))
-        self.num_pair_special_tokens = int(tokenizer.num_special_tokens_to_add(pair=True))
+        self.num_pair_special_tokens = 0 if write_pair else int(tokenizer.num_special_tokens_to_add(pair=True))
 
     def encode(
         self,
@@ -49,7 +57,12 @@ class PoolingTokenizer:
     def encode_pairs(
         self, pairs: Sequence[tuple[str, str]], *, prompt: str = "", max_tokens: int | None = None
     ) -> list[TokenSequence]:
-        """One sequence per pair, `prompt` in front of the first text, the longer of the two cut first."""
+        """One sequence per pair, `prompt` in front of the first text, the longer of the two cut first.
+
+        max_tokens: None where the tokenizer `takes_whole_pairs`.
+        """
+        if self._write_pair is not None:
+            return self._tokenize([self._write_pair(prompt, *pair) for pair in pairs], None, False, None, 0)
         firsts = [prompt + first for first, _ in pairs]
         seconds = [second for _, second in pairs]
         return self._tokenize(firsts, seconds, True, max_tokens, 0)

@@ -1,0 +1,204 @@
+"""Rerankers that are generative models: the score of a pair is how much likelier "yes" is than "no" as its answer.
+
+`find_reranker` recognises such a model and how it wants a pair written. `AnswerScorer` computes the last hidden state
+of the prompt in the engine, and from it the logits of the two answers alone, not of the whole vocabulary.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from batchline.checkpoints.files import read_json
+from batchline.config import ModelConfig
+from batchline.endpoints.embedders import EngineEmbedder
+from batchline.endpoints.model import GenerativeModel, TextParts
+from batchline.endpoints.pooling_limits import check_lengths, engine_errors_answered, resolve_truncation
+from batchline.endpoints.scorers import Scores, ScoringTask, checked_scores
+from batchline.errors import BadRequest, UnsupportedModel
+from batchline.pooling.batching import TokenSequence
+from batchline.text.chat_template import ChatPrompt, ChatTemplate
+from batchline.text.tokenizer import Tokenizer
+
+QWEN3_PREFIX = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
+    'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
+)
+QWEN3_SUFFIX = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+QWEN3_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+QWEN3_NAME = re.compile(r"qwen3.*rerank", re.IGNORECASE)
+QWEN3_FLAGS = ("is_original_qwen3_reranker", "is_qwen3_rerank")
+
+
+class PairFormat(Protocol):
+    """How a model wants a pair of texts written. num_special_tokens: what every prompt has around the texts."""
+
+    @property
+    def num_special_tokens(self) -> int: ...
+
+    def encode(self, first: str, second: str, max_tokens: int | None) -> tuple[int, ...]:
+        """Token ids of the prompt, cut to fit `max_tokens` where that is given. Raises: BadRequest."""
+
+
+class Qwen3Format:
+    """As on the model card of Qwen3-Reranker, parts tokenized one by one. Cutting takes the document's end."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._prefix = tokenizer.encode(QWEN3_PREFIX, add_special_tokens=False)
+        self._suffix = tokenizer.encode(QWEN3_SUFFIX, add_special_tokens=False)
+        self.num_special_tokens = len(self._prefix) + len(self._suffix)
+
+    def encode(self, first: str, second: str, max_tokens: int | None) -> tuple[int, ...]:
+        """See `PairFormat`."""
+        text = f"<Instruct>: {QWEN3_INSTRUCTION}\n<Query>: {first}\n<Document>: {second}"
+        token_ids = self._tokenizer.encode(text, add_special_tokens=False)
+        if max_tokens is not None:
+            token_ids = token_ids[: max_tokens - self.num_special_tokens]
+        return (*self._prefix, *token_ids, *self._suffix)
+
+
+class TemplateFormat:
+    """As sentence-transformers does: the chat template, given a message `query` and a message `document`."""
+
+    num_special_tokens = 0
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, instruction: str) -> None:
+        """instruction: the model's own, a system message; "" for none."""
+        self._tokenizer = tokenizer
+        self._template = template
+        self._system = [{"role": "system", "content": instruction}] if instruction else []
+
+    def encode(self, first: str, second: str, max_tokens: int | None) -> tuple[int, ...]:
+        """See `PairFormat`."""
+        if max_tokens is not None:
+            raise BadRequest(
+                "truncate_prompt_tokens: this model's pairs are written by its chat template and cannot be cut",
+                param="truncate_prompt_tokens",
+            )
+        pair = [{"role": "query", "content": first}, {"role": "document", "content": second}]
+        prompt = ChatPrompt(messages=[*self._system, *pair], add_generation_prompt=False)
+        return self._tokenizer.encode(self._template.render(prompt), add_special_tokens=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reranker:
+    """How a generative model scores. yes, no: token ids; without a `no` the logit of `yes` is the score.
+
+    is_activated: whether scores are put through a sigmoid unless a request says otherwise.
+    """
+
+    format: PairFormat
+    yes: int
+    no: int | None
+    is_activated: bool = True
+
+
+def find_reranker(config: ModelConfig, text: TextParts) -> Reranker | None:
+    """How the model scores pairs, None where it is no reranker. Raises: UnsupportedModel."""
+    if config.scoring == "similarity":
+        return None
+    saved = _saved_by_sentence_transformers(config, text)
+    if saved is not None:
+        return saved
+    settings = read_json(config.model, "config.json", config.revision) or {}
+    if config.scoring != "yes-no" and not _is_qwen3_reranker(config.model, settings):
+        return None
+    answers = settings.get("classifier_from_token") or ("no", "yes")
+    no, yes = (_token_id(config, text, answer) for answer in answers)
+    return Reranker(format=Qwen3Format(text.tokenizer), yes=yes, no=no)
+
+
+def _is_qwen3_reranker(model: str, settings: Mapping[str, Any]) -> bool:
+    """Marked as one in config.json, or named as one and of that architecture."""
+    if any(settings.get(flag) for flag in QWEN3_FLAGS) or settings.get("classifier_from_token"):
+        return True
+    names = (PurePath(model).name, str(settings.get("_name_or_path", "")))
+    return "Qwen3ForCausalLM" in settings.get("architectures", ()) and any(map(QWEN3_NAME.search, names))
+
+
+def _saved_by_sentence_transformers(config: ModelConfig, text: TextParts) -> Reranker | None:
+    path = _logit_score_path(read_json(config.model, "modules.json", config.revision))
+    if path is None:
+        return None
+    score = read_json(config.model, f"{path}/config.json", config.revision) or {}
+    settings = read_json(config.model, "config_sentence_transformers.json", config.revision) or {}
+    if text.chat_template is None:
+        raise UnsupportedModel(config.model, "it scores the answer to a chat and has no chat template")
+    activation = str(settings.get("activation_fn") or "Sigmoid").rpartition(".")[2]
+    if activation not in ("Sigmoid", "Identity"):
+        raise UnsupportedModel(config.model, f"its scores go through {activation}, not Sigmoid or Identity")
+    instruction = (settings.get("prompts") or {}).get(settings.get("default_prompt_name")) or ""
+    return Reranker(
+        format=TemplateFormat(text.tokenizer, text.chat_template, instruction),
+        yes=int(score["true_token_id"]),
+        no=None if score.get("false_token_id") is None else int(score["false_token_id"]),
+        is_activated=activation == "Sigmoid",
+    )
+
+
+def _logit_score_path(modules: Mapping[str, Any] | None) -> str | None:
+    """The folder of the module that reads scores off logits."""
+    for module in (modules or {}).get("items", ()):
+        if str(module.get("type", "")).endswith(".LogitScore"):
+            return str(module["path"])
+    return None
+
+
+def _token_id(config: ModelConfig, text: TextParts, answer: str) -> int:
+    token_ids = text.tokenizer.encode(answer, add_special_tokens=False)
+    if len(token_ids) != 1 or text.tokenizer.token_bytes(token_ids[0], is_first=True) != answer.encode():
+        raise UnsupportedModel(config.model, f"it cannot score by yes or no: {answer!r} is not one token of its own")
+    return token_ids[0]
+
+
+class AnswerScorer:
+    """Scores by the logits of "yes" and "no" behind the prompt."""
+
+    def __init__(
+        self, model: GenerativeModel, embedder: EngineEmbedder, reranker: Reranker, head: NDArray[np.float32]
+    ) -> None:
+        """head: of the language model, for yes and then no: (1 or 2, hidden_size + 1), biases in the last column."""
+        self.name = model.name
+        self._model = model
+        self._embedder = embedder
+        self._reranker = reranker
+        self._direction = head[0] if reranker.no is None else head[0] - head[1]
+
+    async def score(self, task: ScoringTask) -> Scores:
+        """The chance of "yes", or with `use_activation: false` how much larger its logit is.
+
+        Raises: BadRequest, InternalServerError.
+        """
+        pair_format = self._reranker.format
+        max_tokens = resolve_truncation(
+            task.truncate,
+            max_model_len=self._embedder.max_model_len,
+            num_special_tokens=pair_format.num_special_tokens,
+        )
+        firsts = task.firsts if len(task.firsts) > 1 else [task.firsts[0]] * len(task.seconds)
+        rows = await self._model.off_loop(
+            lambda: [pair_format.encode(*pair, max_tokens) for pair in zip(firsts, task.seconds, strict=True)]
+        )
+        sequences = [TokenSequence(token_ids=row) for row in rows]
+        check_lengths(sequences, max_model_len=self._embedder.max_model_len, param=task.names[1])
+        with engine_errors_answered():
+            hidden = await self._embedder.hidden_states(sequences, priority=task.priority)
+        return checked_scores(self._scores(hidden, task.use_activation), sequences)
+
+    def _scores(self, hidden: NDArray[np.float32], use_activation: bool | None) -> NDArray[np.float32]:
+        logits = hidden @ self._direction[:-1] + self._direction[-1]
+        if use_activation is False or (use_activation is None and not self._reranker.is_activated):
+            return np.asarray(logits, dtype=np.float32)
+        return np.asarray(1 / (1 + np.exp(-logits)), dtype=np.float32)
+
+
+def answer_tokens(reranker: Reranker) -> Sequence[int]:
+    """The tokens whose logits are compared, yes before no."""
+    return [reranker.yes] if reranker.no is None else [reranker.yes, reranker.no]
