@@ -17,9 +17,11 @@
     │   ├── Unauthorized            401
     │   ├── NotFound                404
     │   ├── MethodNotAllowed        405
+    │   ├── RequestTimeout          408
     │   ├── PayloadTooLarge         413
     │   ├── UnsupportedMediaType    415
     │   ├── UnprocessableEntity     422
+    │   ├── HeadTooLarge            431
     │   ├── InternalServerError     500
     │   └── ServiceUnavailable      503
     │       └── Overloaded          503, worth trying again
@@ -169,6 +171,13 @@ class MethodNotAllowed(RequestError):
         self.allowed = allowed
 
 
+class RequestTimeout(RequestError):
+    """408: the client did not send its request in time."""
+
+    status_code = 408
+    type = "RequestTimeoutError"
+
+
 class PayloadTooLarge(RequestError):
     """413: a body over the server's limit."""
 
@@ -188,6 +197,13 @@ class UnprocessableEntity(RequestError):
 
     status_code = 422
     type = "UnprocessableEntityError"
+
+
+class HeadTooLarge(RequestError):
+    """431: a request's first line and headers, or its trailers, over the server's limit."""
+
+    status_code = 431
+    type = "HeadTooLargeError"
 
 
 class InternalServerError(RequestError):

@@ -89,7 +89,7 @@ def test_a_request_whose_head_does_not_end_is_broken_off(serve: Serve, begin: by
             for _ in range(1000):
                 connection.sendall(piece)
         with contextlib.suppress(ConnectionResetError):
-            assert connection.recv(1000).startswith(b"HTTP/1.1 400 ")
+            assert connection.recv(1000).startswith(b"HTTP/1.1 431 ")
     assert httpx.get(f"{url}/health").status_code == 200
 
 

@@ -8,8 +8,8 @@ from threaded_server import Serve
 
 import batchline
 from batchline.errors import UsageError
+from batchline.server.connections import bind
 from batchline.server.options import CorsOptions
-from batchline.server.run import bind
 from batchline.testing import FakeBackend
 
 HELLO = {"model": "fake", "messages": [{"role": "user", "content": "one two three"}]}
@@ -116,7 +116,7 @@ def test_without_cors_options_there_are_no_cors_headers(fake: httpx.Client) -> N
 
 
 def test_an_address_in_use_is_told_before_anything_is_loaded() -> None:
-    with bind("127.0.0.1", 0) as taken:
+    with bind("127.0.0.1", 0, 1) as taken:
         taken.listen()
         with pytest.raises(UsageError, match=r"Cannot serve at 127.0.0.1 port \d+: Address already in use"):
-            bind("127.0.0.1", taken.getsockname()[1])
+            bind("127.0.0.1", taken.getsockname()[1], 1)

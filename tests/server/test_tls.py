@@ -12,6 +12,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from threaded_server import Serve
 
 from batchline.errors import UsageError
+from batchline.server.connections import Connections
 from batchline.server.options import ServerOptions
 from batchline.server.run import uvicorn_config
 from batchline.testing import FakeBackend
@@ -44,7 +45,7 @@ def refusal(certfile: Path, keyfile: Path | None, password: str | None = None) -
         ssl_certfile=str(certfile), ssl_keyfile=keyfile and str(keyfile), ssl_keyfile_password=password
     )
     with pytest.raises(UsageError) as refused:
-        uvicorn_config(FakeBackend(), options)
+        uvicorn_config(FakeBackend(), options, Connections(1))
     return str(refused.value)
 
 

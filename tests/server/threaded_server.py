@@ -9,8 +9,9 @@ from types import TracebackType
 from typing import Any
 
 from batchline.backends.base import Backend
+from batchline.server.connections import Connections, bind
 from batchline.server.options import ServerOptions
-from batchline.server.run import Server, bind, uvicorn_config
+from batchline.server.run import Server, uvicorn_config
 
 
 class ThreadedServer:
@@ -21,13 +22,18 @@ class ThreadedServer:
         self.url = ""
         settings = ServerOptions(**{"port": 0, "access_log": False, **options})
         self._is_ready = threading.Event()
-        self._server = Server(uvicorn_config(backend, settings), self._note)
-        self._listener = bind(settings.host, settings.port)
+        self._listener = bind(settings.host, settings.port, settings.max_connections)
+        self._server = Server(uvicorn_config(backend, settings, self._listener.connections), self._note)
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
 
     def _note(self, url: str) -> None:
         self.url = url
         self._is_ready.set()
+
+    @property
+    def connections(self) -> Connections:
+        """The server's own account of them."""
+        return self._listener.connections
 
     async def _serve(self) -> None:
         self.loop = asyncio.get_running_loop()

@@ -15,6 +15,7 @@ from batchline.cli.model_options import ModelOptions
 from batchline.cli.option_groups import takes_options
 from batchline.cli.server_options import ServingOptions
 from batchline.errors import UsageError
+from batchline.server.log_lines import SparingHandler
 
 
 @takes_config_file
@@ -34,7 +35,9 @@ def serve(
     engines = dataclasses.replace(model_options, model=models).engines(strict=strict)
     options = serving.server(max_running=len(engines) * model_options.max_num_seqs)
     logging.basicConfig(
-        level=serving.log_level.upper(), format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr
+        level=serving.log_level.upper(),
+        format="%(levelname)s %(name)s: %(message)s",
+        handlers=[SparingHandler(sys.stderr)],
     )
     if not options.api_keys and not _is_loopback(options.host):
         typer.echo("Warning: anyone who reaches this address can use the server; set --api-key.", err=True)

@@ -79,6 +79,42 @@ class ServingOptions:
             min=0, help="Requests that may wait beyond --max-num-seqs; more get 503.", rich_help_panel=_LIMITS
         ),
     ] = DEFAULT_MAX_WAITING
+    max_connections: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Connections that clients may hold open; idle ones give way to new ones.",
+            rich_help_panel=_LIMITS,
+        ),
+    ] = _DEFAULTS.max_connections
+    max_body_memory: Annotated[
+        int,
+        typer.Option(
+            parser=parse_num_bytes,
+            metavar="SIZE",
+            help="Memory for the bodies of all requests together; at least --max-request-size.",
+            show_default=f"{_DEFAULTS.max_body_memory >> 20}MiB",
+            rich_help_panel=_LIMITS,
+        ),
+    ] = _DEFAULTS.max_body_memory
+    head_timeout: Annotated[
+        float,
+        typer.Option(min=0.01, help="Seconds for a request's headers to arrive.", rich_help_panel=_LIMITS),
+    ] = _DEFAULTS.head_timeout_s
+    body_timeout: Annotated[
+        float,
+        typer.Option(
+            min=0.01, help="Seconds for a request's body to arrive, or for each 256 KiB of it.", rich_help_panel=_LIMITS
+        ),
+    ] = _DEFAULTS.body_timeout_s
+    write_timeout: Annotated[
+        float,
+        typer.Option(min=0.01, help="Seconds that a client may stop reading its answer.", rich_help_panel=_LIMITS),
+    ] = _DEFAULTS.write_timeout_s
+    keep_alive: Annotated[
+        float,
+        typer.Option(min=0.01, help="Seconds that an idle connection stays open.", rich_help_panel=_LIMITS),
+    ] = _DEFAULTS.keep_alive_s
     grace_period: Annotated[
         float,
         typer.Option(min=0, help="Seconds that running requests get after Ctrl-C or SIGTERM.", rich_help_panel=_LIMITS),
@@ -103,6 +139,12 @@ class ServingOptions:
             max_request_bytes=self.max_request_size,
             max_in_flight=max_running + self.max_waiting,
             grace_period_s=self.grace_period,
+            max_connections=self.max_connections,
+            max_body_memory=self.max_body_memory,
+            head_timeout_s=self.head_timeout,
+            body_timeout_s=self.body_timeout,
+            write_timeout_s=self.write_timeout,
+            keep_alive_s=self.keep_alive,
             ssl_certfile=self.ssl_certfile,
             ssl_keyfile=self.ssl_keyfile,
             ssl_keyfile_password=self.ssl_keyfile_password,

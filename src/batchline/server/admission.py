@@ -29,7 +29,7 @@ class Admission:
         if scope["type"] != "http" or route_path(scope) not in self._paths:
             await self._app(scope, receive, send)
             return
-        if self._num_in_flight >= self._max_in_flight:
+        if self._num_in_flight >= self._max_in_flight or scope.get("state", {}).get("is_crowded"):
             raise Overloaded("Too many requests are waiting; try again later", retry_after_s=RETRY_AFTER_S)
         self._num_in_flight += 1
         self._metrics.in_flight.set(self._num_in_flight)

@@ -18,6 +18,7 @@ from batchline.server.admission import Admission
 from batchline.server.api_keys import OPEN_PATHS, ApiKeys
 from batchline.server.boundary import RequestBoundary
 from batchline.server.errors import error_response, unrouted
+from batchline.server.incoming_body import Bodies
 from batchline.server.inference import Inference
 from batchline.server.metrics import Metrics
 from batchline.server.openapi import ERROR_RESPONSES, describe, request_body
@@ -52,7 +53,9 @@ def create_app(backend: Backend, options: ServerOptions) -> FastAPI:
     )
     if options.api_keys:
         app.add_middleware(ApiKeys, keys=options.api_keys, open_paths=_open_paths(options))
-    app.add_middleware(RequestBoundary, metrics=metrics, paths=served)
+    bodies = Bodies(options.body_limits)
+    metrics.body_bytes.set_function(lambda: bodies.num_bytes)
+    app.add_middleware(RequestBoundary, metrics=metrics, bodies=bodies, paths=served)
     if options.cors.allow_origins:
         _add_cors(app, options.cors)
     prefix = options.root_path.strip("/")

@@ -1,4 +1,4 @@
-"""Around every request: its id, its place in the metrics, and an answer whatever happens inside.
+"""Around every request: its id, its place in the metrics, limits on its body, and an answer whatever happens inside.
 
 The outermost part of the application but for CORS. Nothing raised inside passes it, so that every error has the
 envelope and none shows a traceback.
@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from batchline.errors import BadRequest, RequestError
 from batchline.server.errors import SHUTTING_DOWN, as_request_error, error_response
+from batchline.server.incoming_body import Bodies, IncomingBody
 from batchline.server.metrics import Metrics
 from batchline.server.root_path import route_path
 
@@ -34,10 +35,11 @@ _VALID_ID = re.compile(r"[!-~]{1,256}")
 class RequestBoundary:
     """Gives each request its id (`scope["state"]["request_id"]`) and answers what is raised. ASGI middleware."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, paths: Container[str]) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics, bodies: Bodies, paths: Container[str]) -> None:
         """paths: those that metrics tell apart."""
         self._app = app
         self._metrics = metrics
+        self._bodies = bodies
         self._paths = paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -49,12 +51,13 @@ class RequestBoundary:
         is_valid = given is not None and _VALID_ID.fullmatch(given) is not None
         request_id = given if given is not None and is_valid else uuid4().hex
         scope.setdefault("state", {})["request_id"] = request_id
-        sender = _Sender(send, request_id)
+        body = IncomingBody(self._bodies, scope, receive)
+        sender = _Sender(send, request_id, body)
         started = perf_counter()
         try:
             if given is not None and not is_valid:
                 raise BadRequest("X-Request-Id: it must be 1 to 256 visible ASCII characters", param="X-Request-Id")
-            await self._app(scope, receive, sender)
+            await self._app(scope, body.receive, sender)
         except ClientDisconnect:
             sender.status = CLIENT_GONE
         except asyncio.CancelledError:
@@ -63,6 +66,7 @@ class RequestBoundary:
         except Exception as exc:
             await self._answer(as_request_error(exc), scope, receive, sender)
         finally:
+            body.close()
             self._metrics.observe_request(self._endpoint(scope), sender.status, perf_counter() - started)
 
     def _endpoint(self, scope: Scope) -> str:
@@ -78,17 +82,24 @@ class RequestBoundary:
 
 
 class _Sender:
-    """Passes messages on, with the request's id in the headers; remembers the status."""
+    """Passes messages on, with the request's id in the headers; remembers the status.
 
-    def __init__(self, send: Send, request_id: str) -> None:
+    An answer that comes before the request's body has been read ends the connection: the rest is not waited for.
+    """
+
+    def __init__(self, send: Send, request_id: str, body: IncomingBody) -> None:
         self.status = 0
         self.has_begun = False
         self._send = send
         self._request_id = request_id
+        self._body = body
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.has_begun = True
             self.status = message["status"]
-            MutableHeaders(scope=message)["X-Request-Id"] = self._request_id
+            headers = MutableHeaders(scope=message)
+            headers["X-Request-Id"] = self._request_id
+            if not self._body.is_whole:
+                headers["Connection"] = "close"
         await self._send(message)

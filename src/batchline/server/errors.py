@@ -16,7 +16,6 @@ from batchline.errors import (
     MethodNotAllowed,
     NotFound,
     Overloaded,
-    PayloadTooLarge,
     RequestError,
     ServiceUnavailable,
     Unauthorized,
@@ -42,8 +41,6 @@ def error_response(error: RequestError) -> JsonResponse:
         headers["Allow"] = error.allowed
     elif isinstance(error, Overloaded):
         headers["Retry-After"] = str(error.retry_after_s)
-    elif isinstance(error, PayloadTooLarge):
-        headers["Connection"] = "close"  # the rest of the body is not waited for
     return JsonResponse(error.body(), status_code=error.status_code, headers=headers)
 
 

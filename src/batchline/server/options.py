@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from batchline.server.incoming_body import BodyLimits
+
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 
@@ -25,6 +27,11 @@ class ServerOptions:
     port: 0 takes a free one. root_path: the prefix that a proxy in front takes away. api_keys: none leaves the server
     open. metrics_need_key: whether /metrics is guarded too. max_in_flight: requests that are run or wait; more are
     refused with 503. grace_period_s: how long a stop waits for running requests.
+
+    Against clients that take without asking for anything: max_connections that are open; head_timeout_s for a request's
+    head; body_timeout_s and max_body_memory: see `incoming_body.py`; write_timeout_s until a client that has stopped
+    reading its answer goes on; keep_alive_s that an idle connection stays open, longer than the usual proxy's, which
+    must be the one to close it.
     """
 
     host: str = "127.0.0.1"
@@ -35,8 +42,19 @@ class ServerOptions:
     max_request_bytes: int = 64 * 2**20
     max_in_flight: int = 1280
     grace_period_s: float = 30.0
+    max_connections: int = 4096
+    max_body_memory: int = 512 * 2**20
+    head_timeout_s: float = 20.0
+    body_timeout_s: float = 30.0
+    write_timeout_s: float = 60.0
+    keep_alive_s: float = 75.0
     ssl_keyfile: str | None = None
     ssl_certfile: str | None = None
     ssl_keyfile_password: str | None = None
     cors: CorsOptions = field(default_factory=CorsOptions)
     access_log: bool = True
+
+    @property
+    def body_limits(self) -> BodyLimits:
+        """Those of all bodies; one of the largest that is allowed always fits."""
+        return BodyLimits(max_bytes=max(self.max_body_memory, self.max_request_bytes), timeout_s=self.body_timeout_s)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import os
 import signal
@@ -18,14 +19,11 @@ from types import FrameType
 import uvicorn
 
 from batchline.backends.base import Backend
-from batchline.errors import UsageError
 from batchline.server.app import create_app
-from batchline.server.bounded_head import BoundedHeadProtocol
+from batchline.server.connections import Connections, allow_reuse, bind, raise_file_limit
+from batchline.server.http_protocol import BoundedProtocol, ConnectionTimes
 from batchline.server.options import ServerOptions
 from batchline.server.tls import check_certificate
-
-KEEP_ALIVE_S = 75
-"""How long idle connections stay open: longer than the usual proxy's, which must be the one to close."""
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -35,56 +33,45 @@ async def serve(backend: Backend, options: ServerOptions, on_ready: Callable[[st
 
     Raises: UsageError (address or certificate), ModelLoadError.
     """
-    server = Server(uvicorn_config(backend, options), on_ready)
-    listener = bind(options.host, options.port)
-    try:
-        await backend.start()
-        gc.collect()
-        # libraries and models, until one is unloaded: walking them again would stop all streams for half a second
-        gc.freeze()
-        await server.serve([listener])
-    finally:
-        listener.close()
-        await backend.close()
+    with bind(options.host, options.port, raise_file_limit(options.max_connections)) as listener:
+        server = Server(uvicorn_config(backend, options, listener.connections), on_ready)
+        try:
+            await backend.start()
+            gc.collect()
+            # libraries and models, until one is unloaded: walking them again would stop all streams for half a second
+            gc.freeze()
+            await server.serve([listener])
+        finally:
+            await backend.close()
 
 
-def uvicorn_config(backend: Backend, options: ServerOptions) -> uvicorn.Config:
-    """The HTTP server's settings, its certificate loaded. Raises: UsageError."""
+def uvicorn_config(backend: Backend, options: ServerOptions, connections: Connections) -> uvicorn.Config:
+    """The HTTP server's settings, its certificate loaded. connections: of its listener. Raises: UsageError."""
     if options.ssl_certfile is not None:
         check_certificate(options.ssl_certfile, options.ssl_keyfile, options.ssl_keyfile_password)
+    protocol = functools.partial(
+        BoundedProtocol,
+        connections=connections,
+        times=ConnectionTimes(head_s=options.head_timeout_s, write_s=options.write_timeout_s),
+    )
     config = uvicorn.Config(
         create_app(backend, options),
         host=options.host,
         port=options.port,
-        http=BoundedHeadProtocol,
+        http=protocol,  # type: ignore[arg-type] # called as the class would be
         lifespan="off",
         ws="none",
         log_config=None,
         access_log=options.access_log,
         server_header=False,
-        timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=options.grace_period_s,  # type: ignore[arg-type] # any number of seconds will do
+        timeout_keep_alive=options.keep_alive_s,  # type: ignore[arg-type] # any number of seconds will do
+        timeout_graceful_shutdown=options.grace_period_s,  # type: ignore[arg-type]
         ssl_keyfile=options.ssl_keyfile,
         ssl_certfile=options.ssl_certfile,
         ssl_keyfile_password=options.ssl_keyfile_password,
     )
     config.load()
     return config
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A socket that has the address, not yet listening. Raises: UsageError."""
-    with contextlib.ExitStack() as on_failure:
-        try:
-            family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-            listener = on_failure.enter_context(socket.socket(family, kind, protocol))
-            if os.name == "posix":  # elsewhere it would let two servers share a port
-                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-        except OSError as exc:
-            raise UsageError(f"Cannot serve at {host} port {port}: {exc.strerror or exc}") from exc
-        on_failure.pop_all()
-    return listener
 
 
 class Server(uvicorn.Server):
@@ -96,9 +83,10 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to listen, and say where."""
+        assert sockets is not None  # the one of `serve`
+        allow_reuse(sockets[0])
         await super().startup(sockets)
-        if sockets:
-            self._on_ready(url_of(sockets[0], is_tls=self.config.is_ssl))
+        self._on_ready(url_of(sockets[0], is_tls=self.config.is_ssl))
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

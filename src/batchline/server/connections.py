@@ -1,0 +1,196 @@
+"""The connections that clients hold open: how many there may be, and which give way to new ones.
+
+Anyone may open connections, so those that carry no request (idle, in a TLS handshake, with half a head) are worth
+nothing: when there are too many, the one that has waited longest is ended for a new one. Connections that carry
+requests are never ended. Beyond them there is a reserve, which is told apart (`is_crowded`), so that a server full of
+requests still answers a health check.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import socket
+import sys
+import time
+from collections import OrderedDict
+from contextlib import suppress
+
+from batchline.errors import UsageError
+
+if sys.platform != "win32":
+    import resource
+
+RESERVE = 64
+"""Connections beyond the limit, for health checks and for answers that refuse."""
+OTHER_FILES = 256
+"""File descriptors kept for everything that is no client's connection."""
+_PAUSE_S = 0.5
+_OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+logger = logging.getLogger(__name__)
+
+
+class Connections:
+    """Counts connections by the number of their file. Not thread-safe: belongs to the event loop."""
+
+    def __init__(self, max_open: int) -> None:
+        self.max_open = max_open
+        self.num_open = 0
+        self._waiting: OrderedDict[int, _Connection] = OrderedDict()  # longest first
+        self._carrying: dict[int, _Connection] = {}
+        self._evicted_at = -1.0
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether more connections carry requests than may: the reserve is in use."""
+        return len(self._carrying) > self.max_open
+
+    @property
+    def is_full(self) -> bool:
+        """Whether not even the reserve has room."""
+        return self.num_open >= self.max_open + RESERVE
+
+    @property
+    def is_making_room(self) -> bool:
+        """Whether a connection has just been ended, whose file is closed in one of the loop's next rounds."""
+        return time.monotonic() < self._evicted_at + _PAUSE_S
+
+    def opened(self, connection: _Connection) -> None:
+        """A new one, which waits for its first request. Where there are enough, it takes the place of another."""
+        self.num_open += 1
+        if self.num_open > self.max_open:
+            self.evict()
+        self._waiting[connection.fileno()] = connection
+
+    def closed(self, file_number: int) -> None:
+        """It is gone."""
+        self.num_open -= 1
+        self._waiting.pop(file_number, None)
+        self._carrying.pop(file_number, None)
+
+    def carry(self, file_number: int) -> None:
+        """It carries a request from now on."""
+        if (connection := self._waiting.pop(file_number, None)) is not None:
+            self._carrying[file_number] = connection
+
+    def wait(self, file_number: int) -> None:
+        """It carries none any more."""
+        if (connection := self._carrying.pop(file_number, None)) is not None:
+            self._waiting[file_number] = connection
+
+    def evict(self) -> None:
+        """End the connection that has waited longest, if there is one: to the loop it looks as if the client left."""
+        if self._waiting:
+            _, connection = self._waiting.popitem(last=False)
+            self._evicted_at = time.monotonic()
+            logger.warning("too many connections: the one idle longest is closed (--max-connections)")
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+class _Connection(socket.socket):
+    """An accepted socket that tells when it is closed."""
+
+    connections: Connections | None = None
+
+    def close(self) -> None:
+        if self.connections is not None:
+            self.connections.closed(self.fileno())
+            self.connections = None
+        super().close()
+
+
+class Listener(socket.socket):
+    """A listening socket whose connections are counted. asyncio calls `accept` until it would block."""
+
+    connections: Connections
+    _paused_until = -1.0
+
+    def accept(self) -> tuple[socket.socket, object]:
+        """The next connection. Raises: OSError; BlockingIOError where it has to wait."""
+        is_full = self.connections.is_full
+        if time.monotonic() < self._paused_until or (is_full and self.connections.is_making_room):
+            raise BlockingIOError
+        try:
+            accepted, address = super().accept()
+        except OSError as exc:
+            if exc.errno in _OUT_OF_RESOURCES:
+                # asyncio waits a second, but would try, and log, thousands of times before
+                self._paused_until = time.monotonic() + _PAUSE_S
+                self.connections.evict()
+            raise
+        if is_full:
+            accepted.close()
+            logger.warning("too many connections: a new one is closed at once (--max-connections)")
+            raise BlockingIOError
+        connection = _Connection(accepted.family, accepted.type, accepted.proto, fileno=accepted.detach())
+        self.connections.opened(connection)
+        connection.connections = self.connections
+        return connection, address
+
+
+def bind(host: str, port: int, max_connections: int) -> Listener:
+    """A socket that has the address, not yet listening. Raises: UsageError."""
+    listener = _bind(host, port)
+    listener.connections = Connections(max_connections)
+    return listener
+
+
+def _bind(host: str, port: int) -> Listener:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except (OSError, ValueError) as exc:  # names that are none at all are ValueErrors
+        raise _unusable(host, port, exc) from exc
+    try:
+        # Two sockets that may reuse addresses can both be bound to one while neither listens: without that, a server
+        # that still loads its model is noticed.
+        return _bound(family, kind, protocol, address, reuses=False)
+    except OSError as exc:
+        if exc.errno != errno.EADDRINUSE or os.name != "posix":
+            raise _unusable(host, port, exc) from exc
+    try:
+        return _bound(family, kind, protocol, address, reuses=True)  # over connections of a server that has ended
+    except OSError as exc:
+        raise _unusable(host, port, exc) from exc
+
+
+def _bound(family: int, kind: int, protocol: int, address: object, *, reuses: bool) -> Listener:
+    listener = Listener(family, kind, protocol)
+    try:
+        if reuses:
+            allow_reuse(listener)
+        listener.bind(address)  # type: ignore[arg-type]
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def allow_reuse(listener: socket.socket) -> None:
+    """Let the next server have the address while connections of this one are still winding down."""
+    if os.name == "posix":  # elsewhere it would let two servers share a port
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+
+
+def _unusable(host: str, port: int, exc: Exception) -> UsageError:
+    reason = exc.strerror if isinstance(exc, OSError) else None
+    return UsageError(f"Cannot serve at {host} port {port}: {reason or exc}")
+
+
+def raise_file_limit(max_connections: int) -> int:
+    """Let the process open files enough for so many connections; returns how many connections it can have."""
+    if sys.platform == "win32":  # it has no such limit
+        return max_connections
+    wanted = max_connections + RESERVE + OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(allowed, soft), hard))
+        soft = max(allowed, soft)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return max_connections
+    possible = max(1, soft - RESERVE - OTHER_FILES)
+    logger.warning("this process may open %d files: at most %d connections (ulimit -n raises it)", soft, possible)
+    return possible

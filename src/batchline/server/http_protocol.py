@@ -1,0 +1,297 @@
+"""uvicorn's HTTP protocol with limits on what a connection may cost before, between and after its requests.
+
+uvicorn reads a head, trailers and chunk extensions of any length, waits for them for any time, and takes trailers for
+headers. Here each of them ends the connection, with an answer where one can still be read. What a request may cost once
+its head is whole is the application's matter (`incoming_body.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import httptools
+import orjson
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+
+from batchline.errors import BadRequest, HeadTooLarge, RequestError, RequestTimeout
+from batchline.server.connections import Connections
+
+MAX_HEAD_BYTES = 64 * 1024
+"""Of a request's first line and headers; of its trailers too, and of anything else between two parts of a body."""
+
+MAX_PIPELINED = 32
+"""Requests that may wait on one connection for the answers to those before them."""
+
+LINGER_S = 5.0
+"""How long a connection stays open after an answer that came before the end of its request. Closing it at once would
+take the answer away from a client that is still sending."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionTimes:
+    """Seconds. head_s: for a whole head. write_s: for a client that reads nothing of its answer to go on reading."""
+
+    head_s: float
+    write_s: float
+
+
+class _Refused(Exception):
+    """Raised in a callback of the parser, to end the connection with `error`."""
+
+    def __init__(self, error: RequestError) -> None:
+        super().__init__(error.message)
+        self.error = error
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """One connection. Tells `connections` when it carries a request and when it merely waits for one."""
+
+    def __init__(self, *, connections: Connections, times: ConnectionTimes, **of_uvicorn: Any) -> None:
+        super().__init__(**of_uvicorn)
+        self._connections = connections
+        self._times = times
+        self._file_number = -1
+        self._unanswered: deque[RequestResponseCycle] = deque()  # the first is being answered
+        self._is_in_head = False
+        self._is_upgrade = False
+        self._is_deaf = False  # what else arrives is dropped
+        self._is_lingering = False
+        self._has_progressed = False
+        self._num_head_bytes = 0
+        self._num_other_bytes = 0  # since the last part of a head or body
+        self._num_pipelined_bytes = 0
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
+
+    # ---- the connection
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """A client has connected."""
+        super().connection_made(transport)
+        self._file_number = transport.get_extra_info("socket").fileno()
+        self._expect_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """It has gone."""
+        self._stop_head_timer()
+        self._stop_write_timer()
+        super().connection_lost(exc)
+        for cycle in self._unanswered:  # uvicorn tells the last one only
+            cycle.disconnected = True
+            cycle.message_event.set()
+
+    def pause_writing(self) -> None:
+        """The client does not read what it is sent."""
+        super().pause_writing()
+        self._write_timer = self._write_timer or self.loop.call_later(self._times.write_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """It reads again."""
+        self._stop_write_timer()
+        super().resume_writing()
+
+    def close_gently(self) -> None:
+        """Close after what has been written; where the request has not arrived whole, let the client finish reading."""
+        if self.is_ending:
+            return
+        if self.cycle is not None and not (self.cycle.more_body or self._is_in_head or self._is_deaf):
+            self.transport.close()
+            return
+        self._is_deaf = self._is_lingering = True
+        self._connections.wait(self._file_number)
+        self.flow.resume_reading()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self._stop_head_timer()
+        self._head_timer = self.loop.call_later(LINGER_S, self.transport.close)
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether nothing more is sent."""
+        return self._is_lingering or self.transport.is_closing()
+
+    @property
+    def _is_underway(self) -> bool:
+        """Whether a request waits for the end of its answer."""
+        return bool(self._unanswered)
+
+    # ---- what arrives
+
+    def data_received(self, data: bytes) -> None:
+        """Take what has come."""
+        if self._is_deaf:
+            return
+        self._unset_keepalive_if_required()
+        self._has_progressed = False
+        self._num_pipelined_bytes = self._num_pipelined_bytes + len(data) if self.pipeline else 0
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as exc:
+            self._go_on_without_upgrade(data[exc.args[0] :])
+            return
+        except httptools.HttpParserError as exc:
+            fault = exc.__context__
+            self._refuse(fault.error if isinstance(fault, _Refused) else BadRequest("The request is not valid HTTP"))
+            return
+        self._num_other_bytes = 0 if self._has_progressed else self._num_other_bytes + len(data)
+        if self._num_other_bytes > MAX_HEAD_BYTES:
+            self._refuse(_too_large())
+        elif not self._is_underway and self.timeout_keep_alive_task is None and not self.is_ending:
+            self._expect_head()
+
+    def on_message_begin(self) -> None:
+        """A request begins."""
+        if len(self.pipeline) >= MAX_PIPELINED:
+            raise _Refused(BadRequest("Too many requests wait on this connection"))
+        super().on_message_begin()
+        self._has_progressed = self._is_in_head = True
+        self._is_upgrade = False
+        self._num_head_bytes = 0
+
+    def on_url(self, url: bytes) -> None:
+        """A piece of the first line."""
+        self._count_head(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A whole header, or a trailer. Those are dropped: uvicorn would add them to the headers, keys and all."""
+        self._count_head(len(name) + len(value))
+        if self._is_in_head:
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """The head is whole."""
+        self._is_in_head = False
+        self._has_progressed = True
+        self._num_head_bytes = 0
+        self._stop_head_timer()
+        self._is_upgrade = self.parser.should_upgrade()
+        if self._is_upgrade:
+            return  # the parser stops here: see _go_on_without_upgrade
+        super().on_headers_complete()
+        self.cycle.transport = _CycleTransport(self)  # type: ignore[assignment]
+        self._unanswered.append(self.cycle)
+        self._connections.carry(self._file_number)
+        if self._connections.is_crowded:
+            self.scope["state"]["is_crowded"] = True
+            self.cycle.keep_alive = False
+        if self.pipeline and self._num_pipelined_bytes < MAX_HEAD_BYTES:
+            self.flow.resume_reading()  # uvicorn stops, and would not notice a client that hangs up
+
+    def on_body(self, body: bytes) -> None:
+        """A piece of the body."""
+        self._has_progressed = True
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """The request is whole."""
+        self._has_progressed = True
+        if not self._is_upgrade:
+            super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """An answer has been written to its end."""
+        self._unanswered.popleft()
+        if self._is_lingering:
+            return
+        super().on_response_complete()
+        if not self._is_underway:
+            self._connections.wait(self._file_number)
+        if self._is_in_head:  # the next request has begun to arrive
+            self._unset_keepalive_if_required()
+            self._expect_head()
+
+    # ---- limits
+
+    def _count_head(self, num_bytes: int) -> None:
+        self._num_head_bytes += num_bytes
+        if self._num_head_bytes > MAX_HEAD_BYTES:
+            raise _Refused(_too_large())
+
+    def _expect_head(self) -> None:
+        """From now on, or from when this was called before, a client has so long to send a whole head."""
+        self._head_timer = self._head_timer or self.loop.call_later(self._times.head_s, self._on_head_timeout)
+
+    def _on_head_timeout(self) -> None:
+        self._head_timer = None
+        if self._is_in_head:
+            self._refuse(RequestTimeout("The request's head did not arrive in time"))
+        else:
+            self.transport.close()
+
+    def _stop_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _stop_write_timer(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+
+    def _go_on_without_upgrade(self, rest: bytes) -> None:
+        """Another protocol was offered (some clients offer HTTP/2 with each request): answer in this one.
+
+        The parser takes no body of such a request; a new one gets its head without the offer.
+        """
+        if self.parser.get_method() == b"CONNECT":
+            self._refuse(BadRequest("This server is no proxy"))
+            return
+        version = self.parser.get_http_version().encode()
+        lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)]
+        lines += [b"%b: %b" % header for header in self.headers if header[0] != b"upgrade"]
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
+        self.data_received(b"\r\n".join(lines) + b"\r\n\r\n" + rest)
+
+    def _refuse(self, error: RequestError) -> None:
+        """End the connection, with `error` as the answer to the request that is at fault."""
+        if self.pipeline:
+            self.transport.close()
+        elif not self._is_underway:
+            self._is_in_head = True  # the fault has not been read to its end
+            self.transport.write(_raw_answer(error))
+            self.close_gently()
+        elif self.cycle.more_body:
+            self._break_off(self.cycle, error)
+        else:  # the fault is behind a good request, which is answered
+            self._is_deaf = True
+            self.cycle.keep_alive = False
+
+    def _break_off(self, cycle: RequestResponseCycle, error: RequestError) -> None:
+        """The request's body is at fault: tell the client, unless an answer has begun, and the application."""
+        cycle.disconnected = True
+        cycle.message_event.set()
+        if not cycle.response_started:
+            self.transport.write(_raw_answer(error))
+        self.close_gently()
+
+
+class _CycleTransport:
+    """What uvicorn's request-response cycle needs of a transport; its `close` leaves clients time to read."""
+
+    def __init__(self, protocol: BoundedProtocol) -> None:
+        self._protocol = protocol
+
+    def write(self, data: bytes) -> None:
+        self._protocol.transport.write(data)
+
+    def is_closing(self) -> bool:
+        return self._protocol.is_ending
+
+    def close(self) -> None:
+        self._protocol.close_gently()
+
+
+def _too_large() -> HeadTooLarge:
+    return HeadTooLarge(f"The request's head or trailers are larger than {MAX_HEAD_BYTES:,} bytes")
+
+
+def _raw_answer(error: RequestError) -> bytes:
+    """An answer to what never becomes a request for the application."""
+    body = orjson.dumps(error.body())
+    head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
+    return STATUS_LINE[error.status_code] + head + body

@@ -1,0 +1,128 @@
+"""A request's body while it arrives: in time, and within the memory that all bodies together may take.
+
+Bodies count from their first byte until their request has been answered. When there is no room, the one that has been
+arriving longest gives way, so that clients that stop in the middle take nothing from others. Small bodies always fit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from starlette.datastructures import Headers
+from starlette.types import Message, Receive, Scope
+
+from batchline.errors import Overloaded, RequestTimeout
+
+SMALL_BODY_BYTES = 64 * 1024
+"""What a body may have without being counted."""
+BYTES_IN_TIME = 256 * 1024
+"""What has to arrive in each period of `timeout_s`, unless the body ends before."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BodyLimits:
+    """max_bytes: of all bodies together. timeout_s: for a body, or for each `BYTES_IN_TIME` of a large one."""
+
+    max_bytes: int
+    timeout_s: float
+
+
+class Bodies:
+    """The bodies of all requests that are being received or answered. num_bytes: what they take, small ones aside."""
+
+    def __init__(self, limits: BodyLimits) -> None:
+        self.limits = limits
+        self.num_bytes = 0
+        self._arriving: OrderedDict[int, IncomingBody] = OrderedDict()  # those that are counted, the oldest first
+
+    def add(self, body: IncomingBody, num_bytes: int) -> None:
+        """More of it has come. Raises: Overloaded if there is no room for it."""
+        self._arriving[id(body)] = body
+        while self.num_bytes + num_bytes > self.limits.max_bytes:
+            oldest = next(iter(self._arriving.values()))
+            oldest.give_way()
+            if oldest is body:
+                raise too_much()
+        self.num_bytes += num_bytes
+
+    def arrived(self, body: IncomingBody) -> None:
+        """It is whole."""
+        self._arriving.pop(id(body), None)
+
+    def remove(self, body: IncomingBody, num_bytes: int) -> None:
+        """Its request has been answered."""
+        self.arrived(body)
+        self.num_bytes -= num_bytes
+
+
+class IncomingBody:
+    """One request's body. is_whole: whether the client has nothing more to send."""
+
+    def __init__(self, bodies: Bodies, scope: Scope, receive: Receive) -> None:
+        headers = Headers(scope=scope)
+        self.is_whole = "transfer-encoding" not in headers and headers.get("content-length", "0") == "0"
+        self._bodies = bodies
+        self._receive = receive
+        self._num_bytes = 0
+        self._num_counted = 0
+        self._waiting: asyncio.Future[Message] | None = None
+        self._has_given_way = False
+        self._deadline: float | None = None
+        self._bytes_at_deadline = 0
+
+    async def receive(self) -> Message:
+        """The next message. Raises: RequestTimeout, Overloaded."""
+        if self.is_whole:
+            return await self._receive()
+        message = await self._received_in_time()
+        if message["type"] == "http.request":
+            self._count(len(message.get("body", b"")))
+            if not message.get("more_body", False):
+                self.is_whole = True
+                self._bodies.arrived(self)
+        return message
+
+    def give_way(self) -> None:
+        """Free what it takes; whoever reads it gets an Overloaded."""
+        self._has_given_way = True
+        self.close()
+        if self._waiting is not None:
+            self._waiting.cancel()
+
+    def close(self) -> None:
+        """Its request has been answered. Idempotent."""
+        self._bodies.remove(self, self._num_counted)
+        self._num_counted = 0
+
+    async def _received_in_time(self) -> Message:
+        loop = asyncio.get_running_loop()
+        if self._has_given_way:
+            raise too_much()
+        if self._deadline is None or self._num_bytes >= self._bytes_at_deadline:
+            self._deadline = loop.time() + self._bodies.limits.timeout_s
+            self._bytes_at_deadline = self._num_bytes + BYTES_IN_TIME
+        self._waiting = asyncio.ensure_future(self._receive())
+        try:
+            return await asyncio.wait_for(self._waiting, self._deadline - loop.time())
+        except asyncio.TimeoutError:
+            raise RequestTimeout("The request's body did not arrive in time") from None
+        except asyncio.CancelledError:
+            if self._has_given_way:
+                raise too_much() from None
+            raise
+        finally:
+            self._waiting = None
+
+    def _count(self, num_bytes: int) -> None:
+        self._num_bytes += num_bytes
+        more = max(0, self._num_bytes - SMALL_BODY_BYTES) - self._num_counted
+        if more > 0:
+            self._bodies.add(self, more)
+            self._num_counted += more
+
+
+def too_much() -> Overloaded:
+    """The error of a request whose body has no room."""
+    return Overloaded("The server holds too many large requests; try again later")

@@ -1,0 +1,79 @@
+"""Log lines on a stream, with a bound on warnings and errors that repeat: whoever can cause one could fill the disk.
+
+Lines below a warning (the access log) are written as they come.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+MAX_LINES = 5
+"""Lines of one kind that are written in a period; the others are counted."""
+PERIOD_S = 60.0
+MAX_KINDS = 1000
+"""Kinds that are told apart; all others are one more."""
+
+_Kind = tuple[str, int, str, str]
+
+
+@dataclass(slots=True)
+class _Period:
+    """What has come of one kind since `begun_at`."""
+
+    begun_at: float
+    num_lines: int = 0
+
+    @property
+    def num_left_out(self) -> int:
+        return max(0, self.num_lines - MAX_LINES)
+
+
+class SparingHandler(logging.StreamHandler[TextIO]):
+    """Writes `MAX_LINES` of each kind of warning or error in `PERIOD_S`, and when that is over how many it left out.
+
+    A kind is what is logged by one logger, at one level, with one text before its arguments and one type of exception.
+    """
+
+    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(stream)
+        self._clock = clock
+        self._periods: dict[_Kind, _Period] = {}
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write the record, or count it."""
+        now = self._clock()
+        self._end_periods(now - PERIOD_S)
+        if record.levelno >= logging.WARNING:
+            period = self._periods.setdefault(self._kind_of(record), _Period(now))
+            period.num_lines += 1
+            if period.num_left_out:
+                return
+        super().emit(record)
+
+    def close(self) -> None:
+        """Write what has been left out until now."""
+        self._end_periods(float("inf"))
+        super().close()
+
+    def _kind_of(self, record: logging.LogRecord) -> _Kind:
+        exception: Any = record.exc_info[0] if record.exc_info else None
+        kind = (record.name, record.levelno, str(record.msg), getattr(exception, "__name__", ""))
+        is_known = kind in self._periods or len(self._periods) < MAX_KINDS
+        return kind if is_known else (record.name, record.levelno, "messages of other kinds", "")
+
+    def _end_periods(self, begun_before: float) -> None:
+        for kind, period in list(self._periods.items()):
+            if period.begun_at <= begun_before:
+                del self._periods[kind]
+                if period.num_left_out:
+                    self._tell(kind, period.num_left_out)
+
+    def _tell(self, kind: _Kind, num_left_out: int) -> None:
+        name, level, text, exception = kind
+        shown = " ".join([*text.splitlines()[:1], exception]).strip()
+        message = "%d more lines like this one were left out: %s"
+        super().emit(logging.LogRecord(name, level, "", 0, message, (num_left_out, shown), None))

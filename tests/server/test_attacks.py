@@ -1,0 +1,325 @@
+"""What anybody can send without a key takes bounded memory, time and connections, and others are served meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from raw_http import CHAT, body_bytes, connect, hello, is_healthy, post, read_answer, read_to_end, sending
+from threaded_server import Serve
+
+from batchline.backends.base import EndpointRequest
+from batchline.testing import FakeBackend
+
+CHUNKED = {"Transfer-Encoding": "chunked"}
+
+
+class Held:
+    """Keeps requests that say `hold` from going on; tells how many wait and when one is cancelled."""
+
+    def __init__(self) -> None:
+        self.waiting = threading.Semaphore(0)
+        self.is_cancelled = threading.Event()
+
+    async def __call__(self, request: EndpointRequest) -> None:
+        if "hold" not in str(request.body):
+            return
+        self.waiting.release()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.is_cancelled.set()
+
+
+def send_until_cut_off(connection: socket.socket, piece: bytes) -> None:
+    with contextlib.suppress(ConnectionError):
+        for _ in range(400):
+            connection.sendall(piece)
+
+
+@pytest.mark.parametrize("end", [b"0\r\nA: b\r\n", b"0\r\nA: ", b"1;a="])
+def test_trailers_and_chunk_extensions_without_end_are_broken_off(serve: Serve, end: bytes) -> None:
+    """Trailers were kept without limit: one connection could take 1 GB."""
+    server = serve()
+    whole = hello()
+    connection = sending(server, post(b"%x\r\n%b\r\n" % (len(whole), whole) + end, CHUNKED, length=-1))
+    send_until_cut_off(connection, b"A: b\r\n" * 2000 if end.endswith(b"b\r\n") else b"x" * 12000)
+    assert read_to_end(connection).startswith(b"HTTP/1.1 431 ")
+    assert isinstance(server.backend, FakeBackend)
+    assert server.backend.requests == []
+    assert is_healthy(server)
+
+
+def test_trailers_are_no_headers(serve: Serve) -> None:
+    """A key in a trailer let the request in: whoever checks headers in front of the server did not see it."""
+    server = serve(api_keys=("k",))
+    whole = hello()
+    chunked = b"%x\r\n%b\r\n0\r\nAuthorization: Bearer k\r\n\r\n" % (len(whole), whole)
+    with sending(server, post(chunked, CHUNKED, length=-1)) as connection:
+        assert read_answer(connection)[0] == 401
+    with sending(server, post(chunked, CHUNKED | {"Authorization": "Bearer k"}, length=-1)) as connection:
+        assert read_answer(connection)[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("begin", "status"),
+    [
+        (b"", b""),
+        (b"\r\n", b""),
+        (b"GET /hea", b"HTTP/1.1 408 "),
+        (b"GET /health HTTP/1.1\r\nA: b\r\n", b"HTTP/1.1 408 "),
+    ],
+)
+def test_a_head_has_to_arrive_in_time(serve: Serve, begin: bytes, status: bytes) -> None:
+    """There was no limit: a connection with half a head stayed open for ever."""
+    server = serve(head_timeout_s=0.1)
+    answer = read_to_end(sending(server, begin))
+    assert answer.startswith(status) if status else answer == b""
+    assert is_healthy(server)
+
+
+def test_the_next_head_has_to_arrive_in_time_too(serve: Serve) -> None:
+    """Blank lines between requests are no request: they kept a connection open for ever."""
+    server = serve(head_timeout_s=0.1)
+    with sending(server, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n") as connection:
+        assert read_answer(connection)[0] == 200
+        connection.sendall(b"\r\n")
+        assert connection.recv(1) == b""
+
+
+def test_a_long_answer_is_not_cut_off_by_the_next_half_head(serve: Serve) -> None:
+    go_on = threading.Event()
+
+    async def wait(request: EndpointRequest) -> None:
+        await asyncio.to_thread(go_on.wait, 20)
+
+    server = serve(FakeBackend(before_answer=wait), head_timeout_s=0.05)
+    with sending(server, post(hello()) + b"GET /health HT") as connection, connect(server) as idle:
+        assert idle.recv(1) == b""  # the time for a head is over
+        go_on.set()
+        assert read_answer(connection)[0] == 200
+        assert connection.recv(100).startswith(b"HTTP/1.1 408 ")
+
+
+def test_an_idle_connection_is_closed(serve: Serve) -> None:
+    server = serve(keep_alive_s=0.1)
+    with sending(server, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n") as connection:
+        assert read_answer(connection)[0] == 200
+        assert connection.recv(1) == b""
+
+
+@pytest.mark.parametrize("headers", [{}, CHUNKED])
+def test_a_body_has_to_arrive_in_time(serve: Serve, headers: dict[str, str]) -> None:
+    """There was no limit: half-sent bodies stayed in memory for ever."""
+    server = serve(body_timeout_s=0.1)
+    part = b"%x\r\n%b" % (300_000, b"x" * 200_000) if headers else b"x" * 200_000
+    answer = read_to_end(sending(server, post(part, headers, length=-1 if headers else 300_000)))
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert b"did not arrive in time" in answer
+    assert body_bytes(server) == 0
+    assert is_healthy(server)
+
+
+def test_half_sent_bodies_take_bounded_memory_and_give_way_to_whole_ones(serve: Serve) -> None:
+    """30 of them held 1.9 GB, and there was nothing to stop more."""
+    server = serve(max_request_bytes=400_000, max_body_memory=1_000_000)
+    half_sent = [sending(server, post(b" " * 300_000, length=400_000)) for _ in range(30)]
+    refused = [read_to_end(connection) for connection in half_sent[:20]]
+    assert all(answer.startswith(b"HTTP/1.1 503 ") and b"retry-after: 1" in answer for answer in refused)
+    assert 0 < body_bytes(server) <= 1_000_000
+    large = hello("x" * 350_000)
+    with sending(server, post(large)) as connection:
+        assert read_answer(connection)[0] == 200
+    assert is_healthy(server)
+    for connection in half_sent[20:]:
+        connection.close()
+
+
+def test_bodies_count_until_their_requests_are_answered(serve: Serve) -> None:
+    held = Held()
+    server = serve(FakeBackend(before_answer=held), max_request_bytes=400_000, max_body_memory=500_000)
+    with sending(server, post(hello("hold" + "x" * 300_000))):
+        assert held.waiting.acquire(timeout=20)
+        assert 200_000 < body_bytes(server) < 400_000
+        with sending(server, post(hello("x" * 350_000))) as other:
+            assert read_answer(other)[0] == 503
+        assert is_healthy(server)
+    assert held.is_cancelled.wait(20)
+    with sending(server, post(hello("x" * 350_000))) as other:
+        assert read_answer(other)[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("options", "status"),
+    [({"api_keys": ("k",)}, 401), ({"max_request_bytes": 1000}, 413), ({"max_in_flight": 0}, 503)],
+)
+def test_an_answer_before_the_end_of_a_body_can_be_read(serve: Serve, options: dict[str, Any], status: int) -> None:
+    """The connection was closed while the client was still sending, which took the answer away from it."""
+    server = serve(**options)
+    with connect(server) as connection:
+        connection.sendall(post(b"", length=20_000_000))
+        for _ in range(200):
+            connection.sendall(b"x" * 100_000)
+        told, _ = read_answer(connection)
+    assert told == status
+    assert body_bytes(server) == 0
+    assert isinstance(server.backend, FakeBackend)
+    assert server.backend.requests == []
+
+
+def test_a_body_is_not_asked_for_without_a_key(serve: Serve) -> None:
+    server = serve(api_keys=("k",))
+    answer = read_to_end(sending(server, post(b"", {"Expect": "100-continue"}, length=1000)))
+    assert answer.startswith(b"HTTP/1.1 401 ")
+    assert b"connection: close" in answer
+
+
+def test_idle_connections_give_way_to_new_ones(serve: Serve) -> None:
+    server = serve(max_connections=4)
+    idle = [connect(server) for _ in range(20)]
+    half = [sending(server, b"GET /health HTTP/1.1\r\n") for _ in range(20)]
+    assert is_healthy(server)
+    assert [connection.recv(1) for connection in [*idle, *half[:16]]] == [b""] * 36
+    for connection in [*idle, *half]:
+        connection.close()
+
+
+def test_connections_that_never_finish_a_tls_handshake_give_way_too(
+    serve: Serve, certificate: tuple[Path, Path]
+) -> None:
+    certfile, keyfile = certificate
+    server = serve(max_connections=4, ssl_certfile=str(certfile), ssl_keyfile=str(keyfile))
+    silent = [connect(server) for _ in range(20)]
+    context = ssl.create_default_context(cafile=str(certfile))
+    with httpx.Client(base_url=server.url, verify=context) as client:
+        assert client.get("/health").status_code == 200
+        assert client.get("/health").status_code == 200
+    for connection in silent:
+        connection.close()
+
+
+def test_a_server_whose_connections_all_carry_requests_still_tells_its_health(serve: Serve) -> None:
+    held = Held()
+    server = serve(FakeBackend(before_answer=held), max_connections=3)
+    busy = [sending(server, post(hello("hold"))) for _ in range(3)]
+    assert all(held.waiting.acquire(timeout=20) for _ in busy)
+    refused = httpx.post(server.url + CHAT, json={})
+    assert (refused.status_code, refused.headers["connection"]) == (503, "close")
+    health = httpx.get(f"{server.url}/health")
+    assert (health.status_code, health.headers["connection"]) == (200, "close")
+    for connection in busy:
+        connection.close()
+    assert held.is_cancelled.wait(20)
+    while httpx.post(server.url + CHAT, content=hello(), headers={"Content-Type": "application/json"}).is_error:
+        pass
+
+
+class EndlessBackend(FakeBackend):
+    """Streams without end; tells when it is stopped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_stopped = threading.Event()
+
+    async def stream(self, request: EndpointRequest) -> AsyncIterator[Mapping[str, Any]]:
+        try:
+            while True:
+                yield {"choices": [{"index": 0, "delta": {"content": "x" * 10_000}}]}
+                await asyncio.sleep(0)
+        finally:
+            self.is_stopped.set()
+
+
+def test_a_client_that_stops_reading_is_given_up(serve: Serve) -> None:
+    """It held its place, and all that its request takes, for as long as it liked."""
+    backend = EndlessBackend()
+    server = serve(backend, write_timeout_s=0.1)
+    with sending(server, post(hello(stream=True))):
+        assert backend.is_stopped.wait(30)
+
+
+@pytest.mark.parametrize("num_behind", [1, 5])
+def test_a_client_that_hangs_up_behind_pipelined_requests_is_noticed(serve: Serve, num_behind: int) -> None:
+    """Nothing was read while requests waited on a connection, so that its end went unnoticed."""
+    held = Held()
+    server = serve(FakeBackend(before_answer=held))
+    connection = sending(server, post(hello("hold")) + b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" * num_behind)
+    assert held.waiting.acquire(timeout=20)
+    connection.close()
+    assert held.is_cancelled.wait(20)
+
+
+def test_pipelined_requests_are_answered_in_order_up_to_a_number(serve: Serve) -> None:
+    server = serve()
+    with sending(server, post(hello("first")) + post(hello("second"))) as connection:
+        answers = b""
+        while answers.count(b"usage") < 2:
+            answers += connection.recv(65536)
+    assert answers.index(b"first") < answers.index(b"second")
+    many = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" * 1000
+    with contextlib.suppress(ConnectionResetError):
+        assert read_to_end(sending(server, many)).count(b"HTTP/1.1") < 50
+    assert is_healthy(server)
+
+
+def test_what_is_no_http_behind_a_good_request_does_not_take_its_answer(serve: Serve) -> None:
+    """The answer was a 400, or had one in its middle."""
+    server = serve()
+    answer = read_to_end(sending(server, post(hello("hello there")) + b"\x00GARBAGE\r\n\r\n"))
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    assert answer.count(b"HTTP/1.1") == 1
+    assert b"hello there" in answer
+
+
+def test_what_is_no_http_inside_a_body_is_a_400(serve: Serve) -> None:
+    server = serve()
+    answer = read_to_end(sending(server, post(b"5\r\nhello\r\nNOT A LENGTH\r\n", CHUNKED, length=-1)))
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert answer.count(b"HTTP/1.1") == 1
+
+
+@pytest.mark.parametrize("protocol", ["h2c", "websocket"])
+def test_an_offer_of_another_protocol_is_ignored(serve: Serve, protocol: str) -> None:
+    """Some clients (Java's) offer HTTP/2 with every request; the body of theirs was dropped, which gave a 400."""
+    server = serve()
+    offer = {"Connection": "Upgrade, HTTP2-Settings", "Upgrade": protocol, "HTTP2-Settings": "AAA"}
+    with sending(server, post(hello("first"), offer)) as connection:
+        status, answer = read_answer(connection)
+        assert (status, b"first" in answer) == (200, True)
+        connection.sendall(post(hello("second"), offer))
+        status, answer = read_answer(connection)
+        assert (status, b"second" in answer) == (200, True)
+    whole = post(hello("in pieces"), offer)
+    with connect(server) as connection:
+        for index in range(0, len(whole), 7):
+            connection.sendall(whole[index : index + 7])
+        assert read_answer(connection)[0] == 200
+
+
+def test_a_server_out_of_file_descriptors_goes_on_with_what_it_has_and_logs_little() -> None:
+    """Each failed accept was logged 2,000 times with its traceback: 100 MB in seconds."""
+    script = Path(__file__).with_name("starved_server.py")
+    pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen([sys.executable, str(script), "40"], text=True, **pipes) as process:
+        url = httpx.URL(process.stdout.readline().strip())  # type: ignore[union-attr]
+        busy = [socket.create_connection((url.host, url.port or 0), timeout=30) for _ in range(60)]
+        for connection in busy:
+            connection.sendall(post(hello("hold")))
+        log = ""
+        while "out of system resource" not in log:
+            log += process.stderr.readline()  # type: ignore[union-attr]
+        for connection in busy:
+            connection.close()
+        assert httpx.get(f"{url}/health", timeout=30).status_code == 200
+        log += process.communicate("")[1]
+    assert len(log) < 20_000

@@ -1,0 +1,112 @@
+"""Warnings and errors that repeat are counted; nothing that a client sends gets into the log as it is."""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Iterator
+
+import pytest
+from raw_http import read_to_end, sending
+from threaded_server import Serve
+
+from batchline.server.log_lines import SparingHandler
+
+
+class Log:
+    """A logger of its own, what it has written, and a clock."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.text = io.StringIO()
+        self.handler = SparingHandler(self.text, clock=lambda: self.now)
+        self.logger = logging.Logger("some.part")
+        self.logger.addHandler(self.handler)
+
+    @property
+    def lines(self) -> list[str]:
+        return self.text.getvalue().splitlines()
+
+
+@pytest.fixture
+def log() -> Log:
+    return Log()
+
+
+def test_repeated_warnings_are_written_five_times_and_then_counted(log: Log) -> None:
+    """With file descriptors used up the log grew by 100 MB in seconds."""
+    for number in range(10_000):
+        log.logger.warning("no room for %d", number)
+    assert log.lines == [f"no room for {number}" for number in range(5)]
+    log.now = 61
+    log.logger.warning("no room for %d", -1)
+    assert log.lines[5:] == ["9995 more lines like this one were left out: no room for %d", "no room for -1"]
+
+
+def test_any_line_brings_out_what_was_counted_of_others(log: Log) -> None:
+    for _ in range(7):
+        log.logger.error("bad")
+    log.now = 61
+    log.logger.info("something else")
+    assert log.lines[5:] == ["2 more lines like this one were left out: bad", "something else"]
+
+
+def test_what_was_counted_is_written_at_the_end(log: Log) -> None:
+    for _ in range(6):
+        log.logger.error("bad")
+    log.handler.close()
+    assert log.lines[5:] == ["1 more lines like this one were left out: bad"]
+
+
+def test_lines_below_a_warning_and_other_kinds_are_written(log: Log) -> None:
+    for number in range(20):
+        log.logger.info("request %d", number)
+    for text in ("a", "b", "c", "d", "e", "f"):
+        log.logger.warning(text)
+    for fault in (ValueError, KeyError):
+        for _ in range(6):
+            log.logger.error("failed", exc_info=(fault, None, None))  # type: ignore[arg-type]
+    assert len([line for line in log.lines if line.startswith("request")]) == 20
+    assert [line for line in log.lines if len(line) == 1] == ["a", "b", "c", "d", "e", "f"]
+    assert len([line for line in log.lines if line == "failed"]) == 10
+
+
+def test_texts_that_never_repeat_are_bounded_too(log: Log) -> None:
+    for number in range(2000):
+        log.logger.warning(f"made of {number}")
+    assert len(log.lines) == 1005
+
+
+@pytest.fixture
+def access_log() -> Iterator[Log]:
+    log = Log()
+    logger = logging.getLogger("uvicorn.access")
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    logger.addHandler(log.handler)
+    yield log
+    logger.removeHandler(log.handler)
+    logger.setLevel(level)
+
+
+@pytest.mark.parametrize(
+    "request_line",
+    [b"GET /a%0d%0ainjected%1b[31m HTTP/1.1", b"GET /a?b=%0d%0ainjected HTTP/1.1", b"GET /a%e2%80%a8injected HTTP/1.1"],
+)
+def test_a_path_cannot_add_lines_to_the_access_log(serve: Serve, access_log: Log, request_line: bytes) -> None:
+    answer = read_to_end(sending(serve(access_log=True), request_line + b"\r\nHost: x\r\nConnection: close\r\n\r\n"))
+    assert answer.startswith(b"HTTP/1.1 404 ")
+    (line,) = access_log.lines
+    assert line.isascii()
+    assert line.isprintable()
+    assert line.endswith(' HTTP/1.1" 404')
+
+
+@pytest.mark.parametrize("bad", [b"a\nSet-Cookie: b", b"a\rb", b"a\x00b", b"a\x1b[31m", b"a\r\n b", b"\xff"])
+def test_a_request_id_cannot_split_the_answer_or_the_log(serve: Serve, access_log: Log, bad: bytes) -> None:
+    request = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\nX-Request-Id: " + bad + b"\r\n\r\n"
+    head, _, _ = read_to_end(sending(serve(access_log=True), request)).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ")
+    assert b"Set-Cookie" not in head
+    assert bad not in head
+    assert all(line.isprintable() for line in access_log.lines)
