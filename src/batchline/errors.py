@@ -30,6 +30,8 @@
         ├── EngineLost              it has ended and is not started again for now
         ├── EngineOutOfMemory       a step did not fit in memory
         ├── NumbersNotFinite        the model's numbers for a request are NaN or infinite
+        ├── SequenceFailed          one request makes the engine fail; the others go on
+        ├── RequestRefused          a request that this model cannot run
         └── ConstraintFailed        what a request asks of its output leaves no token that could come next
 
 `RequestError` knows its own HTTP status and error body (the only mapping of that kind); `batch/lines.py` holds the
@@ -246,6 +248,22 @@ class EngineOutOfMemory(EngineError):
 
 class NumbersNotFinite(EngineError):
     """What the model computed for one request is NaN or infinite: damaged weights, or a dtype too narrow for them."""
+
+
+class SequenceFailed(EngineError):
+    """The engine failed because of one request, which ends with it. `__cause__` is what was raised; its text may hold
+    internals and is for the log alone."""
+
+    @classmethod
+    def because_of(cls, exc: BaseException) -> SequenceFailed:
+        """The failure with its cause."""
+        error = cls("the engine failed on this request")
+        error.__cause__ = exc
+        return error
+
+
+class RequestRefused(EngineError):
+    """A request with a token id that the model does not know, or without tokens, or beyond the context."""
 
 
 class ConstraintFailed(EngineError):

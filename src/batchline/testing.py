@@ -192,7 +192,8 @@ class ScriptedEngine:
     script: the token ids to say, or a function of the request that gives them. The engine ends by itself at end
     tokens, stop tokens and `max_tokens`; it samples nothing. Each token has log-probability -0.25 (or what `logprob`
     gives for it) and is the most likely one; the next token ids follow at -1, -2 and so on.
-    requests: all requests so far. aborted: ids of those whose outputs were not read to their end.
+    requests: all requests so far. aborted: ids of those whose outputs were not read to their end. ended: the number of
+    output tokens of those that `end` ended, by id.
     """
 
     def __init__(
@@ -207,6 +208,7 @@ class ScriptedEngine:
         self.eos_token_ids = frozenset({ByteTokenizer.EOS})
         self.requests: list[GenerationRequest] = []
         self.aborted: list[str] = []
+        self.ended: dict[str, int] = {}
         self._script = script
         self._logprob = logprob
 
@@ -221,6 +223,10 @@ class ScriptedEngine:
                 self.aborted.remove(request.request_id)
             yield output
             await asyncio.sleep(0)
+
+    def end(self, request_id: str, num_output_tokens: int) -> None:
+        """Note the end."""
+        self.ended[request_id] = num_output_tokens
 
     def _outputs(self, request: GenerationRequest, script: Sequence[int]) -> list[GenerationOutput]:
         """One output per token, up to the end."""

@@ -92,12 +92,32 @@ def test_disabled_prefix_caching_finds_nothing() -> None:
     pool.check_integrity([])
 
 
-def test_reset_forgets_prefixes_and_keeps_references() -> None:
+def test_unregistered_blocks_are_found_no_more_and_stay_referenced() -> None:
     pool = BlockPool(4, 2)
     blocks = fill(pool, (1, 2, 3, 4))
-    pool.reset_prefixes()
-    assert pool.find_prefix((1, 2, 3, 4), 2) == []
+    pool.unregister(blocks[1:])
+    assert pool.find_prefix((1, 2, 3, 4), 2) == blocks[:1]
     pool.check_integrity([blocks])
+
+
+def test_reset_frees_and_taints_everything() -> None:
+    pool = BlockPool(4, 2)
+    blocks = fill(pool, (1, 2, 3, 4))
+    assert pool.take_tainted(range(4)) == [], "a new cache holds zeros"
+    pool.reset()
+    assert (pool.num_free, pool.find_prefix((1, 2, 3, 4), 2)) == (4, [])
+    assert pool.take_tainted(blocks) == blocks
+    assert pool.take_tainted(blocks) == []
+    pool.check_integrity([])
+
+
+def test_blocks_that_would_become_free_are_counted_without_those_that_others_hold() -> None:
+    pool = BlockPool(4, 2)
+    shared, own, other = fill(pool, (1, 2)), pool.allocate(1), pool.allocate(1)
+    pool.reference(shared)
+    assert pool.num_freed_by([shared + own]) == 1
+    assert pool.num_freed_by([shared + own, shared + other]) == 3
+    assert pool.num_freed_by([shared + own, shared + other], besides=shared) == 2
 
 
 def test_more_than_is_free_is_refused_and_changes_nothing() -> None:
@@ -212,7 +232,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule()
     def reset(self) -> None:
-        self.pool.reset_prefixes()
+        self.pool.unregister(range(NUM_BLOCKS))
         self.reference.blocks.clear()
 
     @invariant()

@@ -40,10 +40,10 @@ class SimulatedEngine:
         block_size: int = 2,
         max_tokens: int = 16,
         max_seqs: int = 4,
-        max_judged: int | None = None,
+        max_prompt_logprobs: int | None = None,
     ) -> None:
         config = SchedulerConfig(max_num_batched_tokens=max_tokens, max_num_seqs=max_seqs)
-        self.scheduler = Scheduler(config, BlockPool(num_blocks, block_size), max_judged)
+        self.scheduler = Scheduler(config, BlockPool(num_blocks, block_size), max_prompt_logprobs)
         self.capacity = num_blocks * block_size
         self.slots: dict[int, Prompt] = {}
         self.live: list[Sequence] = []
@@ -53,19 +53,38 @@ class SimulatedEngine:
             self.live.append(sequence)
             self.scheduler.add(sequence)
 
-    def step(self) -> Step:
+    def step(self, only: set[Sequence] | None = None) -> Step:
         """Schedule, execute, sample and retire, checking what must hold at each."""
         ran_before = list(self.scheduler.running)
-        step = self.scheduler.schedule()
+        step = self.scheduler.schedule(only)
         self._check_budgets(step)
-        self._check_order(ran_before)
+        if only is None:
+            self._check_order(ran_before)
         self.scheduler.check_integrity()
         self._execute(step)
+        for chunk in step.chunks:
+            if chunk.is_last:
+                chunk.sequence.num_finite_tokens = chunk.end
         finished = [chunk.sequence for chunk in step.chunks if chunk.is_last and self._sample(chunk.sequence)]
         self.scheduler.retire(finished)
         self.live = [sequence for sequence in self.live if not sequence.is_finished]
         self.scheduler.check_integrity()
         return step
+
+    def lose_step(self) -> Step:
+        """Schedule a step that fails when it has written half of what it should."""
+        step = self.scheduler.schedule()
+        for chunk in step.chunks:
+            for position in range(chunk.start, chunk.end):
+                self.slots[self._slot(chunk.sequence, position)] = (-1,)
+        self.scheduler.undo(step)
+        self.scheduler.check_integrity()
+        return step
+
+    def lose_everything(self) -> None:
+        self.slots.clear()
+        self.scheduler.restart(self.live)
+        self.scheduler.check_integrity()
 
     def run(self, max_steps: int = 5000) -> None:
         """Until nothing is left. Every step with live sequences makes progress."""
@@ -159,8 +178,8 @@ def test_prompt_logprobs_take_nothing_from_the_cache_and_still_feed_it() -> None
     assert [(c.start, c.end) for c in engine.step().chunks] == [(0, 5), (0, 5), (4, 5)]
 
 
-def test_judged_prompts_are_computed_in_chunks_that_keep_a_step_s_logits_few() -> None:
-    engine = SimulatedEngine(num_blocks=32, max_judged=3)
+def test_prompts_with_logprobs_are_computed_in_chunks_that_keep_a_step_s_logits_few() -> None:
+    engine = SimulatedEngine(num_blocks=32, max_prompt_logprobs=3)
     first = make_sequence(tuple(range(10, 15)), max_tokens=2, prompt_logprobs=0)
     plain = make_sequence(tuple(range(30, 40)))
     last = make_sequence(tuple(range(20, 25)), max_tokens=2, prompt_logprobs=0)
@@ -176,20 +195,20 @@ def test_judged_prompts_are_computed_in_chunks_that_keep_a_step_s_logits_few() -
 
 
 def test_full_cache_preempts_the_last_arrival_which_is_served_later() -> None:
-    engine = SimulatedEngine(num_blocks=4)
-    first, second = make_sequence((1, 1, 1), max_tokens=5), make_sequence((2, 2, 2), max_tokens=5)
+    engine = SimulatedEngine(num_blocks=5)
+    first, second = make_sequence((1, 1, 1), max_tokens=7), make_sequence((2, 2, 2), max_tokens=7)
     engine.add(first, second)
     while engine.scheduler.num_preemptions == 0:
         engine.step()
     assert (first.status, second.status) == (SequenceStatus.RUNNING, SequenceStatus.WAITING)
     assert second.num_output_tokens > 0
     engine.run()
-    assert [s.num_output_tokens for s in (first, second)] == [5, 5]
+    assert [s.num_output_tokens for s in (first, second)] == [7, 7]
 
 
 def test_full_cache_preempts_low_priority_before_the_last_arrival() -> None:
-    engine = SimulatedEngine(num_blocks=4)
-    batch, interactive = make_sequence((1, 1, 1), 5, priority=9), make_sequence((2, 2, 2), 5, priority=0)
+    engine = SimulatedEngine(num_blocks=5)
+    batch, interactive = make_sequence((1, 1, 1), 7, priority=9), make_sequence((2, 2, 2), 7, priority=0)
     engine.add(batch, interactive)
     while engine.scheduler.num_preemptions == 0:
         engine.step()
@@ -296,14 +315,133 @@ def test_aborted_sequences_free_their_blocks_wherever_they_are() -> None:
     assert (running.finish_reason, waiting.finish_reason) == ("abort", "abort")
 
 
-def test_after_a_failed_step_nothing_half_written_is_reused() -> None:
+def test_aborted_waiting_sequences_leave_the_line_at_once() -> None:
+    """They used to stay until their turn came: `num_waiting` counted them and `has_work` was true for nothing."""
+    engine = SimulatedEngine(max_seqs=1)
+    waiting = [make_sequence((n, n), priority=n % 3) for n in range(30)]
+    engine.add(*waiting)
+    for number, sequence in enumerate(waiting[::-2], start=1):
+        engine.scheduler.abort(sequence)
+        assert engine.scheduler.num_waiting == 30 - number
+    engine.live = waiting[::2]
+    assert [engine.step().chunks[0].sequence for _ in range(15)] == sorted(waiting[::2], key=lambda s: s.order)
+    assert not engine.scheduler.has_work
+
+
+def test_undone_step_is_computed_again_and_nothing_half_written_is_reused() -> None:
+    engine = SimulatedEngine(num_blocks=16)
+    first, second = make_sequence((1, 2, 3, 4, 5), max_tokens=4), make_sequence((1, 2, 3, 4, 6), max_tokens=4)
+    engine.add(first)
+    engine.step()
+    engine.add(second)
+    step = engine.lose_step()
+    assert [(c.sequence, c.start, c.end) for c in step.chunks] == [(first, 5, 6), (second, 4, 5)]
+    assert (first.status, first.num_computed_tokens) == (SequenceStatus.RUNNING, 5), "it keeps its seat and its past"
+    assert (second.status, second.num_cached_tokens, engine.scheduler.num_waiting) == (SequenceStatus.WAITING, None, 1)
+    assert engine.step().chunks == step.chunks
+    engine.run()
+
+
+def test_prefix_shared_within_an_undone_step_is_computed_by_whoever_comes_next() -> None:
     engine = SimulatedEngine()
-    sequence = make_sequence((1, 2, 3, 4, 5))
-    engine.add(sequence)
-    engine.scheduler.schedule()
-    engine.scheduler.preempt_all()
+    first, second = make_sequence((1, 2, 3, 4, 5)), make_sequence((1, 2, 3, 4, 6))
+    engine.add(first, second)
+    engine.lose_step()
     assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_blocks
-    assert [(c.start, c.end) for c in engine.step().chunks] == [(0, 5)]
+    only_second = engine.step(only={second})
+    assert [(c.sequence, c.start, c.end) for c in only_second.chunks] == [(second, 0, 5)]
+    engine.run()
+
+
+def test_restart_begins_again_with_what_is_alive() -> None:
+    engine = SimulatedEngine()
+    sequences = [make_sequence((n, n, n), max_tokens=4) for n in range(4)]
+    engine.add(*sequences)
+    engine.step()
+    engine.scheduler.abort(sequences[1])
+    engine.scheduler.pool.allocate(1)  # leaked
+    engine.live = [sequences[0], *sequences[2:]]
+    engine.lose_everything()
+    assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_blocks
+    assert engine.scheduler.take_preempted() == engine.live[:2], "the last one had no seat"
+    engine.run()
+    assert [s.num_output_tokens for s in sequences] == [4, 1, 4, 4]
+
+
+def test_step_for_some_of_the_sequences_leaves_the_others_as_they_are() -> None:
+    engine = SimulatedEngine(num_blocks=32, max_seqs=3)
+    sequences = [make_sequence((n, n), max_tokens=4) for n in range(5)]
+    engine.add(*sequences)
+    engine.step()
+    step = engine.step(only={sequences[1], sequences[4]})
+    assert [chunk.sequence for chunk in step.chunks] == [sequences[1]], "there is no seat for the other"
+    assert [s.num_output_tokens for s in sequences] == [1, 2, 1, 0, 0]
+    assert engine.scheduler.num_waiting == 2
+    engine.run()
+
+
+def test_nobody_is_preempted_for_one_whom_it_would_not_help() -> None:
+    """An urgent sequence that found too few blocks took those of every batch sequence, and waited all the same."""
+    engine = SimulatedEngine(num_blocks=8, block_size=2)
+    holder, batch = make_sequence((1,) * 9, max_tokens=3), make_sequence((2,) * 3, max_tokens=3, priority=9)
+    engine.add(holder, batch)
+    engine.step()
+    urgent = make_sequence((3,) * 7, priority=1)
+    engine.add(urgent)
+    assert [chunk.sequence for chunk in engine.step().chunks] == [holder, batch]
+    assert (engine.scheduler.num_preemptions, urgent.status) == (0, SequenceStatus.WAITING)
+    engine.run()
+    assert [s.num_output_tokens for s in (holder, batch, urgent)] == [3, 3, 1]
+
+
+def test_sequence_that_finds_no_block_waits_with_what_it_has() -> None:
+    """The last in the order used to preempt itself and compute everything again, which freed nothing for anybody."""
+    engine = SimulatedEngine(num_blocks=4, block_size=2)
+    first, last = make_sequence((1, 1, 1), max_tokens=2), make_sequence((2, 2, 2), max_tokens=5)
+    engine.add(first, last)
+    engine.run()
+    assert engine.scheduler.num_preemptions == 0
+    assert [s.num_output_tokens for s in (first, last)] == [2, 5]
+
+
+def test_admission_leaves_a_block_to_each_running_sequence() -> None:
+    """A sequence admitted into the last free blocks was preempted a few tokens later, its prompt computed in vain."""
+    engine = SimulatedEngine(num_blocks=9, block_size=2)
+    running = [make_sequence((n, n, n), max_tokens=3) for n in range(3)]
+    engine.add(*running)
+    engine.step()
+    late = make_sequence((7,) * 2, max_tokens=2)
+    engine.add(late)
+    engine.step()
+    assert late.status is SequenceStatus.WAITING, "one block is free, and the others need it"
+    engine.run()
+    assert engine.scheduler.num_preemptions == 0
+    assert [s.num_output_tokens for s in (*running, late)] == [3, 3, 3, 2]
+
+
+def test_blocks_of_doubtful_content_are_cleared_before_their_next_owner_computes() -> None:
+    """NaN of a prompt that was aborted between its chunks stayed in its blocks, and reached who got them next."""
+    engine = SimulatedEngine(num_blocks=4, max_tokens=5)
+    aborted, healthy = make_sequence((1,) * 7), make_sequence((2,) * 5, max_tokens=4)
+    engine.add(aborted)
+    assert engine.step().chunks[0].end == 5
+    doubtful = set(aborted.block_table[:3])
+    engine.scheduler.abort(aborted)
+    engine.add(healthy)
+    cleared = set(engine.step().blocks_to_clear)
+    assert cleared == doubtful & set(healthy.block_table)
+    while engine.scheduler.has_work:
+        later = set(engine.step().blocks_to_clear)
+        assert not later & cleared, "what its owner showed to be finite stays so"
+        cleared |= later
+    assert cleared == doubtful, "the last one when it is needed"
+
+
+def test_sequences_that_end_in_the_usual_way_leave_nothing_to_clear() -> None:
+    engine = SimulatedEngine(num_blocks=6, max_tokens=6)
+    engine.add(*(make_sequence((n,) * (n + 2), max_tokens=4) for n in range(6)))
+    while engine.scheduler.has_work:
+        assert engine.step().blocks_to_clear == ()
 
 
 def test_integrity_check_sees_a_leaked_block() -> None:
@@ -321,7 +459,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.engine = SimulatedEngine(num_blocks=9, max_tokens=7, max_seqs=3, max_judged=4)
+        self.engine = SimulatedEngine(num_blocks=9, max_tokens=7, max_seqs=3, max_prompt_logprobs=4)
 
     @rule(prompt=prompts, max_tokens=st.integers(0, 6), priority=st.integers(0, 2), judged=st.booleans())
     def add(self, prompt: Prompt, max_tokens: int, priority: int, judged: bool) -> None:
@@ -341,9 +479,16 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def lose_a_step(self) -> None:
-        self.engine.scheduler.schedule()
-        self.engine.slots.clear()
-        self.engine.scheduler.preempt_all()
+        self.engine.lose_step()
+
+    @rule()
+    def lose_everything(self) -> None:
+        self.engine.lose_everything()
+
+    @precondition(lambda self: self.engine.live)
+    @rule(data=st.data())
+    def step_with_some(self, data: st.DataObject) -> None:
+        self.engine.step(only=data.draw(st.sets(st.sampled_from(self.engine.live))))
 
     @invariant()
     def blocks_are_accounted_for(self) -> None:

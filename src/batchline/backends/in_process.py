@@ -32,6 +32,8 @@ from batchline.errors import (
     NotFound,
     NumbersNotFinite,
     RequestError,
+    RequestRefused,
+    SequenceFailed,
     UsageError,
 )
 from batchline.pooling.detection import detect_task
@@ -205,11 +207,11 @@ def _request_error(request: EndpointRequest, exc: Exception) -> RequestError:
     """What the one who asked is told of an exception."""
     if isinstance(exc, RequestError):
         return exc
-    if isinstance(exc, ConstraintFailed):
+    if isinstance(exc, (ConstraintFailed, RequestRefused)):
         return BadRequest(str(exc))
     if isinstance(exc, EngineOutOfMemory):
         return InternalServerError(f"Out of memory: {exc}")
-    if isinstance(exc, NumbersNotFinite):
+    if isinstance(exc, (NumbersNotFinite, SequenceFailed)):
         return InternalServerError(f"No answer: {exc}")
     logger.error("request %s failed", request.request_id, exc_info=exc)
     return InternalServerError("Internal server error")

@@ -140,12 +140,16 @@ class SequenceText:
 async def stream_text(
     engine: GenerationEngine, request: GenerationRequest, tokenizer: Tokenizer, rules: TextRules
 ) -> AsyncGenerator[GeneratedText, None]:
-    """A sequence's text as deltas. Ending early, by a stop string or the caller, aborts the sequence in the engine."""
+    """A sequence's text as deltas. A stop string ends the sequence in the engine; a caller that leaves aborts it."""
     sequence = SequenceText(tokenizer, rules)
     outputs = engine.generate(request)
+    num_tokens = 0
     try:
         async for output in outputs:
             delta = sequence.push(output)
+            num_tokens += len(delta.token_ids)
+            if delta.finish_reason is not None and output.finish_reason is None:
+                engine.end(output.request_id, num_tokens)
             yield delta
             if delta.finish_reason is not None:
                 return

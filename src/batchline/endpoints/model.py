@@ -28,7 +28,7 @@ class GenerationEngine(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Size of the model's logits: every token id is below it."""
+        """How many token ids the model knows: every id of a request is below it."""
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -36,6 +36,9 @@ class GenerationEngine(Protocol):
 
     def generate(self, request: GenerationRequest) -> AsyncIterator[GenerationOutput]:
         """Deltas if the request streams, else one whole output. Closing the iterator aborts the sequence."""
+
+    def end(self, request_id: str, num_output_tokens: int) -> None:
+        """End a sequence that runs, as finished after so many output tokens. request_id: as its outputs carry it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -45,8 +45,8 @@ class AsyncEngine:
         """Load the model, in the calling thread. memory: as for `Engine`. Raises: ModelLoadError."""
         self._engine = Engine(config, memory)
         self.max_model_len = self._engine.max_model_len
-        self.vocab_size = self._engine.loaded.vocab_size
-        self.eos_token_ids = self._engine.loaded.eos_token_ids
+        self.vocab_size = self._engine.vocab_size
+        self.eos_token_ids = self._engine.eos_token_ids
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._callers: dict[str, Caller] = {}
@@ -130,6 +130,13 @@ class AsyncEngine:
         if isinstance(output, EngineDead):
             raise output
         return output
+
+    def end(self, request_id: str, num_output_tokens: int) -> None:
+        """See `GenerationEngine.end`."""
+        if self._callers.pop(request_id, None) is not None:
+            with self._wake:
+                self._inbox.append(lambda: self._engine.end(request_id, num_output_tokens))
+                self._wake.notify()
 
     def _abandon(self, request_id: str) -> None:
         """Abort a request whose caller has gone; nothing to do for one that has ended."""

@@ -3,7 +3,8 @@
 Knows block numbers and token ids; no tensors, no torch. A block is free (`ref_count` 0) or referenced by one or more
 sequences. A full block is *registered* under (uid of the block before it, its token ids): an exact key, so that two
 different prefixes can never be confused. Registered blocks keep their content while they are free, until the least
-recently used of them is needed for something else.
+recently used of them is needed for something else. A *tainted* block may hold numbers that are not finite: its next
+owner must clear it before it computes, because attention reads positions that are not written yet.
 
 Invariant (`check_integrity`): every block is either in the free queue with ref_count 0 or referenced, never both; the
 index points at blocks that carry its keys.
@@ -11,9 +12,10 @@ index points at blocks that carry its keys.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from batchline.errors import EngineError
 
@@ -41,10 +43,16 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self._blocks = [_Block() for _ in range(num_blocks)]
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
-        self._index: dict[BlockKey, int] = {}
         self._next_uid = ROOT_UID + 1
+        self.reset()
+        self._tainted.clear()  # a new cache holds zeros
+
+    def reset(self) -> None:
+        """Start again: every block is free, holds no prefix and counts as tainted. Tables made before are void."""
+        self._blocks = [_Block() for _ in range(self.num_blocks)]
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(self.num_blocks))
+        self._index: dict[BlockKey, int] = {}
+        self._tainted = set(range(self.num_blocks))
 
     @property
     def num_free(self) -> int:
@@ -88,6 +96,11 @@ class BlockPool:
     def num_free_among(self, numbers: Iterable[int]) -> int:
         """How many of these blocks are free at the moment (referencing them shrinks the free queue)."""
         return sum(self._blocks[number].ref_count == 0 for number in numbers)
+
+    def num_freed_by(self, tables: Iterable[Sequence[int]], besides: Collection[int] = ()) -> int:
+        """How many blocks would become free if these tables were given back, not counting those of `besides`."""
+        counts = Counter(chain.from_iterable(tables))
+        return sum(self._blocks[n].ref_count == count for n, count in counts.items() if n not in besides)
 
     def reference(self, numbers: Iterable[int]) -> None:
         """Add a reference to each block, taking it out of the free queue where needed."""
@@ -136,17 +149,22 @@ class BlockPool:
             raise BlockPoolCorrupt(f"block {number} is not registered")
         return uid
 
-    def forget(self, numbers: Iterable[int]) -> list[int]:
-        """Forget what those of these blocks hold that are free; returns them."""
-        forgotten = [number for number in numbers if self._blocks[number].ref_count == 0]
-        for number in forgotten:
+    def unregister(self, numbers: Iterable[int]) -> None:
+        """Forget which prefixes these blocks hold, free or not: their content is not to be found by others."""
+        for number in numbers:
             self._forget(self._blocks[number])
-        return forgotten
 
-    def reset_prefixes(self) -> None:
-        """Forget every registered prefix (their content is not to be trusted any more)."""
-        for number in list(self._index.values()):
-            self._forget(self._blocks[number])
+    def taint(self, numbers: Iterable[int]) -> None:
+        """Note that these blocks may hold numbers that are not finite."""
+        self._tainted.update(numbers)
+
+    def take_tainted(self, numbers: Iterable[int]) -> list[int]:
+        """Those of these blocks that are tainted. The caller clears them, so they no longer count as tainted."""
+        if not self._tainted:
+            return []
+        tainted = [number for number in numbers if number in self._tainted]
+        self._tainted.difference_update(tainted)
+        return tainted
 
     def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
         """Compare the accounting with the block tables of all sequences that hold blocks.

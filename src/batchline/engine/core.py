@@ -2,8 +2,9 @@
 
     schedule (which positions) -> run (one packed forward pass) -> sample (next tokens) -> retire (who has finished)
 
-Owns the sequences. A step that runs out of memory is undone (everything preempted) and tried again smaller; only a
-sequence that does not fit alone is given up.
+Owns the sequences. Nothing that a request brings with it may hurt another: a step that fails is undone and computed
+again in parts (`recovery.py`) until the sequence that makes it fail is alone, which then fails alone. What is done
+after a step for one sequence fails that sequence. Only an engine that fails on a harmless made-up sequence too raises.
 """
 
 from __future__ import annotations
@@ -11,18 +12,16 @@ from __future__ import annotations
 import gc
 import logging
 import random
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Iterable
 
 import torch
 
 from batchline.config import EngineConfig
 from batchline.engine.block_pool import BlockPool
 from batchline.engine.cache_memory import CacheMemory
-from batchline.engine.logits_processing import allow_only
-from batchline.engine.logprobs import token_logprobs
 from batchline.engine.model_loader import load_model
-from batchline.engine.model_runner import StepResult, selected_rows
 from batchline.engine.placement import choose_kernels, place, size_cache
+from batchline.engine.recovery import FaultSearch, StepSize, canary, drop_locals, reraise_interrupt
 from batchline.engine.request import (
     EmbeddingOutput,
     EmbeddingRequest,
@@ -31,16 +30,17 @@ from batchline.engine.request import (
     GenerationRequest,
     RequestFailed,
 )
-from batchline.engine.sampler import sample
 from batchline.engine.scheduler import Scheduler, Step
 from batchline.engine.sequence import Sequence
-from batchline.engine.step_outputs import embedding_output, generation_output, note_prompt_logprobs
-from batchline.engine.token_masks import StepMasks, TokenMasks
-from batchline.errors import ConstraintFailed, EngineOutOfMemory, NumbersNotFinite
+from batchline.engine.step_outputs import embedding_output, generation_output
+from batchline.engine.step_results import SequenceResult, finite_reach, read_results
+from batchline.engine.token_masks import TokenMasks
+from batchline.engine.vocabulary import check_length, check_token_ids, known_eos_token_ids, vocabulary_size
+from batchline.errors import EngineError, EngineOutOfMemory, NumbersNotFinite, SequenceFailed
 
 logger = logging.getLogger(__name__)
 
-MAX_JUDGED_BYTES = 256 << 20
+MAX_PROMPT_LOGPROB_BYTES = 256 << 20
 """Of a step's float32 logits that are wanted for log-probabilities of prompts: with large vocabularies those of a whole
 step would take gigabytes."""
 
@@ -48,28 +48,36 @@ Output = GenerationOutput | EmbeddingOutput | RequestFailed
 
 
 class Engine:
-    """Continuous batching over one model."""
+    """Continuous batching over one model.
+
+    vocab_size: token ids below it have an embedding and a logit. eos_token_ids: of the model, those among them.
+    """
 
     def __init__(self, config: EngineConfig, memory: CacheMemory | None = None) -> None:
         """memory: for the KV cache, already being made ready; without it the cache gets its own."""
         self._num_threads = config.model.num_threads
         self.loaded = load_model(config.model, choose_kernels(config))
+        self.vocab_size = vocabulary_size(self.loaded)
+        self.eos_token_ids = known_eos_token_ids(self.loaded)
         placement = place(config, self.loaded, memory)
         self.max_model_len, num_blocks = size_cache(config, self.loaded, placement)
         pool = BlockPool(num_blocks, config.cache.block_size, enable_prefix_caching=config.cache.enable_prefix_caching)
-        self._step_limits = config.scheduler
-        judged = max(1, MAX_JUDGED_BYTES // (4 * self.loaded.vocab_size))
-        self.scheduler = Scheduler(config.scheduler, pool, max_num_judged_tokens=judged)
+        num_prompt_logprob_tokens = max(1, MAX_PROMPT_LOGPROB_BYTES // (4 * self.loaded.vocab_size))
+        self.scheduler = Scheduler(config.scheduler, pool, num_prompt_logprob_tokens)
+        self._step_size = StepSize(config.scheduler.max_num_batched_tokens)
+        self._search = FaultSearch()
+        self._reach = finite_reach(self.loaded.layers)
         self._runner = placement.make_runner(num_blocks, self.max_model_len)
-        self._masks = TokenMasks(self.loaded.vocab_size)
+        self._masks = TokenMasks(self.vocab_size)
         self._sequences: dict[str, Sequence] = {}
+        self._refused: list[Output] = []
         self._seeds = random.Random()
         self._prompt_tokens = self._cached_tokens = self._output_tokens = self._steps = 0
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` would compute something."""
-        return self.scheduler.has_work
+        """Whether `step` would do something."""
+        return self.scheduler.has_work or bool(self._refused)
 
     def enter_thread(self) -> None:
         """Settings of torch that belong to the thread that steps (OpenMP keeps the number of threads per thread)."""
@@ -77,42 +85,75 @@ class Engine:
             torch.set_num_threads(self._num_threads)
 
     def add(self, request: GenerationRequest | EmbeddingRequest) -> None:
-        """Put a request into the waiting line. Its prompt is not empty and fits `max_model_len` with max_tokens, and no
-        live request has its id (callers check)."""
+        """Put a request into the waiting line; no live one may have its id. A request that cannot be run fails with the
+        next step."""
         given = None if isinstance(request, EmbeddingRequest) else request.sampling.seed
-        sequence = Sequence(request, self._seeds.getrandbits(63) if given is None else given)
-        self._sequences[request.request_id] = sequence
-        self.scheduler.add(sequence)
+        try:
+            sequence = Sequence(request, self._seeds.getrandbits(63) if given is None else given)
+            check_length(sequence, self.max_model_len)
+            check_token_ids(sequence, self.vocab_size)
+            self.scheduler.add(sequence)
+        except BaseException as exc:
+            self._refused.append(RequestFailed(request_id=request.request_id, error=_error_of(exc)))
+        else:
+            self._sequences[request.request_id] = sequence
 
     def abort(self, request_id: str) -> None:
         """End a request without an output and free what it holds. Unknown ids are ignored: it may just have ended."""
         sequence = self._sequences.pop(request_id, None)
         if sequence is not None:
-            self.scheduler.abort(sequence)
+            self._drop(sequence)
+
+    def end(self, request_id: str, num_output_tokens: int) -> None:
+        """End a request as finished after so many output tokens, because its reader has found its end in the text."""
+        sequence = self._sequences.get(request_id)
+        if sequence is not None:
+            self._count(sequence, num_output_tokens)
+            self.abort(request_id)
 
     def step(self, *, holds_streams: bool = False) -> list[Output]:
-        """Compute one step; returns what is new. Raises nothing for faults of single requests.
+        """Compute one step; returns what is new. Raises only what is no single request's fault: the engine is broken.
 
         holds_streams: of streams only first and last outputs are wanted now; the rest comes with a later one.
         """
-        outputs = self._compute(self.scheduler.schedule(), holds_streams=holds_streams)
-        # who lost a seat may be long in coming back to it: what was held of its tokens is told now
+        outputs, self._refused = self._refused, []
+        outputs += self._step(holds_streams=holds_streams)
+        # who lost a seat may be long in coming back to it: what was held of its tokens is reported now
         waiting = [sequence for sequence in self.scheduler.take_preempted() if not sequence.is_finished]
         held = [sequence for sequence in waiting if sequence.num_emitted_tokens < sequence.num_output_tokens]
-        return outputs + self._outputs(held, holds_streams=False)
+        return outputs + [output for sequence in held if (output := self._report(sequence)) is not None]
 
-    def _compute(self, step: Step, *, holds_streams: bool) -> list[Output]:
+    def _step(self, *, holds_streams: bool) -> list[Output]:
+        suspects = self._search.group
+        try:
+            step = self.scheduler.schedule(suspects)
+        except Exception as exc:
+            self._restart()
+            return self._narrow(suspects or self._sequences.values(), exc)
         if not step.chunks:
+            if suspects is not None:
+                self._restart()  # others hold all that they need
             return []
+        try:
+            results = self._compute(step)
+        except Exception as exc:
+            self._undo(step)
+            return self._shrink(step, exc) if _is_out_of_memory(exc) else self._narrow(_sequences_of(step), exc)
+        if suspects is not None:
+            self._search.clear(_sequences_of(step))
+        self._step_size.note_good_step()
+        self.scheduler.max_num_batched_tokens = self._step_size.limit
+        return self._apply(results, holds_streams=holds_streams)
+
+    def _compute(self, step: Step) -> list[SequenceResult]:
+        """Run and sample. Changes no sequence in a way that computing it again would repeat."""
         masks = self._masks.start([chunk.sequence for chunk in step.chunks if chunk.is_last])
         try:
+            if step.blocks_to_clear:
+                self._runner.clear(step.blocks_to_clear)
             result = self._runner.run(step)
             self._steps += 1
-            return self._collect(step, result, masks, holds_streams=holds_streams)
-        except (torch.OutOfMemoryError, RuntimeError) as exc:
-            if not _is_out_of_memory(exc):
-                raise
-            return self._shrink(step, exc)
+            return read_results(step, result, masks, self.vocab_size, self._reach)
         finally:
             if masks is not None:
                 masks.wait()  # the next step may need the same matchers
@@ -145,143 +186,163 @@ class Engine:
             if device.type == "cuda":
                 torch.cuda.empty_cache()
 
-    def _collect(self, step: Step, result: StepResult, masks: StepMasks | None, *, holds_streams: bool) -> list[Output]:
-        """Sample where a sequence's last position was computed, and hand out what is new."""
-        first = 0
-        is_finite = torch.isfinite(result.hidden).all(-1).tolist()
-        sampled: list[tuple[Sequence, int]] = []
-        done: list[Sequence] = []
-        broken: list[Sequence] = []
+    def _apply(self, results: list[SequenceResult], *, holds_streams: bool) -> list[Output]:
+        """Give each sequence what the step has for it; returns what is to be reported."""
         outputs: list[Output] = []
-        for chunk, rows in selected_rows(step):
-            own = slice(first, first + len(rows))
-            first += len(rows)
-            if not all(is_finite[own]):
-                broken.append(chunk.sequence)
-                continue
-            if chunk.sequence.wants_prompt_logprobs:
-                note_prompt_logprobs(chunk, result.logits[own])
-            if not chunk.is_last:
-                continue
-            if chunk.sequence.wants_hidden:
-                outputs.append(embedding_output(chunk.sequence, result.hidden[first - 1]))
-                done.append(chunk.sequence)
-            elif chunk.sequence.needs_next_token:
-                sampled.append((chunk.sequence, first - 1))
+        finished: list[Sequence] = []
+        for result in results:
+            sequence = result.sequence
+            try:
+                output = self._apply_one(result, holds_streams=holds_streams)
+            except BaseException as exc:
+                output = self._fail(sequence, exc)
             else:
-                done.append(chunk.sequence)
-        failures = self._sample(sampled, result.logits, masks)
-        outputs += [RequestFailed(request_id=sequence.request_id, error=error) for sequence, error in failures]
-        for sequence in done:
-            sequence.finish("length")
-        for sequence, _ in failures:
-            self.abort(sequence.request_id)
-        alive = [sequence for sequence, _ in sampled if sequence.finish_reason != "abort"]
-        outputs += self._outputs([*alive, *done], holds_streams=holds_streams)
-        self._retire([sequence for sequence in [*alive, *done] if sequence.is_finished])
-        return outputs + [self._give_up_broken(sequence) for sequence in broken]
-
-    def _give_up_broken(self, sequence: Sequence) -> RequestFailed:
-        """End a sequence whose numbers are not finite, and take them out of the blocks that it leaves: positions of a
-        block that its next owner has not written yet are read and weighed with 0, which a NaN would survive."""
-        blocks = sequence.block_table
-        self.abort(sequence.request_id)
-        self._runner.clear(self.scheduler.pool.forget(blocks))
-        error = NumbersNotFinite("the model computed numbers for this request that are not finite (NaN or infinite)")
-        return RequestFailed(request_id=sequence.request_id, error=error)
-
-    @torch.inference_mode()
-    def _sample(
-        self, sampled: SequenceOf[tuple[Sequence, int]], logits: torch.Tensor, masks: StepMasks | None
-    ) -> list[tuple[Sequence, ConstraintFailed]]:
-        """Append the next token, and its log-probabilities where wanted, to each (sequence, row of logits).
-
-        Returns those that cannot go on, which got no token.
-        """
-        if not sampled:
-            return []
-        sequences = [sequence for sequence, _ in sampled]
-        wanting = [index for index, s in enumerate(sequences) if s.sampling.logprobs is not None]
-        rows = [row for _, row in sampled]
-        chosen = logits if rows == list(range(len(logits))) else logits[rows]  # a copy costs as much as the sampling
-        raw = chosen[wanting] if wanting else None  # a copy: sampling works in place
-        if masks is not None:
-            _constrain(chosen, sequences, masks)
-        tokens = sample(chosen, sequences)
-        if raw is not None:
-            num_top = [sequences[index].sampling.logprobs or 0 for index in wanting]
-            reported = token_logprobs(raw, [tokens[index] or 0 for index in wanting], num_top)
-            for index, logprobs in zip(wanting, reported, strict=True):
-                sequences[index].logprobs.append(logprobs)
-        failures = [_append(sequence, token, masks) for sequence, token in zip(sequences, tokens, strict=True)]
-        return [(sequence, error) for sequence, error in zip(sequences, failures, strict=True) if error is not None]
-
-    def _outputs(self, sequences: SequenceOf[Sequence], *, holds_streams: bool) -> list[Output]:
-        """Outputs of generating sequences that have something to tell: at each step when streamed, else at the end."""
-        outputs: list[Output] = []
-        for sequence in sequences:
-            request = sequence.request
-            if not isinstance(request, GenerationRequest):
-                continue
-            is_due = request.stream and (sequence.num_emitted_tokens == 0 or not holds_streams)
-            if is_due or sequence.is_finished:
-                outputs.append(generation_output(sequence))
+                if sequence.is_finished:
+                    finished.append(sequence)
+            if output is not None:
+                outputs.append(output)
+        if finished:
+            self._retire(finished)
         return outputs
+
+    def _apply_one(self, result: SequenceResult, *, holds_streams: bool) -> Output | None:
+        sequence = result.sequence
+        if result.error is not None:
+            raise result.error
+        if result.hidden is not None:
+            output = embedding_output(sequence, result.hidden)
+            sequence.finish("length")
+            return output
+        if result.token is None:
+            sequence.finish("length")
+        else:
+            sequence.append(result.token)
+            if result.logprobs is not None:
+                sequence.logprobs.append(result.logprobs)
+        return self._output(sequence, holds_streams=holds_streams)
+
+    def _report(self, sequence: Sequence) -> Output | None:
+        """What a stream that lost its seat was not yet given."""
+        try:
+            return self._output(sequence, holds_streams=False)
+        except Exception as exc:
+            return self._fail(sequence, exc)
+
+    def _output(self, sequence: Sequence, *, holds_streams: bool) -> Output | None:
+        """What a generating sequence has to report: something at each step when streamed, else all at the end."""
+        request = sequence.request
+        if not isinstance(request, GenerationRequest):
+            return None
+        is_due = request.stream and (sequence.num_emitted_tokens == 0 or not holds_streams)
+        return generation_output(sequence) if is_due or sequence.is_finished else None
 
     def _retire(self, finished: list[Sequence]) -> None:
         for sequence in finished:
             del self._sequences[sequence.request_id]
-            self._prompt_tokens += sequence.num_prompt_tokens
-            self._cached_tokens += sequence.num_cached_tokens or 0
-            self._output_tokens += sequence.num_output_tokens
-        if finished:
+            self._count(sequence, sequence.num_output_tokens)
+        try:
             self.scheduler.retire(finished)
+        except Exception:
+            logger.exception("blocks could not be freed; starting again with an empty cache")
+            self._restart()
 
-    def _shrink(self, step: Step, exc: BaseException) -> list[Output]:
-        """After a step that did not fit in memory: try smaller ones, or give up its only sequence."""
-        self.scheduler.preempt_all()
+    def _count(self, sequence: Sequence, num_output_tokens: int) -> None:
+        self._prompt_tokens += sequence.num_prompt_tokens
+        self._cached_tokens += sequence.num_cached_tokens or 0
+        self._output_tokens += num_output_tokens
+
+    def _fail(self, sequence: Sequence, exc: BaseException) -> RequestFailed:
+        """End a sequence that cannot go on, alone."""
+        error = _error_of(exc)
+        if isinstance(error, NumbersNotFinite):
+            size = self.scheduler.pool.block_size
+            self.scheduler.pool.unregister(sequence.block_table[sequence.num_finite_tokens // size :])
+        self.abort(sequence.request_id)
+        return RequestFailed(request_id=sequence.request_id, error=error)
+
+    def _drop(self, sequence: Sequence) -> None:
+        try:
+            self.scheduler.abort(sequence)
+        except Exception:
+            logger.exception("a sequence could not be taken out; starting again with an empty cache")
+            self._restart()
+
+    def _undo(self, step: Step) -> None:
+        try:
+            self.scheduler.undo(step)
+            self.scheduler.check_integrity()
+        except Exception:
+            logger.exception("a step could not be undone; starting again with an empty cache")
+            self._restart()
+
+    def _restart(self) -> None:
+        """Compute everything that is alive again from its tokens, in an empty cache."""
+        self.scheduler.restart([sequence for sequence in self._sequences.values() if not sequence.is_finished])
+
+    def _narrow(self, sequences: Iterable[Sequence], exc: Exception) -> list[Output]:
+        """After a step of these failed and was undone: try parts of it next, or give up the one that was alone."""
+        sequences = list(sequences)
+        logger.error("a step of %d sequences failed", len(sequences), exc_info=exc)
+        drop_locals(exc)
+        culprit = self._search.narrow(sequences)
+        if culprit is None:
+            return []
+        self._drop(culprit)
+        self._check_self(exc)
+        return [self._fail(culprit, SequenceFailed.because_of(exc))]
+
+    def _check_self(self, exc: Exception) -> None:
+        """Raises what made the last step fail if a made-up sequence fails too: then no request is to blame for it."""
+        sequence = canary(min(self.scheduler.pool.block_size, self.max_model_len), self.vocab_size)
+        try:
+            self.scheduler.add(sequence)
+            step = self.scheduler.schedule({sequence})
+            if not step.chunks:  # others hold all seats or blocks
+                self._restart()
+                self.scheduler.add(sequence)
+                step = self.scheduler.schedule({sequence})
+            self._compute(step)
+            self.scheduler.abort(sequence)
+            self.scheduler.check_integrity()
+        except Exception:
+            logger.exception("a harmless made-up sequence fails too")
+            raise exc  # noqa: B904 - what failed first says more
+
+    def _shrink(self, step: Step, exc: Exception) -> list[Output]:
+        """After a step that did not fit in memory and was undone: try smaller ones, or give up its only sequence."""
+        drop_locals(exc)
         if self.loaded.device.type == "cuda":
             torch.cuda.empty_cache()
-        if len(step.chunks) > 1 or step.num_tokens > 1:
-            self.scheduler.limit_steps(max(1, step.num_tokens // 2), max(1, len(step.chunks) // 2))
+        if step.num_tokens > 1:
+            self._step_size.shrink(step.num_tokens)
+            self.scheduler.max_num_batched_tokens = self._step_size.limit
             logger.warning(
-                "a step of %d tokens did not fit in memory; going on with steps of at most %d tokens of %d sequences",
+                "a step of %d tokens did not fit in memory; going on with at most %d",
                 step.num_tokens,
-                self.scheduler.max_num_batched_tokens,
-                self.scheduler.max_num_seqs,
+                self._step_size.limit,
             )
             return []
-        sequence = step.chunks[0].sequence
-        self.abort(sequence.request_id)
-        self.scheduler.limit_steps(self._step_limits.max_num_batched_tokens, self._step_limits.max_num_seqs)
+        self._step_size.reset()
+        self.scheduler.max_num_batched_tokens = self._step_size.limit
         error = EngineOutOfMemory("not even one token of this request fits in memory beside the model")
         error.__cause__ = exc
-        return [RequestFailed(request_id=sequence.request_id, error=error)]
+        return [self._fail(step.chunks[0].sequence, error)]
 
 
-def _constrain(logits: torch.Tensor, sequences: SequenceOf[Sequence], masks: StepMasks) -> None:
-    """Leave to each constrained sequence what its matcher allows, once the masks are there. In place."""
-    masks.wait()
-    rows = [row for row, sequence in enumerate(sequences) if sequence.matcher is not None]
-    matchers = [sequence.matcher for sequence in sequences if sequence.matcher is not None]
-    if rows:
-        allow_only(logits, rows, masks.rows(matchers))
+def _sequences_of(step: Step) -> list[Sequence]:
+    return [chunk.sequence for chunk in step.chunks]
 
 
-def _append(sequence: Sequence, token: int | None, masks: StepMasks | None) -> ConstraintFailed | None:
-    """Give a sequence its token. Returns why it cannot go on, if it cannot."""
-    failure = None if masks is None or sequence.matcher is None else masks.failure(sequence.matcher)
-    if failure is not None:
-        return failure
-    if token is None:
-        return ConstraintFailed("what the request allows, bans and demands of its output leaves no token to go on with")
-    try:
-        sequence.append(token)
-    except ConstraintFailed as exc:
+def _error_of(exc: BaseException) -> EngineError:
+    """What a request's caller gets of what was raised while the engine worked for it alone."""
+    reraise_interrupt(exc)
+    if isinstance(exc, EngineError):
         return exc
-    return None
+    logger.error("a request failed", exc_info=exc)
+    return SequenceFailed.because_of(exc)
 
 
-def _is_out_of_memory(exc: BaseException) -> bool:
+def _is_out_of_memory(exc: Exception) -> bool:
     # the CPU allocator has no exception type of its own
-    return isinstance(exc, torch.OutOfMemoryError) or "can't allocate memory" in str(exc)
+    is_own_type = isinstance(exc, (torch.OutOfMemoryError, MemoryError))
+    return is_own_type or (isinstance(exc, RuntimeError) and "can't allocate memory" in str(exc))

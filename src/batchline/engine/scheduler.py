@@ -3,31 +3,37 @@
 No tensors, no torch. One step holds at most `max_num_batched_tokens` new positions of at most `max_num_seqs`
 sequences; decodes and prefill chunks share it. Running sequences go first, in the order (priority, arrival); waiting
 ones fill what is left. When the cache is full, the last sequence in that order is preempted: its blocks are freed and
-it is computed again later from its tokens (recompute), which the prefix cache may shorten. So it is when a waiting
-sequence of a strictly smaller priority finds no seat or no blocks; equal ones never take each other's, so that no two
-can take turns at it.
+it is computed again later from its tokens (recompute), which the prefix cache may shorten. A waiting sequence of a
+strictly smaller priority preempts in the same way when it finds no seat or no blocks; equal ones never take each
+other's, so that no two can take turns at it. Nobody is preempted where that would not make enough room.
 
 A block is registered for reuse as soon as the step that fills it is scheduled. This is safe because every layer
 writes the step's keys and values before any of its sequences read them, so even sequences of the same step share.
+A step that fails is taken back with `undo`.
 """
 
 from __future__ import annotations
 
-import heapq
+from bisect import bisect_left, insort
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from batchline.config import SchedulerConfig
-from batchline.engine.block_pool import BlockPool
+from batchline.engine.block_pool import ROOT_UID, BlockPool
 from batchline.engine.sequence import Sequence, SequenceStatus
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Positions [start, end) of one sequence, to be computed in one step."""
+    """Positions [start, end) of one sequence, to be computed in one step.
+
+    previous_uid: of the block before the first one that the chunk fills, for `Scheduler.undo`.
+    """
 
     sequence: Sequence
     start: int
     end: int
+    previous_uid: int = ROOT_UID
 
     @property
     def num_tokens(self) -> int:
@@ -42,9 +48,10 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One packed forward pass."""
+    """One packed forward pass. blocks_to_clear: to be set to 0 before it, as they may hold NaN of earlier owners."""
 
     chunks: tuple[Chunk, ...]
+    blocks_to_clear: tuple[int, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -53,23 +60,33 @@ class Step:
 
 
 class Scheduler:
-    """Owns the waiting line, the running sequences and, through the pool, their blocks."""
+    """Owns the waiting line, the running sequences and, through the pool, their blocks.
 
-    def __init__(self, config: SchedulerConfig, pool: BlockPool, max_num_judged_tokens: int | None = None) -> None:
-        """max_num_judged_tokens: prompt positions of a step whose logits are wanted, all sequences together; None does
-        not limit them."""
-        self._max_num_judged_tokens = max_num_judged_tokens or config.max_num_batched_tokens
-        self._num_judged_tokens = 0
-        self.limit_steps(config.max_num_batched_tokens, config.max_num_seqs)
+    max_num_batched_tokens: most tokens of a step; may be changed between steps.
+    """
+
+    def __init__(
+        self, config: SchedulerConfig, pool: BlockPool, max_num_prompt_logprob_tokens: int | None = None
+    ) -> None:
+        """max_num_prompt_logprob_tokens: prompt positions of a step whose logits are wanted, all sequences together;
+        None does not limit them."""
+        self.max_num_batched_tokens = config.max_num_batched_tokens
+        self.max_num_seqs = config.max_num_seqs
+        self._max_num_prompt_logprob_tokens = max_num_prompt_logprob_tokens or config.max_num_batched_tokens
+        self._num_prompt_logprob_tokens = 0
         self.pool = pool
         self.running: list[Sequence] = []
-        self._waiting: list[tuple[tuple[int, int], Sequence]] = []
+        self._waiting: list[Sequence] = []  # the next one last, where taking it out costs nothing
         self.num_preemptions = 0
         self._preempted: list[Sequence] = []
+        self._seated: dict[Sequence, int | None] = {}  # by the last step; with their num_cached_tokens before
+        self._blocks_to_clear: list[int] = []
+        self._unseatable: Sequence | None = None
+        self._keeps_reserve = True
 
     @property
     def num_waiting(self) -> int:
-        """Sequences in the waiting line (aborted ones leave it when their turn comes)."""
+        """Sequences in the waiting line."""
         return len(self._waiting)
 
     @property
@@ -77,57 +94,73 @@ class Scheduler:
         """Whether a step would compute something."""
         return bool(self.running or self._waiting)
 
-    def limit_steps(self, max_num_batched_tokens: int, max_num_seqs: int) -> None:
-        """How much a step may hold from now on. Sequences that run already keep their seats."""
-        self.max_num_batched_tokens = max_num_batched_tokens
-        self.max_num_seqs = max_num_seqs
-
     def add(self, sequence: Sequence) -> None:
         """Put a sequence into the waiting line. It must fit into the whole cache on its own."""
-        heapq.heappush(self._waiting, (sequence.order, sequence))
+        insort(self._waiting, sequence, key=_last_first)
 
     def abort(self, sequence: Sequence) -> None:
-        """End a sequence wherever it is and free its blocks."""
-        if sequence.is_finished:
-            return
-        was_running = sequence.status is SequenceStatus.RUNNING
-        sequence.finish("abort")
-        if was_running:
+        """End a sequence wherever it is: it leaves the waiting line, or its blocks are freed."""
+        if sequence.status is SequenceStatus.WAITING:
+            sequence.finish("abort")
+            del self._waiting[bisect_left(self._waiting, _last_first(sequence), key=_last_first)]
+        elif sequence.block_table:
+            sequence.finish("abort")
             self.retire([sequence])
 
     def retire(self, finished: list[Sequence]) -> None:
         """Free the blocks of finished running sequences."""
         for sequence in finished:
-            self.pool.free(sequence.block_table)
+            self._free_blocks(sequence)
             sequence.block_table = []
         self.running = [sequence for sequence in self.running if not sequence.is_finished]
 
-    def schedule(self) -> Step:
-        """The next step. Allocates blocks and marks the positions as computed; may preempt."""
-        budget = self.max_num_batched_tokens
-        self._num_judged_tokens = 0
-        chunks: list[Chunk] = []
-        for sequence in sorted(self.running, key=lambda s: s.order):
-            urgent = self._admit(budget, before=sequence)
-            chunks += urgent
-            budget -= sum(chunk.num_tokens for chunk in urgent)
-            if budget == 0:
-                break
-            if sequence.status is not SequenceStatus.RUNNING:
-                continue  # preempted just now, for one before it
-            end = self._reach(sequence, budget)
-            if end == sequence.num_computed_tokens or not self._make_room(sequence, end):
-                continue
-            chunks.append(self._take(sequence, end))
-            budget -= chunks[-1].num_tokens
-        chunks.extend(self._admit(budget))
-        return Step(tuple(chunks))
+    def schedule(self, only: Collection[Sequence] | None = None) -> Step:
+        """The next step. Allocates blocks and marks the positions as computed; may preempt.
 
-    def preempt_all(self) -> None:
-        """Take every block back and forget all prefixes: after a step that failed half-way."""
-        for sequence in list(self.running):
-            self._preempt(sequence)
-        self.pool.reset_prefixes()
+        only: the sequences that it may hold, to find out which of them makes steps fail; None allows all.
+        """
+        self._num_prompt_logprob_tokens = 0
+        self._seated.clear()
+        self._blocks_to_clear = []
+        self._unseatable = None
+        self._keeps_reserve = only is None
+        running = sorted(self.running, key=lambda s: s.order)
+        if only is None:
+            return self._fill_step(running)
+        others = [sequence for sequence in self._waiting if sequence not in only]
+        self._waiting = [sequence for sequence in self._waiting if sequence in only]
+        step = self._fill_step([sequence for sequence in running if sequence in only])
+        self._waiting = sorted(others + self._waiting, key=_last_first)
+        return step
+
+    def undo(self, step: Step) -> None:
+        """Take back the step that was scheduled last: its positions count as not computed, and the sequences that it
+        seated wait again. Nobody finds the prefixes that it was to fill, or reads what it may have written."""
+        size = self.pool.block_size
+        for chunk in step.chunks:
+            filled = chunk.sequence.block_table[chunk.start // size : -(-chunk.end // size)]
+            self.pool.unregister(filled)
+            self.pool.taint(filled)
+        self.pool.taint(step.blocks_to_clear)
+        for chunk in step.chunks:
+            sequence = chunk.sequence
+            sequence.num_computed_tokens = chunk.start
+            sequence.num_finite_tokens = min(sequence.num_finite_tokens, chunk.start)
+            sequence.num_registered_blocks = chunk.start // size
+            sequence.last_block_uid = chunk.previous_uid
+            if sequence in self._seated:
+                sequence.num_cached_tokens = self._seated[sequence]
+                self._unseat(sequence)
+
+    def restart(self, sequences: Iterable[Sequence]) -> None:
+        """Begin again with an empty cache and these sequences waiting: after a fault that left the accounting in doubt.
+        They keep their tokens."""
+        self._preempted += [sequence for sequence in sequences if sequence.status is SequenceStatus.RUNNING]
+        self.running, self._waiting = [], []
+        self.pool.reset()
+        for sequence in sequences:
+            sequence.forget_computed()
+            self.add(sequence)
 
     def take_preempted(self) -> list[Sequence]:
         """The sequences that were preempted since the last call."""
@@ -138,6 +171,26 @@ class Scheduler:
         """Raises BlockPoolCorrupt where blocks are leaked, doubly owned or wrongly free."""
         self.pool.check_integrity([sequence.block_table for sequence in self.running])
 
+    def _fill_step(self, running: list[Sequence]) -> Step:
+        """running: those that may have a turn, in order."""
+        budget = self.max_num_batched_tokens
+        chunks: list[Chunk] = []
+        for sequence in running:
+            urgent = self._admit(budget, before=sequence)
+            chunks += urgent
+            budget -= sum(chunk.num_tokens for chunk in urgent)
+            if budget == 0:
+                break
+            if sequence.status is not SequenceStatus.RUNNING:
+                continue  # preempted just now, for one before it
+            end = self._chunk_end(sequence, budget)
+            if end == sequence.num_computed_tokens or not self._make_room(sequence, end):
+                continue
+            chunks.append(self._schedule_chunk(sequence, end))
+            budget -= chunks[-1].num_tokens
+        chunks.extend(self._admit(budget))
+        return Step(tuple(chunks), tuple(self._blocks_to_clear))
+
     def _admit(self, budget: int, *, before: Sequence | None = None) -> list[Chunk]:
         """Move waiting sequences into the step while budget, seats and blocks last.
 
@@ -146,85 +199,127 @@ class Scheduler:
         """
         chunks: list[Chunk] = []
         while budget > 0 and self._waiting:
-            sequence = self._waiting[0][1]
-            if sequence.is_finished:  # aborted while it waited
-                heapq.heappop(self._waiting)
-                continue
-            if before is not None and sequence.priority >= before.priority:
+            sequence = self._waiting[-1]
+            if before is not None and (sequence.priority >= before.priority or sequence is self._unseatable):
                 break
-            if self._reach(sequence, budget) == 0:
-                break  # it is judged, and the step has enough of that
-            if len(self.running) >= self.max_num_seqs or not self._seat(sequence):
-                if before is not None and self._preempt_behind(sequence):
-                    continue
+            if self._chunk_end(sequence, budget) == 0:
+                break  # its logits are wanted, and the step has enough of those
+            if not self._seat(sequence, before):
                 break
-            heapq.heappop(self._waiting)
-            end = self._reach(sequence, budget)
-            chunks.append(self._take(sequence, end))
+            self._waiting.pop()
+            end = self._chunk_end(sequence, budget)
+            chunks.append(self._schedule_chunk(sequence, end))
             budget -= chunks[-1].num_tokens
         return chunks
 
-    def _preempt_behind(self, sequence: Sequence) -> bool:
-        """Preempt the last running sequence if its priority is greater; False if it is not."""
-        victim = max(self.running, key=lambda s: s.order, default=None)
-        if victim is None or victim.priority <= sequence.priority:
-            return False
-        self._preempt(victim)
-        return True
+    def _seat(self, sequence: Sequence, before: Sequence | None) -> bool:
+        """Give a waiting sequence a seat, its cached prefix and blocks for all its tokens; False if it must wait.
 
-    def _seat(self, sequence: Sequence) -> bool:
-        """Give a waiting sequence the cached prefix and blocks for all its tokens; False if they are not free."""
+        before: None leaves a reserve for the running sequences; else those from `before` on may be preempted for it.
+        """
         pool = self.pool
         max_cached = 0 if sequence.wants_prompt_logprobs else (sequence.num_tokens - 1) // pool.block_size
         cached = pool.find_prefix(sequence.token_ids, max_cached)
         missing = self._num_blocks(sequence.num_tokens) - len(cached)
-        if not pool.can_allocate(missing + pool.num_free_among(cached)):
-            return False
+        num_wanted = missing + pool.num_free_among(cached)
+        has_seat = len(self.running) < self.max_num_seqs
+        leaves_reserve = before is not None or self._leaves_reserve(num_wanted)
+        if not (has_seat and pool.can_allocate(num_wanted) and leaves_reserve):
+            if before is None:
+                return False
+            victims = [s for s in self.running if s.order >= before.order and s.priority > sequence.priority]
+            if not self._preempt(victims, missing, cached, needs_seat=True):
+                self._unseatable = sequence
+                return False
         pool.reference(cached)
-        sequence.block_table = cached + pool.allocate(missing)
-        sequence.num_computed_tokens = len(cached) * pool.block_size
+        sequence.block_table = cached + self._allocate(missing)
+        sequence.num_computed_tokens = sequence.num_finite_tokens = len(cached) * pool.block_size
         sequence.num_registered_blocks = len(cached)
-        sequence.last_block_uid = pool.uid_of(cached[-1]) if cached else 0
+        sequence.last_block_uid = pool.uid_of(cached[-1]) if cached else ROOT_UID
+        self._seated[sequence] = sequence.num_cached_tokens
         if sequence.num_cached_tokens is None:  # a preempted sequence keeps what its first start found
             sequence.num_cached_tokens = sequence.num_computed_tokens
         sequence.status = SequenceStatus.RUNNING
         self.running.append(sequence)
         return True
 
+    def _leaves_reserve(self, num_wanted: int) -> bool:
+        """Whether, with so many blocks taken, one is left for each running sequence that may need one more. Who is
+        admitted without that would be preempted for the next tokens of the others."""
+        size = self.pool.block_size
+        num_left = self.pool.num_free - num_wanted
+        return (
+            not self._keeps_reserve
+            or num_left >= len(self.running)
+            or num_left
+            >= sum(sequence.max_num_computed_tokens > len(sequence.block_table) * size for sequence in self.running)
+        )
+
     def _make_room(self, sequence: Sequence, end: int) -> bool:
-        """Blocks for positions up to `end`, preempting from the back of the order; False if it was itself preempted."""
+        """Blocks for positions up to `end`, preempting sequences behind it; False if it must wait with what it has."""
         missing = self._num_blocks(end) - len(sequence.block_table)
-        while missing > 0 and not self.pool.can_allocate(missing):
-            victim = max(self.running, key=lambda s: s.order)
-            self._preempt(victim)
-            if victim is sequence:
+        if missing <= 0:
+            return True
+        if not self.pool.can_allocate(missing):
+            behind = [other for other in self.running if other.order > sequence.order]
+            if not self._preempt(behind, missing):
                 return False
-        if missing > 0:
-            sequence.block_table += self.pool.allocate(missing)
+        sequence.block_table += self._allocate(missing)
         return True
 
-    def _preempt(self, sequence: Sequence) -> None:
-        self.num_preemptions += 1
-        self._preempted.append(sequence)
-        self.pool.free(sequence.block_table)
+    def _preempt(
+        self, victims: list[Sequence], missing: int, cached: Collection[int] = (), *, needs_seat: bool = False
+    ) -> bool:
+        """Preempt as many of the victims as it takes, the last in the order first, until `missing` blocks are free
+        besides the cached ones. False, and nobody is preempted, where all of them would not do."""
+        pool = self.pool
+        room = pool.num_free - pool.num_free_among(cached)
+        freed = pool.num_freed_by([victim.block_table for victim in victims], besides=cached)
+        num_seats = self.max_num_seqs if needs_seat else len(self.running) + 1
+        if room + freed < missing or len(self.running) - len(victims) >= num_seats:
+            return False
+        victims = sorted(victims, key=lambda s: s.order)
+        while len(self.running) >= num_seats or not pool.can_allocate(missing + pool.num_free_among(cached)):
+            victim = victims.pop()
+            self.num_preemptions += 1
+            self._preempted.append(victim)
+            self._unseat(victim)
+        return True
+
+    def _unseat(self, sequence: Sequence) -> None:
+        """Back into the waiting line with nothing computed."""
+        self._free_blocks(sequence)
         sequence.forget_computed()
         self.running.remove(sequence)
         self.add(sequence)
 
-    def _reach(self, sequence: Sequence, budget: int) -> int:
+    def _free_blocks(self, sequence: Sequence) -> None:
+        """Free its blocks. Those that hold numbers of which no step has shown that they are finite are tainted."""
+        first, last = sequence.num_finite_tokens, sequence.num_computed_tokens
+        if first < last:
+            size = self.pool.block_size
+            self.pool.taint(sequence.block_table[first // size : -(-last // size)])
+        self.pool.free(sequence.block_table)
+
+    def _allocate(self, count: int) -> list[int]:
+        blocks = self.pool.allocate(count)
+        self._blocks_to_clear += self.pool.take_tainted(blocks)
+        return blocks
+
+    def _chunk_end(self, sequence: Sequence, budget: int) -> int:
         """Where the sequence's chunk of this step may end."""
-        if self._is_judged(sequence):
-            budget = min(budget, self._max_num_judged_tokens - self._num_judged_tokens)
+        if self._computes_prompt_logprobs(sequence):
+            budget = min(budget, self._max_num_prompt_logprob_tokens - self._num_prompt_logprob_tokens)
         return sequence.num_computed_tokens + min(sequence.num_uncomputed_tokens, budget)
 
-    def _is_judged(self, sequence: Sequence) -> bool:
+    def _computes_prompt_logprobs(self, sequence: Sequence) -> bool:
         return sequence.wants_prompt_logprobs and sequence.num_computed_tokens < sequence.num_prompt_tokens
 
-    def _take(self, sequence: Sequence, end: int) -> Chunk:
+    def _schedule_chunk(self, sequence: Sequence, end: int) -> Chunk:
         """The chunk up to `end`; its positions count as computed and its full blocks as registered from here on."""
-        chunk = Chunk(sequence, sequence.num_computed_tokens, end)
-        if self._is_judged(sequence):
-            self._num_judged_tokens += chunk.num_tokens
+        chunk = Chunk(sequence, sequence.num_computed_tokens, end, sequence.last_block_uid)
+        if self._computes_prompt_logprobs(sequence):
+            self._num_prompt_logprob_tokens += chunk.num_tokens
         sequence.num_computed_tokens = end
         size = self.pool.block_size
         while (sequence.num_registered_blocks + 1) * size <= end:
@@ -236,3 +331,8 @@ class Scheduler:
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.pool.block_size)
+
+
+def _last_first(sequence: Sequence) -> tuple[int, int]:
+    """Sort key of the waiting line."""
+    return (-sequence.priority, -sequence.arrival)

@@ -41,6 +41,7 @@ class Sequence:
     """State of one running request. `seed` is the request's own, or one drawn for it.
 
     matcher: where its output stands in what it must be; preemption leaves it as it is, since no token is taken back.
+    num_finite_tokens: positions whose keys and values are known to be finite, because a finite result came of them.
     """
 
     __slots__ = (
@@ -54,6 +55,7 @@ class Sequence:
         "num_cached_tokens",
         "num_computed_tokens",
         "num_emitted_tokens",
+        "num_finite_tokens",
         "num_prompt_tokens",
         "num_registered_blocks",
         "priority",
@@ -80,6 +82,7 @@ class Sequence:
         self.token_ids = array("q", request.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.num_computed_tokens = 0
+        self.num_finite_tokens = 0
         self.num_cached_tokens: int | None = None
         self.num_emitted_tokens = 0
         self.block_table: list[int] = []
@@ -116,6 +119,11 @@ class Sequence:
     def num_uncomputed_tokens(self) -> int:
         """Positions that the next steps must compute before a token can be sampled."""
         return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def max_num_computed_tokens(self) -> int:
+        """The most positions that it can come to fill: its last token is not computed."""
+        return self.num_prompt_tokens + max(0, self.sampling.max_tokens - 1)
 
     @property
     def is_finished(self) -> bool:
@@ -157,7 +165,7 @@ class Sequence:
         self.stop_reason = stop_reason
 
     def _completes(self, token_id: int) -> bool:
-        """Whether the constraint, told of the token, lets nothing follow it."""
+        """Whether the constraint lets nothing follow the token."""
         if self.matcher is None:
             return False
         self.matcher.accept(token_id)
@@ -167,6 +175,7 @@ class Sequence:
         """Back to nothing computed: its blocks were taken from it. Tokens and results stay."""
         self.status = SequenceStatus.WAITING
         self.num_computed_tokens = 0
+        self.num_finite_tokens = 0
         self.block_table = []
         self.num_registered_blocks = 0
         self.last_block_uid = 0

@@ -11,16 +11,17 @@ from batchline.engine.sequence import Sequence
 
 
 def note_prompt_logprobs(chunk: Chunk, logits: torch.Tensor) -> None:
-    """Position i's logits judge token i + 1. A preempted sequence keeps what it has noted before."""
+    """Position i's logits give token i + 1's log-probability. What was noted before, ahead of a preemption or in a step
+    that was undone, is kept."""
     sequence = chunk.sequence
     first = len(sequence.prompt_logprobs) - 1
     last = min(chunk.end, sequence.num_prompt_tokens - 1)
     if first >= last or (len(logits) <= 1 and chunk.num_tokens > 1):
         return
-    judged = sequence.token_ids[first + 1 : last + 1].tolist()
+    tokens = sequence.token_ids[first + 1 : last + 1].tolist()
     rows = logits[first - chunk.start : last - chunk.start]
     num_top = sequence.sampling.prompt_logprobs or 0
-    sequence.prompt_logprobs += token_logprobs(rows, judged, [num_top] * len(judged))
+    sequence.prompt_logprobs += token_logprobs(rows, tokens, [num_top] * len(tokens))
 
 
 def embedding_output(sequence: Sequence, hidden: torch.Tensor) -> EmbeddingOutput:

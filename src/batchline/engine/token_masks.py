@@ -7,14 +7,18 @@ matcher until its mask is collected.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
+from batchline.engine.recovery import reraise_interrupt
 from batchline.engine.request import TokenMatcher
 from batchline.engine.sequence import Sequence as RunningSequence
-from batchline.errors import ConstraintFailed
+from batchline.errors import EngineError, SequenceFailed
+
+logger = logging.getLogger(__name__)
 
 MAX_THREADS = 4
 """Masks take little time; more threads would take the interpreter lock from the one that runs the model."""
@@ -29,19 +33,22 @@ class StepMasks:
     def __init__(self, matchers: Sequence[TokenMatcher], vocab_size: int, executor: ThreadPoolExecutor) -> None:
         self._rows = np.empty((len(matchers), -(-vocab_size // 32)), dtype=np.int32)
         self._index = {id(matcher): row for row, matcher in enumerate(matchers)}
-        self._failures: dict[int, ConstraintFailed] = {}
+        self._failures: dict[int, EngineError] = {}
+        self._futures: list[Future[None]] = []
         share = max(MIN_SHARE, -(-len(matchers) // MAX_THREADS))
-        self._futures: list[Future[None]] = [
-            executor.submit(self._fill, matchers[first : first + share], first)
-            for first in range(0, len(matchers), share)
-        ]
+        try:
+            for first in range(0, len(matchers), share):
+                self._futures.append(executor.submit(self._fill, matchers[first : first + share], first))
+        except BaseException:
+            self.wait()
+            raise
 
     def wait(self) -> None:
-        """Return when no matcher is in use any more."""
+        """Return when no matcher is in use any more. Raises nothing: what a matcher raises is its `failure`."""
         for future in self._futures:
             future.result()
 
-    def failure(self, matcher: TokenMatcher) -> ConstraintFailed | None:
+    def failure(self, matcher: TokenMatcher) -> EngineError | None:
         """Why there is no mask for a matcher; None where there is one. After `wait`."""
         return self._failures.get(self._index[id(matcher)])
 
@@ -56,11 +63,15 @@ class StepMasks:
                 self._failures[row] = failure
 
 
-def _fill_row(matcher: TokenMatcher, row: np.ndarray) -> ConstraintFailed | None:
+def _fill_row(matcher: TokenMatcher, row: np.ndarray) -> EngineError | None:
     try:
         matcher.fill_mask(row)
-    except ConstraintFailed as exc:
+    except EngineError as exc:
         return exc
+    except BaseException as exc:
+        reraise_interrupt(exc)
+        logger.exception("a mask could not be computed")
+        return SequenceFailed.because_of(exc)
     return None
 
 

@@ -165,7 +165,7 @@ def test_decode_steps_above_the_largest_graph_run_without_one(tmp_path: Path, re
     prompts = [(5, 6, 7), (8, 9, 10), (11, 12, 13)]
     first = greedy_tokens(engine, prompts)
     replayed = recorder.replayed
-    engine.scheduler.limit_steps(48, 12)
+    engine.scheduler.max_num_seqs = 12
     assert greedy_tokens(engine, prompts * 3)[:3] == first
     assert recorder.replayed == replayed
 

@@ -60,12 +60,12 @@ def bytes_of_step(runner: StepRunner, step: Step, device: torch.device) -> int:
 def _trial_steps(vocab_size: int, block_size: int) -> Iterator[Step]:
     stride = max(1, math.isqrt(vocab_size))
     tokens = [(index * stride + 3) % vocab_size for index in range(sum(LENGTHS))]
-    judged = SamplingParams(max_tokens=0, prompt_logprobs=0)  # logits of every row are wanted
+    with_logprobs = SamplingParams(max_tokens=0, prompt_logprobs=0)  # logits of every row are wanted
     numbers = itertools.count()
     sequences = []
     for index, length in enumerate(LENGTHS):
         blocks = list(itertools.islice(numbers, -(-length // block_size)))
-        sequences.append(_sequence(str(index), tokens[index * LENGTHS[0] :][:length], blocks, judged))
+        sequences.append(_sequence(str(index), tokens[index * LENGTHS[0] :][:length], blocks, with_logprobs))
     starts: Sequence[int] = (0, 0)
     for ends in CUTS:
         chunks = (Chunk(*chunk) for chunk in zip(sequences, starts, ends, strict=True) if chunk[1] < chunk[2])

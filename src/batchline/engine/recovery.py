@@ -1,0 +1,109 @@
+"""How the engine goes on after a step that failed: which sequences to try next, and how many tokens at once.
+
+No tensors, no torch. A step that raised is undone before any of this is asked.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Iterable
+
+from batchline.engine.request import GenerationRequest, SamplingParams
+from batchline.engine.sequence import Sequence
+
+MIN_PATIENCE = 8
+MAX_PATIENCE = 512
+"""Good steps before a step may hold twice as many tokens again; doubled each time that this proves to be too many."""
+
+
+class StepSize:
+    """How many tokens a step may hold: fewer after one that did not fit in memory, more again after good ones."""
+
+    def __init__(self, max_num_tokens: int) -> None:
+        self._max_num_tokens = max_num_tokens
+        self.reset()
+
+    def reset(self) -> None:
+        """To the most."""
+        self.limit = self._max_num_tokens
+        self._patience = MIN_PATIENCE
+        self._num_good = 0
+        self._has_grown = False
+
+    def shrink(self, num_tokens: int) -> None:
+        """After a step of `num_tokens` that did not fit."""
+        self.limit = max(1, min(self.limit, num_tokens) // 2)
+        self._num_good = 0
+        if self._has_grown:
+            self._patience = min(2 * self._patience, MAX_PATIENCE)
+            self._has_grown = False
+
+    def note_good_step(self) -> None:
+        """Grow, if it is time for it."""
+        if self.limit == self._max_num_tokens and not self._has_grown:
+            return
+        self._num_good += 1
+        if self._num_good < self._patience:
+            return
+        self._num_good = 0
+        if self.limit == self._max_num_tokens:
+            self.reset()  # this size has proved itself
+        else:
+            self.limit = min(2 * self.limit, self._max_num_tokens)
+            self._has_grown = True
+
+
+class FaultSearch:
+    """Finds the sequence that makes steps fail by running ever smaller parts of a failed step.
+
+    Its groups, of sequences that have not been in a good step since, are tried one after another.
+    """
+
+    def __init__(self) -> None:
+        self._groups: list[set[Sequence]] = []
+
+    @property
+    def group(self) -> set[Sequence] | None:
+        """The sequences that the next step may hold; None while nothing is suspected."""
+        while self._groups:
+            group = self._groups[-1]
+            group -= {sequence for sequence in group if sequence.is_finished}
+            if group:
+                return group
+            self._groups.pop()
+        return None
+
+    def narrow(self, sequences: Iterable[Sequence]) -> Sequence | None:
+        """After a step of these failed. Returns the culprit if it was alone, else None: its halves are tried next."""
+        suspects = sorted(sequences, key=lambda sequence: sequence.order)
+        self.clear(suspects)
+        if len(suspects) == 1:
+            return suspects[0]
+        middle = len(suspects) // 2
+        self._groups += [half for half in (set(suspects[middle:]), set(suspects[:middle])) if half]
+        return None
+
+    def clear(self, sequences: Iterable[Sequence]) -> None:
+        """These are not suspected any more."""
+        for group in self._groups:
+            group.difference_update(sequences)
+
+
+def canary(block_size: int, vocab_size: int) -> Sequence:
+    """A made-up harmless sequence, more urgent than all others: an engine that cannot run it is broken itself."""
+    prompt = tuple(number % vocab_size for number in range(1, min(4, block_size) + 1))
+    sampling = SamplingParams(max_tokens=1, temperature=0.0)
+    request = GenerationRequest(request_id="canary", prompt_token_ids=prompt, sampling=sampling, priority=-sys.maxsize)
+    return Sequence(request, seed=0)
+
+
+def reraise_interrupt(exc: BaseException) -> None:
+    """For handlers that must catch more than `Exception`, since code written in Rust panics beside it."""
+    if isinstance(exc, (KeyboardInterrupt, SystemExit)):
+        raise exc
+
+
+def drop_locals(exc: BaseException) -> None:
+    """Free what the frames of a failed step hold: its activations, whose memory the next step needs."""
+    traceback.clear_frames(exc.__traceback__)

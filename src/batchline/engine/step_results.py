@@ -1,0 +1,120 @@
+"""From a computed step to what it gives each sequence. Nothing is applied to the sequences yet, so that a step that
+fails here can be undone and computed again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
+import torch
+
+from batchline.engine.kv_cache import LayerSpec
+from batchline.engine.logits_processing import allow_only
+from batchline.engine.logprobs import token_logprobs
+from batchline.engine.model_runner import StepResult, selected_rows
+from batchline.engine.request import TokenLogprobs
+from batchline.engine.sampler import sample
+from batchline.engine.scheduler import Step
+from batchline.engine.sequence import Sequence
+from batchline.engine.step_outputs import note_prompt_logprobs
+from batchline.engine.token_masks import StepMasks
+from batchline.errors import ConstraintFailed, EngineError, NumbersNotFinite
+
+
+@dataclass(slots=True)
+class SequenceResult:
+    """What a step gives one sequence: a token, a hidden state, an error, or nothing where none is to be sampled.
+
+    row: of the step's logits and hidden states, its last position's.
+    """
+
+    sequence: Sequence
+    row: int
+    token: int | None = None
+    logprobs: TokenLogprobs | None = None
+    hidden: torch.Tensor | None = None
+    error: EngineError | None = None
+
+
+def finite_reach(layers: SequenceOf[LayerSpec]) -> int | None:
+    """How far back NaN among keys and values is sure to show in a position's result; None is all the way."""
+    windows = [spec.sliding_window for spec in layers]
+    return None if None in windows else sum(window - 1 for window in windows if window is not None)
+
+
+@torch.inference_mode()
+def read_results(
+    step: Step, result: StepResult, masks: StepMasks | None, vocab_size: int, reach: int | None
+) -> list[SequenceResult]:
+    """Sample where a sequence's last position was computed. Returns no entry for prompts that are not through.
+
+    vocab_size: tokens from there on are never sampled. reach: see `finite_reach`.
+    """
+    results: list[SequenceResult] = []
+    sampled: list[SequenceResult] = []
+    logits = result.logits[:, :vocab_size]
+    is_finite = torch.isfinite(result.hidden).all(-1).tolist()
+    first = 0
+    for chunk, rows in selected_rows(step):
+        own = slice(first, first + len(rows))
+        first += len(rows)
+        sequence = chunk.sequence
+        if not all(is_finite[own]):
+            error = NumbersNotFinite(
+                "the model computed numbers for this request that are not finite (NaN or infinite)"
+            )
+            results.append(SequenceResult(sequence, first - 1, error=error))
+            continue
+        if len(rows) == 0:
+            continue
+        if len(rows) == chunk.num_tokens or reach is None or chunk.end - sequence.num_finite_tokens <= reach:
+            sequence.num_finite_tokens = chunk.end
+        if sequence.wants_prompt_logprobs:
+            note_prompt_logprobs(chunk, logits[own])
+        if not chunk.is_last:
+            continue
+        results.append(SequenceResult(sequence, first - 1))
+        if sequence.wants_hidden:
+            results[-1].hidden = result.hidden[first - 1]
+        elif sequence.needs_next_token:
+            sampled.append(results[-1])
+    if sampled:
+        _sample(sampled, logits, masks)
+    return results
+
+
+def _sample(results: SequenceOf[SequenceResult], logits: torch.Tensor, masks: StepMasks | None) -> None:
+    """Fill in the next tokens, and their log-probabilities where wanted, or why there is none."""
+    sequences = [result.sequence for result in results]
+    wanting = [index for index, s in enumerate(sequences) if s.sampling.logprobs is not None]
+    rows = [result.row for result in results]
+    chosen = logits if rows == list(range(len(logits))) else logits[rows]  # a copy costs as much as the sampling
+    raw = chosen[wanting] if wanting else None  # a copy: sampling works in place
+    if masks is not None:
+        _constrain(chosen, results, masks)
+    tokens = sample(chosen, sequences)
+    for result, token in zip(results, tokens, strict=True):
+        result.token = token
+        if token is None and result.error is None:
+            result.error = ConstraintFailed(
+                "No token satisfies the request's constraints (allowed_token_ids, bad_words, min_tokens, grammar)."
+            )
+    if raw is not None:
+        num_top = [sequences[index].sampling.logprobs or 0 for index in wanting]
+        reported = token_logprobs(raw, [tokens[index] or 0 for index in wanting], num_top)
+        for index, logprobs in zip(wanting, reported, strict=True):
+            results[index].logprobs = logprobs
+
+
+def _constrain(logits: torch.Tensor, results: SequenceOf[SequenceResult], masks: StepMasks) -> None:
+    """Leave to each constrained sequence what its matcher allows, once the masks are there. In place."""
+    masks.wait()
+    rows, matchers = [], []
+    for row, result in enumerate(results):
+        matcher = result.sequence.matcher
+        if matcher is not None:
+            rows.append(row)
+            matchers.append(matcher)
+            result.error = masks.failure(matcher)
+    if rows:
+        allow_only(logits, rows, masks.rows(matchers))

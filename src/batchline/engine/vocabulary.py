@@ -1,0 +1,63 @@
+"""Which token ids a model can be given. An id without an embedding would fail in the middle of a step."""
+
+from __future__ import annotations
+
+import logging
+from itertools import chain
+
+import numpy as np
+import torch
+
+from batchline.engine.model_loader import LoadedModel
+from batchline.engine.sequence import Sequence
+from batchline.errors import RequestRefused
+
+logger = logging.getLogger(__name__)
+
+
+def vocabulary_size(loaded: LoadedModel) -> int:
+    """How many token ids, from 0 on, have an embedding and a logit."""
+    weight = loaded.model.get_input_embeddings().weight  # type: ignore[operator]
+    assert isinstance(weight, torch.Tensor)
+    return min(loaded.vocab_size, len(weight))
+
+
+def known_eos_token_ids(loaded: LoadedModel) -> frozenset[int]:
+    """The model's end tokens, without those that it cannot say, which some `generation_config.json` name."""
+    known = frozenset(token_id for token_id in loaded.eos_token_ids if 0 <= token_id < vocabulary_size(loaded))
+    if known != loaded.eos_token_ids:
+        logger.warning(
+            "the model's configuration names end tokens outside of its vocabulary of %d tokens, which never end an "
+            "answer: %s",
+            vocabulary_size(loaded),
+            sorted(loaded.eos_token_ids - known),
+        )
+    return known
+
+
+def check_token_ids(sequence: Sequence, vocab_size: int) -> None:
+    """Every token id of a request is below `vocab_size`. Raises: RequestRefused."""
+    prompt = np.frombuffer(sequence.token_ids, dtype=np.int64)
+    sampling = sequence.sampling
+    named = chain(
+        sampling.eos_token_ids,
+        sampling.stop_token_ids,
+        sampling.logit_bias,
+        sampling.allowed_token_ids or (),
+        *sampling.bad_words_ids,
+    )
+    ids = [int(prompt.min()), int(prompt.max()), *named]
+    if min(ids) < 0 or max(ids) >= vocab_size:
+        unknown = next(token_id for token_id in ids if not 0 <= token_id < vocab_size)
+        raise RequestRefused(f"Token id {unknown} is outside of this model's vocabulary of {vocab_size} tokens")
+
+
+def check_length(sequence: Sequence, max_model_len: int) -> None:
+    """The prompt is not empty, and fits the context with the tokens that may follow it. Raises: RequestRefused."""
+    if sequence.num_prompt_tokens == 0:
+        raise RequestRefused("The prompt is empty: it has no tokens")
+    if sequence.num_prompt_tokens + sequence.sampling.max_tokens > max_model_len:
+        raise RequestRefused(
+            f"{sequence.num_prompt_tokens} prompt tokens and max_tokens {sequence.sampling.max_tokens} are more than "
+            f"this model's maximum context length of {max_model_len} tokens"
+        )
