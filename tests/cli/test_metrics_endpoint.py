@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import socket
+import threading
 import urllib.error
 import urllib.request
 
 import pytest
 
 from batchline.batch.progress import Progress, SilentReporter
-from batchline.cli.metrics_endpoint import serve_metrics
+from batchline.cli.metrics_endpoint import MAX_CONNECTIONS, serve_metrics
 from batchline.errors import UsageError
 
 
@@ -52,3 +53,34 @@ def test_a_taken_port_is_a_usage_error() -> None:
             serve_metrics(SilentReporter(), "127.0.0.1", port),
         ):
             pass
+
+
+@pytest.mark.parametrize("host", ["no such host", "a..b", "\x00", "x" * 300, "203.0.113.1"])
+def test_an_address_that_cannot_be_had_is_a_usage_error(host: str) -> None:
+    """Names that are none at all ended the run with a traceback."""
+    with pytest.raises(UsageError, match="Metrics cannot be served"), serve_metrics(SilentReporter(), host, 0):
+        pass
+
+
+def test_metrics_are_served_on_ipv6_too() -> None:
+    """The server knew IPv4 alone."""
+    with socket.socket(socket.AF_INET6) as probe:
+        try:
+            probe.bind(("::1", 0))
+        except OSError:
+            pytest.skip("this machine has no IPv6")
+        port = probe.getsockname()[1]
+    with serve_metrics(SilentReporter(), "::1", port):
+        assert urllib.request.urlopen(f"http://[::1]:{port}/metrics", timeout=10).read() == b""
+
+
+def test_clients_that_stay_silent_take_a_bounded_number_of_threads() -> None:
+    """Each connection had a thread for as long as it liked."""
+    port = free_port()
+    before = threading.active_count()
+    with serve_metrics(SilentReporter(), "127.0.0.1", port):
+        silent = [socket.create_connection(("127.0.0.1", port), timeout=30) for _ in range(MAX_CONNECTIONS + 10)]
+        assert [connection.recv(1) for connection in silent[MAX_CONNECTIONS:]] == [b""] * 10
+        assert threading.active_count() <= before + 1 + MAX_CONNECTIONS
+        for connection in silent:
+            connection.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -75,6 +76,17 @@ def refusal(*arguments: str) -> str:
     with pytest.raises(UsageError) as refused:
         app(args=["serve", *arguments], standalone_mode=False)
     return str(refused.value)
+
+
+def test_an_address_or_certificate_that_cannot_be_used_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    """The model that is named here does not exist, which nobody has noticed yet."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        assert "Address already in use" in refusal("no/model", "--port", port)
+    assert "Cannot serve at a..b port 0" in refusal("no/model", "--host", "a..b", "--port", "0")
+    assert "--ssl-certfile: cannot read" in refusal("no/model", "--port", "0", "--ssl-certfile", str(tmp_path / "x"))
 
 
 def test_a_model_is_needed() -> None:

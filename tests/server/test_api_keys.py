@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
+from raw_http import read_to_end, sending
 from threaded_server import Serve, ThreadedServer
 
 from batchline.testing import FakeBackend
@@ -27,6 +28,36 @@ def test_without_a_key_everything_else_is_401(guarded: httpx.Client, path: str) 
     response = guarded.get(guarded.base_url.join("/").copy_with(raw_path=path.encode()))
     assert (response.status_code, response.headers["www-authenticate"]) == (401, "Bearer")
     assert response.json()["error"]["code"] == "missing_api_key"
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "/v1/%6dodels",
+        "//v1/models",
+        "/v1/models/../health",
+        "/health/../v1/models",
+        "/health%2f..%2fv1%2fmodels",
+        "/health;/v1/models",
+        "/health%00",
+        "http://other.example/v1/models",
+        "*",
+    ],
+)
+@pytest.mark.parametrize("method", ["GET", "HEAD", "OPTIONS", "POST"])
+def test_no_spelling_of_a_path_goes_around_the_key(serve: Serve, method: str, target: str) -> None:
+    request = f"{method} {target} HTTP/1.1\r\nHost: x\r\nX-HTTP-Method-Override: GET\r\nConnection: close\r\n\r\n"
+    answer = read_to_end(sending(serve(api_keys=("k",)), request.encode()))
+    assert answer.split()[1] in (b"401", b"400")
+    assert b"fake" not in answer
+
+
+def test_only_the_first_of_several_keys_counts(serve: Serve) -> None:
+    """Whoever checks headers in front of the server looks at the first one as well."""
+    request = (
+        b"GET /v1/models HTTP/1.1\r\nAuthorization: Bearer no\r\nAuthorization: Bearer k\r\nConnection: close\r\n\r\n"
+    )
+    assert read_to_end(sending(serve(api_keys=("k",)), request)).startswith(b"HTTP/1.1 401 ")
 
 
 @pytest.mark.parametrize("path", ["/health", "/ping", "/metrics"])

@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
+from raw_http import read_to_end, sending
 from threaded_server import Serve
 
 from batchline.backends.base import EndpointRequest
@@ -47,6 +48,11 @@ def failing(exc: Exception) -> FakeBackend:
         (b"{", "not valid JSON"),
         (b'{"a": NaN}', "not valid JSON"),
         (b'{"a": "\xff"}', "not valid JSON"),
+        (b'{"a": "\\ud800"}', "not valid JSON"),
+        (b'{"\\ud800": 1}', "not valid JSON"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "not valid JSON"),
+        (b'\xef\xbb\xbf{"a": 1}', "byte order mark"),
+        ('{"a": 1}'.encode("utf-16"), "not valid JSON"),
         (b'["list"]', "must be a JSON object"),
         (b'{"a":' * 100_000, "not valid JSON"),
         (b'{"a":' * 500 + b"1" + b"}" * 500, "nested deeper than 128 levels"),
@@ -61,6 +67,53 @@ def test_bodies_that_are_no_usable_json_are_400(fake: httpx.Client, content: byt
 
 def test_wide_bodies_are_not_taken_for_deep_ones(fake: httpx.Client) -> None:
     assert fake.post(CHAT, json=HELLO | {"many": [[]] * 1000}).status_code == 200
+
+
+CHUNKED = b"Transfer-Encoding: chunked\r\n"
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        CHUNKED + b"Content-Length: 5\r\n",
+        b"Content-Length: 5\r\n" + CHUNKED,
+        b"Content-Length: 5\r\nContent-Length: 6\r\n",
+        CHUNKED + b"Transfer-Encoding: identity\r\n",
+        b"Transfer-Encoding: xchunked\r\n",
+        b"Transfer-Encoding: identity\r\n",
+        b"Content-Length: -1\r\n",
+        b"Content-Length: +5\r\n",
+        b"Content-Length: 99999999999999999999999\r\n",
+        b"Content-Length : 5\r\n",
+        b"A: b\r\n Content-Length: 5\r\n",
+    ],
+)
+def test_a_request_whose_end_is_not_clear_is_refused(serve: Serve, headers: bytes) -> None:
+    """What two servers in a row read differently lets a request hide inside another one."""
+    hidden = b"0\r\n\r\nGET /version HTTP/1.1\r\nHost: x\r\n\r\n"
+    answer = read_to_end(sending(serve(), b"POST /tokenize HTTP/1.1\r\nHost: x\r\n" + headers + b"\r\n" + hidden))
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["type"] == "BadRequestError"
+    assert answer.count(b"HTTP/1.1") == 1
+
+
+@pytest.mark.parametrize(
+    ("request_line", "status"),
+    [
+        (b"CONNECT other.example:443 HTTP/1.1", b"400"),
+        (b"GET http://other.example HTTP/1.1", b"400"),
+        (b"GET /health\xff HTTP/1.1", b"400"),
+        (b"PRI * HTTP/2.0", b"400"),
+        (b"\x16\x03\x01\x02", b"400"),
+        (b"TRACE /health HTTP/1.1", b"405"),
+        (b"OPTIONS * HTTP/1.1", b"404"),
+        (b"GET /health HTTP/1.0", b"200"),
+        (b"GET http://other.example/health HTTP/1.1", b"200"),
+    ],
+)
+def test_unusual_request_lines_have_plain_answers(serve: Serve, request_line: bytes, status: bytes) -> None:
+    answer = read_to_end(sending(serve(), request_line + b"\r\nHost: x\r\nConnection: close\r\n\r\n"))
+    assert answer.split()[1] == status
 
 
 @pytest.mark.parametrize("content_type", ["text/plain", "application/x-www-form-urlencoded", ""])

@@ -120,3 +120,27 @@ def test_an_address_in_use_is_told_before_anything_is_loaded() -> None:
         taken.listen()
         with pytest.raises(UsageError, match=r"Cannot serve at 127.0.0.1 port \d+: Address already in use"):
             bind("127.0.0.1", taken.getsockname()[1], 1)
+
+
+def test_an_address_of_a_server_that_still_loads_is_in_use_too() -> None:
+    """Two servers on one port both loaded their models, and then one of them failed with a traceback."""
+    with bind("127.0.0.1", 0, 1) as loading, pytest.raises(UsageError, match="Address already in use"):
+        bind("127.0.0.1", loading.getsockname()[1], 1)
+
+
+def test_the_address_of_a_server_that_has_just_ended_is_free(serve: Serve) -> None:
+    """Its connections wind down for a minute, which must not stop the next server."""
+    server = serve()
+    url = httpx.URL(server.url)
+    with httpx.Client(base_url=url) as client:
+        assert client.get("/health").status_code == 200
+        server.stop()
+        server.wait()
+    assert url.port is not None
+    assert serve(port=url.port).url == str(url)
+
+
+@pytest.mark.parametrize("host", ["no such host", "a..b", "\x00", "x" * 300, "203.0.113.1", "999.1.1.1"])
+def test_a_host_that_cannot_be_had_is_a_usage_error(host: str) -> None:
+    with pytest.raises(UsageError, match="Cannot serve at"):
+        bind(host, 0, 1)

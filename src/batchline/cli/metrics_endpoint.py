@@ -5,14 +5,20 @@ A reporter that passes everything on to another one and keeps the latest numbers
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 from batchline.batch.progress import Progress, Reporter
 from batchline.errors import UsageError
+from batchline.server.connections import allow_reuse, bind
 
+MAX_CONNECTIONS = 32
+"""Scrapes at once; more are closed."""
+_TIMEOUT_S = 10
 _CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -55,12 +61,42 @@ class MetricsReporter:
         return "\n".join(lines) + "\n"
 
 
+class _BoundedServer(ThreadingHTTPServer):
+    """Answers on threads, a bounded number of them."""
+
+    def __init__(self, listener: socket.socket, handler: type[BaseHTTPRequestHandler]) -> None:
+        """listener: is taken over."""
+        super().__init__(("", 0), handler, bind_and_activate=False)
+        self.socket.close()
+        self.socket = socket.socket(fileno=listener.detach())
+        self._free = threading.Semaphore(MAX_CONNECTIONS)
+        allow_reuse(self.socket)
+        self.server_activate()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._free.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of clients that go away."""
+
+
 @contextmanager
 def serve_metrics(inner: Reporter, host: str, port: int) -> Iterator[MetricsReporter]:
     """A reporter whose numbers are served on `host:port` until the block ends. Raises: UsageError."""
     reporter = MetricsReporter(inner)
 
     class Handler(BaseHTTPRequestHandler):
+        timeout = _TIMEOUT_S
+
         def do_GET(self) -> None:
             is_known = self.path.partition("?")[0] == "/metrics"
             body = reporter.metrics_text().encode() if is_known else b"Not found: see /metrics\n"
@@ -74,9 +110,10 @@ def serve_metrics(inner: Reporter, host: str, port: int) -> Iterator[MetricsRepo
             """Say nothing: scrapes are no news."""
 
     try:
-        server = ThreadingHTTPServer((host, port), Handler)
-    except OSError as exc:
-        raise UsageError(f"Metrics cannot be served on {host}:{port}: {exc.strerror or exc}.") from exc
+        listener = bind(host, port, MAX_CONNECTIONS)
+    except UsageError as exc:
+        raise UsageError(f"Metrics cannot be served: {exc}") from exc
+    server = _BoundedServer(listener, Handler)
     thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
     thread.start()
     try:

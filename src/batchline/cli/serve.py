@@ -15,7 +15,10 @@ from batchline.cli.model_options import ModelOptions
 from batchline.cli.option_groups import takes_options
 from batchline.cli.server_options import ServingOptions
 from batchline.errors import UsageError
+from batchline.server.connections import bind
 from batchline.server.log_lines import SparingHandler
+from batchline.server.options import ServerOptions
+from batchline.server.tls import check_certificate
 
 
 @takes_config_file
@@ -41,6 +44,7 @@ def serve(
     )
     if not options.api_keys and not _is_loopback(options.host):
         typer.echo("Warning: anyone who reaches this address can use the server; set --api-key.", err=True)
+    _check_address(options)
     first, *others = models
     typer.echo(f"Loading {first}" + (f"; when first asked for: {', '.join(others)}" if others else ""), err=True)
 
@@ -60,6 +64,16 @@ def _models(context: typer.Context, argument: str | None, options: list[str]) ->
     source = context.get_parameter_source("model")
     is_on_the_line = source is not None and source.name == "COMMANDLINE"
     return [argument, *options] if is_on_the_line else [argument]
+
+
+def _check_address(options: ServerOptions) -> None:
+    """The address and the certificate can be used. Asked before the imports and the load, which take long.
+
+    Raises: UsageError.
+    """
+    if options.ssl_certfile is not None:
+        check_certificate(options.ssl_certfile, options.ssl_keyfile, options.ssl_keyfile_password)
+    bind(options.host, options.port, options.max_connections).close()
 
 
 def _is_loopback(host: str) -> bool:

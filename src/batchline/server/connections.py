@@ -142,18 +142,18 @@ def _bind(host: str, port: int) -> Listener:
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (OSError, ValueError) as exc:  # names that are none at all are ValueErrors
-        raise _unusable(host, port, exc) from exc
+        raise unusable(host, port, exc) from exc
     try:
         # Two sockets that may reuse addresses can both be bound to one while neither listens: without that, a server
         # that still loads its model is noticed.
         return _bound(family, kind, protocol, address, reuses=False)
     except OSError as exc:
         if exc.errno != errno.EADDRINUSE or os.name != "posix":
-            raise _unusable(host, port, exc) from exc
+            raise unusable(host, port, exc) from exc
     try:
         return _bound(family, kind, protocol, address, reuses=True)  # over connections of a server that has ended
     except OSError as exc:
-        raise _unusable(host, port, exc) from exc
+        raise unusable(host, port, exc) from exc
 
 
 def _bound(family: int, kind: int, protocol: int, address: object, *, reuses: bool) -> Listener:
@@ -174,7 +174,8 @@ def allow_reuse(listener: socket.socket) -> None:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
 
 
-def _unusable(host: str, port: int, exc: Exception) -> UsageError:
+def unusable(host: str, port: int, exc: Exception) -> UsageError:
+    """What is told of an address that cannot be had."""
     reason = exc.strerror if isinstance(exc, OSError) else None
     return UsageError(f"Cannot serve at {host} port {port}: {reason or exc}")
 

@@ -8,25 +8,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from dataclasses import dataclass
 
 from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope
 
 from batchline.errors import Overloaded, RequestTimeout
+from batchline.server.options import BYTES_IN_TIME, BodyLimits
 
 SMALL_BODY_BYTES = 64 * 1024
 """What a body may have without being counted."""
-BYTES_IN_TIME = 256 * 1024
-"""What has to arrive in each period of `timeout_s`, unless the body ends before."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BodyLimits:
-    """max_bytes: of all bodies together. timeout_s: for a body, or for each `BYTES_IN_TIME` of a large one."""
-
-    max_bytes: int
-    timeout_s: float
 
 
 class Bodies:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from batchline.server.incoming_body import BodyLimits
-
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 
@@ -18,6 +16,18 @@ class CorsOptions:
     allow_methods: tuple[str, ...] = ("*",)
     allow_headers: tuple[str, ...] = ("*",)
     allow_credentials: bool = False
+
+
+BYTES_IN_TIME = 256 * 1024
+"""What has to arrive of a body in each period of `BodyLimits.timeout_s`, unless it ends before."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BodyLimits:
+    """max_bytes: of all bodies together. timeout_s: for a body, or for each `BYTES_IN_TIME` of a large one."""
+
+    max_bytes: int
+    timeout_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

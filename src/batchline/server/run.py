@@ -20,7 +20,7 @@ import uvicorn
 
 from batchline.backends.base import Backend
 from batchline.server.app import create_app
-from batchline.server.connections import Connections, allow_reuse, bind, raise_file_limit
+from batchline.server.connections import Connections, allow_reuse, bind, raise_file_limit, unusable
 from batchline.server.http_protocol import BoundedProtocol, ConnectionTimes
 from batchline.server.options import ServerOptions
 from batchline.server.tls import check_certificate
@@ -82,10 +82,13 @@ class Server(uvicorn.Server):
         self._on_ready = on_ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to listen, and say where."""
+        """Begin to listen, and say where. Raises: UsageError where another server was faster to take the address."""
         assert sockets is not None  # the one of `serve`
         allow_reuse(sockets[0])
-        await super().startup(sockets)
+        try:
+            await super().startup(sockets)
+        except OSError as exc:
+            raise unusable(self.config.host, self.config.port, exc) from exc
         self._on_ready(url_of(sockets[0], is_tls=self.config.is_ssl))
 
     @contextlib.contextmanager
