@@ -15,6 +15,7 @@ Quantization = Literal["int8"]
 Scoring = Literal["auto", "similarity", "yes-no"]
 CpuKernels = Literal["auto", "off", "portable", "avx2", "avx512", "avx512_bf16"]
 ContentFormat = Literal["auto", "string", "openai"]
+SpecialTokensInContent = Literal["allow", "escape", "refuse"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +77,8 @@ class TextConfig:
     """How text becomes tokens: chat template (a path or inline Jinja; None is the model's own) and request rights.
 
     allow_request_chat_template: whether a request may bring its own `chat_template`.
+    special_tokens_in_content: control tokens that users write in messages are taken as such (`allow`), encoded as plain
+        text (`escape`), or a 400 (`refuse`).
     max_logprobs: cap on `logprobs`, `top_logprobs` and `prompt_logprobs`; -1 is the whole vocabulary.
     strict: unknown request fields are a 400 instead of a warning.
     tool_parser, reasoning_parser: names of the formats that the model writes calls of tools and its reasoning in; None
@@ -86,6 +89,7 @@ class TextConfig:
     chat_template: str | None = None
     chat_template_content_format: ContentFormat = "auto"
     allow_request_chat_template: bool = False
+    special_tokens_in_content: SpecialTokensInContent = "allow"
     max_logprobs: int = 20
     strict: bool = False
     tool_parser: str | None = None

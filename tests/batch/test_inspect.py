@@ -62,3 +62,13 @@ def test_prompt_tokens_are_counted_with_the_models_template(tmp_path: Path) -> N
     counts = counter.counts
     assert counts.longest_prompt == templated
     assert (counts.output_limit, counts.unlimited, counts.uncounted) == (9, 1, 1)
+
+
+def test_requests_with_control_tokens_in_their_messages_are_counted() -> None:
+    """Such a message can end its turn; a check with a tokenizer tells before the run."""
+    counter = TokenCounter(str(TINY_CHAT))
+    for position, content in enumerate(["Hi", "Hi<|im_end|>", "<|im_start|>", 7, None]):
+        counter(position, "/v1/chat/completions", {"messages": [{"role": "user", "content": content}]})
+    counter(9, "/v1/completions", {"prompt": "<|im_end|>"})
+    assert counter.counts.with_control_tokens == 2
+    assert counter.counts.control_token_example == "request 2: messages[0].content holds '<|im_end|>'"

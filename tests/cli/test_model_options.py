@@ -49,6 +49,7 @@ def test_defaults_are_the_configurations_own() -> None:
         ("chat_template", "{{x}}", lambda e: e.text.chat_template),
         ("chat_template_content_format", "openai", lambda e: e.text.chat_template_content_format),
         ("trust_request_chat_template", True, lambda e: e.text.allow_request_chat_template),
+        ("special_tokens_in_content", "escape", lambda e: e.text.special_tokens_in_content),
         ("max_logprobs", -1, lambda e: e.text.max_logprobs),
         ("tool_call_parser", "hermes", lambda e: e.text.tool_parser),
         ("enable_auto_tool_choice", True, lambda e: e.text.needs_tool_parser),

@@ -46,6 +46,7 @@ from batchline.engine.async_engine import AsyncEngine
 from batchline.engine.cache_memory import CacheMemory
 from batchline.errors import BadRequest, UnsupportedModel
 from batchline.openai_api.chat import ChatCompletionRequest
+from batchline.text.control_tokens import RenderedChat
 from batchline.text.tokenizer import Tokenizer, from_transformers
 
 if TYPE_CHECKING:
@@ -107,6 +108,8 @@ def _load_generative_model(config: EngineConfig, memory: CacheMemory | None) -> 
             name=config.model.names[0], engine=engine, text=text, config=config.text, executor=executor
         )
         parts.callback(model.grammars.close)
+        if text.control_tokens is not None:
+            parts.callback(text.control_tokens.report)
         return _generative_model(model, engine, reranker, parts)
 
 
@@ -214,7 +217,7 @@ def _tokenized_pooling(model: EmbeddingModel | CrossEncoderModel, *, strict: boo
         except UnsupportedModel as exc:
             raise BadRequest(f"{model.name} cannot be asked for its tokens: {exc.reason}") from exc
 
-    def refuse(_: ChatCompletionRequest) -> str:
+    def refuse(_: ChatCompletionRequest) -> RenderedChat:
         raise BadRequest(f"messages: {model.name} has no chat template; send prompt instead", param="messages")
 
     return TokenizedModel(

@@ -48,6 +48,7 @@ def _settings(engine: EngineConfig) -> dict[str, str]:
         "--chat-template": _template_stamp(text.chat_template),
         "--chat-template-content-format": text.chat_template_content_format,
         "--trust-request-chat-template": text.allow_request_chat_template,
+        "--special-tokens-in-content": text.special_tokens_in_content,
         "--max-logprobs": text.max_logprobs,
         "--tool-call-parser": text.tool_parser,
         "--reasoning-parser": text.reasoning_parser,

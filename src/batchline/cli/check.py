@@ -59,6 +59,11 @@ def _print_report(report: Any, found: list[str], counts: Any) -> None:
         typer.echo(f"at most {counts.output_limit:,} output tokens where requests set a limit")
         if counts.unlimited:
             typer.echo(f"{counts.unlimited:,} requests set no limit of output tokens")
+        if counts.with_control_tokens:
+            typer.echo(
+                f"{counts.with_control_tokens:,} requests hold control tokens in their messages, the first is "
+                f"{counts.control_token_example} (see --special-tokens-in-content of run-batch)"
+            )
         if counts.uncounted:
             typer.echo(f"{counts.uncounted:,} requests have a prompt that cannot be counted")
     for finding in found:

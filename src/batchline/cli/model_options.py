@@ -23,6 +23,7 @@ from batchline.config import (
     Quantization,
     SchedulerConfig,
     Scoring,
+    SpecialTokensInContent,
     Task,
     TextConfig,
 )
@@ -153,6 +154,12 @@ class ModelOptions:
             "--trust-request-chat-template", help="Let requests bring a chat_template.", rich_help_panel=_TEXT
         ),
     ] = False
+    special_tokens_in_content: Annotated[
+        SpecialTokensInContent,
+        typer.Option(
+            help="Control tokens in messages: take them as such, as plain text, or refuse them.", rich_help_panel=_TEXT
+        ),
+    ] = "allow"
     tool_call_parser: Annotated[str | None, _parser_option("writes tool calls in")] = None
     tool_parser_plugin: Annotated[list[str], _plugin_option("tool-call")] = dataclasses.field(default_factory=list)
     enable_auto_tool_choice: Annotated[
@@ -211,6 +218,7 @@ class ModelOptions:
                 chat_template=self.chat_template,
                 chat_template_content_format=self.chat_template_content_format,
                 allow_request_chat_template=self.trust_request_chat_template,
+                special_tokens_in_content=self.special_tokens_in_content,
                 max_logprobs=self.max_logprobs,
                 tool_parser=self.tool_call_parser,
                 needs_tool_parser=self.enable_auto_tool_choice,

@@ -22,6 +22,7 @@ from batchline.openai_api.chat import ChatCompletionRequest, chat_choice, chat_c
 from batchline.openai_api.parsing import parse_body
 from batchline.openai_api.tools import tool_call_object
 from batchline.text.chat_template import RESERVED_VARIABLES, ChatPrompt, ChatTemplate, RequestTemplate
+from batchline.text.control_tokens import RenderedChat
 from batchline.text.messages import message_text
 from batchline.text.tool_parsers import assemble
 
@@ -103,26 +104,25 @@ def _encode(request: ChatCompletionRequest, model: GenerativeModel) -> EncodedCh
         max_tokens=max_tokens,
         default_max_tokens=model.text.defaults.max_tokens,
     )
-    wanted = answer_format(request, model, rendered)
+    wanted = answer_format(request, model, rendered.text)
     return EncodedChat(
         prompt=replace(prompt, kept_special_ids=wanted.kept_special_ids),
         answer_format=wanted,
     )
 
 
-def render_chat(request: ChatCompletionRequest, model: GenerativeModel) -> str:
+def render_chat(request: ChatCompletionRequest, model: GenerativeModel) -> RenderedChat:
     """The conversation as the model's template writes it. Raises: BadRequest."""
     template = chat_template(request, model)
-    return template.render(
-        ChatPrompt(
-            messages=request.messages,
-            tools=request.shown_tools or None,
-            documents=request.documents,
-            add_generation_prompt=request.add_generation_prompt,
-            continue_final_message=request.continue_final_message,
-            variables={**_reasoning_variables(request, template), **request.chat_template_kwargs},
-        )
+    prompt = ChatPrompt(
+        messages=request.messages,
+        tools=request.shown_tools or None,
+        documents=request.documents,
+        add_generation_prompt=request.add_generation_prompt,
+        continue_final_message=request.continue_final_message,
+        variables={**_reasoning_variables(request, template), **request.chat_template_kwargs},
     )
+    return model.render(template, prompt)
 
 
 def _reasoning_variables(request: ChatCompletionRequest, template: ChatTemplate | RequestTemplate) -> dict[str, Any]:

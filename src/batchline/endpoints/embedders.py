@@ -110,8 +110,10 @@ class EngineEmbedder:
                 param="messages",
             )
         prompt = ChatPrompt(messages=messages, add_generation_prompt=False)
-        encode = self._model.tokenizer.encode
-        token_ids = await self._model.off_loop(lambda: encode(template.render(prompt), add_special_tokens=False))
+        model = self._model
+        token_ids = await model.off_loop(
+            lambda: model.render(template, prompt).token_ids(model.tokenizer, add_special_tokens=False)
+        )
         return TokenSequence(token_ids=token_ids)
 
     def from_token_ids(self, token_ids: Sequence[int], *, max_tokens: int | None = None) -> TokenSequence:

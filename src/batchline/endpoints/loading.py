@@ -11,6 +11,7 @@ from batchline.config import ModelConfig, TextConfig
 from batchline.endpoints.model import GenerationDefaults, TextParts, generation_defaults
 from batchline.errors import ModelLoadError, UsageError
 from batchline.text.chat_template import ChatTemplate, compile_template, own_template, read_template
+from batchline.text.control_tokens import ControlTokens
 from batchline.text.reasoning import detect_reasoning_parser, reasoning_parser
 from batchline.text.tokenizer import Tokenizer, load_tokenizer
 from batchline.text.tool_parsers import (
@@ -38,6 +39,9 @@ def load_text(model: ModelConfig, text: TextConfig) -> TextParts:
         chat_template=_template(model, text, tokenizer, chat_source),
         tool_template=_template(model, text, tokenizer, tool_source),
         defaults=_defaults(model),
+        control_tokens=ControlTokens(
+            tokenizer, filter(None, (chat_source, tool_source)), text.special_tokens_in_content
+        ),
         tool_parser=_tool_parser(model, text, tool_source),
         reasoning_parser=_named(text.reasoning_parser or detect_reasoning_parser(chat_source or ""), reasoning_parser),
     )

@@ -9,7 +9,8 @@ from typing import Any, Protocol, TypeVar
 
 from batchline.config import TextConfig
 from batchline.engine.request import GenerationOutput, GenerationRequest
-from batchline.text.chat_template import ChatTemplate
+from batchline.text.chat_template import ChatPrompt, ChatTemplate
+from batchline.text.control_tokens import ControlTokens, RenderedChat, Renderer
 from batchline.text.grammars import GrammarCompiler
 from batchline.text.isolation import run_on
 from batchline.text.reasoning import ReasoningParser
@@ -60,6 +61,7 @@ class GenerationDefaults:
 class TextParts:
     """What turns requests into tokens and back for one model. chat_template: None where there is none.
 
+    control_tokens: what is done with control tokens in messages; None for a tokenizer without any.
     tool_parser, reasoning_parser: for the formats that the model writes calls and reasoning in; None: not known.
     """
 
@@ -67,6 +69,7 @@ class TextParts:
     chat_template: ChatTemplate | None
     tool_template: ChatTemplate | None
     defaults: GenerationDefaults
+    control_tokens: ControlTokens | None = None
     tool_parser: type[ToolCallParser] | None = None
     reasoning_parser: type[ReasoningParser] | None = None
 
@@ -93,6 +96,13 @@ class GenerativeModel:
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
         return self.text.tokenizer
+
+    def render(self, template: Renderer, prompt: ChatPrompt) -> RenderedChat:
+        """The prompt by a template, with control tokens in messages treated as configured. Raises: BadRequest."""
+        control_tokens = self.text.control_tokens
+        if control_tokens is None:
+            return RenderedChat(template.render(prompt))
+        return control_tokens.render(template, prompt)
 
     async def off_loop(self, work: Callable[[], T]) -> T:
         """Run text work on a thread, so that a long prompt does not hold up the event loop."""

@@ -9,6 +9,7 @@ from batchline.engine.request import TokenConstraint
 from batchline.errors import BadRequest
 from batchline.openai_api.common import Prompt
 from batchline.openai_api.generation import GenerationBody
+from batchline.text.control_tokens import RenderedChat
 
 FAR_TOO_LONG = 4
 """Times the context length from which a prompt's tokens are no longer counted exactly before it is refused."""
@@ -30,7 +31,7 @@ class EncodedPrompt:
 
 
 def encode_prompt(
-    prompt: Prompt,
+    prompt: Prompt | RenderedChat,
     body: GenerationBody,
     model: GenerativeModel,
     *,
@@ -45,13 +46,14 @@ def encode_prompt(
 
     Raises: BadRequest, with OpenAI's words for a prompt that is too long.
     """
-    text = prompt if isinstance(prompt, str) else None
-    if isinstance(prompt, str):
+    rendered = RenderedChat(prompt) if isinstance(prompt, str) else prompt
+    text = rendered.text if isinstance(rendered, RenderedChat) else None
+    if isinstance(rendered, RenderedChat):
         if body.truncate_prompt_tokens is None:
-            _refuse_far_too_long(prompt, model)
-        token_ids = model.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+            _refuse_far_too_long(rendered.text, model)
+        token_ids = rendered.token_ids(model.tokenizer, add_special_tokens=add_special_tokens)
     else:
-        token_ids = check_vocabulary(prompt, model.engine.vocab_size, "prompt")
+        token_ids = check_vocabulary(rendered, model.engine.vocab_size, "prompt")
     num_reserved = _num_reserved(max_tokens, default_max_tokens, model)
     kept = _truncate(token_ids, body.truncate_prompt_tokens, model, num_reserved)
     return EncodedPrompt(

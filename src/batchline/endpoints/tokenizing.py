@@ -14,6 +14,7 @@ from batchline.endpoints.prompts import check_vocabulary
 from batchline.openai_api.chat import ChatCompletionRequest
 from batchline.openai_api.parsing import parse_body
 from batchline.openai_api.tokenize import CONVERSATION_FIELDS, DetokenizeRequest, TokenizeRequest, tokenize_object
+from batchline.text.control_tokens import RenderedChat
 from batchline.text.detokenizer import detokenize
 from batchline.text.isolation import run_on
 from batchline.text.tokenizer import Tokenizer
@@ -30,7 +31,7 @@ class TokenizedModel:
     """
 
     tokenizer: Callable[[], Tokenizer]
-    render: Callable[[ChatCompletionRequest], str]
+    render: Callable[[ChatCompletionRequest], RenderedChat]
     max_model_len: int
     vocab_size: int
     strict: bool
@@ -85,4 +86,4 @@ def _encode(request: TokenizeRequest, model: TokenizedModel, tokenizer: Tokenize
     given = {name: getattr(request, name) for name in CONVERSATION_FIELDS}
     chat = parse_body(ChatCompletionRequest, given | {"tool_choice": "none"}, strict=True)
     chat.check()
-    return tokenizer.encode(model.render(chat), add_special_tokens=bool(request.add_special_tokens))
+    return model.render(chat).token_ids(tokenizer, add_special_tokens=bool(request.add_special_tokens))

@@ -95,6 +95,22 @@ class HuggingFaceTokenizer:
         self._context = _context_token(vocabulary)
         self._context_text = backend.decode([self._context], skip_special_tokens=False)
 
+    @classmethod
+    def from_serialised(cls, text: str) -> HuggingFaceTokenizer:
+        """A tokenizer from the text of a `tokenizer.json`, for encoding."""
+        from tokenizers import Tokenizer as BackendTokenizer  # heavy, and mostly not needed
+
+        return cls(BackendTokenizer.from_str(text), {})
+
+    def serialised(self) -> str:
+        """The text of its `tokenizer.json`."""
+        return str(self._backend.to_str())
+
+    @property
+    def added_tokens(self) -> Mapping[int, str]:
+        """Texts of the tokens that were added beside the vocabulary, special ones among them, by id."""
+        return self._added
+
     @property
     def vocab_size(self) -> int:
         """One more than the largest token id."""

@@ -1,0 +1,306 @@
+"""Control tokens, such as `<|im_end|>`, in what users write: found, refused, or encoded as plain text.
+
+A tokenizer turns a control token's text into the token wherever it stands, so a message can end its turn and forge the
+next one. To escape it, the user's texts are given marks before they are rendered: around each control token, and where
+a text ends in the beginning of one or begins with the end of one. A control token of the rendered prompt is genuine,
+the template's own, if it has no mark in it and not one on either side. The marks are taken out, genuine tokens get
+names that no text has, and a copy of the tokenizer that knows them by those names alone encodes the prompt in one
+piece. So all else is tokenized as ever, and a prompt without such text takes the ordinary way.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, Protocol
+
+from batchline.config import SpecialTokensInContent
+from batchline.errors import BadRequest
+from batchline.text.chat_template import ChatPrompt
+from batchline.text.tokenizer import HuggingFaceTokenizer, Tokenizer
+
+logger = logging.getLogger(__name__)
+
+_NONCHARACTERS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
+"""Never assigned, so hardly in any text; marks are two of them that a prompt does not hold."""
+
+Span = tuple[int, int]
+
+
+class Renderer(Protocol):
+    """A chat template."""
+
+    def render(self, prompt: ChatPrompt) -> str:
+        """The prompt as text. Raises: BadRequest."""
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedChat:
+    """A rendered prompt. escaped: what encodes it where users wrote control tokens; spans: the genuine ones' places."""
+
+    text: str
+    spans: tuple[Span, ...] = ()
+    escaped: ControlTokens | None = None
+
+    def token_ids(self, tokenizer: Tokenizer, *, add_special_tokens: bool) -> tuple[int, ...]:
+        """The prompt's tokens. Raises: BadRequest."""
+        if self.escaped is None:
+            return tokenizer.encode(self.text, add_special_tokens=add_special_tokens)
+        return self.escaped.encode(self.text, self.spans, add_special_tokens=add_special_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A control token in a user's text. path: where in the request."""
+
+    token: str
+    path: str
+
+
+class ControlTokens:
+    """A model's control tokens: its special tokens, and added ones that its chat templates write.
+
+    Mutable in its count of prompts that hold some.
+    """
+
+    def __init__(
+        self, tokenizer: HuggingFaceTokenizer, templates: Iterable[str], mode: SpecialTokensInContent = "allow"
+    ) -> None:
+        source = "\0".join(templates)
+        self._tokenizer = tokenizer
+        self._mode = mode
+        self._ids = {
+            text: token_id
+            for token_id, text in tokenizer.added_tokens.items()
+            if text.strip() and (tokenizer.is_special(token_id) or text in source)
+        }
+        longest_first = sorted(self._ids, key=len, reverse=True)
+        self._any = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        self.num_prompts = 0
+
+    def find(self, prompt: ChatPrompt) -> Finding | None:
+        """The first control token in what users wrote."""
+        for path, text in _texts(prompt):
+            found = self._any.search(text)
+            if found is not None:
+                return Finding(found[0], path)
+        return None
+
+    def render(self, template: Renderer, prompt: ChatPrompt) -> RenderedChat:
+        """The prompt by the template, with users' control tokens treated as configured. Raises: BadRequest."""
+        if self._mode == "escape":
+            return self._render_escaped(template, prompt)
+        found = self.find(prompt)
+        if found is not None and self._mode == "refuse":
+            raise BadRequest(f"{found.path}: it holds the control token {found.token!r}", param=found.path)
+        if found is not None:
+            self._count(found)
+        return RenderedChat(template.render(prompt))
+
+    def _count(self, found: Finding) -> None:
+        self.num_prompts += 1
+        if self.num_prompts == 1:
+            logger.warning(
+                "%s holds the control token %r, which can end or forge a turn. --special-tokens-in-content escape "
+                "makes it plain text. Further ones are counted.",
+                found.path,
+                found.token,
+            )
+
+    def report(self) -> None:
+        """Log how many prompts held some, if more than the one that was warned of."""
+        if self.num_prompts > 1:
+            logger.warning("%d prompts hold control tokens that users wrote.", self.num_prompts)
+
+    def _render_escaped(self, template: Renderer, prompt: ChatPrompt) -> RenderedChat:
+        marks = _Marks(self._any, self._ids, prompt)
+        marked = marks.put(prompt)
+        rendered = template.render(marked)
+        if not marks.num_put:
+            return RenderedChat(rendered)
+        text, spans = marks.take_out(rendered)
+        return RenderedChat(text, spans, self)
+
+    def encode(self, text: str, spans: Sequence[Span], *, add_special_tokens: bool) -> tuple[int, ...]:
+        """Tokens of a text in which control tokens are genuine at `spans` alone. Raises: BadRequest."""
+        if _LEAD in text:
+            raise BadRequest(f"The prompt holds control tokens, and U+{ord(_LEAD):X}, which is needed to escape them")
+        ends = [0, *(position for span in spans for position in span), len(text)]
+        pieces = [text[start:end] for start, end in pairwise(ends)]
+        pieces[1::2] = [self._escaping.names[piece] for piece in pieces[1::2]]
+        return self._escaping.encode("".join(pieces), add_special_tokens=add_special_tokens)
+
+    @cached_property
+    def _escaping(self) -> _EscapingTokenizer:
+        """Made at the first prompt that needs it: it takes a second for a large vocabulary."""
+        return _EscapingTokenizer(self._tokenizer, self._ids)
+
+
+_LEAD = "\U00017000"
+"""A letter of Tangut: no normalizer changes or drops it, and hardly a text holds it; one that does is refused."""
+
+
+class _EscapingTokenizer:
+    """A tokenizer that knows control tokens by other names. names: by their texts."""
+
+    def __init__(self, original: HuggingFaceTokenizer, ids: Mapping[str, int]) -> None:
+        self.names = {text: f"{_LEAD}{token_id}{_LEAD}" for text, token_id in ids.items()}
+        specification = json.loads(original.serialised())
+        for token in specification["added_tokens"]:
+            token["content"] = self.names.get(token["content"], token["content"])
+        merged = _rename_vocabulary(specification["model"], self.names)
+        self._copy = HuggingFaceTokenizer.from_serialised(json.dumps(specification))
+        added = {text: token_id for token_id, text in self._copy.added_tokens.items()}
+        self._ids = {added[name]: ids[text] for text, name in self.names.items()}
+        self._merged_ids = frozenset(ids[text] for text in merged)
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
+        """Tokens of a text in which control tokens stand by their names. Raises: BadRequest."""
+        token_ids = self._copy.encode(text, add_special_tokens=add_special_tokens)
+        if not self._merged_ids.isdisjoint(token_ids):
+            raise BadRequest("The prompt holds control tokens that this model's tokenizer cannot write as plain text")
+        return tuple(self._ids.get(token_id, token_id) for token_id in token_ids)
+
+
+def _rename_vocabulary(model: dict[str, Any], names: Mapping[str, str]) -> set[str]:
+    """Give control tokens their names in the vocabulary too, in place, so that no text is tokenized to them.
+
+    Returns those that merges of other tokens need as they are.
+    """
+    merges = [merge.split(" ", 1) if isinstance(merge, str) else merge for merge in model.get("merges", ())]
+    merged = names.keys() & {part for left, right in merges for part in (left, right, left + right)}
+    renamed = {text: name for text, name in names.items() if text not in merged}
+    vocabulary = model["vocab"]
+    if isinstance(vocabulary, dict):
+        model["vocab"] = {renamed.get(token, token): token_id for token, token_id in vocabulary.items()}
+        unknown = model.get("unk_token")
+        model["unk_token"] = renamed.get(unknown, unknown) if unknown is not None else None
+    else:
+        model["vocab"] = [[renamed.get(token, token), score] for token, score in vocabulary]
+    return merged
+
+
+class _Marks:
+    """The marks of one prompt: two characters that it does not hold. Mutable in how many were put."""
+
+    def __init__(self, control: re.Pattern[str], texts: Iterable[str], prompt: ChatPrompt) -> None:
+        """control: any control token. Raises: BadRequest."""
+        held = "\0".join(text for _, text in _texts(prompt))
+        free = [char for char in _NONCHARACTERS if char not in held and json.dumps(char)[1:-1] not in held]
+        if len(free) < 2:
+            raise BadRequest("messages: they hold every character that could mark control tokens", param="messages")
+        self._start, self._end = free[:2]
+        self._control = control
+        self._beginnings = frozenset(text[:size] for text in texts for size in range(1, len(text)))
+        self._endings = frozenset(text[size:] for text in texts for size in range(1, len(text)))
+        self._longest = max(map(len, texts), default=0)
+        self.num_put = 0
+
+    def put(self, prompt: ChatPrompt) -> ChatPrompt:
+        """The prompt with marks in its texts."""
+        return replace(
+            prompt,
+            messages=[_mapped(_with_decoded_arguments(message), self._marked) for message in prompt.messages],
+            tools=_mapped(prompt.tools, self._marked),
+            documents=_mapped(prompt.documents, self._marked),
+            variables=_mapped(prompt.variables, self._marked),
+        )
+
+    def _marked(self, text: str) -> str:
+        """The text with marks around control tokens, and where text beside it could make one of its end or beginning.
+
+        Those stand inside of blanks, which a template may trim.
+        """
+        marked, num_tokens = self._control.subn(f"{self._start}\\g<0>{self._end}", text)
+        core = marked.strip()
+        sizes = range(1, min(self._longest, len(core) + 1))
+        before = self._start if any(core[:size] in self._endings for size in sizes) else ""
+        behind = self._end if any(core[-size:] in self._beginnings for size in sizes) else ""
+        self.num_put += num_tokens + len(before) + len(behind)
+        if not before and not behind:
+            return marked
+        at = marked.index(core)
+        return f"{marked[:at]}{before}{core}{behind}{marked[at + len(core) :]}"
+
+    def take_out(self, rendered: str) -> tuple[str, tuple[Span, ...]]:
+        """The text without marks, and the spans in it of the genuine control tokens.
+
+        One mark beside a token says nothing: templates split contents at tokens such as `</think>`, and put their own
+        tokens beside the parts.
+        """
+        marks = "|".join(re.escape(spelled) for char in (self._start, self._end) for spelled in _spellings(char))
+        pieces = re.split(f"({marks})", rendered)
+        text: list[str] = []
+        spans: list[Span] = []
+        length = 0
+        for index, piece in enumerate(pieces[::2]):
+            after_start = index > 0 and pieces[2 * index - 1] in _spellings(self._start)
+            before_end = 2 * index + 1 < len(pieces) and pieces[2 * index + 1] in _spellings(self._end)
+            if not (after_start and before_end and self._control.fullmatch(piece)):
+                spans += [(length + found.start(), length + found.end()) for found in self._control.finditer(piece)]
+            text.append(piece)
+            length += len(piece)
+        return "".join(text), tuple(spans)
+
+
+def _spellings(char: str) -> tuple[str, str]:
+    """A character, and how JSON may spell it: templates print tools and arguments as JSON."""
+    return char, json.dumps(char)[1:-1]
+
+
+def _with_decoded_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The message with its calls' arguments as objects, as the template will get them: JSON may hide a token."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    return {**message, "tool_calls": [_with_arguments(call) for call in calls]}
+
+
+def _with_arguments(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"])
+    except (ValueError, RecursionError):
+        return call  # refused when the messages are read
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _texts(prompt: ChatPrompt) -> Iterator[tuple[str, str]]:
+    """(path, text) of all that users wrote, names in objects too. Not recursive: nothing has bounded the depth."""
+    messages = [_with_decoded_arguments(message) for message in prompt.messages]
+    given = {"chat_template_kwargs": prompt.variables, "documents": prompt.documents, "tools": prompt.tools}
+    waiting: list[tuple[str, Any]] = [*given.items(), ("messages", messages)]
+    while waiting:
+        path, value = waiting.pop()
+        if isinstance(value, str):
+            yield path, value
+        elif isinstance(value, Mapping):
+            yield from ((path, name) for name in value)
+            waiting.extend((f"{path}.{name}", below) for name, below in reversed(list(value.items())))
+        elif isinstance(value, (list, tuple)):
+            waiting.extend((f"{path}[{index}]", below) for index, below in reversed(list(enumerate(value))))
+
+
+def _mapped(value: Any, change: Callable[[str], str]) -> Any:
+    """A value with all its texts changed, names in objects too. Raises: BadRequest."""
+    try:
+        return _mapped_below(value, change)
+    except RecursionError as exc:
+        raise BadRequest("messages: they are nested too deeply", param="messages") from exc
+
+
+def _mapped_below(value: Any, change: Callable[[str], str]) -> Any:
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {change(name): _mapped_below(below, change) for name, below in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_mapped_below(below, change) for below in value]
+    return value
