@@ -13,7 +13,7 @@ MINUTES := 5
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: setup clients run test check unit soak bench docs lock clean
+.PHONY: setup clients run test check unit soak sanitize bench docs lock clean
 
 setup: $(STAMP)
 
@@ -47,6 +47,24 @@ unit: setup clients
 
 soak: setup  ## the server's load check for minutes instead of seconds
 	$(BIN)/python -m pytest -s tests/server/test_load.py --load-minutes $(MINUTES)
+
+# What the kernels may not do, for any shape: read or write beyond their memory, overflow, race. A program of its own, so
+# that neither Python nor torch has to run under a sanitizer; CXX must be GCC or Clang.
+SANITIZE := $(OUT)/sanitize
+SANITIZED := $(wildcard src/batchline/native/*.cpp) tests/native/sanitize/driver.cpp
+SANITIZE_FLAGS := -std=c++17 -O1 -g -ffp-contract=fast -fno-math-errno -Wno-psabi -fno-sanitize-recover=all
+
+sanitize: $(SANITIZE)/memory $(SANITIZE)/threads  ## the native kernels under AddressSanitizer, UBSan and ThreadSanitizer
+	ASAN_OPTIONS=allocator_may_return_null=1:detect_leaks=0 $(SANITIZE)/memory
+	TSAN_OPTIONS=allocator_may_return_null=1:halt_on_error=1 $(SANITIZE)/threads
+
+$(SANITIZE)/memory: $(SANITIZED) $(wildcard src/batchline/native/*.h)
+	@mkdir -p $(SANITIZE)
+	$(CXX) $(SANITIZE_FLAGS) -fsanitize=address,undefined $(SANITIZED) -o $@ -pthread
+
+$(SANITIZE)/threads: $(SANITIZED) $(wildcard src/batchline/native/*.h)
+	@mkdir -p $(SANITIZE)
+	$(CXX) $(SANITIZE_FLAGS) -fsanitize=thread $(SANITIZED) -o $@ -pthread
 
 bench: setup  ## benchmarks; see benchmarks/README.md
 	$(BIN)/python benchmarks/run_all.py

@@ -14,7 +14,7 @@ import torch
 from families import FAMILIES, greedy_oracle, make_model
 from transformers import AutoModelForCausalLM
 
-from batchline.config import EngineConfig, ModelConfig
+from batchline.config import DType, EngineConfig, ModelConfig
 from batchline.engine.core import Engine
 from batchline.engine.fusion import FusedStack
 from batchline.engine.model_loader import load_model
@@ -28,8 +28,8 @@ FUSED_FAMILIES = {"llama", "mistral", "qwen2", "qwen3"}
 PROMPTS = [(5, 9, 33, 7), tuple(range(10, 60))]
 
 
-def config(folder: Path) -> ModelConfig:
-    return ModelConfig(model=str(folder), dtype="float32", device="cpu", max_model_len=128)
+def config(folder: Path, dtype: DType = "float32") -> ModelConfig:
+    return ModelConfig(model=str(folder), dtype=dtype, device="cpu", max_model_len=128)
 
 
 def greedy_tokens(engine: Engine) -> list[list[int]]:
@@ -79,9 +79,22 @@ def test_a_model_that_the_kernels_get_wrong_runs_without_them(
     monkeypatch.setattr("batchline.engine.placement.open_kernels", lambda wanted: wrong)
     folder = make_model(family, tmp_path)
     engine = Engine(EngineConfig(model=config(folder)))
-    assert "do not reproduce this model's logits" in caplog.text
+    assert "the portable kernels do not reproduce its first layers" in caplog.text
+    assert "running on torch alone, which is about 2 to 4 times as slow" in caplog.text
     assert engine.loaded.kernels is None
+    assert engine.loaded.execution.kernels is None
+    assert engine.loaded.execution.reason in caplog.text
+    assert not engine.loaded.execution.is_fused
     assert greedy_tokens(engine) == greedy_oracle(folder, PROMPTS, 12)
+
+
+class WrongInBFloat16(NativeKernels):
+    """Kernels that are right in float32, so that the first layers are not refused, and wrong in the model's format."""
+
+    def attention(self, query: torch.Tensor, out: torch.Tensor, *others: Any, **options: Any) -> None:
+        super().attention(query, out, *others, **options)
+        if query.dtype is torch.bfloat16:
+            out.neg_()
 
 
 @pytest.mark.parametrize(("family", "num_loads"), [("llama", 2), ("gemma2", 1)])
@@ -100,8 +113,10 @@ def test_a_model_that_the_kernels_get_wrong_is_loaded_again_only_if_it_was_repac
 
     assert KERNELS is not None
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", watched)
-    loaded = load_model(config(make_model(family, tmp_path)), WrongKernels(KERNELS._library, Isa.PORTABLE))
+    folder = config(make_model(family, tmp_path), "bfloat16")
+    loaded = load_model(folder, WrongInBFloat16(KERNELS._library, Isa.PORTABLE))
     assert loaded.kernels is None
+    assert loaded.execution.reason == "the portable kernels do not reproduce the whole model as torch computes it"
     assert len(models) == num_loads
     assert models[-1]() is loaded.model
     assert not any(still_there)

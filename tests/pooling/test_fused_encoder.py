@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +15,7 @@ from tiny_pooling_models import SIZES, make_backbone, make_classifier, save_back
 from transformers import BertConfig, BertModel, RobertaConfig, RobertaModel
 
 from batchline.config import CpuKernels, ModelConfig
+from batchline.native.encoder import EncoderWeights, open_encoder
 from batchline.native.library import Isa, load_library
 from batchline.pooling.cross_encoder import load_cross_encoder
 from batchline.pooling.embedding import load_embedding_model
@@ -151,13 +154,64 @@ def test_other_architectures_stay_on_torch(name: str) -> None:
     assert fused(backbone).model is backbone
 
 
-def test_an_encoder_that_computes_something_else_stays_on_torch(caplog: pytest.LogCaptureFixture) -> None:
-    model = make_backbone("bert")
-    model.encoder.layer[0].register_forward_hook(lambda module, inputs, output: output * 1.01)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layer", [0, -1], ids=["first", "last"])
+def test_an_encoder_that_computes_something_else_stays_on_torch(
+    dtype: torch.dtype, layer: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In bfloat16 differences of up to 5% passed, whether rounding explained them or not."""
+    model = make_backbone("bert").to(dtype)
+    model.encoder.layer[layer].register_forward_hook(lambda module, inputs, output: output * 1.03)
     with caplog.at_level(logging.WARNING):
         module = fused(model)
     assert module.model is model
-    assert "the native kernels disagree with BertModel" in caplog.text
+    assert "kernels do not compute BertModel as torch does; it runs on torch" in caplog.text
+
+
+def wrong_eps(weights: EncoderWeights) -> EncoderWeights:
+    return replace(weights, eps=weights.eps * 1e10)
+
+
+def one_head_less(weights: EncoderWeights) -> EncoderWeights:
+    return replace(weights, num_heads=weights.num_heads // 2)
+
+
+def no_types(weights: EncoderWeights) -> EncoderWeights:
+    return replace(weights, types=torch.zeros_like(weights.types))
+
+
+def layers_swapped(weights: EncoderWeights) -> EncoderWeights:
+    return replace(weights, layers=weights.layers[::-1])
+
+
+def a_position_on(weights: EncoderWeights) -> EncoderWeights:
+    return replace(weights, positions=weights.positions.roll(1, 0))
+
+
+@pytest.mark.parametrize("mutation", [wrong_eps, one_head_less, no_types, layers_swapped, a_position_on])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_wrong_arithmetic_of_the_kernels_is_refused(
+    mutation: Callable[[EncoderWeights], EncoderWeights], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "batchline.pooling.fused_encoder.open_encoder", lambda isa, weights: open_encoder(isa, mutation(weights))
+    )
+    model = make_backbone("bert").to(dtype)
+    assert fused(model).model is model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale", [1, 10])
+@pytest.mark.parametrize("make", [lambda: make_backbone("bert"), lambda: make_backbone("xlm-roberta"), make_roberta])
+def test_random_weights_of_any_size_stay_on_the_kernels(make: object, scale: int, dtype: torch.dtype) -> None:
+    model = make()  # type: ignore[operator]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(scale)
+        model.embeddings.word_embeddings.weight[[0, 5]] = 0
+        model.embeddings.word_embeddings.weight[:, 3] += 20
+    assert isinstance(fused(model.to(dtype)).model, FusedEncoder)
 
 
 def test_kernels_that_are_off_leave_the_model_as_it_is(tmp_path: Path) -> None:

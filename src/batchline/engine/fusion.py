@@ -196,13 +196,14 @@ def fuse(model: Any, layers: Sequence[LayerSpec], kernels: NativeKernels, linear
     decoder = model.model
     fused = []
     for index, spec in enumerate(layers):
-        fused.append(_fused_layer(decoder.layers[index], spec, linear_format))
+        fused.append(fused_layer(decoder.layers[index], spec, linear_format))
         decoder.layers[index] = nn.Identity()  # frees the weights that were copied
     decoder.layers = nn.ModuleList([FusedStack(kernels, fused)])
     decoder.norm = NativeRMSNorm(kernels, decoder.norm.weight, decoder.norm.variance_epsilon)
 
 
-def _fused_layer(layer: Any, spec: LayerSpec, linear_format: LinearFormat) -> FusedLayer:
+def fused_layer(layer: Any, spec: LayerSpec, linear_format: LinearFormat) -> FusedLayer:
+    """What `FusedStack` needs of one of the model's layers."""
     attention, mlp = layer.self_attn, layer.mlp
     head_norms = None
     if hasattr(attention, "q_norm"):

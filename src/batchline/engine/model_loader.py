@@ -26,13 +26,14 @@ from batchline.engine.attention import PAGED_ATTENTION
 from batchline.engine.fusion import can_fuse, fuse
 from batchline.engine.kv_cache import LayerSpec
 from batchline.engine.linear_layers import FloatFormat
-from batchline.engine.native_cache import can_hold
-from batchline.engine.probe import OWN_ATTENTION, agrees_in_native_layout, logits_alone, probe_attention_layers
+from batchline.engine.native_cache import MAX_KEY_DIM, can_hold
+from batchline.engine.native_probe import first_layers_are_exact, whole_model_only_rounds
+from batchline.engine.probe import OWN_ATTENTION, Probe, own_hidden_states, probe_model
 from batchline.engine.quantization import Int8Format, quantize_linears, use_int8_kernels
 from batchline.engine.row_positions import give_row_positions
 from batchline.errors import ModelLoadError, UnsupportedModel
-from batchline.native.int8 import Int8Kernels, open_int8_kernels
-from batchline.native.library import NativeKernels
+from batchline.native.int8 import open_int8_kernels
+from batchline.native.library import NativeKernels, load_library, open_kernels
 
 logger = logging.getLogger(__name__)
 
@@ -45,9 +46,17 @@ the cache would have to change with them, so contexts stay within that length.""
 LOGIT_SCALES = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
 """What configs call a cap or factor on logits."""
 
-QUANTIZED_TOLERANCE = 0.1
-"""Relative difference of a quantized model's logits: an activation that is rounded differently by its last bit may fall
-on the other side of a boundary between two bytes, whatever the dtype."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Execution:
+    """How a model's layers are computed. kernels: the native kernels' instruction set, None for torch alone, and then
+    `reason` says why; quantization: the number format of linear layers, None for the dtype's; is_fused: whether whole
+    layers run natively, and not attention alone."""
+
+    kernels: str | None
+    reason: str | None = None
+    quantization: str | None = None
+    is_fused: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +64,7 @@ class LoadedModel:
     """A model in evaluation mode on its device. model: called with packed rows; see `model_runner`.
 
     kernels: the native kernels that it runs with, and whose cache layout it needs; None where it runs on torch alone.
+    execution: the same to be told to people.
     """
 
     model: torch.nn.Module
@@ -64,7 +74,8 @@ class LoadedModel:
     max_model_len: int
     vocab_size: int
     eos_token_ids: frozenset[int]
-    kernels: NativeKernels | None = None
+    kernels: NativeKernels | None
+    execution: Execution
 
     def head_rows(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
         """(num_tokens, hidden_size + 1): the head's weights for these tokens, and their bias in the last column.
@@ -83,8 +94,9 @@ class LoadedModel:
         return np.asarray(torch.cat([weight, column], dim=1).numpy(), dtype=np.float32)
 
 
-def load_model(config: ModelConfig, kernels: NativeKernels | None = None) -> LoadedModel:
-    """Load, move to the device, probe; fuse where kernels suit the model. Raises: ModelLoadError, UnsupportedModel."""
+def load_model(config: ModelConfig, kernels: NativeKernels | None = None, refusal: str | None = None) -> LoadedModel:
+    """Load, move to the device, probe; fuse where kernels suit the model. refusal: why an attempt with kernels was
+    given up. Raises: ModelLoadError, UnsupportedModel."""
     device = choose_device(config)
     dtype = choose_dtype(config, device)
     if config.quantization is not None and device.type != "cpu":
@@ -117,45 +129,76 @@ def load_model(config: ModelConfig, kernels: NativeKernels | None = None) -> Loa
     model = model.to(device).eval().requires_grad_(False)
     give_row_positions(model)
     text_config = hf_config.get_text_config()
-    layers = probe_attention_layers(config.model, model, text_config)
+    probe = probe_model(config.model, model, text_config)
+    reason = refusal or (why_no_kernels(config, device) if kernels is None else None)
+    if kernels is not None:
+        kernels, reason = _usable(kernels, model, probe)
     if config.quantization is not None:
         quantize_linears(config.model, model)
-    if kernels is not None and not can_hold(layers, dtype, device):
-        kernels = None
-    int8_kernels = None if config.quantization is None else open_int8_kernels(config.cpu_kernels)
-    if kernels is not None and not _use_kernels(model, text_config, layers, kernels, int8_kernels):
-        logger.warning("the native kernels do not reproduce this model's logits; running it on torch alone")
-        if can_fuse(model, layers) or int8_kernels is not None:  # its weights were repacked
-            del model
+    if kernels is not None and not _use_kernels(config, model, probe, kernels):
+        reason = _refused(kernels, "the whole model")
+        if can_fuse(model, probe.layers) or config.quantization is not None:  # its weights were repacked
+            del model, probe
             gc.collect()  # its parts refer to each other, and two models may not fit
-            return load_model(config)
+            return load_model(config, refusal=reason)
         kernels = None
     return LoadedModel(
         model=model,
-        layers=layers,
+        layers=probe.layers,
         dtype=dtype,
         device=device,
         max_model_len=choose_max_model_len(config, text_config),
         vocab_size=int(text_config.vocab_size),
         eos_token_ids=_eos_token_ids(generation, text_config),
         kernels=kernels,
+        execution=Execution(
+            kernels=None if kernels is None else kernels.isa.name.lower(),
+            reason=reason,
+            quantization=config.quantization,
+            is_fused=kernels is not None and can_fuse(model, probe.layers),
+        ),
     )
 
 
-def _use_kernels(
-    model: Any, hf_config: Any, layers: list[LayerSpec], kernels: NativeKernels, int8_kernels: Int8Kernels | None
-) -> bool:
-    """Fuse the model where it is known; False where it, fused or not, gives other logits with the kernels.
+def why_no_kernels(config: ModelConfig, device: torch.device) -> str:
+    """Why a model is loaded without native kernels, for the user."""
+    if device.type != "cpu":
+        return f"they are for CPUs, and the model runs on {device}"
+    if config.cpu_kernels == "off":
+        return "they are turned off"
+    if load_library() is None:
+        return "they were not built: no C++ compiler was found when Batchline was installed"
+    if config.cpu_kernels != "auto" and open_kernels(config.cpu_kernels) is None:
+        return f"this processor does not have {config.cpu_kernels}"
+    return "the cache's block size is not a multiple of 16"
 
-    int8_kernels: for a quantized model, else None.
-    """
-    expected = logits_alone(model, hf_config)
-    if can_fuse(model, layers):
-        fuse(model, layers, kernels, FloatFormat(kernels) if int8_kernels is None else Int8Format(int8_kernels))
+
+def _usable(kernels: NativeKernels, model: Any, probe: Probe) -> tuple[NativeKernels | None, str | None]:
+    """The kernels, or why they cannot be used for the model as it is."""
+    dtype = probe.own.dtype
+    if not can_hold(probe.layers, dtype, probe.own.device):
+        return None, f"they know neither {str(dtype).removeprefix('torch.')} nor heads beyond {MAX_KEY_DIM} numbers"
+    if not first_layers_are_exact(model, probe, kernels):
+        return None, _refused(kernels, "its first layers")
+    return kernels, None
+
+
+def _refused(kernels: NativeKernels, what: str) -> str:
+    """The reason, which is logged too: it is a fault of the kernels' or of the model's code."""
+    reason = f"the {kernels.isa.name.lower()} kernels do not reproduce {what} as torch computes it"
+    logger.warning("%s; running on torch alone, which is about 2 to 4 times as slow", reason)
+    return reason
+
+
+def _use_kernels(config: ModelConfig, model: Any, probe: Probe, kernels: NativeKernels) -> bool:
+    """Fuse the model where it is known; False where it, fused or not, errs more on the kernels than on torch."""
+    own = probe.own if config.quantization is None else own_hidden_states(model, probe)
+    int8_kernels = None if config.quantization is None else open_int8_kernels(config.cpu_kernels)
+    if can_fuse(model, probe.layers):
+        fuse(model, probe.layers, kernels, FloatFormat(kernels) if int8_kernels is None else Int8Format(int8_kernels))
     elif int8_kernels is not None:
         use_int8_kernels(model, int8_kernels)
-    tolerance = None if int8_kernels is None else QUANTIZED_TOLERANCE
-    return agrees_in_native_layout(model, hf_config, layers, kernels, expected, tolerance)
+    return whole_model_only_rounds(model, probe, kernels, own)
 
 
 def choose_device(config: ModelConfig) -> torch.device:

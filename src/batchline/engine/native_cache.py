@@ -39,6 +39,7 @@ class NativeKVCache:
         self.kernels = kernels
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self._dtype = dtype
         in_layers = [padded(spec, dtype).num_elements * block_size for spec in specs]
         block_stride = sum(in_layers)
         # zeros, since unwritten positions are read and weighed with 0, which a NaN would survive
@@ -56,6 +57,10 @@ class NativeKVCache:
             )
             for spec, offset in zip(specs, accumulate([0, *in_layers]), strict=False)
         ]
+
+    def fill(self, value: float) -> None:
+        """Set all that a position may be written to."""
+        torch.from_numpy(self._memory).view(self._dtype).fill_(value)
 
     def clear(self, blocks: Sequence[int]) -> None:
         """Set whole blocks to 0."""

@@ -1,14 +1,18 @@
 """Asks a loaded model how it attends, and refuses one that the packed path would get wrong.
 
-Two short made-up sequences run packed through the model with a recording attention, and each alone through the
-model's own eager attention. The recording gives every layer's shapes and sliding window; the logits must agree. So a
-model that mixes positions in any way the engine does not know (recurrent layers, position biases, attention sinks,
-keys shared between layers) is named at load time and never gives wrong tokens.
+Made-up sequences run packed through the model with a recording attention, and by themselves through the model's own
+eager attention. The recording gives every layer's shapes and sliding window; the hidden states must agree: of short
+sequences through all layers up to rounding, of a long one through the first layers exactly, in float32 (`agreement`).
+So a model that mixes positions in any way the engine does not know (recurrent layers, position biases, attention
+sinks, attention in both directions) is named at load time and never gives wrong tokens.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,53 +21,98 @@ from transformers import AttentionInterface
 
 from batchline.engine.attention import PAGED_ATTENTION, prefill_attention
 from batchline.engine.kv_cache import LayerSpec
-from batchline.engine.native_cache import NativeKVCache
-from batchline.engine.native_layout import NativeLayout
 from batchline.errors import UnsupportedModel
-from batchline.native.library import NativeKernels
-from batchline.native.packing import PANEL
+from batchline.native.agreement import agree, row_errors, widened, with_first_layers
 
 PROBE_ATTENTION = "batchline_probe"
-PROBE_LENGTHS = (5, 9)
 KNOWN_TENSORS = frozenset({"position_ids", "cache_position"})
 KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 OWN_ATTENTION = "has attention code of its own, which the engine cannot replace by its packed one"
 
-RELATIVE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
+SHORT, NUM_SHORT = 6, 3
+LONG, LONGEST = 200, 600
+"""Positions of the long sequence: more only so that a sliding window ends within them, and never more than LONGEST."""
+
+MAX_FIRST_LAYERS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """A model's attention layers in order, and what its own attention gives for the probe's sequences.
+
+    short: (NUM_SHORT, SHORT) token ids, of which one sequence begins with the padding token; through all layers.
+    reference: their hidden states in float32, (rows, hidden); own: in the model's own format, the same tensor where
+    that is float32. long: (length,) token ids, through the first `num_first` layers, in float32: long_reference,
+    (length, hidden).
+    """
+
+    layers: list[LayerSpec]
+    short: torch.Tensor
+    reference: torch.Tensor
+    own: torch.Tensor
+    num_first: int
+    long: torch.Tensor
+    long_reference: torch.Tensor
 
 
 @dataclass(slots=True)
 class Recording:
-    """What the attention calls of one forward pass looked like. layers: by layer index."""
+    """What the attention calls of one forward pass looked like. lengths: of the sequences in it. layers: by index."""
 
+    lengths: Sequence[int]
     layers: dict[int, LayerSpec] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
 
-def probe_attention_layers(name: str, model: Any, hf_config: Any) -> list[LayerSpec]:
-    """The model's attention layers in order. Raises: UnsupportedModel, naming the architecture and the reason."""
+@torch.inference_mode()
+def probe_model(name: str, model: Any, hf_config: Any) -> Probe:
+    """See the module. Raises: UnsupportedModel, naming the architecture and the reason."""
     architecture = type(model).__name__
     if not getattr(model, "_supports_attention_backend", False):
         raise UnsupportedModel(name, f"{architecture} {OWN_ATTENTION}")
-    recording = Recording()
+    short = _short_sequences(model, hf_config)
+    recording = Recording(lengths=[short.shape[1]] * len(short))
     try:
-        packed = _run_packed(model, hf_config, recording)
-        alone = logits_alone(model, hf_config)
+        packed = _run_packed(model, list(short), recording)
+        own, logits = _run_alone(model, short)
     except Exception as exc:  # the model's code is foreign: on what it was not made for it may fail in any way
         raise UnsupportedModel(name, f"{architecture} cannot be run on packed sequences ({exc})") from exc
-    if alone.isnan().any():
+    if own.isnan().any() or logits.isnan().any():
         raise UnsupportedModel(
-            name, f"its logits are not numbers (NaN): its weights are damaged, or too large for {alone.dtype}"
+            name, f"its logits are not numbers (NaN): its weights are damaged, or too large for {own.dtype}"
         )
     layers = _checked_layers(name, architecture, hf_config, recording)
-    difference = relative_difference(packed, alone)
-    if not difference <= RELATIVE_TOLERANCE[packed.dtype]:
-        raise UnsupportedModel(
-            name,
-            f"{architecture} does not give the same logits when sequences are packed (relative difference "
-            f"{difference:.2g}); it is not among the architectures that the engine can run",
-        )
-    return layers
+    reference = own
+    if own.dtype is not torch.float32:
+        with widened(model, torch.float32):
+            reference, _ = _run_alone(model, short, to_head=False)
+    if not agree(packed, own, reference):
+        raise _differs(name, architecture, row_errors(packed, reference))
+    num_first, long = _num_first_layers(model, hf_config, layers), _long_sequence(model, hf_config, layers)
+    with first_layers_in_float32(model, len(layers), num_first):
+        long_reference, _ = _run_alone(model, long[None], to_head=False)
+        in_first = Recording(lengths=[short.shape[1], len(long)])
+        packed_long = _run_packed(model, [short[0], long], in_first)[short.shape[1] :]
+    if not agree(packed_long, long_reference, long_reference):
+        raise _differs(name, architecture, row_errors(packed_long, long_reference))
+    return Probe(layers, short, reference, own, num_first, long, long_reference)
+
+
+def _differs(name: str, architecture: str, errors: torch.Tensor) -> UnsupportedModel:
+    return UnsupportedModel(
+        name,
+        f"{architecture} does not give the same logits when sequences are packed (its hidden states differ by "
+        f"{float(errors.median()):.2g} typically and {float(errors.max()):.2g} at most); it is not among the "
+        "architectures that the engine can run",
+    )
+
+
+def first_layers_in_float32(model: Any, num_layers: int, num_first: int) -> ExitStack:
+    """Inside, the model has its first layers alone and computes in float32 (float64 stays)."""
+    stack = ExitStack()
+    stack.enter_context(with_first_layers(model, num_layers, num_first))
+    stack.enter_context(widened(model, torch.float32))
+    return stack
 
 
 def recording_attention(
@@ -97,7 +146,7 @@ def recording_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     parts = []
     start = 0
-    for length in PROBE_LENGTHS:
+    for length in recording.lengths:
         rows = slice(start, start + length)
         parts.append(prefill_attention(queries[rows], keys[rows], values[rows], scale, sliding_window, softcap))
         start += length
@@ -134,81 +183,97 @@ def _slides_by_mask_alone(hf_config: Any, recording: Recording) -> bool:
     )
 
 
-@torch.inference_mode()
-def agrees_in_native_layout(
-    model: Any,
-    hf_config: Any,
-    layers: list[LayerSpec],
-    kernels: NativeKernels,
-    expected: torch.Tensor,
-    tolerance: float | None = None,
-) -> bool:
-    """Whether the model, perhaps fused, gives the logits that `logits_alone` gave, with the native kernels.
-    tolerance: the largest relative difference; None takes the dtype's."""
-    sequences = _probe_sequences(model, hf_config)
-    cache = NativeKVCache(kernels, layers, len(sequences), PANEL, expected.dtype)
-    positions = [torch.arange(len(tokens)) for tokens in sequences]
-    segments = [
-        [row, len(tokens), len(tokens), block]
-        for block, (row, tokens) in enumerate(zip((0, len(sequences[0])), sequences, strict=True))
-    ]
-    layout = NativeLayout(
-        cache=cache,
-        slots=torch.cat([block * PANEL + offsets for block, offsets in enumerate(positions)]),
-        segments=torch.tensor(segments),
-        tables=torch.arange(len(sequences)),
-    )
-    output = model(
-        input_ids=torch.cat(sequences)[None],
-        position_ids=torch.cat(positions)[None],
-        use_cache=False,
-        step_layout=layout,
-    )
-    limit = RELATIVE_TOLERANCE[expected.dtype] if tolerance is None else tolerance
-    return relative_difference(output.logits[0], expected) <= limit
-
-
-@torch.inference_mode()
-def _run_packed(model: Any, hf_config: Any, recording: Recording) -> torch.Tensor:
-    sequences = _probe_sequences(model, hf_config)
+def _run_packed(model: Any, sequences: Sequence[torch.Tensor], recording: Recording) -> torch.Tensor:
+    """Hidden states of all sequences, (rows, hidden)."""
     positions = torch.cat([torch.arange(len(tokens), device=tokens.device) for tokens in sequences])
     _set_attention(model, PROBE_ATTENTION)
     try:
-        output = model(
-            input_ids=torch.cat(sequences)[None], position_ids=positions[None], use_cache=False, recording=recording
+        hidden, _ = run_to_head(
+            model, input_ids=torch.cat(list(sequences))[None], position_ids=positions[None], recording=recording
         )
     finally:
         _set_attention(model, PAGED_ATTENTION)
-    logits: torch.Tensor = output.logits[0]
-    return logits
+    return hidden
 
 
-@torch.inference_mode()
-def logits_alone(model: Any, hf_config: Any) -> torch.Tensor:
-    """(num_tokens, vocab): logits of the probe's sequences, each run alone through the model's own attention."""
+def _run_alone(model: Any, tokens: torch.Tensor, *, to_head: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+    """Hidden states, (rows, hidden), and logits of sequences through the model's own attention. tokens: (n, length);
+    sequences of one length need no padding, so that each is by itself. to_head: without logits else."""
     _set_attention(model, "eager")
     try:
-        logits = [
-            model(input_ids=tokens[None], use_cache=False).logits[0] for tokens in _probe_sequences(model, hf_config)
-        ]
+        return run_to_head(model, with_logits=to_head, input_ids=tokens)
     finally:
         _set_attention(model, PAGED_ATTENTION)
-    return torch.cat(logits)
 
 
-def _probe_sequences(model: Any, hf_config: Any) -> list[torch.Tensor]:
-    """Token ids spread over the vocabulary, the same at each call."""
-    device = next(model.parameters()).device
+class _AtHead(Exception):
+    """Ends a forward pass before the language-model head."""
+
+
+def run_to_head(model: Any, *, with_logits: bool = False, **inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """(hidden states that the head is given, logits), rows of all sequences one after another; logits are empty where
+    they are not asked for."""
+    given: list[torch.Tensor] = []
+
+    def take(_head: Any, arguments: Any) -> None:
+        given.append(arguments[0])
+        if not with_logits:
+            raise _AtHead
+
+    hook = model.get_output_embeddings().register_forward_pre_hook(take)
+    logits = torch.empty(0)
+    try:
+        logits = model(use_cache=False, **inputs).logits
+    except _AtHead:
+        pass
+    finally:
+        hook.remove()
+    (hidden,) = given
+    return hidden.flatten(0, 1), logits
+
+
+def own_hidden_states(model: Any, probe: Probe) -> torch.Tensor:
+    """Of the short sequences, by the model's own attention: for a model that has changed since it was probed."""
+    with torch.inference_mode():
+        return _run_alone(model, probe.short, to_head=False)[0]
+
+
+def _short_sequences(model: Any, hf_config: Any) -> torch.Tensor:
+    """Token ids spread over the vocabulary, the same at each call. One sequence begins with the padding token, another
+    has in its middle a token whose embedding is zero, as those of unused ids are, where there is one."""
+    length = min(SHORT, _num_positions(hf_config))
+    tokens = _spread_tokens(model, hf_config, NUM_SHORT * length).view(NUM_SHORT, length)
+    padding = getattr(hf_config, "pad_token_id", None)
+    tokens[0, 0] = padding if isinstance(padding, int) and 0 <= padding < int(hf_config.vocab_size) else 0
+    zero = (model.get_input_embeddings().weight == 0).all(-1).nonzero()
+    if len(zero):
+        tokens[1, length // 2] = zero[-1, 0]
+    return tokens
+
+
+def _long_sequence(model: Any, hf_config: Any, layers: Sequence[LayerSpec]) -> torch.Tensor:
+    windows = [spec.sliding_window for spec in layers if spec.sliding_window is not None]
+    wanted = max([LONG, *(window + 20 for window in windows if window + 20 <= LONGEST)])
+    return _spread_tokens(model, hf_config, min(wanted, _num_positions(hf_config)))
+
+
+def _spread_tokens(model: Any, hf_config: Any, count: int) -> torch.Tensor:
     vocab = int(hf_config.vocab_size)
     stride = max(1, math.isqrt(vocab))
-    tokens = (torch.arange(sum(PROBE_LENGTHS), device=device) * stride + 3) % vocab
-    return [tokens[: PROBE_LENGTHS[0]], tokens[PROBE_LENGTHS[0] :]]
+    return (torch.arange(count, device=next(model.parameters()).device) * stride + 3) % vocab
 
 
-def relative_difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Largest difference, as a share of the largest expected number; NaN where anything is NaN."""
-    wide = expected.float()
-    return float((actual.float() - wide).abs().max() / wide.abs().max().clamp_min(1e-6))
+def _num_positions(hf_config: Any) -> int:
+    names = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+    known = [length for name in names if isinstance(length := getattr(hf_config, name, None), int)]
+    return min([LONGEST, *known])
+
+
+def _num_first_layers(model: Any, hf_config: Any, layers: Sequence[LayerSpec]) -> int:
+    """As many as hold one of each kind, within limits; two at least, since what one gives the next takes."""
+    types = getattr(hf_config, "layer_types", None) or ()
+    kinds = list(itertools.zip_longest(layers, types))
+    return min(len(layers), MAX_FIRST_LAYERS, max(2, *(kinds.index(kind) + 1 for kind in kinds)))
 
 
 def _set_attention(model: Any, implementation: str) -> None:

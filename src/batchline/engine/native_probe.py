@@ -1,0 +1,140 @@
+"""Does a model compute on the native kernels what it computes on torch?
+
+Twice: its first layers in float32, where nothing but the order of additions may differ, in steps as the engine makes
+them (chunks of a prompt, decodes, scattered blocks in a cache full of NaN); and all of it in its own format, fused and
+perhaps quantized, where it may err as much as torch does (`agreement`).
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from batchline.engine.fusion import FusedStack, can_fuse, fused_layer
+from batchline.engine.kv_cache import LayerSpec
+from batchline.engine.linear_layers import FloatFormat
+from batchline.engine.native_cache import NativeKVCache
+from batchline.engine.native_layout import NativeLayout
+from batchline.engine.probe import Probe, first_layers_in_float32, run_to_head
+from batchline.native.agreement import agree, row_errors
+from batchline.native.library import NativeKernels
+from batchline.native.packing import PANEL
+
+logger = logging.getLogger(__name__)
+
+Part = tuple[int, int, int]
+"""A sequence's number and the positions [start, end) that a step computes of it."""
+
+
+@torch.inference_mode()
+def first_layers_are_exact(model: Any, probe: Probe, kernels: NativeKernels) -> bool:
+    """Whether the first layers, in float32, give on the kernels what they gave on torch. The model is not fused yet."""
+    sequences = [probe.long, probe.short[1]]
+    with first_layers_in_float32(model, len(probe.layers), probe.num_first), _perhaps_fused(model, probe, kernels):
+        hidden = _run_steps(model, probe.layers, kernels, torch.float32, sequences, _steps(*map(len, sequences)))
+    _log("first layers", hidden[0], probe.long_reference, probe.long_reference)
+    return agree(hidden[0], probe.long_reference, probe.long_reference)
+
+
+@torch.inference_mode()
+def whole_model_only_rounds(model: Any, probe: Probe, kernels: NativeKernels, own: torch.Tensor) -> bool:
+    """Whether the model, perhaps fused, errs on the kernels as it does on torch. own: its hidden states there."""
+    parts = [(index, 0, len(tokens)) for index, tokens in enumerate(probe.short)]
+    hidden = torch.cat(_run_steps(model, probe.layers, kernels, own.dtype, list(probe.short), [parts]))
+    _log("whole model", hidden, own, probe.reference)
+    return agree(hidden, own, probe.reference)
+
+
+def _log(what: str, hidden: torch.Tensor, own: torch.Tensor, reference: torch.Tensor) -> None:
+    errors, own_errors = (row_errors(x, reference) for x in (hidden, own))
+    logger.debug(
+        "%s on the kernels: errors of %.2g, at most %.2g; on torch: %.2g, at most %.2g",
+        *(what, errors.median(), errors.max(), own_errors.median(), own_errors.max()),
+    )
+
+
+@contextmanager
+def _perhaps_fused(model: Any, probe: Probe, kernels: NativeKernels) -> Iterator[None]:
+    """Inside, the model's layers run as they will in the end, if it is one that can be fused."""
+    if not can_fuse(model, probe.layers):
+        yield
+        return
+    decoder = model.model
+    layers = decoder.layers
+    wide = [copy.deepcopy(layer).float() for layer in layers]
+    fused = [fused_layer(*pair, FloatFormat(kernels)) for pair in zip(wide, probe.layers, strict=False)]
+    decoder.layers = nn.ModuleList([FusedStack(kernels, fused)])
+    try:
+        yield
+    finally:
+        decoder.layers = layers
+
+
+def _steps(long: int, short: int) -> list[list[Part]]:
+    """A long sequence in chunks and decodes, of which one is beside a prompt and others beside decodes."""
+    first, last = min(long * 2 // 3, long - 1), max(long * 2 // 3, long - 2)
+    steps = [
+        [(0, 0, first), (1, 0, short - 2)],
+        [(1, short - 2, short - 1), (0, first, last)],
+        [(0, last, last + 1), (1, short - 1, short)],
+        [(0, last + 1, long)],
+    ]
+    return [parts for step in steps if (parts := [part for part in step if part[1] < part[2]])]
+
+
+def _run_steps(
+    model: Any,
+    specs: Sequence[LayerSpec],
+    kernels: NativeKernels,
+    dtype: torch.dtype,
+    sequences: Sequence[torch.Tensor],
+    steps: Sequence[Sequence[Part]],
+) -> list[torch.Tensor]:
+    """Each sequence's hidden states, (length, hidden), computed step by step."""
+    tables = _tables([len(tokens) for tokens in sequences])
+    cache = NativeKVCache(kernels, specs, sum(map(len, tables)), PANEL, dtype)
+    if dtype is torch.float32:  # in bfloat16 an odd head's last number has a partner that stays 0
+        cache.fill(torch.nan)
+    hidden: list[list[torch.Tensor]] = [[] for _ in sequences]
+    for parts in steps:
+        positions = torch.cat([torch.arange(start, end) for _, start, end in parts])
+        rows, _ = run_to_head(
+            model,
+            input_ids=torch.cat([sequences[index][start:end] for index, start, end in parts])[None],
+            position_ids=positions[None],
+            step_layout=_layout(cache, tables, parts),
+        )
+        by_part = torch.split(rows, [end - start for _, start, end in parts])
+        for (index, _, _), part in zip(parts, by_part, strict=True):
+            hidden[index].append(part)
+    return [torch.cat(parts) for parts in hidden]
+
+
+def _tables(lengths: Sequence[int]) -> list[torch.Tensor]:
+    """Block numbers of each sequence, in no order and not next to each other."""
+    counts = [-(-length // PANEL) for length in lengths]
+    numbers = torch.arange(sum(counts)).flip(0)
+    numbers = torch.cat((numbers[::2], numbers[1::2]))
+    return list(torch.split(numbers, counts))
+
+
+def _layout(cache: NativeKVCache, tables: Sequence[torch.Tensor], parts: Sequence[Part]) -> NativeLayout:
+    slots, segments = [], []
+    row = first_block = 0
+    for index, start, end in parts:
+        positions = torch.arange(start, end)
+        slots.append(tables[index][positions // PANEL] * PANEL + positions % PANEL)
+        segments.append([row, end - start, end, first_block])
+        row, first_block = row + end - start, first_block + len(tables[index])
+    return NativeLayout(
+        cache=cache,
+        slots=torch.cat(slots),
+        segments=torch.tensor(segments),
+        tables=torch.cat([tables[index] for index, _, _ in parts]),
+    )
