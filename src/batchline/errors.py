@@ -9,6 +9,7 @@
     │   └── PluginLoadError         a parser plugin's file cannot be run
     ├── RunInterrupted              stopped by a signal; the same command resumes it (exit code 130)
     ├── RunFailed                   the run could not finish; the same command resumes it (exit code 1)
+    │   └── InputChanged            a batch line is not the one that was checked
     ├── ModelLoadError              a model folder or id that cannot be loaded
     │   └── UnsupportedModel        a model this engine cannot run, named
     ├── LineError                   a batch line that cannot be turned into a request
@@ -98,6 +99,17 @@ class RunInterrupted(BatchlineError):
 
 class RunFailed(BatchlineError):
     """The run could not finish; what was done is on disk and the same command resumes it."""
+
+
+class InputChanged(RunFailed):
+    """The batch file was edited, cut or replaced while a run was reading it. line_number counts from 1."""
+
+    def __init__(self, line_number: int) -> None:
+        super().__init__(
+            f"The input changed while it was being read: line {line_number} is not the one that was checked. Put the "
+            "checked content back and run the same command again to resume, or pass --no-resume to start over."
+        )
+        self.line_number = line_number
 
 
 class ModelLoadError(BatchlineError):

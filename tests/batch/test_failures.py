@@ -93,24 +93,58 @@ def test_a_line_over_the_longest_length_is_answered_without_being_read(
     assert answered["response"]["status_code"] == 200
 
 
-@pytest.mark.parametrize(
-    ("phase", "is_good_first", "told"),
-    [
-        ("Checked", False, "changed while the run was reading it"),
-        ("Running", True, "changed or went away while the run was reading it"),
-    ],
-)
-def test_an_input_that_changes_under_the_run_ends_it(
-    tmp_path: Path, run_file: Run, phase: str, is_good_first: bool, told: str
+def edit(path: Path, how: str) -> None:
+    """Change a file of three lines in a way that keeps its length, or not."""
+    first, second, third = path.read_bytes().splitlines(keepends=True)
+    if how == "swap":  # what a check of fields alone cannot see
+        path.write_bytes(first + third + second)
+    elif how == "custom_id":
+        path.write_bytes(first + second.replace(b'"b"', b'"a"') + third)
+    elif how == "text":
+        path.write_bytes(first + second + third.replace(b"text c", b"TEXT c"))
+    elif how == "insert":
+        path.write_bytes(b"\n" + first + second + third)
+    elif how == "cut":
+        path.write_bytes(first + second[:20])
+    else:
+        path.write_bytes(b"")
+
+
+EDITS = ["swap", "custom_id", "text", "insert", "cut", "empty"]
+
+
+@pytest.mark.parametrize("how", EDITS)
+@pytest.mark.parametrize("phase", ["Checked", "Loading", "Running"])
+def test_an_input_that_changes_under_the_run_ends_it_and_can_be_put_back(
+    tmp_path: Path, run_file: Run, phase: str, how: str
 ) -> None:
+    """Lines edited to the same length were run as they were found: one custom_id twice, one missing, exit code 0."""
+    batch = write_lines(tmp_path / "in", [chat_line(name, f"text {name}") for name in "abc"])
+    checked = batch.read_bytes()
+    with pytest.raises(RunFailed, match=r"line \d is not the one that was checked.*--no-resume"):
+        run_file(batch, tmp_path / "out", reporter=Interfering(phase, lambda: edit(batch, how)), max_inflight=1)
+    assert not (tmp_path / "out").exists()
+    batch.write_bytes(checked)
+    run_file(batch, tmp_path / "out")
+    assert contents(read_lines(tmp_path / "out")) == {name: f"text {name}" for name in "abc"}
+
+
+def test_a_bad_line_that_is_mended_under_the_run_ends_it(tmp_path: Path, run_file: Run) -> None:
     batch = write_lines(tmp_path / "in", [chat_line("a"), chat_line("b")])
     good = batch.read_bytes()
-    bad = b"x" + good[1:]
-    batch.write_bytes(good if is_good_first else bad)
-    reporter = Interfering(phase, lambda: batch.write_bytes(bad if is_good_first else good))
-    with pytest.raises(RunFailed, match=told):
-        run_file(batch, tmp_path / "out", reporter=reporter)
-    assert not (tmp_path / "out").exists()
+    batch.write_bytes(b"x" + good[1:])
+    with pytest.raises(RunFailed, match="line 1 is not"):
+        run_file(batch, tmp_path / "out", reporter=Interfering("Checked", lambda: batch.write_bytes(good)))
+
+
+def test_lines_added_behind_the_checked_ones_are_left_out(tmp_path: Path, run_file: Run) -> None:
+    batch = write_lines(tmp_path / "in", [chat_line("a"), chat_line("b")])
+
+    def append() -> None:
+        with batch.open("ab") as file:
+            file.write(b"more\n")
+
+    assert run_file(batch, tmp_path / "out", reporter=Interfering("Checked", append)).succeeded == 2
 
 
 def test_output_and_error_file_may_not_be_one(tmp_path: Path, run_file: Run) -> None:
@@ -118,7 +152,8 @@ def test_output_and_error_file_may_not_be_one(tmp_path: Path, run_file: Run) -> 
     (tmp_path / "link").symlink_to(tmp_path)
     for output, errors in [
         (tmp_path / "out", tmp_path / "link" / "out"),
-        ("memory://box/out?a", "memory://box/out?b"),
+        ("memory://box/out?sig=a", "memory://box/out?sig=b"),
+        ("-", "-"),
     ]:
         with pytest.raises(UsageError, match="names the same place as the output"):
             run_file(batch, output, error_file=str(errors))

@@ -47,6 +47,45 @@ def test_two_signatures_of_one_object_have_the_same_tag() -> None:
     assert first.tag != parse_location("https://host/other.jsonl").tag
 
 
+SIGNATURES = [
+    "X-Amz-Algorithm=AWS4-HMAC-SHA256&X-Amz-Credential=k%2F{n}&X-Amz-Date={n}&X-Amz-Expires=9&X-Amz-Signature={n}",
+    "X-Amz-Security-Token={n}&X-Amz-SignedHeaders=host&X-Amz-Signature={n}",
+    "AWSAccessKeyId={n}&Expires={n}&Signature={n}",
+    "Expires={n}&Policy={n}&Signature={n}&Key-Pair-Id={n}",
+    "X-Goog-Algorithm=a&X-Goog-Credential={n}&X-Goog-Date={n}&X-Goog-Expires={n}&X-Goog-Signature={n}",
+    "GoogleAccessId={n}&Expires={n}&Signature={n}",
+    "sv=2024-01-01&ss=b&srt=sco&sp=rw{n}&se={n}&st={n}&spr=https&sip={n}&sr=b&skoid={n}&sktid={n}&sig={n}",
+    "x-amz-signature={n}",
+]
+
+
+@pytest.mark.parametrize("signature", SIGNATURES)
+@pytest.mark.parametrize("query", ["", "id=7&", "versionId=3&partNumber=1&"])
+def test_a_place_stays_the_same_from_one_signing_to_the_next(signature: str, query: str) -> None:
+    signed = [parse_location(f"https://u{n}:p@HOST/out?{query}{signature.format(n=n)}") for n in (1, 2)]
+    plain = parse_location(f"https://host/out?{query}".rstrip("?&"))
+    assert {location.place for location in signed} == {plain.place}
+    assert {location.tag for location in signed} == {plain.tag}
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("https://host/up?id=1", "https://host/up?id=2"),
+        ("https://host/up?id=1&X-Amz-Signature=a", "https://host/up?id=2&X-Amz-Signature=a"),
+        ("https://host/up?Expires=1", "https://host/up?Expires=2"),
+        ("https://host/up?sr=1", "https://host/up?sr=2"),
+        ("https://host/up", "https://host:8443/up"),
+        ("s3://bucket/out#1", "s3://bucket/out#2"),
+        ("s3://bucket/out?versionId=1", "s3://bucket/out?versionId=2"),
+        ("abfs://one@account/out", "abfs://two@account/out"),
+    ],
+)
+def test_different_places_have_different_tags(first: str, second: str) -> None:
+    """All that differs in the query was taken for a signature: two runs shared a journal, and one its delivery."""
+    assert parse_location(first).tag != parse_location(second).tag
+
+
 @pytest.mark.parametrize(
     "text", ["http://[::1/in.jsonl", "s3://user:secret@[x/key", "https://user:secret@ho\u2100st/x"]
 )

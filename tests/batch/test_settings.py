@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ def settings(*, text: TextConfig | None = None, **model: Any) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("changed", "name"),
     [
-        ({"model": "org/other"}, "--model"),
+        ({"model": "org/other", "served_names": ("org/name",)}, "--model"),
         ({"served_names": ("a",)}, "--served-model-name"),
         ({"revision": "main"}, "--revision"),
         ({"dtype": "float32"}, "--dtype"),
@@ -47,12 +49,62 @@ def test_what_changes_speed_alone_changes_nothing() -> None:
     assert result_settings([EngineConfig(model=model)]) == result_settings([fast])
 
 
-def test_other_files_in_the_models_folder_are_noticed(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors").write_bytes(b"1")
-    before = settings(model=str(tmp_path))
-    (tmp_path / "model.safetensors").write_bytes(b"22")
-    now = settings(model=str(tmp_path))
-    assert [key for key in before if before[key] != now[key]] == ["the model's files"]
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A folder that looks like a model's, with one large file."""
+    folder = tmp_path / "model"
+    (folder / "1_Pooling").mkdir(parents=True)
+    (folder / "config.json").write_text('{"a": 1}')
+    (folder / "1_Pooling" / "config.json").write_text('{"b": 1}')
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(b"header")
+        file.truncate(40_000_000)
+    return folder
+
+
+def test_a_copy_of_a_models_folder_is_the_same_model(tmp_path: Path, model: Path) -> None:
+    """Path and times of change counted: after `cp -r` or a move, a run could not be resumed."""
+    shutil.copytree(model, tmp_path / "copy", copy_function=shutil.copyfile)
+    (tmp_path / "copy" / "README.md").write_text("for people")
+    (tmp_path / "copy" / ".cache").mkdir()
+    (tmp_path / "copy" / ".cache" / "x").touch()
+    for options in ({"served_names": ("m",)}, {"served_names": ("m",), "tokenizer": None}):
+        assert settings(model=str(model), **options) == settings(model=str(tmp_path / "copy"), **options)
+    as_tokenizers = (settings(tokenizer=str(folder)) for folder in (model, tmp_path / "copy"))
+    assert next(as_tokenizers) == next(as_tokenizers)
+
+
+def test_a_folder_that_requests_know_by_its_path_is_another_one_under_another_path(tmp_path: Path, model: Path) -> None:
+    shutil.copytree(model, tmp_path / "copy")
+    before, now = settings(model=str(model)), settings(model=str(tmp_path / "copy"))
+    assert [key for key in before if before[key] != now[key]] == ["--served-model-name"]
+
+
+@pytest.mark.parametrize("name", ["config.json", "1_Pooling/config.json", "model.safetensors", "new.json"])
+@pytest.mark.parametrize("keeps_size_and_times", [True, False])
+def test_other_files_in_the_models_folder_are_noticed(model: Path, name: str, keeps_size_and_times: bool) -> None:
+    path = model / name
+    before = settings(model=str(model))
+    if keeps_size_and_times and path.exists():
+        times = path.stat().st_atime_ns, path.stat().st_mtime_ns
+        with path.open("r+b") as file:  # as another training's weights, which differ everywhere
+            for offset in range(0, path.stat().st_size, 1 << 13):
+                file.seek(offset)
+                file.write(b"x")
+        os.utime(path, ns=times)
+    else:
+        path.write_text("other")
+    now = settings(model=str(model))
+    assert [key for key in before if before[key] != now[key]] == ["--model"]
+
+
+def test_a_plugin_is_compared_by_its_text(tmp_path: Path) -> None:
+    """Its path counted: edited between two runs, it read the answers of one file in two ways."""
+    plugin = tmp_path / "plugin.py"
+    plugin.write_text("a = 1")
+    before = settings(text=TextConfig(parser_plugins=(str(plugin),)))
+    plugin.write_text("a = 2")
+    assert before != settings(text=TextConfig(parser_plugins=(str(plugin),)))
 
 
 def test_a_template_is_compared_by_its_text_not_by_its_path(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 from batchline.backends.base import API_ENDPOINTS
 from batchline.batch import lines
 from batchline.batch.disk_full import input_failure
-from batchline.batch.index import LineIndex, LineReader, PositionSet
+from batchline.batch.index import LineIndex, LineReader, LineSpan, PositionSet, open_regular
 from batchline.batch.options import Limits
 from batchline.batch.sorting import RecordSorter, column
 from batchline.errors import LineError, RunInterrupted, UsageError
@@ -111,7 +111,7 @@ def check_file(
     sorter = RecordSorter(scratch, "custom-ids", width=24)
     try:
         check = _CheckPass(index, sorter, observer)
-        with path.open("rb", buffering=0) as raw_file:
+        with open_regular(path) as raw_file:
             source = _DigestingReader(raw_file)
             check.read(io.BufferedReader(source, buffer_size=1 << 20), should_stop)
         index.flush()
@@ -176,7 +176,7 @@ class _CheckPass:
             start, length = offset, len(raw)
             if raw[-1] != 10 and length == lines.MAX_LINE_BYTES:
                 length += _skip_line(file)
-                self._add_too_long(start, length, line_number)
+                self._add_too_long(start, length, line_number, raw)
             else:
                 if start == 0 and raw.startswith(_BOM):
                     raw, start = raw[len(_BOM) :], len(_BOM)
@@ -191,7 +191,7 @@ class _CheckPass:
         report = self.report
         position = report.num_lines
         report.num_lines += 1
-        self._index.append(start, len(raw), line_number)
+        self._index.append(LineSpan(start, len(raw), line_number), raw)
         value: object = None
         try:
             value = lines.load_json(raw)
@@ -220,10 +220,10 @@ class _CheckPass:
                 groups[model, url] = group
         group.count += 1
 
-    def _add_too_long(self, start: int, length: int, line_number: int) -> None:
+    def _add_too_long(self, start: int, length: int, line_number: int, raw: bytes) -> None:
         position = self.report.num_lines
         self.report.num_lines += 1
-        self._index.append(start, min(length, 2**32 - 1), line_number)
+        self._index.append(LineSpan(start, min(length, 2**32 - 1), line_number), raw)
         self.report.add_fault(position, line_number, None, lines.too_long_error())
 
     def find_duplicates(self, reader: LineReader) -> None:

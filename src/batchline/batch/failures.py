@@ -9,11 +9,11 @@ from batchline.backends.base import Answer
 from batchline.batch import lines
 from batchline.batch.check import CheckReport
 from batchline.batch.crashes import LETHAL_CRASHES
-from batchline.batch.index import LineReader, PositionSet
+from batchline.batch.index import LineReader, LineSpan, PositionSet
 from batchline.batch.journal import Journal, Outcome, encode_record
 from batchline.batch.plan import WorkItem
 from batchline.batch.progress import Tally
-from batchline.errors import InternalServerError, LineError, RunFailed
+from batchline.errors import InputChanged, InternalServerError, LineError, RunFailed
 
 _GROUP_BYTES = 1 << 20
 
@@ -86,13 +86,13 @@ def _failed_line(position: int, report: CheckReport, reader: LineReader) -> tupl
     elif position in report.duplicates:
         error = lines.duplicate_error(custom_id)
     else:
-        error = _parse_error(raw)
+        error = _parse_error(raw, span)
     return Outcome(position, error.code), lines.error_line(lines.new_id(), custom_id, error, span.line_number)
 
 
-def _parse_error(raw: bytes) -> LineError:
+def _parse_error(raw: bytes, span: LineSpan) -> LineError:
     try:
         lines.parse_line(raw)
     except LineError as error:
         return error
-    raise RunFailed("The input changed while the run was reading it.")
+    raise InputChanged(span.line_number)

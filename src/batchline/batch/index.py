@@ -1,4 +1,4 @@
-"""Where every batch line is: a file of (offset, length, line number), and sets of line positions as bitmaps.
+"""Where every batch line is: a file of (offset, length, line number, hash), and sets of line positions as bitmaps.
 
 A *position* counts the non-blank lines of the input from 0; a *line number* counts all lines from 1, as an editor does.
 Nothing here grows in memory by more than one bit a line.
@@ -6,15 +6,21 @@ Nothing here grows in memory by more than one bit a line.
 
 from __future__ import annotations
 
+import errno
+import io
 import os
+import stat
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from batchline.batch.lines import MAX_LINE_BYTES
+from batchline.errors import InputChanged
 
-_ENTRY = struct.Struct("<QII")
+_ENTRY = struct.Struct("<QIIq")
+"""Offset, length, line number and Python's own 64-bit hash of the line, which no other process ever compares."""
+
 _FLUSH_BYTES = 1 << 20
 
 
@@ -66,9 +72,9 @@ class LineIndex:
         self._pending = bytearray()
         self._count = 0
 
-    def append(self, offset: int, length: int, line_number: int) -> None:
-        """Add the next position's span."""
-        self._pending += _ENTRY.pack(offset, length, line_number)
+    def append(self, span: LineSpan, raw: bytes) -> None:
+        """Add the next position. raw: what a `LineReader` must find there."""
+        self._pending += _ENTRY.pack(span.offset, span.length, span.line_number, hash(raw))
         self._count += 1
         if len(self._pending) >= _FLUSH_BYTES:
             self.flush()
@@ -78,10 +84,11 @@ class LineIndex:
         while self._pending:
             del self._pending[: self._file.write(self._pending)]
 
-    def span(self, position: int) -> LineSpan:
-        """The span of `position`, which was flushed before."""
+    def span(self, position: int) -> tuple[LineSpan, int]:
+        """The span of `position`, which was flushed before, and the line's hash."""
         data = os.pread(self._file.fileno(), _ENTRY.size, position * _ENTRY.size)
-        return LineSpan(*_ENTRY.unpack(data))
+        offset, length, line_number, line_hash = _ENTRY.unpack(data)
+        return LineSpan(offset, length, line_number), line_hash
 
     def __len__(self) -> int:
         return self._count
@@ -91,17 +98,30 @@ class LineIndex:
         self._file.close()
 
 
+def open_regular(path: Path) -> io.FileIO:
+    """Open a file for reading, unbuffered. Raises: OSError, also where a pipe or a folder has taken its place, whose
+    opening or reading could wait for ever."""
+    file = io.FileIO(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.ESPIPE, "it is not a file any more")
+    return file
+
+
 class LineReader:
-    """Raw lines of the input by position."""
+    """Raw lines of the input by position, each the same bytes that the check pass read."""
 
     def __init__(self, input_path: Path, index: LineIndex) -> None:
-        self._file = input_path.open("rb", buffering=0)
+        self._file = open_regular(input_path)
         self._index = index
 
     def read(self, position: int) -> tuple[bytes, LineSpan]:
-        """The line's bytes, at most `MAX_LINE_BYTES` of them, and where they stand."""
-        span = self._index.span(position)
-        return os.pread(self._file.fileno(), min(span.length, MAX_LINE_BYTES), span.offset), span
+        """The line's bytes, at most `MAX_LINE_BYTES` of them, and where they stand. Raises: InputChanged."""
+        span, line_hash = self._index.span(position)
+        raw = os.pread(self._file.fileno(), min(span.length, MAX_LINE_BYTES), span.offset)
+        if hash(raw) != line_hash:
+            raise InputChanged(span.line_number)
+        return raw, span
 
     def close(self) -> None:
         """Close the input."""

@@ -7,6 +7,7 @@ Parses what the user wrote, nothing more; opening is for `source` and `sink`. A 
 from __future__ import annotations
 
 import hashlib
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -17,6 +18,19 @@ from batchline.errors import UsageError
 LocationKind = Literal["stdio", "path", "http", "fsspec"]
 
 STDIO = "-"
+
+_SIGNATURES = {
+    "x-amz-signature": re.compile(r"x-amz-.*"),
+    "x-goog-signature": re.compile(r"x-goog-.*"),
+    # older signatures of S3 and Google Cloud Storage, and CloudFront's
+    "signature": re.compile(r"signature|expires|policy|key-pair-id|awsaccesskeyid|googleaccessid|x-(amz|goog)-.*"),
+    # Azure's shared access signatures
+    "sig": re.compile(r"s([vsrtep]|ig|ip|pr|rt|i|dd|es|koid|ktid|kt|ke|ks|kv|aoid|uoid|cid)|rsc[cdelt]"),
+}
+"""Parameters that sign a URL, and those that change from one signing to the next with them; all in lower case."""
+
+_USER_IS_CONTAINER = frozenset({"abfs", "abfss", "wasb", "wasbs"})
+"""Schemes whose locations are `scheme://container@account/path`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +71,38 @@ class Location:
         if self.kind in ("path", "stdio"):
             return self.text
         parts = urlsplit(self.text)
-        return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+        return f"{parts.scheme}://{self._host}{parts.path}"
+
+    @property
+    def place(self) -> str:
+        """What tells two remote locations apart: not who may reach them, nor until when.
+
+        Two presigned URLs of one object are one place; `?id=1` and `?id=2` are two.
+        """
+        if self.kind in ("path", "stdio"):
+            return self.text
+        parts = urlsplit(self.text)
+        query = _unsigned(parts.query)
+        fragment = f"#{parts.fragment}" if parts.fragment and self.kind == "fsspec" else ""  # part of an object's key
+        return f"{parts.scheme}://{self._host.lower()}{parts.path}{'?' if query else ''}{query}{fragment}"
 
     @property
     def tag(self) -> str:
-        """A short stable name for the location: two presigned URLs of one object have the same tag."""
-        return hashlib.sha256(self.display.encode(errors="surrogatepass")).hexdigest()[:10]
+        """A short stable name for the place."""
+        return hashlib.sha256(self.place.encode(errors="surrogatepass")).hexdigest()[:10]
+
+    @property
+    def _host(self) -> str:
+        netloc = urlsplit(self.text).netloc
+        return netloc if self.scheme in _USER_IS_CONTAINER else netloc.rpartition("@")[2]
+
+
+def _unsigned(query: str) -> str:
+    """A URL's query without the parameters of a signature."""
+    parameters = {parameter: unquote(parameter.partition("=")[0]).lower() for parameter in query.split("&")}
+    patterns = [pattern for name, pattern in _SIGNATURES.items() if name in parameters.values()]
+    kept = [p for p, name in parameters.items() if not any(pattern.fullmatch(name) for pattern in patterns)]
+    return "&".join(kept)
 
 
 def parse_location(text: str) -> Location:

@@ -84,8 +84,10 @@ def refuse(options: RunOptions) -> None:
 
 def _are_same(first: Location, second: Location) -> bool:
     if first.path is not None and second.path is not None:
-        return first.path.resolve() == second.path.resolve()
-    return first.display == second.display
+        is_one_name = first.path.resolve() == second.path.resolve()
+        # a hard link, or a name in other letters where case makes no difference
+        return is_one_name or (first.path.exists() and second.path.exists() and first.path.samefile(second.path))
+    return first.place == second.place
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,7 +81,7 @@ class Feeder:
                 if len(ready) >= READ_AHEAD_LINES or num_bytes >= READ_AHEAD_BYTES:
                     break
         except (LineError, OSError) as exc:
-            raise RunFailed("The input changed or went away while the run was reading it.") from exc
+            raise RunFailed(f"The input cannot be read any more: {exc}.") from exc
         return ready
 
     def _ready(self, item: WorkItem, raw: bytes) -> ReadyRequest:

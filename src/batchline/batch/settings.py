@@ -6,18 +6,24 @@ Left out is what changes speed alone: device memory, batch sizes, threads, prefi
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from batchline.config import EngineConfig, ModelConfig
+from batchline.config import EngineConfig
 from batchline.errors import UsageError
+
+_WHOLE_FILE_BYTES = 4 * 1024 * 1024
+_NUM_SAMPLES = 32
+_SAMPLE_BYTES = 1 << 14
+_TEXTS_FOR_PEOPLE = frozenset({".md", ".png", ".jpg", ".jpeg", ".gif", ".svg", ".pdf"})
 
 
 def result_settings(engines: Sequence[EngineConfig]) -> Mapping[str, str]:
     """Option names and values to compare, one engine's after the other's."""
     settings = {}
     for number, engine in enumerate(engines):
-        suffix = f" ({engine.model.model})" if number else ""
+        suffix = f" ({engine.model.names[0]})" if number else ""
         settings.update({f"{name}{suffix}": value for name, value in _settings(engine).items()})
     return settings
 
@@ -35,46 +41,62 @@ def refuse_missing_folder(model: str) -> None:
 def _settings(engine: EngineConfig) -> dict[str, str]:
     model, text = engine.model, engine.text
     values = {
-        "--model": model.model,
-        "the model's files": _folder_stamp(model),
-        "--served-model-name": " ".join(model.served_names),
+        "--model": _model_stamp(model.model),
+        "--served-model-name": " ".join(model.names),
         "--task": model.task,
         "--scoring": model.scoring,
-        "--tokenizer": model.tokenizer,
+        "--tokenizer": None if model.tokenizer is None else _model_stamp(model.tokenizer),
         "--revision": model.revision,
         "--dtype": model.dtype,
         "--quantization": model.quantization,
         "--max-model-len": model.max_model_len,
-        "--chat-template": _template_stamp(text.chat_template),
+        "--chat-template": _text_stamp(text.chat_template),
         "--chat-template-content-format": text.chat_template_content_format,
         "--trust-request-chat-template": text.allow_request_chat_template,
         "--special-tokens-in-content": text.special_tokens_in_content,
         "--max-logprobs": text.max_logprobs,
         "--tool-call-parser": text.tool_parser,
         "--reasoning-parser": text.reasoning_parser,
-        "parser plugins": " ".join(text.parser_plugins),
+        "parser plugins": " ".join(_text_stamp(plugin) or "" for plugin in text.parser_plugins),
         "--strict": text.strict,
     }
     return {name: "" if value is None else str(value) for name, value in values.items()}
 
 
-def _folder_stamp(model: ModelConfig) -> str:
-    """Names, sizes and times of change of a local model's files, in short: cheap even where weights are large."""
-    folder = Path(model.model)
+def _model_stamp(model: str) -> str:
+    """A hub id as it is; a local folder by what is in it, so that a copy of it is the same model."""
+    folder = Path(model)
     if not folder.is_dir():
-        return ""
-    files = sorted(
-        (path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in folder.iterdir() if path.is_file()
-    )
-    return hashlib.sha256(repr(files).encode()).hexdigest()[:12]
+        return model
+    digest = hashlib.sha256()
+    for path in sorted(path for path in folder.rglob("*") if _is_of_model(path.relative_to(folder)) and path.is_file()):
+        digest.update(f"{path.relative_to(folder)}\0{path.stat().st_size}\0".encode(errors="surrogateescape"))
+        _digest_samples(path, digest)
+    return f"a folder with digest {digest.hexdigest()[:12]}"
 
 
-def _template_stamp(template: str | None) -> str | None:
-    """The template's text in short, whether it was given inline or as a path."""
-    if template is None:
+def _is_of_model(path: Path) -> bool:
+    """Whether a file of a model's folder may change results: not hidden ones, caches and texts for people."""
+    is_hidden = any(part.startswith((".", "__pycache__")) for part in path.parts)
+    return not is_hidden and path.suffix.lower() not in _TEXTS_FOR_PEOPLE
+
+
+def _digest_samples(path: Path, digest: hashlib._Hash) -> None:
+    """Digest a small file whole, and of a large one its start (where safetensors have their header) and samples: other
+    weights of the same shapes differ almost everywhere."""
+    with path.open("rb", buffering=0) as file:
+        digest.update(file.read(_WHOLE_FILE_BYTES))
+        size = os.fstat(file.fileno()).st_size
+        for number in range(_NUM_SAMPLES if size > _WHOLE_FILE_BYTES else 0):
+            digest.update(os.pread(file.fileno(), _SAMPLE_BYTES, size * number // _NUM_SAMPLES))
+
+
+def _text_stamp(text_or_path: str | None) -> str | None:
+    """A text in short, whether it was given inline or as a path."""
+    if text_or_path is None:
         return None
     try:
-        text = Path(template).read_text(encoding="utf-8", errors="replace")
+        text = Path(text_or_path).read_text(encoding="utf-8", errors="replace")
     except (OSError, ValueError):
-        text = template
+        text = text_or_path
     return hashlib.sha256(text.encode()).hexdigest()[:12]

@@ -8,12 +8,19 @@ Order is restored through offsets, sorted in bounded memory; results themselves 
 from __future__ import annotations
 
 import asyncio
+import errno
+import fcntl
+import hashlib
+import io
 import os
+import select
 import shutil
+import stat
 import struct
 import sys
+import termios
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -34,6 +41,10 @@ _ENTRY = struct.Struct(">QQI?")
 """Position, offset, length and whether it failed; big-endian, so that its bytes sort by position."""
 
 _STOP_CHECK_RESULTS = 4096
+_READER_WAIT_MS = 2000
+
+STAGED_NAME_CHARS = 40
+"""Of an output's name, its beginning names the staged file: no file system may find that name too long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +56,14 @@ class StagedFile:
 
     @classmethod
     def for_location(cls, location: Location, workspace: Path) -> StagedFile:
-        """Beside the file it will become, so that a rename brings it there; for all else in the run's workspace."""
+        """Beside the file it will become, so that a rename brings it there; for all else in the run's workspace.
+
+        The name has the workspace in it: runs with other workspaces may be writing the same output.
+        """
         if location.path is not None and not is_special(location.path):
             target = location.path.resolve()
-            return cls(target.with_name(f"{target.name}.incomplete"), location)
+            owner = hashlib.sha256(os.fsencode(workspace.resolve() / target.name)).hexdigest()[:8]
+            return cls(target.with_name(f"{target.name[:STAGED_NAME_CHARS]}.{owner}.incomplete"), location)
         return cls(workspace / f"{RESULTS_PREFIX}{location.tag}{''.join(Path(location.name).suffixes[-2:])}", location)
 
     @property
@@ -63,6 +78,10 @@ def refuse_unwritable(location: Location, source: Location) -> None:
         refuse_unknown_host(location)
     elif location.kind == "fsspec":
         file_system(location)
+    elif location.kind == "stdio" and sys.stdout is None:
+        raise OutputUnwritable(location.text, "standard output is closed.")
+    if location.is_remote and location.place == source.place:
+        raise OutputUnwritable(location.display, "it is the same place as the input.")
     if location.path is None:
         return
     try:
@@ -110,9 +129,10 @@ def write_results(
                     raise RunInterrupted("Interrupted while writing the output.")
     except OSError as exc:
         reason = exc.strerror or str(exc)
+        kept = "All results are saved; fix the problem and run the same command again."
+        lost = "The journal with all results is gone: was its folder removed?"
         raise RunFailed(
-            f"The results cannot be written to {output.path}: {reason}. All of them are saved beside it: "
-            "run the same command again when that is mended."
+            f"Cannot write the results to {output.path}: {reason}. {kept if journal.is_in_place() else lost}"
         ) from exc
     if count != num_lines:
         raise RunFailed(f"The journal holds {count} results for {num_lines} lines; pass --no-resume to start over.")
@@ -136,13 +156,31 @@ async def deliver(staged: StagedFile) -> None:
 
 
 def _copy_out(staged: StagedFile) -> None:
-    with staged.path.open("rb") as file:
-        if staged.location.path is None:
-            shutil.copyfileobj(file, sys.stdout.buffer, 1 << 20)
-            sys.stdout.buffer.flush()
-        else:
-            with staged.location.path.open("wb") as target:
-                shutil.copyfileobj(file, target, 1 << 20)
+    """Raises: OSError, also where a pipe's reader has left before it had read everything."""
+    with ExitStack() as stack:
+        file = stack.enter_context(staged.path.open("rb"))
+        path = staged.location.path
+        target = sys.stdout.buffer if path is None else stack.enter_context(path.open("wb"))
+        shutil.copyfileobj(file, target, 1 << 20)
+        target.flush()
+        with suppress(io.UnsupportedOperation):  # a stream that is no file, put in the place of standard output
+            _refuse_lost_tail(target.fileno())
+
+
+def _refuse_lost_tail(fd: int) -> None:
+    """Give a pipe's reader a moment to read what is still in the pipe. Raises: BrokenPipeError if it leaves instead.
+
+    A reader that only takes its time is trusted to go on.
+    """
+    if not stat.S_ISFIFO(os.fstat(fd).st_mode):
+        return
+    poll = select.poll()
+    poll.register(fd, 0)
+    for _ in range(_READER_WAIT_MS // 10):
+        if not int.from_bytes(fcntl.ioctl(fd, termios.FIONREAD, bytes(4)), sys.byteorder):
+            return
+        if poll.poll(10):
+            raise BrokenPipeError(errno.EPIPE, "its reader has left before it had read everything")
 
 
 @contextmanager

@@ -13,16 +13,19 @@ import stat
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 from batchline.batch.compression import MAGIC_BYTES, codec_of, decompressed_chunks
 from batchline.batch.disk_full import input_failure, is_disk_full
 from batchline.batch.download import download
+from batchline.batch.index import open_regular
 from batchline.batch.locations import Location
 from batchline.batch.remote import file_system
 from batchline.errors import InputUnreadable, RunInterrupted
 
 _POLL_S = 0.2
+_VERSION_FIELDS = ("size", "ETag", "etag", "LastModified", "last_modified", "mtime", "updated", "generation", "blob_id")
+_CHANGED = "it changed while it was being read; run the same command again."
 
 
 def refuse_unreadable(location: Location) -> None:
@@ -72,11 +75,15 @@ async def _stage(location: Location, folder: Path, should_stop: Callable[[], boo
 def _stage_path(path: Path, staged: Path, location: Location, should_stop: Callable[[], bool]) -> bool:
     """Decompress the file at `path` into `staged` if it is compressed. Returns whether it was."""
     staged.unlink(missing_ok=True)
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         if codec_of(file.read(MAGIC_BYTES), location.name) is None:
             return False
         file.seek(0)
+        before = os.fstat(file.fileno())
         _copy(file, staged, location, should_stop)
+        after = os.fstat(file.fileno())
+    if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
+        raise InputUnreadable(location.display, _CHANGED)
     return True
 
 
@@ -84,8 +91,11 @@ def _stage_stream(location: Location, staged: Path, should_stop: Callable[[], bo
     if location.kind == "fsspec":
         fs, path = file_system(location)
         try:
+            before = _version(fs, path)
             with fs.open(path, "rb") as file:
                 _copy(file, staged, location, should_stop)
+            if _version(fs, path) != before:
+                raise InputUnreadable(location.display, _CHANGED)
         except (InputUnreadable, RunInterrupted):
             raise
         except Exception as exc:
@@ -99,6 +109,13 @@ def _stage_stream(location: Location, staged: Path, should_stop: Callable[[], bo
     else:
         with location.path.open("rb") as pipe:
             _copy(cast(BinaryIO, _InterruptibleReader(pipe, should_stop)), staged, location, should_stop)
+
+
+def _version(fs: Any, path: str) -> list[Any]:
+    """What changes when a remote file is written anew, as far as its file system says."""
+    fs.invalidate_cache()
+    info = fs.info(path)
+    return [info.get(name) for name in _VERSION_FIELDS]
 
 
 def _copy(file: BinaryIO, staged: Path, location: Location, should_stop: Callable[[], bool]) -> None:

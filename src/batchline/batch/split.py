@@ -22,7 +22,7 @@ from batchline.batch import lines
 from batchline.batch.durable import move_into_place
 from batchline.batch.locations import STDIO, Location, parse_location
 from batchline.batch.options import Limits
-from batchline.batch.sink import refuse_unwritable
+from batchline.batch.sink import STAGED_NAME_CHARS, refuse_unwritable
 from batchline.batch.sorting import RecordSorter
 from batchline.batch.source import refuse_unreadable, stage_input
 from batchline.errors import InputUnreadable, LineError, OutputUnwritable, UsageError
@@ -65,7 +65,7 @@ def split_file(input_file: str, folder: Path, limits: Limits) -> list[Path]:
 def _parts(path: Path, limits: Limits, display: str) -> Iterator[Iterator[bytes]]:
     """One iterator of lines for each part; each must be exhausted before the next is taken."""
     with path.open("rb", buffering=1 << 20) as file:
-        numbered = _Peekable(file)
+        numbered = _Peekable(file, display)
         while numbered.peek() is not None:
             yield _part(numbered, limits, display)
 
@@ -84,10 +84,12 @@ def _part(source: _Peekable, limits: Limits, display: str) -> Iterator[bytes]:
 
 
 class _Peekable:
-    """Non-blank lines of a file, each ending in a line end, with the next one visible."""
+    """Non-blank lines of a file, each ending in a line end, with the next one visible. Raises: UsageError for a line
+    that is too long to be held."""
 
-    def __init__(self, file: BinaryIO) -> None:
+    def __init__(self, file: BinaryIO, display: str) -> None:
         self._file = file
+        self._display = display
         self._line: bytes | None = None
         self.line_number = 0
         self.advance()
@@ -98,8 +100,10 @@ class _Peekable:
 
     def advance(self) -> None:
         """Move on to the next line that is not blank."""
-        for line in self._file:
+        while line := self._file.readline(lines.MAX_LINE_BYTES):
             self.line_number += 1
+            if len(line) == lines.MAX_LINE_BYTES and not line.endswith(b"\n"):
+                raise UsageError(f"Line {self.line_number} of {self._display}: {lines.too_long_error().message}")
             if not line.isspace():
                 self._line = line.rstrip(b"\r\n") + b"\n"
                 return
@@ -185,10 +189,10 @@ def _hash(custom_id: str | None) -> bytes:
 
 def _write_whole(target: Path, content: Iterator[bytes]) -> int:
     """Write lines to `target` by way of a rename, or nothing at all. Returns how many."""
-    incomplete = target.with_name(f"{target.name}.incomplete")
+    incomplete = target.with_name(f"{target.name[:STAGED_NAME_CHARS]}.{os.urandom(4).hex()}.incomplete")
     count = 0
     try:
-        with incomplete.open("wb", buffering=1 << 20) as file:
+        with incomplete.open("xb", buffering=1 << 20) as file:
             for line in content:
                 file.write(line)
                 count += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from types import TracebackType
 
 from rich.console import Console
@@ -39,7 +40,8 @@ class LiveBar:
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._bar.stop()
+        with suppress(OSError, ValueError):  # a terminal that is gone
+            self._bar.stop()
         logging.getLogger().removeHandler(self._handler)
 
     def phase(self, text: str) -> None:

@@ -25,6 +25,7 @@ from batchline.cli.plan import plan
 from batchline.cli.run_batch import run_batch
 from batchline.cli.serve import serve
 from batchline.cli.split_merge import merge, split
+from batchline.cli.terminal import tell
 from batchline.cli.upload import upload
 from batchline.errors import BatchlineError, RunInterrupted, UsageError
 
@@ -70,19 +71,29 @@ def command(arguments: Sequence[str] | None = None) -> NoReturn:
     The interpreter is not taken apart: with a model's libraries loaded that takes more than a second, and by then
     everything that matters is on disk.
     """
+    _open_missing_streams()
     try:
         main(arguments)
     except SystemExit as exc:
         code = exc.code if isinstance(exc.code, int) else int(exc.code is not None)
         if isinstance(exc.code, str):
-            typer.echo(exc.code, err=True)
+            tell(exc.code)
     else:
         code = 0
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):  # a pipe that nobody reads any more
-            stream.flush()
+        if stream is not None:
+            with suppress(OSError, ValueError):  # a pipe that nobody reads any more
+                stream.flush()
     os._exit(code)
+
+
+def _open_missing_streams() -> None:
+    """Put the null device in the place of standard streams that were closed: else the next files that are opened take
+    their numbers, and what a library prints lands in the journal."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(fd)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -90,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         app(args=None if arguments is None else list(arguments), prog_name="batchline")
     except BatchlineError as exc:
-        typer.echo(f"Error: {exc}" if not isinstance(exc, RunInterrupted) else str(exc), err=True)
+        tell(f"Error: {exc}" if not isinstance(exc, RunInterrupted) else str(exc))
         sys.exit(exit_code(exc))
 
 

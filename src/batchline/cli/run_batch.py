@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from contextlib import ExitStack
 from typing import Annotated
 
@@ -13,7 +12,7 @@ from batchline.cli.config_file import takes_config_file
 from batchline.cli.model_options import ModelOptions, takes_model_options
 from batchline.cli.option_groups import takes_options
 from batchline.cli.run_options import RunFileOptions
-from batchline.cli.terminal import open_reporter, print_summary
+from batchline.cli.terminal import open_reporter, print_summary, tell
 
 _METRICS = "Metrics"
 
@@ -52,6 +51,5 @@ def run_batch(
 
 def _stop_at_once() -> None:
     """Leave without waiting for threads: the journal is whole at every moment."""
-    sys.stderr.write("Stopped. Finished results are saved; run the same command again to resume.\n")
-    sys.stderr.flush()
+    tell("Stopped. Finished results are saved; run the same command again to resume.")
     os._exit(130)

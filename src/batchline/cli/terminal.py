@@ -9,7 +9,7 @@ import logging
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import typer
 
@@ -22,7 +22,7 @@ LINE_INTERVAL_S = 5.0
 @contextmanager
 def open_reporter() -> Iterator[Reporter]:
     """The reporter that suits standard error, with log records shown beside it."""
-    if sys.stderr.isatty():
+    if sys.stderr is not None and sys.stderr.isatty():
         from batchline.cli.live_bar import LiveBar  # rich is only needed on a terminal
 
         with LiveBar() as bar:
@@ -30,6 +30,12 @@ def open_reporter() -> Iterator[Reporter]:
         return
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     yield LineReporter()
+
+
+def tell(text: str) -> None:
+    """One line on standard error; if that is closed or nobody reads it any more, nothing."""
+    with suppress(OSError, ValueError):
+        typer.echo(text, err=True)
 
 
 class LineReporter:
@@ -40,18 +46,18 @@ class LineReporter:
 
     def phase(self, text: str) -> None:
         """One line."""
-        typer.echo(text, err=True)
+        tell(text)
 
     def warn(self, text: str) -> None:
         """One line."""
-        typer.echo(f"Warning: {text}", err=True)
+        tell(f"Warning: {text}")
 
     def progress(self, progress: Progress) -> None:
         """One line, at most every `LINE_INTERVAL_S`, and one at the end."""
         now = time.monotonic()
         if now >= self._next_line_at or progress.done == progress.total:
             self._next_line_at = now + LINE_INTERVAL_S
-            typer.echo(progress_text(progress), err=True)
+            tell(progress_text(progress))
 
 
 def progress_text(progress: Progress) -> str:
@@ -80,7 +86,7 @@ def duration(seconds: float) -> str:
 def print_summary(summary: RunSummary) -> None:
     """The end of a run, for people."""
     for line in summary_lines(summary):
-        typer.echo(line, err=True)
+        tell(line)
 
 
 def summary_lines(summary: RunSummary) -> list[str]:
