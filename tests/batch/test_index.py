@@ -25,8 +25,8 @@ def test_lines_are_read_by_position(tmp_path: Path) -> None:
     source = tmp_path / "in"
     source.write_bytes(b"first\n\nsecond\n")
     with closing(LineIndex(tmp_path / "index")) as index:
-        index.append(LineSpan(0, 6, 1), b"first\n")
-        index.append(LineSpan(7, 7, 3), b"second\n")
+        index.append(0, 6, 1, b"first\n")
+        index.append(7, 7, 3, b"second\n")
         index.flush()
         assert len(index) == 2
         with closing(LineReader(source, index)) as reader:
@@ -37,8 +37,8 @@ def test_lines_are_read_by_position(tmp_path: Path) -> None:
 def test_a_line_that_is_not_the_one_that_was_indexed_is_refused(tmp_path: Path) -> None:
     (tmp_path / "in").write_bytes(b"first\nother\n")
     with closing(LineIndex(tmp_path / "index")) as index:
-        index.append(LineSpan(0, 6, 1), b"first\n")
-        index.append(LineSpan(6, 6, 2), b"again\n")
+        index.append(0, 6, 1, b"first\n")
+        index.append(6, 6, 2, b"again\n")
         index.flush()
         with closing(LineReader(tmp_path / "in", index)) as reader:
             assert reader.read(0)[0] == b"first\n"

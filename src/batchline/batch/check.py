@@ -20,7 +20,7 @@ import numpy as np
 from batchline.backends.base import API_ENDPOINTS
 from batchline.batch import lines
 from batchline.batch.disk_full import input_failure
-from batchline.batch.index import LineIndex, LineReader, LineSpan, PositionSet, open_regular
+from batchline.batch.index import LineIndex, LineReader, PositionSet, open_regular
 from batchline.batch.options import Limits
 from batchline.batch.sorting import RecordSorter, column
 from batchline.errors import LineError, RunInterrupted, UsageError
@@ -191,7 +191,7 @@ class _CheckPass:
         report = self.report
         position = report.num_lines
         report.num_lines += 1
-        self._index.append(LineSpan(start, len(raw), line_number), raw)
+        self._index.append(start, len(raw), line_number, raw)
         value: object = None
         try:
             value = lines.load_json(raw)
@@ -223,7 +223,7 @@ class _CheckPass:
     def _add_too_long(self, start: int, length: int, line_number: int, raw: bytes) -> None:
         position = self.report.num_lines
         self.report.num_lines += 1
-        self._index.append(LineSpan(start, min(length, 2**32 - 1), line_number), raw)
+        self._index.append(start, min(length, 2**32 - 1), line_number, raw)
         self.report.add_fault(position, line_number, None, lines.too_long_error())
 
     def find_duplicates(self, reader: LineReader) -> None:

@@ -39,7 +39,8 @@ _ALTERNATE_STACK_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Crash:
-    """How a process died. token: tells crashes apart. positions: the first lines of the requests in flight."""
+    """How a process died. token: tells crashes apart. positions: the first lines of the requests in flight, and of some
+    whose results are durable."""
 
     token: str
     fault: str
@@ -99,7 +100,10 @@ class Suspects:
 
 
 class InFlight:
-    """The file of positions in flight. Writes are not synced: the page cache survives the process."""
+    """The file of positions in flight. Writes are not synced: the page cache survives the process.
+
+    A seat keeps its position until another takes it: who reads the file knows from the journal what is durable.
+    """
 
     def __init__(self, path: Path) -> None:
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
@@ -110,22 +114,18 @@ class InFlight:
         """A request starts. position: of its first line."""
         seat = self._free.pop() if self._free else len(self._seats)
         self._seats[position] = seat
-        self._write(seat, position + 1)
+        with suppress(OSError):  # on a full disk: then a crash accuses one request less
+            os.pwrite(self._fd, _SEAT.pack(position + 1), seat * _SEAT.size)
 
     def leave(self, position: int) -> None:
         """Its result is durable. A position that has no seat is ignored."""
         seat = self._seats.pop(position, None)
         if seat is not None:
             self._free.append(seat)
-            self._write(seat, 0)
 
     def close(self) -> None:
         """Close the file."""
         os.close(self._fd)
-
-    def _write(self, seat: int, number: int) -> None:
-        with suppress(OSError):  # on a full disk: then a crash accuses one request less
-            os.pwrite(self._fd, _SEAT.pack(number), seat * _SEAT.size)
 
 
 @contextmanager

@@ -72,9 +72,9 @@ class LineIndex:
         self._pending = bytearray()
         self._count = 0
 
-    def append(self, span: LineSpan, raw: bytes) -> None:
+    def append(self, offset: int, length: int, line_number: int, raw: bytes) -> None:
         """Add the next position. raw: what a `LineReader` must find there."""
-        self._pending += _ENTRY.pack(span.offset, span.length, span.line_number, hash(raw))
+        self._pending += _ENTRY.pack(offset, length, line_number, hash(raw))
         self._count += 1
         if len(self._pending) >= _FLUSH_BYTES:
             self.flush()
