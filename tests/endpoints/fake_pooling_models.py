@@ -66,6 +66,7 @@ class FakePairModel:
 
     name = "fake-cross-encoder"
     max_model_len = 32
+    vocab_size = 1000
     num_special_tokens = 3
 
     def __init__(self) -> None:

@@ -5,6 +5,7 @@ Imports torch and transformers, which takes seconds: `in_process` does so when i
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -52,6 +53,8 @@ from batchline.text.tokenizer import Tokenizer, from_transformers
 if TYPE_CHECKING:
     from batchline.pooling.cross_encoder import CrossEncoderModel
     from batchline.pooling.embedding import EmbeddingModel
+
+logger = logging.getLogger(__name__)
 
 NUM_TEXT_THREADS = 2
 """Threads that render and tokenize, ahead of the engine. Tokenizers release the interpreter lock."""
@@ -104,6 +107,7 @@ def _load_generative_model(config: EngineConfig, memory: CacheMemory | None) -> 
         parts.callback(executor.shutdown, wait=False)
         engine = AsyncEngine(config, memory)
         parts.callback(engine.close)
+        _warn_of_unknown_tokens(config.model.names[0], text.tokenizer.vocab_size, engine.vocab_size)
         model = GenerativeModel(
             name=config.model.names[0], engine=engine, text=text, config=config.text, executor=executor
         )
@@ -111,6 +115,18 @@ def _load_generative_model(config: EngineConfig, memory: CacheMemory | None) -> 
         if text.control_tokens is not None:
             parts.callback(text.control_tokens.report)
         return _generative_model(model, engine, reranker, parts)
+
+
+def _warn_of_unknown_tokens(name: str, num_tokens: int, vocab_size: int) -> None:
+    """num_tokens: of the tokenizer."""
+    if num_tokens > vocab_size:
+        logger.warning(
+            "%s: its tokenizer has %d tokens, but the model has embeddings for %d (tokens were added and the model was "
+            "never resized); requests whose text holds one of the others are answered with a 400",
+            name,
+            num_tokens,
+            vocab_size,
+        )
 
 
 def _generative_model(
@@ -197,6 +213,7 @@ def _pooling_model(
 ) -> LoadedModel:
     with ExitStack() as parts:
         parts.callback(model.close)
+        _warn_of_unknown_tokens(model.name, len(model.transformers_tokenizer), model.vocab_size)
         return LoadedModel(
             endpoints={
                 **_pooling_endpoints(scorer, embedder, strict=strict),

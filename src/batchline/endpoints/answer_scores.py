@@ -19,7 +19,7 @@ from batchline.checkpoints.files import read_json
 from batchline.config import ModelConfig
 from batchline.endpoints.embedders import EngineEmbedder
 from batchline.endpoints.model import GenerativeModel, TextParts
-from batchline.endpoints.pooling_limits import check_lengths, engine_errors_answered, resolve_truncation
+from batchline.endpoints.pooling_limits import check_sequences, engine_errors_answered, resolve_truncation
 from batchline.endpoints.scorers import Scores, ScoringTask, checked_scores
 from batchline.errors import BadRequest, UnsupportedModel
 from batchline.pooling.batching import TokenSequence
@@ -187,7 +187,12 @@ class AnswerScorer:
             lambda: [pair_format.encode(*pair, max_tokens) for pair in zip(firsts, task.seconds, strict=True)]
         )
         sequences = [TokenSequence(token_ids=row) for row in rows]
-        check_lengths(sequences, max_model_len=self._embedder.max_model_len, param=task.names[1])
+        check_sequences(
+            sequences,
+            max_model_len=self._embedder.max_model_len,
+            vocab_size=self._embedder.vocab_size,
+            param=task.names[1],
+        )
         with engine_errors_answered():
             hidden = await self._embedder.hidden_states(sequences, priority=task.priority)
         return checked_scores(self._scores(hidden, task.use_activation), sequences)

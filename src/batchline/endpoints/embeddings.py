@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from batchline.endpoints.embedders import Embedder
-from batchline.endpoints.pooling_limits import check_lengths, engine_errors_answered, resolve_truncation
+from batchline.endpoints.pooling_limits import check_sequences, engine_errors_answered, resolve_truncation
 from batchline.endpoints.prompts import check_vocabulary
 from batchline.errors import BadRequest, InternalServerError
 from batchline.openai_api.common import Prompt, Usage
@@ -57,7 +57,12 @@ async def _tokenize(request: EmbeddingsRequest, model: Embedder) -> list[TokenSe
         sequences = [model.from_token_ids(conversation.token_ids, max_tokens=max_tokens)]
     else:
         sequences = await _tokenize_input(request.input or (), request, model, max_tokens)
-    check_lengths(sequences, max_model_len=model.max_model_len, param="input" if request.input else "messages")
+    check_sequences(
+        sequences,
+        max_model_len=model.max_model_len,
+        vocab_size=model.vocab_size,
+        param="input" if request.input else "messages",
+    )
     return sequences
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from batchline.errors import BadRequest, EngineDead, EngineError, InternalServerError
+from batchline.endpoints.prompts import check_vocabulary
+from batchline.errors import BadRequest, EngineDead, EngineError, InternalServerError, RequestRefused
 from batchline.pooling.batching import TokenSequence
 
 
@@ -30,8 +31,8 @@ def resolve_truncation(keep: int | None, *, max_model_len: int, num_special_toke
     return keep
 
 
-def check_lengths(sequences: Sequence[TokenSequence], *, max_model_len: int, param: str) -> None:
-    """Every sequence has tokens and fits the model. Raises: BadRequest naming the first that does not."""
+def check_sequences(sequences: Sequence[TokenSequence], *, max_model_len: int, vocab_size: int, param: str) -> None:
+    """Every sequence has tokens, fits the model and holds only tokens that it knows. Raises: BadRequest naming one."""
     for index, sequence in enumerate(sequences):
         which = f"{param}[{index}]" if len(sequences) > 1 else param
         if not len(sequence):
@@ -42,6 +43,8 @@ def check_lengths(sequences: Sequence[TokenSequence], *, max_model_len: int, par
                 f"tokens ({which}). Shorten the prompt or set truncate_prompt_tokens.",
                 param=which,
             )
+        if max(sequence.token_ids) >= vocab_size:
+            check_vocabulary(sequence.token_ids, vocab_size, which)
 
 
 @contextmanager
@@ -51,5 +54,7 @@ def engine_errors_answered() -> Iterator[None]:
         yield
     except EngineDead:
         raise
+    except RequestRefused as exc:
+        raise BadRequest(str(exc)) from exc
     except EngineError as exc:
         raise InternalServerError("The model failed on this request") from exc

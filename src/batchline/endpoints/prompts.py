@@ -52,6 +52,8 @@ def encode_prompt(
         if body.truncate_prompt_tokens is None:
             _refuse_far_too_long(rendered.text, model)
         token_ids = rendered.token_ids(model.tokenizer, add_special_tokens=add_special_tokens)
+        if model.tokenizer.vocab_size > model.engine.vocab_size:
+            check_known(token_ids, model, "prompt")
     else:
         token_ids = check_vocabulary(rendered, model.engine.vocab_size, "prompt")
     num_reserved = _num_reserved(max_tokens, default_max_tokens, model)
@@ -71,6 +73,18 @@ def check_vocabulary(token_ids: tuple[int, ...], vocab_size: int, field: str) ->
                 f"{field}: token id {token_id} is out of the vocabulary of {vocab_size} tokens", param=field
             )
     return token_ids
+
+
+def check_known(token_ids: tuple[int, ...], model: GenerativeModel, field: str) -> None:
+    """Raises: BadRequest for a token of the tokenizer that the model has no embedding for."""
+    for token_id in token_ids:
+        if token_id >= model.engine.vocab_size:
+            token = model.tokenizer.added_token(token_id)
+            raise BadRequest(
+                f"{field}: the token {token_id if token is None else repr(token)} is known to the tokenizer of "
+                f"{model.name}, but not to the model, which has embeddings for {model.engine.vocab_size} tokens",
+                param=field,
+            )
 
 
 def _refuse_far_too_long(text: str, model: GenerativeModel) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from batchline.endpoints.model import GenerativeModel
-from batchline.endpoints.prompts import check_vocabulary
+from batchline.endpoints.prompts import check_known, check_vocabulary
 from batchline.engine.request import SamplingParams
 from batchline.errors import BadRequest
 from batchline.openai_api.generation import GenerationBody
@@ -54,7 +54,7 @@ def sampling_params(
         allowed_token_ids=(
             None if body.allowed_token_ids is None else _token_ids(body.allowed_token_ids, model, "allowed_token_ids")
         ),
-        bad_words_ids=bad_words_ids(body.bad_words, model.tokenizer),
+        bad_words_ids=_known_bad_words(body, model),
     )
 
 
@@ -88,6 +88,13 @@ def bad_words_ids(words: tuple[str, ...], tokenizer: Tokenizer) -> tuple[tuple[i
         if spaced[-len(bare) :] != bare:
             sequences.append(spaced)
     return tuple(sequences)
+
+
+def _known_bad_words(body: GenerationBody, model: GenerativeModel) -> tuple[tuple[int, ...], ...]:
+    words = bad_words_ids(body.bad_words, model.tokenizer)
+    for token_ids in words:
+        check_known(token_ids, model, "bad_words")
+    return words
 
 
 def _first(given: T | None, default: T | None, fallback: T) -> T:

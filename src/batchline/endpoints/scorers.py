@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchline.endpoints.embedders import Embedder
-from batchline.endpoints.pooling_limits import check_lengths, engine_errors_answered, resolve_truncation
+from batchline.endpoints.pooling_limits import check_sequences, engine_errors_answered, resolve_truncation
 from batchline.errors import BadRequest, InternalServerError
 from batchline.pooling.batching import TokenSequence
 from batchline.pooling.tokenizing import Role
@@ -63,6 +63,8 @@ class PairModel(Protocol):
     @property
     def max_model_len(self) -> int: ...
     @property
+    def vocab_size(self) -> int: ...
+    @property
     def num_special_tokens(self) -> int: ...
 
     async def tokenize_pairs(
@@ -93,7 +95,9 @@ class PairScorer:
         firsts = task.firsts if len(task.firsts) > 1 else [task.firsts[0]] * len(task.seconds)
         pairs = list(zip(firsts, task.seconds, strict=True))
         sequences = await self._model.tokenize_pairs(pairs, max_tokens=max_tokens)
-        check_lengths(sequences, max_model_len=self._model.max_model_len, param=task.names[1])
+        check_sequences(
+            sequences, max_model_len=self._model.max_model_len, vocab_size=self._model.vocab_size, param=task.names[1]
+        )
         with engine_errors_answered():
             scores = await self._model.score(
                 sequences, use_activation=task.use_activation is not False, priority=task.priority
@@ -129,7 +133,9 @@ class SimilarityScorer:
         )
         role = ROLES[side] if task.are_queries else None
         sequences = await embedder.tokenize(texts, role=role, max_tokens=max_tokens)
-        check_lengths(sequences, max_model_len=embedder.max_model_len, param=task.names[side])
+        check_sequences(
+            sequences, max_model_len=embedder.max_model_len, vocab_size=embedder.vocab_size, param=task.names[side]
+        )
         return sequences
 
 

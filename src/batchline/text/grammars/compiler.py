@@ -128,7 +128,9 @@ class GrammarCompiler:
         raise BadRequest(f"{constraint.field}: no text of this model can satisfy it: {reason}", param=constraint.field)
 
     def _special_tokens(self, text: str) -> tuple[int, ...]:
-        return special_token_ids(self._tokenizer, text)
+        token_ids = special_token_ids(self._tokenizer, text)
+        # one that the model does not have is never written, and the first of them would be taken for END
+        return token_ids if all(token_id < self._vocab_size for token_id in token_ids) else ()
 
     @cached_property
     def _sketch(self) -> str:
