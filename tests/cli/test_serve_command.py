@@ -69,7 +69,8 @@ def test_every_model_is_named_while_they_are_loaded() -> None:
     with serving(embed, "--model", rerank, "--log-level", "warning", said=said):
         pass
     assert said[0] == f"Loading {embed}; when first asked for: {rerank}"
-    assert said[1].startswith(f"Serving {embed}, {rerank} at http://127.0.0.1:")
+    assert said[1].startswith(f"{embed}: BertModel, float32 on cpu, kernels: ")
+    assert said[2].startswith(f"Serving {embed}, {rerank} at http://127.0.0.1:")
 
 
 def refusal(*arguments: str) -> str:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from batchline.errors import NotFound
+from batchline.model_record import ModelRecord
 
 API_ENDPOINTS = (
     "/v1/chat/completions",
@@ -66,12 +67,16 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """A model that a backend serves: its name, its other names, its context length and the endpoints it can answer."""
+    """A model that a backend serves: its name, its other names, its context length and the endpoints it can answer.
+
+    record: what runs, of a model that is in memory here.
+    """
 
     name: str
     aliases: tuple[str, ...] = ()
     max_model_len: int | None = None
     endpoints: tuple[str, ...] = ()
+    record: ModelRecord | None = None
 
 
 def unknown_path(url: str, models: Iterable[ServedModel]) -> NotFound:

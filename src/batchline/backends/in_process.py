@@ -60,12 +60,13 @@ class InProcessBackend:
         self._engines = tuple(engines)
         self._residency: ModelResidency[LoadedModel] = ModelResidency(self._keep_counts)
         self._unloaded = BackendStats()
+        self._has_started = False
 
     async def start(self) -> None:
         """Load the first model, so that a model that cannot be loaded is heard of now. Raises: ModelLoadError."""
         if self._engines:
             async with self._residency.use(self._loadables[self._engines[0].model.names[0]]):
-                pass
+                self._has_started = True
 
     def models(self) -> Sequence[ServedModel]:
         """The models, in the order they were given."""
@@ -143,6 +144,10 @@ class InProcessBackend:
             from batchline.backends.loaded_models import load  # imports torch and transformers, for seconds
 
             model = load(config, task, memory)
+        if self._has_started:  # whoever starts the backend looks at the first model's record
+            logger.info("loaded %s", model.record.text)
+            if model.record.warning is not None:
+                logger.warning("%s: %s", name, model.record.warning)
         return replace(model, close=partial(_close, model.close))
 
     def _keep_counts(self, model: LoadedModel) -> None:
@@ -157,6 +162,7 @@ class InProcessBackend:
             aliases=tuple(aliases),
             max_model_len=config.model.max_model_len if resident is None else resident.max_model_len,
             endpoints=ENDPOINTS[self._tasks[name]],
+            record=None if resident is None else resident.record,
         )
 
     def _attempts(self, request: EndpointRequest) -> Attempts[LoadedModel]:

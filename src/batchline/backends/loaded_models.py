@@ -46,6 +46,7 @@ from batchline.endpoints.tokenizing import TokenizedModel, detokenized, generati
 from batchline.engine.async_engine import AsyncEngine
 from batchline.engine.cache_memory import CacheMemory
 from batchline.errors import BadRequest, UnsupportedModel
+from batchline.model_record import ModelRecord
 from batchline.openai_api.chat import ChatCompletionRequest
 from batchline.text.control_tokens import RenderedChat
 from batchline.text.tokenizer import Tokenizer, from_transformers
@@ -76,6 +77,7 @@ class LoadedModel:
     company: which requests may run on it together.
     """
 
+    record: ModelRecord
     endpoints: Mapping[str, Endpoint]
     max_model_len: int
     is_alive: Callable[[], bool]
@@ -137,6 +139,7 @@ def _generative_model(
     embedder = EngineEmbedder(model, engine)
     scorer = _scorer_of(model, engine, embedder, reranker)
     return LoadedModel(
+        record=engine.record,
         endpoints={
             CHAT: _generating(chat_completion, model),
             COMPLETIONS: _generating(completion, model),
@@ -215,6 +218,7 @@ def _pooling_model(
         parts.callback(model.close)
         _warn_of_unknown_tokens(model.name, len(model.transformers_tokenizer), model.vocab_size)
         return LoadedModel(
+            record=model.record,
             endpoints={
                 **_pooling_endpoints(scorer, embedder, strict=strict),
                 **_tokenizing_endpoints(_tokenized_pooling(model, strict=strict)),

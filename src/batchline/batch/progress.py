@@ -14,6 +14,7 @@ from typing import Protocol, TypeVar
 
 from batchline.backends.base import BackendStats
 from batchline.batch.journal import Outcome
+from batchline.model_record import ModelRecord
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +27,8 @@ _WINDOW_S = 30.0
 class Progress:
     """One look at a run. Rates are over the last half minute; eta_s is None until there is a rate.
 
-    prompt_tokens, cached_tokens and output_tokens: the backend's counters since it was started.
+    prompt_tokens, cached_tokens and output_tokens: the backend's counters since it was started. models: those that it
+    has loaded.
     """
 
     done: int
@@ -40,6 +42,7 @@ class Progress:
     prompt_tokens_per_s: float = 0.0
     output_tokens_per_s: float = 0.0
     eta_s: float | None = None
+    models: tuple[ModelRecord, ...] = ()
 
 
 class Reporter(Protocol):
@@ -123,8 +126,9 @@ class Tally:
             self.failed += 1
             self.failures_by_code[outcome.status] = self.failures_by_code.get(outcome.status, 0) + 1
 
-    def snapshot(self, stats: BackendStats) -> Progress:
-        """How the run stands now. stats: the backend's counters, which move before whole answers arrive."""
+    def snapshot(self, stats: BackendStats, models: tuple[ModelRecord, ...] = ()) -> Progress:
+        """How the run stands now. stats: the backend's counters, which move before whole answers arrive. models: those
+        that it has loaded."""
         now = self._clock()
         self._samples.append((now, self.done, stats.prompt_tokens, stats.output_tokens))
         while now - self._samples[0][0] > _WINDOW_S and len(self._samples) > 2:
@@ -144,4 +148,5 @@ class Tally:
             prompt_tokens_per_s=(stats.prompt_tokens - prompt) / elapsed,
             output_tokens_per_s=(stats.output_tokens - output) / elapsed,
             eta_s=(self.total - self.done) / rate if rate > 0 else None,
+            models=models,
         )

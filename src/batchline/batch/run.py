@@ -33,6 +33,7 @@ from batchline.batch.stopping import unless_stopped
 from batchline.batch.summary import RunSummary
 from batchline.batch.workspace import Workspace, workspace_path
 from batchline.errors import RunFailed, RunInterrupted, UsageError
+from batchline.model_record import ModelRecord
 
 logger = logging.getLogger(__name__)
 
@@ -115,6 +116,7 @@ class BatchRun:
         self._disk = disk
         self._workspace = workspace
         self._reporter = reporter
+        self._models: dict[str, ModelRecord] = {}
         self._stop = stop
         self._open_files = contextlib.ExitStack()
         self._state: RunState | None = None
@@ -203,6 +205,7 @@ class BatchRun:
             backend = await asyncio.to_thread(open_backend)  # importing an engine takes seconds
             try:
                 await unless_stopped(backend.start(), self._stop)
+                self._tell_models(backend)
                 self._reporter.phase(f"Running {state.tally.total - state.tally.done:,} requests")
                 for items in _in_groups(checked.plan, state):
                     await self._run_requests(backend, Feeder(items, reader), state, in_flight)
@@ -236,12 +239,26 @@ class BatchRun:
             await runner.run(self._stop, self._options.grace_period_s)
         finally:
             ticker.cancel()
-            self._reporter.progress(state.tally.snapshot(_stats(backend)))
+            self._report(backend, state.tally)
 
     async def _report_progress(self, backend: Backend, tally: Tally) -> None:
         while True:
-            self._reporter.progress(tally.snapshot(_stats(backend)))
+            self._report(backend, tally)
             await asyncio.sleep(_PROGRESS_INTERVAL_S)
+
+    def _report(self, backend: Backend, tally: Tally) -> None:
+        self._tell_models(backend)
+        self._reporter.progress(tally.snapshot(_stats(backend), tuple(self._models.values())))
+
+    def _tell_models(self, backend: Backend) -> None:
+        """Say what runs, of each model once it is loaded."""
+        for model in backend.models():
+            if model.record is None or model.name in self._models:
+                continue
+            self._models[model.name] = model.record
+            self._reporter.phase(model.record.text)
+            if model.record.warning is not None:
+                self._reporter.warn(f"{model.name}: {model.record.warning}.")
 
     async def _deliver(self, state: RunState) -> None:
         options, folder = self._options, self._workspace.path
@@ -283,6 +300,7 @@ class BatchRun:
             output_tokens=tally.output_tokens,
             deduplicated=tally.copies,
             resumed=tally.resumed,
+            models=tuple(self._models.values()),
             output=self._options.output.display,
             error_file=error_output.display if error_output else None,
         )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from batchline.model_record import ModelRecord
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
@@ -13,6 +15,7 @@ class RunSummary:
     requests: result lines. failures_by_code: HTTP status, or the code of a line that could not be a request.
     prompt_tokens, cached_tokens and output_tokens: what was really computed or reused, copies not counted again.
     deduplicated: requests served by the answer of an identical one. resumed: lines that an earlier run did.
+    models: what ran, of every model that this run loaded.
     output, error_file: where the results are, as the user wrote it without the secrets of a URL.
     """
 
@@ -26,6 +29,7 @@ class RunSummary:
     deduplicated: int = 0
     resumed: int = 0
     wall_time_s: float = 0.0
+    models: tuple[ModelRecord, ...] = ()
     output: str = ""
     error_file: str | None = None
 

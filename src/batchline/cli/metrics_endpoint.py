@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from batchline.batch.progress import Progress, Reporter
 from batchline.errors import UsageError
+from batchline.model_record import ModelRecord
 from batchline.server.connections import allow_reuse, bind
 
 MAX_CONNECTIONS = 32
@@ -58,6 +59,7 @@ class MetricsReporter:
         ):
             full = f"batchline_run_{name}"
             lines += [f"# HELP {full} {text}", f"# TYPE {full} {kind}", f"{full} {value}"]
+        lines += _model_lines(latest.models)
         return "\n".join(lines) + "\n"
 
 
@@ -87,6 +89,20 @@ class _BoundedServer(ThreadingHTTPServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Say nothing of clients that go away."""
+
+
+def _model_lines(models: Iterable[ModelRecord]) -> list[str]:
+    """A gauge of value 1 whose labels tell what runs, one for each model."""
+    name = "batchline_model_info"
+    lines = [f"# HELP {name} What runs, by labels.", f"# TYPE {name} gauge"]
+    for model in models:
+        labels = ",".join(f'{key}="{_escaped(value)}"' for key, value in model.labels().items())
+        lines.append(f"{name}{{{labels}}} 1")
+    return lines
+
+
+def _escaped(value: str) -> str:
+    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from batchline.cli.model_options import ModelOptions
 from batchline.cli.option_groups import takes_options
 from batchline.cli.server_options import ServingOptions
 from batchline.errors import UsageError
+from batchline.model_record import ModelRecord
 from batchline.server.connections import bind
 from batchline.server.log_lines import SparingHandler
 from batchline.server.options import ServerOptions
@@ -52,7 +53,21 @@ def serve(
     from batchline.server.run import run
 
     names = ", ".join(name for engine in engines for name in engine.model.names)
-    run(InProcessBackend(engines), options, lambda url: typer.echo(f"Serving {names} at {url}", err=True))
+    backend = InProcessBackend(engines)
+
+    def say_ready(url: str) -> None:
+        for record in (model.record for model in backend.models()):
+            if record is not None:
+                _show(record)
+        typer.echo(f"Serving {names} at {url}", err=True)
+
+    run(backend, options, say_ready)
+
+
+def _show(record: ModelRecord) -> None:
+    typer.echo(record.text, err=True)
+    if record.warning is not None:
+        typer.echo(f"Warning: {record.name}: {record.warning}.", err=True)
 
 
 def _models(context: typer.Context, argument: str | None, options: list[str]) -> list[str]:

@@ -103,6 +103,7 @@ def summary_lines(summary: RunSummary) -> list[str]:
         lines.append(f"Deduplicated   {summary.deduplicated:,} requests served by an identical one's answer")
     if summary.resumed:
         lines.append(f"Resumed        {summary.resumed:,} requests done by an earlier run")
+    lines += [f"Model          {model.text}" for model in summary.models]
     lines.append(f"Wall time      {duration(summary.wall_time_s)}")
     lines.append(f"Output         {'standard output' if summary.output == '-' else summary.output}")
     if summary.error_file:

@@ -32,6 +32,7 @@ from batchline.engine.probe import OWN_ATTENTION, Probe, own_hidden_states, prob
 from batchline.engine.quantization import Int8Format, quantize_linears, use_int8_kernels
 from batchline.engine.row_positions import give_row_positions
 from batchline.errors import ModelLoadError, UnsupportedModel
+from batchline.model_record import NOT_BUILT
 from batchline.native.int8 import open_int8_kernels
 from batchline.native.library import NativeKernels, load_library, open_kernels
 
@@ -167,7 +168,7 @@ def why_no_kernels(config: ModelConfig, device: torch.device) -> str:
     if config.cpu_kernels == "off":
         return "they are turned off"
     if load_library() is None:
-        return "they were not built: no C++ compiler was found when Batchline was installed"
+        return NOT_BUILT
     if config.cpu_kernels != "auto" and open_kernels(config.cpu_kernels) is None:
         return f"this processor does not have {config.cpu_kernels}"
     return "the cache's block size is not a multiple of 16"

@@ -9,6 +9,8 @@ import logging
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
+
 from batchline.config import EngineConfig
 from batchline.engine.cache_memory import CacheMemory
 from batchline.engine.kv_cache import KVCache, bytes_per_block, choose_num_blocks
@@ -17,6 +19,7 @@ from batchline.engine.model_loader import LoadedModel
 from batchline.engine.model_runner import ModelRunner, StepRunner
 from batchline.engine.native_cache import NativeKVCache, padded
 from batchline.errors import ModelLoadError
+from batchline.model_record import ModelRecord, missing_kernels
 from batchline.native.library import NativeKernels, open_kernels
 from batchline.native.packing import PANEL
 
@@ -91,6 +94,34 @@ def choose_kernels(config: EngineConfig) -> NativeKernels | None:
     if config.cache.block_size % PANEL != 0:
         return None
     return open_kernels(config.model.cpu_kernels)
+
+
+def record_of(config: EngineConfig, loaded: LoadedModel, cache_bytes: int, max_model_len: int) -> ModelRecord:
+    """What runs, as the placement has settled it."""
+    kernels, warning = _kernels_in_use(config, loaded)
+    return ModelRecord(
+        name=config.model.names[0],
+        architecture=type(loaded.model).__name__,
+        dtype=str(loaded.dtype).removeprefix("torch."),
+        device=str(loaded.device),
+        kernels=kernels,
+        quantization=config.model.quantization or "none",
+        num_threads=config.model.num_threads or torch.get_num_threads(),
+        cache_bytes=cache_bytes,
+        max_model_len=max_model_len,
+        warning=warning,
+    )
+
+
+def _kernels_in_use(config: EngineConfig, loaded: LoadedModel) -> tuple[str, str | None]:
+    """(kernels as in a record, warning where they are missing and nobody asked for that)."""
+    execution = loaded.execution
+    if execution.kernels is not None:
+        return f"{execution.kernels}, {'fused layers' if execution.is_fused else 'attention'}", None
+    if loaded.device.type != "cpu":
+        return loaded.device.type, None
+    is_wanted = config.model.cpu_kernels != "off"
+    return f"none ({execution.reason})", missing_kernels(execution.reason) if is_wanted else None
 
 
 def place(config: EngineConfig, loaded: LoadedModel, memory: CacheMemory | None = None) -> Placement:

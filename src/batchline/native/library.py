@@ -215,6 +215,12 @@ class NativeKernels:
         check(status)
 
 
+def isa_name(wanted: CpuKernels) -> str:
+    """The instruction set that `open_kernels` takes, as options name it; `none` where it takes none."""
+    kernels = open_kernels(wanted)
+    return "none" if kernels is None else kernels.isa.name.lower()
+
+
 def open_kernels(wanted: CpuKernels) -> NativeKernels | None:
     """The kernels asked for: `auto` takes the best that this processor has, `off` none.
 

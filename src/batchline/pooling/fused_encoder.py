@@ -89,6 +89,11 @@ def fuse_encoder(transformer: Any, cpu_kernels: CpuKernels) -> Replaced:
     return [(parent, name, original)]
 
 
+def could_fuse(transformer: Any) -> bool:
+    """Whether the model is one that the native kernels know, were they there."""
+    return _can_fuse(transformer.model.base_model)
+
+
 def _can_fuse(model: Any) -> bool:
     if type(model) not in FUSIBLE or model.device.type != "cpu" or model.dtype not in DTYPES:
         return False

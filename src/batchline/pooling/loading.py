@@ -25,9 +25,11 @@ from batchline.checkpoints.formats import refuse_foreign_format
 from batchline.checkpoints.weights import LoadingReport, loading_reports, refuse_odd_numbers, refuse_wrong_weights
 from batchline.config import ModelConfig
 from batchline.errors import EngineOutOfMemory, ModelLoadError, UnsupportedModel
+from batchline.model_record import NOT_BUILT, ModelRecord, missing_kernels
+from batchline.native.library import isa_name, load_library
 from batchline.pooling.batching import BatchLimits, TokenSequence
 from batchline.pooling.features import make_features
-from batchline.pooling.fused_encoder import fuse_encoder
+from batchline.pooling.fused_encoder import could_fuse, fuse_encoder
 from batchline.pooling.packed_linear import can_pack, pack_linears, restore
 from batchline.pooling.worker import Rows
 
@@ -65,6 +67,24 @@ class LoadedPoolingModel:
     pad_token_id: int
     num_threads: int | None
     limits: BatchLimits
+    architecture: str
+    dtype: torch.dtype
+    kernels: str = "none"
+    warning: str | None = None
+
+    def record(self, name: str) -> ModelRecord:
+        """What runs, under the name that answers carry."""
+        return ModelRecord(
+            name=name,
+            architecture=self.architecture,
+            dtype=str(self.dtype).removeprefix("torch."),
+            device=str(self.device),
+            kernels=self.kernels,
+            quantization="none",
+            num_threads=self.num_threads or torch.get_num_threads(),
+            max_model_len=self.max_model_len,
+            warning=self.warning,
+        )
 
     def run_batch(self, sequences: Sequence[TokenSequence]) -> Rows:
         """(num_sequences, row_size) float32. Raises: EngineOutOfMemory."""
@@ -121,12 +141,14 @@ def load_pooling_model(
         tokenizer=tokenizer,
         device=device,
         max_model_len=_choose_max_model_len(config, transformer, tokenizer),
-        vocab_size=int(transformer.model.get_input_embeddings().num_embeddings),
+        vocab_size=len(transformer.model.get_input_embeddings().weight),
         pad_token_id=next((i for i in (tokenizer.pad_token_id, pad_token_id) if i is not None), 0),
         num_threads=config.num_threads,
+        architecture=type(transformer.model).__name__,
+        dtype=dtype,
         limits=_choose_limits(config, device, can_pad=kind is SentenceTransformer or pad_token_id is not None),
     )
-    return _prepare(config, loaded, dtype)
+    return _prepare(config, loaded)
 
 
 def _from_pretrained(
@@ -213,27 +235,32 @@ def _choose_limits(config: ModelConfig, device: torch.device, *, can_pad: bool) 
     return BatchLimits(max_tokens=CPU_TOKENS_PER_THREAD * num_threads, max_padding=64, max_sequences=max_sequences)
 
 
-def _prepare(config: ModelConfig, loaded: LoadedPoolingModel, dtype: torch.dtype) -> LoadedPoolingModel:
+def _prepare(config: ModelConfig, loaded: LoadedPoolingModel) -> LoadedPoolingModel:
     """Run the model once as it is, then with what is faster, which stays if it works and agrees."""
-    probe = loaded.probe()
+    probe, dtype = loaded.probe(), loaded.dtype
     try:
-        loaded = replace(loaded, limits=_limits_that_keep_rows(loaded, probe, dtype))
+        loaded = replace(loaded, limits=_limits_that_keep_rows(loaded, probe))
         probe = probe[: loaded.limits.max_sequences]
         expected = loaded.run_batch(probe)
     except Exception as exc:  # the model's own code may raise anything
-        architecture = type(loaded.module[0].model).__name__
-        raise UnsupportedModel(config.model, f"a first batch of {architecture} failed ({_first_line(exc)})") from exc
+        raise UnsupportedModel(
+            config.model, f"a first batch of {loaded.architecture} failed ({_first_line(exc)})"
+        ) from exc
     tolerance = AGREEMENT_TOLERANCE.get(dtype, 0.0)
     fused = fuse_encoder(loaded.module[0], config.cpu_kernels)
     if fused and _agrees(loaded, probe, expected, tolerance):
         num_threads = config.num_threads or torch.get_num_threads()
-        return replace(loaded, limits=replace(FUSED_LIMITS, max_tokens=FUSED_LIMITS.max_tokens * num_threads))
+        limits = replace(FUSED_LIMITS, max_tokens=FUSED_LIMITS.max_tokens * num_threads)
+        return replace(loaded, limits=limits, kernels=f"{isa_name(config.cpu_kernels)}, whole encoder")
     restore(fused)
     packed = pack_linears(loaded.module) if can_pack(dtype, loaded.device) else []
     if packed and not _agrees(loaded, probe, expected, tolerance):
         logger.info("%s runs with its linear layers unpacked", config.model)
         restore(packed)
-    return loaded
+        packed = []
+    is_slow = could_fuse(loaded.module[0]) and config.cpu_kernels != "off" and load_library() is None
+    kernels = "none (linear layers in oneDNN's layout)" if packed else "none"
+    return replace(loaded, kernels=kernels, warning=missing_kernels(NOT_BUILT) if is_slow else None)
 
 
 def _is_out_of_memory(exc: Exception) -> bool:
@@ -241,12 +268,13 @@ def _is_out_of_memory(exc: Exception) -> bool:
     return isinstance(exc, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(exc)
 
 
-def _limits_that_keep_rows(loaded: LoadedPoolingModel, probe: list[TokenSequence], dtype: torch.dtype) -> BatchLimits:
+def _limits_that_keep_rows(loaded: LoadedPoolingModel, probe: list[TokenSequence]) -> BatchLimits:
     """The limits under which a sequence's row is the one that it has alone.
 
     Some encoders let padding into the rows (convolutions, Fourier transforms, landmarks): their batches hold sequences
     of one length. If sequences of one length change each other's rows too, each one runs alone.
     """
+    dtype = loaded.dtype
     alone = [loaded.run_batch([sequence]) for sequence in probe]
     if _are_close(loaded.run_batch(probe), np.concatenate(alone), dtype):
         return loaded.limits

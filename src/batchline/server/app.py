@@ -32,7 +32,7 @@ from batchline.server.service import Service
 def create_app(backend: Backend, options: ServerOptions) -> FastAPI:
     """The web application over a backend that is started and closed by the caller."""
     app = FastAPI(title="Batchline", redirect_slashes=False)
-    metrics = Metrics(backend.stats)
+    metrics = Metrics(backend.stats, backend.models)
     inference = Inference(backend, metrics, options.max_request_bytes)
     responses = ResponsesApi(
         backend, inference, max_request_bytes=options.max_request_bytes, max_running=options.max_in_flight

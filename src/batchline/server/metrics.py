@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from batchline.backends.base import BackendStats
+from batchline.backends.base import BackendStats, ServedModel
 
 _REQUEST_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -23,9 +23,12 @@ class Metrics:
     in_flight: requests that do work, queued or running. body_bytes: what the bodies of all requests take.
     """
 
-    def __init__(self, backend_stats: Callable[[], BackendStats]) -> None:
+    def __init__(
+        self, backend_stats: Callable[[], BackendStats], models: Callable[[], Iterable[ServedModel]] = tuple
+    ) -> None:
+        """models: those that the backend serves."""
         self._registry = CollectorRegistry()
-        self._registry.register(_BackendCollector(backend_stats))
+        self._registry.register(_BackendCollector(backend_stats, models))
         self.in_flight = Gauge(
             "batchline_requests_in_flight", "Requests being answered, waiting ones included", registry=self._registry
         )
@@ -104,8 +107,9 @@ def _adds_to_first_choice(chunk: Mapping[str, Any]) -> bool:
 class _BackendCollector(Collector):
     """The backend's own numbers, asked for when they are read."""
 
-    def __init__(self, stats: Callable[[], BackendStats]) -> None:
+    def __init__(self, stats: Callable[[], BackendStats], models: Callable[[], Iterable[ServedModel]]) -> None:
         self._stats = stats
+        self._models = models
 
     def collect(self) -> Iterable[Metric]:
         stats = self._stats()
@@ -116,3 +120,14 @@ class _BackendCollector(Collector):
         yield CounterMetricFamily("batchline_output_tokens", "Tokens generated", stats.output_tokens)
         for name, value in stats.gauges.items():
             yield GaugeMetricFamily(f"batchline_{name}", f"The backend's {name.replace('_', ' ')}", value)
+        yield _model_info(self._models())
+
+
+def _model_info(models: Iterable[ServedModel]) -> Metric:
+    """A gauge of value 1 whose labels tell what runs, one for each model in memory."""
+    records = [model.record for model in models if model.record is not None]
+    labels = list(records[0].labels()) if records else []
+    family = GaugeMetricFamily("batchline_model_info", "What runs, by labels", labels=labels)
+    for record in records:
+        family.add_metric(list(record.labels().values()), 1)
+    return family

@@ -1,0 +1,63 @@
+"""What runs: the facts of a loaded model that are shown when it starts, in a run's summary and on `/metrics`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelRecord:
+    """One loaded model, as the loader left it.
+
+    kernels: the instruction set and what runs on it, or `none` and why. cache_bytes: None for a model without a cache.
+    max_model_len: context length in tokens. warning: what makes it slower than it could be, and what to do about it.
+    """
+
+    name: str
+    architecture: str
+    dtype: str
+    device: str
+    kernels: str
+    quantization: str
+    num_threads: int
+    max_model_len: int
+    cache_bytes: int | None = None
+    warning: str | None = None
+
+    @property
+    def text(self) -> str:
+        """One line for people."""
+        parts = [
+            self.architecture,
+            f"{self.dtype} on {self.device}",
+            f"kernels: {self.kernels}",
+            f"quantization: {self.quantization}",
+            f"{self.num_threads} thread{'' if self.num_threads == 1 else 's'}",
+            "no cache" if self.cache_bytes is None else f"cache {self.cache_bytes / 2**20:,.0f} MiB",
+            f"context {self.max_model_len:,} tokens",
+        ]
+        return f"{self.name}: {', '.join(parts)}"
+
+    def labels(self) -> Mapping[str, str]:
+        """The same for a metric, every value as text."""
+        return {
+            "model": self.name,
+            "architecture": self.architecture,
+            "dtype": self.dtype,
+            "device": self.device,
+            "kernels": self.kernels,
+            "quantization": self.quantization,
+            "threads": str(self.num_threads),
+            "cache_bytes": str(self.cache_bytes or 0),
+            "max_model_len": str(self.max_model_len),
+        }
+
+
+NOT_BUILT = "they were not built: no C++ compiler was found when Batchline was installed"
+
+
+def missing_kernels(reason: str | None) -> str:
+    """The warning of a model that runs on torch alone."""
+    advice = "; install g++ or clang and reinstall Batchline" if reason == NOT_BUILT else ""
+    return f"no native kernels ({reason}): expect it to take about 2 to 4 times as long{advice}"

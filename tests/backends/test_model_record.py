@@ -1,0 +1,142 @@
+"""What runs is told: in the backend's models, at the start of a run and a server, in the summary and on /metrics."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchline import run_batch
+from batchline.backends.base import BackendStats, ServedModel
+from batchline.backends.in_process import InProcessBackend
+from batchline.batch.progress import Progress, SilentReporter
+from batchline.cli.metrics_endpoint import MetricsReporter
+from batchline.cli.terminal import summary_lines
+from batchline.config import CacheConfig, EngineConfig, ModelConfig
+from batchline.model_record import ModelRecord
+from batchline.native import library
+from batchline.server.metrics import Metrics
+
+MODELS = Path(__file__).parents[2] / "examples" / "models"
+CHAT = b'{"custom_id":"a","method":"POST","url":"/v1/completions","body":{"model":"m","prompt":"Hi","max_tokens":1}}\n'
+
+has_kernels = pytest.mark.skipif(library.load_library() is None, reason="the native kernels were not built")
+
+
+def config(name: str, **settings: Any) -> EngineConfig:
+    model = ModelConfig(
+        model=str(MODELS / name), served_names=("m",), dtype="float32", device="cpu", num_threads=1, **settings
+    )
+    return EngineConfig(model=model, cache=CacheConfig(num_bytes=8 << 20))
+
+
+async def record_of(name: str, **settings: Any) -> ModelRecord:
+    backend = InProcessBackend([config(name, **settings)])
+    assert [model.record for model in backend.models()] == [None], "nothing is in memory yet"
+    try:
+        await backend.start()
+        (served,) = backend.models()
+    finally:
+        await backend.close()
+    assert served.record is not None
+    assert served.record.max_model_len == served.max_model_len
+    return served.record
+
+
+@has_kernels
+async def test_generative_model_tells_all_that_runs() -> None:
+    record = await record_of("tiny-chat")
+    isa = library.isa_name("auto")
+    assert record.kernels == f"{isa}, fused layers"
+    assert record.warning is None
+    assert record.cache_bytes is not None
+    assert 7 << 20 < record.cache_bytes <= 8 << 20
+    assert record.text == (
+        f"m: LlamaForCausalLM, float32 on cpu, kernels: {isa}, fused layers, quantization: none, 1 thread, "
+        f"cache 8 MiB, context {record.max_model_len:,} tokens"
+    )
+
+
+@has_kernels
+async def test_embedding_model_and_cross_encoder_tell_what_runs() -> None:
+    for name, architecture in (("tiny-embed", "BertModel"), ("tiny-rerank", "BertForSequenceClassification")):
+        record = await record_of(name)
+        assert (record.architecture, record.kernels) == (architecture, f"{library.isa_name('auto')}, whole encoder")
+        assert "no cache" in record.text
+
+
+@has_kernels
+async def test_quantization_and_kernels_switched_off_are_told() -> None:
+    record = await record_of("tiny-chat", quantization="int8", cpu_kernels="off")
+    assert (record.quantization, record.kernels, record.warning) == ("int8", "none (they are turned off)", None)
+
+
+@pytest.mark.parametrize("name", ["tiny-chat", "tiny-embed"])
+async def test_kernels_that_were_not_built_are_a_warning_with_the_slowdown(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a compiler everything ran several times slower, and nothing but a line for debugging said so."""
+    absent = lambda: None  # noqa: E731
+    for module in ("native.library", "native.int8", "engine.model_loader", "pooling.loading"):
+        monkeypatch.setattr(f"batchline.{module}.load_library", absent, raising=False)
+    record = await record_of(name)
+    assert record.kernels.startswith("none")
+    assert record.warning is not None
+    assert "they were not built: no C++ compiler was found" in record.warning
+    assert "about 2 to 4 times as long; install g++ or clang" in record.warning
+
+
+class Recorder(SilentReporter):
+    def __init__(self) -> None:
+        self.phases: list[str] = []
+
+    def phase(self, text: str) -> None:
+        self.phases.append(text)
+
+
+def test_run_says_what_runs_once_and_sums_it_up(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_bytes(CHAT)
+    reporter = Recorder()
+    summary = run_batch(tmp_path / "in.jsonl", tmp_path / "out.jsonl", model=config("tiny-chat"), reporter=reporter)
+    (record,) = summary.models
+    assert record.architecture == "LlamaForCausalLM"
+    assert reporter.phases.count(record.text) == 1
+    assert f"Model          {record.text}" in summary_lines(summary)
+
+
+RECORD = ModelRecord(
+    name='a "b"',
+    architecture="LlamaForCausalLM",
+    dtype="bfloat16",
+    device="cpu",
+    kernels="avx512, fused layers",
+    quantization="int8",
+    num_threads=8,
+    max_model_len=4096,
+    cache_bytes=1 << 30,
+)
+SERIES = (
+    'architecture="LlamaForCausalLM"',
+    'kernels="avx512, fused layers"',
+    'quantization="int8"',
+    'max_model_len="4096"',
+    'model="a \\"b\\""',
+    'cache_bytes="1073741824"',
+)
+
+
+def test_metrics_of_a_server_carry_the_record() -> None:
+    models = [ServedModel(name="a", record=RECORD), ServedModel(name="asleep")]
+    lines = Metrics(BackendStats, lambda: models).render().decode().splitlines()
+    (line,) = [line for line in lines if line.startswith("batchline_model_info{")]
+    assert line.endswith("} 1.0")
+    assert all(label in line for label in SERIES)
+
+
+def test_metrics_of_a_run_carry_the_record() -> None:
+    reporter = MetricsReporter(SilentReporter())
+    reporter.progress(Progress(done=0, total=1, failed=0, resumed=0, models=(RECORD,)))
+    (line,) = [line for line in reporter.metrics_text().splitlines() if line.startswith("batchline_model_info{")]
+    assert line.endswith("} 1")
+    assert all(label in line for label in SERIES)
