@@ -54,6 +54,22 @@ def test_vector_is_the_one_that_the_text_has_alone(name: str, tmp_path: Path) ->
     model.close()
 
 
+def test_ibert_embeds_as_sentence_transformers(tmp_path: Path) -> None:
+    """Its embedding table is of a class of its own, and loading crashed with an AttributeError."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("ibert", **SIZES, max_position_embeddings=64)
+    folder = save_sentence_transformer(tmp_path, AutoModel.from_config(config))
+    source = texts(4, seed=3)
+    model = load_embedding_model(ModelConfig(model=folder, device="cpu"))
+
+    async def embed() -> Any:
+        return await model.embed(await model.tokenize(source))
+
+    expected = SentenceTransformer(folder, device="cpu").encode(source, batch_size=1)
+    np.testing.assert_allclose(asyncio.run(embed()), expected, atol=1e-5)
+    model.close()
+
+
 def test_other_encoders_go_on_padding(tmp_path: Path) -> None:
     folder = save_sentence_transformer(tmp_path, make_backbone("modernbert"))
     model = load_embedding_model(ModelConfig(model=folder, device="cpu"))
