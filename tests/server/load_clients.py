@@ -1,7 +1,8 @@
 """A crowd of clients for a server under load: as one ends or vanishes, the next one begins.
 
-Each visit has a connection of its own and is drawn at random: what is asked (sampling, choices, a schema, a priority,
-streamed or not) and how the client behaves (it stays, hardly reads, or goes away at some byte or moment).
+Each visit has a connection of its own and is drawn at random: what is asked (a chat or a stored response, sampling,
+choices, a schema, stop strings, a priority, streamed or not) and how the client behaves (it stays, hardly reads, or
+goes away at some byte or moment).
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ SCHEMA = {
     "required": ["name", "count"],
     "additionalProperties": False,
 }
+STOP_STRINGS = ["e", " the", "zzz"]
+CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 SAMPLING: tuple[dict[str, Any], ...] = (
     {"temperature": 0},
     {"seed": 3},
@@ -53,11 +56,17 @@ class Visit:
 
     body: dict[str, Any]
     behaviour: Behaviour
+    path: str = CHAT
 
     def check(self, answer: bytes) -> None:
         """Assert that it is the whole answer of what was asked."""
         head, _, content = answer.partition(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 200 OK"), answer
+        if self.path == RESPONSES:
+            made = json.loads(content)
+            assert made["status"] in ("completed", "incomplete"), answer
+            assert 0 < made["usage"]["output_tokens"] <= MAX_TOKENS, answer
+            return
         chunks, texts, usage = self._parts(content)
         num_choices = self.body.get("n", 1)
         assert len(texts) == num_choices, answer
@@ -65,6 +74,9 @@ class Visit:
             ends = {choice["finish_reason"] for chunk in chunks for choice in chunk["choices"]}
             if "length" not in ends:
                 jsonschema.validate(json.loads(texts[0]), SCHEMA)
+        elif "stop" in self.body:
+            assert 0 < usage["completion_tokens"] <= MAX_TOKENS * num_choices, answer
+            assert not any(stop in text for stop in STOP_STRINGS for text in texts.values()), answer
         else:
             assert usage["completion_tokens"] == MAX_TOKENS * num_choices, answer
 
@@ -87,6 +99,13 @@ class Visit:
 def draw_visit(dice: random.Random) -> Visit:
     """A client like those that a busy server sees, but ruder."""
     behaviour = dice.choice(BEHAVIOURS)
+    if dice.random() < 0.1:
+        body = {"model": "tiny", "input": f"Hello world! {dice.randrange(1000)}", "max_output_tokens": MAX_TOKENS}
+        return Visit(body, behaviour, RESPONSES)
+    return Visit(_draw_chat(dice, behaviour), behaviour)
+
+
+def _draw_chat(dice: random.Random, behaviour: Behaviour) -> dict[str, Any]:
     body: dict[str, Any] = {
         "model": "tiny",
         "messages": [{"role": "user", "content": f"Hello world! {dice.randrange(1000)}"}],
@@ -101,11 +120,13 @@ def draw_visit(dice: random.Random) -> Visit:
     else:
         body["ignore_eos"] = True
         body["n"] = 2 if dice.random() < 0.1 else 1
+        if dice.random() < 0.2:
+            body["stop"] = STOP_STRINGS
     if dice.random() < 0.2:
         body["priority"] = dice.choice([-1, 1])
     if behaviour == "reads slowly":  # more than fits into the sockets' buffers: the server has to wait
         body.update(logprobs=True, top_logprobs=20)
-    return Visit(body, behaviour)
+    return body
 
 
 class Crowd:
@@ -131,7 +152,7 @@ class Crowd:
     async def _visit(self, visit: Visit) -> None:
         raw = json.dumps(visit.body).encode()
         head = (
-            "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            f"POST {visit.path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
             f"Connection: close\r\nContent-Length: {len(raw)}\r\n\r\n"
         )
         sent = head.encode() + raw

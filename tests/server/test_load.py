@@ -1,18 +1,22 @@
 """Hundreds of clients at once that stay, vanish or hardly read: afterwards nothing of them is left.
 
-A few seconds by default; `--load-minutes 5` (or `make soak`) makes it minutes and prints what was measured.
+Stored responses are dropped for newer ones meanwhile, and a step of the engine fails twice, which no client may notice.
+A few seconds by default; `--load-minutes 60` (or `make soak MINUTES=60`) makes it longer, prints what was measured, and
+holds the throughput at the end to that of the beginning.
 """
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import statistics
 import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 import psutil
@@ -24,13 +28,22 @@ from batchline.backends.in_process import InProcessBackend
 from batchline.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from batchline.engine import async_engine
 from batchline.engine.core import Engine
+from batchline.engine.scheduler import Step
 from batchline.engine.sequence import Sequence
+from batchline.server import responses_api
+from batchline.server.kept_responses import KeptResponses
 
 TINY_CHAT = Path(__file__).parents[2] / "examples/models/tiny-chat"
 NUM_CLIENTS = 200
 IDLE_TIMEOUT_S = 60
 POOLED_THREADS = 32
 """Pools start threads when all they have are busy, up to this many (asyncio's): not each is there after the warm-up."""
+
+SOAK_MINUTES = 5
+"""From here on, a run is long enough to compare its ends."""
+
+MAX_KEPT = 64
+"""Responses, of less than ten objects each. More are never in progress at once."""
 
 IDLE = {
     "batchline_running 0.0",
@@ -40,23 +53,41 @@ IDLE = {
 }
 
 
+class FaultyEngine(Engine):
+    """An engine whose next steps fail with the faults that a test puts into it. made: all that there are."""
+
+    made: ClassVar[list[FaultyEngine]] = []
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.made.append(self)
+        self.faults: deque[Exception] = deque()
+        self.num_failed_steps = 0
+        run = self._runner.run
+
+        def failing(step: Step) -> Any:
+            if self.faults:
+                self.num_failed_steps += 1
+                raise self.faults.popleft()
+            return run(step)
+
+        self._runner.run = failing  # type: ignore[method-assign]
+
+
 @pytest.fixture
-def engines(monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
+def engines(monkeypatch: pytest.MonkeyPatch) -> list[FaultyEngine]:
     """The engines that are made from now on."""
-    made: list[Engine] = []
-
-    class KnownEngine(Engine):
-        def __init__(self, *arguments: Any) -> None:
-            super().__init__(*arguments)
-            made.append(self)
-
-    monkeypatch.setattr(async_engine, "Engine", KnownEngine)
-    return made
+    monkeypatch.setattr(FaultyEngine, "made", [])
+    monkeypatch.setattr(async_engine, "Engine", FaultyEngine)
+    return FaultyEngine.made
 
 
 @pytest.fixture
-def server(engines: list[Engine]) -> Iterator[ThreadedServer]:
-    """The model that ships, with fewer seats than clients and a cache that they fill."""
+def server(engines: list[FaultyEngine], monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadedServer]:
+    """The model that ships, with fewer seats than clients and a cache that they fill; few responses are kept."""
+    # pytest keeps log records, and with the traceback of a failed step its sequences
+    monkeypatch.setattr(logging.getLogger("batchline.engine.core"), "disabled", True)
+    monkeypatch.setattr(responses_api, "KeptResponses", lambda: KeptResponses(MAX_KEPT))
     config = EngineConfig(
         model=ModelConfig(model=str(TINY_CHAT), served_names=("tiny",), dtype="float32", num_threads=1),
         cache=CacheConfig(num_bytes=6 << 20),
@@ -66,26 +97,49 @@ def server(engines: list[Engine]) -> Iterator[ThreadedServer]:
         yield running
 
 
-class Memory:
-    """Resident memory while clients come and go, noted at most once in `interval_s`. series: MiB."""
+class Course:
+    """How the process does while clients come and go, noted at most once in `interval_s`; two faults on the way."""
 
-    def __init__(self, interval_s: float) -> None:
-        self._interval_s = interval_s
+    def __init__(self, engine: FaultyEngine, seconds: float) -> None:
+        self._engine = engine
+        self._interval_s = seconds / 60
         self._process = psutil.Process()
-        self._next = time.monotonic()
-        self.series: list[float] = []
+        self._begun = self._next = time.monotonic()
+        self._faults = [
+            (self._begun + seconds / 3, MemoryError("injected: no memory")),
+            (self._begun + seconds / 2, RuntimeError("injected: a fault")),
+        ]
+        self.mebibytes: list[float] = []
+        self._points: list[tuple[float, float, int]] = []  # seconds, processor seconds, tokens
 
     def note(self) -> None:
         """Called whenever something has happened."""
-        if time.monotonic() >= self._next:
-            self._next = time.monotonic() + self._interval_s
-            self.series.append(round(self._process.memory_info().rss / (1 << 20), 1))
+        now = time.monotonic()
+        if self._faults and now >= self._faults[0][0]:
+            self._engine.faults.append(self._faults.pop(0)[1])
+        if now >= self._next:
+            self._next = now + self._interval_s
+            self.mebibytes.append(round(self._process.memory_info().rss / (1 << 20), 1))
+            used = self._process.cpu_times()
+            self._points.append((now, used.user + used.system, self._engine.stats().output_tokens))
 
     @property
     def growth(self) -> float:
         """From the first to the last quarter, in MiB. Medians: a single look may fall on a moment with much to do."""
-        quarter = max(1, len(self.series) // 4)
-        return statistics.median(self.series[-quarter:]) - statistics.median(self.series[:quarter])
+        quarter = max(1, len(self.mebibytes) // 4)
+        return statistics.median(self.mebibytes[-quarter:]) - statistics.median(self.mebibytes[:quarter])
+
+    @property
+    def rates(self) -> dict[str, tuple[float, float]]:
+        """Tokens in a second, and in a second of the processor's, over the first third and over the last."""
+        third = max(1, len(self._points) // 3)
+        first = (self._points[0], self._points[third])
+        last = (self._points[-1 - third], self._points[-1])
+        return {name: (_rate(*first, unit), _rate(*last, unit)) for unit, name in enumerate(("second", "cpu second"))}
+
+
+def _rate(begin: tuple[float, float, int], end: tuple[float, float, int], unit: int) -> float:
+    return round((end[2] - begin[2]) / (end[unit] - begin[unit]), 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,26 +175,33 @@ async def until_idle(client: httpx.AsyncClient) -> None:
 
 
 async def test_hundreds_of_clients_leave_nothing_behind(
-    server: ThreadedServer, engines: list[Engine], pytestconfig: pytest.Config
+    server: ThreadedServer, engines: list[FaultyEngine], pytestconfig: pytest.Config
 ) -> None:
-    seconds = 60 * float(pytestconfig.getoption("--load-minutes"))
+    minutes = float(pytestconfig.getoption("--load-minutes"))
+    seconds = 60 * minutes
+    (engine,) = engines
     async with httpx.AsyncClient(base_url=server.url, timeout=IDLE_TIMEOUT_S) as client:
         await Crowd(server.url, seed=0).run(NUM_CLIENTS, min(seconds / 2, 20), lambda: None)  # fills caches and pools
         await until_idle(client)
         before = Holdings.of(server)
-        crowd, memory = Crowd(server.url, seed=1), Memory(seconds / 60)
-        await crowd.run(NUM_CLIENTS, seconds, memory.note)
+        crowd, course = Crowd(server.url, seed=1), Course(engine, seconds)
+        await crowd.run(NUM_CLIENTS, seconds, course.note)
         await until_idle(client)
         after = Holdings.of(server)
-    (engine,) = engines
     engine.check_integrity()
-    stats = engine.stats()
-    print(f"\n{crowd.counts.total():,} clients: {dict(crowd.counts)}\n{stats}\n{before}\n{after}\nMiB: {memory.series}")
+    stats, rates = engine.stats(), course.rates
+    print(f"\n{crowd.counts.total():,} clients: {dict(crowd.counts)}\n{stats}\n{before}\n{after}")
+    print(f"MiB: {course.mebibytes}\ntokens per second, first and last third: {rates}")
+    assert len(engines) == 1  # the engine has gone on
+    assert engine.num_failed_steps == 2
     assert (stats.running, stats.waiting, stats.cache_usage, after.sequences) == (0, 0, 0.0, 0)
     assert (after.files, after.tasks) == (before.files, before.tasks)
     assert after.threads - before.threads <= POOLED_THREADS
-    # what is bounded (connections kept alive, tables of metrics) may differ a little; a thing a client may not
-    assert after.objects - before.objects < 100 + crowd.counts.total() / 100
+    # what is bounded (kept responses, connections kept alive, tables of metrics) may differ; a thing a client may not
+    assert after.objects - before.objects < 100 + MAX_KEPT * 10 + crowd.counts.total() / 100
     # The allocator's free lists and the libraries' caches keep growing for a while, by a few hundred bytes a client;
     # what a request holds while it runs (prompt, tokens, connection) is tens of kilobytes.
-    assert memory.growth < 16 + crowd.counts.total() * 2 / 1024
+    assert course.growth < 16 + crowd.counts.total() * 2 / 1024
+    if minutes >= SOAK_MINUTES:
+        first, last = rates["cpu second"]  # which other work on the machine changes least
+        assert last > 0.95 * first
