@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shlex
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
+from batchline.config import RequestLimits
 from batchline.openai_api.chat import ChatCompletionRequest
 from batchline.openai_api.completions import CompletionRequest
 from batchline.openai_api.embeddings import EmbeddingsRequest
@@ -36,6 +38,12 @@ def test_every_field_of_a_request_is_documented(schema: type[BaseModel]) -> None
 def test_fields_without_behaviour_stand_in_the_table() -> None:
     section = REQUESTS.split("## Fields without behaviour")[1]
     assert re.findall(r"^\| `(.+?)` \| (.+) \|$", section, re.MULTILINE) == list(NO_BEHAVIOUR.items())
+
+
+def test_limits_stand_in_the_table() -> None:
+    section = REQUESTS.split("## Limits")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| `(\w+)` \| (\d+) \|", section, re.MULTILINE)
+    assert {name: int(limit) for name, limit in rows} == dataclasses.asdict(RequestLimits())
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)

@@ -73,6 +73,37 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RequestLimits:
+    """The most that one request may hold; more is a 400. `--request-limit NAME=NUMBER` sets one.
+
+    `docs/requests.md` says what each counts and why it is what it is; schemas say which fields it is for.
+    Names that end in `length` are characters of one string.
+    """
+
+    messages: int = 10_000
+    message_parts: int = 50_000
+    message_tool_calls: int = 50_000
+    tools: int = 1_024
+    chat_documents: int = 1_024
+    template_variables: int = 256
+    metadata: int = 16
+    prompts: int = 1_024
+    sequences: int = 1_024
+    stop: int = 64
+    stop_length: int = 1_024
+    bad_words: int = 1_000
+    bad_word_length: int = 1_024
+    stop_token_ids: int = 1_024
+    allowed_token_ids: int = 32_768
+    logit_bias: int = 32_768
+    logprobs: int = 2_097_152
+    inputs: int = 2_048
+    documents: int = 20_480
+    token_ids: int = 1_048_576
+    text_length: int = 8_388_608
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TextConfig:
     """How text becomes tokens: chat template (a path or inline Jinja; None is the model's own) and request rights.
 
@@ -81,6 +112,7 @@ class TextConfig:
         text (`escape`), or a 400 (`refuse`).
     max_logprobs: cap on `logprobs`, `top_logprobs` and `prompt_logprobs`; -1 is the whole vocabulary.
     strict: unknown request fields are a 400 instead of a warning.
+    limits: on the lists and strings of one request.
     tool_parser, reasoning_parser: names of the formats that the model writes calls of tools and its reasoning in; None
         finds them from the chat template, "none" reads no such thing. needs_tool_parser: not finding one is an error.
     parser_plugins: Python files that register more parsers; they are run.
@@ -96,6 +128,7 @@ class TextConfig:
     needs_tool_parser: bool = False
     reasoning_parser: str | None = None
     parser_plugins: tuple[str, ...] = ()
+    limits: RequestLimits = field(default_factory=RequestLimits)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

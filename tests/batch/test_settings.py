@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from batchline.batch.settings import refuse_missing_folder, result_settings
-from batchline.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, TextConfig
+from batchline.config import CacheConfig, EngineConfig, ModelConfig, RequestLimits, SchedulerConfig, TextConfig
 from batchline.errors import UsageError
 
 
@@ -29,6 +29,7 @@ def settings(*, text: TextConfig | None = None, **model: Any) -> dict[str, str]:
         ({"tokenizer": "other"}, "--tokenizer"),
         ({"text": TextConfig(chat_template="{{ x }}")}, "--chat-template"),
         ({"text": TextConfig(strict=True)}, "--strict"),
+        ({"text": TextConfig(limits=RequestLimits(stop=5))}, "--request-limit"),
         ({"text": TextConfig(tool_parser="hermes")}, "--tool-call-parser"),
         ({"text": TextConfig(reasoning_parser="qwen3")}, "--reasoning-parser"),
         ({"text": TextConfig(parser_plugins=("a.py",))}, "parser plugins"),

@@ -178,6 +178,19 @@ def test_check_ends_with_3_and_names_lines(command: Command, mixed: Path) -> Non
     assert "unknown model 'other', first on line 3" in ended.out
 
 
+def test_check_names_requests_over_a_limit_which_an_option_changes(command: Command, tmp_path: Path) -> None:
+    body = {"model": "m", "prompt": "x", "stop": ["x"] * 65}
+    line = {"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": body}
+    (tmp_path / "in.jsonl").write_text(json.dumps(line), encoding="utf-8")
+    ended = command("check", tmp_path / "in.jsonl")
+    assert ended.code == 3
+    assert "1 request over a limit, the first being request 1: stop: it has 65 items, and at most 64" in ended.out
+    assert command("check", tmp_path / "in.jsonl", "--request-limit", "stop=65").code == 0
+    ended = command("check", tmp_path / "in.jsonl", "--request-limit", "stopp=65")
+    assert (ended.code, "there is no limit 'stopp'. Known: allowed_token_ids, " in ended.err) == (2, True)
+    assert command("check", tmp_path / "in.jsonl", "--request-limit", "stop=many").code == 2
+
+
 def test_check_speaks_json(command: Command, mixed: Path) -> None:
     ended = command("check", mixed, "--json", "--max-requests", 2)
     report = json.loads(ended.out)

@@ -12,7 +12,7 @@ import yaml
 
 from batchline.batch.options import DEFAULT_GRACE_PERIOD_S, DEFAULT_MAX_INFLIGHT
 from batchline.cli.main import app
-from batchline.config import CacheConfig, SchedulerConfig
+from batchline.config import CacheConfig, RequestLimits, SchedulerConfig
 
 TINY_CHAT = str(Path(__file__).parents[2] / "examples/models/tiny-chat")
 DEFAULT_SEQS, UTILIZATION = SchedulerConfig().max_num_seqs, CacheConfig().memory_utilization
@@ -66,6 +66,15 @@ OF_MODELS = [
         ((), ("e", "e2"), ("f", "f2"), ("l",)),
         "model",
         "served_names",
+    ),
+    Case(
+        "request-limit",
+        "stop=5 tools=9",
+        ["stop=6"],
+        "--request-limit stop=7",
+        (RequestLimits(), RequestLimits(stop=5, tools=9), RequestLimits(stop=6), RequestLimits(stop=7)),
+        "text",
+        "limits",
     ),
 ]
 OF_SERVE = [

@@ -106,7 +106,7 @@ async def test_a_stop_string_ends_the_stream_and_the_sequence() -> None:
     chunks = await chunks_of(model, stop="STOP")
     assert content(chunks) == "one "
     assert (chunks[-1]["choices"][0]["finish_reason"], chunks[-1]["choices"][0]["stop_reason"]) == ("stop", "STOP")
-    assert engine_of(model).aborted == ["req-1-0"]
+    assert engine_of(model).aborted == ["req-1-0-0"]
 
 
 async def test_text_is_held_back_only_as_long_as_it_may_be_a_stop_string() -> None:
@@ -168,7 +168,7 @@ async def test_closing_the_stream_aborts_every_choice() -> None:
     stream = chat_completion_chunks({"messages": MESSAGES, "stream": True, "n": 3}, "r", model)
     await anext(stream)
     await stream.aclose()
-    assert engine_of(model).aborted == ["r-0", "r-1", "r-2"]
+    assert engine_of(model).aborted == ["r-0-0", "r-0-1", "r-0-2"]
 
 
 @settings(max_examples=150, deadline=None)

@@ -148,7 +148,7 @@ async def test_size_that_the_model_was_not_trained_for_is_a_400_naming_those() -
 async def test_unknown_field_is_an_error_only_under_strict() -> None:
     await embeddings({"input": "a", "colour": 1}, "r", FakeEmbedder())
     with pytest.raises(BadRequest, match="colour"):
-        await embeddings({"input": "a", "colour": 1}, "r", FakeEmbedder(), strict=True)
+        await embeddings({"input": "a", "colour": 1}, "r", FakeEmbedder(), text=TextConfig(strict=True))
 
 
 @pytest.mark.parametrize("failure", [EngineError("x"), EngineOutOfMemory("x")])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from itertools import pairwise
 
 import pytest
@@ -21,6 +21,7 @@ from batchline.endpoints.generation import (
 )
 from batchline.engine.request import GenerationOutput, GenerationRequest, SamplingParams, TokenLogprobs
 from batchline.testing import ByteTokenizer, ScriptedEngine
+from batchline.text.stop_strings import StopStrings
 
 TOKENIZER = ByteTokenizer()
 EOS = TOKENIZER.EOS
@@ -31,9 +32,12 @@ def request(max_tokens: int = 100, *, stream: bool = False) -> GenerationRequest
     return GenerationRequest(request_id="r", prompt_token_ids=(65,), sampling=sampling, stream=stream)
 
 
-async def complete(script: bytes | list[int], *, max_tokens: int = 100, **rules: object) -> GeneratedText:
+async def complete(
+    script: bytes | list[int], *, max_tokens: int = 100, stop: Sequence[str] = (), **rules: object
+) -> GeneratedText:
     engine = ScriptedEngine(list(script))
-    return await complete_text(engine, request(max_tokens), TOKENIZER, TextRules(**rules))  # type: ignore[arg-type]
+    text_rules = TextRules(stop=StopStrings(stop), **rules)  # type: ignore[arg-type]
+    return await complete_text(engine, request(max_tokens), TOKENIZER, text_rules)
 
 
 async def test_an_end_token_is_counted_and_not_shown() -> None:
@@ -90,7 +94,7 @@ async def test_what_could_have_become_a_stop_string_is_shown_at_the_end() -> Non
 
 async def test_a_stop_string_aborts_the_sequence() -> None:
     engine = ScriptedEngine(list(b"one STOP two"))
-    await complete_text(engine, request(), TOKENIZER, TextRules(stop=("STOP",)))
+    await complete_text(engine, request(), TOKENIZER, TextRules(stop=StopStrings(["STOP"])))
     assert engine.aborted == ["r"]
 
 
@@ -111,7 +115,7 @@ async def test_closing_a_stream_early_aborts_the_sequence() -> None:
 async def test_the_engine_reports_each_step_only_for_stop_strings() -> None:
     engine = ScriptedEngine([*b"one", EOS])
     await complete_text(engine, request(), TOKENIZER, TextRules())
-    await complete_text(engine, request(), TOKENIZER, TextRules(stop=("x",)))
+    await complete_text(engine, request(), TOKENIZER, TextRules(stop=StopStrings(["x"])))
     assert [asked.stream for asked in engine.requests] == [False, True]
 
 
@@ -129,7 +133,7 @@ async def test_offsets_tell_where_each_token_begins() -> None:
 def test_deltas_put_together_are_the_whole_text(text: str, stop: list[str], cuts: set[int]) -> None:
     """However the engine groups its tokens, concatenated deltas equal the text at once."""
     tokens = (*text.encode(), EOS)
-    rules = TextRules(stop=tuple(stop))
+    rules = TextRules(stop=StopStrings(stop))
 
     def run(boundaries: list[int]) -> GeneratedText:
         sequence = SequenceText(TOKENIZER, rules)
@@ -165,7 +169,7 @@ async def test_when_one_fails_the_others_are_cancelled() -> None:
         raise KeyError("first")
 
     with pytest.raises(KeyError):
-        await gather_or_cancel([endless(), failing()])
+        await gather_or_cancel([endless, failing])
     assert cancelled.is_set()
 
 
@@ -184,7 +188,7 @@ async def test_cancelling_the_caller_aborts_its_sequences() -> None:
                 self.aborted.append(request.request_id)
 
     engine = Hanging([])
-    texts = [complete_text(engine, request(), TOKENIZER, TextRules()) for _ in range(3)]
+    texts = [lambda: complete_text(engine, request(), TOKENIZER, TextRules()) for _ in range(3)]
     task = asyncio.ensure_future(gather_or_cancel(texts))
     await all_running.wait()
     task.cancel()

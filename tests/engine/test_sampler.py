@@ -28,7 +28,7 @@ from transformers import (
 from batchline.engine import drawing
 from batchline.engine.drawing import NUM_CANDIDATES, uniform
 from batchline.engine.logprobs import token_logprobs
-from batchline.engine.request import GenerationRequest, SamplingParams
+from batchline.engine.request import BannedSequences, GenerationRequest, SamplingParams
 from batchline.engine.sampler import sample
 from batchline.engine.sequence import Sequence as RunningSequence
 
@@ -238,12 +238,14 @@ def test_only_allowed_tokens_remain_and_a_bias_does_not_bring_others_back() -> N
     ],
 )
 def test_bad_words_are_banned_when_the_output_holds_their_start(output: tuple[int, ...], banned: list[int]) -> None:
-    actual = processed(random_logits(), prompt=(6, 7), output=output, bad_words_ids=((4,), (6, 7), (6, 7, 8)))
+    actual = processed(
+        random_logits(), prompt=(6, 7), output=output, bad_words=BannedSequences([(4,), (6, 7), (6, 7, 8)])
+    )
     assert torch.isinf(actual).nonzero().flatten().tolist() == banned
 
 
 def test_bad_words_never_come_out_of_a_whole_run() -> None:
-    logits, sequence = random_logits(6, 0.1), running(bad_words_ids=((3,), (1, 2), (4, 4, 4)), seed=5)
+    logits, sequence = random_logits(6, 0.1), running(bad_words=BannedSequences([(3,), (1, 2), (4, 4, 4)]), seed=5)
     for _ in range(500):
         sequence.append(draw(logits.clone()[None], [sequence])[0])
     output = tuple(sequence.token_ids[1:])
@@ -275,7 +277,7 @@ def test_greedy_takes_the_most_likely_token_and_leaves_plain_logits_alone() -> N
 
 def test_no_token_is_made_up_where_all_are_ruled_out() -> None:
     logits = random_logits().repeat(4, 1)
-    impossible: dict[str, Any] = {"allowed_token_ids": frozenset({2}), "bad_words_ids": ((2,),)}
+    impossible: dict[str, Any] = {"allowed_token_ids": frozenset({2}), "bad_words": BannedSequences([(2,)])}
     rows = [running(**impossible), running(top_k=1), running(**impossible, temperature=0.0), running(temperature=0.0)]
     best = int(random_logits().argmax())
     assert sample(logits, rows) == [None, best, None, best]
@@ -443,9 +445,13 @@ def test_every_rule_is_applied_to_its_own_row_of_a_mixed_batch() -> None:
         {"logit_bias": {5: 3.0, 6: -100.0}},
         {},
         {"repetition_penalty": 1.5, "presence_penalty": 0.3, "frequency_penalty": 0.2},
-        {"allowed_token_ids": frozenset({1, 2, 3}), "logit_bias": {2: 1.0}, "bad_words_ids": ((3,), (8, 1))},
+        {
+            "allowed_token_ids": frozenset({1, 2, 3}),
+            "logit_bias": {2: 1.0},
+            "bad_words": BannedSequences([(3,), (8, 1)]),
+        },
         {"min_tokens": 9, "eos_token_ids": frozenset({2}), "stop_token_ids": frozenset({11})},
-        {"frequency_penalty": -1.0, "bad_words_ids": ((7, 8, 9),)},
+        {"frequency_penalty": -1.0, "bad_words": BannedSequences([(7, 8, 9)])},
     ]
     logits = torch.stack([random_logits(seed=seed) for seed in range(len(rules))])
     history: dict[str, Any] = {"prompt": (4, 4, 30), "output": (7, 9, 7, 8)}

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from threaded_server import ThreadedServer
 
-from batchline.server.paths import REQUEST_SCHEMAS
+from batchline.backends.served_paths import REQUEST_SCHEMAS
 
 VALID: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2},

@@ -28,7 +28,7 @@ from batchline.backends.served_paths import (
     TOKENIZE,
 )
 from batchline.backends.supervision import Company
-from batchline.config import EngineConfig, Task
+from batchline.config import EngineConfig, Task, TextConfig
 from batchline.endpoints.answer_scores import AnswerScorer, Reranker, answer_tokens, find_reranker
 from batchline.endpoints.chat import chat_completion
 from batchline.endpoints.chat_stream import chat_completion_chunks
@@ -111,7 +111,12 @@ def _load_generative_model(config: EngineConfig, memory: CacheMemory | None) -> 
         parts.callback(engine.close)
         _warn_of_unknown_tokens(config.model.names[0], text.tokenizer.vocab_size, engine.vocab_size)
         model = GenerativeModel(
-            name=config.model.names[0], engine=engine, text=text, config=config.text, executor=executor
+            name=config.model.names[0],
+            engine=engine,
+            text=text,
+            config=config.text,
+            executor=executor,
+            max_request_sequences=max(1, config.scheduler.max_num_seqs // 2),
         )
         parts.callback(model.grammars.close)
         if text.control_tokens is not None:
@@ -145,7 +150,7 @@ def _generative_model(
             COMPLETIONS: _generating(completion, model),
             RESPONSES: _generating(response, model),
             **_tokenizing_endpoints(generative(model)),
-            **_pooling_endpoints(scorer, embedder, strict=config.strict),
+            **_pooling_endpoints(scorer, embedder, text=config),
         },
         streams={
             CHAT: _streaming(chat_completion_chunks, model),
@@ -201,18 +206,18 @@ def _load_embedding_model(config: EngineConfig) -> LoadedModel:
     from batchline.pooling.embedding import load_embedding_model
 
     model = load_embedding_model(config.model)
-    return _pooling_model(model, SimilarityScorer(model), model, strict=config.text.strict)
+    return _pooling_model(model, SimilarityScorer(model), model, text=config.text)
 
 
 def _load_cross_encoder(config: EngineConfig) -> LoadedModel:
     from batchline.pooling.cross_encoder import load_cross_encoder  # as heavy as an embedding model's
 
     model = load_cross_encoder(config.model)
-    return _pooling_model(model, PairScorer(model), None, strict=config.text.strict)
+    return _pooling_model(model, PairScorer(model), None, text=config.text)
 
 
 def _pooling_model(
-    model: EmbeddingModel | CrossEncoderModel, scorer: Scorer, embedder: Embedder | None, *, strict: bool
+    model: EmbeddingModel | CrossEncoderModel, scorer: Scorer, embedder: Embedder | None, *, text: TextConfig
 ) -> LoadedModel:
     with ExitStack() as parts:
         parts.callback(model.close)
@@ -220,8 +225,8 @@ def _pooling_model(
         return LoadedModel(
             record=model.record,
             endpoints={
-                **_pooling_endpoints(scorer, embedder, strict=strict),
-                **_tokenizing_endpoints(_tokenized_pooling(model, strict=strict)),
+                **_pooling_endpoints(scorer, embedder, text=text),
+                **_tokenizing_endpoints(_tokenized_pooling(model, text=text)),
             },
             max_model_len=model.max_model_len,
             is_alive=lambda: model.is_alive,
@@ -230,7 +235,7 @@ def _pooling_model(
         )
 
 
-def _tokenized_pooling(model: EmbeddingModel | CrossEncoderModel, *, strict: bool) -> TokenizedModel:
+def _tokenized_pooling(model: EmbeddingModel | CrossEncoderModel, *, text: TextConfig) -> TokenizedModel:
     @cache  # a batch never asks for it, and copying a large vocabulary takes a second
     def tokenizer() -> Tokenizer:
         try:
@@ -246,22 +251,23 @@ def _tokenized_pooling(model: EmbeddingModel | CrossEncoderModel, *, strict: boo
         render=refuse,
         max_model_len=model.max_model_len,
         vocab_size=model.vocab_size,
-        strict=strict,
+        strict=text.strict,
+        limits=text.limits,
     )
 
 
-def _pooling_endpoints(scorer: Scorer, embedder: Embedder | None, *, strict: bool) -> dict[str, Endpoint]:
+def _pooling_endpoints(scorer: Scorer, embedder: Embedder | None, *, text: TextConfig) -> dict[str, Endpoint]:
     """Score and rerank by the scorer; embeddings where there is an embedder."""
 
     async def embed(request: EndpointRequest) -> dict[str, Any]:
         assert embedder is not None  # the table below has the endpoint only where there is one
-        return await embeddings(request.body, request.request_id, embedder, strict=strict, priority=request.priority)
+        return await embeddings(request.body, request.request_id, embedder, text=text, priority=request.priority)
 
     async def score_pairs(request: EndpointRequest) -> dict[str, Any]:
-        return await score(request.body, request.request_id, scorer, strict=strict, priority=request.priority)
+        return await score(request.body, request.request_id, scorer, text=text, priority=request.priority)
 
     async def rank(request: EndpointRequest) -> dict[str, Any]:
-        return await rerank(request.body, request.request_id, scorer, strict=strict, priority=request.priority)
+        return await rerank(request.body, request.request_id, scorer, text=text, priority=request.priority)
 
     endpoints: dict[str, Endpoint] = {**dict.fromkeys(SCORE, score_pairs), **dict.fromkeys(RERANK, rank)}
     return endpoints if embedder is None else {EMBEDDINGS: embed, **endpoints}

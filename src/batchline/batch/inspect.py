@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from batchline.backends.served_paths import REQUEST_SCHEMAS
 from batchline.batch import lines
 from batchline.batch.check import CheckReport, LineObserver, check_file
 from batchline.batch.index import LineIndex, LineReader
@@ -21,6 +22,9 @@ from batchline.batch.locations import parse_location
 from batchline.batch.plan import PlannedGroup, Planner
 from batchline.batch.request_traits import prompt_content
 from batchline.batch.source import refuse_unreadable, stage_input
+from batchline.config import RequestLimits
+from batchline.errors import BadRequest
+from batchline.openai_api.limits import check_limits
 
 _TOP_GROUPS = 20
 _SHOWN_CHARS = 400
@@ -56,6 +60,33 @@ class PlanOverview:
     num_copies: int
     num_groups: int
     largest: tuple[GroupOverview, ...]
+
+
+class LimitObserver:
+    """A `check.LineObserver` that counts lines over a limit, which will be answered with a 400."""
+
+    def __init__(self, limits: RequestLimits) -> None:
+        self._limits = limits
+        self._num_over = 0
+        self._first = ""
+
+    def __call__(self, position: int, url: str, body: dict[str, Any]) -> None:
+        """Look at one line. position: among the requests, from 0."""
+        schema = REQUEST_SCHEMAS.get(url)
+        if schema is None:
+            return
+        try:
+            check_limits(schema, body, self._limits)
+        except BadRequest as exc:
+            self._num_over += 1
+            self._first = self._first or f"request {position + 1:,}: {exc.message}"
+
+    def findings(self) -> list[str]:
+        """What will fail, in a sentence; empty where nothing will."""
+        if not self._num_over:
+            return []
+        lines = "1 request" if self._num_over == 1 else f"{self._num_over:,} requests"
+        return [f"{lines} over a limit, the first being {self._first}."]
 
 
 @contextmanager

@@ -5,12 +5,13 @@ Left out is what changes speed alone: device memory, batch sizes, threads, prefi
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from batchline.config import EngineConfig
+from batchline.config import EngineConfig, RequestLimits
 from batchline.errors import UsageError
 
 _WHOLE_FILE_BYTES = 4 * 1024 * 1024
@@ -59,8 +60,15 @@ def _settings(engine: EngineConfig) -> dict[str, str]:
         "--reasoning-parser": text.reasoning_parser,
         "parser plugins": " ".join(_text_stamp(plugin) or "" for plugin in text.parser_plugins),
         "--strict": text.strict,
+        "--request-limit": _changed_limits(text.limits),
     }
     return {name: "" if value is None else str(value) for name, value in values.items()}
+
+
+def _changed_limits(limits: RequestLimits) -> str:
+    """Those that are not the default ones."""
+    pairs = ((field.name, getattr(limits, field.name), field.default) for field in dataclasses.fields(limits))
+    return " ".join(f"{name}={value}" for name, value, default in pairs if value != default)
 
 
 def _model_stamp(model: str) -> str:

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from batchline.cli.limits import LimitPreset, MaxFileSize, MaxRequests, limits_of
+from batchline.cli.model_options import parse_request_limits
 from batchline.errors import UsageError
 
 _SHOWN_FAULTS = 20
@@ -19,27 +20,37 @@ def check(
     max_requests: MaxRequests = None,
     max_file_size: MaxFileSize = None,
     limits: LimitPreset = "none",
+    request_limit: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=NUMBER", help="Most that one request may hold of something. Repeatable."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Check a batch file without running it. Exit code 3 if anything in it will fail."""
     from batchline.batch.check import CheckReport, findings_of, refuse_over_limits
-    from batchline.batch.inspect import checked_input
+    from batchline.batch.inspect import LimitObserver, checked_input
 
+    limited = LimitObserver(parse_request_limits(request_limit or []))
     counter = None
     if tokenizer is not None:
         from batchline.batch.tokens import TokenCounter  # loads a tokenizer library
 
         counter = TokenCounter(tokenizer)
 
+    def observe(position: int, url: str, body: dict[str, Any]) -> None:
+        limited(position, url, body)
+        if counter is not None:
+            counter(position, url, body)
+
     def findings(report: CheckReport) -> list[str]:
-        found = findings_of(report, model or None)
+        found = findings_of(report, model or None) + limited.findings()
         try:
             refuse_over_limits(report, limits_of(limits, max_requests, max_file_size))
         except UsageError as error:
             found.append(str(error))
         return found
 
-    with checked_input(input_file, observer=counter) as checked:
+    with checked_input(input_file, observer=observe) as checked:
         report, found = checked.report, findings(checked.report)
     counts = counter.counts if counter else None
     if as_json:

@@ -6,6 +6,7 @@ A command takes a `model_options: ModelOptions` parameter and is decorated with 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -21,6 +22,7 @@ from batchline.config import (
     EngineConfig,
     ModelConfig,
     Quantization,
+    RequestLimits,
     SchedulerConfig,
     Scoring,
     SpecialTokensInContent,
@@ -47,6 +49,20 @@ def parse_num_bytes(text: str | int) -> int:
     if num_bytes < 1:
         raise typer.BadParameter(f"{text!r} is not a size like 4GiB, 500M or 1000000.")
     return num_bytes
+
+
+def parse_request_limits(given: Sequence[str]) -> RequestLimits:
+    """`stop=256` and the like over the defaults. Raises: UsageError."""
+    known = {field.name for field in dataclasses.fields(RequestLimits)}
+    numbers = {}
+    for text in given:
+        name, _, number = text.partition("=")
+        if name.replace("-", "_") not in known:
+            raise UsageError(f"--request-limit: there is no limit {name!r}. Known: {', '.join(sorted(known))}.")
+        if not (number.isascii() and number.isdecimal()) or len(number) > 18:
+            raise UsageError(f"--request-limit: {text!r} is not NAME=NUMBER, e.g. stop=256.")
+        numbers[name.replace("-", "_")] = int(number)
+    return RequestLimits(**numbers)
 
 
 def _parser_option(what_the_model_does: str) -> Any:
@@ -176,6 +192,15 @@ class ModelOptions:
         int, typer.Option(min=-1, help="Most logprobs a request may ask for; -1: all.", rich_help_panel=_TEXT)
     ] = _TEXT_DEFAULTS.max_logprobs
 
+    request_limit: Annotated[
+        list[str],
+        typer.Option(
+            metavar="NAME=NUMBER",
+            help="Most that one request may hold of something, e.g. stop=256. Repeatable.",
+            rich_help_panel=_TEXT,
+        ),
+    ] = dataclasses.field(default_factory=list)
+
     def engines(self, *, strict: bool = False) -> tuple[EngineConfig, ...]:
         """One configuration for each model. strict: unknown request fields are errors. Raises: UsageError."""
         for model in self.model:
@@ -225,6 +250,7 @@ class ModelOptions:
                 reasoning_parser=self.reasoning_parser,
                 parser_plugins=(*self.tool_parser_plugin, *self.reasoning_parser_plugin),
                 strict=strict,
+                limits=parse_request_limits(self.request_limit),
             ),
         )
 

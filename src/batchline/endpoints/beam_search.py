@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
@@ -106,7 +107,7 @@ async def _step(
         )
         for index, beam in enumerate(running)
     ]
-    return await gather_or_cancel([_one_output(engine, step) for step in steps])
+    return await gather_or_cancel([partial(_one_output, engine, step) for step in steps])
 
 
 async def _one_output(engine: GenerationEngine, request: GenerationRequest) -> GenerationOutput:

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from batchline.endpoints.answer_format import AnswerFormat, answer_format
-from batchline.endpoints.choices import PromptChoices, ReportedLogprobs, check_choices, run_choices
+from batchline.endpoints.choices import (
+    PromptChoices,
+    PromptJob,
+    ReportedLogprobs,
+    check_choices,
+    is_long,
+    prompt_jobs,
+    run_jobs,
+)
 from batchline.endpoints.constraints import compiled
 from batchline.endpoints.logprobs import LogprobFormat
 from batchline.endpoints.message_reader import MessageDelta, MessageReader
 from batchline.endpoints.model import GenerativeModel
-from batchline.endpoints.prompts import EncodedPrompt, encode_prompt
+from batchline.endpoints.prompts import encode_prompt
 from batchline.endpoints.sampling import check_num_logprobs
 from batchline.endpoints.streaming import check_whole
 from batchline.errors import BadRequest
@@ -31,17 +39,15 @@ async def chat_completion(
     body: Mapping[str, Any], request_id: str, model: GenerativeModel, priority: int = 0
 ) -> dict[str, Any]:
     """The answer to a chat request. Raises: RequestError, EngineError."""
-    request = parse_chat(body, model)
-    check_whole(request)
-    chat = await encode_chat(request, model)
-    reported = reported_logprobs(request)
-    result = await run_choices(model, chat.prompt, request, reported, request_id=request_id, priority=priority)
-    return _answer(request, chat, result, model, request_id)
+    chat = await encode_chat(body, model, check_whole)
+    (result,) = await run_jobs(model, [chat.job], chat.request, request_id=request_id, priority=priority)
+    answer = partial(_answer, chat, result, model, request_id)
+    return await model.off_loop(answer) if is_long([result], chat.request) else answer()
 
 
 def parse_chat(body: Mapping[str, Any], model: GenerativeModel) -> ChatCompletionRequest:
     """The checked request. Raises: BadRequest."""
-    request = parse_body(ChatCompletionRequest, body, strict=model.config.strict)
+    request = parse_body(ChatCompletionRequest, body, strict=model.config.strict, limits=model.config.limits)
     request.check()
     check_choices(request)
     check_num_logprobs(request.top_logprobs, model, "top_logprobs")
@@ -51,20 +57,33 @@ def parse_chat(body: Mapping[str, Any], model: GenerativeModel) -> ChatCompletio
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedChat:
-    """A conversation as a prompt, and the format of its answer."""
+    """A checked request, its conversation as what is to be run, and the format of its answer."""
 
-    prompt: EncodedPrompt
+    request: ChatCompletionRequest
+    job: PromptJob
     answer_format: AnswerFormat
 
 
-async def encode_chat(request: ChatCompletionRequest, model: GenerativeModel) -> EncodedChat:
-    """The conversation, rendered and tokenized off the event loop. Raises: BadRequest."""
-    chat = await model.off_loop(partial(_encode, request, model))
+async def encode_chat(
+    body: Mapping[str, Any], model: GenerativeModel, check: Callable[[ChatCompletionRequest], None]
+) -> EncodedChat:
+    """The request in a body, checked, rendered and tokenized off the event loop. Raises: BadRequest."""
+
+    def work() -> EncodedChat:
+        request = parse_chat(body, model)
+        check(request)
+        return encoded_chat(request, model)
+
+    return await constrained_chat(await model.off_loop(work), model)
+
+
+async def constrained_chat(chat: EncodedChat, model: GenerativeModel) -> EncodedChat:
+    """The same with its constraint compiled, where it has one. Raises: BadRequest."""
     wanted = chat.answer_format
     if wanted.constraint is None:
         return chat
-    grammar = await compiled(wanted.constraint, request, model, wanted.surroundings)
-    return replace(chat, prompt=replace(chat.prompt, constraint=grammar))
+    grammar = await compiled(wanted.constraint, chat.request, model, wanted.surroundings)
+    return replace(chat, job=replace(chat.job, constraint=grammar))
 
 
 def reported_logprobs(request: ChatCompletionRequest) -> ReportedLogprobs:
@@ -90,8 +109,8 @@ def echoed_text(request: ChatCompletionRequest) -> str:
     return message_text(last) if request.echo and last["role"] == answered_role(request) else ""
 
 
-def _encode(request: ChatCompletionRequest, model: GenerativeModel) -> EncodedChat:
-    """Render and tokenize; runs off the event loop. The prompt has no constraint yet."""
+def encoded_chat(request: ChatCompletionRequest, model: GenerativeModel) -> EncodedChat:
+    """Render and tokenize; to be called off the event loop. There is no constraint yet. Raises: BadRequest."""
     rendered = render_chat(request, model)
     max_tokens = request.max_completion_tokens
     if max_tokens is None:
@@ -105,10 +124,9 @@ def _encode(request: ChatCompletionRequest, model: GenerativeModel) -> EncodedCh
         default_max_tokens=model.text.defaults.max_tokens,
     )
     wanted = answer_format(request, model, rendered.text)
-    return EncodedChat(
-        prompt=replace(prompt, kept_special_ids=wanted.kept_special_ids),
-        answer_format=wanted,
-    )
+    prompt = replace(prompt, kept_special_ids=wanted.kept_special_ids)
+    (job,) = prompt_jobs([prompt], request, model, reported_logprobs(request))
+    return EncodedChat(request=request, job=job, answer_format=wanted)
 
 
 def render_chat(request: ChatCompletionRequest, model: GenerativeModel) -> RenderedChat:
@@ -158,9 +176,8 @@ def chat_template(request: ChatCompletionRequest, model: GenerativeModel) -> Cha
     return template
 
 
-def _answer(
-    request: ChatCompletionRequest, chat: EncodedChat, result: PromptChoices, model: GenerativeModel, request_id: str
-) -> dict[str, Any]:
+def _answer(chat: EncodedChat, result: PromptChoices, model: GenerativeModel, request_id: str) -> dict[str, Any]:
+    request = chat.request
     style = LogprobFormat(model.tokenizer, as_token_ids=request.return_tokens_as_token_ids)
     prompt_logprobs = None
     if request.prompt_logprobs is not None:

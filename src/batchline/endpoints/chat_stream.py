@@ -18,16 +18,14 @@ from batchline.endpoints.chat import (
     chat_completion_id,
     echoed_text,
     encode_chat,
-    parse_chat,
-    reported_logprobs,
 )
-from batchline.endpoints.choices import stream_choices
+from batchline.endpoints.choices import stream_jobs
 from batchline.endpoints.generation import GeneratedText
 from batchline.endpoints.logprobs import LogprobFormat
 from batchline.endpoints.message_reader import MessageDelta, MessageReader
 from batchline.endpoints.model import GenerativeModel
 from batchline.endpoints.streaming import StreamUsage, check_streamed
-from batchline.openai_api.chat import ChatCompletionRequest, chat_chunk_choice, chat_completion_chunk
+from batchline.openai_api.chat import chat_chunk_choice, chat_completion_chunk
 from batchline.openai_api.tools import tool_call_delta
 
 Chunk = dict[str, Any]
@@ -37,15 +35,11 @@ async def chat_completion_chunks(
     body: Mapping[str, Any], request_id: str, model: GenerativeModel, priority: int = 0
 ) -> AsyncGenerator[Chunk, None]:
     """The answer to a chat request in chunks. Raises: RequestError, EngineError."""
-    request = parse_chat(body, model)
-    check_streamed(request)
-    chat = await encode_chat(request, model)
-    chunks = _ChatChunks(request, chat, model, chat_completion_id(request, request_id))
-    deltas = stream_choices(
-        model, chat.prompt, request, reported_logprobs(request), request_id=request_id, priority=priority
-    )
+    chat = await encode_chat(body, model, check_streamed)
+    chunks = _ChatChunks(chat, model, chat_completion_id(chat.request, request_id))
+    deltas = stream_jobs(model, [chat.job], chat.request, request_id=request_id, priority=priority)
     async with aclosing(deltas):
-        async for choice, delta in deltas:
+        async for _, choice, delta in deltas:
             for chunk in chunks.push(choice, delta):
                 yield chunk
     for chunk in chunks.finish():
@@ -55,17 +49,15 @@ async def chat_completion_chunks(
 class _ChatChunks:
     """Deltas of choices to chunks of the answer. Mutable; one per request."""
 
-    def __init__(
-        self, request: ChatCompletionRequest, chat: EncodedChat, model: GenerativeModel, completion_id: str
-    ) -> None:
-        self._request = request
-        self._prompt = chat.prompt
+    def __init__(self, chat: EncodedChat, model: GenerativeModel, completion_id: str) -> None:
+        request = self._request = chat.request
+        self._prompt = chat.job.prompt
         self._readers = [MessageReader(chat.answer_format) for _ in range(request.n)]
         self._model = model
         self._id = completion_id
         self._created = int(time.time())
         self._style = LogprobFormat(model.tokenizer, as_token_ids=request.return_tokens_as_token_ids)
-        self._usage = StreamUsage(request.stream_options, len(chat.prompt.token_ids))
+        self._usage = StreamUsage(request.stream_options, len(chat.job.prompt.token_ids))
         self._is_open = False
 
     def push(self, choice: int, delta: GeneratedText) -> Iterable[Chunk]:

@@ -1,13 +1,20 @@
-"""The choices of one prompt: `n` sequences, the best of several, or beams."""
+"""The choices of each prompt: `n` sequences, the best of several, or beams.
+
+A request may have many sequences. `GenerativeModel.max_request_sequences` of them are in the engine at once, the others
+follow as these end: requests that come later find their place between them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
 
 from batchline.endpoints.beam_search import BeamSearchParams, beam_search
 from batchline.endpoints.generation import (
+    LONG_OUTPUT,
     GeneratedText,
     SequenceText,
     TextRules,
@@ -19,8 +26,8 @@ from batchline.endpoints.generation import (
 from batchline.endpoints.merging import merge
 from batchline.endpoints.model import GenerativeModel
 from batchline.endpoints.prompts import EncodedPrompt
-from batchline.endpoints.sampling import choice_params, sampling_params
-from batchline.engine.request import GenerationOutput, GenerationRequest, SamplingParams
+from batchline.endpoints.sampling import check_min_tokens, choice_params, sampling_params
+from batchline.engine.request import GenerationOutput, GenerationRequest, SamplingParams, TokenConstraint
 from batchline.errors import BadRequest
 from batchline.openai_api.common import Usage
 from batchline.openai_api.generation import GenerationBody
@@ -85,90 +92,152 @@ def check_choices(body: GenerationBody) -> None:
                 raise BadRequest(f"{field}: it cannot be combined with use_beam_search", param=field)
 
 
-async def run_choices(
-    model: GenerativeModel,
-    prompt: EncodedPrompt,
-    body: GenerationBody,
-    logprobs: ReportedLogprobs,
-    *,
-    request_id: str,
-    priority: int,
-) -> PromptChoices:
-    """Run all of a prompt's sequences and pick the choices. request_id: unique in the engine; choices extend it.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptJob:
+    """A prompt with all that its sequences have in common."""
 
-    Raises: RequestError, EngineError.
+    prompt: EncodedPrompt
+    sampling: SamplingParams
+    rules: TextRules
+    constraint: TokenConstraint | None = None
+
+
+def prompt_jobs(
+    prompts: Sequence[EncodedPrompt], body: GenerationBody, model: GenerativeModel, logprobs: ReportedLogprobs
+) -> list[PromptJob]:
+    """What is to be run. Text work, to be called off the event loop. Raises: BadRequest."""
+    _check_num_logprobs(prompts, body, model, logprobs)
+    first = sampling_params(
+        body,
+        model,
+        max_tokens=prompts[0].max_tokens,
+        num_logprobs=logprobs.output,
+        num_prompt_logprobs=logprobs.prompt,
+    )
+    rules = text_rules(body, prompts[0].kept_special_ids)
+    for prompt in prompts:
+        check_min_tokens(body, prompt.max_tokens)
+    return [
+        PromptJob(prompt=prompt, sampling=replace(first, max_tokens=prompt.max_tokens), rules=rules)
+        for prompt in prompts
+    ]
+
+
+def _check_num_logprobs(
+    prompts: Sequence[EncodedPrompt], body: GenerationBody, model: GenerativeModel, logprobs: ReportedLogprobs
+) -> None:
+    """Raises: BadRequest for more log-probabilities than there should be in memory.
+
+    Those of prompts are told in each choice. A single sequence's output may have as many as the context has room for.
     """
-    request = _engine_request(model, prompt, body, logprobs, request_id, priority)
-    is_beam_search = body.use_beam_search and request.sampling.max_tokens > 0
+    num_choices = body.best_of or body.n
+    told = num_told = 0
+    if logprobs.prompt is not None:
+        told = num_choices * sum(len(prompt.token_ids) for prompt in prompts)
+        num_told = told * (1 + _num_alternatives(logprobs.prompt, model))
+    if logprobs.output is not None and num_choices * len(prompts) > 1:
+        output = num_choices * sum(prompt.max_tokens for prompt in prompts)
+        num_told += output * (1 + _num_alternatives(logprobs.output, model))
+    limit = model.config.limits.logprobs
+    if num_told > limit:
+        raise BadRequest(
+            f"The answer would have up to {num_told:,} log-probabilities, and at most {limit:,} are allowed "
+            "(--request-limit logprobs=N changes that): ask for fewer of them, or for fewer tokens or choices",
+            param="prompt_logprobs" if told and body.prompt_logprobs is not None else "logprobs",
+        )
+
+
+def _num_alternatives(wanted: int, model: GenerativeModel) -> int:
+    return model.engine.vocab_size if wanted == -1 else wanted
+
+
+async def run_jobs(
+    model: GenerativeModel, jobs: Sequence[PromptJob], body: GenerationBody, *, request_id: str, priority: int
+) -> list[PromptChoices]:
+    """Run all sequences of all prompts and pick each prompt's choices.
+
+    request_id: of the engine's requests, which extend it. Raises: RequestError, EngineError.
+    """
+    requests = [_engine_request(job, body, _job_id(request_id, index), priority) for index, job in enumerate(jobs)]
+    is_beam_search = body.use_beam_search and any(job.sampling.max_tokens for job in jobs)
     run = _run_beams if is_beam_search else _run_samples
-    texts = await run(model, request, body, text_rules(body, prompt.kept_special_ids))
+    texts = await run(model, requests, jobs, body)
+    return [_picked(job, found, body) for job, found in zip(jobs, texts, strict=True)]
+
+
+def _job_id(request_id: str, index: int) -> str:
+    return f"{request_id}-{index}"
+
+
+def _picked(job: PromptJob, texts: Sequence[GeneratedText], body: GenerationBody) -> PromptChoices:
     num_generated = sum(len(text.token_ids) for text in texts)
-    return PromptChoices(prompt=prompt, choices=tuple(texts[: body.n]), num_generated=num_generated)
+    return PromptChoices(prompt=job.prompt, choices=tuple(texts[: body.n]), num_generated=num_generated)
 
 
-async def stream_choices(
-    model: GenerativeModel,
-    prompt: EncodedPrompt,
-    body: GenerationBody,
-    logprobs: ReportedLogprobs,
-    *,
-    request_id: str,
-    priority: int,
-) -> AsyncGenerator[tuple[int, GeneratedText], None]:
-    """(choice, delta) of a prompt's `n` sequences as they come. Closing it aborts them all.
+async def stream_jobs(
+    model: GenerativeModel, jobs: Sequence[PromptJob], body: GenerationBody, *, request_id: str, priority: int
+) -> AsyncGenerator[tuple[int, int, GeneratedText], None]:
+    """(prompt, choice, delta) of each prompt's `n` sequences as they come. Closing it aborts them all.
 
     Every choice's first delta has the prompt's log-probabilities where they are asked for: none waits for another's.
     The body has passed `check_streamed`. Raises: RequestError, EngineError.
     """
-    request = replace(_engine_request(model, prompt, body, logprobs, request_id, priority), stream=True)
-    rules = text_rules(body, prompt.kept_special_ids)
-    streams = [
-        stream_text(model.engine, _numbered(request, choice), model.tokenizer, rules) for choice in range(body.n)
-    ]
-    async with aclosing(merge(streams)) as deltas:
-        async for choice, delta in deltas:
-            yield choice, delta
+    streams = []
+    for index, job in enumerate(jobs):
+        request = replace(_engine_request(job, body, _job_id(request_id, index), priority), stream=True)
+        streams += [
+            stream_text(model.engine, _numbered(request, choice), model.tokenizer, job.rules)
+            for choice in range(body.n)
+        ]
+    async with aclosing(merge(streams, model.max_request_sequences)) as deltas:
+        async for number, delta in deltas:
+            yield *divmod(number, body.n), delta
 
 
-def _engine_request(
-    model: GenerativeModel,
-    prompt: EncodedPrompt,
-    body: GenerationBody,
-    logprobs: ReportedLogprobs,
-    request_id: str,
-    priority: int,
-) -> GenerationRequest:
-    """What all of a prompt's sequences have in common. Raises: BadRequest."""
-    params = sampling_params(
-        body,
-        model,
-        max_tokens=prompt.max_tokens,
-        num_logprobs=logprobs.output,
-        num_prompt_logprobs=logprobs.prompt,
-    )
+def is_long(results: Sequence[PromptChoices], body: GenerationBody) -> bool:
+    """Whether the answer takes long enough to write that it is to be written off the event loop."""
+    has_logprobs = any(text.logprobs or text.prompt_logprobs for result in results for text in result.choices[:1])
+    num_tokens = sum(result.num_generated for result in results)
+    if body.echo or body.return_token_ids:
+        num_tokens += sum(len(result.prompt.token_ids) for result in results)
+    return has_logprobs or num_tokens > LONG_OUTPUT
+
+
+def _engine_request(job: PromptJob, body: GenerationBody, request_id: str, priority: int) -> GenerationRequest:
+    """What all of a prompt's sequences have in common."""
     return GenerationRequest(
         request_id=request_id,
-        prompt_token_ids=prompt.token_ids,
-        sampling=params,
+        prompt_token_ids=job.prompt.token_ids,
+        sampling=job.sampling,
         priority=priority + body.priority,
-        constraint=prompt.constraint,
+        constraint=job.constraint,
     )
 
 
 async def _run_samples(
-    model: GenerativeModel, request: GenerationRequest, body: GenerationBody, rules: TextRules
-) -> Sequence[GeneratedText]:
-    """`best_of` or `n` sequences; with more run than returned, ordered by log-probability per token as OpenAI says."""
+    model: GenerativeModel, requests: Sequence[GenerationRequest], jobs: Sequence[PromptJob], body: GenerationBody
+) -> list[Sequence[GeneratedText]]:
+    """`best_of` or `n` sequences of each prompt; with more run than returned, the best come first."""
     num_sequences = body.best_of or body.n
     is_ranked = num_sequences > body.n
-    texts = await gather_or_cancel(
-        [
-            complete_text(model.engine, _choice_request(request, choice, is_ranked), model.tokenizer, rules)
-            for choice in range(num_sequences)
-        ]
-    )
-    if not is_ranked:
-        return texts
+    calls = [
+        partial(_complete, model, request, job.rules, choice, is_ranked)
+        for request, job in zip(requests, jobs, strict=True)
+        for choice in range(num_sequences)
+    ]
+    texts = iter(await gather_or_cancel(calls, model.max_request_sequences))
+    found = [list(islice(texts, num_sequences)) for _ in jobs]
+    return [_ranked(own) for own in found] if is_ranked else list(found)
+
+
+async def _complete(
+    model: GenerativeModel, request: GenerationRequest, rules: TextRules, choice: int, is_ranked: bool
+) -> GeneratedText:
+    return await complete_text(model.engine, _choice_request(request, choice, is_ranked), model.tokenizer, rules)
+
+
+def _ranked(texts: Sequence[GeneratedText]) -> Sequence[GeneratedText]:
+    """Ordered by log-probability per token, as OpenAI says; each with what only the first was asked for."""
     ranked = sorted(texts, key=lambda text: -text.mean_logprob)
     prompt_logprobs, num_cached_tokens = texts[0].prompt_logprobs, texts[0].num_cached_tokens
     return [replace(text, prompt_logprobs=prompt_logprobs, num_cached_tokens=num_cached_tokens) for text in ranked]
@@ -191,9 +260,16 @@ def _numbered(request: GenerationRequest, choice: int) -> GenerationRequest:
 
 
 async def _run_beams(
-    model: GenerativeModel, request: GenerationRequest, body: GenerationBody, rules: TextRules
+    model: GenerativeModel, requests: Sequence[GenerationRequest], jobs: Sequence[PromptJob], body: GenerationBody
+) -> list[Sequence[GeneratedText]]:
+    """`n` beams of each prompt, best first."""
+    calls = [partial(_beams_of, model, request, job.rules, body) for request, job in zip(requests, jobs, strict=True)]
+    return await gather_or_cancel(calls, max(1, model.max_request_sequences // body.n))
+
+
+async def _beams_of(
+    model: GenerativeModel, request: GenerationRequest, rules: TextRules, body: GenerationBody
 ) -> Sequence[GeneratedText]:
-    """`n` beams, best first."""
     sampling = request.sampling
     params = BeamSearchParams(
         num_beams=body.n,

@@ -7,26 +7,24 @@ offset is where the token's text begins, also where that text is still held back
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
-from batchline.endpoints.choices import stream_choices
+from batchline.endpoints.choices import stream_jobs
 from batchline.endpoints.completions import (
     Echo,
+    EncodedCompletion,
     completion_id,
     echoed_prompt,
-    encode_prompts,
-    parse_completion,
-    reported_logprobs,
+    encode_completion,
 )
 from batchline.endpoints.generation import GeneratedText
 from batchline.endpoints.logprobs import LogprobFormat
-from batchline.endpoints.merging import merge
 from batchline.endpoints.model import GenerativeModel
-from batchline.endpoints.prompts import EncodedPrompt
 from batchline.endpoints.streaming import StreamUsage, check_streamed
-from batchline.openai_api.completions import CompletionRequest, completion_chunk, completion_chunk_choice
+from batchline.openai_api.completions import completion_chunk, completion_chunk_choice
 
 Chunk = dict[str, Any]
 
@@ -35,18 +33,15 @@ async def completion_chunks(
     body: Mapping[str, Any], request_id: str, model: GenerativeModel, priority: int = 0
 ) -> AsyncGenerator[Chunk, None]:
     """The answer to a completion request in chunks. Raises: RequestError, EngineError."""
-    request = parse_completion(body, model)
-    check_streamed(request)
-    prompts = await encode_prompts(request, model)
-    chunks = _CompletionChunks(request, prompts, model, completion_id(request, request_id))
-    reported = reported_logprobs(request)
-    streams = [
-        stream_choices(model, prompt, request, reported, request_id=f"{request_id}-{index}", priority=priority)
-        for index, prompt in enumerate(prompts)
-    ]
-    async with aclosing(merge(streams)) as deltas:
-        async for prompt_index, (choice, delta) in deltas:
-            for chunk in chunks.push(prompt_index, choice, delta):
+    encoded = await encode_completion(body, model, check_streamed)
+    request = encoded.request
+    make = partial(_CompletionChunks, encoded, model, completion_id(request, request_id))
+    chunks = await model.off_loop(make) if request.echo else make()
+    deltas = stream_jobs(model, encoded.jobs, request, request_id=request_id, priority=priority)
+    async with aclosing(deltas):
+        async for prompt, choice, delta in deltas:
+            push = partial(chunks.push, prompt, choice, delta)
+            for chunk in await model.off_loop(push) if delta.prompt_logprobs else push():
                 yield chunk
     for chunk in chunks.finish():
         yield chunk
@@ -55,11 +50,10 @@ async def completion_chunks(
 class _CompletionChunks:
     """Deltas of choices to chunks of the answer. Mutable; one per request."""
 
-    def __init__(
-        self, request: CompletionRequest, prompts: Sequence[EncodedPrompt], model: GenerativeModel, answer_id: str
-    ) -> None:
-        self._request = request
-        self._prompts = prompts
+    def __init__(self, encoded: EncodedCompletion, model: GenerativeModel, answer_id: str) -> None:
+        """Writes echoed prompts: where there are any, to be called off the event loop."""
+        request = self._request = encoded.request
+        prompts = self._prompts = [job.prompt for job in encoded.jobs]
         self._model = model
         self._id = answer_id
         self._created = int(time.time())
@@ -68,7 +62,7 @@ class _CompletionChunks:
         self._echoes = [echoed_prompt(request, prompt, model) for prompt in prompts]
         self._begun: set[int] = set()
 
-    def push(self, prompt: int, choice: int, delta: GeneratedText) -> Iterable[Chunk]:
+    def push(self, prompt: int, choice: int, delta: GeneratedText) -> list[Chunk]:
         """What a choice's delta becomes: nothing while its text is held back and nothing else is to be told."""
         self._usage.count(delta, prompt=prompt, choice=choice)
         index = prompt * self._request.n + choice
@@ -76,7 +70,8 @@ class _CompletionChunks:
         self._begun.add(index)
         is_told = self._request.logprobs is not None or self._request.return_token_ids
         if is_first or delta.text or delta.finish_reason is not None or (is_told and delta.token_ids):
-            yield self._usage.in_chunk(self._chunk([self._choice(prompt, index, delta, is_first=is_first)]))
+            return [self._usage.in_chunk(self._chunk([self._choice(prompt, index, delta, is_first=is_first)]))]
+        return []
 
     def finish(self) -> Iterable[Chunk]:
         """The chunk of the usage, where that is asked for."""

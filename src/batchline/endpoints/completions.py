@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Any
 
-from batchline.endpoints.choices import PromptChoices, ReportedLogprobs, check_choices, run_choices
+from batchline.endpoints.choices import (
+    PromptChoices,
+    PromptJob,
+    ReportedLogprobs,
+    check_choices,
+    is_long,
+    prompt_jobs,
+    run_jobs,
+)
 from batchline.endpoints.constraints import compiled, requested_constraint
-from batchline.endpoints.generation import GeneratedText, gather_or_cancel
+from batchline.endpoints.generation import GeneratedText
 from batchline.endpoints.logprobs import LogprobFormat
 from batchline.endpoints.model import GenerativeModel
 from batchline.endpoints.prompts import EncodedPrompt, encode_prompt
@@ -21,22 +29,23 @@ from batchline.openai_api.common import total_usage
 from batchline.openai_api.completions import DEFAULT_MAX_TOKENS, CompletionRequest, completion_choice, completion_object
 from batchline.openai_api.parsing import parse_body
 from batchline.text.detokenizer import Detokenizer
+from batchline.text.grammars import Constraint
 
 
 async def completion(
     body: Mapping[str, Any], request_id: str, model: GenerativeModel, priority: int = 0
 ) -> dict[str, Any]:
     """The answer to a completion request. Raises: RequestError, EngineError."""
-    request = parse_completion(body, model)
-    check_whole(request)
-    prompts = await encode_prompts(request, model)
-    reported = reported_logprobs(request)
-    results = await gather_or_cancel(
-        [
-            run_choices(model, prompt, request, reported, request_id=f"{request_id}-{index}", priority=priority)
-            for index, prompt in enumerate(prompts)
-        ]
-    )
+    encoded = await encode_completion(body, model, check_whole)
+    request = encoded.request
+    results = await run_jobs(model, encoded.jobs, request, request_id=request_id, priority=priority)
+    answer = partial(_answer, request, results, model, request_id)
+    return await model.off_loop(answer) if is_long(results, request) else answer()
+
+
+def _answer(
+    request: CompletionRequest, results: Sequence[PromptChoices], model: GenerativeModel, request_id: str
+) -> dict[str, Any]:
     choices = chain.from_iterable(_choices(request, result, model) for result in results)
     return completion_object(
         completion_id=completion_id(request, request_id),
@@ -49,21 +58,37 @@ async def completion(
 
 def parse_completion(body: Mapping[str, Any], model: GenerativeModel) -> CompletionRequest:
     """The checked request. Raises: BadRequest."""
-    request = parse_body(CompletionRequest, body, strict=model.config.strict)
+    request = parse_body(CompletionRequest, body, strict=model.config.strict, limits=model.config.limits)
     check_choices(request)
     check_num_logprobs(request.logprobs, model, "logprobs")
     check_num_logprobs(request.prompt_logprobs, model, "prompt_logprobs")
     return request
 
 
-async def encode_prompts(request: CompletionRequest, model: GenerativeModel) -> list[EncodedPrompt]:
-    """The request's prompts, tokenized off the event loop. Raises: BadRequest."""
-    wanted = requested_constraint(request)
-    prompts = await model.off_loop(partial(_encode, request, model))
-    if wanted is None:
-        return prompts
-    grammar = await compiled(wanted, request, model)
-    return [replace(prompt, constraint=grammar) for prompt in prompts]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodedCompletion:
+    """A checked request, and what is to be run for each of its prompts."""
+
+    request: CompletionRequest
+    jobs: list[PromptJob]
+
+
+async def encode_completion(
+    body: Mapping[str, Any], model: GenerativeModel, check: Callable[[CompletionRequest], None]
+) -> EncodedCompletion:
+    """The request in a body, checked and tokenized off the event loop. Raises: BadRequest."""
+
+    def work() -> tuple[CompletionRequest, Constraint | None, list[PromptJob]]:
+        request = parse_completion(body, model)
+        check(request)
+        wanted = requested_constraint(request)
+        return request, wanted, prompt_jobs(_encode(request, model), request, model, reported_logprobs(request))
+
+    request, wanted, jobs = await model.off_loop(work)
+    if wanted is not None:
+        grammar = await compiled(wanted, request, model)
+        jobs = [replace(job, constraint=grammar) for job in jobs]
+    return EncodedCompletion(request=request, jobs=jobs)
 
 
 def completion_id(request: CompletionRequest, request_id: str) -> str:

@@ -5,16 +5,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import uuid
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 
+from batchline.endpoints.generation import gather_or_cancel
 from batchline.endpoints.model import GenerativeModel
 from batchline.engine.request import EmbeddingOutput, EmbeddingRequest
 from batchline.errors import BadRequest
+from batchline.openai_api.limits import check_text
 from batchline.pooling.batching import TokenSequence
 from batchline.pooling.matryoshka import Matryoshka
 from batchline.pooling.tokenizing import Role
@@ -111,10 +113,13 @@ class EngineEmbedder:
             )
         prompt = ChatPrompt(messages=messages, add_generation_prompt=False)
         model = self._model
-        token_ids = await model.off_loop(
-            lambda: model.render(template, prompt).token_ids(model.tokenizer, add_special_tokens=False)
-        )
-        return TokenSequence(token_ids=token_ids)
+
+        def encode() -> tuple[int, ...]:
+            rendered = model.render(template, prompt)
+            check_text("messages", rendered.text, model.config.limits)
+            return rendered.token_ids(model.tokenizer, add_special_tokens=False)
+
+        return TokenSequence(token_ids=await model.off_loop(encode))
 
     def from_token_ids(self, token_ids: Sequence[int], *, max_tokens: int | None = None) -> TokenSequence:
         """Token ids as they are, their start cut to fit `max_tokens`."""
@@ -128,12 +133,8 @@ class EngineEmbedder:
 
     async def hidden_states(self, sequences: Sequence[TokenSequence], *, priority: int = 0) -> Vectors:
         """(num_sequences, hidden_size) float32, of each sequence's last position. Raises: EngineDead, EngineError."""
-        tasks = [asyncio.create_task(self._embed_one(sequence, priority)) for sequence in sequences]
-        try:
-            outputs = await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:  # where one failed or the caller went away, the others are wanted no more
-                task.cancel()
+        calls = [partial(self._embed_one, sequence, priority) for sequence in sequences]
+        outputs = await gather_or_cancel(calls, self._model.max_request_sequences)
         return np.stack([output.hidden for output in outputs])
 
     async def _embed_one(self, sequence: TokenSequence, priority: int) -> EmbeddingOutput:

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
+from batchline.config import TextConfig
 from batchline.endpoints.embedders import Embedder
-from batchline.endpoints.pooling_limits import check_sequences, engine_errors_answered, resolve_truncation
+from batchline.endpoints.pooling_limits import (
+    DEFAULT_TEXT,
+    check_sequences,
+    engine_errors_answered,
+    off_loop_if_large,
+    resolve_truncation,
+)
 from batchline.endpoints.prompts import check_vocabulary
 from batchline.errors import BadRequest, InternalServerError
 from batchline.openai_api.common import Prompt, Usage
@@ -17,26 +26,45 @@ from batchline.openai_api.parsing import parse_body
 from batchline.pooling.batching import TokenSequence
 from batchline.pooling.vectors import Vectors, are_finite
 
+LARGE_ANSWER = 65_536
+"""Numbers that take longer to write than it takes to wake up a thread for it."""
+
 
 async def embeddings(
-    body: Mapping[str, Any], request_id: str, model: Embedder, *, strict: bool = False, priority: int = 0
+    body: Mapping[str, Any], request_id: str, model: Embedder, *, text: TextConfig = DEFAULT_TEXT, priority: int = 0
 ) -> dict[str, Any]:
-    """The response body. strict: an unknown field is an error. Raises: RequestError, EngineDead."""
-    request = parse_body(EmbeddingsRequest, body, strict=strict)
-    request.check()
-    _check_dimensions(request.dimensions, model)
+    """The response body. text: its limits, and whether unknown fields are errors. Raises: RequestError, EngineDead."""
+    request = await off_loop_if_large(body, partial(_read, body, model, text))
     sequences = await _tokenize(request, model)
     with engine_errors_answered():
         vectors = await model.embed(sequences, dimensions=request.dimensions, priority=priority)
     if not are_finite(vectors):
         raise InternalServerError("The model's embedding is not a number; a wider dtype may help")
+    write = encode_base64 if request.encoding_format == "base64" else _numbers
+    is_large = vectors.size > LARGE_ANSWER
     return embeddings_object(
         embeddings_id=f"embd-{request_id}",
         created=int(time.time()),
         model=model.name,
-        embeddings=encode_base64(vectors) if request.encoding_format == "base64" else vectors.tolist(),
+        embeddings=await asyncio.to_thread(write, vectors) if is_large else write(vectors),
         usage=Usage(prompt_tokens=sum(len(sequence) for sequence in sequences)),
     )
+
+
+def _read(body: Mapping[str, Any], model: Embedder, text: TextConfig) -> EmbeddingsRequest:
+    """The checked request. Raises: BadRequest."""
+    request = parse_body(EmbeddingsRequest, body, strict=text.strict, limits=text.limits)
+    request.check()
+    _check_dimensions(request.dimensions, model)
+    for prompt in request.input or ():
+        if not isinstance(prompt, str):
+            check_vocabulary(prompt, model.vocab_size, "input")
+    return request
+
+
+def _numbers(vectors: Vectors) -> list[list[float]]:
+    """Row by row: nothing else can run while numpy makes numbers of an array."""
+    return [row.tolist() for row in vectors]
 
 
 def encode_base64(vectors: Vectors) -> list[str]:
@@ -74,8 +102,7 @@ async def _tokenize_input(
     if texts:
         return await model.tokenize(texts, add_special_tokens=request.add_special_tokens, max_tokens=max_tokens)
     rows = [prompt for prompt in prompts if not isinstance(prompt, str)]
-    known = [check_vocabulary(row, model.vocab_size, "input") for row in rows]
-    return [model.from_token_ids(row, max_tokens=max_tokens) for row in known]
+    return [model.from_token_ids(row, max_tokens=max_tokens) for row in rows]
 
 
 def _check_dimensions(dimensions: int | None, model: Embedder) -> None:

@@ -7,7 +7,7 @@ token or the token limit. A whole answer is its deltas put together, so that str
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -15,10 +15,15 @@ from batchline.endpoints.model import GenerationEngine
 from batchline.engine.request import GenerationOutput, GenerationRequest, TokenLogprobs
 from batchline.openai_api.generation import GenerationBody
 from batchline.text.detokenizer import Detokenizer
-from batchline.text.stop_strings import StopMatch, StopStringMatcher
+from batchline.text.stop_strings import StopMatch, StopStringMatcher, StopStrings
 from batchline.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
+
+NO_STOP_STRINGS = StopStrings()
+
+LONG_OUTPUT = 2048
+"""Tokens that are made text of on a thread, since they hold up the event loop for milliseconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +32,7 @@ class TextRules:
 
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
-    stop: tuple[str, ...] = ()
+    stop: StopStrings = NO_STOP_STRINGS
     include_stop_str_in_output: bool = False
     min_tokens: int = 0
     kept_special_ids: frozenset[int] = frozenset()
@@ -38,7 +43,7 @@ def text_rules(body: GenerationBody, kept_special_ids: frozenset[int] = frozense
     return TextRules(
         skip_special_tokens=body.skip_special_tokens,
         spaces_between_special_tokens=body.spaces_between_special_tokens,
-        stop=body.stop,
+        stop=StopStrings(body.stop),
         include_stop_str_in_output=body.include_stop_str_in_output,
         min_tokens=body.min_tokens,
         kept_special_ids=kept_special_ids,
@@ -146,7 +151,8 @@ async def stream_text(
     num_tokens = 0
     try:
         async for output in outputs:
-            delta = sequence.push(output)
+            is_long = len(output.token_ids) > LONG_OUTPUT
+            delta = await asyncio.to_thread(sequence.push, output) if is_long else sequence.push(output)
             num_tokens += len(delta.token_ids)
             if delta.finish_reason is not None and output.finish_reason is None:
                 engine.end(output.request_id, num_tokens)
@@ -204,15 +210,28 @@ def by_token(delta: GeneratedText, start: int) -> Iterator[GeneratedText]:
         begin = ends[index]
 
 
-async def gather_or_cancel(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """All results in order. When one fails or the caller is cancelled, the others are cancelled and awaited."""
-    if len(coroutines) == 1:
-        return [await coroutines[0]]
-    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+async def gather_or_cancel(
+    calls: Sequence[Callable[[], Coroutine[Any, Any, T]]], at_once: int | None = None
+) -> list[T]:
+    """The results of all calls in order. at_once: how many run at a time, begun in order; None: all.
+
+    When one fails or the caller is cancelled, the others are cancelled and awaited.
+    """
+    if len(calls) == 1:
+        return [await calls[0]()]
+    results: dict[int, T] = {}
+    waiting = iter(enumerate(calls))
+
+    async def work() -> None:
+        for index, call in waiting:  # which all workers take from
+            results[index] = await call()
+
+    tasks = [asyncio.ensure_future(work()) for _ in range(min(len(calls), at_once or len(calls)))]
     try:
-        return list(await asyncio.gather(*tasks))
+        await asyncio.gather(*tasks)
     except BaseException:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         raise
+    return [results[index] for index in range(len(calls))]

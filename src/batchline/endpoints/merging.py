@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
 Stream = AsyncGenerator[T, None]
 
 
-async def merge(streams: Sequence[Stream[T]]) -> AsyncGenerator[tuple[int, T], None]:
+async def merge(streams: Sequence[Stream[T]], at_once: int | None = None) -> AsyncGenerator[tuple[int, T], None]:
     """(number of the stream, item) as items come; items that are ready together come in the streams' order.
 
-    Each stream is read one item ahead at most. When one raises, or the caller closes this one, all are closed.
+    Each stream is read one item ahead at most. at_once: how many are open at a time, begun in order; None: all.
+    When one raises, or the caller closes this one, all are closed. An item costs the same among few streams and many.
     """
     if len(streams) == 1:
         try:
@@ -23,33 +24,63 @@ async def merge(streams: Sequence[Stream[T]]) -> AsyncGenerator[tuple[int, T], N
         finally:
             await streams[0].aclose()
         return
-    waiting = {_next_of(stream): number for number, stream in enumerate(streams)}
+    reading = _Reading(streams, at_once or len(streams))
     try:
-        while waiting:
-            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            for task in sorted(done, key=waiting.__getitem__):
-                number = waiting.pop(task)
+        while reading.tasks:
+            for number in await reading.ready():
                 try:
-                    item = task.result()
+                    item = reading.tasks.pop(number).result()
                 except StopAsyncIteration:
+                    reading.begin_next()
                     continue
                 yield number, item
-                waiting[_next_of(streams[number])] = number
+                reading.read(number)
     finally:
-        await _close_all(streams, list(waiting))
+        await reading.close()
 
 
-def _next_of(stream: Stream[T]) -> asyncio.Task[T]:
-    async def read() -> T:  # a task takes no bare awaitable
-        return await stream.__anext__()
+class _Reading(Generic[T]):
+    """The streams that are being read, one task each, and those that have an item. Mutable."""
 
-    return asyncio.create_task(read())
+    def __init__(self, streams: Sequence[Stream[T]], at_once: int) -> None:
+        self.tasks: dict[int, asyncio.Task[T]] = {}
+        self._streams = streams
+        self._ready: list[int] = []
+        self._has_ready = asyncio.Event()
+        self._num_begun = 0
+        for _ in range(at_once):
+            self.begin_next()
+
+    def begin_next(self) -> None:
+        """Read the next stream in line, if there is one."""
+        if self._num_begun < len(self._streams):
+            self._num_begun += 1
+            self.read(self._num_begun - 1)
+
+    def read(self, number: int) -> None:
+        """Ask a stream for its next item."""
+        task = self.tasks[number] = asyncio.create_task(_next_of(self._streams[number]))
+        task.add_done_callback(lambda _: self._note(number))
+
+    def _note(self, number: int) -> None:
+        self._ready.append(number)
+        self._has_ready.set()
+
+    async def ready(self) -> list[int]:
+        """The streams that have an item or have ended since the last call, one at least, in order."""
+        await self._has_ready.wait()
+        self._has_ready.clear()
+        numbers, self._ready = sorted(self._ready), []
+        return numbers
+
+    async def close(self) -> None:
+        """A stream that is being read cannot be closed: the readers are cancelled first."""
+        for task in self.tasks.values():
+            task.cancel()
+        await asyncio.gather(*self.tasks.values(), return_exceptions=True)
+        for stream in self._streams:
+            await stream.aclose()
 
 
-async def _close_all(streams: Sequence[Stream[T]], reading: Sequence[asyncio.Task[T]]) -> None:
-    """A stream that is being read cannot be closed: the readers are cancelled first."""
-    for task in reading:
-        task.cancel()
-    await asyncio.gather(*reading, return_exceptions=True)
-    for stream in streams:
-        await stream.aclose()
+async def _next_of(stream: Stream[T]) -> T:
+    return await stream.__anext__()  # a task takes no bare awaitable

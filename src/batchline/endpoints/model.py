@@ -78,6 +78,8 @@ class TextParts:
 class GenerativeModel:
     """One served model. name: what answers carry. executor: a few threads for rendering and tokenizing.
 
+    max_request_sequences: of one request in the engine at once; its others wait here, so that they keep no place in
+    line from requests that come later.
     grammars: what constraints are compiled by, for this model's tokens.
     """
 
@@ -86,6 +88,7 @@ class GenerativeModel:
     text: TextParts
     config: TextConfig
     executor: Executor
+    max_request_sequences: int = 128
     grammars: GrammarCompiler = field(init=False)
 
     def __post_init__(self) -> None:
@@ -105,7 +108,10 @@ class GenerativeModel:
         return control_tokens.render(template, prompt)
 
     async def off_loop(self, work: Callable[[], T]) -> T:
-        """Run text work on a thread, so that a long prompt does not hold up the event loop."""
+        """Run text work on a thread, so that a long prompt does not hold up the event loop.
+
+        Cancelling the call drops work that has not begun.
+        """
         return await run_on(self.executor, work)
 
 

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import asyncio
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any, TypeVar
 
+from batchline.config import TextConfig
 from batchline.endpoints.prompts import check_vocabulary
 from batchline.errors import BadRequest, EngineDead, EngineError, InternalServerError, RequestRefused
+from batchline.openai_api.parsing import is_small
 from batchline.pooling.batching import TokenSequence
+
+T = TypeVar("T")
+
+DEFAULT_TEXT = TextConfig()
 
 
 def resolve_truncation(keep: int | None, *, max_model_len: int, num_special_tokens: int) -> int | None:
@@ -45,6 +53,11 @@ def check_sequences(sequences: Sequence[TokenSequence], *, max_model_len: int, v
             )
         if max(sequence.token_ids) >= vocab_size:
             check_vocabulary(sequence.token_ids, vocab_size, which)
+
+
+async def off_loop_if_large(body: Mapping[str, Any], work: Callable[[], T]) -> T:
+    """What reading a body gives; a large one is read on a thread, so that it does not hold up the event loop."""
+    return work() if is_small(body) else await asyncio.to_thread(work)
 
 
 @contextmanager

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from batchline.endpoints.model import GenerativeModel
-from batchline.engine.request import TokenConstraint
 from batchline.errors import BadRequest
 from batchline.openai_api.common import Prompt
 from batchline.openai_api.generation import GenerationBody
+from batchline.openai_api.limits import check_text
 from batchline.text.control_tokens import RenderedChat
 
 FAR_TOO_LONG = 4
@@ -17,7 +17,7 @@ FAR_TOO_LONG = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedPrompt:
-    """A prompt ready for the engine, and what its answer must be.
+    """A prompt ready for the engine.
 
     text: as it was given; None for token ids and for a truncated prompt. max_tokens: of the answer.
     kept_special_ids: special tokens that the answer's text shows, since something reads them there.
@@ -26,7 +26,6 @@ class EncodedPrompt:
     token_ids: tuple[int, ...]
     text: str | None
     max_tokens: int
-    constraint: TokenConstraint | None = None
     kept_special_ids: frozenset[int] = frozenset()
 
 
@@ -49,6 +48,7 @@ def encode_prompt(
     rendered = RenderedChat(prompt) if isinstance(prompt, str) else prompt
     text = rendered.text if isinstance(rendered, RenderedChat) else None
     if isinstance(rendered, RenderedChat):
+        check_text("prompt", rendered.text, model.config.limits)
         if body.truncate_prompt_tokens is None:
             _refuse_far_too_long(rendered.text, model)
         token_ids = rendered.token_ids(model.tokenizer, add_special_tokens=add_special_tokens)

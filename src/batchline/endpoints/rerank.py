@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
+from batchline.config import TextConfig
+from batchline.endpoints.pooling_limits import DEFAULT_TEXT, off_loop_if_large
 from batchline.endpoints.scorers import Scorer, ScoringTask
 from batchline.openai_api.common import Usage
 from batchline.openai_api.parsing import parse_body
@@ -12,10 +15,10 @@ from batchline.openai_api.rerank import RankedDocument, RerankRequest, rerank_ob
 
 
 async def rerank(
-    body: Mapping[str, Any], request_id: str, model: Scorer, *, strict: bool = False, priority: int = 0
+    body: Mapping[str, Any], request_id: str, model: Scorer, *, text: TextConfig = DEFAULT_TEXT, priority: int = 0
 ) -> dict[str, Any]:
-    """The response body. strict: an unknown field is an error. Raises: RequestError, EngineDead."""
-    request = parse_body(RerankRequest, body, strict=strict)
+    """The response body. text: its limits, and whether unknown fields are errors. Raises: RequestError, EngineDead."""
+    request = await off_loop_if_large(body, partial(_read, body, text))
     task = ScoringTask(
         firsts=[request.query],
         seconds=request.documents,
@@ -32,6 +35,10 @@ async def rerank(
         results=_rank(request, scores.values),
         usage=Usage(prompt_tokens=scores.num_prompt_tokens),
     )
+
+
+def _read(body: Mapping[str, Any], text: TextConfig) -> RerankRequest:
+    return parse_body(RerankRequest, body, strict=text.strict, limits=text.limits)
 
 
 def _rank(request: RerankRequest, scores: Sequence[float]) -> list[RankedDocument]:

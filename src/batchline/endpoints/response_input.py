@@ -10,10 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from batchline.config import RequestLimits
 from batchline.endpoints.response_fields import in_response_fields
 from batchline.errors import BadRequest
 from batchline.openai_api.chat import ChatCompletionRequest
-from batchline.openai_api.parsing import parse_body
+from batchline.openai_api.parsing import DEFAULT_LIMITS, parse_body
 from batchline.openai_api.responses import CHAT_FIELDS, LOGPROBS, ResponsesRequest, refuse_other_fields
 
 JsonObject = dict[str, Any]
@@ -32,10 +33,10 @@ class ChatForm:
     places: Mapping[str, str]
 
 
-def read_request(body: Mapping[str, Any], *, strict: bool) -> ResponsesRequest:
+def read_request(body: Mapping[str, Any], *, strict: bool, limits: RequestLimits = DEFAULT_LIMITS) -> ResponsesRequest:
     """The request in a body. strict: refuse unknown fields. Raises: BadRequest."""
     refuse_other_fields(body)
-    request = parse_body(ResponsesRequest, body, strict=strict)
+    request = parse_body(ResponsesRequest, body, strict=strict, limits=limits)
     request.check()
     return request
 
@@ -111,7 +112,7 @@ class _Conversation:
     def __init__(self) -> None:
         self.messages: list[JsonObject] = []
         self.places: dict[str, str] = {}
-        self._reasoning = ""
+        self._reasoning: list[str] = []
 
     def add(self, item: JsonObject, path: str) -> None:
         """Take the next item. Raises: BadRequest."""
@@ -119,7 +120,7 @@ class _Conversation:
         if kind == "message":
             self._add_message(item, path)
         elif kind == "reasoning":
-            self._reasoning += _reasoning_text(item)
+            self._reasoning.append(_reasoning_text(item))
         elif kind == "function_call":
             _check_strings(item, ("call_id", "name", "arguments"), path)
             self._add_call(item, path)
@@ -151,7 +152,7 @@ class _Conversation:
         calls.append({"id": item["call_id"], "type": "function", "function": function})
 
     def _taken_reasoning(self) -> JsonObject:
-        taken, self._reasoning = self._reasoning, ""
+        taken, self._reasoning = "".join(self._reasoning), []
         return {"reasoning": taken} if taken else {}
 
 

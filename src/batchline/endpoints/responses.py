@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from batchline.endpoints.chat import EncodedChat, encode_chat, parse_chat, reported_logprobs
-from batchline.endpoints.choices import run_choices, stream_choices
+from batchline.endpoints.chat import EncodedChat, constrained_chat, encoded_chat, parse_chat
+from batchline.endpoints.choices import is_long, run_jobs, stream_jobs
 from batchline.endpoints.generation import GeneratedText, by_token
 from batchline.endpoints.logprobs import LogprobFormat
 from batchline.endpoints.message_reader import MessageReader
@@ -22,7 +24,6 @@ from batchline.endpoints.response_input import chat_form, read_request
 from batchline.endpoints.response_output import ResponseWriter
 from batchline.endpoints.streaming import StreamUsage
 from batchline.errors import BadRequest
-from batchline.openai_api.chat import ChatCompletionRequest
 
 JsonObject = dict[str, Any]
 
@@ -31,51 +32,64 @@ async def response(
     body: Mapping[str, Any], request_id: str, model: GenerativeModel, priority: int = 0
 ) -> dict[str, Any]:
     """The answer to a response request. Raises: RequestError, EngineError."""
-    request = read_request(body, strict=model.config.strict)
-    if request.stream:
-        raise BadRequest("stream: a batch line or a call for one answer cannot be streamed", param="stream")
-    form = chat_form(request)
-    with in_response_fields(form.places):
-        chat_request = parse_chat(form.body, model)
-        chat = await encode_chat(chat_request, model)
-        logprobs = reported_logprobs(chat_request)
-        result = await run_choices(model, chat.prompt, chat_request, logprobs, request_id=request_id, priority=priority)
-    events = _Events(ResponseWriter(body, request_id, model), chat_request, chat, model)
-    *_, last = [*events.push(result.choices[0]), *events.finish()]
-    whole: JsonObject = last["response"]
-    return whole
+    encoded = await model.off_loop(partial(_encode, body, model, is_streamed=False))
+    with in_response_fields(encoded.places):
+        chat = await constrained_chat(encoded.chat, model)
+        (result,) = await run_jobs(model, [chat.job], chat.request, request_id=request_id, priority=priority)
+
+    def write() -> JsonObject:
+        events = _Events(ResponseWriter(body, request_id, model), chat, model)
+        *_, last = [*events.push(result.choices[0]), *events.finish()]
+        whole: JsonObject = last["response"]
+        return whole
+
+    return await model.off_loop(write) if is_long([result], chat.request) else write()
 
 
 async def response_events(
     body: Mapping[str, Any], request_id: str, model: GenerativeModel, priority: int = 0
 ) -> AsyncGenerator[JsonObject, None]:
     """The answer to a response request as events, each with its `type`. Raises: RequestError, EngineError."""
-    form = chat_form(read_request(body, strict=model.config.strict))
-    with in_response_fields(form.places):
-        chat_request = parse_chat(form.body, model)
-        chat = await encode_chat(chat_request, model)
-        logprobs = reported_logprobs(chat_request)
-        deltas = stream_choices(model, chat.prompt, chat_request, logprobs, request_id=request_id, priority=priority)
-        events = _Events(ResponseWriter(body, request_id, model), chat_request, chat, model)
+    encoded = await model.off_loop(partial(_encode, body, model, is_streamed=True))
+    with in_response_fields(encoded.places):
+        chat = await constrained_chat(encoded.chat, model)
+        deltas = stream_jobs(model, [chat.job], chat.request, request_id=request_id, priority=priority)
+        events = _Events(ResponseWriter(body, request_id, model), chat, model)
         async with aclosing(deltas):
-            async for _, delta in deltas:
+            async for _, _, delta in deltas:
                 for event in events.push(delta):
                     yield event
         for event in events.finish():
             yield event
 
 
+@dataclass(frozen=True, slots=True)
+class _EncodedResponse:
+    """The request as a chat that is ready to be run. places: as in `ChatForm`."""
+
+    chat: EncodedChat
+    places: Mapping[str, str]
+
+
+def _encode(body: Mapping[str, Any], model: GenerativeModel, *, is_streamed: bool) -> _EncodedResponse:
+    """Check, render and tokenize; to be called off the event loop. Raises: BadRequest."""
+    request = read_request(body, strict=model.config.strict, limits=model.config.limits)
+    if request.stream and not is_streamed:
+        raise BadRequest("stream: a batch line or a call for one answer cannot be streamed", param="stream")
+    form = chat_form(request)
+    with in_response_fields(form.places):
+        return _EncodedResponse(encoded_chat(parse_chat(form.body, model), model), form.places)
+
+
 class _Events:
     """Deltas of the one choice to events, from the first delta on. Mutable; one per request."""
 
-    def __init__(
-        self, writer: ResponseWriter, request: ChatCompletionRequest, chat: EncodedChat, model: GenerativeModel
-    ) -> None:
+    def __init__(self, writer: ResponseWriter, chat: EncodedChat, model: GenerativeModel) -> None:
         self._writer = writer
-        self._request = request
+        self._request = chat.request
         self._reader = MessageReader(chat.answer_format)
         self._style = LogprobFormat(model.tokenizer, as_token_ids=False)
-        self._usage = StreamUsage(None, len(chat.prompt.token_ids))
+        self._usage = StreamUsage(None, len(chat.job.prompt.token_ids))
         self._num_characters: int | None = None  # None before the first delta
         self._finish_reason = "abort"
 

@@ -27,14 +27,13 @@ def sampling_params(
     num_logprobs: int | None,
     num_prompt_logprobs: int | None,
 ) -> SamplingParams:
-    """The parameters of a prompt's first choice. Raises: BadRequest for what this model's vocabulary rules out."""
+    """The parameters of a prompt's first choice. Raises: BadRequest for what this model's vocabulary rules out.
+
+    Tokenizes bad words: to be called off the event loop.
+    """
     defaults = model.text.defaults
     temperature = _first(body.temperature, defaults.temperature, 1.0)
-    if body.min_tokens > max_tokens:
-        raise BadRequest(
-            f"min_tokens: {body.min_tokens} is more than the {max_tokens} tokens the answer may have",
-            param="min_tokens",
-        )
+    check_min_tokens(body, max_tokens)
     return SamplingParams(
         max_tokens=max_tokens,
         temperature=0.0 if temperature < GREEDY_BELOW else temperature,
@@ -54,8 +53,17 @@ def sampling_params(
         allowed_token_ids=(
             None if body.allowed_token_ids is None else _token_ids(body.allowed_token_ids, model, "allowed_token_ids")
         ),
-        bad_words_ids=_known_bad_words(body, model),
+        bad_words=_known_bad_words(body, model),
     )
+
+
+def check_min_tokens(body: GenerationBody, max_tokens: int) -> None:
+    """Raises: BadRequest where the answer may not have as many tokens as it must."""
+    if body.min_tokens > max_tokens:
+        raise BadRequest(
+            f"min_tokens: {body.min_tokens} is more than the {max_tokens} tokens the answer may have",
+            param="min_tokens",
+        )
 
 
 def choice_params(params: SamplingParams, choice: int) -> SamplingParams:
@@ -90,10 +98,11 @@ def bad_words_ids(words: tuple[str, ...], tokenizer: Tokenizer) -> tuple[tuple[i
     return tuple(sequences)
 
 
-def _known_bad_words(body: GenerationBody, model: GenerativeModel) -> tuple[tuple[int, ...], ...]:
-    words = bad_words_ids(body.bad_words, model.tokenizer)
-    for token_ids in words:
-        check_known(token_ids, model, "bad_words")
+def _known_bad_words(body: GenerationBody, model: GenerativeModel) -> BannedSequences | None:
+    if not body.bad_words:
+        return None
+    words = BannedSequences(bad_words_ids(body.bad_words, model.tokenizer))
+    check_known(words.extremes, model, "bad_words")
     return words
 
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
+from batchline.config import TextConfig
+from batchline.endpoints.pooling_limits import DEFAULT_TEXT, off_loop_if_large
 from batchline.endpoints.scorers import Scorer, ScoringTask
 from batchline.openai_api.common import Usage
 from batchline.openai_api.parsing import parse_body
@@ -13,10 +16,10 @@ from batchline.openai_api.score import ScoreRequest, score_object
 
 
 async def score(
-    body: Mapping[str, Any], request_id: str, model: Scorer, *, strict: bool = False, priority: int = 0
+    body: Mapping[str, Any], request_id: str, model: Scorer, *, text: TextConfig = DEFAULT_TEXT, priority: int = 0
 ) -> dict[str, Any]:
-    """The response body. strict: an unknown field is an error. Raises: RequestError, EngineDead."""
-    request = parse_body(ScoreRequest, body, strict=strict)
+    """The response body. text: its limits, and whether unknown fields are errors. Raises: RequestError, EngineDead."""
+    request = await off_loop_if_large(body, partial(_read, body, text))
     texts = request.texts()
     task = ScoringTask(
         firsts=texts.firsts,
@@ -35,3 +38,7 @@ async def score(
         scores=scores.values,
         usage=Usage(prompt_tokens=scores.num_prompt_tokens),
     )
+
+
+def _read(body: Mapping[str, Any], text: TextConfig) -> ScoreRequest:
+    return parse_body(ScoreRequest, body, strict=text.strict, limits=text.limits)

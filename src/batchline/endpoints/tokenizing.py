@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+from batchline.config import RequestLimits
 from batchline.endpoints.chat import render_chat
 from batchline.endpoints.model import GenerativeModel
 from batchline.endpoints.prompts import check_vocabulary
 from batchline.openai_api.chat import ChatCompletionRequest
+from batchline.openai_api.limits import check_text
 from batchline.openai_api.parsing import parse_body
 from batchline.openai_api.tokenize import CONVERSATION_FIELDS, DetokenizeRequest, TokenizeRequest, tokenize_object
 from batchline.text.control_tokens import RenderedChat
@@ -35,6 +37,7 @@ class TokenizedModel:
     max_model_len: int
     vocab_size: int
     strict: bool
+    limits: RequestLimits
     executor: Executor | None = None
 
     async def off_loop(self, work: Callable[[], T]) -> T:
@@ -50,26 +53,30 @@ def generative(model: GenerativeModel) -> TokenizedModel:
         max_model_len=model.engine.max_model_len,
         vocab_size=model.engine.vocab_size,
         strict=model.config.strict,
+        limits=model.config.limits,
         executor=model.executor,
     )
 
 
 async def tokenized(body: Mapping[str, Any], model: TokenizedModel) -> dict[str, Any]:
     """The answer to a tokenize request. Raises: BadRequest."""
-    request = parse_body(TokenizeRequest, body, strict=model.strict)
-    request.check()
-    return await model.off_loop(partial(_tokenize, request, model))
+    return await model.off_loop(partial(_tokenize, body, model))
 
 
 async def detokenized(body: Mapping[str, Any], model: TokenizedModel) -> dict[str, Any]:
     """The answer to a detokenize request: special tokens are shown. Raises: BadRequest."""
-    request = parse_body(DetokenizeRequest, body, strict=model.strict)
+    return await model.off_loop(partial(_detokenize, body, model))
+
+
+def _detokenize(body: Mapping[str, Any], model: TokenizedModel) -> dict[str, Any]:
+    request = parse_body(DetokenizeRequest, body, strict=model.strict, limits=model.limits)
     tokens = check_vocabulary(tuple(request.tokens), model.vocab_size, "tokens")
-    text = await model.off_loop(lambda: detokenize(model.tokenizer(), tokens, skip_special_tokens=False))
-    return {"prompt": text}
+    return {"prompt": detokenize(model.tokenizer(), tokens, skip_special_tokens=False)}
 
 
-def _tokenize(request: TokenizeRequest, model: TokenizedModel) -> dict[str, Any]:
+def _tokenize(body: Mapping[str, Any], model: TokenizedModel) -> dict[str, Any]:
+    request = parse_body(TokenizeRequest, body, strict=model.strict, limits=model.limits)
+    request.check()
     tokenizer = model.tokenizer()
     token_ids = _encode(request, model, tokenizer)
     token_strs = None
@@ -84,6 +91,8 @@ def _encode(request: TokenizeRequest, model: TokenizedModel, tokenizer: Tokenize
     if request.prompt is not None:
         return tokenizer.encode(request.prompt, add_special_tokens=request.add_special_tokens is not False)
     given = {name: getattr(request, name) for name in CONVERSATION_FIELDS}
-    chat = parse_body(ChatCompletionRequest, given | {"tool_choice": "none"}, strict=True)
+    chat = parse_body(ChatCompletionRequest, given | {"tool_choice": "none"}, strict=True, limits=model.limits)
     chat.check()
-    return model.render(chat).token_ids(tokenizer, add_special_tokens=bool(request.add_special_tokens))
+    rendered = model.render(chat)
+    check_text("messages", rendered.text, model.limits)
+    return rendered.token_ids(tokenizer, add_special_tokens=bool(request.add_special_tokens))

@@ -8,14 +8,17 @@ collects its (row, token) pairs over the whole batch and changes them in one ope
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
+from typing import TypeVar
 
 import numpy as np
 import torch
 
 from batchline.engine.request import SamplingParams
 from batchline.engine.sequence import Sequence as RunningSequence
+
+T = TypeVar("T")
 
 _REPETITION_PENALTIES = (1e-30, 1e30)
 """Beyond these a penalty changes no more draws, but makes infinities and NaN of logits."""
@@ -54,7 +57,7 @@ def process_logits(logits: torch.Tensor, sequences: Sequence[RunningSequence]) -
 def _keep_allowed(logits: torch.Tensor, sequences: Sequence[RunningSequence]) -> None:
     rows = _rows_where(sequences, lambda s: s.allowed_token_ids is not None)
     if rows:
-        allowed = [_token_array(sequences[row].sampling.allowed_token_ids or ()) for row in rows]
+        allowed = [_kept(sequences[row].sampling.allowed_token_ids or frozenset(), _token_array) for row in rows]
         pairs = _pairs(rows, allowed, logits.device)
         kept = logits[pairs]
         logits[torch.tensor(rows, device=logits.device)] = -math.inf
@@ -64,32 +67,28 @@ def _keep_allowed(logits: torch.Tensor, sequences: Sequence[RunningSequence]) ->
 def _ban(logits: torch.Tensor, sequences: Sequence[RunningSequence]) -> None:
     rows, banned = [], []
     for row, sequence in enumerate(sequences):
-        tokens = _banned_tokens(sequence)
-        if tokens:
+        for tokens in _banned_tokens(sequence):
             rows.append(row)
-            banned.append(_token_array(tokens))
+            banned.append(tokens)
     if rows:
         logits[_pairs(rows, banned, logits.device)] = -math.inf
 
 
-def _banned_tokens(sequence: RunningSequence) -> list[int]:
-    """Tokens that would complete a bad word, given the output so far, and those that would end it too early."""
-    sampling, banned = sequence.sampling, []
+def _banned_tokens(sequence: RunningSequence) -> Iterator[np.ndarray]:
+    """Tokens that would end the output too early, and those that would complete a bad word, given it so far."""
+    sampling = sequence.sampling
     if sequence.num_output_tokens < sampling.min_tokens:
-        banned += [*sampling.eos_token_ids, *sampling.stop_token_ids]
-    for *prefix, last in sampling.bad_words_ids:
-        count = len(prefix)
-        if count <= sequence.num_output_tokens and (count == 0 or sequence.token_ids[-count:].tolist() == prefix):
-            banned.append(last)
-    return banned
+        yield _token_array([*sampling.eos_token_ids, *sampling.stop_token_ids])
+    if sampling.bad_words is not None:
+        yield sampling.bad_words.next_tokens(sequence.token_ids, sequence.num_output_tokens)
 
 
 def _add_biases(logits: torch.Tensor, sequences: Sequence[RunningSequence]) -> None:
     rows = _rows_where(sequences, lambda s: bool(s.logit_bias))
     if rows:
         biases = [sequences[row].sampling.logit_bias for row in rows]
-        pairs = _pairs(rows, [_token_array(bias) for bias in biases], logits.device)
-        amounts = np.concatenate([np.fromiter(bias.values(), np.float32, len(bias)) for bias in biases])
+        pairs = _pairs(rows, [_kept(bias, _token_array) for bias in biases], logits.device)
+        amounts = np.concatenate([_kept(bias, _amounts, 1) for bias in biases])
         logits[pairs] += torch.from_numpy(amounts).to(logits.device)
 
 
@@ -129,6 +128,28 @@ def _rows_where(sequences: Sequence[RunningSequence], has_rule: Callable[[Sampli
 
 def _token_array(tokens: Collection[int]) -> np.ndarray:
     return np.fromiter(tokens, np.int64, len(tokens))
+
+
+def _amounts(biases: Mapping[int, float]) -> np.ndarray:
+    return np.fromiter(biases.values(), np.float32, len(biases))
+
+
+_kept_arrays: dict[tuple[int, int], tuple[object, np.ndarray]] = {}
+_MAX_KEPT = 256
+
+
+def _kept(collection: T, make: Callable[[T], np.ndarray], kind: int = 0) -> np.ndarray:
+    """What `make` makes of a collection, which may be large, kept from step to step and for a request's other choices.
+
+    Found by the collection's identity, which stays its own as long as it is kept too.
+    """
+    key = (id(collection), kind)
+    found = _kept_arrays.get(key)
+    if found is None:
+        if len(_kept_arrays) >= _MAX_KEPT:
+            _kept_arrays.clear()
+        found = _kept_arrays[key] = (collection, make(collection))
+    return found[1]
 
 
 def _pairs(rows: Sequence[int], tokens: Sequence[np.ndarray], device: torch.device) -> tuple[torch.Tensor, ...]:

@@ -5,8 +5,10 @@ These are the engine's boundary types: immutable, free of torch, shared by the t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from array import array
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Literal, Protocol
 
 import numpy as np
@@ -14,6 +16,38 @@ import numpy as np
 from batchline.errors import EngineError
 
 FinishReason = Literal["stop", "length", "abort"]
+
+
+class BannedSequences:
+    """Token sequences that must not appear in an output. Immutable; shared by the sequences of a request.
+
+    Found by the token before their last one, so that a step costs little whatever their number. extremes: the smallest
+    and the largest token id of all.
+    """
+
+    def __init__(self, sequences: Iterable[tuple[int, ...]]) -> None:
+        """sequences: none of them empty."""
+        self.sequences = tuple(dict.fromkeys(sequences))
+        self._always = np.array([ids[0] for ids in self.sequences if len(ids) == 1], dtype=np.int64)
+        lasts: dict[tuple[int, ...], list[int]] = {}
+        for *prefix, last in self.sequences:
+            if prefix:
+                lasts.setdefault(tuple(prefix), []).append(last)
+        self._by_token: dict[int, list[tuple[bytes, np.ndarray]]] = {}
+        for begun, ends in lasts.items():
+            entry = (np.array(begun, dtype=np.int64).tobytes(), np.array(ends, dtype=np.int64))
+            self._by_token.setdefault(begun[-1], []).append(entry)
+        token_ids = frozenset(chain.from_iterable(self.sequences))
+        self.extremes: tuple[int, ...] = (min(token_ids), max(token_ids)) if token_ids else ()
+        self._num_looked_at = max(map(len, lasts), default=0)
+
+    def next_tokens(self, token_ids: array[int], num_output: int) -> np.ndarray:
+        """(n,) int64: the tokens that would complete a sequence. token_ids: 64-bit, the last `num_output` count."""
+        begun = self._by_token.get(token_ids[-1]) if num_output else None
+        if begun is None:
+            return self._always
+        tail = token_ids[-min(num_output, self._num_looked_at) :].tobytes()
+        return np.concatenate([self._always, *(ends for prefix, ends in begun if tail.endswith(prefix))])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +64,7 @@ class SamplingParams:
     logprobs: how many alternatives to report per output token besides the sampled one; None reports nothing,
         -1 the whole vocabulary. They are log-probabilities of the model's raw logits, before any processing.
     prompt_logprobs: the same for each prompt token.
-    allowed_token_ids: None allows all. bad_words_ids: token sequences that must not appear in the output.
+    allowed_token_ids: None allows all. bad_words: token sequences that must not appear in the output.
     """
 
     max_tokens: int
@@ -49,7 +83,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     allowed_token_ids: frozenset[int] | None = None
-    bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    bad_words: BannedSequences | None = None
 
     @property
     def is_greedy(self) -> bool:

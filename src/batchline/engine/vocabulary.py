@@ -44,7 +44,7 @@ def check_token_ids(sequence: Sequence, vocab_size: int) -> None:
         sampling.stop_token_ids,
         sampling.logit_bias,
         sampling.allowed_token_ids or (),
-        *sampling.bad_words_ids,
+        sampling.bad_words.extremes if sampling.bad_words else (),
     )
     ids = [int(prompt.min()), int(prompt.max()), *named]
     if min(ids) < 0 or max(ids) >= vocab_size:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -10,6 +11,7 @@ from pydantic import Field
 from batchline.errors import BadRequest
 from batchline.openai_api.common import Usage
 from batchline.openai_api.generation import GenerationBody, NumLogprobs
+from batchline.openai_api.limits import MESSAGES, TEXT, Limited, num_allowed_tools
 from batchline.openai_api.tools import AllowedToolsChoice, NamedToolChoice, Tool, ToolChoice
 
 JsonObject = dict[str, Any]
@@ -23,21 +25,21 @@ class ChatCompletionRequest(GenerationBody):
     tools: as they were given, which is how a template sees them; tool_list: the same, checked.
     """
 
-    messages: Annotated[list[JsonObject], Field(min_length=1)]
+    messages: Annotated[list[JsonObject], Field(min_length=1), MESSAGES]
     max_tokens: MaxTokens | None = None
     max_completion_tokens: MaxTokens | None = None
     logprobs: bool = False
     top_logprobs: NumLogprobs | None = None
-    tools: list[Any] = Field(default_factory=list)
-    tool_list: list[Tool] = Field(default_factory=list, alias="tools")
-    tool_choice: ToolChoice | None = None
+    tools: Annotated[list[Any], Limited("tools")] = Field(default_factory=list)
+    tool_list: Annotated[list[Tool], Limited("tools")] = Field(default_factory=list, alias="tools")
+    tool_choice: Annotated[ToolChoice | None, Limited("tools", num_allowed_tools, "allowed tools")] = None
     reasoning_effort: ReasoningEffort | None = None
     include_reasoning: bool = True
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    documents: list[JsonObject] | None = None
-    chat_template: str | None = None
-    chat_template_kwargs: JsonObject = Field(default_factory=dict)
+    documents: Annotated[list[JsonObject] | None, Limited("chat_documents")] = None
+    chat_template: Annotated[str | None, TEXT] = None
+    chat_template_kwargs: Annotated[JsonObject, Limited("template_variables")] = Field(default_factory=dict)
     add_special_tokens: bool = False
 
     def check(self) -> None:
@@ -76,8 +78,8 @@ class ChatCompletionRequest(GenerationBody):
         return [self.tools[index] for index in self.callable_tools]
 
     def _check_tools(self) -> None:
-        names = [tool.function.name for tool in self.tool_list]
-        twice = next((name for name in names if names.count(name) > 1), None)
+        names = Counter(tool.function.name for tool in self.tool_list)
+        twice = next((name for name, count in names.items() if count > 1), None)
         if twice is not None:
             raise BadRequest(f"tools: there are two functions named {twice}", param="tools")
         if not names and self.tool_choice not in (None, "none", "auto"):

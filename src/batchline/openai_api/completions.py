@@ -9,6 +9,7 @@ from pydantic import Field
 
 from batchline.openai_api.common import Prompts, Usage
 from batchline.openai_api.generation import GenerationBody, NumLogprobs
+from batchline.openai_api.limits import TEXT, Limited, num_prompts
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -16,7 +17,7 @@ DEFAULT_MAX_TOKENS = 16
 class CompletionRequest(GenerationBody):
     """The body of a completion. max_tokens may be 0: then only the prompt is computed, for `echo` and its logprobs."""
 
-    prompt: Prompts
+    prompt: Annotated[Prompts, Limited("prompts", num_prompts, "prompts"), TEXT]
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: NumLogprobs | None = None
     add_special_tokens: bool = True

@@ -9,14 +9,15 @@ from pydantic import Field
 
 from batchline.errors import BadRequest
 from batchline.openai_api.common import Prompts, TruncatePromptTokens, Usage, WireModel
+from batchline.openai_api.limits import MESSAGES, TEXT, Limited, num_prompts
 
 
 class EmbeddingsRequest(WireModel):
     """The body of an embeddings request. Messages are checked in depth when they are rendered."""
 
     model: str | None = None
-    input: Prompts | None = None
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1)] | None = None
+    input: Annotated[Prompts | None, Limited("inputs", num_prompts, "inputs"), TEXT] = None
+    messages: Annotated[Annotated[list[dict[str, Any]], Field(min_length=1)] | None, MESSAGES] = None
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Annotated[int, Field(ge=1)] | None = None
     truncate_prompt_tokens: TruncatePromptTokens | None = None

@@ -12,6 +12,7 @@ from pydantic import AfterValidator, ConfigDict, Field, PlainValidator
 from pydantic_core import PydanticCustomError
 
 from batchline.openai_api.common import MAX_INT64, Strings, TruncatePromptTokens, WireModel
+from batchline.openai_api.limits import Limited, longest_text
 from batchline.openai_api.structured_outputs import ConstrainedBody
 
 MAX_CHOICES = 128
@@ -45,6 +46,11 @@ def _logit_bias(value: Any) -> dict[int, float]:
     return biases
 
 
+def _length(name: str) -> Limited:
+    """A limit on each string of a field."""
+    return Limited(name, longest_text, "characters in one string")
+
+
 NonEmptyStrings = Annotated[Strings, AfterValidator(_no_empty_string)]
 LogitBias = Annotated[dict[int, float], PlainValidator(_logit_bias)]
 
@@ -74,16 +80,18 @@ class GenerationBody(ConstrainedBody):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     seed: Int64 | None = None
-    stop: NonEmptyStrings = ()
-    stop_token_ids: list[TokenId] = Field(default_factory=list)
+    stop: Annotated[NonEmptyStrings, Limited("stop"), _length("stop_length")] = ()
+    stop_token_ids: Annotated[list[TokenId], Limited("stop_token_ids")] = Field(default_factory=list)
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     min_tokens: Annotated[int, Field(ge=0)] = 0
     n: NumChoices = 1
     best_of: NumChoices | None = None
-    logit_bias: LogitBias = Field(default_factory=dict)
-    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1)] | None = None
-    bad_words: NonEmptyStrings = ()
+    logit_bias: Annotated[LogitBias, Limited("logit_bias", noun="entries")] = Field(default_factory=dict)
+    allowed_token_ids: Annotated[Annotated[list[TokenId], Field(min_length=1)] | None, Limited("allowed_token_ids")] = (
+        None
+    )
+    bad_words: Annotated[NonEmptyStrings, Limited("bad_words"), _length("bad_word_length")] = ()
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     truncate_prompt_tokens: TruncatePromptTokens | None = None

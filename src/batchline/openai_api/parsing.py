@@ -10,21 +10,29 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import islice
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from batchline.config import RequestLimits
 from batchline.errors import BadRequest
+from batchline.openai_api.limits import check_limits
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T", bound=BaseModel)
 
+DEFAULT_LIMITS = RequestLimits()
 MAX_SHOWN_INPUT = 80
 MAX_SHOWN_ERRORS = 3
+MAX_READ_ERRORS = 1000
+"""Beyond so many, errors are only counted: reading each takes longer than finding it."""
+
+MAX_WARNED_NAMES = 1000
+"""Unknown fields that are named in the log: strangers can make up any number."""
+
 _NO_OBJECT = {"dict_type", "model_type", "model_attributes_type"}
 
 NO_BEHAVIOUR: Mapping[str, str] = {
@@ -76,12 +84,15 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
 }
 """Known parameters that are refused by name wherever a schema does not declare them itself."""
 
+_warned_names: set[str] = set()
 
-def parse_body(schema: type[T], body: Mapping[str, Any], *, strict: bool) -> T:
+
+def parse_body(schema: type[T], body: Mapping[str, Any], *, strict: bool, limits: RequestLimits = DEFAULT_LIMITS) -> T:
     """The body as a `schema`, every field checked. Under `strict` an unknown field is an error.
 
     Raises: BadRequest, naming the field and what was wrong.
     """
+    check_limits(schema, body, limits)
     given = {name: value for name, value in body.items() if value is not None}
     for name, value in given.items():
         if name not in schema.model_fields:
@@ -90,6 +101,25 @@ def parse_body(schema: type[T], body: Mapping[str, Any], *, strict: bool) -> T:
         return schema.model_validate(given)
     except ValidationError as exc:
         raise _bad_request(exc, given) from exc
+
+
+SMALL_BODY = 4096
+"""Values and hundreds of characters up to which a body is checked faster than a thread is woken up for it."""
+
+
+def is_small(value: Any, budget: int = SMALL_BODY) -> bool:
+    """Whether a JSON value is of at most so many values and hundreds of characters; it looks at no more of it."""
+    waiting = [value]
+    while waiting and budget > 0:
+        value = waiting.pop()
+        budget -= 1
+        if isinstance(value, str):
+            budget -= len(value) // 100
+        elif isinstance(value, (list, tuple, dict)):
+            if len(value) > budget:
+                return False
+            waiting.extend(value.values() if isinstance(value, dict) else value)
+    return budget > 0
 
 
 def _account_for(name: str, value: Any, *, strict: bool) -> None:
@@ -106,14 +136,21 @@ def _account_for(name: str, value: Any, *, strict: bool) -> None:
     _warn_unknown(name)
 
 
-@lru_cache(maxsize=1024)
 def _warn_unknown(name: str) -> None:
-    """Log an unknown field's name; the cache keeps it to once, and bounds what strangers' names may hold."""
-    logger.warning("Unknown request field %s is ignored", _shown(name))
+    """Log an unknown field's name, once, as long as there are not absurdly many."""
+    shown = _shown(name)
+    if len(_warned_names) == MAX_WARNED_NAMES or shown in _warned_names:
+        return
+    _warned_names.add(shown)
+    logger.warning("Unknown request field %s is ignored", shown)
+    if len(_warned_names) == MAX_WARNED_NAMES:
+        logger.warning("Further unknown request fields are ignored without a warning")
 
 
 def _bad_request(error: ValidationError, body: Mapping[str, Any]) -> BadRequest:
     """One error out of pydantic's list: the first few places spelled out, the first one as `param`."""
+    if error.error_count() > MAX_READ_ERRORS:
+        return BadRequest(f"The body is wrong in {error.error_count():,} places")
     by_path: dict[str, list[ErrorDetails]] = {}
     for detail in error.errors(include_url=False):
         by_path.setdefault(_path(detail, body), []).append(detail)

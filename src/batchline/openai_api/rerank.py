@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from batchline.openai_api.common import Text, TruncatePromptTokens, Usage, WireModel
+from batchline.openai_api.limits import TEXT, Limited
 
 
 def _document(value: Any) -> str:
@@ -24,8 +25,10 @@ class RerankRequest(WireModel):
     """The body of a rerank request. top_n: 0 answers with every document."""
 
     model: str | None = None
-    query: Text
-    documents: Annotated[list[Annotated[Text, BeforeValidator(_document)]], Field(min_length=1)]
+    query: Annotated[Text, TEXT]
+    documents: Annotated[
+        list[Annotated[Text, BeforeValidator(_document)]], Field(min_length=1), Limited("documents"), TEXT
+    ]
     top_n: Annotated[int, Field(ge=0)] = 0
     return_documents: bool = True
     truncate_prompt_tokens: TruncatePromptTokens | None = None

@@ -11,6 +11,7 @@ from pydantic import Field
 from batchline.errors import BadRequest
 from batchline.openai_api.chat import ChatCompletionRequest
 from batchline.openai_api.common import WireModel
+from batchline.openai_api.limits import MESSAGES, TEXT, Limited, num_allowed_tools
 from batchline.openai_api.parsing import NO_BEHAVIOUR
 
 JsonObject = dict[str, Any]
@@ -64,8 +65,8 @@ class TextOptions(WireModel):
 class ReasoningOptions(WireModel):
     """Options of models that reason. effort: as a chat completion's `reasoning_effort`."""
 
-    effort: str | None = None
-    summary: str | None = None
+    effort: Annotated[str, Field(max_length=64)] | None = None
+    summary: Annotated[str, Field(max_length=64)] | None = None
 
 
 class ResponsesRequest(WireModel):
@@ -75,21 +76,21 @@ class ResponsesRequest(WireModel):
     """
 
     model: str | None = None
-    input: str | Annotated[list[JsonObject], Field(min_length=1)]
-    instructions: str | None = None
+    input: Annotated[str | Annotated[list[JsonObject], Field(min_length=1)], MESSAGES, TEXT]
+    instructions: Annotated[str | None, TEXT] = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
-    include: list[Literal["message.output_text.logprobs"]] = Field(default_factory=list)
+    include: Annotated[list[Literal["message.output_text.logprobs"]], Field(max_length=8)] = Field(default_factory=list)
     text: TextOptions = Field(default_factory=TextOptions)
     reasoning: ReasoningOptions = Field(default_factory=ReasoningOptions)
-    tools: list[JsonObject] = Field(default_factory=list)
-    tool_choice: Any = None
+    tools: Annotated[list[JsonObject], Limited("tools")] = Field(default_factory=list)
+    tool_choice: Annotated[Any, Limited("tools", num_allowed_tools, "allowed tools")] = None
     truncation: Literal["disabled"] = "disabled"
     stream: bool = False
     store: bool = True
     background: bool = False
     previous_response_id: str | None = None
-    metadata: JsonObject | None = None
+    metadata: Annotated[JsonObject | None, Limited("metadata", noun="entries")] = None
     temperature: Any = None
     top_p: Any = None
     top_k: Any = None

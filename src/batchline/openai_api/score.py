@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from batchline.errors import BadRequest
 from batchline.openai_api.common import Strings, TruncatePromptTokens, Usage, WireModel
+from batchline.openai_api.limits import TEXT, Limited
 
 SPELLINGS = (("text_1", "text_2"), ("queries", "documents"), ("data_1", "data_2"))
+
+
+Texts = Annotated[Strings | None, Limited("documents"), TEXT]
 
 
 class TextsToScore(NamedTuple):
@@ -28,12 +32,12 @@ class ScoreRequest(WireModel):
     """The body of a score request: two sides, 1:1, 1:N or N:N."""
 
     model: str | None = None
-    text_1: Strings | None = None
-    text_2: Strings | None = None
-    queries: Strings | None = None
-    documents: Strings | None = None
-    data_1: Strings | None = None
-    data_2: Strings | None = None
+    text_1: Texts = None
+    text_2: Texts = None
+    queries: Texts = None
+    documents: Texts = None
+    data_1: Texts = None
+    data_2: Texts = None
     truncate_prompt_tokens: TruncatePromptTokens | None = None
     use_activation: bool | None = None
 

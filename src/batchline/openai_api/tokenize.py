@@ -10,6 +10,7 @@ from pydantic import Field
 from batchline.errors import BadRequest
 from batchline.openai_api.common import WireModel
 from batchline.openai_api.generation import TokenId
+from batchline.openai_api.limits import MESSAGES, TEXT, Limited
 
 JsonObject = dict[str, Any]
 
@@ -33,16 +34,16 @@ class TokenizeRequest(WireModel):
     """
 
     model: str | None = None
-    prompt: str | None = None
-    messages: Annotated[list[JsonObject], Field(min_length=1)] | None = None
+    prompt: Annotated[str | None, TEXT] = None
+    messages: Annotated[Annotated[list[JsonObject], Field(min_length=1)] | None, MESSAGES] = None
     add_special_tokens: bool | None = None
     return_token_strs: bool = False
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    tools: list[JsonObject] | None = None
-    documents: list[JsonObject] | None = None
-    chat_template: str | None = None
-    chat_template_kwargs: JsonObject = Field(default_factory=dict)
+    tools: Annotated[list[JsonObject] | None, Limited("tools")] = None
+    documents: Annotated[list[JsonObject] | None, Limited("chat_documents")] = None
+    chat_template: Annotated[str | None, TEXT] = None
+    chat_template_kwargs: Annotated[JsonObject, Limited("template_variables")] = Field(default_factory=dict)
 
     def check(self) -> None:
         """What fields say together. Raises: BadRequest."""
@@ -57,7 +58,7 @@ class DetokenizeRequest(WireModel):
     """Token ids that are to become text, special tokens included."""
 
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: Annotated[list[TokenId], Limited("token_ids")]
 
 
 def tokenize_object(*, tokens: Sequence[int], max_model_len: int, token_strs: Sequence[str] | None) -> JsonObject:

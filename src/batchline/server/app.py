@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from batchline.backends.base import Backend
+from batchline.backends.served_paths import REQUEST_SCHEMAS
 from batchline.server import responses_api
 from batchline.server.admission import Admission
 from batchline.server.api_keys import OPEN_PATHS, ApiKeys
@@ -23,7 +24,6 @@ from batchline.server.inference import Inference
 from batchline.server.metrics import Metrics
 from batchline.server.openapi import ERROR_RESPONSES, describe, request_body
 from batchline.server.options import CorsOptions, ServerOptions
-from batchline.server.paths import REQUEST_SCHEMAS
 from batchline.server.responses_api import ResponsesApi
 from batchline.server.root_path import RootPath
 from batchline.server.service import Service

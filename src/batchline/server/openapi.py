@@ -11,8 +11,8 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 
 from batchline import __version__
+from batchline.backends.served_paths import REQUEST_SCHEMAS, STREAMED_PATHS
 from batchline.openai_api.item_lists import ListParams
-from batchline.server.paths import REQUEST_SCHEMAS, STREAMED_PATHS
 
 _REFERENCE = "#/components/schemas/{model}"
 

@@ -2,10 +2,15 @@
 
 The result does not depend on how the text is cut into pieces: the stop string that is complete first wins, and of
 several that end together the longest. Text that could still become part of a stop string is held back.
+
+The strings become an automaton (Aho and Corasick, "Efficient string matching", 1975), so that a character costs the
+same whatever their number and length. A state is the longest end of the text that is the beginning of a stop string.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -22,58 +27,97 @@ class StopMatch:
         return self.start + len(self.stop)
 
 
-class StopStringMatcher:
-    """Looks for stop strings; `push` returns what can be shown for sure. Mutable, one per sequence."""
+class StopStrings:
+    """The stop strings of a request as an automaton. Immutable once made; shared by the request's sequences.
 
-    def __init__(self, stops: tuple[str, ...]) -> None:
+    State 0 is the start. By state: next_states, the states behind it by character; fallbacks, the state of the next
+    shorter end of the text; complete, the longest stop string that ends there; num_held, how many of the last
+    characters a stop string can go on from.
+    """
+
+    def __init__(self, stops: Iterable[str] = ()) -> None:
+        self.next_states: list[dict[str, int]] = [{}]
+        self.fallbacks = [0]
+        self.complete: list[str | None] = [None]
+        self.num_held = [0]
+        for stop in stops:
+            self._add(stop)
+        self._link()
+
+    def __bool__(self) -> bool:
+        return bool(self.next_states[0])
+
+    def _add(self, stop: str) -> None:
+        state = 0
+        for character in stop:
+            following = self.next_states[state].get(character)
+            if following is None:
+                following = self.next_states[state][character] = len(self.next_states)
+                self.next_states.append({})
+                self.fallbacks.append(0)
+                self.complete.append(None)
+                self.num_held.append(self.num_held[state] + 1)
+            state = following
+        self.complete[state] = stop
+
+    def _link(self) -> None:
+        """Set fallbacks, shorter states first, and what depends on them."""
+        waiting = deque(self.next_states[0].values())
+        while waiting:
+            state = waiting.popleft()
+            fallback = self.fallbacks[state]
+            if self.complete[state] is None:
+                self.complete[state] = self.complete[fallback]
+            if not self.next_states[state]:
+                self.num_held[state] = self.num_held[fallback]
+            for character, following in self.next_states[state].items():
+                self.fallbacks[following] = self.after(fallback, character)
+                waiting.append(following)
+
+    def after(self, state: int, character: str) -> int:
+        """The state behind one more character."""
+        while character not in self.next_states[state]:
+            if state == 0:
+                return 0
+            state = self.fallbacks[state]
+        return self.next_states[state][character]
+
+
+class StopStringMatcher:
+    """Looks for stop strings in one sequence's text, and gives the text that can be shown for sure. Mutable."""
+
+    def __init__(self, stops: StopStrings) -> None:
         self._stops = stops
-        self._overlap = max((len(stop) for stop in stops), default=1) - 1
-        self._text = ""
-        self._num_dropped = 0
-        self._num_shown = 0
+        self._state = 0
+        self._pieces: list[str] = []  # of the text not yet taken, which begins at _num_taken
+        self._num_characters = 0
+        self._num_taken = 0
 
     def push(self, piece: str, *, search: bool = True) -> StopMatch | None:
         """Take more text. Without `search`, stop strings that end in this piece are let through."""
-        num_seen = len(self._text)
-        self._text += piece
-        match = self._first_match(num_seen) if search else None
-        self._forget()
-        return match
+        begin = self._num_characters
+        self._pieces.append(piece)
+        self._num_characters += len(piece)
+        if not self._stops:
+            return None
+        stops, state, found = self._stops, self._state, None
+        for index, character in enumerate(piece, start=1):
+            state = stops.after(state, character)
+            stop = stops.complete[state]
+            if stop is not None and search and found is None:
+                found = StopMatch(stop, begin + index - len(stop))
+        self._state = state
+        return found
 
     def take(self, *, up_to: int | None = None) -> str:
         """Text not yet taken: all of it before `up_to`, or as much as no stop string can begin in."""
-        length = len(self._text) - self._num_held() if up_to is None else up_to - self._num_dropped
-        begin = self._num_shown - self._num_dropped
-        self._num_shown = max(self._num_shown, self._num_dropped + length)
-        return self._text[begin : max(begin, length)]
+        end = self._num_characters - self._stops.num_held[self._state] if up_to is None else up_to
+        length = max(0, end - self._num_taken)
+        text = "".join(self._pieces)
+        self._pieces = [text[length:]] if length < len(text) else []
+        self._num_taken += length
+        return text[:length]
 
     def take_rest(self) -> str:
         """All text not yet taken, when no more will come."""
-        return self.take(up_to=self._num_dropped + len(self._text))
-
-    def _first_match(self, num_seen: int) -> StopMatch | None:
-        """The match that ends first, the longest of those, among matches that end behind the first `num_seen`."""
-        best: StopMatch | None = None
-        for stop in self._stops:
-            start = self._text.find(stop, max(0, num_seen - len(stop) + 1))
-            if start < 0:
-                continue
-            match = StopMatch(stop, start + self._num_dropped)
-            if best is None or (match.end, match.start) < (best.end, best.start):
-                best = match
-        return best
-
-    def _num_held(self) -> int:
-        """Length of the longest end of the text that is the beginning of a stop string."""
-        for length in range(min(self._overlap, len(self._text)), 0, -1):
-            tail = self._text[-length:]
-            if any(stop.startswith(tail) for stop in self._stops):
-                return length
-        return 0
-
-    def _forget(self) -> None:
-        """Drop text that is both taken and too old to belong to a match."""
-        keep_from = min(self._num_shown - self._num_dropped, len(self._text) - self._overlap)
-        if keep_from > 4096:
-            self._text = self._text[keep_from:]
-            self._num_dropped += keep_from
+        return self.take(up_to=self._num_characters)

@@ -1,0 +1,132 @@
+"""How much one request may hold: what is counted in which field, against `RequestLimits`.
+
+A schema annotates each of its lists and strings with what is counted of it (`Limited`). The body is counted before it
+is validated: validation takes longer, and finds a fault in each item of a long list of wrong ones. A body may be of any
+shape here: what is not of the type that is counted counts nothing, and validation refuses it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from itertools import chain
+from typing import Any
+
+from pydantic import BaseModel
+
+from batchline.config import RequestLimits
+from batchline.errors import BadRequest
+
+MAX_FIELDS = 256
+"""Fields of a body: more than twice as many as any endpoint knows."""
+
+
+def num_items(value: Any) -> int:
+    """Of a list or an object."""
+    return len(value) if isinstance(value, (list, dict)) else 0
+
+
+def num_prompts(value: Any) -> int:
+    """Of a string, strings, token ids (which are one prompt) or lists of them."""
+    is_one = not isinstance(value, list) or (bool(value) and type(value[0]) is int)
+    return 1 if is_one else len(value)
+
+
+def longest_text(value: Any) -> int:
+    """Characters of a string, or of the longest of several, which may also be objects with a `text`."""
+    if isinstance(value, str):
+        return len(value)
+    if not isinstance(value, list):
+        return 0
+    texts = (item.get("text") if isinstance(item, dict) else item for item in value)
+    return max((len(text) for text in texts if isinstance(text, str)), default=0)
+
+
+def num_parts(messages: Any) -> int:
+    """Of the content of all messages."""
+    return sum(map(num_items, _members(messages, "content")))
+
+
+def num_tool_calls(messages: Any) -> int:
+    """Of all messages."""
+    return sum(map(num_items, _members(messages, "tool_calls")))
+
+
+def num_allowed_tools(choice: Any) -> int:
+    """Of a `tool_choice` that names several, in the form of chat completions or of responses."""
+    found = choice.get("allowed_tools", choice) if isinstance(choice, dict) else None
+    return num_items(found.get("tools")) if isinstance(found, dict) else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Limited:
+    """Annotates a field: what `count` finds in it is at most the limit of that name. noun: of what is counted."""
+
+    name: str
+    count: Callable[[Any], int] = num_items
+    noun: str = "items"
+
+
+TEXT = Limited("text_length", longest_text, "characters in one string")
+"""Of a field that holds a text, or several."""
+
+MESSAGES: tuple[Limited, ...] = (
+    Limited("messages"),
+    Limited("message_parts", num_parts, "content parts in all"),
+    Limited("message_tool_calls", num_tool_calls, "tool calls in all"),
+)
+"""Of a field that holds a conversation."""
+
+
+def check_limits(schema: type[BaseModel], body: Mapping[str, Any], limits: RequestLimits) -> None:
+    """Raises: BadRequest naming the field of `body` that holds too much, how much, and the limit."""
+    if len(body) > MAX_FIELDS:
+        raise BadRequest(f"The body has {len(body):,} fields, and at most {MAX_FIELDS} are allowed")
+    for field, rules in limited_fields(schema).items():
+        value = body.get(field)
+        for rule in rules if value is not None else ():
+            _check(field, rule.count(value), rule.name, rule.noun, limits)
+    if "n" in schema.model_fields:
+        _check("n", num_sequences(body), "sequences", "sequences (prompts times choices)", limits)
+
+
+def check_text(field: str, text: str, limits: RequestLimits) -> None:
+    """Raises: BadRequest for a text that is too long to be tokenized. field: that it was made of."""
+    _check(field, len(text), TEXT.name, TEXT.noun, limits)
+
+
+def _check(field: str, count: int, name: str, noun: str, limits: RequestLimits) -> None:
+    limit: int = getattr(limits, name)
+    if count > limit:
+        message = f"{field}: it has {count:,} {noun}, and at most {limit:,} are allowed"
+        raise BadRequest(f"{message} (--request-limit {name}=N changes that)", param=field)
+
+
+@cache
+def limited_fields(schema: type[BaseModel]) -> Mapping[str, tuple[Limited, ...]]:
+    """The rules of a schema's fields, by the field's name in JSON."""
+    found: dict[str, tuple[Limited, ...]] = {}
+    for name, field in schema.model_fields.items():
+        rules = tuple(chain.from_iterable(_rules(annotation) for annotation in field.metadata))
+        if rules:
+            found[field.alias or name] = rules
+    return found
+
+
+def _rules(annotation: Any) -> tuple[Limited, ...]:
+    """The rules in one annotation of a field."""
+    if isinstance(annotation, Limited):
+        return (annotation,)
+    return annotation if annotation is MESSAGES else ()
+
+
+def num_sequences(body: Mapping[str, Any]) -> int:
+    """How many sequences a body that may be wrong asks the engine for: prompts times choices, at least one."""
+    choices = [value for value in (body.get("n"), body.get("best_of")) if type(value) is int]
+    return max(1, num_prompts(body.get("prompt"))) * max([1, *choices])
+
+
+def _members(messages: Any, key: str) -> Iterator[Any]:
+    found = messages if isinstance(messages, list) else ()
+    return (message.get(key) for message in found if isinstance(message, dict))
