@@ -34,6 +34,7 @@ def test_completions_and_embeddings(results: dict[str, Any]) -> None:
 
 
 def test_structured_output_is_an_object_of_the_class_by_either_method(results: dict[str, Any]) -> None:
+    assert len(results["structured"]) == 2
     for order in results["structured"].values():
         assert order["fruit"] in ("apple", "pear")
         assert 1 <= order["amount"] <= 9
