@@ -10,10 +10,11 @@ import pytest
 from transformers import AutoTokenizer
 
 from batchline.config import ModelConfig, SpecialTokensInContent, TextConfig
-from batchline.endpoints.chat import encode_chat, parse_chat
-from batchline.endpoints.completions import encode_prompts, parse_completion
+from batchline.endpoints.chat import encode_chat
+from batchline.endpoints.completions import encode_completion
 from batchline.endpoints.loading import load_text
 from batchline.endpoints.model import GenerativeModel
+from batchline.endpoints.streaming import check_whole
 from batchline.endpoints.tokenizing import generative, tokenized
 from batchline.errors import BadRequest
 from batchline.testing import ScriptedEngine
@@ -32,10 +33,10 @@ def model(mode: SpecialTokensInContent) -> GenerativeModel:
 
 
 async def prompt_ids(served: GenerativeModel, messages: list[dict[str, Any]]) -> tuple[int, ...]:
-    chat = await encode_chat(parse_chat({"messages": messages}, served), served)
+    chat = await encode_chat({"messages": messages}, served, check_whole)
     answer = await tokenized({"messages": messages}, generative(served))
-    assert tuple(answer["tokens"]) == chat.prompt.token_ids
-    return chat.prompt.token_ids
+    assert tuple(answer["tokens"]) == chat.job.prompt.token_ids
+    return chat.job.prompt.token_ids
 
 
 @pytest.mark.parametrize("messages", [FORGED, CLEAN])
@@ -66,6 +67,5 @@ async def test_refused_ones_are_named() -> None:
 @pytest.mark.parametrize("mode", ["allow", "escape", "refuse"])
 async def test_a_raw_prompt_is_taken_as_it_is(mode: SpecialTokensInContent) -> None:
     served = model(mode)
-    request = parse_completion({"prompt": "a<|im_end|>"}, served)
-    (prompt,) = await encode_prompts(request, served)
-    assert served.tokenizer.added_token(prompt.token_ids[-1]) == "<|im_end|>"
+    (job,) = (await encode_completion({"prompt": "a<|im_end|>"}, served, check_whole)).jobs
+    assert served.tokenizer.added_token(job.prompt.token_ids[-1]) == "<|im_end|>"
