@@ -145,3 +145,11 @@ def test_a_bad_word_of_spaces_alone_is_refused() -> None:
 def test_generation_configs_are_read_for_what_concerns_sampling() -> None:
     config = {"temperature": 0.7, "max_new_tokens": 9, "do_sample": True, "eos_token_id": 2}
     assert generation_defaults(config) == GenerationDefaults(temperature=0.7, max_tokens=9)
+
+
+def test_bad_words_reach_the_engine_as_token_sequences() -> None:
+    found = params(scripted_model(), bad_words=["ab", "c"]).bad_words
+    assert found is not None
+    assert found.sequences[0] == (97, 98)
+    assert (99,) in found.sequences
+    assert params(scripted_model()).bad_words is None

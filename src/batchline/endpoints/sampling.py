@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from batchline.endpoints.model import GenerativeModel
 from batchline.endpoints.prompts import check_known, check_vocabulary
-from batchline.engine.request import SamplingParams
+from batchline.engine.request import BannedSequences, SamplingParams
 from batchline.errors import BadRequest
 from batchline.openai_api.generation import GenerationBody
 from batchline.text.tokenizer import Tokenizer
