@@ -154,6 +154,7 @@ def test_buffers_of_older_versions_and_extra_heads_are_left_alone(folder: Path) 
         "transformer.h.0.attn.bias": torch.ones(1, 1, 4, 4, dtype=torch.bool),
         "transformer.h.0.attn.masked_bias": torch.tensor(-1e4),
         "mtp.layers.0.norm.weight": torch.ones(64),
+        "mtp.layers.0.mlp.gate.tid2eid": torch.ones(64, dtype=torch.int64),
         "lm_head.weight": tensors["model.embed_tokens.weight"].clone(),
     }
     save_file({**tensors, **extra}, folder / "model.safetensors", metadata={"format": "pt"})

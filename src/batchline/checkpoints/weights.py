@@ -39,7 +39,14 @@ HARMLESS = re.compile(
 """Weights that a model may leave in its files: buffers of older versions, heads for predicting several tokens, and the
 parts of a multimodal model that its language model does without."""
 
-NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.bool: "BOOL",
+}
 
 POOLER = re.compile(r"(^|\.)pooler\.")
 
@@ -54,7 +61,7 @@ def refuse_odd_numbers(model: str, revision: str | None = None) -> None:
         odd = [
             (name, dtype)
             for name, dtype in _stored_dtypes(path)
-            if dtype not in FLOATS and not (INTEGER_BUFFERS.search(name) and not dtype.startswith("F8"))
+            if dtype not in FLOATS and not (_may_be_integer(name, dtype) and not dtype.startswith("F8"))
         ]
         if odd:
             name, dtype = odd[0]
@@ -134,6 +141,12 @@ def _stored_dtypes(path: Path) -> Iterator[tuple[str, str]]:
     except (SafetensorError, OSError, RuntimeError, ValueError, EOFError, UnpicklingError, AttributeError):
         return
     yield from dtypes
+
+
+def _may_be_integer(name: str, dtype: str) -> bool:
+    """Whether a tensor is a table of indices or a mask, which some models keep beside their weights."""
+    is_table = dtype in ("I64", "BOOL") and not name.endswith((".weight", ".bias"))
+    return is_table or INTEGER_BUFFERS.search(name) is not None
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
