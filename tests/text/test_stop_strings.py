@@ -69,6 +69,27 @@ def test_long_texts_are_not_kept() -> None:
     assert shown + matcher.take_rest() == "word nev " * 5000
 
 
+def test_a_character_costs_the_same_among_few_stop_strings_and_many() -> None:
+    """Bug: each token was compared with each stop string, and each end of the text with each of their beginnings."""
+    steps: list[int] = []
+
+    class Counting(StopStrings):
+        def after(self, state: int, character: str) -> int:
+            steps.append(1)
+            return super().after(state, character)
+
+    def num_steps(number: int) -> int:
+        stops = Counting(f"{index:04}" + "x" * 1000 for index in range(number))
+        matcher = StopStringMatcher(stops)
+        steps.clear()
+        for _ in range(1000):
+            matcher.push("0001xxx")
+            matcher.take()
+        return len(steps)
+
+    assert num_steps(2) == num_steps(64) == 7000
+
+
 @settings(max_examples=300, deadline=None)
 @given(
     st.lists(st.text("abé", min_size=1, max_size=4), min_size=1, max_size=3),

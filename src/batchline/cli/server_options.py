@@ -76,7 +76,7 @@ class ServingOptions:
     max_waiting: Annotated[
         int,
         typer.Option(
-            min=0, help="Requests that may wait beyond --max-num-seqs; more get 503.", rich_help_panel=_LIMITS
+            min=0, help="Sequences that may wait beyond --max-num-seqs; more get 503.", rich_help_panel=_LIMITS
         ),
     ] = DEFAULT_MAX_WAITING
     max_connections: Annotated[
@@ -123,7 +123,7 @@ class ServingOptions:
     access_log: Annotated[bool, typer.Option(help="Log a line for every request.")] = True
 
     def server(self, *, max_running: int) -> ServerOptions:
-        """The server's settings. max_running: requests that run at once. Raises: UsageError."""
+        """The server's settings. max_running: sequences that run at once. Raises: UsageError."""
         if any(not key.strip() for key in self.api_key):
             raise UsageError("--api-key: a key must not be empty")
         if self.ssl_keyfile is not None and self.ssl_certfile is None:

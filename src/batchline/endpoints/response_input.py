@@ -33,7 +33,9 @@ class ChatForm:
     places: Mapping[str, str]
 
 
-def read_request(body: Mapping[str, Any], *, strict: bool, limits: RequestLimits = DEFAULT_LIMITS) -> ResponsesRequest:
+def read_request(
+    body: Mapping[str, Any], *, strict: bool, limits: RequestLimits | None = DEFAULT_LIMITS
+) -> ResponsesRequest:
     """The request in a body. strict: refuse unknown fields. Raises: BadRequest."""
     refuse_other_fields(body)
     request = parse_body(ResponsesRequest, body, strict=strict, limits=limits)
@@ -42,10 +44,13 @@ def read_request(body: Mapping[str, Any], *, strict: bool, limits: RequestLimits
 
 
 def check_without_model(body: Mapping[str, Any]) -> None:
-    """Tell what is wrong with a body, as far as no model is needed to know it. Raises: BadRequest."""
-    form = chat_form(read_request(body, strict=False))
+    """Tell what is wrong with a body, as far as no model is needed to know it. Raises: BadRequest.
+
+    Limits are a model's.
+    """
+    form = chat_form(read_request(body, strict=False, limits=None))
     with in_response_fields(form.places):
-        parse_body(ChatCompletionRequest, form.body, strict=False).check()
+        parse_body(ChatCompletionRequest, form.body, strict=False, limits=None).check()
 
 
 def chat_form(request: ResponsesRequest) -> ChatForm:

@@ -1,40 +1,86 @@
-"""How many requests may be in the house: more are refused at once, so that none waits without end."""
+"""How much work may be in the house: more is refused at once, so that none waits without end.
+
+Work is counted in sequences. A request counts as one until its body has been read and says how many it asks for.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Mapping
+from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from batchline.errors import Overloaded
+from batchline.backends.served_paths import STREAMED_PATHS
+from batchline.errors import BadRequest, Overloaded
+from batchline.openai_api.limits import num_prompts, num_sequences
 from batchline.server.metrics import Metrics
 from batchline.server.root_path import route_path
 
 RETRY_AFTER_S = 1
 
+TEXTS_PER_SEQUENCE = 64
+"""Texts that are embedded, scored or ranked and count as one sequence: none of them is a loop of steps."""
+
+_TEXT_FIELDS = ("input", "documents", "text_1", "text_2", "queries", "data_1", "data_2")
+
+
+def num_places(path: str, body: Mapping[str, Any]) -> int:
+    """What a request counts as. body: not yet checked."""
+    if path in STREAMED_PATHS:
+        return num_sequences(body)
+    num_texts = max(num_prompts(body.get(field)) for field in _TEXT_FIELDS)
+    return max(1, -(-num_texts // TEXTS_PER_SEQUENCE))
+
+
+class Places:
+    """The places that one request holds. Mutable."""
+
+    def __init__(self, admission: Admission) -> None:
+        self.num_held = 0
+        self._admission = admission
+
+    def hold(self, number: int) -> None:
+        """Hold so many places in all. Raises: Overloaded; BadRequest where there are not as many at all."""
+        if number > self._admission.max_in_flight:
+            raise BadRequest(
+                f"The request has {number:,} sequences (prompts times choices), and this server never takes more than "
+                f"{self._admission.max_in_flight:,} at a time (--max-num-seqs and --max-waiting): send it in parts"
+            )
+        if self._admission.num_in_flight + number - self.num_held > self._admission.max_in_flight:
+            raise Overloaded("Too many requests are waiting; try again later", retry_after_s=RETRY_AFTER_S)
+        self._admission.num_in_flight += number - self.num_held
+        self.num_held = number
+
+    def release(self) -> None:
+        """Give all of them back."""
+        self._admission.num_in_flight -= self.num_held
+        self.num_held = 0
+
 
 class Admission:
-    """Counts requests to some paths from their first byte to the last of their answer. ASGI middleware."""
+    """Counts requests to some paths from their first byte to the last of their answer. ASGI middleware.
+
+    Leaves a request's `Places` in its state. num_in_flight: places that are held.
+    """
 
     def __init__(self, app: ASGIApp, metrics: Metrics, max_in_flight: int, paths: Container[str]) -> None:
         """paths: those that do work; all others are always let through."""
+        self.max_in_flight = max_in_flight
+        self.num_in_flight = 0
         self._app = app
         self._metrics = metrics
-        self._max_in_flight = max_in_flight
         self._paths = paths
-        self._num_in_flight = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises: Overloaded."""
         if scope["type"] != "http" or route_path(scope) not in self._paths:
             await self._app(scope, receive, send)
             return
-        if self._num_in_flight >= self._max_in_flight or scope.get("state", {}).get("is_crowded"):
-            raise Overloaded("Too many requests are waiting; try again later", retry_after_s=RETRY_AFTER_S)
-        self._num_in_flight += 1
-        self._metrics.in_flight.set(self._num_in_flight)
+        places = scope.setdefault("state", {})["places"] = Places(self)
+        places.hold(1)
+        self._metrics.in_flight.inc()
         try:
             await self._app(scope, receive, send)
         finally:
-            self._num_in_flight -= 1
-            self._metrics.in_flight.set(self._num_in_flight)
+            places.release()
+            self._metrics.in_flight.dec()

@@ -34,9 +34,7 @@ def create_app(backend: Backend, options: ServerOptions) -> FastAPI:
     app = FastAPI(title="Batchline", redirect_slashes=False)
     metrics = Metrics(backend.stats, backend.models)
     inference = Inference(backend, metrics, options.max_request_bytes)
-    responses = ResponsesApi(
-        backend, inference, max_request_bytes=options.max_request_bytes, max_running=options.max_in_flight
-    )
+    responses = ResponsesApi(backend, inference, max_running=options.max_in_flight)
     _add_inference(app, inference, responses)
     _add_kept_responses(app, responses)
     _add_service(app, Service(backend, metrics))

@@ -9,11 +9,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from batchline.backends.base import Answer, Backend, EndpointRequest
+from batchline.server.admission import num_places
 from batchline.server.connection import while_connected
 from batchline.server.event_stream import EventStream, close_stream
 from batchline.server.json_body import read_json_object
 from batchline.server.metrics import Metrics
-from batchline.server.responses import JsonResponse
+from batchline.server.responses import written
 from batchline.server.root_path import route_path
 
 
@@ -29,13 +30,19 @@ class Inference:
         """The backend's answer, streamed where the body says so. Raises: RequestError, EngineLost, ClientDisconnect."""
         endpoint_request = EndpointRequest(
             url=route_path(request.scope),
-            body=await read_json_object(request, self._max_request_bytes),
+            body=await self.read_body(request),
             request_id=request.state.request_id,
         )
         if endpoint_request.body.get("stream") is True:
             return await self.begin_stream(request, endpoint_request.url, self._backend.stream(endpoint_request))
         answer = await self.answer_of(request, endpoint_request)
-        return JsonResponse(answer.body, status_code=answer.status_code)
+        return await written(answer.body, answer.status_code)
+
+    async def read_body(self, request: Request) -> dict[str, Any]:
+        """The body; from now on the request holds the places it asks for. Raises: RequestError, ClientDisconnect."""
+        body = await read_json_object(request, self._max_request_bytes)
+        request.state.places.hold(num_places(route_path(request.scope), body))
+        return body
 
     async def answer_of(self, request: Request, endpoint_request: EndpointRequest) -> Answer:
         """The backend's answer, as long as the client waits for it. Raises: EngineLost, ClientDisconnect."""

@@ -35,7 +35,7 @@ class ServerOptions:
     """One server.
 
     port: 0 takes a free one. root_path: the prefix that a proxy in front takes away. api_keys: none leaves the server
-    open. metrics_need_key: whether /metrics is guarded too. max_in_flight: requests that are run or wait; more are
+    open. metrics_need_key: whether /metrics is guarded too. max_in_flight: sequences that run or wait; more are
     refused with 503. grace_period_s: how long a stop waits for running requests.
 
     Against clients that take without asking for anything: max_connections that are open; head_timeout_s for a request's

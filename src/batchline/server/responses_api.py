@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
@@ -18,6 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from batchline.backends.base import Backend, EndpointRequest
+from batchline.endpoints.pooling_limits import off_loop_if_large
 from batchline.endpoints.response_input import check_without_model
 from batchline.errors import BadRequest, Overloaded
 from batchline.openai_api.item_lists import ListParams, list_page
@@ -27,9 +29,8 @@ from batchline.server.api_keys import owner_of
 from batchline.server.errors import as_request_error
 from batchline.server.event_stream import close_stream
 from batchline.server.inference import Inference
-from batchline.server.json_body import read_json_object
 from batchline.server.kept_responses import KeptResponse, KeptResponses
-from batchline.server.responses import JsonResponse
+from batchline.server.responses import JsonResponse, written
 from batchline.server.served_models import check_supported
 
 JsonObject = dict[str, Any]
@@ -40,19 +41,21 @@ PATH = "/v1/responses"
 class ResponsesApi:
     """Makes, keeps, shows and cancels responses."""
 
-    def __init__(self, backend: Backend, inference: Inference, *, max_request_bytes: int, max_running: int) -> None:
+    def __init__(self, backend: Backend, inference: Inference, *, max_running: int) -> None:
         """max_running: how many may be made in the background at once."""
         self._backend = backend
         self._inference = inference
-        self._max_request_bytes = max_request_bytes
         self._max_running = max_running
         self._kept = KeptResponses()
 
     async def create(self, request: Request) -> Response:
         """A new response: whole, streamed, or made in the background. Raises: RequestError, EngineLost."""
-        body = await read_json_object(request, self._max_request_bytes)
-        call = self._call(body, owner_of(request))
+        body = await self._inference.read_body(request)
+        items = await off_loop_if_large(body, partial(_items, body.get("input")))
+        call = self._call(body, items, owner_of(request))
         if body.get("background") is True:
+            self._check_in_background(call)
+            await off_loop_if_large(body, partial(check_without_model, call.request.body))
             return JsonResponse(self._start(call))
         if body.get("stream") is True:
             chunks = _keeping(self._backend.stream(call.request), self._kept, call)
@@ -60,7 +63,7 @@ class ResponsesApi:
         with call.keeping(self._kept):
             answer = await self._inference.answer_of(request, call.request)
             told = answer.body if answer.is_error else call.finish(answer.body, self._kept)
-        return JsonResponse(told, answer.status_code)
+        return await written(told, answer.status_code)
 
     async def retrieve(self, request: Request) -> Response:
         """A kept response as it stands. Raises: NotFound, BadRequest."""
@@ -86,9 +89,8 @@ class ResponsesApi:
         self._kept.forget(response_id, owner_of(request))
         return JsonResponse({"id": response_id, "object": "response", "deleted": True})
 
-    def _call(self, body: JsonObject, owner: str) -> _Call:
+    def _call(self, body: JsonObject, items: list[JsonObject] | None, owner: str) -> _Call:
         """The request as the backend gets it: whole, under a random id. Raises: RequestError."""
-        items = _items(body.get("input"))
         previous_id = body.get("previous_response_id")
         sent = {key: value for key, value in body.items() if key != "background" or value is not True}
         if isinstance(previous_id, str) and items is not None:
@@ -97,15 +99,14 @@ class ResponsesApi:
             del sent["previous_response_id"]
         return _Call(body, EndpointRequest(url=PATH, body=sent, request_id=uuid4().hex), items or [], owner)
 
-    def _start(self, call: _Call) -> JsonObject:
-        """Begin to make a response in the background; returns it as it stands.
-
-        What can be told at once is. Raises: BadRequest, NotFound, Overloaded.
-        """
+    def _check_in_background(self, call: _Call) -> None:
+        """What can be told at once is. Raises: BadRequest, NotFound."""
         if call.body.get("stream") or call.body.get("store") is False:
             raise BadRequest("background: it goes neither with stream nor without store", param="background")
         check_supported(self._backend.models(), call.body.get("model"), PATH)
-        check_without_model(call.request.body)
+
+    def _start(self, call: _Call) -> JsonObject:
+        """Begin to make a response in the background; returns it as it stands. Raises: Overloaded."""
         if self._kept.num_in_background >= self._max_running:
             raise Overloaded("Too many responses are being made in the background")
         kept = call.begin(self._kept, "queued")
