@@ -9,10 +9,13 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 from pydantic import BaseModel
 
+from batchline.cli.main import app
 from batchline.config import RequestLimits
 from batchline.openai_api.chat import ChatCompletionRequest
 from batchline.openai_api.completions import CompletionRequest
@@ -68,11 +71,48 @@ def test_batch_lines_in_the_readme_are_valid() -> None:
 
 
 def test_the_answers_that_the_readme_shows_are_those_the_model_learned() -> None:
-    shown = re.findall(r"system: (.+?) +user: (.+?) +->  (.+)", README)
+    shown: list[tuple[str, str]] = []
+    for line in re.findall(r"^    │(.*)│$", README, re.MULTILINE):
+        name, messages, answer = (cell.strip() for cell in line.split("│"))
+        before = ("", "") if name else shown.pop()
+        shown.append((f"{before[0]} {messages}".strip(), f"{before[1]} {answer}".strip()))
     dialogues = (ROOT / "examples" / "train" / "dialogues.jsonl").read_text(encoding="utf-8").splitlines()
-    learned = [tuple(message["content"] for message in json.loads(line)["messages"]) for line in dialogues]
+    learned = set()
+    for dialogue in dialogues:
+        *asked, answer = json.loads(dialogue)["messages"]
+        learned.add((" ".join(f"{m['role']}: {m['content']}" for m in asked), answer["content"]))
     assert len(shown) == 2
-    assert [dialogue for dialogue in shown if dialogue not in learned] == []
+    assert set(shown) <= learned
+
+
+COMMANDS = [
+    pytest.param(line.strip(), id=f"{document.name}-{number}")
+    for document in DOCUMENTS
+    for number, line in enumerate(document.read_text(encoding="utf-8").splitlines(), 1)
+    if re.match(r"(?: {4}|\$ )?batchline [a-z-]+ ", line) and document.name != "cli.md" and "..." not in line
+]
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_every_command_in_a_document_is_one_that_the_program_takes(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in re.findall(r"[\w./-]+\.ya?ml", line):
+        (tmp_path / name).write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    group: Any = typer.main.get_command(app)
+    _, name, *arguments = shlex.split(line, comments=True)
+    root = group.make_context("batchline", [], resilient_parsing=True)
+    command = group.commands[name]
+    command.parse_args(command.context_class(command, info_name=name, parent=root), arguments)
+
+
+def test_the_readme_s_python_works(tmp_path: Path) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    finished = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, capture_output=True, text=True)
+    lines = (ROOT / "examples" / "chat.jsonl").read_text(encoding="utf-8").splitlines()
+    assert finished.stdout.split() == [str(len(lines)), "0"]
 
 
 @pytest.mark.parametrize("name", ["chat", "embeddings", "score"])
@@ -80,7 +120,7 @@ def test_the_readme_s_commands_on_shipped_files_work(name: str, tmp_path: Path) 
     commands = re.findall(r"^    (batchline run-batch -i examples/.*)$", README, re.MULTILINE)
     (command,) = [command for command in commands if f"examples/{name}.jsonl" in command]
     output = tmp_path / "results.jsonl"
-    arguments = [str(output) if word == "results.jsonl" else word for word in shlex.split(command)[1:]]
+    arguments = [str(output) if word.endswith("-results.jsonl") else word for word in shlex.split(command)[1:]]
     subprocess.run([sys.executable, "-m", "batchline", *arguments], cwd=ROOT, check=True, capture_output=True)
     results = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
     batch = (ROOT / "examples" / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()

@@ -12,6 +12,8 @@ from batchline import run_batch
 from batchline.errors import UsageError
 from batchline.testing import FakeBackend
 
+TINY_CHAT = Path(__file__).parents[2] / "examples/models/tiny-chat"
+
 
 @pytest.fixture
 def batch(tmp_path: Path) -> Path:
@@ -47,6 +49,12 @@ def test_run_batch_wants_a_model_or_a_backend(batch: Path, tmp_path: Path) -> No
 def test_a_model_folder_that_is_not_there_is_refused_at_once(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="There is no model at"):
         run_batch(tmp_path / "in.jsonl", tmp_path / "out.jsonl", model=str(tmp_path / "none"))
+
+
+def test_served_names_are_one_for_each_model(batch: Path, tmp_path: Path) -> None:
+    models = [str(TINY_CHAT), str(TINY_CHAT.with_name("tiny-embed"))]
+    with pytest.raises(UsageError, match="1 names for 2 models"):
+        run_batch(batch, tmp_path / "out.jsonl", model=models, served_model_name="one")
 
 
 def test_importing_it_loads_no_model_library() -> None:

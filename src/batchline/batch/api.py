@@ -6,6 +6,7 @@ import asyncio
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 from batchline.backends.base import Backend
@@ -27,6 +28,7 @@ def run_batch(
     output_file: str | os.PathLike[str],
     *,
     model: str | EngineConfig | Sequence[str | EngineConfig] = (),
+    served_model_name: str | Sequence[str] = (),
     backend: Backend | None = None,
     error_file: str | os.PathLike[str] | None = None,
     tmp_dir: str | os.PathLike[str] | None = None,
@@ -41,13 +43,16 @@ def run_batch(
 ) -> RunSummary:
     """Run a batch file and write one result line for every line of it.
 
-    model: a folder, a hub id or a whole `EngineConfig`, or several of them; alternatively `backend` answers. The other
-    arguments are those of `RunOptions`. Ctrl-C and SIGTERM stop the run so that the same call resumes it. May be called
-    where an event loop runs already (a notebook); signals are left alone then.
+    model: a folder, a hub id or a whole `EngineConfig`, or several of them; alternatively `backend` answers.
+    served_model_name: the name that requests use for each model, in the same order; without it, a model's name is its
+    folder or id as given. The other arguments are those of `RunOptions`.
+
+    Ctrl-C and SIGTERM stop the run; the same call resumes it. If an event loop is running already (in a notebook), the
+    run has a thread and signals are not handled.
 
     Raises: UsageError (nothing was run), ModelLoadError, RunFailed and RunInterrupted (the same call resumes).
     """
-    engines = _engines(model)
+    engines = _engines(model, served_model_name)
     if bool(engines) == (backend is not None):
         raise UsageError("Give either a model or a backend.")
     options = RunOptions(
@@ -100,12 +105,21 @@ def open_in_process(engines: Sequence[EngineConfig]) -> Backend:
     return InProcessBackend(engines)
 
 
-def _engines(model: str | EngineConfig | Sequence[str | EngineConfig]) -> list[EngineConfig]:
+def _engines(
+    model: str | EngineConfig | Sequence[str | EngineConfig], served_model_name: str | Sequence[str]
+) -> list[EngineConfig]:
     models = [model] if isinstance(model, str | EngineConfig) else list(model)
+    names = [served_model_name] if isinstance(served_model_name, str) else list(served_model_name)
+    if names and len(names) != len(models):
+        raise UsageError(f"served_model_name has {len(names)} names for {len(models)} models; give one for each.")
     engines = [EngineConfig(model=ModelConfig(model=item)) if isinstance(item, str) else item for item in models]
     for engine in engines:
         refuse_missing_folder(engine.model.model)
-    return engines
+    return [_served_as(engine, name) for engine, name in zip(engines, names, strict=True)] if names else engines
+
+
+def _served_as(engine: EngineConfig, name: str) -> EngineConfig:
+    return replace(engine, model=replace(engine.model, served_names=(name,)))
 
 
 def _interrupt() -> None:
