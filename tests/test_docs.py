@@ -27,7 +27,7 @@ from batchline.openai_api.score import ScoreRequest
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 REQUESTS = (ROOT / "docs" / "requests.md").read_text(encoding="utf-8")
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 SCHEMAS = [ChatCompletionRequest, CompletionRequest, EmbeddingsRequest, ScoreRequest, RerankRequest]
 
 
@@ -113,6 +113,21 @@ def test_the_readme_s_python_works(tmp_path: Path) -> None:
     finished = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, capture_output=True, text=True)
     lines = (ROOT / "examples" / "chat.jsonl").read_text(encoding="utf-8").splitlines()
     assert finished.stdout.split() == [str(len(lines)), "0"]
+
+
+@pytest.mark.parametrize("guide", sorted((ROOT / "docs" / "howto").glob("*.md")), ids=lambda path: path.stem)
+def test_a_guide_works_from_its_first_block_to_its_last(guide: Path, tmp_path: Path) -> None:
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    blocks = re.findall(r"```(python|sh)\n(.*?)```", guide.read_text(encoding="utf-8"), re.DOTALL)
+    assert {language for language, _ in blocks} == {"python", "sh"}
+    for language, code in blocks:
+        commands = [[*shlex.split(line)] for line in code.splitlines()] if language == "sh" else [["-c", code]]
+        for arguments in commands:
+            words = ["-m", *arguments] if language == "sh" else arguments
+            finished = subprocess.run(
+                [sys.executable, *words], cwd=tmp_path, capture_output=True, text=True, check=False
+            )
+            assert finished.returncode == 0, f"{code}\n{finished.stderr}"
 
 
 @pytest.mark.parametrize("name", ["chat", "embeddings", "score"])
