@@ -90,11 +90,18 @@ def small_engine(folder: Path, *, cpu_kernels: CpuKernels, dtype: DType = "float
 def run(
     engine: Engine, requests: Sequence[GenerationRequest | EmbeddingRequest]
 ) -> Iterator[GenerationOutput | EmbeddingOutput]:
-    """Add all requests, step until none is left, and yield their outputs in the requests' order."""
+    """Add all requests, step until none is left, and yield their outputs in the requests' order.
+
+    Urgent ones (a priority below 0) come when the cache is full, so that others lose their places to them.
+    """
+    urgent = [request for request in requests if request.priority < 0]
     for request in requests:
-        engine.add(request)
+        if request not in urgent:
+            engine.add(request)
     outputs: dict[str, GenerationOutput | EmbeddingOutput] = {}
-    while engine.has_work:
+    while engine.has_work or urgent:
+        if urgent and engine.stats().cache_usage > 0.7:
+            engine.add(urgent.pop())
         for output in engine.step():
             assert isinstance(output, (GenerationOutput, EmbeddingOutput))
             outputs[output.request_id] = output
@@ -150,7 +157,10 @@ def test_logprobs_and_hidden_states_equal_those_of_the_plain_model(
     judged = case.prompts[::2]
     embedded = case.prompts[1::2]
     requests = [greedy(index, prompt, logprobs=3, prompt_logprobs=3) for index, prompt in enumerate(judged)]
-    embeddings = [EmbeddingRequest(request_id=f"e{i}", prompt_token_ids=prompt) for i, prompt in enumerate(embedded)]
+    embeddings = [
+        EmbeddingRequest(request_id=f"e{i}", prompt_token_ids=prompt, priority=-(i % 4 == 0))
+        for i, prompt in enumerate(embedded)
+    ]
     mixed = [request for pair in zip(requests, embeddings, strict=True) for request in pair]
     outputs = list(run(engine, mixed))
     for prompt, tokens, output in zip(judged, case.expected[::2], outputs[::2], strict=True):
