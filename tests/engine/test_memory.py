@@ -1,15 +1,27 @@
-"""How much memory counts as free."""
+"""How much memory counts as free: neither taken nor promised to a cache."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
+import torch
 
+from batchline.config import CacheConfig
 from batchline.engine import memory
+from batchline.engine.kv_cache import KVCache, LayerSpec, bytes_per_block, choose_num_blocks
 
 MIB = 1024**2
+
+
+@pytest.fixture(autouse=True)
+def _empty_ledger(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines of other tests may still have caches."""
+    ledger = memory.MemoryLedger()
+    monkeypatch.setattr(memory, "LEDGER", ledger)
+    monkeypatch.setattr("batchline.engine.kv_cache.LEDGER", ledger)
 
 
 def container(folder: Path, limit: str, current: int, cached: int) -> Path:
@@ -35,3 +47,33 @@ def test_without_a_smaller_limit_the_machines_memory_counts(
 def test_a_container_that_is_full_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "CGROUP", container(tmp_path, str(MIB), 2 * MIB, 0))
     assert memory.free_bytes("cpu") == 0
+
+
+def test_memory_is_promised_until_it_is_written_or_given_back() -> None:
+    ledger = memory.MemoryLedger()
+    array = ledger.promise(np.zeros(64 * MIB, dtype=np.uint8))
+    assert abs(ledger.untouched_bytes() - 64 * MIB) <= MIB
+    array[: 32 * MIB] = 1
+    assert abs(ledger.untouched_bytes() - 32 * MIB) <= 2 * MIB, "what is written is seen by the system itself"
+    del array
+    assert ledger.untouched_bytes() == 0
+
+
+def test_several_caches_are_never_promised_the_same_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each cache was sized from memory that the ones before had been promised and not written yet: 17.8 GiB of 14.5."""
+    free = 100 * MIB
+    monkeypatch.setattr(memory, "CGROUP", container(tmp_path, str(free), 0, 0))
+    spec = LayerSpec(num_kv_heads=2, key_dim=64, value_dim=64)
+    block_bytes = bytes_per_block([spec], 16, torch.float32)
+    caches = []
+    for _ in range(6):
+        num_blocks = choose_num_blocks(
+            CacheConfig(), block_bytes, max_model_len=1 << 20, max_num_seqs=64, free_bytes=memory.free_bytes("cpu") // 2
+        )
+        caches.append(KVCache([spec], num_blocks, 16, torch.float32, torch.device("cpu")))
+    promised = [cache.num_blocks * block_bytes for cache in caches]
+    assert sum(promised) <= free
+    assert promised == sorted(promised, reverse=True)
+    assert promised[0] > 2 * promised[2]
+    caches.clear()
+    assert memory.free_bytes("cpu") == free

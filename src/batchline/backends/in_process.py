@@ -198,8 +198,8 @@ def _few_collections() -> Iterator[None]:
     gc.disable()
     try:
         yield
+        gc.freeze()  # not what a load that fails leaves: it is garbage
     finally:
-        gc.freeze()
         if was_enabled:
             gc.enable()
 

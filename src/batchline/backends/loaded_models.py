@@ -82,9 +82,9 @@ class LoadedModel:
     max_model_len: int
     is_alive: Callable[[], bool]
     stats: Callable[[], BackendStats]
+    company: Company
     close: Callable[[], None]
     streams: Mapping[str, StreamingEndpoint] = field(default_factory=dict)
-    company: Company = field(default_factory=Company)
 
 
 def load(config: EngineConfig, task: Task, memory: CacheMemory | None) -> LoadedModel:
@@ -160,6 +160,7 @@ def _generative_model(
         max_model_len=engine.max_model_len,
         is_alive=lambda: engine.is_alive,
         stats=lambda: _engine_stats(engine),
+        company=Company(),
         close=parts.pop_all().close,
     )
 
@@ -205,34 +206,43 @@ def _load_embedding_model(config: EngineConfig) -> LoadedModel:
     # with sentence-transformers come scikit-learn and scipy: most of a second that only such a model shall take
     from batchline.pooling.embedding import load_embedding_model
 
-    model = load_embedding_model(config.model)
-    return _pooling_model(model, SimilarityScorer(model), model, text=config.text)
+    with ExitStack() as parts:
+        model = load_embedding_model(config.model)
+        parts.callback(model.close)
+        return _pooling_model(model, SimilarityScorer(model), model, parts, text=config.text)
 
 
 def _load_cross_encoder(config: EngineConfig) -> LoadedModel:
     from batchline.pooling.cross_encoder import load_cross_encoder  # as heavy as an embedding model's
 
-    model = load_cross_encoder(config.model)
-    return _pooling_model(model, PairScorer(model), None, text=config.text)
+    with ExitStack() as parts:
+        model = load_cross_encoder(config.model)
+        parts.callback(model.close)
+        return _pooling_model(model, PairScorer(model), None, parts, text=config.text)
 
 
 def _pooling_model(
-    model: EmbeddingModel | CrossEncoderModel, scorer: Scorer, embedder: Embedder | None, *, text: TextConfig
+    model: EmbeddingModel | CrossEncoderModel,
+    scorer: Scorer,
+    embedder: Embedder | None,
+    parts: ExitStack,
+    *,
+    text: TextConfig,
 ) -> LoadedModel:
-    with ExitStack() as parts:
-        parts.callback(model.close)
-        _warn_of_unknown_tokens(model.name, len(model.transformers_tokenizer), model.vocab_size)
-        return LoadedModel(
-            record=model.record,
-            endpoints={
-                **_pooling_endpoints(scorer, embedder, text=text),
-                **_tokenizing_endpoints(_tokenized_pooling(model, text=text)),
-            },
-            max_model_len=model.max_model_len,
-            is_alive=lambda: model.is_alive,
-            stats=lambda: BackendStats(prompt_tokens=model.stats().num_tokens),
-            close=parts.pop_all().close,
-        )
+    """parts: what there is to close, taken over."""
+    _warn_of_unknown_tokens(model.name, len(model.transformers_tokenizer), model.vocab_size)
+    return LoadedModel(
+        record=model.record,
+        endpoints={
+            **_pooling_endpoints(scorer, embedder, text=text),
+            **_tokenizing_endpoints(_tokenized_pooling(model, text=text)),
+        },
+        max_model_len=model.max_model_len,
+        is_alive=lambda: model.is_alive,
+        stats=lambda: BackendStats(prompt_tokens=model.stats().num_tokens),
+        company=Company(),
+        close=parts.pop_all().close,
+    )
 
 
 def _tokenized_pooling(model: EmbeddingModel | CrossEncoderModel, *, text: TextConfig) -> TokenizedModel:

@@ -278,17 +278,17 @@ async def _in_own_thread(name: str, work: Callable[[], T]) -> T:
     """
 
     def guarded() -> T:
+        failure: BatchlineError
         try:
             return work()
         except BatchlineError as exc:
-            _free_locals(exc)
-            raise
-        except (
-            BaseException
-        ) as exc:  # loading runs the code of models, which raises whatever it likes, `SystemExit` too
+            failure = exc
+        except BaseException as exc:  # the code of models raises whatever it likes, `SystemExit` too
             logger.exception("loading %s failed", name)
-            _free_locals(exc)
-            raise ModelLoadError(name, f"it failed with a {type(exc).__name__}; the log has the details") from exc
+            failure = ModelLoadError(name, f"it failed with a {type(exc).__name__}; the log has the details")
+            failure.__cause__ = exc
+        _free_what_it_made(failure)
+        raise failure
 
     executor = ThreadPoolExecutor(1, "batchline-loading")
     try:
@@ -297,8 +297,10 @@ async def _in_own_thread(name: str, work: Callable[[], T]) -> T:
         executor.shutdown(wait=False)
 
 
-def _free_locals(exc: BaseException | None) -> None:
-    """Let go of what the calls that failed had made, half a model maybe: who keeps the exception would keep that."""
-    while exc is not None:
-        traceback.clear_frames(exc.__traceback__)
-        exc = exc.__cause__ or exc.__context__
+def _free_what_it_made(failure: BaseException | None) -> None:
+    """Forget the calls that failed, whose variables are half a model maybe: whoever keeps the error would keep that."""
+    while failure is not None:
+        traceback.clear_frames(failure.__traceback__)  # for those who have kept it, a log maybe
+        failure.__traceback__ = None
+        failure = failure.__cause__ or failure.__context__
+    gc.collect()  # parts of a model may refer to each other
