@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from batchline.backends.base import EndpointRequest
@@ -233,6 +234,42 @@ async def test_an_embedding_model_whose_thread_ends_is_loaded_again_and_the_culp
         await backend.close()
     assert [answer.status_code for answer in answers] == [200, 200, 500, 200, 200]
     assert answers[2].body["error"]["message"] == GIVEN_UP
+
+
+@pytest.mark.parametrize(
+    ("name", "url", "body"),
+    [
+        ("tiny-embed", EMBEDDINGS, lambda text: {"input": text}),
+        ("tiny-rerank", "/v1/score", lambda text: {"text_1": "capital", "text_2": text}),
+    ],
+)
+async def test_one_bad_text_of_twenty_fails_alone_in_models_that_embed_and_score(
+    monkeypatch: pytest.MonkeyPatch, name: str, url: str, body: Callable[[str], dict[str, str]]
+) -> None:
+    """Those that shared its batch got a final 500, too."""
+    run_whole = LoadedPoolingModel.run_batch
+
+    def fail_on_long_texts(model: LoadedPoolingModel, sequences: Sequence[TokenSequence]) -> Any:
+        if any(len(sequence) > 30 for sequence in sequences):
+            raise IndexError("index 31 is out of bounds in /secret/path")
+        return run_whole(model, sequences)
+
+    def request(text: str) -> EndpointRequest:
+        return EndpointRequest(url=url, body={"model": name, **body(text)}, request_id=text[:9])
+
+    texts = [f"city {number}" for number in range(19)]
+    monkeypatch.setattr(LoadedPoolingModel, "run_batch", fail_on_long_texts)
+    backend = open_backend(name)
+    try:
+        expected = [(await backend.answer(request(text))).body["data"] for text in texts]
+        answers = await asyncio.gather(*map(backend.answer, map(request, [*texts[:7], "berlin " * 60, *texts[7:]])))
+    finally:
+        await backend.close()
+    bad = answers.pop(7)
+    assert (bad.status_code, bad.body["error"]["message"]) == (500, "The model failed on this request")
+    for answer, alone in zip(answers, expected, strict=True):
+        numbers = [np.ravel(data[0].get("embedding", data[0].get("score"))) for data in (answer.body["data"], alone)]
+        np.testing.assert_allclose(numbers[0], numbers[1], atol=1e-5)
 
 
 async def test_counters_never_fall_when_a_model_is_unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
