@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, decoders, models
@@ -10,7 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from batchline.errors import BadRequest, ModelLoadError, UnsupportedModel
 from batchline.testing import ByteTokenizer
-from batchline.text.tokenizer import HuggingFaceTokenizer, load_tokenizer
+from batchline.text.tokenizer import LONG_TEXT, HuggingFaceTokenizer, load_tokenizer
 from batchline.text.tokenizer import Tokenizer as TokenizerProtocol
 
 TINY_CHAT = Path(__file__).parents[2] / "examples" / "models" / "tiny-chat"
@@ -33,6 +34,27 @@ def test_encoding_equals_transformers(text: str, add_special_tokens: bool) -> No
     ours = load_tokenizer(str(TINY_CHAT))
     expected = tuple(theirs(text, add_special_tokens=add_special_tokens)["input_ids"])
     assert ours.encode(text, add_special_tokens=add_special_tokens) == expected
+
+
+@pytest.mark.parametrize("add_special_tokens", [True, False])
+def test_a_long_text_is_tokenized_without_the_interpreter_s_lock(
+    tokenizers_by_family: Families, add_special_tokens: bool
+) -> None:
+    """Bug: tokenizing 23 MB of messages on a thread made everything else wait for 16 s: it held the lock."""
+
+    class OnlyBatches:
+        def __init__(self, backend: Any) -> None:
+            self.encode_batch_fast = backend.encode_batch_fast
+
+    for name, (backend, tokenizer) in tokenizers_by_family.items():
+        text = "  two  spaces größer 🙂 東京 the dog\n" * LONG_TEXT
+        expected = tuple(backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        own = tokenizer._backend
+        tokenizer._backend = OnlyBatches(own)  # type: ignore[assignment]
+        try:
+            assert tokenizer.encode(text, add_special_tokens=add_special_tokens) == expected, name
+        finally:
+            tokenizer._backend = own
 
 
 def test_a_loaded_tokenizer_knows_its_special_tokens_and_template() -> None:

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as BackendTokenizer
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
+LONG_TEXT = 2048
+"""Characters of a text that holds the interpreter's lock for a millisecond while it is tokenized."""
+
 _NUM_PROBED = 200
 """How many tokens, spread over the vocabulary, are decoded to see whether a decoder works token by token."""
 
@@ -127,12 +130,16 @@ class HuggingFaceTokenizer:
         return self._chat_templates
 
     def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
-        """Token ids of a text. Releases the GIL. Raises: BadRequest for text that is not valid Unicode."""
+        """Token ids of a text; a long one releases the GIL. Raises: BadRequest for text that is not valid Unicode."""
         try:
             text.encode()
         except UnicodeEncodeError as exc:
             raise BadRequest("The prompt is not valid Unicode: it holds a lone surrogate") from exc
-        return tuple(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        if len(text) < LONG_TEXT:
+            return tuple(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        # of the library's ways to encode only those of batches release the lock
+        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return tuple(encoding.ids)
 
     def num_tokens_at_least(self, text: str) -> int:
         """As if the longest token filled the text: spares tokenizing megabytes only to refuse them.
