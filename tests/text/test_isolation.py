@@ -6,6 +6,8 @@ import asyncio
 import faulthandler
 import json
 import operator
+import os
+import resource
 import threading
 import time
 from collections.abc import Iterator
@@ -62,6 +64,21 @@ def test_a_child_answers_and_stays(children: isolation._Children) -> None:
 def sorted_values(values: list[Any]) -> list[Any]:
     """Runs in a child."""
     return sorted(values)
+
+
+def test_a_child_answers_a_process_with_many_open_files() -> None:
+    """With more than 1,024 of them, every constraint that needs a trial was a 500."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 1200), hard))
+    opened: list[int] = []
+    try:
+        while not opened or opened[-1] < 1024:
+            opened.append(os.dup(0))
+        assert run_isolated(sorted_values, [2, 1]) == [1, 2]
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_childs_refusal_is_the_requests(children: isolation._Children) -> None:

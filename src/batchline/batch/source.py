@@ -151,10 +151,12 @@ class _InterruptibleReader:
     def __init__(self, file: BinaryIO, should_stop: Callable[[], bool]) -> None:
         self._fd = file.fileno()
         self._should_stop = should_stop
+        self._poller = select.poll()
+        self._poller.register(self._fd, select.POLLIN)
 
     def read(self, size: int) -> bytes:
         """Up to `size` bytes; empty at the end. Raises: RunInterrupted."""
-        while not select.select([self._fd], [], [], _POLL_S)[0]:
+        while not self._poller.poll(_POLL_S * 1000):
             if self._should_stop():
                 raise RunInterrupted("Interrupted while reading the input.")
         return os.read(self._fd, size)

@@ -169,7 +169,7 @@ class _Child:
         assert self._process.stdout is not None
         try:
             _write(self._process.stdin, [name, argument, CPU_SECONDS])
-            if not select.select([self._process.stdout], [], [], WALL_SECONDS)[0]:
+            if not _is_readable(self._process.stdout, WALL_SECONDS):
                 self.kill()
             answer: dict[str, Any] | None = _read(self._process.stdout)
         except OSError:
@@ -249,6 +249,16 @@ def _result(answer: dict[str, Any]) -> Any:
     if "message" in answer:
         raise BadRequest(answer["message"], param=answer["param"])
     raise WorkEnded(answer["ended"])
+
+
+def _is_readable(pipe: BinaryIO | Any, timeout_s: float) -> bool:
+    """Whether there is something to read, or the other end is gone, before the time is over.
+
+    `select.select` would refuse the descriptors of a process with more than 1,024 open files.
+    """
+    poller = select.poll()
+    poller.register(pipe, select.POLLIN)
+    return bool(poller.poll(timeout_s * 1000))
 
 
 def _write(pipe: BinaryIO | Any, message: Any) -> None:
