@@ -91,6 +91,17 @@ def test_generation_defaults_come_from_the_models_file(folder: Path) -> None:
     )
 
 
+def test_fields_of_the_models_file_that_are_not_applied_are_named_once(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They were dropped without a word, and greedy output differed from `generate`'s."""
+    config = {"sequence_bias": [[[150], 50.0]], "no_repeat_ngram_size": 2, "num_beams": 1, "suppress_tokens": []}
+    (folder / "generation_config.json").write_text(json.dumps(config))
+    load_text(ModelConfig(model=str(folder)), TextConfig())
+    (record,) = caplog.records
+    assert "sets no_repeat_ngram_size, sequence_bias, which" in record.getMessage()
+
+
 def test_a_model_without_generation_config_has_no_opinion(folder: Path) -> None:
     (folder / "generation_config.json").unlink()
     assert load_text(ModelConfig(model=str(folder)), TextConfig()).defaults == GenerationDefaults()

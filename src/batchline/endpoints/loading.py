@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from batchline.checkpoints.files import read_json
 from batchline.config import ModelConfig, TextConfig
-from batchline.endpoints.model import GenerationDefaults, TextParts, generation_defaults
+from batchline.endpoints.model import GenerationDefaults, TextParts, fields_not_honoured, generation_defaults
 from batchline.errors import ModelLoadError, UsageError
 from batchline.text.chat_template import ChatTemplate, compile_template, own_template, read_template
 from batchline.text.control_tokens import ControlTokens
@@ -21,6 +22,8 @@ from batchline.text.tool_parsers import (
     tool_parser,
     tool_parser_names,
 )
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -101,4 +104,12 @@ def _defaults(model: ModelConfig) -> GenerationDefaults:
     except ValueError as exc:
         raise ModelLoadError(model.model, f"its generation_config.json is not valid: {exc}") from exc
     own_values: dict[str, Any] = config.to_diff_dict()
+    fields = fields_not_honoured(own_values)
+    if fields:
+        logger.warning(
+            "%s: its generation_config.json sets %s, which Batchline does not apply; set the request parameters of the "
+            "same purpose (such as min_tokens or bad_words) where you need them",
+            model.names[0],
+            ", ".join(fields),
+        )
     return generation_defaults(own_values)

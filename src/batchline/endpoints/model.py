@@ -115,6 +115,24 @@ class GenerativeModel:
         return await run_on(self.executor, work)
 
 
+NOT_HONOURED = {
+    **dict.fromkeys(("min_length", "min_new_tokens", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), 0),
+    **dict.fromkeys(("typical_p", "encoder_repetition_penalty", "guidance_scale"), 1.0),
+    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "penalty_alpha", "diversity_penalty", "top_h"), 0.0),
+    **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences"), 1),
+    **dict.fromkeys(("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "sequence_bias", "stop_strings")),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty")),
+    **dict.fromkeys(("force_words_ids", "constraints", "dola_layers", "watermarking_config", "max_time")),
+}
+"""Fields of `generation_config.json` that change what `generate` gives and have no effect here, with the value that has
+none there either."""
+
+
+def fields_not_honoured(config: Mapping[str, Any]) -> list[str]:
+    """The fields of a generation config that ask for what Batchline does not do."""
+    return [name for name, neutral in NOT_HONOURED.items() if config.get(name) not in (neutral, None, [], {})]
+
+
 def generation_defaults(config: Mapping[str, Any]) -> GenerationDefaults:
     """The defaults in a generation config's own values."""
     return GenerationDefaults(
