@@ -122,6 +122,34 @@ def test_biases_that_the_config_switches_off_are_refused(tmp_path: Path) -> None
     assert "model.layers.0.self_attn.k_proj.bias" in refusal(folder)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "v_head.summary.weight",
+        "value_head.weight",
+        "score.weight",
+        "medusa_head.0.linear.weight",
+        "model.vision_embed_tokens.img_projection.weight",
+    ],
+)
+def test_weights_of_a_part_that_the_model_does_not_have_are_left_alone_with_a_warning(
+    name: str, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Bug: the head of a reward model or the eyes of another class kept the language model from loading."""
+    tensors = load_file(folder / "model.safetensors")
+    save_file({**tensors, name: torch.ones(64)}, folder / "model.safetensors", metadata={"format": "pt"})
+    assert load_model(settings(folder)).vocab_size == 512
+    assert [record.getMessage() for record in caplog.records if record.name.startswith("batchline.")] == [
+        f"{folder}: it runs without these weights of its files, for which it has no part: {name}"
+    ]
+
+
+def test_biases_of_the_head_that_the_model_has_no_place_for_are_refused(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    save_file({**tensors, "lm_head.bias": torch.ones(512)}, folder / "model.safetensors", metadata={"format": "pt"})
+    assert "no place for: lm_head.bias" in refusal(folder)
+
+
 def store_as(folder: Path, name: str, dtype: torch.dtype) -> None:
     """Store one tensor of the folder's weights in another number format."""
     tensors = load_file(folder / "model.safetensors")

@@ -72,10 +72,10 @@ def refuse_odd_numbers(model: str, revision: str | None = None) -> None:
             )
 
 
-def refuse_wrong_weights(name: str, report: LoadingReport, *, backbone: Any = None, has_pooler: bool = True) -> None:
-    """Refuse a model whose files lack weights, have more than it takes, or have them in another shape.
+def refuse_wrong_weights(name: str, model: Any, report: LoadingReport, *, has_pooler: bool = True) -> None:
+    """Refuse a model whose files lack weights, have more for a part than it takes, or have them in another shape.
 
-    backbone: a model that may come from a checkpoint with another task's head; only weights of its own parts count.
+    Weights of parts that the model does not have are another task's head or the like, and change nothing.
     has_pooler: whether its pooler is used; else it may be missing. Raises: ModelLoadError.
     """
     missing = [key for key in report["missing_keys"] if has_pooler or not POOLER.search(key)]
@@ -87,15 +87,23 @@ def refuse_wrong_weights(name: str, report: LoadingReport, *, backbone: Any = No
             name,
             f"its weights do not fit its config.json: {key} is {_size(shape)}, the config makes it {_size(wanted)}",
         )
-    unexpected = [key for key in report["unexpected_keys"] if not HARMLESS.search(key)]
-    if backbone is not None:
-        unexpected = [key for key in unexpected if _is_part_of(backbone, key)]
+    unexpected = [key for key in _unexpected(report) if _is_part_of(model, key)]
     if unexpected:
         raise ModelLoadError(
             name,
             f"its files hold weights that its config.json has no place for: {_first_few(unexpected)}; "
             "the config must be the one that the weights were trained with",
         )
+
+
+def unused_weights(model: Any, report: LoadingReport) -> str | None:
+    """Names of weights of parts that the model does not have, for the user; None where there are none."""
+    unused = [key for key in _unexpected(report) if not _is_part_of(model, key)]
+    return _first_few(unused) if unused else None
+
+
+def _unexpected(report: LoadingReport) -> list[str]:
+    return [key for key in report["unexpected_keys"] if not HARMLESS.search(key)]
 
 
 _patching = threading.Lock()
@@ -154,9 +162,14 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def _is_part_of(model: Any, key: str) -> bool:
-    """Whether a weight is of a part that the model has; its name may begin with the model's own."""
-    first = key.removeprefix(f"{model.base_model_prefix}.").partition(".")[0]
-    return first in model._modules or first in model._parameters
+    """Whether a weight is of a part of the model or of its base, whose name it may leave out."""
+    prefix = f"{model.base_model_prefix}."
+    return _has(model.base_model, key.removeprefix(prefix)) or (not key.startswith(prefix) and _has(model, key))
+
+
+def _has(module: torch.nn.Module, key: str) -> bool:
+    first = key.partition(".")[0]
+    return first in module._modules or first in module._parameters
 
 
 def _size(shape: Iterable[int]) -> str:

@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
+from batchline.checkpoints.files import HUB_UNREACHABLE
 from batchline.checkpoints.formats import refuse_foreign_format
-from batchline.checkpoints.weights import refuse_odd_numbers, refuse_wrong_weights
+from batchline.checkpoints.weights import refuse_odd_numbers, refuse_wrong_weights, unused_weights
 from batchline.config import ModelConfig
 from batchline.engine.attention import PAGED_ATTENTION
 from batchline.engine.fusion import can_fuse, fuse
@@ -124,7 +125,12 @@ def load_model(config: ModelConfig, kernels: NativeKernels | None = None, refusa
             architecture = (hf_config.architectures or [hf_config.model_type])[0]
             raise UnsupportedModel(config.model, f"{architecture} {OWN_ATTENTION}") from exc
         raise ModelLoadError(config.model, explain(config.model, exc)) from exc
-    refuse_wrong_weights(config.model, report)
+    refuse_wrong_weights(config.model, model, report)
+    unused = unused_weights(model, report)
+    if unused is not None and refusal is None:  # a second attempt would say it again
+        logger.warning(
+            "%s: it runs without these weights of its files, for which it has no part: %s", config.model, unused
+        )
     if not os.path.isdir(config.model):  # they were downloaded just now
         refuse_odd_numbers(config.model, config.revision)
     model = model.to(device).eval().requires_grad_(False)
@@ -239,10 +245,7 @@ def explain(model: str, exc: Exception) -> str:
     if os.path.sep in model and (model.startswith((".", "~", os.path.sep)) or model.count("/") > 1):
         return "no such folder"
     if isinstance(exc, OSError):
-        return (
-            "there is no such folder, and the model hub does not have it or cannot be reached; "
-            "give the path of a downloaded model folder, or check the name and the network"
-        )
+        return HUB_UNREACHABLE
     return _first_line(exc)
 
 

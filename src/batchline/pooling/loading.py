@@ -174,7 +174,7 @@ def _refuse_damaged(config: ModelConfig, transformer: Any, reports: list[tuple[A
     """Refuse a transformer that did not get the weights of its files as they are. Raises: ModelLoadError."""
     has_pooler = transformer.transformer_task != "feature-extraction" or _uses_pooler(transformer)
     for model, report in reports:
-        refuse_wrong_weights(config.model, report, backbone=model, has_pooler=has_pooler)
+        refuse_wrong_weights(config.model, model, report, has_pooler=has_pooler)
         refuse_odd_numbers(model.name_or_path, config.revision)
 
 
