@@ -160,6 +160,36 @@ async def test_a_single_output_may_have_as_many_log_probabilities_as_the_context
     assert len(answer["choices"][0]["logprobs"]["content"]) > 5
 
 
+def long_model(limit: int) -> GenerativeModel:
+    """Its context has room for far more than the limit of log-probabilities."""
+    return scripted_model(config=TextConfig(limits=RequestLimits(logprobs=limit)), max_model_len=131_072)
+
+
+async def test_several_outputs_of_open_length_share_the_room_for_log_probabilities() -> None:
+    """Bug: the rest of the context counted, and two choices with 20 alternatives were a 400 at a context of 128k."""
+    body = {"messages": MESSAGES, "n": 2, "logprobs": True, "top_logprobs": 20}
+    model = long_model(2 * 2000 * 21 + 41)
+    answer = await chat_completion(body, "r", model)
+    assert len(answer["choices"]) == 2
+    assert [request.sampling.max_tokens for request in engine_of(model).requests] == [2000, 2000]
+
+
+async def test_an_output_whose_share_is_too_short_for_a_usual_answer_is_a_400() -> None:
+    body = {"messages": MESSAGES, "n": 2, "logprobs": True, "top_logprobs": 20}
+    with pytest.raises(BadRequest, match=f"up to {2 * 1024 * 21:,} log-probabilities"):
+        await chat_completion(body, "r", long_model(2 * 1024 * 21 - 1))
+
+
+async def test_a_length_that_the_request_asks_for_is_never_shortened() -> None:
+    model = long_model(2 * 3000 * 21 - 1)
+    body = {"messages": MESSAGES, "n": 2, "logprobs": True, "top_logprobs": 20}
+    for field in ("max_tokens", "max_completion_tokens"):
+        with pytest.raises(BadRequest, match=f"up to {2 * 3000 * 21:,} log-probabilities"):
+            await chat_completion({**body, field: 3000}, "r", model)
+    with pytest.raises(BadRequest, match=f"up to {2 * 3000 * 21:,} log-probabilities"):
+        await chat_completion({**body, "min_tokens": 3000}, "r", model)
+
+
 def test_a_step_looks_only_at_bad_words_that_go_on_from_the_last_token() -> None:
     """Bug: each step compared each bad word with the output."""
     words = [(i, i + 1, 7) for i in range(1000)] + [(5, 9), (8,), (4, 5, 11)]

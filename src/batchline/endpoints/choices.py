@@ -49,6 +49,9 @@ _NEUTRAL_IN_BEAM_SEARCH: Mapping[str, tuple[object, ...]] = {
 }
 """Fields that steer sampling, which beam search does not do, with the values of each that ask for nothing."""
 
+USUAL_LENGTH = 1024
+"""Tokens that every output with log-probabilities may have where the request does not say how many."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptChoices:
@@ -84,7 +87,7 @@ def check_choices(body: GenerationBody) -> None:
     if body.best_of is not None and body.best_of < body.n:
         raise BadRequest(f"best_of: {body.best_of} is less than n, which is {body.n}", param="best_of")
     if body.length_penalty != 1.0 and not body.use_beam_search:
-        raise BadRequest("length_penalty: it has a meaning with use_beam_search only", param="length_penalty")
+        raise BadRequest("length_penalty requires use_beam_search: true", param="length_penalty")
     if body.use_beam_search:
         for field, neutral in _NEUTRAL_IN_BEAM_SEARCH.items():
             value = getattr(body, field)
@@ -106,7 +109,7 @@ def prompt_jobs(
     prompts: Sequence[EncodedPrompt], body: GenerationBody, model: GenerativeModel, logprobs: ReportedLogprobs
 ) -> list[PromptJob]:
     """What is to be run. Text work, to be called off the event loop. Raises: BadRequest."""
-    _check_num_logprobs(prompts, body, model, logprobs)
+    prompts = _with_room_for_logprobs(prompts, body, model, logprobs)
     first = sampling_params(
         body,
         model,
@@ -123,28 +126,46 @@ def prompt_jobs(
     ]
 
 
-def _check_num_logprobs(
+def _with_room_for_logprobs(
     prompts: Sequence[EncodedPrompt], body: GenerationBody, model: GenerativeModel, logprobs: ReportedLogprobs
-) -> None:
-    """Raises: BadRequest for more log-probabilities than there should be in memory.
+) -> Sequence[EncodedPrompt]:
+    """The prompts, with shorter outputs where the request left their length open and the limit leaves no more.
 
-    Those of prompts are told in each choice. A single sequence's output may have as many as the context has room for.
+    Every choice reports its prompt's log-probabilities. A single output may have as many as the context has room for.
+    Raises: BadRequest for more log-probabilities than there should be in memory.
     """
-    num_choices = body.best_of or body.n
-    told = num_told = 0
+    num_choices, limit = body.best_of or body.n, model.config.limits.logprobs
+    num_of_prompts = 0
     if logprobs.prompt is not None:
-        told = num_choices * sum(len(prompt.token_ids) for prompt in prompts)
-        num_told = told * (1 + _num_alternatives(logprobs.prompt, model))
-    if logprobs.output is not None and num_choices * len(prompts) > 1:
-        output = num_choices * sum(prompt.max_tokens for prompt in prompts)
-        num_told += output * (1 + _num_alternatives(logprobs.output, model))
-    limit = model.config.limits.logprobs
-    if num_told > limit:
+        num_prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+        num_of_prompts = num_choices * num_prompt_tokens * (1 + _num_alternatives(logprobs.prompt, model))
+    num_sequences = num_choices * len(prompts)
+    if logprobs.output is None or num_sequences == 1:
+        _check_num_logprobs(num_of_prompts, limit, body, logprobs)
+        return prompts
+    per_token = 1 + _num_alternatives(logprobs.output, model)
+    num_tokens = num_sequences * max(_least_max_tokens(prompt, body) for prompt in prompts)
+    _check_num_logprobs(num_of_prompts + num_tokens * per_token, limit, body, logprobs)
+    share = (limit - num_of_prompts) // per_token // num_sequences
+    return [replace(prompt, max_tokens=min(prompt.max_tokens, share)) for prompt in prompts]
+
+
+def _check_num_logprobs(number: int, limit: int, body: GenerationBody, logprobs: ReportedLogprobs) -> None:
+    """Raises: BadRequest."""
+    if number > limit:
+        is_of_prompts = logprobs.prompt is not None and body.prompt_logprobs is not None
         raise BadRequest(
-            f"The answer would have up to {num_told:,} log-probabilities, and at most {limit:,} are allowed "
+            f"The answer would have up to {number:,} log-probabilities, and at most {limit:,} are allowed "
             "(--request-limit logprobs=N changes that): ask for fewer of them, or for fewer tokens or choices",
-            param="prompt_logprobs" if told and body.prompt_logprobs is not None else "logprobs",
+            param="prompt_logprobs" if is_of_prompts else "logprobs",
         )
+
+
+def _least_max_tokens(prompt: EncodedPrompt, body: GenerationBody) -> int:
+    """The output length that must be possible: what the request asks for, or enough for a usual answer."""
+    if not prompt.has_default_length:
+        return prompt.max_tokens
+    return min(prompt.max_tokens, max(USUAL_LENGTH, body.min_tokens))
 
 
 def _num_alternatives(wanted: int, model: GenerativeModel) -> int:

@@ -19,13 +19,15 @@ FAR_TOO_LONG = 4
 class EncodedPrompt:
     """A prompt ready for the engine.
 
-    text: as it was given; None for token ids and for a truncated prompt. max_tokens: of the answer.
+    text: as it was given; None for token ids and for a truncated prompt. max_tokens: of the answer; has_default_length:
+    whether the request left it open.
     kept_special_ids: special tokens that the answer's text shows, since something reads them there.
     """
 
     token_ids: tuple[int, ...]
     text: str | None
     max_tokens: int
+    has_default_length: bool = False
     kept_special_ids: frozenset[int] = frozenset()
 
 
@@ -62,6 +64,7 @@ def encode_prompt(
         token_ids=kept,
         text=text if len(kept) == len(token_ids) else None,
         max_tokens=_resolve_max_tokens(len(kept), max_tokens, default_max_tokens, model),
+        has_default_length=max_tokens is None,
     )
 
 
