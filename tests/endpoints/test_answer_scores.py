@@ -148,6 +148,41 @@ def test_other_generative_models_score_by_similarity_unless_told_otherwise(tmp_p
     assert scores(plain) != pytest.approx(scores(reranker), abs=1e-3)
 
 
+@pytest.mark.parametrize("answers", [["no", "yes"], ["yes"]])
+def test_reranker_with_an_unknown_prompt_generates_and_refuses_to_score(answers: list[str], tmp_path: Path) -> None:
+    """Bug: any model with `classifier_from_token` was asked with the prompt of Qwen3-Reranker."""
+    marks: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "classifier_from_token": answers}
+    folder = make_reranker(tmp_path / "model", **marks)
+
+    async def run() -> None:
+        async with serving(folder) as backend:
+            pair = {"model": "m", "query": QUERY, "documents": DOCUMENTS}
+            for url, body in (
+                ("/v1/rerank", pair),
+                ("/v1/score", {"model": "m", "text_1": QUERY, "text_2": DOCUMENTS}),
+            ):
+                answer = await backend.answer(EndpointRequest(url=url, body=body, request_id="r"))
+                assert answer.status_code == 400
+                assert "only the prompt of Qwen3-Reranker is known" in answer.body["error"]["message"]
+            prompt = {"model": "m", "prompt": "water", "max_tokens": 2}
+            assert (
+                await backend.answer(EndpointRequest(url="/v1/completions", body=prompt, request_id="r"))
+            ).status_code == 200
+
+    asyncio.run(run())
+
+
+def test_prompt_of_qwen3_can_be_asked_for_with_two_answers_only(tmp_path: Path) -> None:
+    marks: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "classifier_from_token": ["no", "yes"]}
+    folder = make_reranker(tmp_path / "model", **marks)
+    assert scores(folder, scoring="yes-no") == pytest.approx(
+        [1 / (1 + math.exp(-x)) for x in expected_logits(folder, qwen3_texts())], abs=1e-4
+    )
+    make_reranker(folder, classifier_from_token=["yes"])
+    with pytest.raises(UnsupportedModel, match="classifier_from_token is not two tokens"):
+        scores(folder, scoring="yes-no")
+
+
 def test_tokenizer_without_the_answers_is_refused_by_name(tmp_path: Path) -> None:
     folder = make_reranker(tmp_path / "Qwen3-Reranker-0.6B", answers=("maybe",))
     with pytest.raises(UnsupportedModel, match="cannot score by yes or no: 'no' is not one token"):

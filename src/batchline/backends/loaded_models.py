@@ -29,7 +29,7 @@ from batchline.backends.served_paths import (
 )
 from batchline.backends.supervision import Company
 from batchline.config import EngineConfig, Task, TextConfig
-from batchline.endpoints.answer_scores import AnswerScorer, Reranker, answer_tokens, find_reranker
+from batchline.endpoints.answer_scores import AnswerScorer, Reranker, UnknownReranker, answer_tokens, find_reranker
 from batchline.endpoints.chat import chat_completion
 from batchline.endpoints.chat_stream import chat_completion_chunks
 from batchline.endpoints.completion_stream import completion_chunks
@@ -137,7 +137,7 @@ def _warn_of_unknown_tokens(name: str, num_tokens: int, vocab_size: int) -> None
 
 
 def _generative_model(
-    model: GenerativeModel, engine: AsyncEngine, reranker: Reranker | None, parts: ExitStack
+    model: GenerativeModel, engine: AsyncEngine, reranker: Reranker | UnknownReranker | None, parts: ExitStack
 ) -> LoadedModel:
     """parts: what there is to close, taken over."""
     config = model.config
@@ -166,11 +166,16 @@ def _generative_model(
 
 
 def _scorer_of(
-    model: GenerativeModel, engine: AsyncEngine, embedder: EngineEmbedder, reranker: Reranker | None
+    model: GenerativeModel,
+    engine: AsyncEngine,
+    embedder: EngineEmbedder,
+    reranker: Reranker | UnknownReranker | None,
 ) -> Scorer:
     """By yes or no where the model is a reranker, else by similarity. Raises: UnsupportedModel."""
     if reranker is None:
         return SimilarityScorer(embedder)
+    if isinstance(reranker, UnknownReranker):
+        return reranker
     return AnswerScorer(model, embedder, reranker, engine.head_rows(answer_tokens(reranker)))
 
 

@@ -33,6 +33,7 @@ QWEN3_PREFIX = (
 QWEN3_SUFFIX = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 QWEN3_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 QWEN3_NAME = re.compile(r"qwen3.*rerank", re.IGNORECASE)
+QWEN3_ARCHITECTURES = frozenset({"Qwen3ForCausalLM", "Qwen3ForSequenceClassification"})
 QWEN3_FLAGS = ("is_original_qwen3_reranker", "is_qwen3_rerank")
 
 
@@ -100,7 +101,22 @@ class Reranker:
     is_activated: bool = True
 
 
-def find_reranker(config: ModelConfig, text: TextParts) -> Reranker | None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnknownReranker:
+    """The scorer of a reranker whose prompt for a pair is not known. The model's other endpoints work."""
+
+    name: str
+
+    async def score(self, task: ScoringTask) -> Scores:
+        """Raises: BadRequest."""
+        raise BadRequest(
+            f"{self.name} is marked as a reranker (classifier_from_token), but only the prompt of Qwen3-Reranker is "
+            "known. Start with --scoring yes-no to use that prompt, or with --scoring similarity to compare vectors",
+            param="model",
+        )
+
+
+def find_reranker(config: ModelConfig, text: TextParts) -> Reranker | UnknownReranker | None:
     """How the model scores pairs, None where it is no reranker. Raises: UnsupportedModel."""
     if config.scoring == "similarity":
         return None
@@ -108,19 +124,23 @@ def find_reranker(config: ModelConfig, text: TextParts) -> Reranker | None:
     if saved is not None:
         return saved
     settings = read_json(config.model, "config.json", config.revision) or {}
+    answers = settings.get("classifier_from_token")
     if config.scoring != "yes-no" and not _is_qwen3_reranker(config.model, settings):
-        return None
-    answers = settings.get("classifier_from_token") or ("no", "yes")
-    no, yes = (_token_id(config, text, answer) for answer in answers)
+        return UnknownReranker(name=config.names[0]) if answers else None
+    if answers and len(answers) != 2:
+        raise UnsupportedModel(config.model, "it cannot score by yes or no: classifier_from_token is not two tokens")
+    no, yes = (_token_id(config, text, answer) for answer in answers or ("no", "yes"))
     return Reranker(format=Qwen3Format(text.tokenizer), yes=yes, no=no)
 
 
 def _is_qwen3_reranker(model: str, settings: Mapping[str, Any]) -> bool:
-    """Marked as one in config.json, or named as one and of that architecture."""
-    if any(settings.get(flag) for flag in QWEN3_FLAGS) or settings.get("classifier_from_token"):
+    """Marked as one in config.json, or of that architecture and named as one or marked as a reranker."""
+    if any(settings.get(flag) for flag in QWEN3_FLAGS):
         return True
+    if not QWEN3_ARCHITECTURES.intersection(settings.get("architectures") or ()):
+        return False
     names = (PurePath(model).name, str(settings.get("_name_or_path", "")))
-    return "Qwen3ForCausalLM" in settings.get("architectures", ()) and any(map(QWEN3_NAME.search, names))
+    return bool(settings.get("classifier_from_token")) or any(map(QWEN3_NAME.search, names))
 
 
 def _saved_by_sentence_transformers(config: ModelConfig, text: TextParts) -> Reranker | None:
