@@ -113,12 +113,16 @@ class InputChanged(RunFailed):
 
 
 class ModelLoadError(BatchlineError):
-    """A model that cannot be loaded: not found, hub out of reach, damaged or incompatible files."""
+    """A model that cannot be loaded: not found, hub out of reach, damaged or incompatible files.
+
+    ran_before: whether this process had loaded it before, so that a request may have caused the failure.
+    """
 
     def __init__(self, model: str, reason: str) -> None:
         super().__init__(f"Cannot load the model {model!r}: {reason}")
         self.model = model
         self.reason = reason
+        self.ran_before = False
 
 
 class UnsupportedModel(ModelLoadError):

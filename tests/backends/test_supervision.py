@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 
 from batchline.backends.base import EndpointRequest
-from batchline.backends.residency import Loadable, ModelResidency
+from batchline.backends.residency import MAX_CULPRITS, Loadable, ModelResidency
 from batchline.backends.supervision import GIVEN_UP, STREAM_BROKEN_OFF, Attempts, Company
-from batchline.errors import BadRequest, EngineDead, InternalServerError, ServiceUnavailable
+from batchline.errors import BadRequest, EngineDead, EngineLost, InternalServerError, ServiceUnavailable
 
 
 @pytest.fixture(autouse=True)
@@ -108,6 +108,19 @@ async def test_no_innocent_request_sees_a_third_end_however_many_poisonous_ones_
         else:
             assert outcome == text.upper()
             assert house.ends[text] <= 2
+
+
+async def test_many_culprits_and_nobody_else_are_all_found() -> None:
+    """After 20 ends without a good answer the model was given up, however many culprits these had found."""
+    house = House()
+    outcomes = await house.ask_all([f"poison {number}" for number in range(40)])
+    assert [str(outcome) for outcome in outcomes] == [GIVEN_UP] * 40
+
+
+async def test_an_engine_that_ends_under_every_request_is_given_up() -> None:
+    house = House()
+    outcomes = await house.ask_all([f"poison {number}" for number in range(150)])
+    assert sum(isinstance(outcome, EngineLost) for outcome in outcomes) == 150 - MAX_CULPRITS
 
 
 async def test_requests_that_come_later_wait_for_the_suspects_and_are_answered() -> None:

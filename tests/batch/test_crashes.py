@@ -13,9 +13,14 @@ from typing import Any
 import pytest
 from batch_files import chat_line, contents, read_lines, write_lines
 
+from batchline.backends.base import EndpointRequest, ServedModel
 from batchline.batch.crashes import InFlight, Suspects, last_crash, watched
 from batchline.batch.journal import Note
 from batchline.batch.plan import WorkItem
+from batchline.errors import EngineDead, ModelLoadError, RunFailed
+from batchline.testing import FakeBackend
+
+Run = Any
 
 SCRIPT = Path(__file__).with_name("crash_script.py")
 GOOD = {f"r{n}": f"text {n}" for n in range(60)}
@@ -46,7 +51,7 @@ def test_a_request_that_ends_the_process_is_answered_with_an_error_after_the_thi
     assert contents(results) == GOOD
     response = results[30]["response"]
     assert (response["status_code"], response["body"]["error"]["code"]) == (500, "process_crashed")
-    assert "ended the process 3 times" in response["body"]["error"]["message"]
+    assert "ended the engine or its process 3 times" in response["body"]["error"]["message"]
 
 
 def test_after_a_crash_suspects_run_in_small_groups_and_then_alone(tmp_path: Path) -> None:
@@ -55,7 +60,7 @@ def test_after_a_crash_suspects_run_in_small_groups_and_then_alone(tmp_path: Pat
     assert "ended with a crash (Segmentation fault) while" in second["warnings"][0]
     assert len(second["asked"]) < len(first["asked"])
     assert third["asked"][-1] == "segfault"
-    assert "The request 'poison 0' (line 31) ended the process 3 times." in last["warnings"][-1]
+    assert "The request 'poison 0' (line 31) ended the engine or its process 3 times." in last["warnings"][-1]
     assert "segfault" not in last["asked"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["asked", "in.jsonl", "out.jsonl", "warnings"]
 
@@ -123,3 +128,39 @@ def test_groups_of_suspects_are_small_and_the_most_suspicious_are_alone() -> Non
     assert groups[:2] == [[3], [5]]
     assert max(map(len, groups)) == 4
     assert sorted(position for group in groups for position in group) == [n for n in range(20) if n != 7]
+
+
+@pytest.mark.parametrize("error", [EngineDead("the device is gone"), ModelLoadError("fake", "the disk is gone")])
+def test_a_request_that_ends_the_engine_for_good_is_answered_with_an_error_after_the_third_time(
+    tmp_path: Path, run_file: Run, error: Exception
+) -> None:
+    """Nobody was suspected when the engine ended and the process did not, so each resume failed at the same line."""
+
+    async def end_the_engine(request: EndpointRequest) -> None:
+        if request.body["messages"][0]["content"] == "poison":
+            raise error
+
+    texts = {**dict([*GOOD.items()][:7]), "poison": "poison"}
+    batch = write_lines(tmp_path / "in", [chat_line(name, text) for name, text in texts.items()])
+    for _ in range(3):
+        with pytest.raises(RunFailed, match="Run the same command again"):
+            run_file(batch, tmp_path / "out", backend=FakeBackend(before_answer=end_the_engine))
+    assert run_file(batch, tmp_path / "out", backend=FakeBackend(before_answer=end_the_engine)).failed == 1
+    results = read_lines(tmp_path / "out")
+    assert contents(results) == {name: text for name, text in texts.items() if name != "poison"}
+    assert results[-1]["response"]["body"]["error"]["code"] == "process_crashed"
+
+
+def test_a_second_model_that_was_never_loaded_accuses_nobody(tmp_path: Path, run_file: Run) -> None:
+    class TwoModels(FakeBackend):
+        def models(self) -> list[ServedModel]:
+            return [*super().models(), ServedModel(name="missing", endpoints=("/v1/chat/completions",))]
+
+    async def load(_: EndpointRequest) -> None:
+        raise ModelLoadError("missing", "there is no such folder")
+
+    batch = write_lines(tmp_path / "in", [chat_line("a"), chat_line("b")])
+    for _ in range(4):
+        with pytest.raises(RunFailed, match="there is no such folder"):
+            run_file(batch, tmp_path / "out", backend=TwoModels(before_answer=load))
+    assert run_file(batch, tmp_path / "out").failed == 0

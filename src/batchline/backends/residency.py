@@ -35,7 +35,10 @@ RELOAD_DELAYS_S = (1.0, 5.0)
 
 MAX_FRUITLESS_ENDS = 20
 """How often a model's engine may end in a row without one good answer; every request that ends it is given up after a
-few times, so this many mean that it ends whatever it is asked."""
+few times, so this many mean that it ends whatever it is asked. An end that finds a culprit is not one of them."""
+
+MAX_CULPRITS = 100
+"""How many requests in a row may be found guilty without one good answer: more mean the same."""
 
 FIRST_REFUSAL_S, LONGEST_REFUSAL_S = 1.0, 60.0
 """How long a model that could not be loaded is not tried again; doubles each time."""
@@ -94,13 +97,15 @@ class _Life(Generic[ModelT]):
 
 @dataclass(slots=True)
 class _Record:
-    """What became of a model's lives so far. fruitless_ends: engines that ended since the last good answer.
+    """What became of a model's lives so far. fruitless_ends: engines that ended since the last good answer, less the
+    `culprits` found since then.
 
     refusals: times in a row that it was given up. refused_until: when it may be loaded again, on the monotonic clock.
     """
 
     was_loaded: bool = False
     fruitless_ends: int = 0
+    culprits: int = 0
     refusals: int = 0
     refused_until: float = 0.0
     refusal: BatchlineError | None = None
@@ -150,7 +155,14 @@ class ModelResidency(Generic[ModelT]):
 
     def note_good_answer(self, name: str) -> None:
         """The model has done what it is for: what happened before does not count against it any more."""
-        self._records[name].fruitless_ends = 0
+        record = self._records[name]
+        record.fruitless_ends = record.culprits = 0
+
+    def note_culprit(self, name: str) -> None:
+        """The engine's last end is the fault of a request that was alone and is given up."""
+        record = self._records[name]
+        record.fruitless_ends -= 1
+        record.culprits += 1
 
     def resident_models(self) -> list[ModelT]:
         """The models in memory."""
@@ -193,8 +205,8 @@ class ModelResidency(Generic[ModelT]):
     def _note_end(self, name: str, record: _Record) -> None:
         record.fruitless_ends += 1
         logger.warning("the engine of %s has ended; its model is loaded again", name)
-        if record.fruitless_ends >= MAX_FRUITLESS_ENDS:
-            record.fruitless_ends = 0
+        if record.fruitless_ends >= MAX_FRUITLESS_ENDS or record.culprits >= MAX_CULPRITS:
+            record.fruitless_ends = record.culprits = 0
             self._refuse(record, EngineLost(f"the engine of {name} ends whatever it is asked"))
 
     def _refuse(self, record: _Record, error: BatchlineError) -> None:
@@ -212,6 +224,8 @@ class ModelResidency(Generic[ModelT]):
                 await self._make_room(life)
                 life.model = await self._loaded(life.wanted, record)
             except BatchlineError as exc:
+                if isinstance(exc, ModelLoadError):
+                    exc.ran_before = record.was_loaded
                 self._refuse(record, exc)
                 raise
             self._residents.append(life)

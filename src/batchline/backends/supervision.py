@@ -147,4 +147,5 @@ class Attempts(Generic[SupervisedT]):
             raise ServiceUnavailable(STREAM_BROKEN_OFF, code="engine_ended") from exc
         if self._num_ends >= MAX_ENDS:
             logger.error("request %s ended %d engines and is given up", self._request.request_id, MAX_ENDS)
+            self._residency.note_culprit(self._wanted.name)
             raise InternalServerError(GIVEN_UP) from exc

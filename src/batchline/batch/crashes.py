@@ -5,6 +5,8 @@ Two small files in the workspace outlive the process, because what it has writte
 when the process dies of a fault in native code (a segmentation fault, an abort). SIGKILL, SIGTERM and power loss leave
 no fault, so they accuse nobody.
 
+An engine that ends for good ends the run and not the process. It counts as a crash too: the run itself notes it.
+
 A request that was in flight at a crash is a suspect. Suspects run before all others: in small groups after one crash,
 alone after two. After the third crash a request is answered with an error. So every batch can be finished.
 """
@@ -106,6 +108,7 @@ class InFlight:
     """
 
     def __init__(self, path: Path) -> None:
+        self.token = os.urandom(8).hex()
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         self._seats: dict[int, int] = {}
         self._free: list[int] = []
@@ -122,6 +125,10 @@ class InFlight:
         seat = self._seats.pop(position, None)
         if seat is not None:
             self._free.append(seat)
+
+    def crash(self, fault: str) -> Crash:
+        """A crash that this process outlives. A fault that may still follow has the same token: both count as one."""
+        return Crash(self.token, fault, tuple(sorted(self._seats)))
 
     def close(self) -> None:
         """Close the file."""
@@ -140,7 +147,7 @@ def watched(folder: Path) -> Iterator[InFlight]:
     was_enabled = faulthandler.is_enabled()
     try:
         with (folder / _FAULT).open("w") as report:
-            report.write(os.urandom(8).hex() + "\n")
+            report.write(in_flight.token + "\n")
             report.flush()
             faulthandler.enable(report)
             try:

@@ -1,5 +1,5 @@
 """Result lines that no backend has a part in: of batch lines that cannot be requests, and of requests that have ended
-the process too often to be tried again."""
+the engine or its process too often to be tried again."""
 
 from __future__ import annotations
 
@@ -41,12 +41,13 @@ def record_failed_lines(
 def record_lethal_requests(
     items: Sequence[WorkItem], reader: LineReader, journal: Journal, done: PositionSet, tally: Tally
 ) -> list[tuple[str, int]]:
-    """Answer requests that have ended the process `LETHAL_CRASHES` times, and their copies, with an error.
+    """Answer requests that have ended engine or process `LETHAL_CRASHES` times, and their copies, with an error.
 
     Returns the (custom_id, line number) of each. Raises: RunFailed.
     """
     error = InternalServerError(
-        f"The request ended the process {LETHAL_CRASHES} times and is not tried again.", code="process_crashed"
+        f"The request ended the engine or its process {LETHAL_CRASHES} times and is not tried again.",
+        code="process_crashed",
     )
     records = bytearray()
     outcomes: list[Outcome] = []

@@ -79,7 +79,7 @@ def recover(
             workspace.start_over()
             state = open_state()
         refuse_other_run(state.journal.run, identity, state.tally.done)
-        _note_crash(state, last_crash(workspace.path), reporter)
+        _count_last_crash(state, last_crash(workspace.path), reporter)
     except OSError as exc:
         raise RunFailed(f"The journal cannot be opened: {exc.strerror or exc}.") from exc
     if state.tally.done:
@@ -87,15 +87,21 @@ def recover(
     return state
 
 
-def _note_crash(state: RunState, crash: Crash | None, reporter: Reporter) -> None:
-    """Count in the journal the crash that ended the process before this one, and say what follows from it."""
-    if crash is None or crash.token in state.suspects.tokens:
-        return
+def note_crash(state: RunState, crash: Crash) -> int:
+    """Count a crash in the journal. Returns how many requests it makes suspects. Raises: OSError."""
     positions = tuple(p for p in crash.positions if p < state.tally.total and p not in state.done)
-    if not positions:
-        return
+    if not positions or crash.token in state.suspects.tokens:
+        return 0
     state.write_note(replace(crash, positions=positions).note())
-    requests = "1 request" if len(positions) == 1 else f"{len(positions):,} requests"
+    return len(positions)
+
+
+def _count_last_crash(state: RunState, crash: Crash | None, reporter: Reporter) -> None:
+    """Count the crash that ended the process before this one, and say what follows from it."""
+    num_suspects = 0 if crash is None else note_crash(state, crash)
+    if crash is None or not num_suspects:
+        return
+    requests = "1 request" if num_suspects == 1 else f"{num_suspects:,} requests"
     reporter.warn(
         f"The process that ran this before ended with a crash ({crash.fault}) while {requests} ran. "
         "They run again first, a few at a time. "

@@ -27,12 +27,12 @@ from batchline.batch.locations import Location
 from batchline.batch.options import RunOptions
 from batchline.batch.plan import Plan, Planner, WorkItem
 from batchline.batch.progress import GuardedReporter, Reporter, Tally
-from batchline.batch.recovery import RunState, recover
+from batchline.batch.recovery import RunState, note_crash, recover
 from batchline.batch.runner import Feeder, Runner
 from batchline.batch.stopping import unless_stopped
 from batchline.batch.summary import RunSummary
 from batchline.batch.workspace import Workspace, workspace_path
-from batchline.errors import RunFailed, RunInterrupted, UsageError
+from batchline.errors import EngineError, ModelLoadError, RunFailed, RunInterrupted, UsageError
 from batchline.model_record import ModelRecord
 
 logger = logging.getLogger(__name__)
@@ -218,8 +218,8 @@ class BatchRun:
         items = state.suspects.lethal(plan.items(state.done))
         for custom_id, line_number in record_lethal_requests(items, reader, state.journal, state.done, state.tally):
             self._reporter.warn(
-                f"The request {custom_id!r} (line {line_number}) ended the process {LETHAL_CRASHES} times. "
-                "It is not tried again; its result is an error."
+                f"The request {custom_id!r} (line {line_number}) ended the engine or its process {LETHAL_CRASHES} "
+                "times. It is not tried again; its result is an error."
             )
 
     async def _run_requests(self, backend: Backend, feeder: Feeder, state: RunState, in_flight: InFlight) -> None:
@@ -237,6 +237,11 @@ class BatchRun:
         ticker = asyncio.create_task(self._report_progress(backend, state.tally))
         try:
             await runner.run(self._stop, self._options.grace_period_s)
+        except RunFailed as exc:
+            if _may_be_a_requests_fault(exc.__cause__, backend):
+                with contextlib.suppress(OSError):  # a full disk: the next run has no suspects
+                    await asyncio.to_thread(note_crash, state, in_flight.crash(str(exc)))
+            raise
         finally:
             ticker.cancel()
             self._report(backend, state.tally)
@@ -312,6 +317,13 @@ def _in_groups(plan: Plan, state: RunState) -> Iterator[Iterator[WorkItem]]:
     if suspects:
         yield from map(iter, state.suspects.groups(plan.items(state.done)))
     yield (item for item in plan.items(state.done) if item.position not in suspects)
+
+
+def _may_be_a_requests_fault(cause: BaseException | None, backend: Backend) -> bool:
+    """Whether a run ended because an engine did, or a model that had run cannot be loaded again."""
+    if isinstance(cause, ModelLoadError):
+        return cause.ran_before or len(backend.models()) == 1  # `start` had loaded the only one
+    return isinstance(cause, EngineError)
 
 
 def _stats(backend: Backend) -> BackendStats:
