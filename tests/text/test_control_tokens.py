@@ -125,11 +125,8 @@ def test_other_texts_are_tokenized_as_ever(case: Case, text: str) -> None:
 def test_the_escaping_copy_tokenizes_as_the_original(case: Case) -> None:
     """Also where a prompt goes the other way for the sake of one message."""
     clean = [{"role": "user", "content": "Don't  stop, naïve fox"}, {"role": "assistant", "content": " ok "}]
-    plain, spans = case.template.render(ChatPrompt(messages=clean)), []
-    position = 0
-    while (found := case.escaping._any.search(plain, position)) is not None:
-        spans.append(found.span())
-        position = found.end()
+    plain = case.template.render(ChatPrompt(messages=clean))
+    spans = [found.span() for found in case.escaping._search.matches(plain)]
     for add_special_tokens in (False, True):
         expected = case.ours.encode(plain, add_special_tokens=add_special_tokens)
         assert case.escaping.encode(plain, spans, add_special_tokens=add_special_tokens) == expected

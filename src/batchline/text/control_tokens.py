@@ -22,6 +22,7 @@ from typing import Any, Protocol
 from batchline.config import SpecialTokensInContent
 from batchline.errors import BadRequest
 from batchline.text.chat_template import ChatPrompt
+from batchline.text.token_search import TokenSearch
 from batchline.text.tokenizer import HuggingFaceTokenizer, Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -79,16 +80,15 @@ class ControlTokens:
             for token_id, text in tokenizer.added_tokens.items()
             if text.strip() and (tokenizer.is_special(token_id) or text in source)
         }
-        longest_first = sorted(self._ids, key=len, reverse=True)
-        self._any = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        self._search = TokenSearch(self._ids)
         self.num_prompts = 0
 
     def find(self, prompt: ChatPrompt) -> Finding | None:
         """The first control token in what users wrote."""
         for path, text in _texts(prompt):
-            found = self._any.search(text)
-            if found is not None:
-                return Finding(found[0], path)
+            token = self._search.first(text)
+            if token is not None:
+                return Finding(token, path)
         return None
 
     def render(self, template: Renderer, prompt: ChatPrompt) -> RenderedChat:
@@ -118,7 +118,7 @@ class ControlTokens:
             logger.warning("%d prompts hold control tokens that users wrote.", self.num_prompts)
 
     def _render_escaped(self, template: Renderer, prompt: ChatPrompt) -> RenderedChat:
-        marks = _Marks(self._any, self._ids, prompt)
+        marks = _Marks(self._search, prompt)
         marked = marks.put(prompt)
         rendered = template.render(marked)
         if not marks.num_put:
@@ -188,17 +188,14 @@ def _rename_vocabulary(model: dict[str, Any], names: Mapping[str, str]) -> set[s
 class _Marks:
     """The marks of one prompt: two characters that it does not hold. Mutable in how many were put."""
 
-    def __init__(self, control: re.Pattern[str], texts: Iterable[str], prompt: ChatPrompt) -> None:
-        """control: any control token. Raises: BadRequest."""
+    def __init__(self, control: TokenSearch, prompt: ChatPrompt) -> None:
+        """control: finds any control token. Raises: BadRequest."""
         held = "\0".join(text for _, text in _texts(prompt))
         free = [char for char in _NONCHARACTERS if char not in held and json.dumps(char)[1:-1] not in held]
         if len(free) < 2:
             raise BadRequest("messages: they hold every character that could mark control tokens", param="messages")
         self._start, self._end = free[:2]
         self._control = control
-        self._beginnings = frozenset(text[:size] for text in texts for size in range(1, len(text)))
-        self._endings = frozenset(text[size:] for text in texts for size in range(1, len(text)))
-        self._longest = max(map(len, texts), default=0)
         self.num_put = 0
 
     def put(self, prompt: ChatPrompt) -> ChatPrompt:
@@ -216,12 +213,16 @@ class _Marks:
 
         Those stand inside of blanks, which a template may trim.
         """
-        marked, num_tokens = self._control.subn(f"{self._start}\\g<0>{self._end}", text)
+        pieces: list[str] = []
+        position = 0
+        for found in self._control.matches(text):
+            pieces += (text[position : found.start()], self._start, found[0], self._end)
+            position = found.end()
+        marked = "".join((*pieces, text[position:]))
         core = marked.strip()
-        sizes = range(1, min(self._longest, len(core) + 1))
-        before = self._start if any(core[:size] in self._endings for size in sizes) else ""
-        behind = self._end if any(core[-size:] in self._beginnings for size in sizes) else ""
-        self.num_put += num_tokens + len(before) + len(behind)
+        before = self._start if self._control.begins_with_ending(core) else ""
+        behind = self._end if self._control.ends_in_beginning(core) else ""
+        self.num_put += len(pieces) // 4 + len(before) + len(behind)
         if not before and not behind:
             return marked
         at = marked.index(core)
@@ -241,8 +242,8 @@ class _Marks:
         for index, piece in enumerate(pieces[::2]):
             after_start = index > 0 and pieces[2 * index - 1] in _spellings(self._start)
             before_end = 2 * index + 1 < len(pieces) and pieces[2 * index + 1] in _spellings(self._end)
-            if not (after_start and before_end and self._control.fullmatch(piece)):
-                spans += [(length + found.start(), length + found.end()) for found in self._control.finditer(piece)]
+            if not (after_start and before_end and piece in self._control):
+                spans += [(length + found.start(), length + found.end()) for found in self._control.matches(piece)]
             text.append(piece)
             length += len(piece)
         return "".join(text), tuple(spans)
