@@ -18,7 +18,7 @@ from batchline.backends.base import EndpointRequest
 from batchline.errors import BadRequest
 from batchline.server import json_body, responses
 from batchline.server.admission import TEXTS_PER_SEQUENCE, num_places
-from batchline.server.json_body import MAX_VALUES
+from batchline.server.json_body import MAX_CONTAINERS, MAX_VALUES
 from batchline.server.responses import json_in_parts
 from batchline.testing import FakeBackend
 
@@ -100,6 +100,22 @@ def test_values_are_counted_outside_of_strings(raw: bytes, is_refused: bool) -> 
             json_body._parsed(raw)
     else:
         assert json_body._parsed(raw) == orjson.loads(raw)
+
+
+@pytest.mark.parametrize("one", [b"[]", b'{"[": "]"}', b'["]", {}]'])
+def test_arrays_and_objects_are_limited_further_than_values(one: bytes) -> None:
+    """Bug: 16 MB of `[],[],` held the interpreter for 4 to 10 s, in which the event loop stood still."""
+    num_each = 2 if b"{}" in one else 1
+    most = (MAX_CONTAINERS - 2) // num_each  # beside the body and its list
+    allowed = b'{"a": [' + b",".join([one] * most) + b"]}"
+    assert len(json_body._parsed(allowed)["a"]) == most
+    with pytest.raises(BadRequest, match="more than 262,144 arrays and objects"):
+        json_body._parsed(allowed.replace(b"[", b"[[],", 1))
+
+
+def test_brackets_inside_strings_are_no_arrays() -> None:
+    text = "[{" * MAX_CONTAINERS
+    assert json_body._parsed(orjson.dumps({"a": text})) == {"a": text}
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import orjson
@@ -20,7 +20,11 @@ SMALL_BODY = 1 << 16
 MAX_VALUES = 1 << 22
 """Values of a body: token ids of a full embeddings request, 0.1 s to parse; 0.4 s if they are objects."""
 
+MAX_CONTAINERS = 1 << 18
+"""Arrays and objects of a body. The garbage collector walks them while the parser holds the interpreter: 0.1 s."""
+
 _SEPARATORS = (b",", b"[", b"{")
+_BRACKETS = _SEPARATORS[1:]
 
 
 async def read_json_object(request: Request, max_bytes: int) -> dict[str, Any]:
@@ -36,7 +40,8 @@ async def read_json_object(request: Request, max_bytes: int) -> dict[str, Any]:
 
 def _parsed(raw: bytes) -> dict[str, Any]:
     """The object in a body. Raises: BadRequest."""
-    _check_num_values(raw)
+    _check_number(raw, _SEPARATORS, MAX_VALUES, "values")
+    _check_number(raw, _BRACKETS, MAX_CONTAINERS, "arrays and objects")
     try:
         body = orjson.loads(raw)
     except orjson.JSONDecodeError as exc:
@@ -69,18 +74,21 @@ def _too_large(max_bytes: int) -> PayloadTooLarge:
     )
 
 
-def _check_num_values(raw: bytes) -> None:
-    """Nothing else can run while a body is parsed, and each value takes memory. Raises: BadRequest."""
-    if sum(map(raw.count, _SEPARATORS)) <= MAX_VALUES:
-        return  # those within strings included
-    num_values = end = 0
-    while num_values <= MAX_VALUES and end < len(raw):
+def _check_number(raw: bytes, marks: Sequence[bytes], limit: int, what: str) -> None:
+    """Nothing else can run while a body is parsed, and each value takes memory. Raises: BadRequest.
+
+    marks: what stands once for each of what is counted; those inside strings do not count.
+    """
+    if sum(map(raw.count, marks)) <= limit:
+        return  # those inside strings included
+    number = end = 0
+    while number <= limit and end < len(raw):
         begin = raw.find(b'"', end)
         begin = len(raw) if begin < 0 else begin
-        num_values += sum(raw.count(separator, end, begin) for separator in _SEPARATORS)
+        number += sum(raw.count(mark, end, begin) for mark in marks)
         end = _end_of_string(raw, begin)
-    if num_values > MAX_VALUES:
-        raise BadRequest(f"The body holds more than {MAX_VALUES:,} values: send it in parts", code="invalid_json")
+    if number > limit:
+        raise BadRequest(f"The body holds more than {limit:,} {what}: send it in parts", code="invalid_json")
 
 
 def _end_of_string(raw: bytes, begin: int) -> int:
