@@ -9,17 +9,21 @@ import ssl
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import pytest
 from raw_http import CHAT, body_bytes, connect, hello, is_healthy, post, read_answer, read_to_end, sending
-from threaded_server import Serve
+from threaded_server import Serve, ThreadedServer
 
-from batchline.backends.base import EndpointRequest
+from batchline.backends.base import Answer, EndpointRequest
 from batchline.testing import FakeBackend
+
+T = TypeVar("T")
+
+LARGE_ANSWER = 40_000_000
 
 CHUNKED = {"Transfer-Encoding": "chunked"}
 
@@ -159,9 +163,27 @@ def test_bodies_count_until_their_requests_are_answered(serve: Serve) -> None:
         assert read_answer(other)[0] == 200
 
 
+def test_large_bodies_that_wait_for_the_model_leave_room_for_others(serve: Serve) -> None:
+    """Bug: eight queued requests of 64 MiB made every body of over 64 KiB a 503 for minutes."""
+    held = Held()
+    server = serve(FakeBackend(before_answer=held), max_request_bytes=3_000_000, max_body_memory=8_000_000)
+    with contextlib.ExitStack() as large:
+        for _ in range(2):
+            large.enter_context(sending(server, post(hello("hold" + "x" * 2_900_000))))
+            assert held.waiting.acquire(timeout=20)
+        with sending(server, post(hello("x" * 2_000_000))) as another:
+            assert read_answer(another)[0] == 503, "it fits into the memory, but not into the part for large ones"
+        with sending(server, post(hello("hold" + "x" * 900_000))), sending(server, post(hello("x" * 900_000))) as other:
+            assert read_answer(other)[0] == 200
+    while body_bytes(server):
+        pass  # the server notices that the clients have gone
+    with sending(server, post(hello("x" * 2_900_000))) as other:
+        assert read_answer(other)[0] == 200, "the room is free again"
+
+
 @pytest.mark.parametrize(
     ("options", "status"),
-    [({"api_keys": ("k",)}, 401), ({"max_request_bytes": 1000}, 413), ({"max_in_flight": 0}, 503)],
+    [({"api_keys": ("k",)}, 401), ({"max_request_bytes": 1000}, 413), ({"max_in_flight": 0}, 400)],
 )
 def test_an_answer_before_the_end_of_a_body_can_be_read(serve: Serve, options: dict[str, Any], status: int) -> None:
     """The connection was closed while the client was still sending, which took the answer away from it."""
@@ -246,6 +268,39 @@ def test_a_client_that_stops_reading_is_given_up(serve: Serve) -> None:
     server = serve(backend, write_timeout_s=0.1)
     with sending(server, post(hello(stream=True))):
         assert backend.is_stopped.wait(30)
+
+
+class LargeBackend(FakeBackend):
+    """Answers with more than sockets take without being read."""
+
+    async def answer(self, request: EndpointRequest) -> Answer:
+        return Answer(status_code=200, body={"text": "x" * LARGE_ANSWER}, request_id=request.request_id)
+
+
+def on_the_loop(server: ThreadedServer, work: Callable[[], T]) -> T:
+    async def run() -> T:
+        return work()
+
+    return asyncio.run_coroutine_threadsafe(run(), server.loop).result(60)
+
+
+def test_a_client_that_reads_slowly_but_steadily_gets_its_whole_answer(serve: Serve) -> None:
+    """Bug: the time for reading a part of an answer was that for all of it: 100 MB had to be read in a minute."""
+    server = serve(LargeBackend())
+    with sending(server, post(hello(), {"Connection": "close"})) as connection:
+        read = connection.recv(1 << 16)
+        (protocol,) = server.protocols
+        while (timer := protocol._write_timer) is None:
+            pass  # the answer is being written
+        for _ in range(3):
+            unread = on_the_loop(server, protocol.transport.get_write_buffer_size)
+            while on_the_loop(server, protocol.transport.get_write_buffer_size) >= unread:
+                read += connection.recv(1 << 20)
+            on_the_loop(server, timer._run)  # its time is over
+            assert protocol._write_timer is not timer, "its time has begun again"
+            timer = protocol._write_timer
+        read += read_to_end(connection)
+    assert len(read.partition(b"\r\n\r\n")[2]) == LARGE_ANSWER + len('{"text":""}')
 
 
 @pytest.mark.parametrize("num_behind", [1, 5])

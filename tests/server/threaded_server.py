@@ -35,6 +35,11 @@ class ThreadedServer:
         """The server's own account of them."""
         return self._listener.connections
 
+    @property
+    def protocols(self) -> list[Any]:
+        """One of each open connection."""
+        return list(self._server.server_state.connections)
+
     async def _serve(self) -> None:
         self.loop = asyncio.get_running_loop()
         await self.backend.start()

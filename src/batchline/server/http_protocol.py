@@ -65,6 +65,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._num_pipelined_bytes = 0
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
+        self._num_unread = 0  # bytes that waited for the client when the timer was started
 
     # ---- the connection
 
@@ -86,7 +87,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def pause_writing(self) -> None:
         """The client does not read what it is sent."""
         super().pause_writing()
-        self._write_timer = self._write_timer or self.loop.call_later(self._times.write_s, self.transport.abort)
+        self._expect_reading()
 
     def resume_writing(self) -> None:
         """It reads again."""
@@ -226,6 +227,19 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
+
+    def _expect_reading(self) -> None:
+        """From now on a client has so long to read any part of what waits for it."""
+        if self._write_timer is None:
+            self._num_unread = self.transport.get_write_buffer_size()
+            self._write_timer = self.loop.call_later(self._times.write_s, self._on_write_timeout)
+
+    def _on_write_timeout(self) -> None:
+        self._write_timer = None
+        if self.transport.get_write_buffer_size() < self._num_unread:
+            self._expect_reading()
+        else:
+            self.transport.abort()
 
     def _stop_write_timer(self) -> None:
         if self._write_timer is not None:

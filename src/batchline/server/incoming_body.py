@@ -1,13 +1,16 @@
 """A request's body while it arrives: in time, and within the memory that all bodies together may take.
 
 Bodies count from their first byte until their request has been answered. When there is no room, the one that has been
-arriving longest gives way, so that clients that stop in the middle take nothing from others. Small bodies always fit.
+arriving longest gives way, so that clients that stop in the middle take nothing from others. Small bodies always fit,
+and large ones together leave a part of the memory to the others: a few of them that wait for the model stop no
+ordinary request.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
+from collections.abc import Iterable
 
 from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope
@@ -18,6 +21,9 @@ from batchline.server.options import BYTES_IN_TIME, BodyLimits
 SMALL_BODY_BYTES = 64 * 1024
 """What a body may have without being counted."""
 
+LARGE_BODY_BYTES = 1024 * 1024
+"""What a body counts as when it is a large one."""
+
 
 class Bodies:
     """The bodies of all requests that are being received or answered. num_bytes: what they take, small ones aside."""
@@ -25,42 +31,63 @@ class Bodies:
     def __init__(self, limits: BodyLimits) -> None:
         self.limits = limits
         self.num_bytes = 0
+        self._num_large_bytes = 0
         self._arriving: OrderedDict[int, IncomingBody] = OrderedDict()  # those that are counted, the oldest first
 
     def add(self, body: IncomingBody, num_bytes: int) -> None:
-        """More of it has come. Raises: Overloaded if there is no room for it."""
+        """Count more of it. Raises: Overloaded if there is no room for it."""
         self._arriving[id(body)] = body
+        becomes_large = body.num_counted + num_bytes > LARGE_BODY_BYTES
+        more_large = (num_bytes if body.is_large else body.num_counted + num_bytes) if becomes_large else 0
         while self.num_bytes + num_bytes > self.limits.max_bytes:
-            oldest = next(iter(self._arriving.values()))
-            oldest.give_way()
-            if oldest is body:
-                raise too_much()
+            self._make_room(body, self._arriving.values())
+        while self._num_large_bytes + more_large > self.limits.max_large_bytes:
+            self._make_room(body, (other for other in self._arriving.values() if other.is_large or other is body))
         self.num_bytes += num_bytes
+        self._num_large_bytes += more_large
+        body.num_counted += num_bytes
 
     def arrived(self, body: IncomingBody) -> None:
         """It is whole."""
         self._arriving.pop(id(body), None)
 
-    def remove(self, body: IncomingBody, num_bytes: int) -> None:
-        """Its request has been answered."""
+    def remove(self, body: IncomingBody) -> None:
+        """Its request has been answered. Idempotent."""
         self.arrived(body)
-        self.num_bytes -= num_bytes
+        self.num_bytes -= body.num_counted
+        self._num_large_bytes -= body.num_counted if body.is_large else 0
+        body.num_counted = 0
+
+    def _make_room(self, body: IncomingBody, others: Iterable[IncomingBody]) -> None:
+        """The one that has been arriving longest gives way. Raises: Overloaded if that is the body itself."""
+        oldest = next(iter(others))
+        oldest.give_way()
+        if oldest is body:
+            raise too_much()
 
 
 class IncomingBody:
-    """One request's body. is_whole: whether the client has nothing more to send."""
+    """One request's body.
+
+    is_whole: whether the client has nothing more to send. num_counted: what it counts as; `Bodies` keeps it.
+    """
 
     def __init__(self, bodies: Bodies, scope: Scope, receive: Receive) -> None:
         headers = Headers(scope=scope)
+        self.num_counted = 0
         self.is_whole = "transfer-encoding" not in headers and headers.get("content-length", "0") == "0"
         self._bodies = bodies
         self._receive = receive
         self._num_bytes = 0
-        self._num_counted = 0
         self._waiting: asyncio.Future[Message] | None = None
         self._has_given_way = False
         self._deadline: float | None = None
         self._bytes_at_deadline = 0
+
+    @property
+    def is_large(self) -> bool:
+        """Whether it is one of those that leave room for others."""
+        return self.num_counted > LARGE_BODY_BYTES
 
     async def receive(self) -> Message:
         """The next message. Raises: RequestTimeout, Overloaded."""
@@ -83,8 +110,7 @@ class IncomingBody:
 
     def close(self) -> None:
         """Its request has been answered. Idempotent."""
-        self._bodies.remove(self, self._num_counted)
-        self._num_counted = 0
+        self._bodies.remove(self)
 
     async def _received_in_time(self) -> Message:
         loop = asyncio.get_running_loop()
@@ -107,10 +133,9 @@ class IncomingBody:
 
     def _count(self, num_bytes: int) -> None:
         self._num_bytes += num_bytes
-        more = max(0, self._num_bytes - SMALL_BODY_BYTES) - self._num_counted
+        more = max(0, self._num_bytes - SMALL_BODY_BYTES) - self.num_counted
         if more > 0:
             self._bodies.add(self, more)
-            self._num_counted += more
 
 
 def too_much() -> Overloaded:

@@ -24,9 +24,13 @@ BYTES_IN_TIME = 256 * 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BodyLimits:
-    """max_bytes: of all bodies together. timeout_s: for a body, or for each `BYTES_IN_TIME` of a large one."""
+    """max_bytes, max_large_bytes: of all bodies together, and of the large ones among them.
+
+    timeout_s: for a body, or for each `BYTES_IN_TIME` of one that has more.
+    """
 
     max_bytes: int
+    max_large_bytes: int
     timeout_s: float
 
 
@@ -67,4 +71,9 @@ class ServerOptions:
     @property
     def body_limits(self) -> BodyLimits:
         """Those of all bodies; one of the largest that is allowed always fits."""
-        return BodyLimits(max_bytes=max(self.max_body_memory, self.max_request_bytes), timeout_s=self.body_timeout_s)
+        max_bytes = max(self.max_body_memory, self.max_request_bytes)
+        return BodyLimits(
+            max_bytes=max_bytes,
+            max_large_bytes=max(max_bytes * 3 // 4, self.max_request_bytes),
+            timeout_s=self.body_timeout_s,
+        )
