@@ -82,7 +82,7 @@ OF_SERVE = [
     Case("port", "1", 2, "--port 3", (8000, 1, 2, 3)),
     Case("metrics-need-key", "yes", False, "--metrics-need-key", (False, True, False, True)),
     Case("grace-period", "1.5", 2.5, "--grace-period 3.5", (30.0, 1.5, 2.5, 3.5), read="grace_period_s"),
-    Case("ssl-certfile", "e.pem", "f.pem", "--ssl-certfile l.pem", (None, "e.pem", "f.pem", "l.pem")),
+    Case("root-path", "/e", "/f", "--root-path /l", ("", "/e", "/f", "/l")),
 ]
 OF_RUN_BATCH = [
     Case("output-tmp-dir", "e", "f", "--output-tmp-dir l", (None, Path("e"), Path("f"), Path("l")), read="tmp_dir"),
