@@ -250,12 +250,21 @@ async def test_a_model_that_makes_room_for_another_leaves_the_memory(monkeypatch
             body = {"model": name, "input": "hello"}
             answer = await backend.answer(EndpointRequest(url="/v1/embeddings", body=body, request_id=name))
             assert answer.status_code == 200
-        assert len(modules) == 1
+        await until_left(modules, 1)
     finally:
         await backend.close()
-    gc.collect()
-    assert len(modules) == 0
+    await until_left(modules, 0)
     assert gc.isenabled()
+
+
+async def until_left(modules: weakref.WeakSet[Any], count: int) -> None:
+    """Wait until so many models are in memory: a thread that ends may hold on to one for a moment."""
+    for _ in range(1000):
+        gc.collect()
+        if len(modules) <= count:
+            break
+        await asyncio.sleep(0.01)
+    assert len(modules) == count
 
 
 async def test_two_models_under_one_name_are_refused() -> None:
