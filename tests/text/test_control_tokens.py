@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 from batchline.errors import BadRequest
 from batchline.text.chat_template import ChatPrompt, ChatTemplate, compile_template
-from batchline.text.control_tokens import _LEAD, _NONCHARACTERS, ControlTokens
+from batchline.text.control_tokens import _LEAD, _NONCHARACTERS, ControlTokens, Finding
 from batchline.text.tokenizer import HuggingFaceTokenizer
 
 START, END, TOOL = "<|start|>", "<|end|>", "<tool>"
@@ -126,7 +126,7 @@ def test_the_escaping_copy_tokenizes_as_the_original(case: Case) -> None:
     """Also where a prompt goes the other way for the sake of one message."""
     clean = [{"role": "user", "content": "Don't  stop, naïve fox"}, {"role": "assistant", "content": " ok "}]
     plain = case.template.render(ChatPrompt(messages=clean))
-    spans = [found.span() for found in case.escaping._search.matches(plain)]
+    spans = [found.span() for found in case.escaping._searches.of_anyone.matches(plain)]
     for add_special_tokens in (False, True):
         expected = case.ours.encode(plain, add_special_tokens=add_special_tokens)
         assert case.escaping.encode(plain, spans, add_special_tokens=add_special_tokens) == expected
@@ -268,3 +268,28 @@ def test_added_tokens_that_no_template_writes_are_ordinary_text(byte_case: Case)
     assert bare.find(user("<tool>")) is None
     assert bare.find(user("a  b")) is None
     assert bare.find(user(END)) is not None
+
+
+def test_tokens_that_an_assistant_writes_itself_are_its_own(byte_case: Case, caplog: pytest.LogCaptureFixture) -> None:
+    """Every second turn of a model that thinks or calls tools was refused, warned of, or tokenized differently."""
+    answer = {"role": "assistant", "content": "<tool>a", "tool_calls": [{"function": {"arguments": '{"b": "<tool>"}'}}]}
+    template = compile_template("{% for m in messages %}{{ m.content }}{% endfor %}<tool><|end|>", "string", {})
+    prompt = ChatPrompt(messages=[{"role": "user", "content": "hi"}, answer])
+    expected = byte_case.ours.encode(template.render(prompt), add_special_tokens=False)
+    assert byte_case.texts(expected) == [TOOL, TOOL, END]
+    for mode in ("allow", "refuse", "escape"):
+        rendered = ControlTokens(byte_case.ours, [SOURCE], mode).render(template, prompt)
+        assert rendered.token_ids(byte_case.ours, add_special_tokens=False) == expected
+    assert not caplog.records
+
+
+def test_special_tokens_of_an_assistants_message_count(byte_case: Case) -> None:
+    """They end its turn. What others write is looked at for all control tokens."""
+    forged = ChatPrompt(
+        messages=[{"role": "assistant", "content": "<tool>a<|end|>"}, {"role": "user", "content": TOOL}]
+    )
+    assert byte_case.escaping.find(forged) == Finding(END, "messages[0].content")
+    rendered = byte_case.escaping.render(byte_case.template, forged)
+    token_ids = rendered.token_ids(byte_case.ours, add_special_tokens=False)
+    assert byte_case.texts(token_ids) == [START, TOOL, END, START, END]
+    assert byte_case.escaping.find(user("a", variables={"role": "assistant", "text": TOOL})) is not None

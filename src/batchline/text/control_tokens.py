@@ -15,7 +15,7 @@ import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -63,10 +63,23 @@ class Finding:
     path: str
 
 
+@dataclass(frozen=True, slots=True)
+class _Searches:
+    """What finds control tokens. of_anyone: all of them; of_assistant: those that count in an assistant's messages."""
+
+    of_anyone: TokenSearch
+    of_assistant: TokenSearch
+
+    def of(self, role: Any) -> TokenSearch:
+        """What finds those of a role's messages; None: of what is not a message."""
+        return self.of_assistant if role == "assistant" else self.of_anyone
+
+
 class ControlTokens:
     """A model's control tokens: its special tokens, and added ones that its chat templates write.
 
-    Mutable in its count of prompts that hold some.
+    In an assistant's messages only the special tokens count: it writes the others, such as `<think>` and `<tool_call>`,
+    itself, and clients send its answers back. Mutable in its count of prompts that hold some.
     """
 
     def __init__(
@@ -80,15 +93,23 @@ class ControlTokens:
             for token_id, text in tokenizer.added_tokens.items()
             if text.strip() and (tokenizer.is_special(token_id) or text in source)
         }
-        self._search = TokenSearch(self._ids)
+        special = {*tokenizer.special_tokens.values()}
+        self._searches = _Searches(
+            of_anyone=TokenSearch(self._ids),
+            of_assistant=TokenSearch(
+                text for text, token_id in self._ids.items() if tokenizer.is_special(token_id) or text in special
+            ),
+        )
         self.num_prompts = 0
 
     def find(self, prompt: ChatPrompt) -> Finding | None:
         """The first control token in what users wrote."""
-        for path, text in _texts(prompt):
-            token = self._search.first(text)
-            if token is not None:
-                return Finding(token, path)
+        for place, value, role in _places(prompt):
+            search = self._searches.of(role)
+            for path, text in _texts(place, value):
+                token = search.first(text)
+                if token is not None:
+                    return Finding(token, path)
         return None
 
     def render(self, template: Renderer, prompt: ChatPrompt) -> RenderedChat:
@@ -118,7 +139,7 @@ class ControlTokens:
             logger.warning("%d prompts hold control tokens that users wrote.", self.num_prompts)
 
     def _render_escaped(self, template: Renderer, prompt: ChatPrompt) -> RenderedChat:
-        marks = _Marks(self._search, prompt)
+        marks = _Marks(self._searches, prompt)
         marked = marks.put(prompt)
         rendered = template.render(marked)
         if not marks.num_put:
@@ -188,40 +209,44 @@ def _rename_vocabulary(model: dict[str, Any], names: Mapping[str, str]) -> set[s
 class _Marks:
     """The marks of one prompt: two characters that it does not hold. Mutable in how many were put."""
 
-    def __init__(self, control: TokenSearch, prompt: ChatPrompt) -> None:
-        """control: finds any control token. Raises: BadRequest."""
-        held = "\0".join(text for _, text in _texts(prompt))
+    def __init__(self, searches: _Searches, prompt: ChatPrompt) -> None:
+        """Raises: BadRequest."""
+        held = "\0".join(text for place, value, _ in _places(prompt) for _, text in _texts(place, value))
         free = [char for char in _NONCHARACTERS if char not in held and json.dumps(char)[1:-1] not in held]
         if len(free) < 2:
             raise BadRequest("messages: they hold every character that could mark control tokens", param="messages")
         self._start, self._end = free[:2]
-        self._control = control
+        self._searches = searches
         self.num_put = 0
 
     def put(self, prompt: ChatPrompt) -> ChatPrompt:
         """The prompt with marks in its texts."""
+        anyone = partial(self._marked, self._searches.of_anyone)
         return replace(
             prompt,
-            messages=[_mapped(_with_decoded_arguments(message), self._marked) for message in prompt.messages],
-            tools=_mapped(prompt.tools, self._marked),
-            documents=_mapped(prompt.documents, self._marked),
-            variables=_mapped(prompt.variables, self._marked),
+            messages=[self._marked_message(message) for message in prompt.messages],
+            tools=_mapped(prompt.tools, anyone),
+            documents=_mapped(prompt.documents, anyone),
+            variables=_mapped(prompt.variables, anyone),
         )
 
-    def _marked(self, text: str) -> str:
+    def _marked_message(self, message: Mapping[str, Any]) -> Any:
+        return _mapped(_with_decoded_arguments(message), partial(self._marked, self._searches.of(message.get("role"))))
+
+    def _marked(self, search: TokenSearch, text: str) -> str:
         """The text with marks around control tokens, and where text beside it could make one of its end or beginning.
 
         Those stand inside of blanks, which a template may trim.
         """
         pieces: list[str] = []
         position = 0
-        for found in self._control.matches(text):
+        for found in search.matches(text):
             pieces += (text[position : found.start()], self._start, found[0], self._end)
             position = found.end()
         marked = "".join((*pieces, text[position:]))
         core = marked.strip()
-        before = self._start if self._control.begins_with_ending(core) else ""
-        behind = self._end if self._control.ends_in_beginning(core) else ""
+        before = self._start if search.begins_with_ending(core) else ""
+        behind = self._end if search.ends_in_beginning(core) else ""
         self.num_put += len(pieces) // 4 + len(before) + len(behind)
         if not before and not behind:
             return marked
@@ -234,6 +259,7 @@ class _Marks:
         One mark beside a token says nothing: templates split contents at tokens such as `</think>`, and put their own
         tokens beside the parts.
         """
+        control = self._searches.of_anyone
         marks = "|".join(re.escape(spelled) for char in (self._start, self._end) for spelled in _spellings(char))
         pieces = re.split(f"({marks})", rendered)
         text: list[str] = []
@@ -242,8 +268,8 @@ class _Marks:
         for index, piece in enumerate(pieces[::2]):
             after_start = index > 0 and pieces[2 * index - 1] in _spellings(self._start)
             before_end = 2 * index + 1 < len(pieces) and pieces[2 * index + 1] in _spellings(self._end)
-            if not (after_start and before_end and piece in self._control):
-                spans += [(length + found.start(), length + found.end()) for found in self._control.matches(piece)]
+            if not (after_start and before_end and piece in control):
+                spans += [(length + found.start(), length + found.end()) for found in control.matches(piece)]
             text.append(piece)
             length += len(piece)
         return "".join(text), tuple(spans)
@@ -273,11 +299,17 @@ def _with_arguments(call: Any) -> Any:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def _texts(prompt: ChatPrompt) -> Iterator[tuple[str, str]]:
-    """(path, text) of all that users wrote, names in objects too. Not recursive: nothing has bounded the depth."""
-    messages = [_with_decoded_arguments(message) for message in prompt.messages]
-    given = {"chat_template_kwargs": prompt.variables, "documents": prompt.documents, "tools": prompt.tools}
-    waiting: list[tuple[str, Any]] = [*given.items(), ("messages", messages)]
+def _places(prompt: ChatPrompt) -> Iterator[tuple[str, Any, Any]]:
+    """(path, value, role) of each message, and of what else users wrote, with None for a role."""
+    for index, message in enumerate(prompt.messages):
+        yield f"messages[{index}]", _with_decoded_arguments(message), message.get("role")
+    others = {"tools": prompt.tools, "documents": prompt.documents, "chat_template_kwargs": prompt.variables}
+    yield from ((path, value, None) for path, value in others.items())
+
+
+def _texts(place: str, value: Any) -> Iterator[tuple[str, str]]:
+    """(path, text) of all texts of a value, names in objects too. Not recursive: nothing has bounded the depth."""
+    waiting = [(place, value)]
     while waiting:
         path, value = waiting.pop()
         if isinstance(value, str):
