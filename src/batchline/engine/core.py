@@ -142,7 +142,7 @@ class Engine:
             return self._shrink(step, exc) if _is_out_of_memory(exc) else self._narrow(_sequences_of(step), exc)
         if suspects is not None:
             self._search.clear(_sequences_of(step))
-        self._step_size.note_good_step()
+        self._step_size.note_good_step(step.num_tokens)
         self.scheduler.max_num_batched_tokens = self._step_size.limit
         return self._apply(results, holds_streams=holds_streams)
 

@@ -14,7 +14,8 @@ from batchline.engine.sequence import Sequence
 
 MIN_PATIENCE = 8
 MAX_PATIENCE = 512
-"""Good steps before a step may hold twice as many tokens again; doubled each time that this proves to be too many."""
+"""Good steps of more than half the limit before a step may hold twice as many tokens again; doubled each time that this
+proves to be too many."""
 
 
 class StepSize:
@@ -39,9 +40,11 @@ class StepSize:
             self._patience = min(2 * self._patience, MAX_PATIENCE)
             self._has_grown = False
 
-    def note_good_step(self) -> None:
-        """Grow, if it is time for it."""
+    def note_good_step(self, num_tokens: int) -> None:
+        """Grow, if it is time for it. A step of at most half the limit says nothing about the size."""
         if self.limit == self._max_num_tokens and not self._has_grown:
+            return
+        if 2 * num_tokens <= self.limit:
             return
         self._num_good += 1
         if self._num_good < self._patience:
