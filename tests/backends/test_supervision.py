@@ -11,6 +11,7 @@ import pytest
 
 from batchline.backends.base import EndpointRequest
 from batchline.backends.residency import MAX_CULPRITS, Loadable, ModelResidency
+from batchline.backends.served_paths import UTILITIES
 from batchline.backends.supervision import GIVEN_UP, STREAM_BROKEN_OFF, Attempts, Company
 from batchline.errors import BadRequest, EngineDead, EngineLost, InternalServerError, ServiceUnavailable
 
@@ -61,8 +62,8 @@ class House:
         self.lives.append(Mortal())
         return self.lives[-1]
 
-    def attempts(self, text: str) -> Attempts[Mortal]:
-        request = EndpointRequest(url="/v1/completions", body={}, request_id=text)
+    def attempts(self, text: str, url: str = "/v1/completions") -> Attempts[Mortal]:
+        request = EndpointRequest(url=url, body={}, request_id=text)
         return Attempts(self.residency, self.wanted, request)
 
     async def ask(self, text: str) -> str:
@@ -183,6 +184,19 @@ async def test_a_request_that_has_not_run_yet_when_the_engine_ends_is_no_suspect
     assert await waiting == "SECOND"
     assert house.ends["second"] == 0
     assert house.lives[-1] is not model
+
+
+@pytest.mark.parametrize("url", UTILITIES)
+async def test_tokenize_and_detokenize_wait_for_no_suspect_and_say_nothing_about_the_engine(url: str) -> None:
+    """They do not need the engine, and were blocked for as long as a suspect generated alone."""
+    house = House()
+    async with house.attempts("first").turn() as model:
+        model.company._num_ends = 2  # it runs alone, as a suspect
+        house.residency._records["m"].fruitless_ends = 5
+        entering = house.attempts("count", url).turn()
+        assert await asyncio.wait_for(entering.__aenter__(), 60) is model
+        await entering.__aexit__(None, None, None)
+        assert house.residency._records["m"].fruitless_ends == 5
 
 
 @pytest.mark.parametrize("is_admitted", [False, True])

@@ -12,11 +12,12 @@ import contextlib
 import logging
 from collections import deque
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import Generic, Protocol, TypeVar
 
 from batchline.backends.base import EndpointRequest
 from batchline.backends.residency import Loadable, ModelResidency, Residing
+from batchline.backends.served_paths import UTILITIES
 from batchline.errors import InternalServerError, RequestError, ServiceUnavailable
 
 logger = logging.getLogger(__name__)
@@ -115,6 +116,7 @@ class Attempts(Generic[SupervisedT]):
         self._residency = residency
         self._wanted = wanted
         self._request = request
+        self._is_utility = request.url in UTILITIES
         self._num_ends = 0
 
     @asynccontextmanager
@@ -125,7 +127,7 @@ class Attempts(Generic[SupervisedT]):
         what `ModelResidency.use` raises.
         """
         while True:
-            async with self._residency.use(self._wanted) as model, model.company.join(self._num_ends):
+            async with self._residency.use(self._wanted) as model, self._place_in(model.company):
                 if not model.is_alive():
                     continue  # it ended while this request waited for its turn
                 try:
@@ -137,8 +139,13 @@ class Attempts(Generic[SupervisedT]):
                         raise
                     self._note_end(exc)
                 else:
-                    self._residency.note_good_answer(self._wanted.name)
+                    if not self._is_utility:
+                        self._residency.note_good_answer(self._wanted.name)
                 return
+
+    def _place_in(self, company: Company) -> AbstractAsyncContextManager[None]:
+        """Utilities wait for nobody: the engine has no part in them."""
+        return nullcontext() if self._is_utility else company.join(self._num_ends)
 
     def _note_end(self, exc: Exception) -> None:
         self._num_ends += 1
