@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from batchline.backends import loaded_models
 from batchline.backends.base import BATCH_PRIORITY, EndpointRequest
 from batchline.backends.in_process import InProcessBackend
 from batchline.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
@@ -265,6 +266,31 @@ async def until_left(modules: weakref.WeakSet[Any], count: int) -> None:
             break
         await asyncio.sleep(0.01)
     assert len(modules) == count
+
+
+async def test_garbage_is_collected_while_a_second_model_loads_beside_one_that_serves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What requests to the first model left behind was not collected meanwhile, and then frozen for good."""
+    load, is_enabled, num_frozen = loaded_models.load, list[bool](), list[int]()
+
+    def noting(*arguments: Any) -> loaded_models.LoadedModel:
+        is_enabled.append(gc.isenabled())
+        num_frozen.append(gc.get_freeze_count())
+        return load(*arguments)
+
+    monkeypatch.setattr(loaded_models, "load", noting)
+    model = ModelConfig(model=str(TINY_CHAT.with_name("tiny-embed")), num_threads=1)
+    backend = InProcessBackend([EngineConfig(model=replace(model, served_names=(name,))) for name in "ab"])
+    try:
+        for name in "ab":
+            body = {"model": name, "input": "hello"}
+            answer = await backend.answer(EndpointRequest(url="/v1/embeddings", body=body, request_id=name))
+            assert answer.status_code == 200
+        assert is_enabled == [False, True]
+        assert num_frozen[0] < num_frozen[1] >= gc.get_freeze_count()
+    finally:
+        await backend.close()
 
 
 async def test_two_models_under_one_name_are_refused() -> None:

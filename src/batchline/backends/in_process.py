@@ -61,6 +61,7 @@ class InProcessBackend:
         self._residency: ModelResidency[LoadedModel] = ModelResidency(self._keep_counts)
         self._unloaded = BackendStats()
         self._has_started = False
+        self._has_loaded = False
 
     async def start(self) -> None:
         """Load the first model, so that a model that cannot be loaded is heard of now. Raises: ModelLoadError."""
@@ -140,10 +141,12 @@ class InProcessBackend:
         name = config.model.names[0]
         task = self._tasks[name]
         logger.info("loading %s", name)
-        with _few_collections(), cache_memory_ahead() if task == "generate" else nullcontext() as memory:
+        collections = nullcontext() if self._has_loaded else _few_collections()
+        with collections, cache_memory_ahead() if task == "generate" else nullcontext() as memory:
             from batchline.backends.loaded_models import load  # imports torch and transformers, for seconds
 
             model = load(config, task, memory)
+        self._has_loaded = True
         if self._has_started:  # whoever starts the backend looks at the first model's record
             logger.info("loaded %s", model.record.text)
             if model.record.warning is not None:
@@ -193,7 +196,10 @@ class InProcessBackend:
 @contextmanager
 def _few_collections() -> Iterator[None]:
     """No collection of garbage while libraries are imported and a model is loaded, and what they made is not looked
-    through again: a second of processor time, and a part of every later collection. Unloading takes that back."""
+    through again: a second of processor time, and a part of every later collection. Unloading takes that back.
+
+    For the first load only: it changes the whole process, and what other models have in use meanwhile is to be
+    collected."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
