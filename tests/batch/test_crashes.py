@@ -14,6 +14,7 @@ import pytest
 from batch_files import chat_line, contents, read_lines, write_lines
 
 from batchline.backends.base import EndpointRequest, ServedModel
+from batchline.batch import crashes
 from batchline.batch.crashes import InFlight, Suspects, last_crash, watched
 from batchline.batch.journal import Note
 from batchline.batch.plan import WorkItem
@@ -26,11 +27,21 @@ SCRIPT = Path(__file__).with_name("crash_script.py")
 GOOD = {f"r{n}": f"text {n}" for n in range(60)}
 
 
+def make_control_group(folder: Path) -> Path:
+    """Where the processes find the kernel's count of kills for lack of memory. Returns the file that has it."""
+    (folder / "cgroup").write_text("4:memory:/elsewhere\n0::/group\n")
+    (folder / "group").mkdir()
+    events = folder / "group" / "memory.events"
+    events.write_text("oom 7\noom_kill 3\n")
+    return events
+
+
 def crashing_runs(folder: Path, *poisons: str) -> list[dict[str, Any]]:
     """Every process that the batch took. The poisonous requests stand in the middle of good ones."""
     lines = [chat_line(name, text) for name, text in GOOD.items()]
     lines[30:30] = [chat_line(f"poison {n}", text) for n, text in enumerate(poisons)]
     write_lines(folder / "in.jsonl", lines)
+    make_control_group(folder)
     command = [sys.executable, str(SCRIPT), str(folder)]
     finished = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert finished.returncode == 0, finished.stderr
@@ -62,7 +73,7 @@ def test_after_a_crash_suspects_run_in_small_groups_and_then_alone(tmp_path: Pat
     assert third["asked"][-1] == "segfault"
     assert "The request 'poison 0' (line 31) ended the engine or its process 3 times." in last["warnings"][-1]
     assert "segfault" not in last["asked"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["asked", "in.jsonl", "out.jsonl", "warnings"]
+    assert not (tmp_path / "out.jsonl.partial").exists()
 
 
 def test_two_requests_that_end_the_process_are_both_found(tmp_path: Path) -> None:
@@ -83,6 +94,38 @@ def test_sigkill_accuses_nobody(tmp_path: Path) -> None:
     assert not any(child["warnings"] for child in children)
     journal = (tmp_path / "out.jsonl.partial" / "journal").read_bytes()
     assert b" crashed " not in journal
+
+
+def test_a_request_that_takes_all_memory_is_answered_with_an_error_after_the_third_kill(tmp_path: Path) -> None:
+    """The kernel ends such a process by SIGKILL, which accused nobody, so that the batch could never be finished."""
+    children = crashing_runs(tmp_path, "oom")
+    assert [child["code"] for child in children] == [-9, -9, -9, 0]
+    assert "ended with a crash (killed for lack of memory) while" in children[1]["warnings"][0]
+    results = read_lines(tmp_path / "out.jsonl")
+    assert contents(results) == GOOD
+    assert results[30]["response"]["body"]["error"]["code"] == "process_crashed"
+
+
+@pytest.mark.parametrize("what", ["same count", "other group", "unreadable now", "unreadable then", "no such count"])
+def test_without_evidence_that_memory_lacked_a_killed_process_accuses_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    monkeypatch.setattr(crashes, "CGROUP", tmp_path)
+    monkeypatch.setattr(crashes, "PROC_CGROUP", tmp_path / "cgroup")
+    events = make_control_group(tmp_path)
+    if what == "unreadable then":
+        events.unlink()
+    with watched(tmp_path) as in_flight:
+        in_flight.take(5)
+        if what == "other group":
+            events.rename(tmp_path / "old")
+        if what == "unreadable now":
+            events.unlink()
+        elif what == "no such count":
+            events.write_text("oom 8\n")
+        elif what != "same count":
+            events.write_text("oom 8\noom_kill 4\n")
+        assert last_crash(tmp_path) is None
 
 
 def report_crash(folder: Path) -> None:

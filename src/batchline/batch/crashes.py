@@ -3,7 +3,8 @@
 Two small files in the workspace outlive the process, because what it has written to them is the system's, not its own:
 `in-flight` has the position of every request that has no durable result yet, and `fault` has what `faulthandler` writes
 when the process dies of a fault in native code (a segmentation fault, an abort). SIGKILL, SIGTERM and power loss leave
-no fault, so they accuse nobody.
+no fault, so they accuse nobody. The kernel kills a process for lack of memory by SIGKILL, too, but counts it: `fault`
+begins with that count, where the control group of the process has one that can be read.
 
 An engine that ends for good ends the run and not the process. It counts as a crash too: the run itself notes it.
 
@@ -33,6 +34,9 @@ from batchline.batch.plan import WorkItem
 LETHAL_CRASHES = 3
 """A request that was in flight at so many crashes, the last time alone, is not tried again."""
 
+CGROUP = Path("/sys/fs/cgroup")
+PROC_CGROUP = Path("/proc/self/cgroup")
+
 _IN_FLIGHT, _FAULT = "in-flight", "fault"
 _SEAT = struct.Struct("<Q")
 _FATAL = "Fatal Python error: "
@@ -56,15 +60,38 @@ class Crash:
 def last_crash(folder: Path) -> Crash | None:
     """The crash of the last process that was `watched` in this workspace; None if it ended in any other way."""
     try:
-        token, _, report = (folder / _FAULT).read_text(errors="replace").partition("\n")
+        head, _, report = (folder / _FAULT).read_text(errors="replace").partition("\n")
         seats = (folder / _IN_FLIGHT).read_bytes()
     except FileNotFoundError:
         return None
-    if not report:
-        return None
+    token, _, oom_kills = head.partition(" ")
     fault = report.partition("\n")[0].removeprefix(_FATAL)
+    if not fault and _have_grown(oom_kills):
+        fault = "killed for lack of memory"
+    if not fault:
+        return None
     whole = seats[: len(seats) // _SEAT.size * _SEAT.size]
     return Crash(token, fault, tuple(sorted(number - 1 for (number,) in _SEAT.iter_unpack(whole) if number)))
+
+
+def _oom_kills() -> str:
+    """How many processes of this one's control group (cgroup v2) the kernel has killed for lack of memory, as
+    `GROUP COUNT`; empty where that cannot be read. GROUP, an inode, tells a new group under the same path apart."""
+    try:
+        groups = PROC_CGROUP.read_text().splitlines()
+        path = next(line.removeprefix("0::/") for line in groups if line.startswith("0::/"))
+        events = CGROUP / path / "memory.events"
+        counts = dict(line.split() for line in events.read_text().splitlines())
+        return f"{events.stat().st_ino} {int(counts['oom_kill'])}"
+    except (OSError, ValueError, KeyError, StopIteration):
+        return ""
+
+
+def _have_grown(before: str) -> bool:
+    """Whether there are more such kills in the same control group than `before`."""
+    group, _, count = before.partition(" ")
+    group_now, _, count_now = _oom_kills().partition(" ")
+    return bool(group) and group == group_now and int(count_now) > int(count)
 
 
 def forget_crash(folder: Path) -> None:
@@ -147,7 +174,7 @@ def watched(folder: Path) -> Iterator[InFlight]:
     was_enabled = faulthandler.is_enabled()
     try:
         with (folder / _FAULT).open("w") as report:
-            report.write(in_flight.token + "\n")
+            report.write(f"{in_flight.token} {_oom_kills()}\n")
             report.flush()
             faulthandler.enable(report)
             try:
