@@ -280,6 +280,20 @@ async def test_a_first_load_that_fails_is_not_tried_again_at_once() -> None:
     assert not shelf.residency.is_refused("a"), "the others are well"
 
 
+async def test_an_error_of_a_load_says_whether_the_model_ran_before() -> None:
+    """A batch run suspects its requests if the model they used cannot be loaded again, and not if it never could."""
+    shelf = Shelf(room=1)
+
+    def fail() -> Recorded:
+        raise ModelLoadError("m", "the disk is gone")
+
+    (await one_use(shelf, shelf.model("a"))).has_ended = True
+    for name, ran_before in (("a", True), ("b", False)):
+        with pytest.raises(ModelLoadError) as caught:
+            await one_use(shelf, shelf.model(name, fail))
+        assert caught.value.ran_before is ran_before
+
+
 async def test_a_reload_that_works_at_the_second_try_is_no_failure() -> None:
     shelf = Shelf(room=1)
     outcomes: list[BatchlineError | Recorded] = [ModelLoadError("a", "not yet"), Recorded("a", [])]
