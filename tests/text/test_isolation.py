@@ -8,14 +8,16 @@ import json
 import operator
 import os
 import resource
+import signal
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from batchline.errors import BadRequest
+from batchline.errors import BadRequest, ServiceUnavailable
 from batchline.text import isolation
 from batchline.text.isolation import WorkAbandoned, WorkEnded, on_large_stack, run_isolated, run_on
 
@@ -107,9 +109,52 @@ def test_work_that_does_not_end_well_is_ended(work: Any, reason: str, monkeypatc
 
 
 def test_a_child_that_is_stuck_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has not computed, so what it waits for is no fault of the request's."""
     monkeypatch.setattr(isolation, "WALL_SECONDS", 0.2)
-    with pytest.raises(WorkEnded, match="takes more than"):
+    with pytest.raises(ServiceUnavailable, match="Send it again later"):
         run_isolated(time.sleep, 1000)
+
+
+def be_killed_once(marker: str) -> str:
+    """Runs in a child."""
+    if os.path.exists(marker):
+        return "done"
+    open(marker, "x").close()
+    os.kill(os.getpid(), signal.SIGKILL)
+    return "not reached"
+
+
+def be_killed(_: Any) -> None:
+    """Runs in a child."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_work_whose_child_is_killed_from_outside_is_done_by_another(tmp_path: Path) -> None:
+    """A kill, as by the kernel when memory is short, was an error of the request."""
+    assert run_isolated(be_killed_once, str(tmp_path / "marker")) == "done"
+
+
+def test_work_whose_children_are_killed_again_and_again_is_a_503() -> None:
+    with pytest.raises(ServiceUnavailable, match="Send it again later"):
+        run_isolated(be_killed, 0)
+
+
+_kept: list[bytes] = []
+
+
+def keep(num_bytes: int) -> None:
+    """Runs in a child."""
+    _kept.append(b"x" * num_bytes)
+
+
+def test_a_child_that_has_grown_is_not_kept(children: isolation._Children, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Idle children kept up to a gigabyte each for as long as the process ran."""
+    monkeypatch.setattr(isolation, "IDLE_BYTES", 16 << 20)
+    run_isolated(keep, 1 << 20)
+    (child,) = children._idle
+    run_isolated(keep, 32 << 20)
+    assert children._idle == []
+    assert not child.is_alive
 
 
 def test_a_child_that_died_while_idle_is_replaced(children: isolation._Children) -> None:

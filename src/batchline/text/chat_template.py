@@ -147,7 +147,7 @@ class RequestTemplate:
         return frozenset(self._in_child(None))
 
     def render(self, prompt: ChatPrompt) -> str:
-        """The prompt as text. Raises: BadRequest."""
+        """The prompt as text. Raises: BadRequest, ServiceUnavailable."""
         return str(self._in_child({item.name: getattr(prompt, item.name) for item in fields(prompt)}))
 
     def _in_child(self, prompt: dict[str, Any] | None) -> Any:

@@ -25,7 +25,7 @@ from contextvars import ContextVar, copy_context
 from functools import cache, partial
 from typing import Any, BinaryIO, TypeVar
 
-from batchline.errors import BadRequest
+from batchline.errors import BadRequest, ServiceUnavailable
 
 T = TypeVar("T")
 
@@ -35,8 +35,14 @@ CPU_SECONDS = 5.0
 WALL_SECONDS = 60.0
 """Time after which a child counts as stuck, however little it has computed."""
 
+NUM_ATTEMPTS = 2
+"""How often work is given to a child before an end that is not the work's own counts."""
+
 MEMORY_BYTES = 1 << 30
 """What a child may take beyond what it has when it is ready."""
+
+IDLE_BYTES = 128 << 20
+"""What an idle child may hold beyond what it has when it is ready: no account of memory knows of it."""
 
 CHILD_STACK_BYTES = 64 << 20
 PARENT_STACK_BYTES = 128 << 20
@@ -44,6 +50,7 @@ PARENT_STACK_BYTES = 128 << 20
 
 _HEADER = struct.Struct("<I")
 _OUT_OF_TIME = -signal.SIGPROF
+_ENDED_FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM)
 
 
 class WorkEnded(Exception):
@@ -51,6 +58,10 @@ class WorkEnded(Exception):
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"it {reason}")
+
+
+class WorkInterrupted(Exception):
+    """A child was stuck, or ended from outside, as when the machine is out of memory: its work is not at fault."""
 
 
 class WorkAbandoned(Exception):
@@ -108,9 +119,13 @@ async def run_on(executor: Executor | None, work: Callable[[], T]) -> T:
 def run_isolated(function: Callable[[Any], Any], argument: Any) -> Any:
     """`function(argument)`, done by a child. The function stands at the top of its module; both values are JSON.
 
-    Raises: BadRequest as the function does, WorkEnded, WorkAbandoned.
+    Raises: BadRequest as the function does, WorkEnded, WorkAbandoned, ServiceUnavailable.
     """
-    return _children.run(f"{function.__module__}:{function.__qualname__}", argument)
+    name = f"{function.__module__}:{function.__qualname__}"
+    for _ in range(NUM_ATTEMPTS):
+        with contextlib.suppress(WorkInterrupted):
+            return _children.run(name, argument)
+    raise ServiceUnavailable("Checking the request was interrupted: the machine is overloaded. Send it again later.")
 
 
 def on_large_stack(work: Callable[[], T]) -> T:
@@ -164,7 +179,7 @@ class _Child:
         return self._process.poll() is None
 
     def run(self, name: str, argument: Any) -> dict[str, Any]:
-        """The child's answer. Raises: WorkEnded where it ended instead."""
+        """The child's answer. Raises: WorkEnded, WorkInterrupted."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:
@@ -175,7 +190,7 @@ class _Child:
         except OSError:
             answer = None
         if answer is None:
-            raise WorkEnded(self._reason())
+            raise self._end()
         return answer
 
     def kill(self) -> None:
@@ -190,11 +205,13 @@ class _Child:
                 with contextlib.suppress(OSError):
                     pipe.close()
 
-    def _reason(self) -> str:
+    def _end(self) -> WorkEnded | WorkInterrupted:
         code = self._process.wait()
-        if code in (_OUT_OF_TIME, -signal.SIGKILL):
-            return f"takes more than {CPU_SECONDS:g} seconds"
-        return "is nested too deeply or takes too much memory"
+        if code in _ENDED_FROM_OUTSIDE:
+            return WorkInterrupted()
+        if code == _OUT_OF_TIME:
+            return WorkEnded(f"takes more than {CPU_SECONDS:g} seconds")
+        return WorkEnded("is nested too deeply or takes too much memory")
 
 
 class _Children:
@@ -205,7 +222,7 @@ class _Children:
         self._idle: list[_Child] = []
 
     def run(self, name: str, argument: Any) -> Any:
-        """Raises: BadRequest, WorkEnded, WorkAbandoned."""
+        """Raises: BadRequest, WorkEnded, WorkInterrupted, WorkAbandoned."""
         abandonment = _current.get() or Abandonment()
         child = self._take()
         try:
@@ -216,8 +233,11 @@ class _Children:
             child.close()
             abandonment.check()
             raise
-        with self._lock:
-            self._idle.append(child)
+        if answer["grown_bytes"] > IDLE_BYTES:
+            child.close()
+        else:
+            with self._lock:
+                self._idle.append(child)
         return _result(answer)
 
     def _take(self) -> _Child:
@@ -286,15 +306,18 @@ def serve(stack_bytes: int) -> None:
 
 
 def _serve(source: BinaryIO, target: BinaryIO) -> None:
+    ready_bytes: int | None = None
     while (message := _read(source)) is not None:
         name, argument, cpu_seconds = message
         module, _, function = name.partition(":")
         work = getattr(importlib.import_module(module), function)
         _limit_memory()
+        if ready_bytes is None:
+            ready_bytes = _resident_bytes()
         signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
         answer = _answer(work, argument)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        _write(target, answer)
+        _write(target, {**answer, "grown_bytes": _resident_bytes() - ready_bytes})
 
 
 def _answer(work: Callable[[Any], Any], argument: Any) -> dict[str, Any]:
@@ -321,7 +344,23 @@ def _limit_memory() -> None:
     """Once, when what the work needs is imported. Does nothing where the system does not tell how much that is."""
     import resource
 
-    with contextlib.suppress(OSError, ValueError):
+    num_bytes = _memory_bytes(0)
+    if num_bytes:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_AS, (num_bytes + MEMORY_BYTES, num_bytes + MEMORY_BYTES))
+
+
+def _resident_bytes() -> int:
+    """Of this process; 0 where the system does not tell."""
+    return _memory_bytes(1)
+
+
+def _memory_bytes(field: int) -> int:
+    """A field of Linux's `statm`: 0 is the address space, 1 what is resident. 0 where the system does not tell."""
+    import resource
+
+    try:
         with open("/proc/self/statm", encoding="ascii") as file:
-            num_bytes = int(file.read().split()[0]) * resource.getpagesize() + MEMORY_BYTES
-        resource.setrlimit(resource.RLIMIT_AS, (num_bytes, num_bytes))
+            return int(file.read().split()[field]) * resource.getpagesize()
+    except (OSError, ValueError):
+        return 0

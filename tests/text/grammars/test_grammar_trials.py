@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tests.text.grammars.test_grammar_compiler import allowed, constraint, passes
 
-from batchline.errors import BadRequest, ConstraintFailed
+from batchline.errors import BadRequest, ConstraintFailed, ServiceUnavailable
 from batchline.testing import ByteTokenizer
 from batchline.text import isolation
 from batchline.text.grammars import CompiledGrammar, Constraint, GrammarCompiler, GrammarMatcher, Preamble, Surroundings
@@ -103,6 +103,21 @@ def test_a_refusal_is_remembered(compiler: GrammarCompiler, monkeypatch: pytest.
         with pytest.raises(BadRequest, match="field: no"):
             compiled(compiler, constraint("regex", "remembered"))
     assert len(trials) == 1
+
+
+def test_an_interrupted_trial_is_not_remembered(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A schema whose trial was killed by the kernel once was a 400 for as long as the process ran."""
+    ends = iter([ServiceUnavailable("interrupted")])
+
+    def interrupt_once(function: Callable[[Any], Any], argument: Any) -> None:
+        for end in ends:
+            raise end
+
+    monkeypatch.setattr(compiler_module, "run_isolated", interrupt_once)
+    wanted = constraint("regex", "interrupted")
+    with pytest.raises(ServiceUnavailable):
+        compiled(compiler, wanted)
+    assert passes(compiled(compiler, wanted).matcher(), b"interrupted")
 
 
 @pytest.mark.parametrize(

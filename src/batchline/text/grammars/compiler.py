@@ -68,7 +68,7 @@ class GrammarCompiler:
         """A constraint's grammar, in its surroundings.
 
         end_token_ids: what ends the text, allowed where the grammar lets it end and nowhere else.
-        Raises: BadRequest, with what is wrong and where; WorkAbandoned.
+        Raises: BadRequest, with what is wrong and where; WorkAbandoned; ServiceUnavailable, which is not remembered.
         """
         key = constraint, surroundings
         with self._lock:
@@ -100,7 +100,7 @@ class GrammarCompiler:
             return BadRequest(exc.message, param=exc.param)  # without the traceback, which would hold on to much
 
     def _try(self, constraint: Constraint, surroundings: Surroundings) -> None:
-        """Raises: BadRequest, WorkAbandoned."""
+        """Raises: BadRequest, WorkAbandoned, ServiceUnavailable."""
         try:
             run_isolated(compile_in_child, trial_argument(constraint, surroundings, self._sketch))
         except WorkEnded as exc:
