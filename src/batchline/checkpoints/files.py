@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from pathlib import Path
@@ -40,23 +41,41 @@ def read_text(model: str, name: str, revision: str | None = None) -> str | None:
 
 
 def _fetch(model: str, name: str, revision: str | None) -> str | None:
-    """The local copy of a file of a hub repository; None where the repository has none."""
+    """The local copy of a file of a hub repository; None where the repository has none. Raises: ModelLoadError."""
     # Here and not at the top: a local folder needs no hub client.
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
-        return hf_hub_download(model, name, revision=revision)
+        path = _ask_hub(model, name, revision)
+        if path is not None and not os.path.isfile(path):  # the cache was emptied meanwhile
+            _ask_hub.cache_clear()
+            path = _ask_hub(model, name, revision)
+        return path
     except LocalEntryNotFoundError as exc:
         if _is_cached(model, revision):
             return None  # offline, and the cached snapshot lacks this file
         raise ModelLoadError(model, HUB_UNREACHABLE) from exc
-    except EntryNotFoundError:
-        return None
     except HFValidationError as exc:
         raise ModelLoadError(model, "no such folder") from exc
     except OSError as exc:  # unknown repository, no access, or no network: all of the hub client's own errors
         raise ModelLoadError(model, HUB_UNREACHABLE) from exc
+
+
+@functools.cache
+def _ask_hub(model: str, name: str, revision: str | None) -> str | None:
+    """The hub is asked once for each file, since each answer is a round trip and loading a model looks at many.
+
+    Raises: OSError, HFValidationError.
+    """
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    try:
+        return hf_hub_download(model, name, revision=revision)
+    except LocalEntryNotFoundError:
+        raise  # the hub did not answer
+    except EntryNotFoundError:
+        return None
 
 
 def _is_cached(model: str, revision: str | None) -> bool:
