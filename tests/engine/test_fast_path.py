@@ -259,7 +259,7 @@ MUTATIONS = [
 @pytest.mark.parametrize(("mutation", "family"), MUTATIONS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_wrong_arithmetic_is_refused(
-    mutation: Callable[[Any], None], family: str, dtype: DType, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    mutation: Callable[[Any], None], family: str, dtype: DType, tmp_path: Path
 ) -> None:
     assert KERNELS is not None
     kernels = NativeKernels(KERNELS._library, KERNELS.isa)
@@ -270,7 +270,6 @@ def test_wrong_arithmetic_is_refused(
     assert execution.kernels is None
     assert execution.reason is not None
     assert "do not reproduce its first layers as torch computes it" in execution.reason
-    assert "about 2 to 4 times as slow" in caplog.text
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

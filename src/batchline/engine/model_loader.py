@@ -191,10 +191,8 @@ def _usable(kernels: NativeKernels, model: Any, probe: Probe) -> tuple[NativeKer
 
 
 def _refused(kernels: NativeKernels, what: str) -> str:
-    """The reason, which is logged too: it is a fault of the kernels' or of the model's code."""
-    reason = f"the {kernels.isa.name.lower()} kernels do not reproduce {what} as torch computes it"
-    logger.warning("%s; running on torch alone, which is about 2 to 4 times as slow", reason)
-    return reason
+    """The reason, which the model's record warns of."""
+    return f"the {kernels.isa.name.lower()} kernels do not reproduce {what} as torch computes it"
 
 
 def _use_kernels(config: ModelConfig, model: Any, probe: Probe, kernels: NativeKernels) -> bool:
