@@ -254,5 +254,5 @@ async def test_beam_search_refuses_what_steers_sampling(field: str, value: Any) 
 
 
 async def test_a_length_penalty_without_beam_search_is_refused() -> None:
-    with pytest.raises(BadRequest, match="length_penalty requires use_beam_search: true"):
+    with pytest.raises(BadRequest, match="length_penalty: it requires use_beam_search: true"):
         await complete(length_penalty=2.0)

@@ -42,7 +42,7 @@ async def test_detokenizing_shows_special_tokens() -> None:
     [
         ({}, "Give either prompt or messages"),
         ({"prompt": "x", "messages": [{"role": "user", "content": "x"}]}, "Give either prompt or messages"),
-        ({"prompt": "x", "add_generation_prompt": False}, "add_generation_prompt: it has a meaning with messages only"),
+        ({"prompt": "x", "add_generation_prompt": False}, "add_generation_prompt: it requires messages"),
         ({"messages": [{"role": "user", "content": "x"}], "continue_final_message": True}, "exclude each other"),
         ({"prompt": "a\ud800"}, "lone surrogate"),
     ],

@@ -155,7 +155,9 @@ class ServingOptions:
     def _cors(self) -> CorsOptions:
         if not self.allowed_origins:
             if self.allowed_methods or self.allowed_headers or self.allow_credentials:
-                raise UsageError("CORS options have a meaning with --allowed-origins only")
+                raise UsageError(
+                    "--allowed-methods, --allowed-headers and --allow-credentials require --allowed-origins"
+                )
             return CorsOptions()
         for origin in self.allowed_origins:
             if not _ORIGIN.fullmatch(origin):

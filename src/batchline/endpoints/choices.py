@@ -87,7 +87,7 @@ def check_choices(body: GenerationBody) -> None:
     if body.best_of is not None and body.best_of < body.n:
         raise BadRequest(f"best_of: {body.best_of} is less than n, which is {body.n}", param="best_of")
     if body.length_penalty != 1.0 and not body.use_beam_search:
-        raise BadRequest("length_penalty requires use_beam_search: true", param="length_penalty")
+        raise BadRequest("length_penalty: it requires use_beam_search: true", param="length_penalty")
     if body.use_beam_search:
         for field, neutral in _NEUTRAL_IN_BEAM_SEARCH.items():
             value = getattr(body, field)

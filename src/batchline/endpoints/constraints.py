@@ -33,7 +33,7 @@ def requested_constraint(body: GenerationBody) -> Constraint | None:
     constraint = constraints[0] if constraints else None
     if body.guided_whitespace_pattern is not None and (constraint is None or constraint.whitespace_pattern is None):
         field = "guided_whitespace_pattern"
-        raise BadRequest(f"{field}: it has a meaning with guided_json and guided_json_object only", param=field)
+        raise BadRequest(f"{field}: it requires guided_json or guided_json_object", param=field)
     if constraint is not None and body.use_beam_search:
         raise BadRequest(f"{constraint.field}: it cannot be combined with use_beam_search", param=constraint.field)
     return constraint
@@ -76,7 +76,7 @@ def _structured_outputs(wanted: StructuredOutputs | None) -> Iterator[Constraint
         raise BadRequest("structured_outputs: it names no constraint", param="structured_outputs")
     is_json = any(constraint.kind == "json_schema" for constraint in found)
     if (wanted.whitespace_pattern is not None or wanted.disable_any_whitespace) and not is_json:
-        raise BadRequest("structured_outputs: white space has a meaning with JSON only", param="structured_outputs")
+        raise BadRequest("structured_outputs: whitespace options require JSON", param="structured_outputs")
     yield from found
 
 

@@ -51,7 +51,7 @@ class TokenizeRequest(WireModel):
             raise BadRequest("Give either prompt or messages", param="prompt")
         if self.messages is None:
             for field in sorted(self.model_fields_set.intersection(CONVERSATION_FIELDS)):
-                raise BadRequest(f"{field}: it has a meaning with messages only", param=field)
+                raise BadRequest(f"{field}: it requires messages", param=field)
 
 
 class DetokenizeRequest(WireModel):
