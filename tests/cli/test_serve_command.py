@@ -125,9 +125,9 @@ def test_options_become_the_servers_settings() -> None:
     ("options", "message"),
     [
         ({"api_key": ["  "]}, "a key must not be empty"),
-        ({"ssl_keyfile": "k"}, "--ssl-keyfile needs --ssl-certfile"),
-        ({"ssl_keyfile_password": "p"}, "--ssl-keyfile-password needs --ssl-certfile"),
-        ({"allowed_methods": ["GET"]}, "with --allowed-origins only"),
+        ({"ssl_keyfile": "k"}, "--ssl-keyfile requires --ssl-certfile"),
+        ({"ssl_keyfile_password": "p"}, "--ssl-keyfile-password requires --ssl-certfile"),
+        ({"allowed_methods": ["GET"]}, "require --allowed-origins"),
         ({"allowed_origins": ["*"], "allow_credentials": True}, "name the origins"),
         ({"allowed_origins": ['["https://a.example"]']}, "is no origin such as"),
         ({"allowed_origins": ["*", "https://a.example,https://b.example"]}, "repeat the option"),

@@ -159,7 +159,7 @@ async def test_what_is_wrong_is_told_before_the_first_chunk(body: dict[str, Any]
 async def test_a_whole_answer_takes_no_streaming_fields() -> None:
     with pytest.raises(BadRequest, match=r"stream: .* cannot be streamed"):
         await whole(scripted_model(), stream=True)
-    with pytest.raises(BadRequest, match="stream_options: stream must be true"):
+    with pytest.raises(BadRequest, match="stream_options: it requires stream: true"):
         await whole(scripted_model(), stream_options={"include_usage": True})
 
 

@@ -118,7 +118,7 @@ def test_continuing_excludes_a_generation_prompt() -> None:
 
 
 def test_top_logprobs_need_logprobs() -> None:
-    with pytest.raises(BadRequest, match="logprobs must be true"):
+    with pytest.raises(BadRequest, match="top_logprobs: it requires logprobs: true"):
         chat_request(top_logprobs=2).check()
     chat_request(top_logprobs=0).check()
 

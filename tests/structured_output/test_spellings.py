@@ -139,7 +139,11 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {}}, "structured_outputs", "names no constraint"),
     ({"structured_outputs": {"json_object": False}}, "structured_outputs", "names no constraint"),
     ({"structured_outputs": {"regexp": "a"}}, "structured_outputs.regexp", "not permitted"),
-    ({"structured_outputs": {"regex": "a", "whitespace_pattern": " "}}, "structured_outputs", "whitespace options require JSON"),
+    (
+        {"structured_outputs": {"regex": "a", "whitespace_pattern": " "}},
+        "structured_outputs",
+        "whitespace options require JSON",
+    ),
     ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern", "it requires guided_json or guided_json_object"),
     ({"guided_regex": "a", "guided_whitespace_pattern": " "}, "guided_whitespace_pattern", "guided_json"),
     ({"guided_json": {}, "guided_whitespace_pattern": "x"}, "guided_json", "more than JSON's white space"),

@@ -15,14 +15,18 @@ _SHOWN_FAULTS = 20
 
 def check(
     input_file: Annotated[str, typer.Argument(metavar="FILE", help="Batch file: a path, - or a URL.")],
-    model: Annotated[list[str] | None, typer.Option(help="Name that is served. Repeatable; default: any.")] = None,
+    model: Annotated[
+        list[str] | None, typer.Option(help="Name of a served model. Repeatable; default: any name.")
+    ] = None,
     tokenizer: Annotated[str | None, typer.Option(help="Count tokens with this tokenizer (folder or id).")] = None,
     max_requests: MaxRequests = None,
     max_file_size: MaxFileSize = None,
     limits: LimitPreset = "none",
     request_limit: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=NUMBER", help="Most that one request may hold of something. Repeatable."),
+        typer.Option(
+            metavar="NAME=NUMBER", help="Change a limit on the contents of one request, e.g. stop=256. Repeatable."
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:

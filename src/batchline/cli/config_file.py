@@ -43,7 +43,7 @@ def takes_config_file(command: Callable[..., None]) -> Callable[..., None]:
             metavar="FILE",
             is_eager=True,
             callback=_load,
-            help="YAML file of long option names and their values. The command line goes before it.",
+            help="YAML file with options. Command-line options override it.",
         ),
     ]
     option = inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)

@@ -9,13 +9,13 @@ import typer
 from batchline.batch.options import HOSTED_LIMITS, Limits
 from batchline.cli.model_options import parse_num_bytes
 
-MaxRequests = Annotated[int | None, typer.Option(min=1, help="Refuse an input with more requests.")]
+MaxRequests = Annotated[int | None, typer.Option(min=1, help="Refuse a batch file with more requests.")]
 MaxFileSize = Annotated[
-    int | None, typer.Option(parser=parse_num_bytes, metavar="SIZE", help="Refuse a larger input, e.g. 100MB.")
+    int | None, typer.Option(parser=parse_num_bytes, metavar="SIZE", help="Refuse a larger batch file, e.g. 100MB.")
 ]
 LimitPreset = Annotated[
     Literal["none", "hosted"],
-    typer.Option("--limits", help="Preset limits; hosted: 50,000 requests and 100 MB, as hosted batch services take."),
+    typer.Option("--limits", help="Preset limits; hosted: 50,000 requests and 100 MB, as in hosted batch services."),
 ]
 
 

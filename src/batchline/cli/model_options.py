@@ -65,10 +65,10 @@ def parse_request_limits(given: Sequence[str]) -> RequestLimits:
     return RequestLimits(**numbers)
 
 
-def _parser_option(what_the_model_does: str) -> Any:
-    """Names the format that a parser reads. what_the_model_does: `reasons in`."""
+def _parser_option(what_the_model_writes: str) -> Any:
+    """Names the format that a parser reads. what_the_model_writes: `of the model's reasoning`."""
     return typer.Option(
-        help=f"Format the model {what_the_model_does}; found from the chat template if not given; none: not read.",
+        help=f"Format {what_the_model_writes}. Default: detected from the chat template; none turns it off.",
         rich_help_panel=_TEXT,
     )
 
@@ -89,48 +89,54 @@ class ModelOptions:
     served_model_name: Annotated[
         list[str],
         typer.Option(
-            help="Name that requests use instead of the model's; further names behind commas. One for each --model.",
+            help="Name(s) clients use for this model, comma-separated. One for each --model.",
             rich_help_panel=_MODEL,
         ),
     ] = dataclasses.field(default_factory=list)
-    task: Annotated[Task, typer.Option(help="What the model is for.", rich_help_panel=_MODEL)] = "auto"
+    task: Annotated[Task, typer.Option(help="Task of the model.", rich_help_panel=_MODEL)] = "auto"
     scoring: Annotated[
         Scoring,
         typer.Option(
-            help="How a generative model scores pairs: similarity of vectors, or its answer yes or no.",
+            help="How a generative model scores pairs: by vector similarity, or by answering yes or no.",
             rich_help_panel=_MODEL,
         ),
     ] = "auto"
     tokenizer: Annotated[
-        str | None, typer.Option(help="Tokenizer folder or id, if not the model's own.", rich_help_panel=_MODEL)
+        str | None,
+        typer.Option(help="Tokenizer folder or Hugging Face id. Default: the model's own.", rich_help_panel=_MODEL),
     ] = None
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the hub.", rich_help_panel=_MODEL)] = (
-        None
-    )
+    revision: Annotated[
+        str | None, typer.Option(help="Branch, tag or commit of the model on the hub.", rich_help_panel=_MODEL)
+    ] = None
     trust_remote_code: Annotated[
         bool,
-        typer.Option("--trust-remote-code", help="Run Python code that comes with the model.", rich_help_panel=_MODEL),
+        typer.Option(
+            "--trust-remote-code", help="Allow Python code from the model's repository to run.", rich_help_panel=_MODEL
+        ),
     ] = False
-    dtype: Annotated[DType, typer.Option(help="Number format of weights and cache.", rich_help_panel=_MODEL)] = "auto"
+    dtype: Annotated[DType, typer.Option(help="Data type of the weights and the KV cache.", rich_help_panel=_MODEL)] = (
+        "auto"
+    )
     quantization: Annotated[
         Quantization | None,
         typer.Option(
-            help="Linear layers in 8 bits: faster on CPUs, with a small loss. Default: off.", rich_help_panel=_MODEL
+            help="Run linear layers in int8: faster on CPUs, with a small loss of accuracy. Default: off.",
+            rich_help_panel=_MODEL,
         ),
     ] = None
-    device: Annotated[Device, typer.Option(help="Where to run.", rich_help_panel=_MODEL)] = "auto"
+    device: Annotated[Device, typer.Option(help="Device to run on.", rich_help_panel=_MODEL)] = "auto"
     max_model_len: Annotated[
         int | None, typer.Option(min=1, help="Context length in tokens.", rich_help_panel=_MODEL)
     ] = None
-    max_num_seqs: Annotated[int, typer.Option(min=1, help="Sequences that run at once.", rich_help_panel=_ENGINE)] = (
-        _SCHEDULER.max_num_seqs
-    )
+    max_num_seqs: Annotated[
+        int, typer.Option(min=1, help="Maximum number of sequences that run at once.", rich_help_panel=_ENGINE)
+    ] = _SCHEDULER.max_num_seqs
     max_num_batched_tokens: Annotated[
-        int, typer.Option(min=1, help="New tokens in one step.", rich_help_panel=_ENGINE)
+        int, typer.Option(min=1, help="Maximum number of new tokens in one step.", rich_help_panel=_ENGINE)
     ] = _SCHEDULER.max_num_batched_tokens
-    block_size: Annotated[int, typer.Option(min=1, help="Tokens in one cache block.", rich_help_panel=_ENGINE)] = (
-        _CACHE.block_size
-    )
+    block_size: Annotated[
+        int, typer.Option(min=1, help="Tokens per block of the KV cache.", rich_help_panel=_ENGINE)
+    ] = _CACHE.block_size
     kv_cache_memory_bytes: Annotated[
         int | None,
         typer.Option(
@@ -144,59 +150,65 @@ class ModelOptions:
             "--gpu-memory-utilization",
             min=0.01,
             max=1.0,
-            help="Share of the memory to use, where the cache's size is not given.",
+            help="Share of the memory to use if --kv-cache-memory-bytes is not given.",
             rich_help_panel=_ENGINE,
         ),
     ] = _CACHE.memory_utilization
     enable_prefix_caching: Annotated[
-        bool, typer.Option(help="Reuse the cache of shared prefixes.", rich_help_panel=_ENGINE)
+        bool, typer.Option(help="Reuse the KV cache of shared prompt prefixes.", rich_help_panel=_ENGINE)
     ] = True
     num_threads: Annotated[
-        int | None, typer.Option(min=1, help="CPU threads of the forward pass.", rich_help_panel=_ENGINE)
+        int | None, typer.Option(min=1, help="CPU threads for the forward pass.", rich_help_panel=_ENGINE)
     ] = None
     enforce_eager: Annotated[
         bool,
-        typer.Option("--enforce-eager", help="On a GPU: do not record CUDA graphs.", rich_help_panel=_ENGINE),
+        typer.Option("--enforce-eager", help="Do not use CUDA graphs on a GPU.", rich_help_panel=_ENGINE),
     ] = False
     chat_template: Annotated[
-        str | None, typer.Option(help="Chat template: a path or inline Jinja.", rich_help_panel=_TEXT)
+        str | None, typer.Option(help="Chat template: a file path or inline Jinja.", rich_help_panel=_TEXT)
     ] = None
     chat_template_content_format: Annotated[
-        ContentFormat, typer.Option(help="How message content reaches the template.", rich_help_panel=_TEXT)
+        ContentFormat, typer.Option(help="Form in which the template gets message content.", rich_help_panel=_TEXT)
     ] = "auto"
     trust_request_chat_template: Annotated[
         bool,
         typer.Option(
-            "--trust-request-chat-template", help="Let requests bring a chat_template.", rich_help_panel=_TEXT
+            "--trust-request-chat-template", help="Allow requests to set chat_template.", rich_help_panel=_TEXT
         ),
     ] = False
     special_tokens_in_content: Annotated[
         SpecialTokensInContent,
         typer.Option(
-            help="Control tokens in messages: take them as such, as plain text, or refuse them.", rich_help_panel=_TEXT
+            help="Control tokens in messages: allow them, escape them to plain text, or refuse the request.",
+            rich_help_panel=_TEXT,
         ),
     ] = "allow"
-    tool_call_parser: Annotated[str | None, _parser_option("writes tool calls in")] = None
+    tool_call_parser: Annotated[str | None, _parser_option("of the model's tool calls")] = None
     tool_parser_plugin: Annotated[list[str], _plugin_option("tool-call")] = dataclasses.field(default_factory=list)
     enable_auto_tool_choice: Annotated[
         bool,
         typer.Option(
             "--enable-auto-tool-choice",
-            help="Refuse to start where the model's format of tool calls is not known.",
+            help="Refuse to start if the model's tool-call format is unknown.",
             rich_help_panel=_TEXT,
         ),
     ] = False
-    reasoning_parser: Annotated[str | None, _parser_option("reasons in")] = None
+    reasoning_parser: Annotated[str | None, _parser_option("of the model's reasoning")] = None
     reasoning_parser_plugin: Annotated[list[str], _plugin_option("reasoning")] = dataclasses.field(default_factory=list)
     max_logprobs: Annotated[
-        int, typer.Option(min=-1, help="Most logprobs a request may ask for; -1: all.", rich_help_panel=_TEXT)
+        int,
+        typer.Option(
+            min=-1,
+            help="Maximum number of logprobs a request may ask for; -1 for the whole vocabulary.",
+            rich_help_panel=_TEXT,
+        ),
     ] = _TEXT_DEFAULTS.max_logprobs
 
     request_limit: Annotated[
         list[str],
         typer.Option(
             metavar="NAME=NUMBER",
-            help="Most that one request may hold of something, e.g. stop=256. Repeatable.",
+            help="Change a limit on the contents of one request, e.g. stop=256. Repeatable.",
             rich_help_panel=_TEXT,
         ),
     ] = dataclasses.field(default_factory=list)

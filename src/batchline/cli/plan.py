@@ -10,7 +10,7 @@ import typer
 def plan(
     input_file: Annotated[str, typer.Argument(metavar="FILE", help="Batch file: a path, - or a URL.")],
     model: Annotated[str | None, typer.Option(help="Count tokens with this model's tokenizer (folder or id).")] = None,
-    dedup: Annotated[bool, typer.Option(help="Run identical deterministic requests once.")] = True,
+    dedup: Annotated[bool, typer.Option(help="Run identical deterministic requests only once.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Show in which groups a batch file would run, what they share, and what would run once for several lines."""

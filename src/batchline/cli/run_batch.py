@@ -27,9 +27,9 @@ def run_batch(
         bool,
         typer.Option("--enable-metrics", help="Serve Prometheus metrics on /metrics.", rich_help_panel=_METRICS),
     ] = False,
-    host: Annotated[str, typer.Option(help="Address to serve them on.", rich_help_panel=_METRICS)] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="Address of the metrics server.", rich_help_panel=_METRICS)] = "127.0.0.1",
     port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Port to serve them on.", rich_help_panel=_METRICS)
+        int, typer.Option(min=0, max=65535, help="Port of the metrics server.", rich_help_panel=_METRICS)
     ] = 8000,
 ) -> None:
     """Run every request of a batch file and write one result for each. Run it again to resume."""

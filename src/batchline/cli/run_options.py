@@ -19,32 +19,42 @@ class RunFileOptions:
     """Every option about files, order and resuming, as given."""
 
     input_file: Annotated[
-        str, typer.Option("-i", "--input-file", help="Batch file: a path, - or a URL; .gz .bz2 .xz .zst are read too.")
+        str,
+        typer.Option(
+            "-i",
+            "--input-file",
+            help="Batch file: a path, - for standard input, or a URL; may be .gz, .bz2, .xz or .zst.",
+        ),
     ]
     output_file: Annotated[
-        str, typer.Option("-o", "--output-file", help="Result file: a path, - or a URL (http(s) by one PUT).")
+        str,
+        typer.Option(
+            "-o",
+            "--output-file",
+            help="Result file: a path, - for standard output, or a URL (http(s) uploads with PUT).",
+        ),
     ]
-    error_file: Annotated[str | None, typer.Option(help="Write failed lines here instead of to the output.")] = None
+    error_file: Annotated[str | None, typer.Option(help="File for failed lines. Default: the result file.")] = None
     output_tmp_dir: Annotated[
         Path | None,
         typer.Option(
-            help="Folder for the journal and staged files. Default: beside the output, or here for a URL.",
+            help="Folder for temporary files and the journal. Default: the result file's; for a URL, the current one.",
             exists=True,
             file_okay=False,
         ),
     ] = None
     output_order: Annotated[OutputOrder, typer.Option(help="Order of the result lines.")] = "input"
-    max_inflight: Annotated[int, typer.Option(min=1, help="Requests in flight at once.")] = DEFAULT_MAX_INFLIGHT
-    resume: Annotated[bool, typer.Option(help="Go on with an unfinished run, or discard it.")] = True
+    max_inflight: Annotated[int, typer.Option(min=1, help="Maximum number of requests in flight.")] = (
+        DEFAULT_MAX_INFLIGHT
+    )
+    resume: Annotated[bool, typer.Option(help="Continue an unfinished run, or discard it and start again.")] = True
     strict: Annotated[
-        bool, typer.Option("--strict", help="Stop before any compute if a line is bad; unknown fields are errors.")
+        bool, typer.Option("--strict", help="Run nothing if any line is invalid; unknown fields are errors.")
     ] = False
-    dedup: Annotated[bool, typer.Option(help="Run identical deterministic requests once.")] = True
-    fail_on_error: Annotated[
-        bool, typer.Option("--fail-on-error", help="Exit with 3 if the run finished with failed lines.")
-    ] = False
+    dedup: Annotated[bool, typer.Option(help="Run identical deterministic requests only once.")] = True
+    fail_on_error: Annotated[bool, typer.Option("--fail-on-error", help="Exit with code 3 if any line failed.")] = False
     grace_period: Annotated[
-        float, typer.Option(min=0, help="Seconds that running requests get after Ctrl-C or SIGTERM.")
+        float, typer.Option(min=0, help="Seconds running requests may take to finish after Ctrl-C or SIGTERM.")
     ] = DEFAULT_GRACE_PERIOD_S
     max_requests: MaxRequests = None
     max_file_size: MaxFileSize = None

@@ -27,48 +27,50 @@ _ORIGIN = re.compile(r"\*|null|[A-Za-z][\w+.-]*://[^/,\s]+")
 class ServingOptions:
     """Every server option, as given."""
 
-    host: Annotated[str, typer.Option(help="Address to serve at.", rich_help_panel=_ADDRESS)] = _DEFAULTS.host
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.", rich_help_panel=_ADDRESS)] = (
-        _DEFAULTS.port
-    )
+    host: Annotated[str, typer.Option(help="Address to listen on.", rich_help_panel=_ADDRESS)] = _DEFAULTS.host
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port to listen on; 0 picks a free port.", rich_help_panel=_ADDRESS)
+    ] = _DEFAULTS.port
     root_path: Annotated[
-        str, typer.Option(help="Prefix that a proxy in front takes away.", rich_help_panel=_ADDRESS)
+        str, typer.Option(help="Path prefix stripped by a reverse proxy.", rich_help_panel=_ADDRESS)
     ] = _DEFAULTS.root_path
-    ssl_certfile: Annotated[str | None, typer.Option(help="Certificate file, for https.", rich_help_panel=_ADDRESS)] = (
-        None
-    )
-    ssl_keyfile: Annotated[str | None, typer.Option(help="The certificate's key file.", rich_help_panel=_ADDRESS)] = (
-        None
-    )
+    ssl_certfile: Annotated[
+        str | None, typer.Option(help="TLS certificate file; turns on HTTPS.", rich_help_panel=_ADDRESS)
+    ] = None
+    ssl_keyfile: Annotated[
+        str | None, typer.Option(help="Private key file of the certificate.", rich_help_panel=_ADDRESS)
+    ] = None
     ssl_keyfile_password: Annotated[
-        str | None, typer.Option(help="The key's password, if it is encrypted.", rich_help_panel=_ADDRESS)
+        str | None, typer.Option(help="Password of the private key, if it is encrypted.", rich_help_panel=_ADDRESS)
     ] = None
     api_key: Annotated[
         list[str],
-        typer.Option(help="Key that clients must send. Repeatable.", rich_help_panel=_ACCESS, show_default=False),
+        typer.Option(help="API key that clients must send. Repeatable.", rich_help_panel=_ACCESS, show_default=False),
     ] = dataclasses.field(default_factory=list)
     metrics_need_key: Annotated[
-        bool, typer.Option("--metrics-need-key", help="Guard /metrics by the keys too.", rich_help_panel=_ACCESS)
+        bool, typer.Option("--metrics-need-key", help="Require an API key for /metrics too.", rich_help_panel=_ACCESS)
     ] = False
     allowed_origins: Annotated[
         list[str],
-        typer.Option(help="Origin of web pages that may call (CORS), or *. Repeatable.", rich_help_panel=_ACCESS),
+        typer.Option(help="Origin allowed to send CORS requests, or * for all. Repeatable.", rich_help_panel=_ACCESS),
     ] = dataclasses.field(default_factory=list)
     allowed_methods: Annotated[
-        list[str], typer.Option(help="Method for them; default: all. Repeatable.", rich_help_panel=_ACCESS)
+        list[str],
+        typer.Option(help="Method allowed in CORS requests. Repeatable; default: all.", rich_help_panel=_ACCESS),
     ] = dataclasses.field(default_factory=list)
     allowed_headers: Annotated[
-        list[str], typer.Option(help="Header for them; default: all. Repeatable.", rich_help_panel=_ACCESS)
+        list[str],
+        typer.Option(help="Header allowed in CORS requests. Repeatable; default: all.", rich_help_panel=_ACCESS),
     ] = dataclasses.field(default_factory=list)
     allow_credentials: Annotated[
-        bool, typer.Option("--allow-credentials", help="Let them send cookies.", rich_help_panel=_ACCESS)
+        bool, typer.Option("--allow-credentials", help="Allow CORS requests with cookies.", rich_help_panel=_ACCESS)
     ] = False
     max_request_size: Annotated[
         int,
         typer.Option(
             parser=parse_num_bytes,
             metavar="SIZE",
-            help="Largest request body.",
+            help="Maximum size of a request body.",
             show_default=f"{_DEFAULTS.max_request_bytes >> 20}MiB",
             rich_help_panel=_LIMITS,
         ),
@@ -76,14 +78,16 @@ class ServingOptions:
     max_waiting: Annotated[
         int,
         typer.Option(
-            min=0, help="Sequences that may wait beyond --max-num-seqs; more get 503.", rich_help_panel=_LIMITS
+            min=0,
+            help="Maximum number of waiting sequences beyond --max-num-seqs; more get a 503.",
+            rich_help_panel=_LIMITS,
         ),
     ] = DEFAULT_MAX_WAITING
     max_connections: Annotated[
         int,
         typer.Option(
             min=1,
-            help="Connections that clients may hold open; idle ones give way to new ones.",
+            help="Maximum number of open connections; new ones replace idle ones.",
             rich_help_panel=_LIMITS,
         ),
     ] = _DEFAULTS.max_connections
@@ -92,44 +96,48 @@ class ServingOptions:
         typer.Option(
             parser=parse_num_bytes,
             metavar="SIZE",
-            help="Memory for the bodies of all requests together; at least --max-request-size.",
+            help="Memory for all request bodies together; at least --max-request-size.",
             show_default=f"{_DEFAULTS.max_body_memory >> 20}MiB",
             rich_help_panel=_LIMITS,
         ),
     ] = _DEFAULTS.max_body_memory
     head_timeout: Annotated[
         float,
-        typer.Option(min=0.01, help="Seconds for a request's headers to arrive.", rich_help_panel=_LIMITS),
+        typer.Option(min=0.01, help="Seconds within which a request's headers must arrive.", rich_help_panel=_LIMITS),
     ] = _DEFAULTS.head_timeout_s
     body_timeout: Annotated[
         float,
         typer.Option(
-            min=0.01, help="Seconds for a request's body to arrive, or for each 256 KiB of it.", rich_help_panel=_LIMITS
+            min=0.01,
+            help="Seconds within which a request's body, or each 256 KiB of it, must arrive.",
+            rich_help_panel=_LIMITS,
         ),
     ] = _DEFAULTS.body_timeout_s
     write_timeout: Annotated[
         float,
-        typer.Option(min=0.01, help="Seconds that a client may stop reading its answer.", rich_help_panel=_LIMITS),
+        typer.Option(min=0.01, help="Seconds a client may pause reading its answer.", rich_help_panel=_LIMITS),
     ] = _DEFAULTS.write_timeout_s
     keep_alive: Annotated[
         float,
-        typer.Option(min=0.01, help="Seconds that an idle connection stays open.", rich_help_panel=_LIMITS),
+        typer.Option(min=0.01, help="Seconds an idle connection stays open.", rich_help_panel=_LIMITS),
     ] = _DEFAULTS.keep_alive_s
     grace_period: Annotated[
         float,
-        typer.Option(min=0, help="Seconds that running requests get after Ctrl-C or SIGTERM.", rich_help_panel=_LIMITS),
+        typer.Option(
+            min=0, help="Seconds running requests may take to finish after Ctrl-C or SIGTERM.", rich_help_panel=_LIMITS
+        ),
     ] = _DEFAULTS.grace_period_s
-    log_level: Annotated[LogLevel, typer.Option(help="How much to log, on standard error.")] = "info"
-    access_log: Annotated[bool, typer.Option(help="Log a line for every request.")] = True
+    log_level: Annotated[LogLevel, typer.Option(help="Log level; logs go to standard error.")] = "info"
+    access_log: Annotated[bool, typer.Option(help="Log one line per request.")] = True
 
     def server(self, *, max_running: int) -> ServerOptions:
         """The server's settings. max_running: sequences that run at once. Raises: UsageError."""
         if any(not key.strip() for key in self.api_key):
             raise UsageError("--api-key: a key must not be empty")
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
-            raise UsageError("--ssl-keyfile needs --ssl-certfile with it")
+            raise UsageError("--ssl-keyfile requires --ssl-certfile")
         if self.ssl_keyfile_password is not None and self.ssl_certfile is None:
-            raise UsageError("--ssl-keyfile-password needs --ssl-certfile with it")
+            raise UsageError("--ssl-keyfile-password requires --ssl-certfile")
         return ServerOptions(
             host=self.host,
             port=self.port,

@@ -15,7 +15,7 @@ def check_whole(body: GenerationBody) -> None:
     if body.stream:
         raise BadRequest("stream: a batch line or a call for one answer cannot be streamed", param="stream")
     if body.stream_options is not None:
-        raise BadRequest("stream_options: stream must be true with it", param="stream_options")
+        raise BadRequest("stream_options: it requires stream: true", param="stream_options")
 
 
 def check_streamed(body: GenerationBody) -> None:

@@ -51,7 +51,7 @@ class ChatCompletionRequest(GenerationBody):
                 param="continue_final_message",
             )
         if self.top_logprobs and not self.logprobs:
-            raise BadRequest("top_logprobs: logprobs must be true with it", param="top_logprobs")
+            raise BadRequest("top_logprobs: it requires logprobs: true", param="top_logprobs")
         self._check_tools()
 
     @property
