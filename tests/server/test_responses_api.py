@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 import openai
+import orjson
 import pytest
 from threaded_server import Serve, ThreadedServer
 
@@ -223,7 +224,7 @@ def test_a_model_that_makes_no_responses_is_refused_before_the_background(serve:
 
 async def test_a_kept_response_is_not_streamed_again(client: openai.AsyncOpenAI) -> None:
     made = await client.responses.create(model="tiny", input="Hi", max_output_tokens=1)
-    with pytest.raises(openai.BadRequestError, match="told whole"):
+    with pytest.raises(openai.BadRequestError, match="a stored response cannot be streamed; leave stream out"):
         await client.responses.retrieve(made.id, stream=True)
 
 
@@ -269,10 +270,9 @@ def test_more_than_can_be_kept_in_progress_are_refused_and_none_is_dropped(
     ask = {"model": "stuck", "input": "x", "background": True}
     with httpx.Client(base_url=serve(backend).url) as client:
         begun = [client.post("/v1/responses", json=ask).json()["id"] for _ in range(5)]
-        for more in (ask, ask | {"background": False}, ask | {"background": False, "stream": True}):
-            refused = client.post("/v1/responses", json=more)
-            assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
-            assert "in progress" in refused.json()["error"]["message"]
+        refused = client.post("/v1/responses", json=ask)
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+        assert "in the background" in refused.json()["error"]["message"]
         backend.allow()
         unstored = client.post("/v1/responses", json={"model": "stuck", "input": "x", "store": False})
         assert unstored.status_code == 200
@@ -347,7 +347,8 @@ async def test_responses_under_one_request_id_are_kept_apart(serve: Serve) -> No
 
 
 def kept(response_id: str, text: str = "", status: str = "completed") -> KeptResponse:
-    return KeptResponse({"id": response_id, "status": status, "output": []}, [{"role": "user", "content": text}])
+    items = [{"role": "user", "content": text}]
+    return KeptResponse({"id": response_id, "status": status, "output": []}, items, len(orjson.dumps(items)))
 
 
 def keep(responses: KeptResponses, response_id: str, text: str = "") -> None:
@@ -380,16 +381,16 @@ def test_the_oldest_are_forgotten_first() -> None:
 def test_responses_in_progress_are_never_dropped_for_room() -> None:
     """By number and by bytes: the oldest was cancelled even if it was the one that somebody waited for."""
     responses = KeptResponses(max_kept=2, max_bytes=1000)
-    responses.begin(kept("running", "x" * 400, status="queued"))
+    responses.begin_in_background(kept("running", "x" * 400, status="queued"))
     for response_id in ("a", "b", "c"):
         keep(responses, response_id, "x" * 400)
     assert ("running" in responses, "b" in responses, "c" in responses) == (True, False, True)
     with pytest.raises(Overloaded):
-        responses.begin(kept("large", "x" * 600, status="queued"))
-    responses.begin(kept("second", status="queued"))
+        responses.begin_in_background(kept("large", "x" * 600, status="queued"))
+    responses.begin_in_background(kept("second", status="queued"))
     assert ("running" in responses, "second" in responses, "c" in responses) == (True, True, False)
     with pytest.raises(Overloaded):
-        responses.begin(kept("third", status="queued"))
+        responses.begin_in_background(kept("third", status="queued"))
 
 
 def test_a_response_dropped_while_it_is_made_stays_dropped() -> None:
@@ -398,3 +399,51 @@ def test_a_response_dropped_while_it_is_made_stays_dropped() -> None:
     responses.forget("a", "")
     responses.finish(kept("a"))
     assert "a" not in responses
+
+
+def test_responses_that_clients_wait_for_are_kept_whatever_their_number() -> None:
+    """Bug: with the default `store`, the 1,001st request was refused with a 503, where 1,280 were admitted."""
+    responses = KeptResponses(max_kept=2, max_bytes=1000)
+    names = ("a", "b", "c", "d")
+    for name in names:
+        responses.begin(kept(name, "x" * 600, status="in_progress"))
+    assert all(name in responses for name in names)
+    responses.begin_in_background(kept("behind", status="queued"))
+    for name in names:
+        responses.finish(kept(name, "x" * 100))
+    assert [name in responses for name in (*names, "behind")] == [False, False, False, True, True]
+
+
+def test_requests_are_answered_while_no_more_can_be_kept(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(responses_api, "KeptResponses", lambda: KeptResponses(max_kept=1))
+    backend = BusyBackend()
+    ask = {"model": "stuck", "input": "x"}
+    with httpx.Client(base_url=serve(backend).url) as client:
+        assert client.post("/v1/responses", json=ask | {"background": True}).json()["status"] == "queued"
+        text = client.post("/v1/responses", json=ask | {"stream": True}).text
+        assert text.startswith("event: response.created")
+
+
+def test_a_conversation_is_measured_without_being_written_again() -> None:
+    """Bug: the JSON of all that led to a response was written on the event loop twice, only for its length."""
+    first = kept("a", "x" * 500)
+    following = KeptResponse({"id": "b"}, [*first.conversation, object()], first.num_bytes + 30)  # type: ignore[list-item]
+    assert following.num_bytes == first.num_bytes + 30 + len('{"id":"b"}')
+
+
+@pytest.mark.parametrize(
+    ("body", "params", "message"),
+    [
+        (
+            {"background": True, "stream": True},
+            {},
+            "background: it cannot be combined with stream: true or store: false",
+        ),
+        ({}, {"include": "x"}, "include: a stored response is returned as it was created"),
+    ],
+)
+def test_what_cannot_be_combined_is_named(serve: Serve, body: Any, params: Any, message: str) -> None:
+    with httpx.Client(base_url=serve(StuckBackend()).url) as client:
+        answer = client.get("/v1/responses/x", params=params) if params else client.post("/v1/responses", json=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith(message)

@@ -1,8 +1,9 @@
 """Responses that the server keeps in memory, so that later requests can continue, read and cancel them.
 
 Each response belongs to its owner; to any other owner it does not exist. A response in progress is never dropped: when
-only those are left, new ones are refused. Finished ones are dropped, oldest first, once there are too many or their
-JSON is too large. A restart forgets everything. Knows nothing of HTTP.
+only those in the background are left, new ones there are refused. Those in the foreground are as many as the requests
+that wait for them, and count only once they are finished. Finished ones are dropped, oldest first, once there are too
+many or their JSON is too large. A restart forgets everything. Knows nothing of HTTP.
 """
 
 from __future__ import annotations
@@ -27,18 +28,20 @@ JsonObject = dict[str, Any]
 class KeptResponse:
     """A response in its current state, with all the input items that led to it.
 
-    owner: whose API key it was made with; empty where the server has no keys. task: what makes it in the background.
+    num_input_bytes: the size of those items' JSON. owner: whose API key it was made with; empty where the server has
+    no keys. task: what makes it in the background.
     """
 
     response: JsonObject
     input_items: list[JsonObject]
+    num_input_bytes: int
     owner: str = ""
     task: asyncio.Task[None] | None = None
 
     @property
     def num_bytes(self) -> int:
         """The size of its JSON, including the input that it continues."""
-        return len(orjson.dumps([self.response, self.input_items]))
+        return len(orjson.dumps(self.response)) + self.num_input_bytes
 
     @property
     def is_running(self) -> bool:
@@ -59,15 +62,19 @@ class KeptResponses:
         self._max_bytes = max_bytes
         self._running: dict[str, KeptResponse] = {}
         self._finished: OrderedDict[str, KeptResponse] = OrderedDict()  # the oldest first
-        self._num_bytes: dict[str, int] = {}  # as each was when it was kept
+        self._num_bytes: dict[str, int] = {}  # as each was when it was kept; not in the foreground
         self._total_bytes = 0
 
     def begin(self, kept: KeptResponse) -> None:
+        """Keep a response while a client waits for it."""
+        self._running[kept.response["id"]] = kept
+
+    def begin_in_background(self, kept: KeptResponse) -> None:
         """Keep a response in progress. Raises: Overloaded where there are too many of them to keep another."""
         num_bytes = kept.num_bytes
-        running_bytes = sum(self._num_bytes[response_id] for response_id in self._running)
-        if len(self._running) >= self._max_kept or (self._running and running_bytes + num_bytes > self._max_bytes):
-            raise Overloaded("Too many responses are in progress; try again later, or send store: false")
+        others = [self._num_bytes[response_id] for response_id in self._running if response_id in self._num_bytes]
+        if len(others) >= self._max_kept or (others and sum(others) + num_bytes > self._max_bytes):
+            raise Overloaded("Too many responses are being made in the background; try again later")
         self._put(kept, num_bytes)
 
     def finish(self, kept: KeptResponse) -> None:

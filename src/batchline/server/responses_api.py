@@ -11,10 +11,12 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from uuid import uuid4
 
+import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -51,8 +53,8 @@ class ResponsesApi:
     async def create(self, request: Request) -> Response:
         """A new response: whole, streamed, or made in the background. Raises: RequestError, EngineLost."""
         body = await self._inference.read_body(request)
-        items = await off_loop_if_large(body, partial(_items, body.get("input")))
-        call = self._call(body, items, owner_of(request))
+        given = await off_loop_if_large(body, partial(_given_input, body.get("input")))
+        call = self._call(body, given, owner_of(request))
         if body.get("background") is True:
             self._check_in_background(call)
             await off_loop_if_large(body, partial(check_without_model, call.request.body))
@@ -68,7 +70,7 @@ class ResponsesApi:
     async def retrieve(self, request: Request) -> Response:
         """A kept response as it stands. Raises: NotFound, BadRequest."""
         if request.query_params.get("stream", "false") != "false":
-            raise BadRequest("stream: a kept response is told whole", param="stream")
+            raise BadRequest("stream: a stored response cannot be streamed; leave stream out", param="stream")
         _refuse_include(request)
         return JsonResponse(self._kept.get(request.path_params["response_id"], owner_of(request)).response)
 
@@ -89,27 +91,30 @@ class ResponsesApi:
         self._kept.forget(response_id, owner_of(request))
         return JsonResponse({"id": response_id, "object": "response", "deleted": True})
 
-    def _call(self, body: JsonObject, items: list[JsonObject] | None, owner: str) -> _Call:
+    def _call(self, body: JsonObject, given: _Input | None, owner: str) -> _Call:
         """The request as the backend gets it: whole, under a random id. Raises: RequestError."""
         previous_id = body.get("previous_response_id")
         sent = {key: value for key, value in body.items() if key != "background" or value is not True}
-        if isinstance(previous_id, str) and items is not None:
-            items = [*self._kept.finished(previous_id, owner, "previous_response_id").conversation, *items]
-            sent["input"] = items
+        if isinstance(previous_id, str) and given is not None:
+            previous = self._kept.finished(previous_id, owner, "previous_response_id")
+            given = _Input([*previous.conversation, *given.items], previous.num_bytes + given.num_bytes)
+            sent["input"] = given.items
             del sent["previous_response_id"]
-        return _Call(body, EndpointRequest(url=PATH, body=sent, request_id=uuid4().hex), items or [], owner)
+        request = EndpointRequest(url=PATH, body=sent, request_id=uuid4().hex)
+        return _Call(body, request, given or _Input([], 0), owner)
 
     def _check_in_background(self, call: _Call) -> None:
         """What can be told at once is. Raises: BadRequest, NotFound."""
         if call.body.get("stream") or call.body.get("store") is False:
-            raise BadRequest("background: it goes neither with stream nor without store", param="background")
+            raise BadRequest("background: it cannot be combined with stream: true or store: false", param="background")
         check_supported(self._backend.models(), call.body.get("model"), PATH)
 
     def _start(self, call: _Call) -> JsonObject:
         """Begin to make a response in the background; returns it as it stands. Raises: Overloaded."""
         if self._kept.num_in_background >= self._max_running:
-            raise Overloaded("Too many responses are being made in the background")
-        kept = call.begin(self._kept, "queued")
+            raise Overloaded("Too many responses are being made in the background; try again later")
+        kept = call.begun("queued")
+        self._kept.begin_in_background(kept)
         kept.task = asyncio.create_task(self._make(kept, call))
         return kept.response
 
@@ -129,13 +134,21 @@ class ResponsesApi:
         self._kept.finish(kept)
 
 
+@dataclass(frozen=True, slots=True)
+class _Input:
+    """What a response is made from. num_bytes: the size of the items' JSON."""
+
+    items: list[JsonObject]
+    num_bytes: int
+
+
 class _Call:
     """A request for a response: as the client sent it, as the backend gets it, and the items it stands for."""
 
-    def __init__(self, body: JsonObject, request: EndpointRequest, input_items: list[JsonObject], owner: str) -> None:
+    def __init__(self, body: JsonObject, request: EndpointRequest, given: _Input, owner: str) -> None:
         self.body = body
         self.request = request
-        self._input_items = input_items
+        self._input = given
         self._owner = owner
 
     def told(self, response: Mapping[str, Any]) -> JsonObject:
@@ -143,27 +156,26 @@ class _Call:
         previous_id = self.body.get("previous_response_id")
         return {**response, "id": self._response_id, "previous_response_id": previous_id}
 
-    def begin(self, kept: KeptResponses, status: Status) -> KeptResponse:
-        """Keep a response without output yet. Raises: Overloaded."""
-        response = response_object(
-            self.body,
-            response_id=self._response_id,
-            created_at=int(time.time()),
-            model=self.body.get("model"),
-            status=status,
+    def begun(self, status: Status) -> KeptResponse:
+        """The response without output yet."""
+        return self._to_keep(
+            response_object(
+                self.body,
+                response_id=self._response_id,
+                created_at=int(time.time()),
+                model=self.body.get("model"),
+                status=status,
+            )
         )
-        begun = KeptResponse(response, self._input_items, self._owner)
-        kept.begin(begun)
-        return begun
 
     @contextmanager
     def keeping(self, kept: KeptResponses) -> Iterator[None]:
         """Keeps the response while it is made in the foreground, unless the request says not to store it.
 
-        One that does not come to its end is dropped. Raises: Overloaded.
+        One that does not come to its end is dropped.
         """
         if self._is_stored:
-            self.begin(kept, "in_progress")
+            kept.begin(self.begun("in_progress"))
         try:
             yield
         finally:
@@ -173,8 +185,11 @@ class _Call:
         """The finished response as it is told, kept unless the request says not to store it."""
         told = self.told(response)
         if self._is_stored:
-            kept.finish(KeptResponse(told, self._input_items, self._owner))
+            kept.finish(self._to_keep(told))
         return told
+
+    def _to_keep(self, response: JsonObject) -> KeptResponse:
+        return KeptResponse(response, self._input.items, self._input.num_bytes, self._owner)
 
     @property
     def _is_stored(self) -> bool:
@@ -188,7 +203,7 @@ class _Call:
 async def _keeping(
     events: AsyncIterator[Mapping[str, Any]], kept: KeptResponses, call: _Call
 ) -> AsyncGenerator[Mapping[str, Any], None]:
-    """The same events; the response of the last one is kept. Raises: Overloaded."""
+    """The same events; the response of the last one is kept."""
     try:
         with call.keeping(kept):
             async for event in events:
@@ -202,15 +217,18 @@ async def _keeping(
         await close_stream(events)
 
 
-def _items(given: Any) -> list[JsonObject] | None:
+def _given_input(given: Any) -> _Input | None:
     """The input as items; None for what is no input at all, which the backend refuses."""
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
         return None
-    return [input_item(item) for item in items]
+    items = [input_item(item) for item in items]
+    return _Input(items, len(orjson.dumps(items)))
 
 
 def _refuse_include(request: Request) -> None:
-    """Raises: BadRequest where more is asked for than what is kept."""
+    """Raises: BadRequest where more is asked for than what is stored."""
     if any(name in request.query_params for name in ("include", "include[]")):
-        raise BadRequest("include: what is kept is told as it was made", param="include")
+        raise BadRequest(
+            "include: a stored response is returned as it was created; send include when you create it", param="include"
+        )
