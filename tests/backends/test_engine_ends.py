@@ -192,8 +192,9 @@ async def test_a_model_that_cannot_be_loaded_again_is_down_until_it_can(
             await anext(backend.stream(completion(5, stream=True)))
         assert len(tries) == 3
     now = 1.5
-    assert backend.is_alive()
+    assert not backend.is_alive(), "nothing has been loaded yet"
     assert (await backend.answer(completion(5))).status_code == 200
+    assert backend.is_alive()
 
 
 async def test_a_closed_backend_starts_nothing_again(backend: InProcessBackend) -> None:

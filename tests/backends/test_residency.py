@@ -12,7 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from batchline.backends.residency import LONGEST_REFUSAL_S, MAX_FRUITLESS_ENDS, Loadable, ModelResidency
+from batchline.backends import residency
+from batchline.backends.residency import MAX_FRUITLESS_ENDS, Loadable, ModelResidency
 from batchline.errors import BatchlineError, EngineLost, ModelLoadError
 
 
@@ -242,6 +243,19 @@ async def test_a_model_whose_engine_has_ended_is_loaded_again_once_for_all_even_
     assert shelf.events == ["load a", "unload a", "load a"]
 
 
+@pytest.fixture
+def _no_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refusals of a thousand seconds: nothing is loaded again but by a use."""
+    monkeypatch.setattr(residency, "FIRST_REFUSAL_S", 1000.0)
+    monkeypatch.setattr(residency, "LONGEST_REFUSAL_S", 8000.0)
+
+
+@pytest.fixture
+def _instant_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(residency, "FIRST_REFUSAL_S", 0.0)
+
+
+@pytest.mark.usefixtures("_no_retries")
 async def test_a_reload_is_tried_three_times_and_then_refused_for_longer_and_longer() -> None:
     shelf = Shelf(room=1)
     attempts: list[str] = []
@@ -251,18 +265,84 @@ async def test_a_reload_is_tried_three_times_and_then_refused_for_longer_and_lon
         raise ModelLoadError("a", "the disk is gone")
 
     (await one_use(shelf, shelf.model("a"))).has_ended = True
-    for delay_s in (1, 2, 4):
+    for delay_s in (1000, 2000, 4000):
         with pytest.raises(ModelLoadError, match="the disk is gone"):
             await one_use(shelf, shelf.model("a", fail))
         assert shelf.residency.is_refused("a")
         with pytest.raises(ModelLoadError, match="the disk is gone"):
             await one_use(shelf, shelf.model("a"))  # refused at once, without another try
         shelf.now += delay_s
-        assert not shelf.residency.is_refused("a")
+        assert shelf.residency.is_refused("a"), "nothing has been loaded yet"
     assert attempts == ["try"] * 9
-    shelf.now += LONGEST_REFUSAL_S
     assert (await one_use(shelf, shelf.model("a"))).is_alive()
     assert not shelf.residency.is_refused("a")
+    await shelf.residency.close()
+
+
+@pytest.mark.usefixtures("_instant_retries")
+async def test_a_model_that_was_given_up_is_loaded_again_without_being_asked_for() -> None:
+    """Bug: a server whose /health was 503 got no requests, and only a request loaded the model again."""
+    shelf = Shelf(room=1)
+    failures = [ModelLoadError("a", "not yet") for _ in range(3 * 3)]
+
+    def load() -> Recorded:
+        if failures:
+            raise failures.pop()
+        return Recorded("a", shelf.events)
+
+    (await one_use(shelf, shelf.model("a"))).has_ended = True
+    with pytest.raises(ModelLoadError, match="not yet"):
+        await one_use(shelf, shelf.model("a", load))
+    while shelf.residency.is_refused("a"):  # noqa: ASYNC110 (a thread ends it)
+        await asyncio.sleep(0)
+    assert shelf.residency.resident("a") is not None
+    assert failures == []
+    await shelf.residency.close()
+
+
+@pytest.mark.usefixtures("_instant_retries")
+async def test_a_model_that_was_given_up_takes_no_memory_from_others_by_itself() -> None:
+    shelf = Shelf(room=1)
+    gate = Gate("a", [])
+    has_asked_for_room = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def fail() -> Recorded:
+        gate()
+        raise ModelLoadError("a", "not yet")
+
+    def fits() -> bool:
+        loop.call_soon_threadsafe(has_asked_for_room.set)
+        return shelf.fits()
+
+    (await one_use(shelf, shelf.model("a"))).has_ended = True
+    failing = asyncio.create_task(one_use(shelf, Loadable("a", fail, fits)))
+    await asyncio.to_thread(gate.entered.wait, 60)
+    other = asyncio.create_task(one_use(shelf, shelf.model("b")))
+    for _ in range(5):
+        await asyncio.sleep(0)  # until its load stands in line
+    gate.opened.set()
+    with pytest.raises(ModelLoadError, match="not yet"):
+        await failing
+    await other
+    await has_asked_for_room.wait()
+    assert shelf.residency.is_refused("a")
+    assert shelf.events == ["load a", "unload a", "load b"]
+    await shelf.residency.close()
+
+
+@pytest.mark.usefixtures("_no_retries")
+async def test_closing_does_not_wait_for_the_next_try() -> None:
+    shelf = Shelf(room=1)
+
+    def fail() -> Recorded:
+        raise ModelLoadError("a", "not yet")
+
+    (await one_use(shelf, shelf.model("a"))).has_ended = True
+    with pytest.raises(ModelLoadError):
+        await one_use(shelf, shelf.model("a", fail))
+    await asyncio.wait_for(shelf.residency.close(), 60)
+    assert not [task for task in asyncio.all_tasks() if task.get_name() == "retrying a"]
 
 
 async def test_a_first_load_that_fails_is_not_tried_again_at_once() -> None:
@@ -309,13 +389,14 @@ async def test_a_reload_that_works_at_the_second_try_is_no_failure() -> None:
     assert outcomes == []
 
 
+@pytest.mark.usefixtures("_no_retries")
 async def test_an_engine_that_ends_whatever_it_is_asked_is_given_up_until_later() -> None:
     shelf = Shelf(room=1)
     for _ in range(MAX_FRUITLESS_ENDS):
         (await one_use(shelf, shelf.model("a"))).has_ended = True
     with pytest.raises(EngineLost, match="ends whatever it is asked"):
         await one_use(shelf, shelf.model("a"))
-    shelf.now += 1
+    shelf.now += 1000
     for _ in range(MAX_FRUITLESS_ENDS + 5):
         model = await one_use(shelf, shelf.model("a"))
         shelf.residency.note_good_answer("a")

@@ -114,7 +114,7 @@ class InProcessBackend:
             yield error.body()
 
     def is_alive(self) -> bool:
-        """Whether every model can be asked: False while one whose engine has ended cannot be loaded again."""
+        """Whether every model can be asked: False while one that has run before is given up."""
         return not any(self._residency.is_refused(name) for name in self._loadables)
 
     def stats(self) -> BackendStats:

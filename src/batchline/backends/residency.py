@@ -101,6 +101,7 @@ class _Record:
     `culprits` found since then.
 
     refusals: times in a row that it was given up. refused_until: when it may be loaded again, on the monotonic clock.
+    refusal: why it was given up, until it is loaded again. retrying: loads it again without being asked.
     """
 
     was_loaded: bool = False
@@ -109,6 +110,7 @@ class _Record:
     refusals: int = 0
     refused_until: float = 0.0
     refusal: BatchlineError | None = None
+    retrying: asyncio.Task[None] | None = None
 
 
 class ModelResidency(Generic[ModelT]):
@@ -174,15 +176,19 @@ class ModelResidency(Generic[ModelT]):
         return None if life is None else life.model
 
     def is_refused(self, name: str) -> bool:
-        """Whether a model that has run before cannot be loaded again for now."""
+        """Whether a model that has run before was given up, and has not been loaded again since."""
         record = self._records.get(name)
-        return record is not None and record.was_loaded and self._clock() < record.refused_until
+        return record is not None and record.was_loaded and record.refusal is not None
 
     async def close(self) -> None:
         """Unload everything, in use or not. A load that runs is waited for: threads cannot be stopped. Idempotent."""
         self._closed.set()
         self._someone_left.set()
-        await asyncio.gather(*(life.loading for life in self._newest.values()), return_exceptions=True)
+        await asyncio.gather(
+            *(life.loading for life in self._newest.values()),
+            *(record.retrying for record in self._records.values() if record.retrying is not None),
+            return_exceptions=True,
+        )
         for life in list(self._residents):
             await self._unload(life)
 
@@ -194,7 +200,7 @@ class ModelResidency(Generic[ModelT]):
             return life
         record = self._records.setdefault(wanted.name, _Record())
         if life is not None and life.has_ended and not life.is_leaving:
-            self._note_end(wanted.name, record)
+            self._note_end(wanted, record)
             life.is_leaving = True
         if record.refusal is not None and self._clock() < record.refused_until:
             raise record.refusal.with_traceback(None)  # of earlier raises, which would add up
@@ -202,18 +208,48 @@ class ModelResidency(Generic[ModelT]):
         life.loading = asyncio.create_task(self._load(life, record), name=f"loading {wanted.name}")
         return life
 
-    def _note_end(self, name: str, record: _Record) -> None:
+    def _note_end(self, wanted: Loadable[ModelT], record: _Record) -> None:
         record.fruitless_ends += 1
-        logger.warning("the engine of %s has ended; its model is loaded again", name)
+        logger.warning("the engine of %s has ended; its model is loaded again", wanted.name)
         if record.fruitless_ends >= MAX_FRUITLESS_ENDS or record.culprits >= MAX_CULPRITS:
             record.fruitless_ends = record.culprits = 0
-            self._refuse(record, EngineLost(f"the engine of {name} ends whatever it is asked"))
+            self._refuse(wanted, record, EngineLost(f"the engine of {wanted.name} ends whatever it is asked"))
 
-    def _refuse(self, record: _Record, error: BatchlineError) -> None:
+    def _refuse(self, wanted: Loadable[ModelT], record: _Record, error: BatchlineError) -> None:
         delay_s = min(LONGEST_REFUSAL_S, FIRST_REFUSAL_S * 2**record.refusals)
         record.refusals += 1
         record.refused_until = self._clock() + delay_s
         record.refusal = error
+        is_retrying = record.retrying is not None and not record.retrying.done()
+        if record.was_loaded and not is_retrying and not self._closed.is_set():
+            record.retrying = asyncio.create_task(self._retry(wanted, record), name=f"retrying {wanted.name}")
+
+    async def _retry(self, wanted: Loadable[ModelT], record: _Record) -> None:
+        """Load a model again that was given up, without a request: a server that reports itself unwell gets none.
+
+        While other models have its memory, it is left to a request to take that from them.
+        """
+        while record.refusal is not None and not self._closed.is_set():
+            await self._pause(record.refused_until - self._clock())
+            if not self._closed.is_set() and await self._has_room_beside_others(wanted):
+                with contextlib.suppress(BatchlineError):  # which is the next refusal
+                    async with self.use(wanted):
+                        break
+            else:
+                await self._pause(LONGEST_REFUSAL_S)
+
+    async def _has_room_beside_others(self, wanted: Loadable[ModelT]) -> bool:
+        async with self._line:  # behind loads that have been asked for
+            if all(resident.has_ended or resident.is_leaving for resident in self._residents):
+                return True
+            with contextlib.suppress(BatchlineError):
+                return await _in_own_thread(wanted.name, wanted.fits)
+        return False
+
+    async def _pause(self, delay_s: float) -> None:
+        """Wait, but no longer than until the end."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._closed.wait(), delay_s)
 
     async def _load(self, life: _Life[ModelT], record: _Record) -> None:
         """A life's way into memory. Raises: BatchlineError."""
@@ -226,7 +262,7 @@ class ModelResidency(Generic[ModelT]):
             except BatchlineError as exc:
                 if isinstance(exc, ModelLoadError):
                     exc.ran_before = record.was_loaded
-                self._refuse(record, exc)
+                self._refuse(life.wanted, record, exc)
                 raise
             self._residents.append(life)
         record.was_loaded = True
@@ -241,8 +277,7 @@ class ModelResidency(Generic[ModelT]):
                 return await _in_own_thread(wanted.name, wanted.load)
             except BatchlineError as exc:
                 logger.warning("%s could not be loaded again; there will be another try: %s", wanted.name, exc)
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._closed.wait(), delay_s)
+            await self._pause(delay_s)
         self._raise_if_closed()
         return await _in_own_thread(wanted.name, wanted.load)
 
