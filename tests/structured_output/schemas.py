@@ -133,6 +133,7 @@ SCHEMAS: dict[str, Schema] = {
         "maximum": 99,
     },
     "oneOf of types": {"oneOf": [INT, TEXT]},
+    "oneOf of constants": {"oneOf": [{"const": 1, "title": "One"}, {"const": "1"}, {"enum": [True, None]}]},
     "oneOf with a tag": {"oneOf": [fields(kind={"const": "a"}, x=INT), fields(kind={"const": "b"}, y=TEXT)]},
     "allOf of bounds": {"allOf": [{"type": "integer", "minimum": 3}, {"maximum": 5}]},
     "allOf of objects": {

@@ -142,6 +142,8 @@ class _Strictness:
         self._refuse_countless_properties(schema, path)
         self._refuse_rounded_numbers(schema, path)
         _make_patterns_strict(strict)
+        if "anyOf" not in strict and _are_different_constants(strict.get("oneOf")):
+            strict["anyOf"] = strict.pop("oneOf")  # the same, and the engine takes it
         return strict
 
     def _refuse_countless_properties(self, schema: Mapping[str, Any], path: str) -> None:
@@ -179,6 +181,19 @@ def _numbers(value: Any) -> Iterator[float]:
             waiting.extend(part.values() if isinstance(part, dict) else part)
         elif isinstance(part, (int, float)):
             yield part
+
+
+def _are_different_constants(branches: Any) -> bool:
+    """Whether these are branches of a `oneOf` that each allow scalar constants only, none of them twice."""
+    if not isinstance(branches, list) or not all(isinstance(branch, dict) for branch in branches):
+        return False
+    lists = [branch.get("enum", [branch.get("const", branches)]) for branch in branches]
+    if not all(isinstance(values, list) for values in lists):
+        return False
+    values = [value for values in lists for value in values]
+    if not all(value is None or isinstance(value, str | int | float) for value in values):
+        return False
+    return len({(isinstance(value, bool), value) for value in values}) == len(values) > 0
 
 
 def _make_patterns_strict(schema: dict[str, Any]) -> None:

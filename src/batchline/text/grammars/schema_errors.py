@@ -6,6 +6,7 @@ it is tried alone.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -30,7 +31,11 @@ def schema_error(schema: Mapping[str, Any]) -> str | None:
         return engine_refusal(Grammar({"json_schema": part}).serialised())
 
     reason = reason_of(schema)
-    return None if reason is None else f"at {place_of_error(schema, reason, reason_of)}: {one_line(reason)}"
+    if reason is None:
+        return None
+    advice = "use anyOf, or branches that differ in type or in a constant"
+    explained = re.sub(r"[.;]? *Enable 'coerce_one_of'.*", f"; {advice}", one_line(reason))
+    return f"at {place_of_error(schema, reason, reason_of)}: {explained}"
 
 
 def place_of_error(schema: Mapping[str, Any], reason: str, refusal: Refusal) -> str:
