@@ -364,7 +364,7 @@ def test_one_step_that_does_not_fit_costs_a_few_small_ones_and_no_more(
     run(engine, request("long", range(3, 67), max_tokens=1))
     assert flaky.sizes == [(64, 1), (32, 1), (32, 1)]
     flaky.sizes = flaky.sizes[:1]
-    run(engine, *(request(str(n), PROMPT[: 5 + n], max_tokens=20) for n in range(8)))
+    run(engine, *(request(str(n), range(5 + 50 * n, 50 + 50 * n), max_tokens=20) for n in range(8)))
     assert max(seqs for _, seqs in flaky.sizes) == 8
     flaky.sizes = flaky.sizes[:1]
     run(engine, request("long", range(203, 267), max_tokens=1))

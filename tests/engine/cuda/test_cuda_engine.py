@@ -84,12 +84,20 @@ def make_prompts(count: int) -> list[tuple[int, ...]]:
     ]
 
 
-def greedy_tokens(engine: Engine, prompts: list[tuple[int, ...]]) -> list[list[int]]:
+def greedy_tokens(engine: Engine, prompts: list[tuple[int, ...]], *, num_urgent: int = 0) -> list[list[int]]:
+    """num_urgent: so many of the prompts come when the others run, and go before them."""
     sampling = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0)
-    for index, prompt in enumerate(prompts):
-        engine.add(Request(request_id=str(index), prompt_token_ids=prompt, sampling=sampling))
+    requests = [
+        Request(request_id=str(index), prompt_token_ids=prompt, sampling=sampling, priority=-(index < num_urgent))
+        for index, prompt in enumerate(prompts)
+    ]
+    for request in requests[num_urgent:]:
+        engine.add(request)
     tokens: dict[str, list[int]] = {}
-    while engine.has_work:
+    urgent = requests[:num_urgent]
+    while engine.has_work or urgent:
+        if urgent and engine.stats().cache_usage > 0.5:
+            engine.add(urgent.pop())
         for output in engine.step():
             assert isinstance(output, GenerationOutput)
             tokens[output.request_id] = list(output.token_ids)
@@ -119,7 +127,7 @@ def test_preempted_sequences_get_the_same_tokens(tmp_path: Path, recorder: Repea
     prompts = make_prompts(5)
     block_bytes = BLOCK_SIZE * 2 * 4 * (2 * 2 * 16)  # layers, float32, keys and values of two heads
     engine = Engine(config(folder, num_bytes=8 * block_bytes))
-    assert greedy_tokens(engine, prompts) == greedy_oracle(folder, prompts, MAX_TOKENS)
+    assert greedy_tokens(engine, prompts, num_urgent=3) == greedy_oracle(folder, prompts, MAX_TOKENS)
     assert engine.stats().preemptions > 0
     assert recorder.replayed > 0
 
