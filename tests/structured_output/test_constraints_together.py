@@ -124,7 +124,7 @@ async def test_bad_words_are_kept_out_too(ask: Ask) -> None:
 async def test_a_request_that_leaves_nothing_to_say_is_refused(ask: Ask) -> None:
     answer = await ask(guided_choice=["yes"], allowed_token_ids=[5])
     assert answer.status_code == 400
-    assert "leaves no token" in answer.body["error"]["message"]
+    assert "No token satisfies" in answer.body["error"]["message"]
     assert content(await ask(guided_choice=["fine"])) == ["fine"]  # and the others go on
 
 

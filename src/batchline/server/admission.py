@@ -76,7 +76,10 @@ class Admission:
         if scope["type"] != "http" or route_path(scope) not in self._paths:
             await self._app(scope, receive, send)
             return
-        places = scope.setdefault("state", {})["places"] = Places(self)
+        state = scope.setdefault("state", {})
+        if state.get("is_crowded"):
+            raise Overloaded("Too many connections are open; try again later", retry_after_s=RETRY_AFTER_S)
+        places = state["places"] = Places(self)
         places.hold(1)
         self._metrics.in_flight.inc()
         try:
