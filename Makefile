@@ -45,7 +45,7 @@ check: setup  ## lint, format and types
 	$(BIN)/mypy
 
 unit: setup clients
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 soak: setup  ## the server's load check for minutes instead of seconds
 	$(BIN)/python -m pytest -s tests/server/test_load.py --load-minutes $(MINUTES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +13,11 @@ import torch
 from batchline.config import CacheConfig
 from batchline.engine import memory
 from batchline.engine.kv_cache import KVCache, LayerSpec, bytes_per_block, choose_num_blocks
+from batchline.engine.native_cache import NativeKVCache
+from batchline.native.library import open_kernels
 
 MIB = 1024**2
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -22,6 +26,7 @@ def _empty_ledger(monkeypatch: pytest.MonkeyPatch) -> None:
     ledger = memory.MemoryLedger()
     monkeypatch.setattr(memory, "LEDGER", ledger)
     monkeypatch.setattr("batchline.engine.kv_cache.LEDGER", ledger)
+    monkeypatch.setattr("batchline.engine.native_cache.LEDGER", ledger)
 
 
 def container(folder: Path, limit: str, current: int, cached: int) -> Path:
@@ -59,6 +64,42 @@ def test_memory_is_promised_until_it_is_written_or_given_back() -> None:
     assert ledger.untouched_bytes() == 0
 
 
+def recycled_blocks(num_blocks: int, num_bytes: int) -> list[np.ndarray]:
+    """Leave free blocks of this size within the allocator's own memory, as a process that has worked for a while has
+    them: it takes them from there, not from the system, once it has seen such a block given back. Returns what keeps it
+    from giving them back to the system."""
+    largest = np.ones(num_bytes + MIB, dtype=np.uint8)
+    del largest
+    pairs = [(np.ones(num_bytes, dtype=np.uint8), np.ones(64 * 1024, dtype=np.uint8)) for _ in range(num_blocks)]
+    return [guard for _, guard in pairs]
+
+
+def torch_cache(num_bytes: int) -> KVCache:
+    spec = LayerSpec(num_kv_heads=2, key_dim=64, value_dim=64)
+    return KVCache([spec], 2 * num_bytes // bytes_per_block([spec], 16, torch.float32), 16, torch.float32, CPU)
+
+
+def native_cache(num_bytes: int) -> NativeKVCache:
+    spec = LayerSpec(num_kv_heads=2, key_dim=64, value_dim=64)
+    kernels = open_kernels("auto")
+    assert kernels is not None
+    return NativeKVCache(kernels, [spec], num_bytes // bytes_per_block([spec], 16, torch.float32), 16, torch.float32)
+
+
+@pytest.mark.parametrize("make", [torch_cache, native_cache])
+def test_a_cache_is_not_made_of_recycled_memory(make: Callable[[int], object]) -> None:
+    """It would be written with zeros at once, and stay with the allocator when the model is gone."""
+    num_bytes = 20 * MIB
+    guards = recycled_blocks(4, num_bytes)
+    recycled = memory.LEDGER.promise(np.zeros(num_bytes, dtype=np.uint8))
+    assert memory.LEDGER.untouched_bytes() < MIB, "the allocator has what this test is about"
+    del recycled
+    cache = make(num_bytes)
+    assert memory.LEDGER.untouched_bytes() > num_bytes - MIB
+    del cache, guards
+    assert memory.LEDGER.untouched_bytes() == 0
+
+
 def test_several_caches_are_never_promised_the_same_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each cache was sized from memory that the ones before had been promised and not written yet: 17.8 GiB of 14.5."""
     free = 100 * MIB
@@ -70,7 +111,7 @@ def test_several_caches_are_never_promised_the_same_memory(tmp_path: Path, monke
         num_blocks = choose_num_blocks(
             CacheConfig(), block_bytes, max_model_len=1 << 20, max_num_seqs=64, free_bytes=memory.free_bytes("cpu") // 2
         )
-        caches.append(KVCache([spec], num_blocks, 16, torch.float32, torch.device("cpu")))
+        caches.append(KVCache([spec], num_blocks, 16, torch.float32, CPU))
     promised = [cache.num_blocks * block_bytes for cache in caches]
     assert sum(promised) <= free
     assert promised == sorted(promised, reverse=True)

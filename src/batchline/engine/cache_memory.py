@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from batchline.engine.memory import free_bytes
+from batchline.engine.memory import free_bytes, fresh_mapping, fresh_zeros
 
 MAX_AHEAD_BYTES = 1536 * 1024**2
 """What is touched at most: more than a few seconds are good for."""
@@ -31,8 +31,7 @@ class CacheMemory:
         """Start touching. Raises: OSError where the system does not give so many addresses."""
         free = free_bytes("cpu")
         self._ahead = min(MAX_AHEAD_BYTES, free // 8) // SLICE_BYTES * SLICE_BYTES
-        self._mapping = mmap.mmap(-1, free // 2, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self._mapping.madvise(mmap.MADV_HUGEPAGE)
+        self._mapping = fresh_mapping(free // 2)
         self._is_stopped = threading.Event()
         self._thread = threading.Thread(target=self._touch, name="batchline-cache-memory", daemon=True)
         self._thread.start()
@@ -45,7 +44,7 @@ class CacheMemory:
     def take(self, num_bytes: int) -> np.ndarray:
         """(num_bytes,) uint8 zeros, ready in front. To be called once: a second array would share the memory."""
         if num_bytes > len(self._mapping):
-            return np.zeros(num_bytes, dtype=np.uint8)
+            return fresh_zeros(num_bytes)
         self.stop()  # it writes zeros, which must not come behind what the caller writes
         first_unused = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         if first_unused < self._ahead:

@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from batchline.config import CacheConfig
-from batchline.engine.memory import LEDGER
+from batchline.engine.memory import LEDGER, fresh_zeros
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +80,10 @@ def choose_num_blocks(
 
 def _blocks(count: int, size: int, heads: int, dim: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     # zeros, not empty: unused positions of a block are read and masked, and a NaN there would survive the mask. On a
-    # CPU from numpy, whose zeros take no memory until they are written; torch's are written at once.
+    # CPU a mapping of its own, which takes no memory until it is written; torch writes its zeros at once.
     if device.type != "cpu":
         return torch.zeros(count, size, heads, dim, dtype=dtype, device=device)
-    memory = LEDGER.promise(np.zeros(count * size * heads * dim * dtype.itemsize, dtype=np.uint8))
+    memory = LEDGER.promise(fresh_zeros(count * size * heads * dim * dtype.itemsize))
     return torch.from_numpy(memory).view(dtype).view(count, size, heads, dim)
 
 

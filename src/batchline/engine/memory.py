@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+from contextlib import suppress
 from pathlib import Path
 from weakref import WeakValueDictionary
 
@@ -32,6 +33,26 @@ class MemoryLedger:
     def untouched_bytes(self) -> int:
         """What is promised and has not been taken yet, so that it looks free."""
         return sum(array.nbytes - _resident_bytes(array) for array in list(self._arrays.values()))
+
+
+def fresh_mapping(num_bytes: int) -> mmap.mmap:
+    """Zeroed memory straight from the system, given back to it as a whole when nothing refers to it any more.
+
+    An allocator may hand out memory that something else used before: it has to write the zeros, gigabytes of them, and
+    keeps the memory afterwards. Raises: OSError where the system does not give so many addresses.
+    """
+    if not hasattr(mmap, "MAP_PRIVATE"):  # Windows
+        return mmap.mmap(-1, num_bytes)
+    mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without huge pages
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+    return mapping
+
+
+def fresh_zeros(num_bytes: int) -> np.ndarray:
+    """(num_bytes,) uint8 of a mapping of its own. Raises: OSError as `fresh_mapping` does."""
+    return np.frombuffer(fresh_mapping(max(num_bytes, 1)), dtype=np.uint8, count=num_bytes)
 
 
 LEDGER = MemoryLedger()

@@ -11,12 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
-import numpy as np
 import torch
 
 from batchline.engine.cache_memory import CacheMemory
 from batchline.engine.kv_cache import LayerSpec
-from batchline.engine.memory import LEDGER
+from batchline.engine.memory import LEDGER, fresh_zeros
 from batchline.native.library import DTYPES, CacheArgs, NativeKernels
 from batchline.native.packing import PANEL
 
@@ -44,7 +43,7 @@ class NativeKVCache:
         block_stride = sum(in_layers)
         # zeros, since unwritten positions are read and weighed with 0, which a NaN would survive
         num_bytes = num_blocks * block_stride * dtype.itemsize
-        own = np.zeros(num_bytes, dtype=np.uint8) if memory is None else memory.take(num_bytes)
+        own = fresh_zeros(num_bytes) if memory is None else memory.take(num_bytes)
         self._memory = LEDGER.promise(own)
         self.layers = [
             CacheArgs(
