@@ -284,3 +284,8 @@ class RequestRefused(EngineError):
 
 class ConstraintFailed(EngineError):
     """What one request asks of its output leaves no token that could come next, or is too complex to follow."""
+
+
+def first_line(error: BaseException) -> str:
+    """The gist of a library's long message."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

@@ -126,9 +126,21 @@ def test_hidden_state_of_a_broken_prompt_is_an_error(engine: Engine) -> None:
 def test_model_whose_logits_are_not_numbers_is_refused_with_the_reason(tmp_path: Path) -> None:
     folder = damage(make_model("llama", tmp_path), "model.norm.weight", 0)
     config = EngineConfig(model=ModelConfig(model=str(folder), dtype="float32", device="cpu"))
-    with pytest.raises(UnsupportedModel, match=r"its logits are not numbers \(NaN\): its weights are damaged"):
+    with pytest.raises(UnsupportedModel, match=r"its numbers for token id \d+ are not finite \(NaN or infinite\)"):
         Engine(config)
     assert torch.isnan(load_file(folder / "model.safetensors")["model.norm.weight"][0])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_model_with_a_damaged_row_is_refused_by_the_rows_token(tmp_path: Path, value: float) -> None:
+    """It was refused with words about packing, which nobody can act on."""
+    folder = make_model("llama", tmp_path, tie_word_embeddings=False)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.embed_tokens.weight"][250:] = value
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = EngineConfig(model=ModelConfig(model=str(folder), dtype="float32", device="cpu"))
+    with pytest.raises(UnsupportedModel, match=r"its numbers for token id (2[5-9]|[3-9]\d)\d are not finite"):
+        Engine(config)
 
 
 @pytest.mark.parametrize("ending", ["aborted", "preempted"])

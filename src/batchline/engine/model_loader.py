@@ -32,7 +32,7 @@ from batchline.engine.native_probe import first_layers_are_exact, whole_model_on
 from batchline.engine.probe import OWN_ATTENTION, Probe, own_hidden_states, probe_model
 from batchline.engine.quantization import Int8Format, quantize_linears, use_int8_kernels
 from batchline.engine.row_positions import give_row_positions
-from batchline.errors import ModelLoadError, UnsupportedModel
+from batchline.errors import ModelLoadError, UnsupportedModel, first_line
 from batchline.model_record import NOT_BUILT
 from batchline.native.int8 import open_int8_kernels
 from batchline.native.library import NativeKernels, load_library, open_kernels
@@ -239,12 +239,12 @@ def choose_max_model_len(config: ModelConfig, hf_config: Any) -> int:
 def explain(model: str, exc: Exception) -> str:
     """Why a model did not load, for the user."""
     if os.path.isdir(model):
-        return f"the folder is not a usable Hugging Face model ({_first_line(exc)})"
+        return f"the folder is not a usable Hugging Face model ({first_line(exc)})"
     if os.path.sep in model and (model.startswith((".", "~", os.path.sep)) or model.count("/") > 1):
         return "no such folder"
     if isinstance(exc, OSError):
         return HUB_UNREACHABLE
-    return _first_line(exc)
+    return first_line(exc)
 
 
 def _generation_config(model: str, source: dict[str, Any]) -> GenerationConfig | None:
@@ -281,7 +281,3 @@ def _trained_context(hf_config: Any) -> int:
             )
             length = min(length, original or length)
     return length
-
-
-def _first_line(exc: Exception) -> str:
-    return (str(exc).strip().splitlines() or [type(exc).__name__])[0]

@@ -77,10 +77,7 @@ def probe_model(name: str, model: Any, hf_config: Any) -> Probe:
         own, logits = _run_alone(model, short)
     except Exception as exc:  # the model's code is foreign: on what it was not made for it may fail in any way
         raise UnsupportedModel(name, f"{architecture} cannot be run on packed sequences ({exc})") from exc
-    if own.isnan().any() or logits.isnan().any():
-        raise UnsupportedModel(
-            name, f"its logits are not numbers (NaN): its weights are damaged, or too large for {own.dtype}"
-        )
+    _refuse_damaged(name, ~own.isfinite().all(-1) | logits.isnan().any(-1).flatten(), short.flatten(), own.dtype)
     layers = _checked_layers(name, architecture, hf_config, recording)
     reference = own
     if own.dtype is not torch.float32:
@@ -93,9 +90,20 @@ def probe_model(name: str, model: Any, hf_config: Any) -> Probe:
         long_reference, _ = _run_alone(model, long[None], to_head=False)
         in_first = Recording(lengths=[short.shape[1], len(long)])
         packed_long = _run_packed(model, [short[0], long], in_first)[short.shape[1] :]
+    _refuse_damaged(name, ~long_reference.isfinite().all(-1), long, torch.float32)
     if not agree(packed_long, long_reference, long_reference):
         raise _differs(name, architecture, row_errors(packed_long, long_reference))
     return Probe(layers, short, reference, own, num_first, long, long_reference)
+
+
+def _refuse_damaged(name: str, is_bad: torch.Tensor, token_ids: torch.Tensor, dtype: torch.dtype) -> None:
+    """is_bad: (n,), by token. Raises: UnsupportedModel naming the first bad one."""
+    if is_bad.any():
+        raise UnsupportedModel(
+            name,
+            f"its numbers for token id {int(token_ids[is_bad][0])} are not finite (NaN or infinite): its weights are "
+            f"damaged, or too large for {dtype}",
+        )
 
 
 def _differs(name: str, architecture: str, errors: torch.Tensor) -> UnsupportedModel:

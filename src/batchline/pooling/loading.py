@@ -24,7 +24,7 @@ from batchline.checkpoints.files import HUB_UNREACHABLE
 from batchline.checkpoints.formats import refuse_foreign_format
 from batchline.checkpoints.weights import LoadingReport, loading_reports, refuse_odd_numbers, refuse_wrong_weights
 from batchline.config import ModelConfig
-from batchline.errors import EngineOutOfMemory, ModelLoadError, UnsupportedModel
+from batchline.errors import EngineOutOfMemory, ModelLoadError, UnsupportedModel, first_line
 from batchline.model_record import NOT_BUILT, ModelRecord, missing_kernels
 from batchline.native.library import isa_name, load_library
 from batchline.pooling.batching import BatchLimits, TokenSequence
@@ -244,7 +244,7 @@ def _prepare(config: ModelConfig, loaded: LoadedPoolingModel) -> LoadedPoolingMo
         expected = loaded.run_batch(probe)
     except Exception as exc:  # the model's own code may raise anything
         raise UnsupportedModel(
-            config.model, f"a first batch of {loaded.architecture} failed ({_first_line(exc)})"
+            config.model, f"a first batch of {loaded.architecture} failed ({first_line(exc)})"
         ) from exc
     tolerance = AGREEMENT_TOLERANCE.get(dtype, 0.0)
     fused = fuse_encoder(loaded.module[0], config.cpu_kernels)
@@ -302,11 +302,7 @@ def _agrees(loaded: LoadedPoolingModel, probe: list[TokenSequence], expected: Ro
 
 def _explain(model: str, exc: Exception) -> str:
     if os.path.isdir(model):
-        return f"the folder is not a usable sentence-transformers or Hugging Face model ({_first_line(exc)})"
+        return f"the folder is not a usable sentence-transformers or Hugging Face model ({first_line(exc)})"
     if model.count("/") > 1 or model.startswith((".", "~", "/")):
         return "no such folder"
-    return HUB_UNREACHABLE if isinstance(exc, OSError) else _first_line(exc)
-
-
-def _first_line(exc: Exception) -> str:
-    return (str(exc).strip().splitlines() or [type(exc).__name__])[0]
+    return HUB_UNREACHABLE if isinstance(exc, OSError) else first_line(exc)

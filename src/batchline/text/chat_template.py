@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any
 
-from jinja2 import Template, TemplateError, TemplateSyntaxError, meta
+from jinja2 import Template, TemplateError, TemplateSyntaxError, UndefinedError, meta
 
 from batchline.config import ContentFormat
 from batchline.errors import BadRequest, UsageError
@@ -73,13 +73,16 @@ class ChatTemplate:
         except TemplateLimitExceeded as exc:
             raise BadRequest(f"The chat template was stopped: {exc}", param="messages") from exc
         except Exception as exc:  # a template is a program by strangers: it can raise whatever Python can
-            raise BadRequest(f"The chat template refused the messages: {_reason(exc)}", param="messages") from exc
+            raise BadRequest(f"The chat template {_reason(exc)[:500]}", param="messages") from exc
 
 
 def _reason(error: Exception) -> str:
-    """A template's own words, or the kind of error; never a traceback."""
-    words = str(error) if isinstance(error, (TemplateError, TypeError, ValueError)) else type(error).__name__
-    return words[:500]
+    """What the template did, in its own words where it has any; never a traceback."""
+    if isinstance(error, TemplateError) and not isinstance(error, UndefinedError):
+        return f"refused the messages: {error}"
+    words = f": {error}" if isinstance(error, (UndefinedError, TypeError, ValueError)) else ""
+    kind = type(error).__name__
+    return f"failed on these messages, which have a shape that it does not expect ({kind}{words})"
 
 
 def _mark_end(message: dict[str, Any]) -> str:

@@ -11,9 +11,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from batchline.errors import BadRequest, ModelLoadError, UnsupportedModel
+from batchline.errors import BadRequest, ModelLoadError, UnsupportedModel, first_line
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as BackendTokenizer
@@ -237,7 +238,12 @@ def load_tokenizer(model: str, *, revision: str | None = None, trust_remote_code
     try:
         tokenizer = AutoTokenizer.from_pretrained(model, revision=revision, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, TypeError, ImportError) as exc:
-        raise ModelLoadError(model, f"its tokenizer cannot be loaded: {_first_line(exc)}") from exc
+        folder = Path(model)
+        if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in ("tokenizer*", "vocab*", "*.model")):
+            raise ModelLoadError(
+                model, "the folder has no tokenizer (no tokenizer.json): copy the tokenizer's files beside the weights"
+            ) from exc
+        raise ModelLoadError(model, f"its tokenizer cannot be loaded: {first_line(exc)}") from exc
     return from_transformers(model, tokenizer)
 
 
@@ -252,8 +258,3 @@ def from_transformers(model: str, tokenizer: Any) -> HuggingFaceTokenizer:
         decoder = type(backend.decoder).__name__
         raise UnsupportedModel(model, f"its tokenizer's decoder {decoder} does not decode token by token")
     return ours
-
-
-def _first_line(error: BaseException) -> str:
-    """The gist of a loader's long message."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
