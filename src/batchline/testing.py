@@ -15,8 +15,9 @@ from typing import Any
 from batchline.backends.base import Answer, BackendStats, EndpointRequest, ServedModel, unknown_path
 from batchline.engine.request import FinishReason, GenerationOutput, GenerationRequest, TokenLogprobs
 from batchline.errors import BadRequest, NotFound, RequestError
+from batchline.openai_api.endpoint_table import CHAT, COMPLETIONS, EMBEDDINGS
 
-FAKE_ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
+FAKE_ENDPOINTS = (CHAT, COMPLETIONS, EMBEDDINGS)
 
 
 class FakeBackend:
@@ -58,9 +59,9 @@ class FakeBackend:
         if self._before_answer is not None:
             await self._before_answer(request)
         body = self._body(request)
-        if request.url == "/v1/embeddings":
-            raise BadRequest("stream: /v1/embeddings gives whole answers only", param="stream")
-        for chunk in _chunks(body, is_chat=request.url == "/v1/chat/completions"):
+        if request.url == EMBEDDINGS:
+            raise BadRequest(f"stream: {EMBEDDINGS} gives whole answers only", param="stream")
+        for chunk in _chunks(body, is_chat=request.url == CHAT):
             yield chunk
             if self._between_chunks is not None:
                 await self._between_chunks(request)
@@ -98,12 +99,12 @@ class FakeBackend:
         text = _last_text(request.body)
         num_tokens = len(text.split())
         self._prompt_tokens += num_tokens
-        if request.url == "/v1/embeddings":
+        if request.url == EMBEDDINGS:
             data = [{"index": 0, "object": "embedding", "embedding": [float(len(text))]}]
             return {"object": "list", "data": data, "model": model, "usage": _usage(num_tokens, 0)}
         self._output_tokens += num_tokens
         choice: dict[str, Any] = {"index": 0, "finish_reason": "stop"}
-        if request.url == "/v1/completions":
+        if request.url == COMPLETIONS:
             return self._generated(request, "cmpl", "text_completion", choice | {"text": text}, num_tokens)
         choice["message"] = {"role": "assistant", "content": text}
         return self._generated(request, "chatcmpl", "chat.completion", choice, num_tokens)

@@ -11,9 +11,9 @@ import pytest
 
 from batchline.backends.base import EndpointRequest
 from batchline.backends.residency import MAX_CULPRITS, Loadable, ModelResidency
-from batchline.backends.served_paths import UTILITIES
 from batchline.backends.supervision import GIVEN_UP, STREAM_BROKEN_OFF, Attempts, Company
 from batchline.errors import BadRequest, EngineDead, EngineLost, InternalServerError, ServiceUnavailable
+from batchline.openai_api.endpoint_table import DETOKENIZE, TOKENIZE
 
 
 @pytest.fixture(autouse=True)
@@ -186,7 +186,7 @@ async def test_a_request_that_has_not_run_yet_when_the_engine_ends_is_no_suspect
     assert house.lives[-1] is not model
 
 
-@pytest.mark.parametrize("url", UTILITIES)
+@pytest.mark.parametrize("url", [TOKENIZE, DETOKENIZE])
 async def test_tokenize_and_detokenize_wait_for_no_suspect_and_say_nothing_about_the_engine(url: str) -> None:
     """They do not need the engine, and were blocked for as long as a suspect generated alone."""
     house = House()

@@ -10,12 +10,12 @@ from typing import Annotated, Any, Union, get_args, get_origin
 import pytest
 from pydantic import BaseModel
 
-from batchline.backends.served_paths import REQUEST_SCHEMAS
 from batchline.config import RequestLimits
 from batchline.errors import BadRequest
 from batchline.openai_api.chat import ChatCompletionRequest
 from batchline.openai_api.completions import CompletionRequest
 from batchline.openai_api.embeddings import EmbeddingsRequest
+from batchline.openai_api.endpoint_table import REQUEST_SCHEMAS
 from batchline.openai_api.limits import MAX_FIELDS, check_limits, limited_fields, num_sequences
 from batchline.openai_api.parsing import MAX_READ_ERRORS, is_small, parse_body
 from batchline.openai_api.rerank import RerankRequest

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from threaded_server import ThreadedServer
 
-from batchline.backends.served_paths import REQUEST_SCHEMAS
+from batchline.openai_api.endpoint_table import REQUEST_SCHEMAS
 
 VALID: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2},
@@ -59,3 +59,7 @@ def test_any_value_of_any_field_gets_an_answer(client: httpx.Client, path: str, 
     if response.status_code != 200:
         assert response.json()["error"].keys() == {"message", "type", "param", "code"}
     assert client.get("/health").status_code == 200
+
+
+def test_every_schema_is_tried() -> None:
+    assert {REQUEST_SCHEMAS[path] for path in VALID} == set(REQUEST_SCHEMAS.values())

@@ -14,25 +14,6 @@ from typing import Any, Protocol
 from batchline.errors import NotFound
 from batchline.model_record import ModelRecord
 
-API_ENDPOINTS = (
-    "/v1/chat/completions",
-    "/v1/completions",
-    "/v1/embeddings",
-    "/v1/score",
-    "/score",
-    "/v1/rerank",
-    "/v2/rerank",
-    "/rerank",
-    "/v1/audio/transcriptions",
-    "/v1/audio/translations",
-    "/v1/responses",
-    "/v1/classify",
-    "/v1/moderations",
-)
-"""The endpoints that a request may name, in a batch file and on the server. Which a backend can answer depends on its
-models."""
-
-
 BATCH_PRIORITY = 1 << 32
 """The priority of batch work, behind every interactive request: the 32 bits of a body's own `priority`, which is added,
 order requests of one kind and never lift one above the other kind."""

@@ -14,10 +14,9 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from batchline.backends.base import API_ENDPOINTS, Answer, BackendStats, EndpointRequest, ServedModel, unknown_path
+from batchline.backends.base import Answer, BackendStats, EndpointRequest, ServedModel, unknown_path
 from batchline.backends.model_memory import fits_in_memory
 from batchline.backends.residency import Loadable, ModelResidency
-from batchline.backends.served_paths import ENDPOINTS, UTILITIES
 from batchline.backends.supervision import Attempts
 from batchline.checkpoints.formats import refuse_foreign_format
 from batchline.config import EngineConfig, Task
@@ -36,6 +35,7 @@ from batchline.errors import (
     SequenceFailed,
     UsageError,
 )
+from batchline.openai_api.endpoint_table import ENDPOINTS, endpoints_of
 from batchline.pooling.detection import detect_task
 
 if TYPE_CHECKING:
@@ -164,21 +164,20 @@ class InProcessBackend:
             name=name,
             aliases=tuple(aliases),
             max_model_len=config.model.max_model_len if resident is None else resident.max_model_len,
-            endpoints=ENDPOINTS[self._tasks[name]],
+            endpoints=endpoints_of(self._tasks[name]),
             record=None if resident is None else resident.record,
         )
 
     def _attempts(self, request: EndpointRequest) -> Attempts[LoadedModel]:
         """The request's turns on the model that is to answer. Raises: NotFound, BadRequest."""
-        if request.url not in API_ENDPOINTS and request.url not in UTILITIES:
+        endpoint = ENDPOINTS.get(request.url)
+        if endpoint is None:
             raise unknown_path(request.url, self.models())
         name, config = self._named(request.body.get("model"))
         task = self._tasks[config.model.names[0]]
-        supported = ENDPOINTS[task]
-        if request.url not in supported and request.url not in UTILITIES:
-            raise BadRequest(
-                f"Model {name} does not support {request.url}. It supports: {', '.join(supported)}", param="url"
-            )
+        if task not in endpoint.tasks:
+            supported = ", ".join(endpoints_of(task))
+            raise BadRequest(f"Model {name} does not support {request.url}. It supports: {supported}", param="url")
         return Attempts(self._residency, self._loadables[config.model.names[0]], request)
 
     def _named(self, name: object) -> tuple[str, EngineConfig]:

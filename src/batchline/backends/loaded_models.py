@@ -1,4 +1,4 @@
-"""One configured model in memory, whatever its kind, and the endpoints that it answers (`served_paths`).
+"""One configured model in memory, whatever its kind, and the functions that answer its endpoints.
 
 Imports torch and transformers, which takes seconds: `in_process` does so when it loads its first model.
 """
@@ -17,16 +17,6 @@ from typing import TYPE_CHECKING, Any
 from transformers.utils.logging import disable_progress_bar
 
 from batchline.backends.base import BackendStats, EndpointRequest
-from batchline.backends.served_paths import (
-    CHAT,
-    COMPLETIONS,
-    DETOKENIZE,
-    EMBEDDINGS,
-    RERANK,
-    RESPONSES,
-    SCORE,
-    TOKENIZE,
-)
 from batchline.backends.supervision import Company
 from batchline.config import EngineConfig, Task, TextConfig
 from batchline.endpoints.answer_scores import AnswerScorer, Reranker, UnknownReranker, answer_tokens, find_reranker
@@ -48,6 +38,16 @@ from batchline.engine.cache_memory import CacheMemory
 from batchline.errors import BadRequest, UnsupportedModel
 from batchline.model_record import ModelRecord
 from batchline.openai_api.chat import ChatCompletionRequest
+from batchline.openai_api.endpoint_table import (
+    CHAT,
+    COMPLETIONS,
+    DETOKENIZE,
+    EMBEDDINGS,
+    RERANK,
+    RESPONSES,
+    SCORE,
+    TOKENIZE,
+)
 from batchline.text.control_tokens import RenderedChat
 from batchline.text.tokenizer import Tokenizer, from_transformers
 

@@ -17,8 +17,8 @@ from typing import Generic, Protocol, TypeVar
 
 from batchline.backends.base import EndpointRequest
 from batchline.backends.residency import Loadable, ModelResidency, Residing
-from batchline.backends.served_paths import UTILITIES
 from batchline.errors import InternalServerError, RequestError, ServiceUnavailable
+from batchline.openai_api.endpoint_table import ENDPOINTS
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +116,7 @@ class Attempts(Generic[SupervisedT]):
         self._residency = residency
         self._wanted = wanted
         self._request = request
-        self._is_utility = request.url in UTILITIES
+        self._needs_engine = ENDPOINTS[request.url].needs_engine
         self._num_ends = 0
 
     @asynccontextmanager
@@ -139,13 +139,13 @@ class Attempts(Generic[SupervisedT]):
                         raise
                     self._note_end(exc)
                 else:
-                    if not self._is_utility:
+                    if self._needs_engine:
                         self._residency.note_good_answer(self._wanted.name)
                 return
 
     def _place_in(self, company: Company) -> AbstractAsyncContextManager[None]:
-        """Utilities wait for nobody: the engine has no part in them."""
-        return nullcontext() if self._is_utility else company.join(self._num_ends)
+        """A request that the tokenizer alone answers waits for no other."""
+        return company.join(self._num_ends) if self._needs_engine else nullcontext()
 
     def _note_end(self, exc: Exception) -> None:
         self._num_ends += 1

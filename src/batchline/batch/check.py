@@ -17,13 +17,13 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from batchline.backends.base import API_ENDPOINTS
 from batchline.batch import lines
 from batchline.batch.disk_full import input_failure
 from batchline.batch.index import LineIndex, LineReader, PositionSet, open_regular
 from batchline.batch.options import Limits
 from batchline.batch.sorting import RecordSorter, column
 from batchline.errors import LineError, RunInterrupted, UsageError
+from batchline.openai_api.endpoint_table import is_batch_url
 
 MAX_FAULTS_KEPT = 1000
 MAX_GROUPS_KEPT = 10_000
@@ -88,7 +88,7 @@ class CheckReport:
 
     def unknown_endpoints(self) -> list[RequestGroup]:
         """Groups whose endpoint no backend serves; their requests will be answered with a 404."""
-        return [group for group in self.groups.values() if group.url not in API_ENDPOINTS]
+        return [group for group in self.groups.values() if not is_batch_url(group.url)]
 
     def unknown_models(self, served: Sequence[str]) -> list[RequestGroup]:
         """Groups whose model is not among `served`; their requests will be answered with a 404."""

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from batchline.backends.served_paths import REQUEST_SCHEMAS
 from batchline.batch import lines
 from batchline.batch.check import CheckReport, LineObserver, check_file
 from batchline.batch.index import LineIndex, LineReader
@@ -24,6 +23,7 @@ from batchline.batch.request_traits import prompt_content
 from batchline.batch.source import refuse_unreadable, stage_input
 from batchline.config import RequestLimits
 from batchline.errors import BadRequest
+from batchline.openai_api.endpoint_table import REQUEST_SCHEMAS
 from batchline.openai_api.limits import check_limits
 
 _TOP_GROUPS = 20

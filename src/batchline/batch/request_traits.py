@@ -8,6 +8,8 @@ from typing import Any
 
 import orjson
 
+from batchline.openai_api.endpoint_table import ENDPOINTS, generates
+
 PREFIX_LENGTHS = (64, 256, 512, 1024, 2048, 4096)
 """Bytes of the prompt at which a shared prefix is looked for."""
 
@@ -15,8 +17,6 @@ NOT_DEDUPLICABLE = bytes(16)
 """The hash of a request that equals no other."""
 
 _PROMPT_FIELDS = ("prompt", "input", "query", "text_1", "queries", "data_1")
-GENERATING_ENDPOINTS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
-_COMPLETION_MAX_TOKENS = 16
 _UNKNOWN_DECODE = 2**31
 
 
@@ -56,7 +56,7 @@ def prefix_hashes(prompt: bytes) -> list[int]:
 
 def expected_decode(url: str, body: dict[str, Any], prompt: bytes) -> int:
     """How much work comes after the prefix: output tokens at most; for requests that generate nothing, input bytes."""
-    if url not in GENERATING_ENDPOINTS:
+    if not generates(url):
         return min(len(prompt), _UNKNOWN_DECODE)
     limit = output_limit(url, body)
     return _UNKNOWN_DECODE if limit is None else min(limit, _UNKNOWN_DECODE)
@@ -67,12 +67,12 @@ def output_limit(url: str, body: dict[str, Any]) -> int | None:
     limit = body.get("max_completion_tokens") or body.get("max_tokens") or body.get("max_output_tokens")
     if isinstance(limit, int) and limit > 0:
         return limit
-    return _COMPLETION_MAX_TOKENS if url == "/v1/completions" else None
+    return ENDPOINTS[url].default_max_tokens
 
 
 def is_deterministic(url: str, body: dict[str, Any]) -> bool:
     """Whether asking twice gives the same answer: greedy, seeded, or nothing is sampled at all."""
-    if url not in GENERATING_ENDPOINTS:
+    if not generates(url):
         return True
     temperature = body.get("temperature")
     is_greedy = isinstance(temperature, int | float) and not isinstance(temperature, bool) and 0 <= temperature < 1e-5

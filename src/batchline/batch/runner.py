@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from batchline.backends.base import API_ENDPOINTS, Answer, Backend, EndpointRequest, unknown_path
+from batchline.backends.base import Answer, Backend, EndpointRequest, unknown_path
 from batchline.batch import lines
 from batchline.batch.commit import GroupCommit
 from batchline.batch.crashes import InFlight
@@ -23,6 +23,7 @@ from batchline.batch.index import LineReader
 from batchline.batch.journal import Outcome
 from batchline.batch.plan import WorkItem
 from batchline.errors import EngineError, InternalServerError, LineError, ModelLoadError, RequestError, RunFailed
+from batchline.openai_api.endpoint_table import is_batch_url
 
 logger = logging.getLogger(__name__)
 
@@ -186,7 +187,7 @@ class Runner:
         """The backend's answer and its body as JSON. Raises: EngineError, ModelLoadError."""
         error: RequestError
         try:
-            if request.url not in API_ENDPOINTS:  # also where a backend answers it to a server, as `/tokenize`
+            if not is_batch_url(request.url):  # also where a backend answers it to a server, as `/tokenize`
                 raise unknown_path(request.url, self._backend.models())
             return _checked(await self._backend.answer(request), request.request_id)
         except (EngineError, ModelLoadError):

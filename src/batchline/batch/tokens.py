@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from batchline.batch.request_traits import GENERATING_ENDPOINTS, output_limit, prompt_content
+from batchline.batch.request_traits import output_limit, prompt_content
 from batchline.errors import RequestError
+from batchline.openai_api.endpoint_table import generates
 from batchline.text.chat_template import ChatPrompt, compile_template, own_template
 from batchline.text.control_tokens import ControlTokens
 from batchline.text.messages import message_text
@@ -52,7 +53,7 @@ class TokenCounter:
             return
         counts.prompt += num_tokens
         counts.longest_prompt = max(counts.longest_prompt, num_tokens)
-        if url in GENERATING_ENDPOINTS:
+        if generates(url):
             limit = output_limit(url, body)
             counts.output_limit += limit or 0
             counts.unlimited += limit is None

@@ -79,6 +79,21 @@ MESSAGES: tuple[Limited, ...] = (
 """Of a field that holds a conversation."""
 
 
+TEXT_COUNTS = ("inputs", "documents")
+"""The limits of fields whose texts are embedded, scored or ranked."""
+
+
+def num_texts(schema: type[BaseModel], body: Mapping[str, Any]) -> int:
+    """How many texts a body that may be wrong asks a model to read, in the field that has the most."""
+    counted = (
+        rule.count(body.get(field))
+        for field, rules in limited_fields(schema).items()
+        for rule in rules
+        if rule.name in TEXT_COUNTS
+    )
+    return max(counted, default=0)
+
+
 def check_limits(schema: type[BaseModel], body: Mapping[str, Any], limits: RequestLimits) -> None:
     """Raises: BadRequest naming the field of `body` that holds too much, how much, and the limit."""
     if len(body) > MAX_FIELDS:

@@ -10,9 +10,9 @@ from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from batchline.backends.served_paths import STREAMED_PATHS
 from batchline.errors import BadRequest, Overloaded
-from batchline.openai_api.limits import num_prompts, num_sequences
+from batchline.openai_api.endpoint_table import ENDPOINTS
+from batchline.openai_api.limits import num_sequences, num_texts
 from batchline.server.metrics import Metrics
 from batchline.server.root_path import route_path
 
@@ -21,15 +21,13 @@ RETRY_AFTER_S = 1
 TEXTS_PER_SEQUENCE = 64
 """Texts that are embedded, scored or ranked and count as one sequence: none of them is a loop of steps."""
 
-_TEXT_FIELDS = ("input", "documents", "text_1", "text_2", "queries", "data_1", "data_2")
-
 
 def num_places(path: str, body: Mapping[str, Any]) -> int:
     """What a request counts as. body: not yet checked."""
-    if path in STREAMED_PATHS:
+    endpoint = ENDPOINTS[path]
+    if endpoint.generates or endpoint.schema is None:
         return num_sequences(body)
-    num_texts = max(num_prompts(body.get(field)) for field in _TEXT_FIELDS)
-    return max(1, -(-num_texts // TEXTS_PER_SEQUENCE))
+    return max(1, -(-num_texts(endpoint.schema, body) // TEXTS_PER_SEQUENCE))
 
 
 class Places:

@@ -13,8 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from batchline.backends.base import Backend
-from batchline.backends.served_paths import REQUEST_SCHEMAS
-from batchline.server import responses_api
+from batchline.openai_api.endpoint_table import REQUEST_SCHEMAS, RESPONSES
 from batchline.server.admission import Admission
 from batchline.server.api_keys import OPEN_PATHS, ApiKeys
 from batchline.server.boundary import RequestBoundary
@@ -66,7 +65,7 @@ def _add_inference(app: FastAPI, inference: Inference, responses: ResponsesApi) 
     for path, schema in REQUEST_SCHEMAS.items():
         app.add_api_route(
             path,
-            responses.create if path == responses_api.PATH else inference.answer,
+            responses.create if path == RESPONSES else inference.answer,
             methods=["POST"],
             name=path.strip("/").replace("/", "_"),
             summary=(schema.__doc__ or "").partition("\n")[0],
@@ -80,7 +79,7 @@ def _add_inference(app: FastAPI, inference: Inference, responses: ResponsesApi) 
 def _add_kept_responses(app: FastAPI, responses: ResponsesApi) -> None:
     def add(path: str, route: Any, method: str) -> None:
         app.add_api_route(
-            responses_api.PATH + path,
+            RESPONSES + path,
             route,
             methods=[method],
             tags=["responses"],

@@ -11,7 +11,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 
 from batchline import __version__
-from batchline.backends.served_paths import REQUEST_SCHEMAS, STREAMED_PATHS
+from batchline.openai_api.endpoint_table import REQUEST_SCHEMAS, generates
 from batchline.openai_api.item_lists import ListParams
 
 _REFERENCE = "#/components/schemas/{model}"
@@ -96,7 +96,7 @@ def _complete(operation: dict[str, Any], path: str) -> None:
         answer["content"] = {"text/plain": text}
     else:
         answer["content"] = {"application/json": {"schema": {"type": "object"}}}
-    if path in STREAMED_PATHS:
+    if generates(path):
         answer["content"]["text/event-stream"] = text
 
 

@@ -24,6 +24,7 @@ from batchline.backends.base import Backend, EndpointRequest
 from batchline.endpoints.pooling_limits import off_loop_if_large
 from batchline.endpoints.response_input import check_without_model
 from batchline.errors import BadRequest, Overloaded
+from batchline.openai_api.endpoint_table import RESPONSES
 from batchline.openai_api.item_lists import ListParams, list_page
 from batchline.openai_api.parsing import parse_body
 from batchline.openai_api.responses import Status, input_item, response_object
@@ -36,8 +37,6 @@ from batchline.server.responses import JsonResponse, written
 from batchline.server.served_models import check_supported
 
 JsonObject = dict[str, Any]
-
-PATH = "/v1/responses"
 
 
 class ResponsesApi:
@@ -61,7 +60,7 @@ class ResponsesApi:
             return JsonResponse(self._start(call))
         if body.get("stream") is True:
             chunks = _keeping(self._backend.stream(call.request), self._kept, call)
-            return await self._inference.begin_stream(request, PATH, chunks, are_named=True)
+            return await self._inference.begin_stream(request, RESPONSES, chunks, are_named=True)
         with call.keeping(self._kept):
             answer = await self._inference.answer_of(request, call.request)
             told = answer.body if answer.is_error else call.finish(answer.body, self._kept)
@@ -100,14 +99,14 @@ class ResponsesApi:
             given = _Input([*previous.conversation, *given.items], previous.num_bytes + given.num_bytes)
             sent["input"] = given.items
             del sent["previous_response_id"]
-        request = EndpointRequest(url=PATH, body=sent, request_id=uuid4().hex)
+        request = EndpointRequest(url=RESPONSES, body=sent, request_id=uuid4().hex)
         return _Call(body, request, given or _Input([], 0), owner)
 
     def _check_in_background(self, call: _Call) -> None:
         """What can be told at once is. Raises: BadRequest, NotFound."""
         if call.body.get("stream") or call.body.get("store") is False:
             raise BadRequest("background: it cannot be combined with stream: true or store: false", param="background")
-        check_supported(self._backend.models(), call.body.get("model"), PATH)
+        check_supported(self._backend.models(), call.body.get("model"), RESPONSES)
 
     def _start(self, call: _Call) -> JsonObject:
         """Begin to make a response in the background; returns it as it stands. Raises: Overloaded."""

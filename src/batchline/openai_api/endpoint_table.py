@@ -1,0 +1,109 @@
+"""The table of endpoints: every path that takes a JSON body for a model, and what the other layers need to know of it.
+
+The one place to add an endpoint's path. `backends/loaded_models.py` binds the paths to the functions that answer them;
+the batch runner, the server, its OpenAPI description and its metrics read this table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pydantic import BaseModel
+
+from batchline.config import Task
+from batchline.openai_api.chat import ChatCompletionRequest
+from batchline.openai_api.completions import CompletionRequest
+from batchline.openai_api.embeddings import EmbeddingsRequest
+from batchline.openai_api.rerank import RerankRequest
+from batchline.openai_api.responses import ResponsesRequest
+from batchline.openai_api.score import ScoreRequest
+from batchline.openai_api.tokenize import DetokenizeRequest, TokenizeRequest
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+RESPONSES = "/v1/responses"
+EMBEDDINGS = "/v1/embeddings"
+SCORE = ("/v1/score", "/score")
+RERANK = ("/v1/rerank", "/v2/rerank", "/rerank")
+TOKENIZE = "/tokenize"
+DETOKENIZE = "/detokenize"
+
+GENERATES: tuple[Task, ...] = ("generate",)
+EMBEDS: tuple[Task, ...] = ("generate", "embed")
+SCORES: tuple[Task, ...] = ("generate", "embed", "score")
+"""The kinds of models that can do it. A causal language model also embeds (with its last token), and every model that
+embeds also scores (with the cosine similarity)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApiEndpoint:
+    """One path of the API.
+
+    tasks: the kinds of models that answer it; empty for a path of the API that this build has no models for.
+    schema: of its body; None where `tasks` is empty.
+    generates: whether its answer is generated text, which can be streamed.
+    default_max_tokens: the limit of output tokens of a request that sets none; None is all that the context leaves.
+    in_batch_file: whether a batch line may name it; `/v1/models` lists only these paths as a model's endpoints.
+    needs_engine: False where the tokenizer alone answers, beside an engine of any state.
+    """
+
+    path: str
+    tasks: tuple[Task, ...] = ()
+    schema: type[BaseModel] | None = None
+    generates: bool = False
+    default_max_tokens: int | None = None
+    in_batch_file: bool = True
+    needs_engine: bool = True
+
+
+def _rows(paths: tuple[str, ...], tasks: tuple[Task, ...], schema: type[BaseModel]) -> list[ApiEndpoint]:
+    """One endpoint under several paths."""
+    return [ApiEndpoint(path=path, tasks=tasks, schema=schema) for path in paths]
+
+
+def _tokenizing(path: str, schema: type[BaseModel]) -> ApiEndpoint:
+    """An endpoint of the server that the tokenizer answers, whatever the model's kind."""
+    return ApiEndpoint(path=path, tasks=SCORES, schema=schema, in_batch_file=False, needs_engine=False)
+
+
+ENDPOINTS: Mapping[str, ApiEndpoint] = {
+    endpoint.path: endpoint
+    for endpoint in (
+        ApiEndpoint(path=CHAT, tasks=GENERATES, schema=ChatCompletionRequest, generates=True),
+        ApiEndpoint(path=COMPLETIONS, tasks=GENERATES, schema=CompletionRequest, generates=True, default_max_tokens=16),
+        ApiEndpoint(path=RESPONSES, tasks=GENERATES, schema=ResponsesRequest, generates=True),
+        ApiEndpoint(path=EMBEDDINGS, tasks=EMBEDS, schema=EmbeddingsRequest),
+        *_rows(SCORE, SCORES, ScoreRequest),
+        *_rows(RERANK, SCORES, RerankRequest),
+        ApiEndpoint(path="/v1/audio/transcriptions"),
+        ApiEndpoint(path="/v1/audio/translations"),
+        ApiEndpoint(path="/v1/classify"),
+        ApiEndpoint(path="/v1/moderations"),
+        _tokenizing(TOKENIZE, TokenizeRequest),
+        _tokenizing(DETOKENIZE, DetokenizeRequest),
+    )
+}
+"""All endpoints by their path."""
+
+REQUEST_SCHEMAS: Mapping[str, type[BaseModel]] = {
+    path: endpoint.schema for path, endpoint in ENDPOINTS.items() if endpoint.schema is not None
+}
+"""The schema of the body of every path that a model can answer."""
+
+
+def is_batch_url(path: str) -> bool:
+    """Whether a batch line may name the path. Models for it may be missing all the same."""
+    endpoint = ENDPOINTS.get(path)
+    return endpoint is not None and endpoint.in_batch_file
+
+
+def generates(path: str) -> bool:
+    """Whether the path's answer is generated text, which can be streamed."""
+    endpoint = ENDPOINTS.get(path)
+    return endpoint is not None and endpoint.generates
+
+
+def endpoints_of(task: Task) -> tuple[str, ...]:
+    """The paths that a model of this kind is listed with."""
+    return tuple(path for path, endpoint in ENDPOINTS.items() if task in endpoint.tasks and endpoint.in_batch_file)

@@ -1,0 +1,42 @@
+"""The table of endpoints is the only list of them: the code reads it, and the documents show all of it."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from batchline.openai_api.endpoint_table import ENDPOINTS, REQUEST_SCHEMAS, endpoints_of, is_batch_url
+
+ROOT = Path(__file__).parents[2]
+TABLE = ROOT / "src/batchline/openai_api/endpoint_table.py"
+
+
+def test_no_other_file_spells_the_path_of_an_endpoint() -> None:
+    """Seven lists named the endpoints, and a new endpoint had to be added to each of them."""
+    spelt = {
+        (path.name, node.value)
+        for path in (ROOT / "src").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and node.value in ENDPOINTS
+    }
+    assert {path for name, path in spelt if name == TABLE.name} == set(ENDPOINTS)
+    assert {name for name, _ in spelt} == {TABLE.name}
+
+
+def test_an_endpoint_with_models_has_a_schema_and_only_such_a_one() -> None:
+    assert {path for path, endpoint in ENDPOINTS.items() if endpoint.tasks} == set(REQUEST_SCHEMAS)
+
+
+@pytest.mark.parametrize("path", REQUEST_SCHEMAS)
+def test_every_path_that_is_answered_is_in_the_server_s_documents(path: str) -> None:
+    assert f"`{path}`" in (ROOT / "docs/server.md").read_text(encoding="utf-8")
+
+
+def test_a_model_is_listed_with_the_paths_that_a_batch_line_may_name() -> None:
+    for task in ("generate", "embed", "score"):
+        assert all(map(is_batch_url, endpoints_of(task)))
+    assert "/v1/chat/completions" in endpoints_of("generate")
+    assert endpoints_of("embed")[0] == "/v1/embeddings"
+    assert "/v1/embeddings" not in endpoints_of("score")
