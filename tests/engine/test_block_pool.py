@@ -17,12 +17,12 @@ NUM_BLOCKS = 6
 Tokens = tuple[int, ...]
 
 
-def fill(pool: BlockPool, tokens: Tokens) -> list[int]:
+def fill(pool: BlockPool, tokens: Tokens, cache_key: str | bytes | None = None) -> list[int]:
     """Allocate blocks for full blocks of `tokens` and register each."""
     blocks = pool.allocate(len(tokens) // pool.block_size)
     uid = ROOT_UID
     for index, number in enumerate(blocks):
-        uid = pool.register(number, uid, tokens[index * pool.block_size : (index + 1) * pool.block_size])
+        uid = pool.register(number, uid, tokens[index * pool.block_size : (index + 1) * pool.block_size], cache_key)
     return blocks
 
 
@@ -42,6 +42,17 @@ def test_same_block_under_another_prefix_is_another_block() -> None:
     fill(pool, (1, 1, 5, 5))
     second = fill(pool, (2, 2, 5, 5))
     assert pool.find_prefix((2, 2, 5, 5), 2) == second
+
+
+def test_equal_tokens_under_another_cache_key_are_other_blocks() -> None:
+    pool = BlockPool(8, 2)
+    tokens = (1, 2, 3, 4)
+    by_key = {key: fill(pool, tokens, key) for key in (None, "a", "b", b"a")}
+    assert {key: pool.find_prefix(tokens, 2, key) for key in by_key} == by_key
+    assert pool.find_prefix(tokens, 2, "c") == []
+    pool.unregister(by_key["a"])
+    assert pool.find_prefix(tokens, 2, "a") == [], "the blocks of other keys do not stand in"
+    pool.check_integrity(by_key.values())
 
 
 def test_duplicate_content_keeps_the_first_block_findable() -> None:

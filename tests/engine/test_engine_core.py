@@ -117,6 +117,30 @@ def ending(output: GenerationOutput) -> tuple[list[int], str | None, int | None]
     return list(output.token_ids), output.finish_reason, output.stop_reason
 
 
+def test_equal_requests_under_different_cache_keys_give_equal_tokens_and_share_nothing(
+    engine: Engine, continuation: list[int]
+) -> None:
+    keys = {"none": None, "a": "a", "b": b"b", "a again": "a", "none again": None}
+    cached = {}
+    for name, key in keys.items():
+        output = finals(engine, replace(request(name), cache_key=key))[name]
+        assert list(output.token_ids) == continuation
+        cached[name] = output.num_cached_tokens
+        embedding = EmbeddingRequest(request_id="e", prompt_token_ids=PROMPT, cache_key=f"{key} embedded")
+        (embedded,) = run(engine, embedding)["e"]
+        assert isinstance(embedded, EmbeddingOutput)
+        cached[f"{name} embedded"] = embedded.num_cached_tokens
+    reused = (len(PROMPT) - 1) // engine.scheduler.pool.block_size * engine.scheduler.pool.block_size
+    assert reused > 0
+    assert {name for name, number in cached.items() if number} == {
+        "a again",
+        "none again",
+        "a again embedded",
+        "none again embedded",
+    }
+    assert set(cached.values()) == {0, reused}
+
+
 def test_length_is_exact(engine: Engine, continuation: list[int]) -> None:
     assert ending(run_one(engine, max_tokens=7)) == (continuation[:7], "length", None)
 

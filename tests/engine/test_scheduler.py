@@ -22,16 +22,27 @@ from batchline.engine.scheduler import Scheduler, Step
 from batchline.engine.sequence import Sequence, SequenceStatus
 
 Prompt = tuple[int, ...]
+Content = tuple[str | None, Prompt]
+"""What a slot holds: the cache key and the tokens up to its position."""
 
 
-def make_sequence(prompt: Prompt, max_tokens: int = 1, priority: int = 0, **sampling: Any) -> Sequence:
+def make_sequence(
+    prompt: Prompt, max_tokens: int = 1, priority: int = 0, cache_key: str | None = None, **sampling: Any
+) -> Sequence:
     params = SamplingParams(max_tokens=max_tokens, **sampling)
-    request = GenerationRequest(request_id="r", prompt_token_ids=prompt, sampling=params, priority=priority)
+    request = GenerationRequest(
+        request_id="r", prompt_token_ids=prompt, sampling=params, priority=priority, cache_key=cache_key
+    )
     return Sequence(request, seed=0)
 
 
+def content(sequence: Sequence, position: int) -> Content:
+    assert not isinstance(sequence.request.cache_key, bytes)
+    return sequence.request.cache_key, tuple(sequence.token_ids[: position + 1])
+
+
 class SimulatedEngine:
-    """A scheduler over a cache whose slots hold the tokens that they stand for; sampling appends a function of them."""
+    """A scheduler over a cache whose slots hold what they stand for; sampling appends a function of the tokens."""
 
     def __init__(
         self,
@@ -45,7 +56,7 @@ class SimulatedEngine:
         config = SchedulerConfig(max_num_batched_tokens=max_tokens, max_num_seqs=max_seqs)
         self.scheduler = Scheduler(config, BlockPool(num_blocks, block_size), max_prompt_logprobs)
         self.capacity = num_blocks * block_size
-        self.slots: dict[int, Prompt] = {}
+        self.slots: dict[int, Content] = {}
         self.live: list[Sequence] = []
 
     def add(self, *sequences: Sequence) -> None:
@@ -76,7 +87,7 @@ class SimulatedEngine:
         step = self.scheduler.schedule()
         for chunk in step.chunks:
             for position in range(chunk.start, chunk.end):
-                self.slots[self._slot(chunk.sequence, position)] = (-1,)
+                self.slots[self._slot(chunk.sequence, position)] = (None, (-1,))
         self.scheduler.undo(step)
         self.scheduler.check_integrity()
         return step
@@ -113,11 +124,11 @@ class SimulatedEngine:
     def _execute(self, step: Step) -> None:
         for chunk in step.chunks:
             for position in range(chunk.start, chunk.end):
-                self.slots[self._slot(chunk.sequence, position)] = tuple(chunk.sequence.token_ids[: position + 1])
+                self.slots[self._slot(chunk.sequence, position)] = content(chunk.sequence, position)
         for chunk in step.chunks:
             for position in range(chunk.end):
                 held = self.slots[self._slot(chunk.sequence, position)]
-                assert held == tuple(chunk.sequence.token_ids[: position + 1]), "a slot holds another prefix"
+                assert held == content(chunk.sequence, position), "a slot holds another prefix"
 
     def _slot(self, sequence: Sequence, position: int) -> int:
         size = self.scheduler.pool.block_size
@@ -159,6 +170,20 @@ def test_same_step_reuses_a_prefix_that_it_fills() -> None:
     step = engine.step()
     assert [(c.start, c.end) for c in step.chunks] == [(0, 5), (4, 5)]
     assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 4)
+
+
+def test_requests_share_a_prefix_only_under_the_same_cache_key() -> None:
+    """Another tenant could tell from `cached_tokens`, or from the time, that a prompt had been asked before."""
+    engine = SimulatedEngine(num_blocks=32, max_tokens=64, max_seqs=8)
+    keys = [None, "a", "b", "a", None]
+    sequences = [make_sequence((1, 2, 3, 4, 5), cache_key=key) for key in keys]
+    engine.add(*sequences)
+    engine.step()
+    assert [s.num_cached_tokens for s in sequences] == [0, 0, 0, 4, 4]
+    late = [make_sequence((1, 2, 3, 4, 6), cache_key=key) for key in ("b", "c")]
+    engine.add(*late)
+    engine.step()
+    assert [s.num_cached_tokens for s in late] == [4, 0]
 
 
 def test_last_position_is_computed_even_when_the_whole_prompt_is_cached() -> None:
@@ -461,9 +486,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         super().__init__()
         self.engine = SimulatedEngine(num_blocks=9, max_tokens=7, max_seqs=3, max_prompt_logprobs=4)
 
-    @rule(prompt=prompts, max_tokens=st.integers(0, 6), priority=st.integers(0, 2), judged=st.booleans())
-    def add(self, prompt: Prompt, max_tokens: int, priority: int, judged: bool) -> None:
-        self.engine.add(make_sequence(prompt, max_tokens, priority, prompt_logprobs=0 if judged else None))
+    @rule(
+        prompt=prompts,
+        max_tokens=st.integers(0, 6),
+        priority=st.integers(0, 2),
+        key=st.sampled_from([None, "a"]),
+        judged=st.booleans(),
+    )
+    def add(self, prompt: Prompt, max_tokens: int, priority: int, key: str | None, judged: bool) -> None:
+        self.engine.add(make_sequence(prompt, max_tokens, priority, key, prompt_logprobs=0 if judged else None))
 
     @rule(times=st.integers(1, 4))
     def step(self, times: int) -> None:

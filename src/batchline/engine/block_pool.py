@@ -1,10 +1,10 @@
 """Who owns which block of the KV cache, and which blocks hold a prefix that another sequence can reuse.
 
 Knows block numbers and token ids; no tensors, no torch. A block is free (`ref_count` 0) or referenced by one or more
-sequences. A full block is *registered* under (uid of the block before it, its token ids): an exact key, so that two
-different prefixes can never be confused. Registered blocks keep their content while they are free, until the least
-recently used of them is needed for something else. A *tainted* block may hold numbers that are not finite: its next
-owner must clear it before it computes, because attention reads positions that are not written yet.
+sequences. A full block is *registered* under (uid of the block before it, its token ids, the sequence's cache key): an
+exact key, so that two different prefixes can never be confused. Registered blocks keep their content while they are
+free, until the least recently used of them is needed for something else. A *tainted* block may hold numbers that are
+not finite: its next owner must clear it before it computes, because attention reads positions that are not written yet.
 
 Invariant (`check_integrity`): every block is either in the free queue with ref_count 0 or referenced, never both; the
 index points at blocks that carry its keys.
@@ -22,7 +22,8 @@ from batchline.errors import EngineError
 ROOT_UID = 0
 """The uid before a sequence's first block."""
 
-BlockKey = tuple[int, tuple[int, ...]]
+CacheKey = bytes | str | None
+BlockKey = tuple[int, tuple[int, ...], CacheKey]
 
 
 class BlockPoolCorrupt(EngineError):
@@ -78,15 +79,16 @@ class BlockPool:
             taken.append(number)
         return taken
 
-    def find_prefix(self, token_ids: Sequence[int], max_blocks: int) -> list[int]:
-        """Registered blocks that hold the start of `token_ids`, at most `max_blocks`. Takes no reference."""
+    def find_prefix(self, token_ids: Sequence[int], max_blocks: int, cache_key: CacheKey = None) -> list[int]:
+        """Registered blocks that hold the start of `token_ids` under `cache_key`, at most `max_blocks`. Takes no
+        reference."""
         found: list[int] = []
         if not self.enable_prefix_caching:
             return found
         uid = ROOT_UID
         for index in range(max_blocks):
             start = index * self.block_size
-            number = self._index.get((uid, tuple(token_ids[start : start + self.block_size])))
+            number = self._index.get((uid, tuple(token_ids[start : start + self.block_size]), cache_key))
             if number is None:
                 break
             found.append(number)
@@ -125,14 +127,14 @@ class BlockPool:
                 if block.uid is None:
                     self._free.move_to_end(number, last=False)
 
-    def register(self, number: int, previous_uid: int, token_ids: tuple[int, ...]) -> int:
+    def register(self, number: int, previous_uid: int, token_ids: tuple[int, ...], cache_key: CacheKey = None) -> int:
         """Make a full block findable; returns the uid that the sequence's next block hangs on.
 
         When another block already holds the same content, that one stays the findable one.
         """
         if not self.enable_prefix_caching:
             return ROOT_UID
-        key = (previous_uid, token_ids)
+        key = (previous_uid, token_ids, cache_key)
         existing = self._index.get(key)
         if existing is not None:
             return self.uid_of(existing)

@@ -123,6 +123,8 @@ class GenerationRequest:
     stream: outputs arrive after every step, or after several where readers are behind; otherwise the whole output
     arrives once, when the sequence ends (which spares the event loop one wake-up per token).
     constraint: what the output must be; None leaves it free. A sequence ends by itself where nothing could follow.
+    cache_key: what its keys and values depend on besides the token ids, or whom they belong to. Only requests with an
+    equal one share blocks of the prefix cache.
     """
 
     request_id: str
@@ -131,15 +133,20 @@ class GenerationRequest:
     priority: int = 0
     stream: bool = False
     constraint: TokenConstraint | None = None
+    cache_key: bytes | str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingRequest:
-    """A prompt whose last position's final hidden state is wanted (last-token pooling), not new tokens."""
+    """A prompt whose last position's final hidden state is wanted (last-token pooling), not new tokens.
+
+    cache_key: see `GenerationRequest`.
+    """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     priority: int = 0
+    cache_key: bytes | str | None = None
 
 
 @dataclass(frozen=True, slots=True)

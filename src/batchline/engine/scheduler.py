@@ -219,7 +219,7 @@ class Scheduler:
         """
         pool = self.pool
         max_cached = 0 if sequence.wants_prompt_logprobs else (sequence.num_tokens - 1) // pool.block_size
-        cached = pool.find_prefix(sequence.token_ids, max_cached)
+        cached = pool.find_prefix(sequence.token_ids, max_cached, sequence.request.cache_key)
         missing = self._num_blocks(sequence.num_tokens) - len(cached)
         num_wanted = missing + pool.num_free_among(cached)
         has_seat = len(self.running) < self.max_num_seqs
@@ -325,7 +325,9 @@ class Scheduler:
         while (sequence.num_registered_blocks + 1) * size <= end:
             index = sequence.num_registered_blocks
             tokens = tuple(sequence.token_ids[index * size : (index + 1) * size])
-            sequence.last_block_uid = self.pool.register(sequence.block_table[index], sequence.last_block_uid, tokens)
+            sequence.last_block_uid = self.pool.register(
+                sequence.block_table[index], sequence.last_block_uid, tokens, sequence.request.cache_key
+            )
             sequence.num_registered_blocks += 1
         return chunk
 
