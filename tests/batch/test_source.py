@@ -46,7 +46,7 @@ async def test_an_input_that_only_its_name_calls_compressed_is_refused_unless_it
     path.write_bytes(b"\xef\xbb\xbf \n" + LINES)
     assert await staged(path, scratch) == path.read_bytes()
     path.write_bytes(b"\0\0" + gzip.compress(LINES)[2:])
-    with pytest.raises(InputUnreadable, match="gzip data is damaged"):
+    with pytest.raises(InputUnreadable, match="not gzip data as its name says"):
         await staged(path, scratch)
 
 

@@ -1,4 +1,4 @@
-"""Compressed input by its first bytes or its name, and compressed output by its name: gzip, bzip2, xz and zstandard.
+"""Compressed input by its first bytes, and compressed output by its name: gzip, bzip2, xz and zstandard.
 
 Reading is bounded: data that expands absurdly is refused before it fills the disk.
 """
@@ -6,7 +6,6 @@ Reading is bounded: data that expands absurdly is refused before it fills the di
 from __future__ import annotations
 
 import bz2
-import codecs
 import gzip
 import io
 import lzma
@@ -30,7 +29,7 @@ FREE_EXPANSION_BYTES = 64 * 1024 * 1024
 _MAGIC: dict[re.Pattern[bytes], Codec] = {
     re.compile(rb"\x1f\x8b\x08"): "gzip",
     re.compile(rb"BZh[1-9](1AY&SY|\x17rE8P\x90)"): "bzip2",
-    re.compile(rb"\xfd7zXZ\x00"): "xz",
+    re.compile(rb"\xfd7zXZ\x00|\x5d\x00\x00"): "xz",  # the latter is its forerunner, lzma
     re.compile(rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18"): "zstd",  # pzstd starts with a skippable frame
 }
 _SUFFIXES: dict[str, Codec] = {".gz": "gzip", ".bz2": "bzip2", ".xz": "xz", ".zst": "zstd"}
@@ -40,14 +39,8 @@ MAGIC_BYTES = 10
 
 
 def codec_of_bytes(start: bytes) -> Codec | None:
-    """The codec of data that starts with `start`; no batch line can start like one of them."""
+    """The codec of data that starts with `start`, whatever its name says; no batch line can start like one of them."""
     return next((codec for magic, codec in _MAGIC.items() if magic.match(start)), None)
-
-
-def codec_of(start: bytes, name: str) -> Codec | None:
-    """The codec of an input that starts with `start`: by its bytes, or by its name if it does not look like text."""
-    looks_like_text = start.removeprefix(codecs.BOM_UTF8).lstrip()[:1] in (b"", b"{")
-    return codec_of_bytes(start) or (None if looks_like_text else codec_of_name(name))
 
 
 def codec_of_name(name: str) -> Codec | None:

@@ -15,9 +15,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from batchline.batch.compression import MAGIC_BYTES, codec_of, decompressed_chunks
+from batchline.batch.compression import MAGIC_BYTES, codec_of_bytes, decompressed_chunks
 from batchline.batch.disk_full import input_failure, is_disk_full
 from batchline.batch.download import download
+from batchline.batch.file_format import refuse_foreign_format
 from batchline.batch.index import open_regular
 from batchline.batch.locations import Location
 from batchline.batch.remote import file_system
@@ -47,10 +48,12 @@ def refuse_unreadable(location: Location) -> None:
 async def stage_input(location: Location, folder: Path, should_stop: Callable[[], bool]) -> Path:
     """The local file with the input's plain bytes: the input itself, or a copy in `folder`.
 
-    Raises: InputUnreadable, UsageError, RunFailed on a full disk, RunInterrupted.
+    Raises: InputUnreadable, also for a file of another format; UsageError, RunFailed on a full disk, RunInterrupted.
     """
     try:
-        return await _stage(location, folder, should_stop)
+        path = await _stage(location, folder, should_stop)
+        await asyncio.to_thread(refuse_foreign_format, path, location)
+        return path
     except OSError as exc:
         raise input_failure(location.display, exc) from exc
 
@@ -76,7 +79,7 @@ def _stage_path(path: Path, staged: Path, location: Location, should_stop: Calla
     """Decompress the file at `path` into `staged` if it is compressed. Returns whether it was."""
     staged.unlink(missing_ok=True)
     with open_regular(path) as file:
-        if codec_of(file.read(MAGIC_BYTES), location.name) is None:
+        if codec_of_bytes(file.read(MAGIC_BYTES)) is None:
             return False
         file.seek(0)
         before = os.fstat(file.fileno())
@@ -124,7 +127,7 @@ def _copy(file: BinaryIO, staged: Path, location: Location, should_stop: Callabl
         start += more
     whole = cast(BinaryIO, _Rewound(start, file))
     with staged.open("wb") as copy:
-        for chunk in decompressed_chunks(whole, codec_of(start, location.name), location.display):
+        for chunk in decompressed_chunks(whole, codec_of_bytes(start), location.display):
             if should_stop():
                 raise RunInterrupted("Interrupted while reading the input.")
             copy.write(chunk)

@@ -1,0 +1,205 @@
+"""Files that are not batch files: recognised by how they start, so that one sentence replaces an error for every line.
+
+A file counts as a batch file as soon as one of its first lines is a JSON object. Every other file is refused only if
+its format is certain; what remains is for the check pass, which reports each bad line.
+"""
+
+from __future__ import annotations
+
+import ast
+import csv
+import io
+import json
+import re
+from collections.abc import Iterable
+from itertools import islice
+from pathlib import Path
+
+import orjson
+
+from batchline.batch.compression import codec_of_bytes, codec_of_name
+from batchline.batch.index import open_regular
+from batchline.batch.locations import Location
+from batchline.errors import InputUnreadable
+
+SAMPLE_BYTES = 64 * 1024
+
+_ROWS = "write one JSON request for each of its rows"
+_UNPACK = "unpack it and use the .jsonl file inside"
+_ZIP = b"PK\x03\x04"
+_BINARY: tuple[tuple[re.Pattern[bytes], str, str], ...] = (
+    (re.compile(_ZIP + rb".*?(xl/|\[Content_Types\]\.xml)", re.DOTALL), "an Excel workbook", _ROWS),
+    (re.compile(_ZIP + rb".{26}mimetypeapplication/vnd\.oasis", re.DOTALL), "an OpenDocument file", _ROWS),
+    (re.compile(rb"PK(\x03\x04|\x05\x06)"), "a zip archive", _UNPACK),
+    (re.compile(rb"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1"), "an old Excel or Word file", _ROWS),
+    (re.compile(rb"PAR1[^ -~\s]"), "a Parquet file", _ROWS),
+    (re.compile(rb"ARROW1\x00|FEA1[^ -~\s]"), "an Arrow or Feather file", _ROWS),
+    (re.compile(rb"ORC[^ -~\s]"), "an ORC file", _ROWS),
+    (re.compile(rb"Obj\x01"), "an Avro file", _ROWS),
+    (re.compile(rb"SQLite format 3\x00"), "an SQLite database", _ROWS),
+    (re.compile(rb"\x93NUMPY"), "a NumPy array", _ROWS),
+    (re.compile(rb"%PDF-"), "a PDF file", "extract its text and write JSON requests with it"),
+    (re.compile(rb"7z\xbc\xaf\x27\x1c"), "a 7z archive", _UNPACK),
+    (re.compile(rb"Rar!\x1a\x07"), "a RAR archive", _UNPACK),
+    (re.compile(rb".{257}ustar", re.DOTALL), "a tar archive", _UNPACK),
+    (re.compile(rb"\x04\x22\x4d\x18"), "lz4 data", "decompress it first, or use gzip, bzip2, xz or zstd"),
+    (re.compile(rb"\x1f\x9d"), "data of compress (.Z)", "decompress it first, or use gzip, bzip2, xz or zstd"),
+)
+"""First bytes, the format they tell, and what to do with such a file."""
+
+_UTF_BOMS = {
+    b"\xff\xfe\x00\x00": "UTF-32LE",
+    b"\x00\x00\xfe\xff": "UTF-32BE",
+    b"\xff\xfe": "UTF-16LE",
+    b"\xfe\xff": "UTF-16BE",
+}
+_ASCII = rb"[\t\n\r\x20-\x7e]"
+_UTF_WITHOUT_BOM = {
+    re.compile(_ASCII + rb"\x00\x00\x00" + _ASCII): "UTF-32LE",
+    re.compile(rb"\x00\x00\x00" + _ASCII + rb"\x00\x00\x00" + _ASCII): "UTF-32BE",
+    re.compile(_ASCII + rb"\x00" + _ASCII + rb"\x00"): "UTF-16LE",
+    re.compile(rb"\x00" + _ASCII + rb"\x00" + _ASCII): "UTF-16BE",
+}
+_DELIMITERS = {",": "comma", "\t": "tab", ";": "semicolon", "|": "bar"}
+_COMPARED_ROWS = 20
+
+
+def refuse_foreign_format(path: Path, location: Location) -> None:
+    """Refuse a file of another format. path: its plain bytes. Raises: InputUnreadable, OSError."""
+    with open_regular(path) as file:
+        sample = file.read(SAMPLE_BYTES) or b""
+        is_whole = not file.read(1)
+    reason = foreign_format(sample, is_whole=is_whole, location=location)
+    if reason is not None:
+        raise InputUnreadable(location.display, reason)
+
+
+def foreign_format(sample: bytes, *, is_whole: bool, location: Location) -> str | None:
+    """What the file is and what to do, in a sentence; None for what may be a batch file.
+
+    sample: its first bytes; is_whole: whether these are all of them.
+    """
+    name = "FILE" if location.path is None else location.path.name
+    lines = [line for line in sample.removeprefix(b"\xef\xbb\xbf").split(b"\n") if line.strip()]
+    if not lines or _is_object(lines[0]):
+        return None
+    return _encoding(sample, name) or _binary_format(sample, lines, location) or _text_format(lines, name, is_whole)
+
+
+def _encoding(sample: bytes, name: str) -> str | None:
+    found = next((encoding for bom, encoding in _UTF_BOMS.items() if sample.startswith(bom)), None)
+    found = found or next((encoding for start, encoding in _UTF_WITHOUT_BOM.items() if start.match(sample)), None)
+    if found is None:
+        return None
+    return f"it is {found} text, and a batch file is UTF-8; convert it: iconv -f {found} -t UTF-8 {name} > utf8.jsonl"
+
+
+def _binary_format(sample: bytes, lines: list[bytes], location: Location) -> str | None:
+    for magic, what, advice in _BINARY:
+        if magic.match(sample):
+            return f"it is {what}, not a batch file; {advice}"
+    codec = codec_of_bytes(sample)
+    if codec is not None:  # the input was decompressed already
+        return f"it is {codec} data within compressed data; decompress it once before the run"
+    if b"\x00" not in sample or any(map(_is_object, lines)):
+        return None
+    named = codec_of_name(location.name)
+    what = "binary data" if named is None else f"binary data, but not {named} data as its name says"
+    return f"it is {what}; a batch file is text with one JSON object in each line"
+
+
+def _text_format(lines: list[bytes], name: str, is_whole: bool) -> str | None:
+    """The format of text. lines: those of the sample that are not blank; the last one may be cut."""
+    text = b"\n".join(lines).decode("utf-8", "replace")
+    first = text.lstrip()[:1]
+    if first == "[":
+        return _array(lines, text, name, is_whole)
+    if first == "{":
+        return _odd_objects(lines, text, name)
+    if any(map(_is_object, lines)):
+        return None
+    if re.match(r"<(!doctype|html|\?xml|[a-z]+>)", text.lstrip(), re.IGNORECASE):
+        return "it is HTML or XML, not a batch file; if it was downloaded, look whether it is an error page"
+    return _table(text, is_whole)
+
+
+def _array(lines: list[bytes], text: str, name: str, is_whole: bool) -> str | None:
+    """A JSON array: whole, or with at most one line, its last, that is an object without a comma behind it."""
+    whole = _decoded(text) if is_whole else None
+    holds_objects = isinstance(whole, list) and any(isinstance(item, dict) for item in whole)
+    opens = lines[0].strip() == b"[" or (lines[0].lstrip().startswith(b"[{") and _decoded(lines[0]) is None)
+    if not holds_objects and (not opens or sum(map(_is_object, lines)) > 1):
+        return None
+    return (
+        "it is one JSON array, and a batch file has one JSON object in each line; "
+        f"convert it: jq -c '.[]' {name} > lines.jsonl"
+    )
+
+
+def _odd_objects(lines: list[bytes], text: str, name: str) -> str | None:
+    """Text that starts as an object does, but whose first line is none."""
+    if any(map(_is_object, lines)):
+        return None
+    value, rest = _first_value(text)
+    is_cut = value is None and lines[0].strip() == b"{" and len(lines) > 1 and lines[1].lstrip().startswith(b'"')
+    if is_cut or (value is not None and len(text) - len(rest) > len(lines[0].decode("utf-8", "replace"))):
+        return (
+            "its JSON objects stand over several lines, and a batch file has one in each line; "
+            f"convert it: jq -c . {name} > lines.jsonl"
+        )
+    if value is not None and rest.lstrip()[:1] == "{":
+        return f"several JSON objects stand in one line; convert it: jq -c . {name} > lines.jsonl"
+    if _is_python_dict(lines[0]):
+        return "its lines are Python dictionaries, not JSON; write them with json.dumps"
+    return None
+
+
+def _table(text: str, is_whole: bool) -> str | None:
+    """A table with a header and rows of as many cells."""
+    for delimiter, name in _DELIMITERS.items():
+        try:
+            rows = [row for row in islice(csv.reader(io.StringIO(text), delimiter=delimiter), _COMPARED_ROWS) if row]
+        except csv.Error:
+            continue
+        complete = rows if is_whole or len(rows) == _COMPARED_ROWS else rows[:-1]
+        if len(complete) > 1 and len(complete[0]) > 1 and _are_equally_long(complete):
+            return (
+                f"it is a table with {name}s between its cells (CSV), not a batch file; {_ROWS} "
+                '(documentation: "Classify the rows of a table")'
+            )
+    return None
+
+
+def _are_equally_long(rows: Iterable[list[str]]) -> bool:
+    return len({len(row) for row in rows}) == 1
+
+
+def _is_object(line: bytes) -> bool:
+    try:
+        return isinstance(orjson.loads(line), dict)
+    except orjson.JSONDecodeError:
+        return False
+
+
+def _decoded(text: str | bytes) -> object:
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return None
+
+
+def _first_value(text: str) -> tuple[object, str]:
+    """The JSON value that a text starts with and what follows it; None and the text where there is none."""
+    stripped = text.lstrip()
+    try:
+        value, end = json.JSONDecoder().raw_decode(stripped)
+    except (ValueError, RecursionError):
+        return None, text
+    return value, stripped[end:]
+
+
+def _is_python_dict(line: bytes) -> bool:
+    try:
+        return isinstance(ast.literal_eval(line.decode("utf-8").strip()), dict)
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        return False
