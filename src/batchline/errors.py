@@ -5,6 +5,7 @@
     │   ├── InputUnreadable         the batch file cannot be read
     │   ├── OutputUnwritable        the result file cannot be written there
     │   ├── ResumeRefused           the unfinished run found there cannot be continued by this one
+    │   ├── NoModelServed           no request of the batch file names a served model
     │   ├── UnknownParser           no tool-call or reasoning parser has this name
     │   └── PluginLoadError         a parser plugin's file cannot be run
     ├── RunInterrupted              stopped by a signal; the same command resumes it (exit code 130)
@@ -72,6 +73,28 @@ class OutputUnwritable(UsageError):
 
 class ResumeRefused(UsageError):
     """What an earlier run left beside the output cannot be continued by this command; the text names the way out."""
+
+
+class NoModelServed(UsageError):
+    """No request of the batch file names a served model. option: the command-line option that mends it, if there is one.
+
+    requested: what the file names, each with its count; num_more: how many names are left out there.
+    """
+
+    def __init__(self, requested: list[str], num_more: int, served: list[str], option: str | None) -> None:
+        more = f" and {num_more:,} more names" if num_more else ""
+        way_out = (
+            f"To run them, use:\n  {option}"
+            if option is not None
+            else "Change 'model' in the file, or leave it out where one model is served."
+        )
+        super().__init__(
+            f"No request names a served model. The file names {', '.join(requested)}{more}; "
+            f"served here: {', '.join(map(repr, served))}. {way_out}"
+        )
+        self.requested = requested
+        self.served = served
+        self.option = option
 
 
 class UnknownParser(UsageError):

@@ -88,7 +88,22 @@ def test_failed_lines_are_counted_and_end_with_0(
     assert ended.code == 0
     assert "Failed         2 (1 x 404, 1 x invalid_json_line)" in ended.err
     assert "Warning: 1 bad line, the first being line 2" in ended.err
-    assert "Warning: 1 request to the unknown model 'other', first on line 3." in ended.err
+    assert (
+        "Warning: 1 of 2 requests names a model that is not served: 'other' (1 request, first on line 3). "
+        "To run all of them, use --served-model-name fake,other\n"
+    ) in ended.err
+
+
+def test_a_file_that_names_no_served_model_ends_with_2_and_the_option_to_add(
+    command: Command, backend: FakeBackend, good: Path, tmp_path: Path
+) -> None:
+    ended = command("run-batch", "-i", good, "-o", tmp_path / "out.jsonl", "--model", "org/my-model")
+    assert (ended.code, backend.is_started) == (2, False)
+    assert "Error: No request names a served model. The file names 'fake' (3 requests, first on line 1)" in ended.err
+    assert ended.err.endswith("To run them, use:\n  --served-model-name fake\n")
+    option = ended.err.splitlines()[-1].split()
+    arguments = ["run-batch", "-i", good, "-o", tmp_path / "out.jsonl", "--model", "org/my-model", *option]
+    assert command(*arguments).code == 0
 
 
 def test_failed_lines_end_with_3_under_fail_on_error(
@@ -176,6 +191,15 @@ def test_check_ends_with_3_and_names_lines(command: Command, mixed: Path) -> Non
     assert ended.code == 3
     assert "  line 2: invalid_json_line: This line is not valid JSON" in ended.out
     assert "unknown model 'other', first on line 3" in ended.out
+
+
+def test_check_lets_requests_leave_the_model_out_unless_several_are_served(command: Command, tmp_path: Path) -> None:
+    path = write(tmp_path / "in.jsonl", line("a", model=None))
+    assert command("check", path, "--model", "m").code == 0
+    ended = command("check", path)
+    assert (ended.code, "(no model named)" in ended.out) == (0, True)
+    ended = command("check", path, "--model", "m", "--model", "n")
+    assert (ended.code, "It may be left out only where one model is served." in ended.out) == (3, True)
 
 
 def test_check_names_requests_over_a_limit_which_an_option_changes(command: Command, tmp_path: Path) -> None:

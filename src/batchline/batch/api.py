@@ -68,7 +68,8 @@ def run_batch(
         grace_period_s=grace_period_s,
         limits=limits or Limits(),
         settings=result_settings(engines),
-        served_models=tuple(name for engine in engines for name in engine.model.names) if engines else None,
+        served_models=tuple(engine.model.names for engine in engines) if engines else None,
+        default_model=_default_model(engines, backend),
     )
     return run_blocking(options, lambda: backend or open_in_process(engines), reporter or SilentReporter())
 
@@ -116,6 +117,12 @@ def _engines(
     for engine in engines:
         refuse_missing_folder(engine.model.model)
     return [_served_as(engine, name) for engine, name in zip(engines, names, strict=True)] if names else engines
+
+
+def _default_model(engines: Sequence[EngineConfig], backend: Backend | None) -> str | None:
+    """The model of requests that name none: the only one there is."""
+    names = [engine.model.names[0] for engine in engines] if backend is None else [m.name for m in backend.models()]
+    return names[0] if len(names) == 1 else None
 
 
 def _served_as(engine: EngineConfig, name: str) -> EngineConfig:

@@ -79,6 +79,11 @@ class CheckReport:
         """How many lines cannot be turned into a request."""
         return len(self.bad)
 
+    @property
+    def num_requests(self) -> int:
+        """How many lines are requests in themselves, those with a duplicate `custom_id` included."""
+        return self.num_lines - self.num_faults + len(self.duplicates)
+
     def add_fault(self, position: int, line_number: int, custom_id: str | None, error: LineError) -> None:
         """Count a bad line."""
         self.bad.add(position)
@@ -100,17 +105,19 @@ def check_file(
     index: LineIndex,
     *,
     scratch: Path,
+    default_model: str | None = None,
     observer: LineObserver | None = None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> CheckReport:
     """Check the plain-bytes file at `path` and fill `index`.
 
-    scratch: an existing folder for temporary files.
+    scratch: an existing folder for temporary files. default_model: of requests that name no model; None makes such a
+    line a bad one.
     Raises: InputUnreadable, RunFailed on a full disk, RunInterrupted when `should_stop`.
     """
     sorter = RecordSorter(scratch, "custom-ids", width=24)
     try:
-        check = _CheckPass(index, sorter, observer)
+        check = _CheckPass(index, sorter, default_model, observer)
         with open_regular(path) as raw_file:
             source = _DigestingReader(raw_file)
             check.read(io.BufferedReader(source, buffer_size=1 << 20), should_stop)
@@ -141,30 +148,34 @@ def findings_of(report: CheckReport, served_models: Sequence[str] | None) -> lis
     found = []
     if report.num_faults:
         first = report.faults[0]
-        bad_lines = _counted(report.num_faults, "bad line")
+        bad_lines = counted(report.num_faults, "bad line")
         found.append(f"{bad_lines}, the first being line {first.line_number}: {first.message}")
     found += [
-        f"{_counted(group.count, 'request')} to the unknown endpoint {group.url}, first on line {group.first_line}."
+        f"{counted(group.count, 'request')} to the unknown endpoint {group.url}, first on line {group.first_line}."
         for group in report.unknown_endpoints()
     ]
     if served_models is not None:
         found += [
-            f"{_counted(group.count, 'request')} to the unknown model {group.model!r}, "
+            f"{counted(group.count, 'request')} to the unknown model {group.model!r}, "
             f"first on line {group.first_line}."
             for group in report.unknown_models(served_models)
         ]
     return found
 
 
-def _counted(count: int, noun: str) -> str:
+def counted(count: int, noun: str) -> str:
+    """`1 request`, `2 requests`."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 class _CheckPass:
-    def __init__(self, index: LineIndex, sorter: RecordSorter, observer: LineObserver | None) -> None:
+    def __init__(
+        self, index: LineIndex, sorter: RecordSorter, default_model: str | None, observer: LineObserver | None
+    ) -> None:
         self.report = CheckReport()
         self._index = index
         self._sorter = sorter
+        self._default_model = default_model
         self._observer = observer
 
     def read(self, file: io.BufferedReader, should_stop: Callable[[], bool]) -> None:
@@ -195,7 +206,7 @@ class _CheckPass:
         value: object = None
         try:
             value = lines.load_json(raw)
-            custom_id, url, body = lines.check_fields(value)
+            custom_id, url, body = lines.check_fields(value, self._default_model)
         except LineError as error:
             custom_id_or_none = lines.readable_custom_id(raw) if value is None else lines.custom_id_of(value)
             report.add_fault(position, line_number, custom_id_or_none, error)

@@ -9,7 +9,7 @@ from batchline.backends.base import Answer
 from batchline.batch import lines
 from batchline.batch.check import CheckReport
 from batchline.batch.crashes import LETHAL_CRASHES
-from batchline.batch.index import LineReader, LineSpan, PositionSet
+from batchline.batch.index import LineReader, PositionSet
 from batchline.batch.journal import Journal, Outcome, encode_record
 from batchline.batch.plan import WorkItem
 from batchline.batch.progress import Tally
@@ -53,14 +53,13 @@ def record_lethal_requests(
     outcomes: list[Outcome] = []
     lines_given_up: list[tuple[str, int]] = []
     for position in (position for item in items for position in (item.position, *item.copies)):
-        raw, span = reader.read(position)
-        custom_id = lines.parse_line(raw).custom_id
+        batch_line, span = reader.batch_line(position)
         answer = Answer(status_code=error.status_code, body=error.body(), request_id=lines.new_id())
         outcome = Outcome(position, str(error.status_code))
-        line = lines.answer_line(lines.new_id(), custom_id, answer, lines.encode_body(answer.body))
+        line = lines.answer_line(lines.new_id(), batch_line.custom_id, answer, lines.encode_body(answer.body))
         records += encode_record(outcome, line)
         outcomes.append(outcome)
-        lines_given_up.append((custom_id, span.line_number))
+        lines_given_up.append((batch_line.custom_id, span.line_number))
         done.add(position)
     try:
         _commit(records, outcomes, journal, tally)
@@ -87,13 +86,13 @@ def _failed_line(position: int, report: CheckReport, reader: LineReader) -> tupl
     elif position in report.duplicates:
         error = lines.duplicate_error(custom_id)
     else:
-        error = _parse_error(raw, span)
+        error = _parse_error(position, reader)
     return Outcome(position, error.code), lines.error_line(lines.new_id(), custom_id, error, span.line_number)
 
 
-def _parse_error(raw: bytes, span: LineSpan) -> LineError:
+def _parse_error(position: int, reader: LineReader) -> LineError:
     try:
-        lines.parse_line(raw)
+        _, span = reader.batch_line(position)
     except LineError as error:
         return error
     raise InputChanged(span.line_number)

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from batchline.batch.lines import MAX_LINE_BYTES
+from batchline.batch.lines import MAX_LINE_BYTES, BatchLine, parse_line
 from batchline.errors import InputChanged
 
 _ENTRY = struct.Struct("<QIIq")
@@ -111,9 +111,11 @@ def open_regular(path: Path) -> io.FileIO:
 class LineReader:
     """Raw lines of the input by position, each the same bytes that the check pass read."""
 
-    def __init__(self, input_path: Path, index: LineIndex) -> None:
+    def __init__(self, input_path: Path, index: LineIndex, default_model: str | None = None) -> None:
+        """default_model: as in `lines.check_fields`, of the check pass."""
         self._file = open_regular(input_path)
         self._index = index
+        self._default_model = default_model
 
     def read(self, position: int) -> tuple[bytes, LineSpan]:
         """The line's bytes, at most `MAX_LINE_BYTES` of them, and where they stand. Raises: InputChanged."""
@@ -122,6 +124,11 @@ class LineReader:
         if hash(raw) != line_hash:
             raise InputChanged(span.line_number)
         return raw, span
+
+    def batch_line(self, position: int) -> tuple[BatchLine, LineSpan]:
+        """The line as a request. Raises: InputChanged; LineError for a bad one."""
+        raw, span = self.read(position)
+        return parse_line(raw, self._default_model), span
 
     def close(self) -> None:
         """Close the input."""

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from batchline.batch import lines
 from batchline.batch.check import CheckReport, LineObserver, check_file
 from batchline.batch.index import LineIndex, LineReader
 from batchline.batch.locations import parse_location
@@ -25,6 +24,9 @@ from batchline.config import RequestLimits
 from batchline.errors import BadRequest
 from batchline.openai_api.endpoint_table import REQUEST_SCHEMAS
 from batchline.openai_api.limits import check_limits
+
+NO_MODEL_NAMED = "(no model named)"
+"""Stands for the model of requests that name none: fine if only one model is served, which nobody says here."""
 
 _TOP_GROUPS = 20
 _SHOWN_CHARS = 400
@@ -90,8 +92,13 @@ class LimitObserver:
 
 
 @contextmanager
-def checked_input(input_file: str, *, observer: LineObserver | None = None) -> Iterator[InputFile]:
-    """Check an input of any kind; its plain bytes are there until the block ends. Raises: UsageError."""
+def checked_input(
+    input_file: str, *, default_model: str | None = NO_MODEL_NAMED, observer: LineObserver | None = None
+) -> Iterator[InputFile]:
+    """Check an input of any kind; its plain bytes are there until the block ends.
+
+    default_model: as for `check_file`. Raises: UsageError.
+    """
     location = parse_location(input_file)
     refuse_unreadable(location)
     with ExitStack() as stack:
@@ -99,7 +106,8 @@ def checked_input(input_file: str, *, observer: LineObserver | None = None) -> I
         path = asyncio.run(stage_input(location, scratch, should_stop=lambda: False))
         index = LineIndex(scratch / "index")
         stack.callback(index.close)
-        yield InputFile(path, index, check_file(path, index, scratch=scratch, observer=observer))
+        report = check_file(path, index, scratch=scratch, default_model=default_model, observer=observer)
+        yield InputFile(path, index, report)
 
 
 def plan_overview(
@@ -124,7 +132,7 @@ def plan_overview(
 
         checked = stack.enter_context(checked_input(input_file, observer=observe))
         plan = planner.plan(skip=checked.report.bad)
-        reader = LineReader(checked.path, checked.index)
+        reader = LineReader(checked.path, checked.index, NO_MODEL_NAMED)
         stack.callback(reader.close)
         largest = heapq.nlargest(_TOP_GROUPS, plan.groups(), key=lambda group: group.num_requests)
         return PlanOverview(
@@ -138,7 +146,7 @@ def plan_overview(
 def _group_overview(
     group: PlannedGroup, reader: LineReader, count_tokens: Callable[[str], int] | None
 ) -> GroupOverview:
-    sampled = [lines.parse_line(reader.read(position)[0]) for position in group.samples]
+    sampled = [reader.batch_line(position)[0] for position in group.samples]
     texts = [_prompt_text(line.body) for line in sampled]
     prefix = _common_start(texts) if len(texts) > 1 else ""
     return GroupOverview(

@@ -44,9 +44,9 @@ class BatchLine:
         return EndpointRequest(url=self.url, body=self.body, request_id=request_id, priority=BATCH_PRIORITY)
 
 
-def parse_line(raw: bytes) -> BatchLine:
-    """The batch line in `raw`. Raises: LineError."""
-    return BatchLine(*check_fields(load_json(raw)))
+def parse_line(raw: bytes, default_model: str | None = None) -> BatchLine:
+    """The batch line in `raw`. default_model: as in `check_fields`. Raises: LineError."""
+    return BatchLine(*check_fields(load_json(raw), default_model))
 
 
 def load_json(raw: bytes) -> object:
@@ -57,8 +57,11 @@ def load_json(raw: bytes) -> object:
         raise LineError("invalid_json_line", f"This line is not valid JSON: {exc.msg} at column {exc.colno}.") from exc
 
 
-def check_fields(value: object) -> tuple[str, str, dict[str, Any]]:
-    """`(custom_id, url path, body)` of a parsed line, its fields checked. Raises: LineError."""
+def check_fields(value: object, default_model: str | None = None) -> tuple[str, str, dict[str, Any]]:
+    """`(custom_id, url path, body)` of a parsed line, its fields checked.
+
+    default_model: put into a body that names no model; None makes such a line an error. Raises: LineError.
+    """
     if not isinstance(value, dict):
         raise LineError("invalid_json_line", "This line is JSON, but not a JSON object.")
     custom_id = value.get("custom_id")
@@ -74,6 +77,8 @@ def check_fields(value: object) -> tuple[str, str, dict[str, Any]]:
         raise _field_error(value, "body", "an object")
     if url[0] != "/":
         url = url_path(url)
+    if body.get("model") is None and default_model is not None:
+        body["model"] = default_model
     _check_body(body, url)
     return custom_id, url, body
 
@@ -155,9 +160,12 @@ def _readable(value: Any) -> Any:
 
 def _check_body(body: dict[str, Any], url: str) -> None:
     model = body.get("model")
+    if model is None:
+        message = "The request's model is missing: 'body.model'. It may be left out only where one model is served."
+        raise LineError("invalid_request", message, param="body.model")
     if type(model) is not str or not model:
-        missing = "is missing" if model is None else "must be a non-empty string"
-        raise LineError("invalid_request", f"The request's model {missing}: 'body.model'.", param="body.model")
+        message = "The request's model must be a non-empty string: 'body.model'."
+        raise LineError("invalid_request", message, param="body.model")
     if "stream" in body and _is_true(body["stream"]):
         message = "Streaming is not supported in a batch file: leave 'stream' out or set it to false."
         raise LineError("streaming_unsupported", message, param="body.stream")

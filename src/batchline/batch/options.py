@@ -36,7 +36,8 @@ class RunOptions:
     resume: continue what an earlier run left; False starts over. strict: any bad line stops the run before compute.
     dedup: run identical deterministic requests once. grace_period_s: how long a stop waits for what is in flight.
     settings: named settings that change results; a run is not resumed under others.
-    served_models: the names that lines may use, where they are known before the backend exists.
+    served_models: the names of each model, as far as they are known before the backend exists.
+    default_model: answers requests that name no model; None makes them errors.
     """
 
     input_file: str
@@ -51,7 +52,8 @@ class RunOptions:
     grace_period_s: float = DEFAULT_GRACE_PERIOD_S
     limits: Limits = field(default_factory=Limits)
     settings: Mapping[str, str] = field(default_factory=dict)
-    served_models: tuple[str, ...] | None = None
+    served_models: tuple[tuple[str, ...], ...] | None = None
+    default_model: str | None = None
 
     @property
     def input(self) -> Location:

@@ -24,6 +24,7 @@ from batchline.batch.failures import record_failed_lines, record_lethal_requests
 from batchline.batch.index import LineIndex, LineReader
 from batchline.batch.journal import Disk, Note, Outcome
 from batchline.batch.locations import Location
+from batchline.batch.model_names import refuse_unserved_file, unserved_warning
 from batchline.batch.options import RunOptions
 from batchline.batch.plan import Plan, Planner, WorkItem
 from batchline.batch.progress import GuardedReporter, Reporter, Tally
@@ -163,7 +164,13 @@ class BatchRun:
         planner = Planner(scratch, dedup=self._options.dedup)
         self._open_files.callback(planner.close)
         report = await asyncio.to_thread(
-            check_file, path, index, scratch=scratch, observer=planner.add, should_stop=self._stop.is_set
+            check_file,
+            path,
+            index,
+            scratch=scratch,
+            default_model=self._options.default_model,
+            observer=planner.add,
+            should_stop=self._stop.is_set,
         )
         refuse_over_limits(report, self._options.limits)
         self._tell_findings(report)
@@ -174,8 +181,13 @@ class BatchRun:
         return CheckedInput(path, index, report, plan)
 
     def _tell_findings(self, report: CheckReport) -> None:
-        """Warn of what will fail. Raises: UsageError under `strict`."""
-        findings = findings_of(report, self._options.served_models)
+        """Warn of what will fail. Raises: NoModelServed; UsageError under `strict`."""
+        served = self._options.served_models or ()
+        if served:
+            refuse_unserved_file(report, served)
+        findings = findings_of(report, None)
+        if served and (warning := unserved_warning(report, served)) is not None:
+            findings.append(warning)
         for finding in findings:
             self._reporter.warn(finding)
         if findings and self._options.strict:
@@ -194,7 +206,7 @@ class BatchRun:
             raise RunInterrupted("Interrupted.")
 
     async def _answer_rest(self, checked: CheckedInput, state: RunState, open_backend: Callable[[], Backend]) -> None:
-        reader = LineReader(checked.path, checked.index)
+        reader = LineReader(checked.path, checked.index, self._options.default_model)
         self._open_files.callback(reader.close)
         await asyncio.to_thread(record_failed_lines, checked.report, reader, state.journal, state.done, state.tally)
         await asyncio.to_thread(self._give_up_lethal_requests, checked.plan, reader, state)

@@ -76,23 +76,18 @@ class Feeder:
         num_bytes = 0
         try:
             for item in self._items:
-                raw, _ = self._reader.read(item.position)
-                ready.append(self._ready(item, raw))
-                num_bytes += len(raw)
+                ready.append(self._ready(item))
+                num_bytes += ready[-1].num_bytes
                 if len(ready) >= READ_AHEAD_LINES or num_bytes >= READ_AHEAD_BYTES:
                     break
         except (LineError, OSError) as exc:
             raise RunFailed(f"The input cannot be read any more: {exc}.") from exc
         return ready
 
-    def _ready(self, item: WorkItem, raw: bytes) -> ReadyRequest:
-        line = lines.parse_line(raw)
-        copies = ((position, self._custom_id(position)) for position in item.copies)
-        return ReadyRequest(line.request(lines.new_id()), len(raw), ((item.position, line.custom_id), *copies))
-
-    def _custom_id(self, position: int) -> str:
-        raw, _ = self._reader.read(position)
-        return lines.parse_line(raw).custom_id
+    def _ready(self, item: WorkItem) -> ReadyRequest:
+        line, span = self._reader.batch_line(item.position)
+        copies = ((position, self._reader.batch_line(position)[0].custom_id) for position in item.copies)
+        return ReadyRequest(line.request(lines.new_id()), span.length, ((item.position, line.custom_id), *copies))
 
 
 class ByteBudget:

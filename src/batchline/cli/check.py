@@ -32,7 +32,7 @@ def check(
 ) -> None:
     """Check a batch file without running it. Exit code 3 if anything in it will fail."""
     from batchline.batch.check import CheckReport, findings_of, refuse_over_limits
-    from batchline.batch.inspect import LimitObserver, checked_input
+    from batchline.batch.inspect import NO_MODEL_NAMED, LimitObserver, checked_input
 
     limited = LimitObserver(parse_request_limits(request_limit or []))
     counter = None
@@ -54,7 +54,8 @@ def check(
             found.append(str(error))
         return found
 
-    with checked_input(input_file, observer=observe) as checked:
+    only_model = NO_MODEL_NAMED if not model else model[0] if len(model) == 1 else None
+    with checked_input(input_file, default_model=only_model, observer=observe) as checked:
         report, found = checked.report, findings(checked.report)
     counts = counter.counts if counter else None
     if as_json:

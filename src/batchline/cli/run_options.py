@@ -77,5 +77,6 @@ class RunFileOptions:
             grace_period_s=self.grace_period,
             limits=limits_of(self.limits, self.max_requests, self.max_file_size),
             settings=result_settings(engines),
-            served_models=tuple(name for engine in engines for name in engine.model.names),
+            served_models=tuple(engine.model.names for engine in engines),
+            default_model=engines[0].model.names[0] if len(engines) == 1 else None,
         )

@@ -1,0 +1,93 @@
+"""Requests that name a model which is not served: the commonest mistake in a batch file, and the option that mends it.
+
+Works on the counts of the check pass. A file in which no request names a served model is refused before a model is
+loaded; a file in which some do is run, with one warning.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from batchline.batch.check import CheckReport, counted
+from batchline.errors import NoModelServed
+
+ServedNames = Sequence[Sequence[str]]
+"""The names of each served model, in the order of the models."""
+
+_SHOWN_NAMES = 5
+_MAX_OPTION_NAMES = 20
+_MAX_SHOWN_CHARS = 100
+
+
+@dataclass(frozen=True, slots=True)
+class UnservedModel:
+    """A model name in the file that no served model has. first_line: the line number of the first such request."""
+
+    name: str
+    count: int
+    first_line: int
+
+    def __str__(self) -> str:
+        return f"{_shortened(self.name)!r} ({counted(self.count, 'request')}, first on line {self.first_line})"
+
+
+def unserved_models(report: CheckReport, served: ServedNames) -> list[UnservedModel]:
+    """The names that nothing served has, the most frequent first."""
+    groups: dict[str, list[tuple[int, int]]] = {}
+    for group in report.unknown_models([name for names in served for name in names]):
+        groups.setdefault(group.model, []).append((group.count, group.first_line))
+    unserved = [
+        UnservedModel(name, sum(count for count, _ in found), min(line for _, line in found))
+        for name, found in groups.items()
+    ]
+    return sorted(unserved, key=lambda model: (-model.count, model.first_line))
+
+
+def refuse_unserved_file(report: CheckReport, served: ServedNames) -> None:
+    """Raises: NoModelServed if there are requests and none of them names a served model."""
+    unserved = unserved_models(report, served)
+    if unserved and sum(model.count for model in unserved) == report.num_requests:
+        raise NoModelServed(
+            requested=[str(model) for model in unserved[:_SHOWN_NAMES]],
+            num_more=max(0, len(unserved) - _SHOWN_NAMES),
+            served=[name for names in served for name in names],
+            option=_option([[model.name for model in unserved], *served[1:]]),
+        )
+
+
+def unserved_warning(report: CheckReport, served: ServedNames) -> str | None:
+    """The warning that some requests name a model which is not served, with the option that serves them too."""
+    unserved = unserved_models(report, served)
+    if not unserved:
+        return None
+    shown = ", ".join(map(str, unserved[:_SHOWN_NAMES]))
+    if len(unserved) > _SHOWN_NAMES:
+        shown += f" and {len(unserved) - _SHOWN_NAMES:,} more names"
+    num_requests = sum(model.count for model in unserved)
+    verb = "names" if num_requests == 1 else "name"
+    warning = (
+        f"{num_requests:,} of {counted(report.num_requests, 'request')} {verb} a model that is not served: {shown}."
+    )
+    option = _option([[*served[0], *(model.name for model in unserved)], *served[1:]])
+    if option is not None:
+        warning += f" To run all of them, use {option}"
+    return warning
+
+
+def _option(names: ServedNames) -> str | None:
+    """The options that give each model its names; None if they are too many, or the option cannot hold one of them."""
+    every = [name for model in names for name in model]
+    if len(every) > _MAX_OPTION_NAMES or not all(map(_fits_option, every)):
+        return None
+    return " ".join(f"--served-model-name {shlex.quote(','.join(model))}" for model in names)
+
+
+def _fits_option(name: str) -> bool:
+    is_short = len(name) <= _MAX_SHOWN_CHARS
+    return is_short and name.isprintable() and "," not in name and name == name.strip() and name[0] != "-"
+
+
+def _shortened(name: str) -> str:
+    return name if len(name) <= _MAX_SHOWN_CHARS else f"{name[:_MAX_SHOWN_CHARS]}..."

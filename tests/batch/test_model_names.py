@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from batch_files import RecordingReporter, chat_line, contents, read_lines, write_lines
+
+from batchline import run_batch
+from batchline.batch.inspect import plan_overview
+from batchline.errors import NoModelServed, UsageError
+from batchline.testing import FakeBackend
+
+Run = Any
+
+
+def test_a_file_that_names_no_served_model_is_refused_before_the_model_loads(tmp_path: Path, run_file: Run) -> None:
+    """The commonest mistake: the run loaded the model, answered every line with a 404 and ended with exit code 0."""
+    lines = [chat_line("a", model="gpt-4"), b"not json", *[chat_line(f"r{n}", model="gpt-4o") for n in range(2)]]
+    backend = FakeBackend()
+    with pytest.raises(NoModelServed) as caught:
+        run_file(write_lines(tmp_path / "in", lines), tmp_path / "out", backend=backend, served_models=(("./m",),))
+    assert str(caught.value) == (
+        "No request names a served model. The file names 'gpt-4o' (2 requests, first on line 3), "
+        "'gpt-4' (1 request, first on line 1); served here: './m'. To run them, use:\n"
+        "  --served-model-name gpt-4o,gpt-4"
+    )
+    assert not backend.is_started
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+def test_requests_to_several_endpoints_of_one_unserved_model_count_as_one_name(tmp_path: Path, run_file: Run) -> None:
+    lines = [chat_line("a", model="x"), chat_line("b", model="x") | {"url": "/v1/completions"}]
+    with pytest.raises(NoModelServed, match=r"names 'x' \(2 requests, first on line 1\); served"):
+        run_file(write_lines(tmp_path / "in", lines), tmp_path / "out", served_models=(("fake",),))
+
+
+def test_of_several_models_the_first_gets_the_name_in_the_file(tmp_path: Path, run_file: Run) -> None:
+    path = write_lines(tmp_path / "in", [chat_line("a", model="my model")])
+    with pytest.raises(NoModelServed) as caught:
+        run_file(path, tmp_path / "out", served_models=(("a",), ("b", "c")))
+    assert caught.value.option == "--served-model-name 'my model' --served-model-name b,c"
+
+
+@pytest.mark.parametrize("name", ["a,b", " a", "a\x1b[2J", "-x", "x" * 1000])
+def test_a_name_that_the_option_cannot_hold_is_not_offered(tmp_path: Path, run_file: Run, name: str) -> None:
+    path = write_lines(tmp_path / "in", [chat_line("a", model=name)])
+    with pytest.raises(NoModelServed, match="Change 'model' in the file") as caught:
+        run_file(path, tmp_path / "out", served_models=(("fake",),))
+    assert caught.value.option is None
+    assert len(str(caught.value)) < 400
+    assert "\x1b" not in str(caught.value)
+
+
+def test_a_hundred_unserved_names_are_counted_and_the_first_of_them_shown(tmp_path: Path, run_file: Run) -> None:
+    path = write_lines(tmp_path / "in", [chat_line(f"r{n}", model=f"model-{n}") for n in range(100)])
+    with pytest.raises(NoModelServed, match=r"'model-4' \(1 request, first on line 5\) and 95 more names; served"):
+        run_file(path, tmp_path / "out", served_models=(("fake",),))
+
+
+def test_some_requests_to_an_unserved_model_are_warned_of_and_the_run_goes_on(tmp_path: Path, run_file: Run) -> None:
+    lines = [chat_line("a"), chat_line("b", model="other"), chat_line("c", model="other")]
+    reporter = RecordingReporter()
+    path = write_lines(tmp_path / "in", lines)
+    summary = run_file(path, tmp_path / "out", reporter=reporter, served_models=(("fake",),))
+    assert reporter.warnings == [
+        "2 of 3 requests name a model that is not served: 'other' (2 requests, first on line 2). "
+        "To run all of them, use --served-model-name fake,other"
+    ]
+    assert (summary.succeeded, summary.failed) == (1, 2)
+    assert [line["response"]["status_code"] for line in read_lines(tmp_path / "out")] == [200, 404, 404]
+
+
+def test_strict_refuses_a_file_in_which_one_request_names_an_unserved_model(tmp_path: Path, run_file: Run) -> None:
+    path = write_lines(tmp_path / "in", [chat_line("a"), chat_line("b", model="other")])
+    with pytest.raises(UsageError, match=r"Stopped by --strict .* 1 of 2 requests names a model that is not served"):
+        run_file(path, tmp_path / "out", strict=True, served_models=(("fake",),))
+
+
+def test_a_file_of_bad_lines_alone_is_answered(tmp_path: Path, run_file: Run) -> None:
+    summary = run_file(write_lines(tmp_path / "in", [b"x", b"y"]), tmp_path / "out", served_models=(("fake",),))
+    assert (summary.requests, summary.failed) == (2, 2)
+
+
+def without_model(custom_id: str, text: str = "hello", **body: Any) -> dict[str, Any]:
+    line = chat_line(custom_id, text, **body)
+    del line["body"]["model"]
+    return line
+
+
+def test_requests_may_leave_the_model_out_if_one_is_served(tmp_path: Path, run_file: Run) -> None:
+    """CONTRACT says so; each was a bad line."""
+    lines = [without_model("a", "one"), chat_line("b", "two", model=None), chat_line("c", "three"), b"bad"]
+    backend = FakeBackend()
+    path = write_lines(tmp_path / "in", lines)
+    served = {"served_models": (("fake", "alias"),), "default_model": "fake"}
+    run_file(path, tmp_path / "out", backend=backend, **served)
+    results = read_lines(tmp_path / "out")
+    assert contents(results) == {"a": "one", "b": "two", "c": "three"}
+    assert {result["response"]["body"]["model"] for result in results[:3]} == {"fake"}
+    assert results[3]["error"]["code"] == "invalid_json_line"
+
+
+def test_a_request_without_a_model_equals_one_that_names_the_only_model(tmp_path: Path, run_file: Run) -> None:
+    lines = [without_model("a", temperature=0), chat_line("b", temperature=0)]
+    backend = FakeBackend()
+    path = write_lines(tmp_path / "in", lines)
+    summary = run_file(path, tmp_path / "out", backend=backend, default_model="fake")
+    assert (len(backend.requests), summary.deduplicated, summary.succeeded) == (1, 1, 2)
+
+
+def test_a_bad_line_without_a_model_is_answered_with_what_is_wrong_with_it(tmp_path: Path, run_file: Run) -> None:
+    path = write_lines(tmp_path / "in", [without_model("a", stream=True), without_model("b")])
+    run_file(path, tmp_path / "out", default_model="fake")
+    assert [result["error"] and result["error"]["code"] for result in read_lines(tmp_path / "out")] == [
+        "streaming_unsupported",
+        None,
+    ]
+
+
+def test_where_several_models_are_served_a_request_must_name_one(tmp_path: Path, run_file: Run) -> None:
+    path = write_lines(tmp_path / "in", [without_model("a"), chat_line("b")])
+    run_file(path, tmp_path / "out", served_models=(("fake",), ("other",)))
+    error = read_lines(tmp_path / "out")[0]["error"]
+    assert (error["code"], error["param"]) == ("invalid_request", "body.model")
+    assert error["message"].endswith("It may be left out only where one model is served.")
+
+
+def test_run_batch_knows_the_only_model_of_a_backend(tmp_path: Path) -> None:
+    summary = run_batch(write_lines(tmp_path / "in", [without_model("a")]), tmp_path / "out", backend=FakeBackend())
+    assert summary.succeeded == 1
+
+
+def test_a_plan_puts_requests_without_a_model_into_groups_of_their_own(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "in", [without_model("a"), without_model("b"), chat_line("c")])
+    overview = plan_overview(str(path), dedup=True)
+    assert [(group.model, group.num_requests) for group in overview.largest] == [("(no model named)", 2), ("fake", 1)]
