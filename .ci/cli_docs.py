@@ -19,9 +19,15 @@ HEAD = """\
 <!-- written by `make docs`: change the commands, not this file -->
 
 Every option of `run-batch` and `serve` may also stand in a YAML file (`--config`) or in the environment
-(`BATCHLINE_...`): see [the server](server.md#options-from-a-file-and-the-environment). Exit codes: 0 finished, 1 could
-not finish (the same command resumes it), 2 wrong use or an unreadable input, 3 finished with failed lines under
-`--fail-on-error`, 130 interrupted (resumable).
+(`BATCHLINE_...`): see [the server](server.md#options-from-a-file-and-the-environment).
+
+| exit code | meaning |
+|---|---|
+| 0 | finished; failed lines are in the output and counted on standard error |
+| 1 | could not finish; the same command resumes it |
+| 2 | wrong use or an unreadable input; nothing was run |
+| 3 | finished, but every line failed, or any line under `--fail-on-error`; `check` and `merge` found something wrong |
+| 130 | interrupted; the same command resumes it |
 """
 
 

@@ -76,9 +76,10 @@ class ResumeRefused(UsageError):
 
 
 class NoModelServed(UsageError):
-    """No request of the batch file names a served model. option: the command-line option that mends it, if there is one.
+    """No request of the batch file names a served model.
 
-    requested: what the file names, each with its count; num_more: how many names are left out there.
+    requested: what the file names, each with its count; num_more: how many names are left out there. option: the
+    command-line option that mends it, if there is one.
     """
 
     def __init__(self, requested: list[str], num_more: int, served: list[str], option: str | None) -> None:

@@ -12,7 +12,7 @@ from batchline.backends.base import BackendStats, ServedModel
 from batchline.backends.in_process import InProcessBackend
 from batchline.batch.progress import Progress, SilentReporter
 from batchline.cli.metrics_endpoint import MetricsReporter
-from batchline.cli.terminal import summary_lines
+from batchline.cli.summary import summary_lines
 from batchline.config import CacheConfig, EngineConfig, ModelConfig
 from batchline.model_record import ModelRecord
 from batchline.native import library

@@ -537,8 +537,8 @@ def test_strict_stops_before_any_request_runs(tmp_path: Path, run_file: Run) -> 
 
 def test_strict_refuses_models_that_are_not_served(tmp_path: Path, run_file: Run) -> None:
     path = write_lines(tmp_path / "in", [chat_line("a", model="other")])
-    with pytest.raises(UsageError, match="unknown model 'other'"):
-        run_file(path, tmp_path / "out", strict=True, served_models=("fake",))
+    with pytest.raises(UsageError, match="The file names 'other'"):
+        run_file(path, tmp_path / "out", strict=True, served_models=(("fake",),))
 
 
 def test_an_input_over_the_limits_is_refused(batch: Path, tmp_path: Path, run_file: Run) -> None:

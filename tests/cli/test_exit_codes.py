@@ -115,6 +115,18 @@ def test_failed_lines_end_with_3_under_fail_on_error(
     assert command(*run_args(mixed, tmp_path / "out.jsonl"), "--fail-on-error").code == 0
 
 
+def test_a_run_in_which_every_line_failed_ends_with_3(
+    command: Command, backend: FakeBackend, mixed: Path, tmp_path: Path
+) -> None:
+    """It ended with 0, so that a script took a file of errors for results."""
+    write(mixed, b"bad", line("a", stream=True))
+    ended = command(*run_args(mixed, tmp_path / "out.jsonl"))
+    assert (ended.code, ended.err.splitlines()[-1]) == (3, "Every request failed (exit code 3).")
+    assert len((tmp_path / "out.jsonl").read_bytes().splitlines()) == 2
+    write(mixed)
+    assert command(*run_args(mixed, tmp_path / "out.jsonl")).code == 0
+
+
 def test_strict_ends_with_2_before_the_model_loads(
     command: Command, backend: FakeBackend, mixed: Path, tmp_path: Path
 ) -> None:

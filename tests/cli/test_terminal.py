@@ -3,7 +3,6 @@ from __future__ import annotations
 import pytest
 
 from batchline.batch.progress import Progress
-from batchline.batch.summary import RunSummary
 from batchline.cli import terminal
 from batchline.cli.live_bar import LiveBar
 
@@ -42,41 +41,6 @@ def test_lines_come_every_few_seconds_and_at_the_end(
         now += 1.0
     shown = [text.split("/")[0] for text in capsys.readouterr().err.splitlines()]
     assert shown == ["1", "6", "11"]
-
-
-def test_the_summary_leaves_out_what_did_not_happen() -> None:
-    lines = terminal.summary_lines(RunSummary(requests=3, succeeded=3, failed=0, output="out", wall_time_s=1.25))
-    assert lines == [
-        "Requests       3",
-        "Succeeded      3",
-        "Failed         0",
-        "Prompt tokens  0 (0.0% from the prefix cache)",
-        "Output tokens  0",
-        "Wall time      1.2 s",
-        "Output         out",
-    ]
-
-
-def test_the_summary_tells_what_was_saved_and_where_failures_are() -> None:
-    summary = RunSummary(
-        requests=10,
-        succeeded=7,
-        failed=3,
-        failures_by_code={"404": 1, "invalid_url": 2},
-        prompt_tokens=1000,
-        cached_tokens=250,
-        deduplicated=4,
-        resumed=5,
-        output="-",
-        error_file="err",
-    )
-    text = "\n".join(terminal.summary_lines(summary))
-    assert "Failed         3 (1 x 404, 2 x invalid_url)" in text
-    assert "Prompt tokens  1,000 (25.0% from the prefix cache)" in text
-    assert "Deduplicated   4 requests" in text
-    assert "Resumed        5 requests" in text
-    assert "Output         standard output" in text
-    assert "Failed lines   err" in text
 
 
 def test_the_live_bar_shows_counts_rates_and_warnings(

@@ -156,8 +156,7 @@ def findings_of(report: CheckReport, served_models: Sequence[str] | None) -> lis
     ]
     if served_models is not None:
         found += [
-            f"{counted(group.count, 'request')} to the unknown model {group.model!r}, "
-            f"first on line {group.first_line}."
+            f"{counted(group.count, 'request')} to the unknown model {group.model!r}, first on line {group.first_line}."
             for group in report.unknown_models(served_models)
         ]
     return found

@@ -37,3 +37,8 @@ class RunSummary:
     def prefix_cache_hit_rate(self) -> float:
         """The share of prompt tokens that came from the prefix cache, 0 to 1."""
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+    @property
+    def has_only_failures(self) -> bool:
+        """Whether there were requests and none of them succeeded."""
+        return self.requests > 0 and self.succeeded == 0

@@ -3,7 +3,7 @@
 0    finished (failed lines are in the output and counted on standard error)
 1    could not finish; the same command resumes it
 2    wrong use or an unreadable input; nothing was run
-3    finished with failed lines under --fail-on-error, or `check` found some
+3    finished, but every line failed, or any line under --fail-on-error; or `check` found bad lines
 130  interrupted; the same command resumes it
 """
 

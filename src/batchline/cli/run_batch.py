@@ -12,7 +12,8 @@ from batchline.cli.config_file import takes_config_file
 from batchline.cli.model_options import ModelOptions, takes_model_options
 from batchline.cli.option_groups import takes_options
 from batchline.cli.run_options import RunFileOptions
-from batchline.cli.terminal import open_reporter, print_summary, tell
+from batchline.cli.summary import print_summary
+from batchline.cli.terminal import open_reporter, tell
 
 _METRICS = "Metrics"
 
@@ -45,7 +46,7 @@ def run_batch(
             reporter = stack.enter_context(serve_metrics(reporter, host, port))
         summary = run_blocking(options, lambda: open_in_process(engines), reporter, stop_at_once=_stop_at_once)
     print_summary(summary)
-    if run_file.fail_on_error and summary.failed:
+    if summary.has_only_failures or (run_file.fail_on_error and summary.failed):
         raise typer.Exit(3)
 
 

@@ -52,7 +52,10 @@ class RunFileOptions:
         bool, typer.Option("--strict", help="Run nothing if any line is invalid; unknown fields are errors.")
     ] = False
     dedup: Annotated[bool, typer.Option(help="Run identical deterministic requests only once.")] = True
-    fail_on_error: Annotated[bool, typer.Option("--fail-on-error", help="Exit with code 3 if any line failed.")] = False
+    fail_on_error: Annotated[
+        bool,
+        typer.Option("--fail-on-error", help="Exit with code 3 if any line failed, not only if all did."),
+    ] = False
     grace_period: Annotated[
         float, typer.Option(min=0, help="Seconds running requests may take to finish after Ctrl-C or SIGTERM.")
     ] = DEFAULT_GRACE_PERIOD_S

@@ -1,4 +1,4 @@
-"""How a run shows itself: a live bar on a terminal, a line every few seconds anywhere else, and the end summary.
+"""How a run shows itself: a live bar on a terminal, a line every few seconds anywhere else.
 
 All of it goes to standard error: standard output may be the result file.
 """
@@ -14,7 +14,6 @@ from contextlib import contextmanager, suppress
 import typer
 
 from batchline.batch.progress import Progress, Reporter
-from batchline.batch.summary import RunSummary
 
 LINE_INTERVAL_S = 5.0
 
@@ -81,31 +80,3 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-def print_summary(summary: RunSummary) -> None:
-    """The end of a run, for people."""
-    for line in summary_lines(summary):
-        tell(line)
-
-
-def summary_lines(summary: RunSummary) -> list[str]:
-    """The summary's lines; what is zero is left out."""
-    codes = ", ".join(f"{count:,} x {code}" for code, count in summary.failures_by_code.items())
-    lines = [
-        f"Requests       {summary.requests:,}",
-        f"Succeeded      {summary.succeeded:,}",
-        f"Failed         {summary.failed:,}" + (f" ({codes})" if codes else ""),
-        f"Prompt tokens  {summary.prompt_tokens:,} ({summary.prefix_cache_hit_rate:.1%} from the prefix cache)",
-        f"Output tokens  {summary.output_tokens:,}",
-    ]
-    if summary.deduplicated:
-        lines.append(f"Deduplicated   {summary.deduplicated:,} requests served by an identical one's answer")
-    if summary.resumed:
-        lines.append(f"Resumed        {summary.resumed:,} requests done by an earlier run")
-    lines += [f"Model          {model.text}" for model in summary.models]
-    lines.append(f"Wall time      {duration(summary.wall_time_s)}")
-    lines.append(f"Output         {'standard output' if summary.output == '-' else summary.output}")
-    if summary.error_file:
-        lines.append(f"Failed lines   {summary.error_file}")
-    return lines

@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+from batchline.batch.summary import RunSummary
+from batchline.cli.summary import summary_lines
+
+
+def test_the_summary_leaves_out_what_did_not_happen() -> None:
+    lines = summary_lines(RunSummary(requests=3, succeeded=3, failed=0, output="out", wall_time_s=1.25))
+    assert lines == [
+        "Requests       3",
+        "Succeeded      3",
+        "Failed         0",
+        "Prompt tokens  0 (0.0% from the prefix cache)",
+        "Output tokens  0",
+        "Wall time      1.2 s",
+        "Output         out",
+    ]
+
+
+def test_the_summary_tells_what_was_saved_and_where_failures_are() -> None:
+    summary = RunSummary(
+        requests=10,
+        succeeded=7,
+        failed=3,
+        failures_by_code={"404": 1, "invalid_url": 2},
+        prompt_tokens=1000,
+        cached_tokens=250,
+        deduplicated=4,
+        resumed=5,
+        output="-",
+        error_file="err",
+    )
+    text = "\n".join(summary_lines(summary))
+    assert "Failed         3 (1 x 404, 2 x invalid_url)" in text
+    assert "Prompt tokens  1,000 (25.0% from the prefix cache)" in text
+    assert "Deduplicated   4 requests" in text
+    assert "Resumed        5 requests" in text
+    assert "Output         standard output" in text
+    assert "Failed lines   err" in text
+
+
+def test_the_summary_says_that_every_request_failed() -> None:
+    assert summary_lines(RunSummary(requests=2, succeeded=0, failed=2))[-1] == "Every request failed (exit code 3)."
+    assert "Every" not in summary_lines(RunSummary(requests=2, succeeded=1, failed=1))[-1]
+    assert "Every" not in summary_lines(RunSummary(requests=0, succeeded=0, failed=0))[-1]
