@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 import typer
 
-from batchline.cli.model_options import ModelOptions, parse_num_bytes
+from batchline.cli.model_options import ModelOptions
+from batchline.cli.values import parse_num_bytes
 from batchline.config import EngineConfig, ModelConfig
 from batchline.errors import UsageError
 

@@ -101,9 +101,9 @@ def test_names_are_counted_per_model() -> None:
 
 
 def test_a_model_on_the_line_stands_in_for_the_environments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("BATCHLINE_MODEL", "one two")
-    assert "for 2 models" in refusal("--served-model-name", "x")
-    assert "for 1 models" in refusal("mine", "--served-model-name", "x", "--served-model-name", "y")
+    monkeypatch.setenv("BATCHLINE_MODEL", "one two three")
+    assert "for 3 models" in refusal("--served-model-name", "x")
+    assert "for 2 models" in refusal("mine", "--model", "other", "--served-model-name", "x")
 
 
 def test_options_become_the_servers_settings() -> None:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from batchline.cli.limits import LimitPreset, MaxFileSize, MaxRequests, limits_of
-from batchline.cli.model_options import parse_request_limits
+from batchline.cli.values import parse_request_limits
 from batchline.errors import UsageError
 
 _SHOWN_FAULTS = 20

@@ -2,7 +2,8 @@
 
 Precedence: command line, then the file, then `BATCHLINE_...` variables, then the option's default. File and environment
 become the command's default map, so that values are converted and checked like those of the command line; one that is
-wrong is reported with the variable, or the file and key, that it comes from.
+wrong is reported with the variable, or the file and key, that it comes from. A file may hold options of vLLM
+(`vllm_options`) where the command takes them on its line.
 """
 
 from __future__ import annotations
@@ -21,7 +22,11 @@ from typing import Annotated, Any
 
 import typer
 
+from batchline.cli.vllm_options import Translation, VllmOption, find
 from batchline.errors import UsageError
+
+TRANSLATION = "batchline.cli.translation"
+"""Under this key of a context's `meta` stands the `Translation` of a command that takes options of vLLM."""
 
 PREFIX = "BATCHLINE_"
 _CONFIG_VARIABLE = f"{PREFIX}CONFIG"
@@ -59,7 +64,11 @@ def _load(context: typer.Context, path: Path | None) -> Path | None:
     _warn_of_unknown_variables(context)
     if path is None and os.environ.get(_CONFIG_VARIABLE):
         path = Path(os.environ[_CONFIG_VARIABLE])
-    settings = [*environment_settings(options, os.environ), *(file_settings(options, path) if path else [])]
+    translation = context.meta.get(TRANSLATION)
+    settings = [
+        *environment_settings(options, os.environ),
+        *(file_settings(options, path, translation) if path else []),
+    ]
     context.default_map = {setting.parameter.name: _default(setting, context) for setting in settings}
     return path
 
@@ -148,17 +157,64 @@ def _from_text(parameter: Any, text: str, variable: str) -> Any:
         raise UsageError(f"{variable}: cannot be split into values: {exc}") from exc
 
 
-def file_settings(options: Mapping[str, Any], path: Path) -> list[Setting]:
-    """What a configuration file says of `options` by long name. Raises: UsageError naming a key that is none."""
-    settings: list[Setting] = []
+def file_settings(options: Mapping[str, Any], path: Path, translation: Translation | None = None) -> list[Setting]:
+    """What a configuration file says of `options` by long name. Raises: UsageError naming the keys that are none.
+
+    translation: takes keys that are options of vLLM. What these become yields to the file's own keys.
+    """
+    own: list[Setting] = []
+    translated: list[Setting] = []
+    problems: list[str] = []
     for key, value in _read(path).items():
         name = str(key).replace("_", "-")
-        parameter = options.get(name)
-        if parameter is None:
-            raise UsageError(f"{path}: unknown option {str(key)!r}.{_closest(name, options)}")
         where = f"{path}: {key}"
-        settings.append(Setting(parameter, where, partial(_from_yaml, parameter, value, where)))
+        parameter = options.get(name)
+        found = None if translation is None else find(f"--{name}")
+        if parameter is not None:
+            own.append(Setting(parameter, where, partial(_from_yaml, parameter, value, where)))
+        elif translation is not None and found is not None:
+            translated += _translated(options, translation, name, found, value, path)
+        else:
+            problems.append(f"{path}: unknown option {str(key)!r}.{_closest(name, options)}")
+    if problems:
+        raise UsageError("\n".join(problems))
+    return [*translated, *own]
+
+
+def _translated(
+    options: Mapping[str, Any],
+    translation: Translation,
+    name: str,
+    found: tuple[VllmOption, bool],
+    value: Any,
+    path: Path,
+) -> list[Setting]:
+    """What an option of vLLM becomes. found: as `find` gives it."""
+    option, is_negated = found
+    texts = [_text(item) for item in (value if isinstance(value, list) else [value])]
+    if option.takes == "flag":
+        texts = ["false" if (texts == ["false"]) != is_negated else "true"]
+    settings = []
+    for ours, text in translation.translate(f"--{name}", option, texts, where=f"{path}: "):
+        parameter = options[ours.removeprefix("--no-").removeprefix("--")]
+        given = not ours.startswith("--no-") if text is None else text
+        settings.append(Setting(parameter, f"{path}: {name}", lambda given=given: given))  # type: ignore[misc]
     return settings
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def is_set_elsewhere(name: str, config: str | None) -> bool:
+    """Whether the environment, or a readable configuration file, gives a value to an option."""
+    config = config or os.environ.get(_CONFIG_VARIABLE)
+    if os.environ.get(PREFIX + _shouted(name)):
+        return True
+    try:
+        return config is not None and name in _read(Path(config))
+    except UsageError:
+        return False
 
 
 def _read(path: Path) -> dict[Any, Any]:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import typer
 
 from batchline.batch.options import HOSTED_LIMITS, Limits
-from batchline.cli.model_options import parse_num_bytes
+from batchline.cli.values import parse_num_bytes
 
 MaxRequests = Annotated[int | None, typer.Option(min=1, help="Refuse a batch file with more requests.")]
 MaxFileSize = Annotated[

@@ -20,7 +20,7 @@ import typer
 
 from batchline import __version__
 from batchline.cli.check import check
-from batchline.cli.grouped_help import GroupedCommand
+from batchline.cli.command_line import CheckedCommand, ModelCommand
 from batchline.cli.plan import plan
 from batchline.cli.run_batch import run_batch
 from batchline.cli.serve import serve
@@ -54,15 +54,15 @@ def _batchline(
     """Run a file of LLM requests on your own hardware and get an answer for every line."""
 
 
-app.command("run-batch", cls=GroupedCommand, short_help="Run a batch file and write one result for every line.")(
+app.command("run-batch", cls=ModelCommand, short_help="Run a batch file and write one result for every line.")(
     run_batch
 )
-app.command("serve", cls=GroupedCommand)(serve)
-app.command("check", cls=GroupedCommand)(check)
-app.command("plan", cls=GroupedCommand, short_help="Show the order a run would take.")(plan)
-app.command("split", cls=GroupedCommand)(split)
-app.command("merge", cls=GroupedCommand)(merge)
-app.command("upload", cls=GroupedCommand)(upload)
+app.command("serve", cls=ModelCommand)(serve)
+app.command("check", cls=CheckedCommand)(check)
+app.command("plan", cls=CheckedCommand, short_help="Show the order a run would take.")(plan)
+app.command("split", cls=CheckedCommand)(split)
+app.command("merge", cls=CheckedCommand)(merge)
+app.command("upload", cls=CheckedCommand)(upload)
 
 
 def command(arguments: Sequence[str] | None = None) -> NoReturn:

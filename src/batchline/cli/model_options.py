@@ -6,14 +6,23 @@ A command takes a `model_options: ModelOptions` parameter and is decorated with 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from functools import partial
+from typing import Annotated, Any, Literal
 
 import typer
 
 from batchline.batch.settings import refuse_missing_folder
 from batchline.cli.option_groups import takes_options
+from batchline.cli.values import (
+    parse_length,
+    parse_num_bytes,
+    parse_number,
+    parse_quantization,
+    parse_request_limits,
+    together,
+)
 from batchline.config import (
     CacheConfig,
     ContentFormat,
@@ -21,8 +30,6 @@ from batchline.config import (
     DType,
     EngineConfig,
     ModelConfig,
-    Quantization,
-    RequestLimits,
     SchedulerConfig,
     Scoring,
     SpecialTokensInContent,
@@ -34,35 +41,28 @@ from batchline.errors import UsageError
 _MODEL = "Model"
 _ENGINE = "Engine"
 _TEXT = "Chat templates and text"
+_COUNT = "<number>"
 _CACHE, _SCHEDULER, _TEXT_DEFAULTS = CacheConfig(), SchedulerConfig(), TextConfig()
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
-
-def parse_num_bytes(text: str | int) -> int:
-    """`4GiB`, `500M` or a plain number of bytes."""
-    number = str(text).strip().lower().removesuffix("b")
-    digits = number.rstrip("kmgti")
-    try:
-        num_bytes = int(float(digits) * _UNITS[number[len(digits) :]])
-    except (ValueError, KeyError, OverflowError):
-        num_bytes = 0
-    if num_bytes < 1:
-        raise typer.BadParameter(f"{text!r} is not a size like 4GiB, 500M or 1000000.")
-    return num_bytes
-
-
-def parse_request_limits(given: Sequence[str]) -> RequestLimits:
-    """`stop=256` and the like over the defaults. Raises: UsageError."""
-    known = {field.name for field in dataclasses.fields(RequestLimits)}
-    numbers = {}
-    for text in given:
-        name, _, number = text.partition("=")
-        if name.replace("-", "_") not in known:
-            raise UsageError(f"--request-limit: there is no limit {name!r}. Known: {', '.join(sorted(known))}.")
-        if not (number.isascii() and number.isdecimal()) or len(number) > 18:
-            raise UsageError(f"--request-limit: {text!r} is not NAME=NUMBER, e.g. stop=256.")
-        numbers[name.replace("-", "_")] = int(number)
-    return RequestLimits(**numbers)
+TaskName = Literal["auto", "generate", "embed", "score", "embedding", "classify"]
+_TASKS: Mapping[TaskName, Task] = {
+    "auto": "auto",
+    "generate": "generate",
+    "embed": "embed",
+    "score": "score",
+    "embedding": "embed",
+    "classify": "score",
+}
+DTypeName = Literal["auto", "float32", "bfloat16", "float16", "float", "half"]
+_DTYPES: Mapping[DTypeName, DType] = {
+    "auto": "auto",
+    "float32": "float32",
+    "bfloat16": "bfloat16",
+    "float16": "float16",
+    "float": "float32",
+    "half": "float16",
+}
+"""Names of the field, and ours."""
 
 
 def _parser_option(what_the_model_writes: str) -> Any:
@@ -89,11 +89,17 @@ class ModelOptions:
     served_model_name: Annotated[
         list[str],
         typer.Option(
-            help="Name(s) clients use for this model, comma-separated. One for each --model.",
+            help="Name(s) clients use for this model, comma-separated or several values. Repeat it for each --model.",
             rich_help_panel=_MODEL,
         ),
     ] = dataclasses.field(default_factory=list)
-    task: Annotated[Task, typer.Option(help="Task of the model.", rich_help_panel=_MODEL)] = "auto"
+    task: Annotated[
+        TaskName,
+        typer.Option(
+            help="Task of the model; embedding is embed, and classify is score.",
+            rich_help_panel=_MODEL,
+        ),
+    ] = "auto"
     scoring: Annotated[
         Scoring,
         typer.Option(
@@ -110,29 +116,53 @@ class ModelOptions:
     ] = None
     trust_remote_code: Annotated[
         bool,
-        typer.Option(
-            "--trust-remote-code", help="Allow Python code from the model's repository to run.", rich_help_panel=_MODEL
-        ),
+        typer.Option(help="Allow Python code from the model's repository to run.", rich_help_panel=_MODEL),
     ] = False
-    dtype: Annotated[DType, typer.Option(help="Data type of the weights and the KV cache.", rich_help_panel=_MODEL)] = (
-        "auto"
-    )
-    quantization: Annotated[
-        Quantization | None,
+    dtype: Annotated[
+        DTypeName,
         typer.Option(
+            help="Data type of the weights and the KV cache; float is float32, and half is float16.",
+            rich_help_panel=_MODEL,
+        ),
+    ] = "auto"
+    quantization: Annotated[
+        Any,
+        typer.Option(
+            "--quantization",
+            "-q",
+            parser=parse_quantization,
+            metavar="<int8>",
             help="Run linear layers in int8: faster on CPUs, with a small loss of accuracy. Default: off.",
             rich_help_panel=_MODEL,
         ),
     ] = None
     device: Annotated[Device, typer.Option(help="Device to run on.", rich_help_panel=_MODEL)] = "auto"
     max_model_len: Annotated[
-        int | None, typer.Option(min=1, help="Context length in tokens.", rich_help_panel=_MODEL)
+        int | None,
+        typer.Option(
+            parser=parse_length,
+            metavar=_COUNT,
+            help="Context length in tokens; 4k is 4,000, 4K is 4,096. Default: the model's own.",
+            rich_help_panel=_MODEL,
+        ),
     ] = None
     max_num_seqs: Annotated[
-        int, typer.Option(min=1, help="Maximum number of sequences that run at once.", rich_help_panel=_ENGINE)
+        int,
+        typer.Option(
+            parser=parse_number,
+            metavar=_COUNT,
+            help="Maximum number of sequences that run at once.",
+            rich_help_panel=_ENGINE,
+        ),
     ] = _SCHEDULER.max_num_seqs
     max_num_batched_tokens: Annotated[
-        int, typer.Option(min=1, help="Maximum number of new tokens in one step.", rich_help_panel=_ENGINE)
+        int,
+        typer.Option(
+            parser=parse_number,
+            metavar=_COUNT,
+            help="Maximum number of new tokens in one step.",
+            rich_help_panel=_ENGINE,
+        ),
     ] = _SCHEDULER.max_num_batched_tokens
     block_size: Annotated[
         int, typer.Option(min=1, help="Tokens per block of the KV cache.", rich_help_panel=_ENGINE)
@@ -162,7 +192,7 @@ class ModelOptions:
     ] = None
     enforce_eager: Annotated[
         bool,
-        typer.Option("--enforce-eager", help="Do not use CUDA graphs on a GPU.", rich_help_panel=_ENGINE),
+        typer.Option(help="Do not use CUDA graphs on a GPU.", rich_help_panel=_ENGINE),
     ] = False
     chat_template: Annotated[
         str | None, typer.Option(help="Chat template: a file path or inline Jinja.", rich_help_panel=_TEXT)
@@ -172,9 +202,7 @@ class ModelOptions:
     ] = "auto"
     trust_request_chat_template: Annotated[
         bool,
-        typer.Option(
-            "--trust-request-chat-template", help="Allow requests to set chat_template.", rich_help_panel=_TEXT
-        ),
+        typer.Option(help="Allow requests to set chat_template.", rich_help_panel=_TEXT),
     ] = False
     special_tokens_in_content: Annotated[
         SpecialTokensInContent,
@@ -188,7 +216,6 @@ class ModelOptions:
     enable_auto_tool_choice: Annotated[
         bool,
         typer.Option(
-            "--enable-auto-tool-choice",
             help="Refuse to start if the model's tool-call format is unknown.",
             rich_help_panel=_TEXT,
         ),
@@ -215,27 +242,36 @@ class ModelOptions:
 
     def engines(self, *, strict: bool = False) -> tuple[EngineConfig, ...]:
         """One configuration for each model. strict: unknown request fields are errors. Raises: UsageError."""
-        for model in self.model:
-            refuse_missing_folder(model)
-        names = self.served_model_name
-        if names and len(names) != len(self.model):
-            raise UsageError(f"--served-model-name is given {len(names)} times for {len(self.model)} models.")
-        if self.chat_template is not None:
-            _refuse_missing_template(self.chat_template)
-        served: list[tuple[str, ...]] = [_names(name) for name in names] or [()] * len(self.model)
-        return tuple(self._engine(model, name, strict) for model, name in zip(self.model, served, strict=True))
+        together(
+            *(partial(refuse_missing_folder, model) for model in self.model),
+            self._served_names,
+            partial(_refuse_missing_template, self.chat_template),
+            partial(parse_request_limits, self.request_limit),
+        )
+        return tuple(
+            self._engine(model, names, strict) for model, names in zip(self.model, self._served_names(), strict=True)
+        )
+
+    def _served_names(self) -> list[tuple[str, ...]]:
+        """The names of each model; a single model has all that are given. Raises: UsageError."""
+        given = [_names(text) for text in self.served_model_name]
+        if len(self.model) == 1:
+            return [tuple(name for names in given for name in names)]
+        if given and len(given) != len(self.model):
+            raise UsageError(f"--served-model-name is given {len(given)} times for {len(self.model)} models.")
+        return given or [()] * len(self.model)
 
     def _engine(self, model: str, served_names: tuple[str, ...], strict: bool) -> EngineConfig:
         return EngineConfig(
             model=ModelConfig(
                 model=model,
                 served_names=served_names,
-                task=self.task,
+                task=_TASKS[self.task],
                 scoring=self.scoring,
                 tokenizer=self.tokenizer,
                 revision=self.revision,
                 trust_remote_code=self.trust_remote_code,
-                dtype=self.dtype,
+                dtype=_DTYPES[self.dtype],
                 quantization=self.quantization,
                 device=self.device,
                 max_model_len=self.max_model_len,
@@ -267,8 +303,10 @@ class ModelOptions:
         )
 
 
-def _refuse_missing_template(option: str) -> None:
+def _refuse_missing_template(option: str | None) -> None:
     """Before the input is read and the model loaded, which takes long. Raises: UsageError."""
+    if option is None:
+        return
     from batchline.text.chat_template import read_template  # a template engine: not for --help
 
     read_template(option)

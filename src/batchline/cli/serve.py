@@ -6,6 +6,7 @@ import dataclasses
 import ipaddress
 import logging
 import sys
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -14,6 +15,7 @@ from batchline.cli.config_file import takes_config_file
 from batchline.cli.model_options import ModelOptions
 from batchline.cli.option_groups import takes_options
 from batchline.cli.server_options import ServingOptions
+from batchline.cli.values import together
 from batchline.errors import UsageError
 from batchline.model_record import ModelRecord
 from batchline.server.connections import bind
@@ -36,8 +38,10 @@ def serve(
 ) -> None:
     """Serve one or more models over an OpenAI-compatible API."""
     models = _models(context, model_argument, model_options.model)
-    engines = dataclasses.replace(model_options, model=models).engines(strict=strict)
-    options = serving.server(max_running=len(engines) * model_options.max_num_seqs)
+    model_options = dataclasses.replace(model_options, model=models)
+    max_running = len(models) * model_options.max_num_seqs
+    together(partial(model_options.engines, strict=strict), partial(serving.server, max_running=max_running))
+    engines, options = model_options.engines(strict=strict), serving.server(max_running=max_running)
     logging.basicConfig(
         level=serving.log_level.upper(),
         format="%(levelname)s %(name)s: %(message)s",

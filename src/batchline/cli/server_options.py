@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from batchline.cli.model_options import parse_num_bytes
+from batchline.cli.values import parse_num_bytes, together
 from batchline.errors import UsageError
 from batchline.server.options import CorsOptions, LogLevel, ServerOptions
 
@@ -63,7 +63,7 @@ class ServingOptions:
         typer.Option(help="Header allowed in CORS requests. Repeatable; default: all.", rich_help_panel=_ACCESS),
     ] = dataclasses.field(default_factory=list)
     allow_credentials: Annotated[
-        bool, typer.Option("--allow-credentials", help="Allow CORS requests with cookies.", rich_help_panel=_ACCESS)
+        bool, typer.Option(help="Allow CORS requests with cookies.", rich_help_panel=_ACCESS)
     ] = False
     max_request_size: Annotated[
         int,
@@ -132,12 +132,7 @@ class ServingOptions:
 
     def server(self, *, max_running: int) -> ServerOptions:
         """The server's settings. max_running: sequences that run at once. Raises: UsageError."""
-        if any(not key.strip() for key in self.api_key):
-            raise UsageError("--api-key: a key must not be empty")
-        if self.ssl_keyfile is not None and self.ssl_certfile is None:
-            raise UsageError("--ssl-keyfile requires --ssl-certfile")
-        if self.ssl_keyfile_password is not None and self.ssl_certfile is None:
-            raise UsageError("--ssl-keyfile-password requires --ssl-certfile")
+        together(self._check_keys, self._check_certificate, self._cors)
         return ServerOptions(
             host=self.host,
             port=self.port,
@@ -159,6 +154,16 @@ class ServingOptions:
             cors=self._cors(),
             access_log=self.access_log,
         )
+
+    def _check_keys(self) -> None:
+        if any(not key.strip() for key in self.api_key):
+            raise UsageError("--api-key: a key must not be empty")
+
+    def _check_certificate(self) -> None:
+        if self.ssl_certfile is None and self.ssl_keyfile is not None:
+            raise UsageError("--ssl-keyfile requires --ssl-certfile")
+        if self.ssl_certfile is None and self.ssl_keyfile_password is not None:
+            raise UsageError("--ssl-keyfile-password requires --ssl-certfile")
 
     def _cors(self) -> CorsOptions:
         if not self.allowed_origins:

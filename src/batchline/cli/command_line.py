@@ -1,0 +1,288 @@
+"""Reads a command's arguments, those copied from vLLM included, and reports all that is wrong with them at once.
+
+Beside the usual forms it takes underscores in names (`--max_model_len`), several values after one option
+(`--api-key a b`), parts of JSON options (`--hf-overrides.rope_theta 10000`), flags with a value
+(`--enforce-eager=false`), and the options in `vllm_options`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+import typer
+
+from batchline.cli.config_file import TRANSLATION, is_set_elsewhere
+from batchline.cli.grouped_help import GroupedCommand
+from batchline.cli.terminal import tell
+from batchline.cli.values import listed
+from batchline.cli.vllm_options import VLLM_OPTIONS, Ours, Translation, VllmOption, find
+from batchline.errors import UsageError
+
+JSON = "JSON"
+"""How the help calls the values of options that take a JSON object."""
+
+_USAGE_ERROR: Any = typer.BadParameter.__base__
+"""What the command line's library raises for anything wrong; it has no public name."""
+
+_SEVERAL: Mapping[str, Callable[[list[str]], list[str]]] = {
+    "--served-model-name": lambda names: [",".join(names)],
+    "--api-key": lambda keys: keys,
+}
+"""Options that take all values up to the next option, and the values to repeat the option with."""
+
+_TRUTH = {"true": True, "false": False}
+
+
+class CheckedCommand(GroupedCommand):
+    """A command that reports all problems of its arguments together."""
+
+    vllm_options: Mapping[str, VllmOption] = {}
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """The arguments that are left, which are none. Raises: UsageError, or what the library raises."""
+        if ctx.resilient_parsing:
+            return list(super().parse_args(ctx, args))
+        parameters = self.get_params(ctx)
+        reader = ArgumentReader(parameters, self.vllm_options)
+        arguments = reader.read(args, lambda config: is_set_elsewhere("model", config))
+        ctx.meta[TRANSLATION] = reader.translation
+        given, rest, order = self.make_parser(ctx).parse_args(arguments)
+        failures = _process(ctx, parameters, given, rest, order)
+        problems = [*reader.problems, *reader.translation.refusals, *map(_text_of, failures)]
+        if rest and not reader.problems:
+            problems.append(f"There is nothing to do with {' '.join(rest)!r}.")
+        if len(problems) == len(failures) == 1:
+            raise failures[0]
+        if problems:
+            raise UsageError(f"{listed(problems)}\nTry '{ctx.command_path} --help' for help.")
+        _put_into_effect(reader.translation)
+        ctx.args = []
+        return []
+
+
+class ModelCommand(CheckedCommand):
+    """A command that loads models, and takes the options of vLLM's commands."""
+
+    vllm_options = VLLM_OPTIONS
+
+
+def _process(ctx: Any, parameters: Sequence[Any], given: Any, rest: list[str], order: Sequence[Any]) -> list[Any]:
+    """Convert and check every value, the eager options' first; what is wrong with them.
+
+    Without its configuration file a command would miss what the file says, so that an eager option is the last one.
+    """
+    failures: list[Any] = []
+    position = {id(parameter): number for number, parameter in reversed(list(enumerate(order)))}
+    for parameter in sorted(parameters, key=lambda p: (not p.is_eager, position.get(id(p), len(order)))):
+        failure = _failure_of(ctx, parameter, given, rest)
+        failures += [] if failure is None else [failure]
+        if failure is not None and parameter.is_eager:
+            break
+    return failures
+
+
+def _failure_of(ctx: Any, parameter: Any, given: Any, rest: list[str]) -> Any:
+    try:
+        parameter.handle_parse_result(ctx, given, rest)
+    except (UsageError, _USAGE_ERROR) as exc:
+        return exc
+    return None
+
+
+def _text_of(failure: Any) -> str:
+    return str(failure.format_message() if hasattr(failure, "format_message") else failure)
+
+
+def _put_into_effect(translation: Translation) -> None:
+    os.environ.update(translation.environment)
+    if translation.warning is not None:
+        tell(f"Warning: {translation.warning}")
+
+
+class ArgumentReader:
+    """Turns arguments as users write them into those that the command knows. problems: what is wrong with the names."""
+
+    def __init__(self, parameters: Sequence[Any], vllm_options: Mapping[str, VllmOption]) -> None:
+        options = [parameter for parameter in parameters if parameter.param_type_name == "option"]
+        self._own = {name: option for option in options for name in (*option.opts, *option.secondary_opts)}
+        self._takes_argument = len(options) < len(parameters)
+        self._vllm_options = vllm_options
+        self._left: deque[str] = deque()
+        self._read: list[tuple[str, list[str]]] = []  # names and values, and arguments under the name ""
+        self._translated: Ours = []
+        self._objects: dict[str, dict[str, Any]] = {}
+        self.translation = Translation(frozenset(self._own))
+        self.problems: list[str] = []
+
+    def read(self, arguments: Sequence[str], has_model_elsewhere: Callable[[str | None], bool]) -> list[str]:
+        """has_model_elsewhere: whether the environment, or the configuration file of that name, gives the argument."""
+        self._left.extend(arguments)
+        behind: list[str] = []
+        while self._left and not behind:
+            token = self._left.popleft()
+            if token == "--":
+                behind = [token, *self._left]
+            elif token.startswith("--"):
+                self._long(token)
+            elif token.startswith("-") and len(token) > 1:
+                self._short(token)
+            else:
+                self._read.append(("", [token]))
+        if self._takes_argument and len(behind) < 2:
+            self._give_argument_back(has_model_elsewhere)
+        return [*_flat(self._translated), *self._written(), *behind]
+
+    def _long(self, token: str) -> None:
+        name, is_given, value = token.partition("=")
+        base, dot, path = name.partition(".")
+        base = base.replace("_", "-")
+        option = self._own.get(base)
+        found = find(base, self._vllm_options)
+        if option is not None and not dot:
+            self._take_own(base, option, value if is_given else None)
+        elif option is not None and option.metavar == JSON:
+            self._take_part(base, path, value if is_given else None)
+        elif found is not None:
+            self._take_vllm(base, *found, value if is_given else None)
+        else:
+            self._refuse_unknown(name)
+
+    def _short(self, token: str) -> None:
+        name, is_given, value = token.partition("=")
+        if token[:2] in self._own:
+            option = self._own[token[:2]]
+            self._take_own(token[:2], option, token[2:].removeprefix("=") if len(token) > 2 else None)
+        elif (found := find(name, self._vllm_options)) is not None:
+            self._take_vllm(name, *found, value if is_given else None)
+        elif (found := find(token[:2], self._vllm_options)) is not None and token[2:].isdecimal():  # -O3
+            self._take_vllm(token[:2], *found, token[2:])
+        else:
+            self._refuse_unknown(name)
+
+    def _take_own(self, name: str, option: Any, value: str | None) -> None:
+        if option.is_flag:
+            self._take_flag(name, option, value)
+            return
+        is_separate = value is None
+        value = self._value(name, value)
+        if value is None:
+            return
+        values = [value]
+        if is_separate and name in _SEVERAL and self._vllm_options:
+            values += self._values()
+        elif option.multiple and value.startswith("["):
+            values = _json_texts(value) or values
+        self._read.append((name, values))
+
+    def _take_flag(self, name: str, option: Any, value: str | None) -> None:
+        if value is None or name == "--help":
+            self._read.append((name, []))
+        elif value.lower() not in _TRUTH:
+            self.problems.append(f"{name}: it takes no value, or true or false, not {value!r}.")
+        elif _TRUTH[value.lower()]:
+            self._read.append((name, []))
+        else:
+            opposites = option.secondary_opts if name in option.opts else option.opts
+            self._read.extend((opposite, []) for opposite in opposites[:1])
+
+    def _take_part(self, name: str, path: str, value: str | None) -> None:
+        """A part of an object: `path` is `key.key`, with a + behind the last one for items of a list."""
+        value = self._value(f"{name}.{path}", value)
+        if value is None:
+            return
+        *parents, last = path.split(".")
+        target = self._objects.setdefault(name, {})
+        for key in parents:
+            target = target.setdefault(key, {}) if isinstance(target.get(key, {}), dict) else {}
+        if last.endswith("+"):
+            target.setdefault(last.removesuffix("+"), []).extend(map(_json_or_text, value.split(",")))
+        else:
+            target[last] = _json_or_text(value)
+
+    def _take_vllm(self, name: str, option: VllmOption, is_negated: bool, value: str | None) -> None:
+        values = self._values_of(name, option, value)
+        if values is None:
+            return
+        if option.takes == "flag":
+            values = ["false" if is_negated or values[:1] == ["false"] else "true"]
+        self._translated += self.translation.translate(name, option, values)
+
+    def _values_of(self, name: str, option: VllmOption, value: str | None) -> list[str] | None:
+        """The values that follow; None where there has to be one."""
+        if option.takes == "value":
+            value = self._value(name, value)
+            return None if value is None else [value]
+        if value is not None:
+            return [value.lower() if option.takes == "flag" else value]
+        if option.takes == "values":
+            return self._values()
+        following = self._left[0] if self._left else "-"
+        is_value = following.lower() in _TRUTH if option.takes == "flag" else not following.startswith("-")
+        return [self._left.popleft().lower() if option.takes == "flag" else self._left.popleft()] if is_value else []
+
+    def _value(self, name: str, value: str | None) -> str | None:
+        """The value, or the next token; None, and a problem, at the end."""
+        if value is None and not self._left:
+            self.problems.append(f"{name}: it needs a value.")
+            return None
+        return self._left.popleft() if value is None else value
+
+    def _values(self) -> list[str]:
+        """All tokens up to the next option."""
+        values = []
+        while self._left and (not self._left[0].startswith("-") or self._left[0] == "-"):
+            values.append(self._left.popleft())
+        return values
+
+    def _refuse_unknown(self, name: str) -> None:
+        known = [known for known in (*self._own, *self._vllm_options) if known.startswith("--")]
+        close = get_close_matches(name.replace("_", "-"), known, n=1)
+        self.problems.append(f"No such option: {name}." + (f" Did you mean {close[0]}?" if close else ""))
+
+    def _give_argument_back(self, has_model_elsewhere: Callable[[str | None], bool]) -> None:
+        """`serve --api-key a b MODEL`: where nothing else gives the argument, it is the last one of several values."""
+        configs = [values[0] for name, values in self._read if name == "--config"]
+        if any(name in ("", "--model") for name, _ in self._read):
+            return
+        several = [values for name, values in self._read if name in _SEVERAL and len(values) > 1]
+        if several and not has_model_elsewhere(configs[-1] if configs else None):
+            self._read.append(("", [several[-1].pop()]))
+
+    def _written(self) -> list[str]:
+        """What was read, one value after each name, and the objects that were given in parts."""
+        objects = [(name, [json.dumps(value)]) for name, value in self._objects.items()]
+        written: list[str] = []
+        for name, values in [*self._read, *objects]:
+            if not name:
+                written += values
+            elif not values:
+                written.append(name)
+            else:
+                repeated = _SEVERAL[name](values) if name in _SEVERAL else values
+                written += _flat([(name, value) for value in repeated])
+        return written
+
+
+def _flat(options: Ours) -> list[str]:
+    return [token for name, value in options for token in ((name,) if value is None else (name, value))]
+
+
+def _json_texts(text: str) -> list[str]:
+    """A JSON list of texts, as vLLM takes the origins of CORS; nothing for any other text."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return []
+    return value if isinstance(value, list) and all(isinstance(item, str) for item in value) else []
+
+
+def _json_or_text(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

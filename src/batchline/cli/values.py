@@ -1,0 +1,92 @@
+"""How the values of options are read: numbers, sizes, limits; and checks that report all their problems together."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Sequence
+
+import typer
+
+from batchline.config import Quantization, RequestLimits
+from batchline.errors import UsageError
+
+_NUMBER = re.compile(r"(\d+(?:\.\d+)?)(k|m|g|t|(?:[KMGT]i?))?")
+_MULTIPLES = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+def parse_num_bytes(text: str | int) -> int:
+    """`4GiB`, `500M` or a plain number of bytes."""
+    number = str(text).strip().lower().removesuffix("b")
+    digits = number.rstrip("kmgti")
+    try:
+        num_bytes = int(float(digits) * _UNITS[number[len(digits) :]])
+    except (ValueError, KeyError, OverflowError):
+        num_bytes = 0
+    if num_bytes < 1:
+        raise typer.BadParameter(f"{text!r} is not a size like 4GiB, 500M or 1000000.")
+    return num_bytes
+
+
+def parse_number(text: str | int) -> int:
+    """`4096`, `4k` (4,000), `4K` or `4Ki` (4,096); the same with m, g and t. As in vLLM, case decides."""
+    found = _NUMBER.fullmatch(str(text).strip())
+    number = 0.0
+    if found is not None:
+        number = float(found[1]) * _MULTIPLES.get((found[2] or "")[:1], 1)
+    if number < 1 or number != int(number):
+        raise typer.BadParameter(f"{text!r} is not a whole number of at least 1, like 4096, 4k (4,000) or 4K (4,096).")
+    return int(number)
+
+
+def parse_length(text: str | int) -> int | None:
+    """A number; `auto` and -1 leave it to the model."""
+    return None if str(text).strip().lower() in ("auto", "-1") else parse_number(text)
+
+
+def parse_quantization(text: str) -> Quantization | None:
+    """`int8`, or `none`."""
+    method = text.strip().lower()
+    if method not in ("int8", "none"):
+        raise typer.BadParameter(
+            f"{text!r} is not supported. int8 quantizes ordinary weights while they are loaded; checkpoints that are "
+            "quantized already (AWQ, GPTQ, FP8, GGUF, ...) cannot be run: use the model they were made from."
+        )
+    return "int8" if method == "int8" else None
+
+
+def parse_request_limits(given: Sequence[str]) -> RequestLimits:
+    """`stop=256` and the like over the defaults. Raises: UsageError."""
+    known = {field.name for field in dataclasses.fields(RequestLimits)}
+    numbers = {}
+    for text in given:
+        name, _, number = text.partition("=")
+        if name.replace("-", "_") not in known:
+            raise UsageError(f"--request-limit: there is no limit {name!r}. Known: {', '.join(sorted(known))}.")
+        if not (number.isascii() and number.isdecimal()) or len(number) > 18:
+            raise UsageError(f"--request-limit: {text!r} is not NAME=NUMBER, e.g. stop=256.")
+        numbers[name.replace("-", "_")] = int(number)
+    return RequestLimits(**numbers)
+
+
+def together(*checks: Callable[[], object]) -> None:
+    """Run every check, and report all that fail. Raises: UsageError."""
+    problems = [problem for problem in map(_problem_of, checks) if problem is not None]
+    if problems:
+        raise UsageError(listed(problems))
+
+
+def listed(problems: Sequence[str]) -> str:
+    """One text of one or more problems."""
+    if len(problems) == 1:
+        return problems[0]
+    return "\n  ".join([f"{len(problems)} problems with the arguments:", *problems])
+
+
+def _problem_of(check: Callable[[], object]) -> str | None:
+    try:
+        check()
+    except UsageError as exc:
+        return str(exc)
+    return None

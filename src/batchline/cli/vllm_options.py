@@ -1,0 +1,334 @@
+"""The options of vLLM that our commands do not have, and what becomes of each: one table.
+
+An option is mapped to ours, accepted without effect, or refused in a sentence. It is accepted without effect only if it
+changes neither answers nor who may call: tuning, logging and telemetry. Names and arities are those of vLLM's argument
+parsers, older releases included.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Takes = Literal["flag", "value", "maybe", "values"]
+"""What follows an option: nothing (or true or false), one value, one value or none, or all up to the next option."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmOption:
+    """What one option of vLLM becomes here. With none of the fields set, it is accepted without effect.
+
+    is_default: whether a value asks for what happens anyway. Such an option is dropped silently.
+    ours, renamed: our option that does the same, and what its values are called here. With a refusal, other values than
+    these are refused.
+    refusal: why it is refused: a sentence that says what to do instead.
+    variable: the environment variable that does the same.
+    """
+
+    takes: Takes
+    is_default: Callable[[str], bool] | None = None
+    ours: str | None = None
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    refusal: str | None = None
+    variable: str | None = None
+
+
+def _each(names: str, takes: Takes, **what: Any) -> dict[str, VllmOption]:
+    """An entry for each of `names`; `name/-n` has a short form."""
+    option = VllmOption(takes=takes, **what)
+    spellings = (spelling for name in names.split() for spelling in f"--{name}".split("/"))
+    return dict.fromkeys(spellings, option)
+
+
+def _any_of(*values: str) -> Callable[[str], bool]:
+    return lambda value: value.lower() in values
+
+
+def _sets_only(*keys: str) -> Callable[[str], bool]:
+    """Whether a JSON object has no other keys than these."""
+
+    def check(value: str) -> bool:
+        try:
+            return set(json.loads(value)) <= set(keys)
+        except (ValueError, TypeError):
+            return False
+
+    return check
+
+
+_LORA = "LoRA adapters are not supported. Merge the adapter into the model and use the merged model."
+_ONE_DEVICE = "A model runs on one device: there is no tensor, pipeline, data or context parallelism."
+_ONE_MACHINE = "One process on one machine runs the model."
+_SPECULATIVE = "Speculative decoding is not supported. Without it, the answers are the same."
+_MEDIA = "Images, audio and video are not supported."
+_OFFLOADING = "Weights and caches are not offloaded to other memory."
+_TRANSFER = "KV caches and weights are not transferred between servers."
+_OWN_CODE = "Python code of your own can only add parsers (--tool-parser-plugin, --reasoning-parser-plugin)."
+_KINDS = "Models generate, embed or score (--task). Draft and reward models are not supported."
+_POOLING = "The model's own files set pooling and normalization."
+_CLIENT_CERTIFICATES = "Client certificates are not checked; use --api-key, or a proxy that checks them."
+
+VLLM_OPTIONS: Mapping[str, VllmOption] = {
+    # equivalents
+    **_each(
+        "runner",
+        "value",
+        is_default=_any_of("auto", "pooling"),
+        ours="--task",
+        renamed={"generate": "generate"},
+        refusal=_KINDS,
+    ),
+    **_each(
+        "convert",
+        "value",
+        is_default=_any_of("auto", "none"),
+        ours="--task",
+        renamed={"embed": "embed", "classify": "score"},
+        refusal=_KINDS,
+    ),
+    **_each("uvicorn-log-level", "value", ours="--log-level", renamed={"critical": "error", "trace": "debug"}),
+    **_each("disable-uvicorn-access-log", "flag", ours="--no-access-log"),
+    **_each("disable-fastapi-docs", "flag"),
+    **_each("shutdown-timeout", "value", ours="--grace-period"),
+    **_each("url", "value", ours="--host"),
+    **_each("download-dir", "value", variable="HF_HUB_CACHE"),
+    **_each("hf-token", "maybe", variable="HF_TOKEN"),
+    # logging and telemetry
+    **_each(
+        "disable-log-requests enable-log-requests disable-log-stats aggregate-engine-logging enable-log-outputs "
+        "enable-log-deltas log-error-stack kv-cache-metrics cudagraph-metrics enable-layerwise-nvtx-tracing "
+        "enable-mfu-metrics enable-mm-processor-stats enable-logging-iteration-details ray-workers-use-nsight "
+        "enable-server-load-tracking",
+        "flag",
+    ),
+    **_each(
+        "max-log-len log-config-file otlp-traces-endpoint kv-cache-metrics-sample show-hidden-metrics-for-version "
+        "disable-access-log-for-endpoints profiler-config",
+        "value",
+    ),
+    **_each("collect-detailed-traces", "values"),
+    # what is always so here
+    **_each(
+        "enable-prompt-tokens-details enable-request-id-headers enable-tokenizer-info-endpoint enable-offline-docs "
+        "enable-reasoning language-model-only use-v2-block-manager enable-chunked-prefill",
+        "flag",
+    ),
+    **_each("guided-decoding-backend scheduling-policy", "value"),
+    **_each(
+        "structured-outputs-config",
+        "value",
+        is_default=_sets_only("backend", "disable_fallback"),
+        refusal="Constraints are always enforced as they are written. Set the parser with --reasoning-parser.",
+    ),
+    # scheduling, memory and kernels: they change speed alone
+    **_each(
+        "multi-step-stream-outputs disable-async-output-proc async-scheduling disable-chunked-mm-input "
+        "disable-hybrid-kv-cache-manager disable-cascade-attn kv-sharing-fast-prefill calculate-kv-scales "
+        "disable-custom-all-reduce enable-flashinfer-autotune use-tqdm-on-load disable-frontend-multiprocessing "
+        "engine-use-ray worker-use-ray enable-expert-parallel/-ep enable-eplb enable-dbo enable-elastic-ep "
+        "disable-nccl-for-dp-synchronization disable-mm-preprocessor-cache skip-mm-profiling interleave-mm-strings "
+        "mm-encoder-only enable-flash-late-interaction fail-on-environ-validation allow-deprecated-quantization",
+        "flag",
+    ),
+    **_each(
+        "swap-space preemption-mode num-gpu-blocks-override num-lookahead-slots num-scheduler-steps "
+        "scheduler-delay-factor max-num-partial-prefills max-long-partial-prefills long-prefill-token-threshold "
+        "stream-interval max-seq-len-to-capture max-context-len-to-capture max-cudagraph-capture-size "
+        "prefix-caching-hash-algo mamba-cache-dtype mamba-ssm-cache-dtype mamba-block-size mamba-cache-mode "
+        "max-parallel-loading-workers distributed-executor-backend distributed-timeout-seconds data-parallel-backend "
+        "all2all-backend eplb-config expert-placement-strategy ubatch-size dbo-decode-token-threshold "
+        "dbo-prefill-token-threshold moe-backend attention-backend attention-config/-ac kernel-config "
+        "compilation-config/-cc optimization-level/-O performance-mode tokenizer-pool-size tokenizer-pool-type "
+        "tokenizer-pool-extra-config model-loader-extra-config safetensors-load-strategy pt-load-map-location "
+        "limit-mm-per-prompt mm-processor-kwargs mm-processor-cache-gb mm-processor-cache-type media-io-kwargs "
+        "mm-shm-cache-max-object-size-mb mm-encoder-tp-mode mm-encoder-attn-backend video-pruning-rate "
+        "h11-max-incomplete-event-size h11-max-header-count fingerprint-mode fingerprint-value",
+        "value",
+    ),
+    **_each("cudagraph-capture-sizes ignore-patterns", "values"),
+    # formats of the model's files
+    **_each(
+        "load-format",
+        "value",
+        is_default=_any_of("auto", "safetensors", "hf", "fastsafetensors", "runai_streamer", "instanttensor"),
+        refusal="Weights are read from safetensors files of the Hugging Face layout.",
+    ),
+    **_each(
+        "config-format", "value", is_default=_any_of("auto", "hf"), refusal="The model needs a config.json of its own."
+    ),
+    **_each(
+        "model-impl",
+        "value",
+        is_default=_any_of("auto", "transformers", "vllm"),
+        refusal="Models run on the code of transformers.",
+    ),
+    **_each(
+        "tokenizer-mode",
+        "value",
+        is_default=_any_of("auto", "hf", "fast"),
+        refusal="Tokenizers run as the transformers library loads them. Give another one's folder with --tokenizer.",
+    ),
+    **_each("skip-tokenizer-init", "flag", refusal="The tokenizer is always loaded."),
+    **_each(
+        "tokenizer-revision code-revision",
+        "value",
+        is_default=_any_of("main"),
+        refusal="Tokenizer and code have the revision of the model: set it with --revision.",
+    ),
+    **_each("hf-config-path", "value", refusal="The config.json is that of the model. Change it with --hf-overrides."),
+    **_each("rope-scaling", "value", refusal="""Write --hf-overrides '{"rope_scaling": {...}}' instead."""),
+    **_each("rope-theta", "value", refusal="""Write --hf-overrides '{"rope_theta": ...}' instead."""),
+    # one device
+    **_each(
+        "tensor-parallel-size/-tp pipeline-parallel-size/-pp data-parallel-size/-dp data-parallel-size-local/-dpl "
+        "decode-context-parallel-size/-dcp prefill-context-parallel-size/-pcp",
+        "value",
+        is_default=_any_of("1"),
+        refusal=_ONE_DEVICE,
+    ),
+    **_each("nnodes/-n api-server-count/-asc", "value", is_default=_any_of("1"), refusal=_ONE_MACHINE),
+    **_each("node-rank/-r", "value", is_default=_any_of("0"), refusal=_ONE_MACHINE),
+    **_each(
+        "master-addr master-port data-parallel-rank/-dpn data-parallel-start-rank/-dpr data-parallel-address/-dpa "
+        "data-parallel-rpc-port/-dpp",
+        "value",
+        refusal=_ONE_MACHINE,
+    ),
+    **_each("data-parallel-hybrid-lb/-dph data-parallel-external-lb/-dpe headless", "flag", refusal=_ONE_MACHINE),
+    # features that do not exist here
+    **_each(
+        "enable-lora enable-lora-bias fully-sharded-loras enable-tower-connector-lora specialize-active-lora "
+        "enable-prompt-adapter",
+        "flag",
+        refusal=_LORA,
+    ),
+    **_each(
+        "max-loras max-lora-rank max-cpu-loras lora-dtype lora-extra-vocab-size long-lora-scaling-factors "
+        "default-mm-loras qlora-adapter-name-or-path max-prompt-adapters max-prompt-adapter-token",
+        "value",
+        refusal=_LORA,
+    ),
+    **_each("lora-modules prompt-adapters", "values", refusal=_LORA),
+    **_each(
+        "kv-cache-dtype",
+        "value",
+        is_default=_any_of("auto"),
+        refusal="The KV cache has the data type of the weights (--dtype); FP8 caches are not supported.",
+    ),
+    **_each("kv-cache-dtype-skip-layers", "values", refusal="The KV cache has the data type of the weights."),
+    **_each(
+        "speculative-config speculative-model speculative-model-quantization num-speculative-tokens "
+        "speculative-draft-tensor-parallel-size/-spec-draft-tp speculative-max-model-len "
+        "speculative-disable-by-batch-size ngram-prompt-lookup-max ngram-prompt-lookup-min "
+        "spec-decoding-acceptance-method typical-acceptance-sampler-posterior-threshold "
+        "typical-acceptance-sampler-posterior-alpha",
+        "value",
+        refusal=_SPECULATIVE,
+    ),
+    **_each("speculative-disable-mqa-scorer disable-logprobs-during-spec-decoding", "flag", refusal=_SPECULATIVE),
+    **_each(
+        "cpu-offload-gb kv-offloading-size offload-group-size offload-num-in-group offload-prefetch-step",
+        "value",
+        is_default=_any_of("0", "0.0"),
+        refusal=_OFFLOADING,
+    ),
+    **_each("offload-backend kv-offloading-backend", "value", is_default=_any_of("auto"), refusal=_OFFLOADING),
+    **_each("cpu-offload-params offload-params", "values", refusal=_OFFLOADING),
+    **_each(
+        "kv-transfer-config kv-events-config ec-transfer-config weight-transfer-config", "value", refusal=_TRANSFER
+    ),
+    **_each("allowed-local-media-path", "value", is_default=_any_of(""), refusal=_MEDIA),
+    **_each("allowed-media-domains", "values", refusal=_MEDIA),
+    **_each("enable-mm-embeds", "flag", refusal=_MEDIA),
+    **_each("pooler-config override-pooler-config", "value", refusal=_POOLING),
+    **_each("middleware io-processor-plugin scheduler-cls worker-extension-cls", "value", refusal=_OWN_CODE),
+    **_each("worker-cls", "value", is_default=_any_of("auto"), refusal=_OWN_CODE),
+    **_each("logits-processors", "values", refusal=_OWN_CODE),
+    **_each("logits-processor-pattern", "value", refusal=_OWN_CODE),
+    **_each("tool-server", "value", refusal="Tools run on the client: the answer has the calls."),
+    **_each("response-role", "value", is_default=_any_of("assistant"), refusal="Answers have the role 'assistant'."),
+    **_each(
+        "logprobs-mode",
+        "value",
+        is_default=_any_of("raw_logprobs"),
+        refusal="Log-probabilities are those of the model, before temperature and penalties (raw_logprobs).",
+    ),
+    **_each(
+        "return-tokens-as-token-ids", "flag", refusal="Set return_tokens_as_token_ids in the requests that need it."
+    ),
+    **_each(
+        "enable-force-include-usage",
+        "flag",
+        refusal='Streams have a usage where the request sets stream_options: {"include_usage": true}.',
+    ),
+    **_each("exclude-tools-when-tool-choice-none", "flag", refusal="Leave tools out of requests that may not call."),
+    **_each("enable-prompt-embeds", "flag", refusal="Prompts are text or token ids."),
+    **_each("enable-return-routed-experts", "flag", refusal="Answers do not tell which experts computed them."),
+    **_each("enable-per-request-metrics", "flag", refusal="Durations are in the log and on /metrics, not in answers."),
+    **_each("disable-sliding-window", "flag", refusal="Set --max-model-len to the length of the window instead."),
+    **_each("override-attention-dtype", "value", refusal="Attention computes in the data type that --dtype sets."),
+    **_each("override-neuron-config additional-config", "value", refusal="There are no settings for other platforms."),
+    **_each("enable-sleep-mode", "flag", refusal="The server cannot sleep: stop it to free the memory."),
+    **_each("tokens-only grpc", "flag", refusal="The server speaks OpenAI's API over HTTP only."),
+    **_each("ssl-cert-reqs", "value", is_default=_any_of("0"), refusal=_CLIENT_CERTIFICATES),
+    **_each("ssl-ca-certs", "value", refusal=_CLIENT_CERTIFICATES),
+    **_each("ssl-ciphers", "value", refusal="Python's default ciphers are used; restrict them in a proxy."),
+    **_each("enable-ssl-refresh", "flag", refusal="Certificates are read at the start: restart the server instead."),
+}
+
+Ours = list[tuple[str, str | None]]
+"""Options of ours and their values; None for a flag."""
+
+
+@dataclass(slots=True)
+class Translation:
+    """What a command line's and configuration file's options of vLLM have become. Mutable.
+
+    own: the command's own options. without_effect: as they were written. environment: variables to set.
+    """
+
+    own: frozenset[str]
+    without_effect: list[str] = field(default_factory=list)
+    environment: dict[str, str] = field(default_factory=dict)
+    _refused: dict[str, list[str]] = field(default_factory=dict)
+
+    def translate(self, name: str, option: VllmOption, values: list[str], where: str = "") -> Ours:
+        """The options of ours that stand for it. values: of a flag `true` or `false`. where: put before refusals."""
+        value = values[0] if values else ""
+        if option.takes == "flag" and value == "false" and (option.refusal or option.ours):
+            return []
+        if option.is_default is not None and option.is_default(value):
+            return []
+        if option.ours in self.own and (option.refusal is None or value in option.renamed):
+            return [(option.ours, None if option.takes == "flag" else option.renamed.get(value, value))]
+        if option.refusal is not None:
+            shown = f"{where}{name} {value}" if option.is_default is not None else f"{where}{name}"
+            self._refused.setdefault(option.refusal, []).append(shown)
+        elif option.variable is not None:
+            self.environment.update({option.variable: value} if value else {})
+        else:
+            self.without_effect.append(name)
+        return []
+
+    @property
+    def refusals(self) -> list[str]:
+        """A line for each reason, with the options that are refused for it."""
+        return [f"{', '.join(shown)}: {reason}" for reason, shown in self._refused.items()]
+
+    @property
+    def warning(self) -> str | None:
+        """One sentence that names all options without effect."""
+        names = list(dict.fromkeys(self.without_effect))
+        return f"These options of vLLM have no effect here: {', '.join(names)}." if names else None
+
+
+def find(name: str, options: Mapping[str, VllmOption] = VLLM_OPTIONS) -> tuple[VllmOption, bool] | None:
+    """The entry of a long or short name, and whether the name negates it (`--no-...`)."""
+    if name in options:
+        return options[name], False
+    positive = "--" + name.removeprefix("--no-")
+    if name.startswith("--no-") and positive in options and options[positive].takes == "flag":
+        return options[positive], True
+    return None

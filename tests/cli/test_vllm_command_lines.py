@@ -1,0 +1,261 @@
+"""Command lines and configuration files written for vLLM, old and new: what they become, or why they are refused."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from batchline.cli.main import app
+from batchline.cli.vllm_options import VLLM_OPTIONS, find
+from batchline.errors import UsageError
+
+TINY_CHAT = str(Path(__file__).parents[2] / "examples/models/tiny-chat")
+
+Settings = tuple[Any, Any]
+"""The engine's configuration, and the server's or the run's options."""
+
+
+class Stopped(Exception):
+    """Raised where a command would begin to work."""
+
+
+@pytest.fixture
+def settings_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Settings]:
+    """What a command line becomes, where the command would begin to work. `M` stands for a model's folder."""
+    got: list[Any] = []
+
+    def serve(backend: Any, options: Any, on_ready: object) -> None:
+        got[:] = [*backend._engines, options]
+        raise Stopped
+
+    def run(options: Any, open_backend: Callable[[], Any], *_: object, **__: object) -> None:
+        got[:] = [*open_backend()._engines, options]
+        raise Stopped
+
+    monkeypatch.setattr("batchline.server.run.run", serve)
+    monkeypatch.setattr("batchline.batch.api.run_blocking", run)
+
+    def settings(line: str) -> Settings:
+        with pytest.raises(Stopped):
+            app([TINY_CHAT if word == "M" else word for word in shlex.split(line)], standalone_mode=False)
+        return got[0], got[1]
+
+    return settings
+
+
+def refusal(line: str) -> str:
+    with pytest.raises((UsageError, typer.BadParameter)) as refused:
+        app(shlex.split(line), standalone_mode=False)
+    return str(refused.value)
+
+
+# Lines from vLLM's documentation and from deployments, with the program's name exchanged. Each has what is read from
+# the settings, and the options that the one warning names.
+ACCEPTED: list[tuple[str, Callable[[Any, Any], Any], Any, str]] = [
+    ("serve M --max_model_len 4k", lambda e, _: e.model.max_model_len, 4000, ""),
+    ("serve M --max-model-len=4K", lambda e, _: e.model.max_model_len, 4096, ""),
+    ("serve M --max-model-len 32Ki", lambda e, _: e.model.max_model_len, 32768, ""),
+    ("serve M --max-model-len 25.6k", lambda e, _: e.model.max_model_len, 25600, ""),
+    ("serve M --max-model-len auto", lambda e, _: e.model.max_model_len, None, ""),
+    ("serve M --max-num-batched-tokens 1M", lambda e, _: e.scheduler.max_num_batched_tokens, 2**20, ""),
+    ("serve M --dtype half", lambda e, _: e.model.dtype, "float16", ""),
+    ("serve M --dtype float", lambda e, _: e.model.dtype, "float32", ""),
+    ("serve M --task embedding", lambda e, _: e.model.task, "embed", ""),
+    ("serve M --task embed", lambda e, _: e.model.task, "embed", ""),
+    ("serve M --task generate", lambda e, _: e.model.task, "generate", ""),
+    ("serve M --task score", lambda e, _: e.model.task, "score", ""),
+    ("serve M --task classify", lambda e, _: e.model.task, "score", ""),
+    ("serve M --runner pooling", lambda e, _: e.model.task, "auto", ""),
+    ("serve M --runner pooling --convert embed", lambda e, _: e.model.task, "embed", ""),
+    ("serve M --runner=generate", lambda e, _: e.model.task, "generate", ""),
+    ("serve M --served-model-name a b", lambda e, _: e.model.names, ("a", "b"), ""),
+    ("serve M --served_model_name a b --port 1", lambda e, o: (e.model.names, o.port), (("a", "b"), 1), ""),
+    ("serve --served-model-name a b M", lambda e, _: (e.model.names, e.model.model), (("a", "b"), TINY_CHAT), ""),
+    ("serve M --served-model-name a --served-model-name b", lambda e, _: e.model.names, ("a", "b"), ""),
+    ("serve --model M --served-model-name a b", lambda e, _: e.model.names, ("a", "b"), ""),
+    ("serve M --api-key k1 k2", lambda _, o: o.api_keys, ("k1", "k2"), ""),
+    ("serve --api-key k1 k2 M", lambda e, o: (o.api_keys, e.model.model), (("k1", "k2"), TINY_CHAT), ""),
+    ("serve --api-key k M", lambda e, o: (o.api_keys, e.model.model), (("k",), TINY_CHAT), ""),
+    ("""serve M --allowed-origins '["*"]'""", lambda _, o: o.cors.allow_origins, ("*",), ""),
+    ("serve M -tp 1 -pp 1 --tensor-parallel-size 1 --data_parallel_size=1", lambda e, _: e.model.task, "auto", ""),
+    ("serve M --kv-cache-dtype auto --load-format safetensors", lambda e, _: e.model.dtype, "auto", ""),
+    ("serve M --uvicorn-log-level warning --disable-uvicorn-access-log", lambda _, o: o.access_log, False, ""),
+    ("serve M --shutdown-timeout 7", lambda _, o: o.grace_period_s, 7.0, ""),
+    ("serve M --shutdown-timeout 7 --grace-period 8", lambda _, o: o.grace_period_s, 8.0, ""),
+    ("serve M --no-enable-prefix-caching", lambda e, _: e.cache.enable_prefix_caching, False, ""),
+    ("serve M --enable-prefix-caching=false", lambda e, _: e.cache.enable_prefix_caching, False, ""),
+    ("serve M --trust-remote-code=true", lambda e, _: e.model.trust_remote_code, True, ""),
+    ("serve M --trust-remote-code --no-trust-remote-code", lambda e, _: e.model.trust_remote_code, False, ""),
+    ("serve M --gpu-memory-utilization 0.5 --block-size 32", lambda e, _: e.cache.memory_utilization, 0.5, ""),
+    ("serve M --no-enable-lora --enable-lora=False", lambda e, _: e.model.task, "auto", ""),
+    ("serve M -q none", lambda e, _: e.model.quantization, None, ""),
+    (
+        "serve M --swap-space 16 --disable-log-requests --enable-chunked-prefill False --max-num-seqs 5",
+        lambda e, _: e.scheduler.max_num_seqs,
+        5,
+        "--swap-space, --disable-log-requests, --enable-chunked-prefill",
+    ),
+    (
+        "serve M --guided-decoding-backend outlines --response-role assistant --distributed-executor-backend mp",
+        lambda e, _: e.model.task,
+        "auto",
+        "--guided-decoding-backend, --distributed-executor-backend",
+    ),
+    (
+        "serve M -O3 --compilation-config '{\"level\": 3}' --cudagraph-capture-sizes 1 2 4 --no-async-scheduling",
+        lambda e, _: e.model.task,
+        "auto",
+        "-O, --compilation-config, --cudagraph-capture-sizes, --no-async-scheduling",
+    ),
+    (
+        "run-batch -i in.jsonl -o out.jsonl --model M --disable-log-stats --uvicorn-log-level info "
+        "--max-parallel-loading-workers 2 --enforce-eager",
+        lambda e, _: e.model.enforce_eager,
+        True,
+        "--disable-log-stats, --uvicorn-log-level, --max-parallel-loading-workers",
+    ),
+]
+
+
+@pytest.mark.parametrize(("line", "read", "value", "without_effect"), ACCEPTED, ids=[case[0] for case in ACCEPTED])
+def test_a_line_for_vllm_runs(
+    line: str,
+    read: Callable[[Any, Any], Any],
+    value: Any,
+    without_effect: str,
+    settings_of: Callable[[str], Settings],
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    assert read(*settings_of(line)) == value
+    warnings = [said for said in capfd.readouterr().err.splitlines() if "of vLLM" in said]
+    expected = [f"Warning: These options of vLLM have no effect here: {without_effect}."] if without_effect else []
+    assert warnings == expected
+
+
+REFUSED = [
+    ("--enable-lora", "--enable-lora: LoRA adapters are not supported"),
+    ("--lora-modules sql=a b=c --max-loras 4", "--lora-modules, --max-loras: LoRA adapters are not supported"),
+    ("-tp 2", "-tp 2: A model runs on one device"),
+    ("--tensor_parallel_size=2", "--tensor-parallel-size 2: A model runs on one device"),
+    ("-pp 2 --data-parallel-size 2", "-pp 2, --data-parallel-size 2: A model runs on one device"),
+    ("--kv-cache-dtype fp8", "FP8 caches are not supported"),
+    ('--speculative-config \'{"method": "ngram"}\'', "Speculative decoding is not supported"),
+    ("--speculative-config.method ngram", "Speculative decoding is not supported"),
+    ("--quantization awq", "'awq' is not supported. int8 quantizes ordinary weights"),
+    ("-q gptq_marlin", "'gptq_marlin' is not supported"),
+    ("--load-format dummy", "Weights are read from safetensors files"),
+    ("--tokenizer-mode mistral", "Tokenizers run as the transformers library loads them"),
+    ("--runner draft", "Models generate, embed or score"),
+    ("--convert reward", "Models generate, embed or score"),
+    ("--max-model-len 1.5", "'1.5' is not a whole number of at least 1"),
+    ("--max-model-len 0", "'0' is not a whole number"),
+    ("--middleware my.Middleware", "Python code of your own"),
+    ("--ssl-cert-reqs 2", "Client certificates are not checked"),
+    ("--enforce-eager=maybe", "--enforce-eager: it takes no value, or true or false, not 'maybe'"),
+    ("--max-model-len", "--max-model-len: it needs a value"),
+    ("-tp", "-tp: it needs a value"),
+    ("--max-model-lan 5", "No such option: --max-model-lan. Did you mean --max-model-len?"),
+    ("-z", "No such option: -z."),
+    ("two three", "There is nothing to do with 'two three'"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED, ids=[case[0] for case in REFUSED])
+def test_what_cannot_be_done_is_refused_in_a_sentence(options: str, message: str) -> None:
+    assert message in refusal(f"serve model {options}")
+
+
+def test_every_problem_of_a_line_is_reported_at_once() -> None:
+    """Each used to need a try of its own."""
+    message = refusal("serve model -tp 2 --enable-lora --prot 8 --port x --max_num_seqs none --dtype int4")
+    lines = message.splitlines()
+    assert lines[0] == "6 problems with the arguments:"
+    for part in ("--prot. Did you mean --port?", "LoRA", "-tp 2:", "'--port'", "'--max-num-seqs'", "'--dtype'"):
+        assert sum(part in line for line in lines[1:7]) == 1
+
+
+def test_values_that_do_not_go_together_are_reported_at_once(tmp_path: Path) -> None:
+    line = "serve ./no-model --model b --served-model-name a --api-key '' --chat-template ./no.jinja"
+    message = refusal(f"{line} --request-limit x=1 --ssl-keyfile k")
+    for part in (
+        "no model at",
+        "given 1 times for 2",
+        "must not be empty",
+        "./no.jinja",
+        "no limit 'x'",
+        "--ssl-certfile",
+    ):
+        assert part in message
+
+
+def test_a_positional_argument_is_not_swallowed_where_a_file_names_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings_of: Callable[[str], Settings]
+) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(f"model: {TINY_CHAT}\n", encoding="utf-8")
+    engine, _ = settings_of(f"serve --config {config} --served-model-name a b")
+    assert (engine.model.model, engine.model.names) == (TINY_CHAT, ("a", "b"))
+    config.write_text("port: 1\n", encoding="utf-8")
+    engine, _ = settings_of(f"serve --config {config} --served-model-name a M")
+    assert (engine.model.model, engine.model.names) == (TINY_CHAT, ("a",))
+    monkeypatch.setenv("BATCHLINE_MODEL", TINY_CHAT)
+    engine, _ = settings_of("serve --served-model-name a b")
+    assert engine.model.names == ("a", "b")
+
+
+def test_vllms_configuration_file_is_taken(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], settings_of: Callable[[str], Settings]
+) -> None:
+    """The example of vLLM's documentation, with one device."""
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        f"model: {TINY_CHAT}\nhost: 127.0.0.1\nport: 6379\nuvicorn-log-level: info\ntensor-parallel-size: 1\n"
+        "max_model_len: 4k\ndisable-uvicorn-access-log: true\nenable-lora: false\nswap-space: 4\n"
+        "compilation-config: {level: 3}\nserved-model-name: [a, b]\n",
+        encoding="utf-8",
+    )
+    engine, options = settings_of(f"serve --config {config} --block-size 32 --disable-log-stats")
+    assert (options.host, options.port, options.access_log) == ("127.0.0.1", 6379, False)
+    assert (engine.model.max_model_len, engine.cache.block_size) == (4000, 32)
+    [warning] = [said for said in capfd.readouterr().err.splitlines() if "of vLLM" in said]
+    assert warning.endswith("here: --disable-log-stats, --swap-space, --compilation-config.")
+
+
+def test_a_configuration_files_unsupported_options_are_refused_with_its_name(tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text("tensor-parallel-size: 4\nenable-lora: true\n", encoding="utf-8")
+    message = refusal(f"serve model --config {config} --prot 8")
+    for part in (f"{config}: --tensor-parallel-size 4: A model", f"{config}: --enable-lora: LoRA", "--prot"):
+        assert part in message
+
+
+def test_folders_and_tokens_of_the_hub_become_its_variables(
+    monkeypatch: pytest.MonkeyPatch, settings_of: Callable[[str], Settings]
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", "before")
+    monkeypatch.setenv("HF_TOKEN", "before")
+    settings_of("serve M --download-dir /models --hf-token hf_secret --port 1")
+    assert (os.environ["HF_HUB_CACHE"], os.environ["HF_TOKEN"]) == ("/models", "hf_secret")
+    settings_of("serve M --hf-token --port 1")
+    assert os.environ["HF_TOKEN"] == "hf_secret"
+
+
+def test_the_table_has_no_option_that_a_command_has() -> None:
+    """Such an entry would never be used."""
+    group: Any = typer.main.get_command(app)
+    own = {name for command in ("serve", "run-batch") for p in group.commands[command].params for name in p.opts}
+    assert own & set(VLLM_OPTIONS) <= {"--url"}
+    ours = {option.ours for option in VLLM_OPTIONS.values() if option.ours is not None}
+    secondary = {name for command in group.commands.values() for p in command.params for name in p.secondary_opts}
+    assert ours <= own | secondary
+
+
+def test_only_flags_have_a_negative_form() -> None:
+    assert find("--no-enable-lora") == (VLLM_OPTIONS["--enable-lora"], True)
+    assert find("--no-swap-space") is None
