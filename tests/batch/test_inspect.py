@@ -2,12 +2,15 @@ from __future__ import annotations
 
 import gzip
 from pathlib import Path
+from typing import Any
 
 import pytest
 from batch_files import chat_line, write_lines
 
 from batchline.batch.inspect import checked_input, plan_overview
 from batchline.batch.tokens import TokenCounter
+from batchline.config import TextConfig
+from batchline.endpoints.without_model import checked_request
 from batchline.errors import InputUnreadable
 
 TINY_CHAT = Path(__file__).parents[2] / "examples" / "models" / "tiny-chat"
@@ -45,16 +48,28 @@ def test_a_plan_is_shown_as_groups_with_what_they_share(tmp_path: Path) -> None:
     assert first.prefix_chars == first.prefix_tokens == len("A" * 500 + " ")
 
 
+def lengths(counter: TokenCounter, url: str, body: dict[str, Any]) -> list[int]:
+    return [len(prompt) for prompt in counter.prompts(checked_request(url, body, TextConfig()))]
+
+
+def test_a_response_counts_as_the_conversation_that_it_is() -> None:
+    """The keys of its items were counted for tokens."""
+    counter = TokenCounter(str(TINY_CHAT))
+    messages = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
+    chat = lengths(counter, "/v1/chat/completions", {"messages": messages})
+    assert lengths(counter, "/v1/responses", {"input": messages}) == chat
+
+
 def test_prompt_tokens_are_counted_with_the_models_template(tmp_path: Path) -> None:
     counter = TokenCounter(str(TINY_CHAT))
     chat = {"model": "m", "messages": [{"role": "user", "content": "Hello world!"}], "max_tokens": 9}
-    templated = counter.prompt_tokens(chat)
-    assert templated > counter.text_tokens("Hello world!")
-    assert counter.prompt_tokens({"prompt": ["Hello world!", "Hello world!"]}) == 2 * counter.text_tokens(
-        "Hello world!"
-    )
-    assert counter.prompt_tokens({"prompt": [1, 2, 3]}) == 3
-    assert counter.prompt_tokens({"prompt": [[1, 2, 3], [4]]}) == 4
+    plain = counter.num_text_tokens("Hello world!")
+    (templated,) = lengths(counter, "/v1/chat/completions", chat)
+    assert templated > plain
+    assert lengths(counter, "/v1/completions", {"prompt": ["Hello world!", "Hello world!"]}) == [plain, plain]
+    assert lengths(counter, "/v1/completions", {"prompt": [1, 2, 3]}) == [3]
+    assert lengths(counter, "/v1/completions", {"prompt": [[1, 2, 3], [4]]}) == [3, 1]
+    assert lengths(counter, "/rerank", {"query": "Hello world!", "documents": ["Hello world!"]}) == [plain, plain]
     counter(0, "/v1/chat/completions", chat)
     counter(1, "/v1/chat/completions", {"model": "m", "messages": [{"role": "user", "content": "Hi"}]})
     counter(2, "/v1/chat/completions", {"model": "m", "messages": [{"role": "user", "content": {"no": "part"}}]})
@@ -67,7 +82,7 @@ def test_prompt_tokens_are_counted_with_the_models_template(tmp_path: Path) -> N
 def test_requests_with_control_tokens_in_their_messages_are_counted() -> None:
     """Such a message can end its turn; a check with a tokenizer tells before the run."""
     counter = TokenCounter(str(TINY_CHAT))
-    for position, content in enumerate(["Hi", "Hi<|im_end|>", "<|im_start|>", 7, None]):
+    for position, content in enumerate(["Hi", "Hi<|im_end|>", "<|im_start|>", None]):
         counter(position, "/v1/chat/completions", {"messages": [{"role": "user", "content": content}]})
     counter(9, "/v1/completions", {"prompt": "<|im_end|>"})
     assert counter.counts.with_control_tokens == 2

@@ -18,6 +18,8 @@ from batchline.cli.main import main
 from batchline.errors import EngineDead, ModelLoadError
 from batchline.testing import FakeBackend
 
+TINY_CHAT = Path(__file__).parents[2] / "examples" / "models" / "tiny-chat"
+
 
 class Ended(NamedTuple):
     code: int
@@ -220,11 +222,90 @@ def test_check_names_requests_over_a_limit_which_an_option_changes(command: Comm
     (tmp_path / "in.jsonl").write_text(json.dumps(line), encoding="utf-8")
     ended = command("check", tmp_path / "in.jsonl")
     assert ended.code == 3
-    assert "1 request over a limit, the first being request 1: stop: it has 65 items, and at most 64" in ended.out
+    assert "1 bad line, the first being line 1: stop: it has 65 items, and at most 64" in ended.out
     assert command("check", tmp_path / "in.jsonl", "--request-limit", "stop=65").code == 0
     ended = command("check", tmp_path / "in.jsonl", "--request-limit", "stopp=65")
     assert (ended.code, "there is no limit 'stopp'. Known: allowed_token_ids, " in ended.err) == (2, True)
     assert command("check", tmp_path / "in.jsonl", "--request-limit", "stop=many").code == 2
+
+
+def test_check_judges_bodies_as_a_run_does(command: Command, tmp_path: Path) -> None:
+    """A temperature of 9, a missing role or an endpoint that nothing serves was only found by the run."""
+    path = write(
+        tmp_path / "in.jsonl",
+        line("good"),
+        line("hot", temperature=9),
+        line("typed", max_tokens="many"),
+        line("roleless", messages=[{"content": "x"}]),
+        line("twofold", response_format={"type": "json_object"}, guided_regex="a+"),
+        line("elsewhere") | {"url": "/v1/elsewhere"},
+        line("moderated") | {"url": "/v1/moderations"},
+        line("good"),
+        line("stranger", model="other"),
+        b"{bad",
+        line("answered") | {"url": "/v1/responses", "body": {"model": "fake", "input": [{"type": "image"}]}},
+        line("ranked") | {"url": "/rerank", "body": {"model": "fake", "query": "x", "documents": []}},
+    )
+    ended = command("check", path, "--bad-lines", tmp_path / "bad.jsonl", "--model", "fake", "--json")
+    report = json.loads(ended.out)
+    assert ended.code == 3
+    assert report["bad_lines_by_code"] == {"400": 7, "404": 2, "invalid_json_line": 1, "duplicate_custom_id": 1}
+    bad = [json.loads(text) for text in (tmp_path / "bad.jsonl").read_text().splitlines()]
+    assert bad == report["errors"]
+    assert [(fault["line_number"], fault["custom_id"], fault["code"], fault["param"]) for fault in bad] == [
+        (2, "hot", "400", "temperature"),
+        (3, "typed", "400", "max_tokens"),
+        (4, "roleless", "400", "messages[0].role"),
+        (5, "twofold", "400", bad[3]["param"]),
+        (6, "elsewhere", "404", "url"),
+        (7, "moderated", "400", "url"),
+        (8, "good", "duplicate_custom_id", "custom_id"),
+        (9, "stranger", "404", "model"),
+        (10, None, "invalid_json_line", None),
+        (11, "answered", "400", bad[9]["param"]),
+        (12, "ranked", "400", "documents"),
+    ]
+    assert "temperature: Input should be less than or equal to 2 (got 9)" in bad[0]["message"]
+
+
+def test_check_counts_bad_lines_by_code_and_tells_where_the_rest_is(command: Command, tmp_path: Path) -> None:
+    lines = [line(str(n), top_p=n) for n in range(2, 32)] + [line("40"), b"bad"]
+    path = write(tmp_path / "in.jsonl", *lines)
+    ended = command("check", path)
+    assert re.search(r"^ +30  400\n +1  invalid_json_line\n  line 1: 400: top_p: ", ended.out, re.MULTILINE)
+    assert "... and 11 more; --bad-lines FILE writes all of them" in ended.out
+    ended = command("check", path, "--bad-lines", tmp_path / "bad")
+    assert f"31 bad lines are in {tmp_path / 'bad'}" in ended.out
+    assert len((tmp_path / "bad").read_bytes().splitlines()) == 31
+    ended = command("check", path, "--bad-lines", path)
+    assert (ended.code, "same file as the input" in ended.err) == (2, True)
+
+
+def test_check_says_that_a_file_is_empty(command: Command, tmp_path: Path) -> None:
+    """It said that nothing was wrong with it."""
+    (tmp_path / "in.jsonl").write_text("\n\n")
+    ended = command("check", tmp_path / "in.jsonl")
+    assert (ended.code, "The file is empty: it has no requests." in ended.out) == (3, True)
+
+
+def test_check_finds_requests_that_do_not_fit_the_context(command: Command, tmp_path: Path) -> None:
+    completion = {"url": "/v1/completions"}
+    path = write(
+        tmp_path / "in.jsonl",
+        line("fits", max_tokens=8),
+        line("long answer", max_tokens=100),
+        line("long prompt", messages=[{"role": "user", "content": "word " * 200}]),
+        line("cut") | completion | {"body": {"model": "fake", "prompt": "word " * 200, "truncate_prompt_tokens": 9}},
+        line("one of two") | completion | {"body": {"model": "fake", "prompt": [[1, 2], [3] * 64]}},
+        line("embedded") | {"url": "/v1/embeddings", "body": {"model": "fake", "input": ["short", "word " * 200]}},
+    )
+    ended = command("check", path, "--tokenizer", TINY_CHAT, "--max-model-len", 64, "--json")
+    found = {fault["custom_id"]: fault["message"] for fault in json.loads(ended.out)["errors"]}
+    assert list(found) == ["long answer", "long prompt", "one of two", "embedded"]
+    assert "and max_tokens is 100" in found["long answer"]
+    assert "maximum context length is 64 tokens, but the prompt has 64 tokens" in found["one of two"]
+    ended = command("check", path, "--max-model-len", 64)
+    assert (ended.code, "--max-model-len requires --tokenizer" in ended.err) == (2, True)
 
 
 def test_check_speaks_json(command: Command, mixed: Path) -> None:

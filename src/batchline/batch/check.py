@@ -29,7 +29,7 @@ MAX_FAULTS_KEPT = 1000
 MAX_GROUPS_KEPT = 10_000
 
 LineObserver: TypeAlias = Callable[[int, str, dict[str, Any]], None]
-"""Called with (position, url, body) of each good line, duplicates included."""
+"""Called with (position, url, body) of each good line, duplicates included. A `LineError` makes the line a bad one."""
 
 _BOM = b"\xef\xbb\xbf"
 _STOP_CHECK_LINES = 4096
@@ -215,7 +215,10 @@ class _CheckPass:
         self._add_custom_id(position, custom_id)
         self._count(body["model"], url, line_number)
         if self._observer is not None:
-            self._observer(position, url, body)
+            try:
+                self._observer(position, url, body)
+            except LineError as error:
+                report.add_fault(position, line_number, custom_id, error)
 
     def _add_custom_id(self, position: int, custom_id: str) -> None:
         digest = hashlib.blake2b(custom_id.encode(), digest_size=16).digest()

@@ -8,37 +8,43 @@ from __future__ import annotations
 import asyncio
 import heapq
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from batchline.batch.check import CheckReport, LineObserver, check_file
+from pydantic import BaseModel
+
+from batchline.batch import lines
+from batchline.batch.check import CheckReport, LineFault, LineObserver, check_file
 from batchline.batch.index import LineIndex, LineReader
 from batchline.batch.locations import parse_location
 from batchline.batch.plan import PlannedGroup, Planner
 from batchline.batch.request_traits import prompt_content
 from batchline.batch.source import refuse_unreadable, stage_input
-from batchline.config import RequestLimits
-from batchline.errors import BadRequest
-from batchline.openai_api.endpoint_table import REQUEST_SCHEMAS
-from batchline.openai_api.limits import check_limits
+from batchline.batch.tokens import TokenCounter
+from batchline.config import TextConfig
+from batchline.endpoints.without_model import CHECKS, checked_request
+from batchline.errors import BadRequest, LineError, NotFound, RequestError
+from batchline.openai_api.endpoint_table import is_batch_url
 
 NO_MODEL_NAMED = "(no model named)"
 """Stands for the model of requests that name none: fine if only one model is served, which nobody says here."""
 
 _TOP_GROUPS = 20
 _SHOWN_CHARS = 400
+_SHOWN_URL = 200
 
 
 @dataclass(frozen=True, slots=True)
 class InputFile:
-    """An input as plain bytes, checked."""
+    """An input as plain bytes, checked. default_model: of requests that name none, as for `check_file`."""
 
     path: Path
     index: LineIndex
     report: CheckReport
+    default_model: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,31 +70,61 @@ class PlanOverview:
     largest: tuple[GroupOverview, ...]
 
 
-class LimitObserver:
-    """A `check.LineObserver` that counts lines over a limit, which will be answered with a 400."""
+class RequestJudge:
+    """A `check.LineObserver` that makes bad lines of the requests which a run would answer with an error.
 
-    def __init__(self, limits: RequestLimits) -> None:
-        self._limits = limits
-        self._num_over = 0
-        self._first = ""
+    text: the model's settings that decide what it refuses. served_models: empty for any.
+    """
+
+    def __init__(
+        self, text: TextConfig, served_models: Sequence[str] = (), counter: TokenCounter | None = None
+    ) -> None:
+        self._text = text
+        self._served_models = served_models
+        self._counter = counter
 
     def __call__(self, position: int, url: str, body: dict[str, Any]) -> None:
-        """Look at one line. position: among the requests, from 0."""
-        schema = REQUEST_SCHEMAS.get(url)
-        if schema is None:
-            return
+        """Judge a line and count its tokens. Raises: LineError with the status that the request would get as code."""
         try:
-            check_limits(schema, body, self._limits)
-        except BadRequest as exc:
-            self._num_over += 1
-            self._first = self._first or f"request {position + 1:,}: {exc.message}"
+            request = self._checked(url, body)
+            if self._counter is not None:
+                self._counter.count(position, url, body, request)
+        except RequestError as exc:
+            raise LineError(str(exc.status_code), exc.message, param=exc.param) from exc
 
-    def findings(self) -> list[str]:
-        """What will fail, in a sentence; empty where nothing will."""
-        if not self._num_over:
-            return []
-        lines = "1 request" if self._num_over == 1 else f"{self._num_over:,} requests"
-        return [f"{lines} over a limit, the first being {self._first}."]
+    def _checked(self, url: str, body: dict[str, Any]) -> BaseModel:
+        if not is_batch_url(url):
+            raise NotFound(f"Unknown path {url[:_SHOWN_URL]}. Served: {', '.join(CHECKS)}", param="url")
+        if url not in CHECKS:
+            raise BadRequest(f"No model of this build answers {url}. Served: {', '.join(CHECKS)}", param="url")
+        model = body.get("model")
+        if self._served_models and model is not None and model not in self._served_models:
+            served = ", ".join(self._served_models)
+            raise NotFound(f"The model {model[:_SHOWN_URL]!r} does not exist. Served: {served}", param="model")
+        return checked_request(url, body, self._text)
+
+
+def bad_lines(checked: InputFile, judge: RequestJudge) -> Iterator[LineFault]:
+    """Every bad line in the file's order, judged again, since the report keeps only the first. Raises: InputChanged."""
+    with closing(LineReader(checked.path, checked.index)) as reader:
+        for position in checked.report.bad:
+            raw, span = reader.read(position)
+            error = _line_error(raw, position, checked, judge)
+            yield LineFault(span.line_number, lines.readable_custom_id(raw), error.code, error.message, error.param)
+
+
+def _line_error(raw: bytes, position: int, checked: InputFile, judge: RequestJudge) -> LineError:
+    """What the check pass found wrong with a line."""
+    if position in checked.report.duplicates:
+        return lines.duplicate_error(lines.readable_custom_id(raw))
+    if len(raw) == lines.MAX_LINE_BYTES and raw[-1] != 10:
+        return lines.too_long_error()
+    try:
+        line = lines.parse_line(raw, checked.default_model)
+        judge(position, line.url, line.body)
+    except LineError as error:
+        return error
+    raise AssertionError(f"position {position} is not bad")
 
 
 @contextmanager
@@ -107,7 +143,7 @@ def checked_input(
         index = LineIndex(scratch / "index")
         stack.callback(index.close)
         report = check_file(path, index, scratch=scratch, default_model=default_model, observer=observer)
-        yield InputFile(path, index, report)
+        yield InputFile(path, index, report, default_model)
 
 
 def plan_overview(

@@ -57,7 +57,7 @@ def split_file(input_file: str, folder: Path, limits: Limits) -> list[Path]:
         path = asyncio.run(stage_input(location, Path(scratch), should_stop=lambda: False))
         for part_lines in _parts(path, limits, location.display):
             target = folder / f"{stem}-{len(parts) + 1:05}.jsonl"
-            _write_whole(target, part_lines)
+            write_whole(target, part_lines)
             parts.append(target)
     return parts
 
@@ -120,7 +120,7 @@ def merge_files(results: Sequence[Path], output: Path, input_file: str | None = 
     with ExitStack() as stack:
         files: list[BinaryIO] = [stack.enter_context(path.open("rb")) for path in results]
         if input_file is None:
-            return MergeSummary(_write_whole(output, (line for file in files for line in _result_lines(file))))
+            return MergeSummary(write_whole(output, (line for file in files for line in _result_lines(file))))
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="batchline-")))
         return _merge_in_order(input_file, files, output, scratch)
 
@@ -142,7 +142,7 @@ def _merge_in_order(input_file: str, files: list[BinaryIO], output: Path, scratc
             offset += len(line)
     ordered = RecordSorter(scratch, "ordered", _RESULT.size)
     num_unmatched = _match(matches, ordered)
-    count = _write_whole(output, _ordered_lines(ordered, files))
+    count = write_whole(output, _ordered_lines(ordered, files))
     return MergeSummary(count, missing=num_lines - count, unmatched=num_unmatched)
 
 
@@ -187,7 +187,7 @@ def _hash(custom_id: str | None) -> bytes:
     return hashlib.blake2b((custom_id or "").encode(), digest_size=16).digest()
 
 
-def _write_whole(target: Path, content: Iterator[bytes]) -> int:
+def write_whole(target: Path, content: Iterator[bytes]) -> int:
     """Write lines to `target` by way of a rename, or nothing at all. Returns how many."""
     incomplete = target.with_name(f"{target.name[:STAGED_NAME_CHARS]}.{os.urandom(4).hex()}.incomplete")
     count = 0

@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from batchline.batch.request_traits import output_limit, prompt_content
-from batchline.errors import RequestError
+from pydantic import BaseModel
+
+from batchline.batch.request_traits import output_limit
+from batchline.config import TextConfig
+from batchline.endpoints.prompts import num_reserved, resolve_max_tokens, truncate
+from batchline.endpoints.without_model import CHECKS, checked_request
+from batchline.errors import BadRequest, RequestError
+from batchline.openai_api.chat import ChatCompletionRequest
+from batchline.openai_api.common import Prompt
+from batchline.openai_api.completions import CompletionRequest
+from batchline.openai_api.embeddings import EmbeddingsRequest
 from batchline.openai_api.endpoint_table import generates
+from batchline.openai_api.generation import GenerationBody
+from batchline.openai_api.rerank import RerankRequest
+from batchline.openai_api.score import ScoreRequest
 from batchline.text.chat_template import ChatPrompt, compile_template, own_template
 from batchline.text.control_tokens import ControlTokens
 from batchline.text.messages import message_text
 from batchline.text.tokenizer import load_tokenizer
+
+TokenIds = tuple[int, ...]
+
+_UNBOUNDED = 2**62
+_DEFAULTS = TextConfig()
 
 
 @dataclass(slots=True)
@@ -32,69 +50,117 @@ class TokenCounts:
 
 
 class TokenCounter:
-    """A `check.LineObserver` that adds up tokens. Raises on making: ModelLoadError, UsageError."""
+    """Adds up the tokens of requests. max_model_len: the context length, None for any.
 
-    def __init__(self, tokenizer: str) -> None:
+    Raises on making: ModelLoadError, UsageError.
+    """
+
+    def __init__(self, tokenizer: str, max_model_len: int | None = None) -> None:
         self.counts = TokenCounts()
+        self._max_model_len = max_model_len or _UNBOUNDED
         self._tokenizer = load_tokenizer(tokenizer)
         source = own_template(self._tokenizer.chat_templates)
         self._template = compile_template(source, "auto", self._tokenizer.special_tokens) if source else None
         self._control_tokens = ControlTokens(self._tokenizer, [source] if source else [])
 
     def __call__(self, position: int, url: str, body: dict[str, Any]) -> None:
-        """Count one line; a `check.LineObserver`."""
-        counts = self.counts
+        """Count one line, whether its body is right or not; a `check.LineObserver`."""
         try:
-            num_tokens = self.prompt_tokens(body)
-            self._note_control_tokens(position, body)
-        except (RequestError, TypeError, AttributeError, KeyError):
-            # Bodies are not validated here: whatever cannot be read as a prompt is counted as such.
-            counts.uncounted += 1
-            return
-        counts.prompt += num_tokens
-        counts.longest_prompt = max(counts.longest_prompt, num_tokens)
+            if url not in CHECKS:
+                raise BadRequest("unknown endpoint")
+            self.count(position, url, body, checked_request(url, body, _DEFAULTS))
+        except RequestError:
+            self.counts.uncounted += 1
+
+    def count(self, position: int, url: str, body: dict[str, Any], request: BaseModel) -> None:
+        """Count the request that was read from a body.
+
+        Raises: RequestError where the template or the tokenizer refuses it, or it does not fit the context.
+        """
+        prompts = self.prompts(request)
+        self._check_lengths(request, prompts)
+        counts = self.counts
+        counts.prompt += sum(map(len, prompts))
+        counts.longest_prompt = max([counts.longest_prompt, *map(len, prompts)])
         if generates(url):
             limit = output_limit(url, body)
             counts.output_limit += limit or 0
             counts.unlimited += limit is None
+        if isinstance(request, ChatCompletionRequest):
+            self._note_control_tokens(position, request)
 
-    def _note_control_tokens(self, position: int, body: dict[str, Any]) -> None:
-        """Count a request whose messages, tools or documents hold control tokens."""
-        if body.get("messages") is None:
+    def prompts(self, request: BaseModel) -> list[TokenIds]:
+        """The tokens of each prompt. Each text that is scored counts once. Raises: RequestError."""
+        if isinstance(request, ChatCompletionRequest):
+            return [self._chat_tokens(_chat_prompt(request))]
+        if isinstance(request, EmbeddingsRequest) and request.messages is not None:
+            return [self._chat_tokens(ChatPrompt(messages=request.messages))]
+        return [self._prompt_tokens(prompt) for prompt in _texts(request)]
+
+    def num_text_tokens(self, text: str) -> int:
+        """Tokens of a plain prompt, the special ones that the tokenizer adds included."""
+        return len(self._prompt_tokens(text))
+
+    def _check_lengths(self, request: BaseModel, prompts: Sequence[TokenIds]) -> None:
+        """Raises: BadRequest for a request that the run would answer with one."""
+        limit, keep = self._max_model_len, getattr(request, "truncate_prompt_tokens", None)
+        if isinstance(request, GenerationBody):
+            wanted = _max_tokens(request)
+            for prompt in prompts:
+                kept = truncate(prompt, keep, limit, num_reserved(wanted, None, limit))
+                resolve_max_tokens(len(kept), wanted, None, limit)
             return
-        variables = body.get("chat_template_kwargs")
-        found = self._control_tokens.find(_chat_prompt(body, variables))
+        longest = max(map(len, prompts), default=0)
+        if keep is None and longest > limit:
+            raise BadRequest(
+                f"This model's maximum context length is {limit} tokens, but the prompt has {longest} tokens. "
+                "Shorten the prompt or set truncate_prompt_tokens."
+            )
+
+    def _note_control_tokens(self, position: int, request: ChatCompletionRequest) -> None:
+        """Count a request whose messages, tools or documents hold control tokens."""
+        found = self._control_tokens.find(_chat_prompt(request))
         if found is not None:
             self.counts.with_control_tokens += 1
             if self.counts.control_token_example is None:
                 self.counts.control_token_example = f"request {position + 1}: {found.path} holds {found.token!r}"
 
-    def prompt_tokens(self, body: dict[str, Any]) -> int:
-        """Tokens of a body's prompt, or of all its prompts. Raises: RequestError, and whatever a wrong type raises."""
-        content = prompt_content(body)
-        if content is body.get("messages") and content is not None:
-            return self._chat_tokens(content, body)
-        if isinstance(content, str):
-            return self.text_tokens(content)
-        return sum(self.text_tokens(item) if isinstance(item, str) else _num_ids(item) for item in content)
+    def _prompt_tokens(self, prompt: Prompt) -> TokenIds:
+        return self._tokenizer.encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else prompt
 
-    def text_tokens(self, text: str) -> int:
-        """Tokens of a plain prompt, the special ones that the tokenizer adds included."""
-        return len(self._tokenizer.encode(text, add_special_tokens=True))
-
-    def _chat_tokens(self, messages: Any, body: dict[str, Any]) -> int:
+    def _chat_tokens(self, prompt: ChatPrompt) -> TokenIds:
         if self._template is None:
-            return sum(self.text_tokens(message_text(message)) for message in messages)
-        text = self._template.render(_chat_prompt(body))
-        return len(self._tokenizer.encode(text, add_special_tokens=False))
+            return tuple(token for m in prompt.messages for token in self._prompt_tokens(message_text(m)))
+        return self._tokenizer.encode(self._template.render(prompt), add_special_tokens=False)
 
 
-def _chat_prompt(body: dict[str, Any], variables: Any = None) -> ChatPrompt:
+def _chat_prompt(request: ChatCompletionRequest) -> ChatPrompt:
     return ChatPrompt(
-        messages=body["messages"], tools=body.get("tools"), documents=body.get("documents"), variables=variables
+        messages=request.messages,
+        tools=request.shown_tools or None,
+        documents=request.documents,
+        add_generation_prompt=request.add_generation_prompt,
+        continue_final_message=request.continue_final_message,
+        variables=request.chat_template_kwargs,
     )
 
 
-def _num_ids(item: Any) -> int:
-    """Tokens of one element of a list of token ids, or of a list of such lists."""
-    return 1 if isinstance(item, int) else len(item)
+def _texts(request: BaseModel) -> Sequence[Prompt]:
+    """Every text or list of token ids in a request without messages."""
+    if isinstance(request, CompletionRequest):
+        return request.prompt
+    if isinstance(request, EmbeddingsRequest):
+        return request.input or ()
+    if isinstance(request, RerankRequest):
+        return (request.query, *request.documents)
+    assert isinstance(request, ScoreRequest)
+    texts = request.texts()
+    return (*texts.firsts, *texts.seconds)
+
+
+def _max_tokens(request: GenerationBody) -> int | None:
+    """The output tokens that a request asks for; None where it leaves that open."""
+    if isinstance(request, ChatCompletionRequest) and request.max_completion_tokens is not None:
+        return request.max_completion_tokens
+    assert isinstance(request, (ChatCompletionRequest, CompletionRequest))
+    return request.max_tokens

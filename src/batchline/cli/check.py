@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
+import orjson
 import typer
 
 from batchline.cli.limits import LimitPreset, MaxFileSize, MaxRequests, limits_of
 from batchline.cli.values import parse_request_limits
+from batchline.config import TextConfig
 from batchline.errors import UsageError
 
+if TYPE_CHECKING:
+    from batchline.batch.check import CheckReport
+    from batchline.batch.inspect import InputFile, RequestJudge
+    from batchline.batch.options import Limits
+    from batchline.batch.tokens import TokenCounts
+
 _SHOWN_FAULTS = 20
+_DEFAULTS = TextConfig()
 
 
 def check(
@@ -19,6 +31,17 @@ def check(
         list[str] | None, typer.Option(help="Name of a served model. Repeatable; default: any name.")
     ] = None,
     tokenizer: Annotated[str | None, typer.Option(help="Count tokens with this tokenizer (folder or id).")] = None,
+    max_model_len: Annotated[
+        int | None, typer.Option(min=1, help="Context length in tokens; requires --tokenizer.")
+    ] = None,
+    bad_lines: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write all bad lines to this JSONL file: number, custom_id, error."),
+    ] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="Unknown request fields are errors.")] = False,
+    max_logprobs: Annotated[
+        int, typer.Option(min=-1, help="Maximum number of logprobs a request may ask for; -1 for the whole vocabulary.")
+    ] = _DEFAULTS.max_logprobs,
     max_requests: MaxRequests = None,
     max_file_size: MaxFileSize = None,
     limits: LimitPreset = "none",
@@ -31,72 +54,100 @@ def check(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Check a batch file without running it. Exit code 3 if anything in it will fail."""
-    from batchline.batch.check import CheckReport, findings_of, refuse_over_limits
-    from batchline.batch.inspect import NO_MODEL_NAMED, LimitObserver, checked_input
+    from batchline.batch.inspect import (
+        NO_MODEL_NAMED,
+        RequestJudge,
+        checked_input,
+    )  # schemas and text code: not for --help
+    from batchline.batch.tokens import TokenCounter
 
-    limited = LimitObserver(parse_request_limits(request_limit or []))
-    counter = None
-    if tokenizer is not None:
-        from batchline.batch.tokens import TokenCounter  # loads a tokenizer library
-
-        counter = TokenCounter(tokenizer)
-
-    def observe(position: int, url: str, body: dict[str, Any]) -> None:
-        limited(position, url, body)
-        if counter is not None:
-            counter(position, url, body)
-
-    def findings(report: CheckReport) -> list[str]:
-        found = findings_of(report, model or None) + limited.findings()
-        try:
-            refuse_over_limits(report, limits_of(limits, max_requests, max_file_size))
-        except UsageError as error:
-            found.append(str(error))
-        return found
-
+    if max_model_len is not None and tokenizer is None:
+        raise UsageError("--max-model-len requires --tokenizer.")
+    text = TextConfig(strict=strict, max_logprobs=max_logprobs, limits=parse_request_limits(request_limit or []))
+    if bad_lines is not None:
+        _refuse_unwritable(bad_lines, input_file)
+    counter = None if tokenizer is None else TokenCounter(tokenizer, max_model_len)
+    judge = RequestJudge(text, model or (), counter)
     only_model = NO_MODEL_NAMED if not model else model[0] if len(model) == 1 else None
-    with checked_input(input_file, default_model=only_model, observer=observe) as checked:
-        report, found = checked.report, findings(checked.report)
-    counts = counter.counts if counter else None
+    with checked_input(input_file, default_model=only_model, observer=judge) as checked:
+        found = _findings(checked.report, model, limits_of(limits, max_requests, max_file_size))
+        counts = None if counter is None else counter.counts
+        if bad_lines is not None:
+            _write_bad_lines(bad_lines, checked, judge)
     if as_json:
-        _print_json(report, found, counts)
+        _print_json(checked.report, found, counts)
     else:
-        _print_report(report, found, counts)
+        _print_report(checked.report, found, counts, bad_lines)
     if found:
         raise typer.Exit(3)
 
 
-def _print_report(report: Any, found: list[str], counts: Any) -> None:
+def _findings(report: CheckReport, served_models: list[str] | None, limits: Limits) -> list[str]:
+    """What will fail, in sentences."""
+    from batchline.batch.check import findings_of, refuse_over_limits
+
+    found = findings_of(report, served_models or None)
+    if not report.num_lines:
+        found.append("The file is empty: it has no requests.")
+    try:
+        refuse_over_limits(report, limits)
+    except UsageError as error:
+        found.append(str(error))
+    return found
+
+
+def _refuse_unwritable(bad_lines: Path, input_file: str) -> None:
+    """Raises: UsageError."""
+    from batchline.batch.locations import Location, parse_location
+    from batchline.batch.sink import refuse_unwritable
+
+    refuse_unwritable(Location(str(bad_lines), "path", bad_lines), source=parse_location(input_file))
+
+
+def _write_bad_lines(target: Path, checked: InputFile, judge: RequestJudge) -> None:
+    from batchline.batch.inspect import bad_lines
+    from batchline.batch.split import write_whole
+
+    def encoded() -> Iterator[bytes]:
+        for fault in bad_lines(checked, judge):
+            yield orjson.dumps(fault, option=orjson.OPT_APPEND_NEWLINE)
+
+    write_whole(target, encoded())
+
+
+def _print_report(report: CheckReport, found: list[str], counts: TokenCounts | None, bad_lines: Path | None) -> None:
     typer.echo(f"{report.num_lines:,} requests, {report.num_bytes:,} bytes")
     for group in report.groups.values():
         typer.echo(f"  {group.count:>12,}  {group.url}  {group.model}")
     if counts is not None:
-        typer.echo(f"{counts.prompt:,} prompt tokens, the longest prompt has {counts.longest_prompt:,}")
-        typer.echo(f"at most {counts.output_limit:,} output tokens where requests set a limit")
-        if counts.unlimited:
-            typer.echo(f"{counts.unlimited:,} requests set no limit of output tokens")
-        if counts.with_control_tokens:
-            typer.echo(
-                f"{counts.with_control_tokens:,} requests hold control tokens in their messages, the first is "
-                f"{counts.control_token_example} (see --special-tokens-in-content of run-batch)"
-            )
-        if counts.uncounted:
-            typer.echo(f"{counts.uncounted:,} requests have a prompt that cannot be counted")
+        _print_tokens(counts)
     for finding in found:
         typer.echo(finding)
+    for code, count in sorted(report.faults_by_code.items(), key=lambda item: -item[1]):
+        typer.echo(f"  {count:>12,}  {code}")
     for fault in report.faults[:_SHOWN_FAULTS]:
         typer.echo(f"  line {fault.line_number}: {fault.code}: {fault.message}")
-    if report.num_faults > _SHOWN_FAULTS:
-        typer.echo(f"  ... and {report.num_faults - _SHOWN_FAULTS:,} more; --json lists up to {len(report.faults):,}")
+    if report.num_faults > _SHOWN_FAULTS and bad_lines is None:
+        typer.echo(f"  ... and {report.num_faults - _SHOWN_FAULTS:,} more; --bad-lines FILE writes all of them")
+    if bad_lines is not None:
+        typer.echo(f"{report.num_faults:,} bad lines are in {bad_lines}")
     if not found:
         typer.echo("Nothing is wrong with it.")
 
 
-def _print_json(report: Any, found: list[str], counts: Any) -> None:
-    import dataclasses
+def _print_tokens(counts: TokenCounts) -> None:
+    typer.echo(f"{counts.prompt:,} prompt tokens, the longest prompt has {counts.longest_prompt:,}")
+    typer.echo(f"at most {counts.output_limit:,} output tokens where requests set a limit")
+    if counts.unlimited:
+        typer.echo(f"{counts.unlimited:,} requests set no limit of output tokens")
+    if counts.with_control_tokens:
+        typer.echo(
+            f"{counts.with_control_tokens:,} requests hold control tokens in their messages, the first is "
+            f"{counts.control_token_example} (see --special-tokens-in-content of run-batch)"
+        )
 
-    import orjson
 
+def _print_json(report: CheckReport, found: list[str], counts: TokenCounts | None) -> None:
     result = {
         "requests": report.num_lines,
         "bytes": report.num_bytes,

@@ -22,7 +22,7 @@ def plan(
 
         counter = TokenCounter(model)
     overview = plan_overview(
-        input_file, dedup=dedup, observer=counter, count_tokens=counter.text_tokens if counter else None
+        input_file, dedup=dedup, observer=counter, count_tokens=counter.num_text_tokens if counter else None
     )
     if as_json:
         import dataclasses

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from batchline.config import TextConfig
 from batchline.endpoints.answer_format import AnswerFormat, answer_format
 from batchline.endpoints.choices import (
     PromptChoices,
@@ -45,13 +46,13 @@ async def chat_completion(
     return await model.off_loop(answer) if is_long([result], chat.request) else answer()
 
 
-def parse_chat(body: Mapping[str, Any], model: GenerativeModel) -> ChatCompletionRequest:
+def parse_chat(body: Mapping[str, Any], config: TextConfig) -> ChatCompletionRequest:
     """The checked request. Raises: BadRequest."""
-    request = parse_body(ChatCompletionRequest, body, strict=model.config.strict, limits=model.config.limits)
+    request = parse_body(ChatCompletionRequest, body, strict=config.strict, limits=config.limits)
     request.check()
     check_choices(request)
-    check_num_logprobs(request.top_logprobs, model, "top_logprobs")
-    check_num_logprobs(request.prompt_logprobs, model, "prompt_logprobs")
+    check_num_logprobs(request.top_logprobs, config, "top_logprobs")
+    check_num_logprobs(request.prompt_logprobs, config, "prompt_logprobs")
     return request
 
 
@@ -70,7 +71,7 @@ async def encode_chat(
     """The request in a body, checked, rendered and tokenized off the event loop. Raises: BadRequest."""
 
     def work() -> EncodedChat:
-        request = parse_chat(body, model)
+        request = parse_chat(body, model.config)
         check(request)
         return encoded_chat(request, model)
 

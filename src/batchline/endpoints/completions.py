@@ -9,6 +9,7 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
+from batchline.config import TextConfig
 from batchline.endpoints.choices import (
     PromptChoices,
     PromptJob,
@@ -56,12 +57,12 @@ def _answer(
     )
 
 
-def parse_completion(body: Mapping[str, Any], model: GenerativeModel) -> CompletionRequest:
+def parse_completion(body: Mapping[str, Any], config: TextConfig) -> CompletionRequest:
     """The checked request. Raises: BadRequest."""
-    request = parse_body(CompletionRequest, body, strict=model.config.strict, limits=model.config.limits)
+    request = parse_body(CompletionRequest, body, strict=config.strict, limits=config.limits)
     check_choices(request)
-    check_num_logprobs(request.logprobs, model, "logprobs")
-    check_num_logprobs(request.prompt_logprobs, model, "prompt_logprobs")
+    check_num_logprobs(request.logprobs, config, "logprobs")
+    check_num_logprobs(request.prompt_logprobs, config, "prompt_logprobs")
     return request
 
 
@@ -79,7 +80,7 @@ async def encode_completion(
     """The request in a body, checked and tokenized off the event loop. Raises: BadRequest."""
 
     def work() -> tuple[CompletionRequest, Constraint | None, list[PromptJob]]:
-        request = parse_completion(body, model)
+        request = parse_completion(body, model.config)
         check(request)
         wanted = requested_constraint(request)
         return request, wanted, prompt_jobs(_encode(request, model), request, model, reported_logprobs(request))

@@ -58,12 +58,12 @@ def encode_prompt(
             check_known(token_ids, model, "prompt")
     else:
         token_ids = check_vocabulary(rendered, model.engine.vocab_size, "prompt")
-    num_reserved = _num_reserved(max_tokens, default_max_tokens, model)
-    kept = _truncate(token_ids, body.truncate_prompt_tokens, model, num_reserved)
+    limit = model.engine.max_model_len
+    kept = truncate(token_ids, body.truncate_prompt_tokens, limit, num_reserved(max_tokens, default_max_tokens, limit))
     return EncodedPrompt(
         token_ids=kept,
         text=text if len(kept) == len(token_ids) else None,
-        max_tokens=_resolve_max_tokens(len(kept), max_tokens, default_max_tokens, model),
+        max_tokens=resolve_max_tokens(len(kept), max_tokens, default_max_tokens, limit),
         has_default_length=max_tokens is None,
     )
 
@@ -104,32 +104,30 @@ def _too_long(limit: int, num_tokens: str) -> BadRequest:
     )
 
 
-def _truncate(
-    token_ids: tuple[int, ...], keep: int | None, model: GenerativeModel, num_reserved: int
-) -> tuple[int, ...]:
-    """The last `keep` tokens; -1 keeps as many as fit the context beside the tokens reserved for the answer."""
+def truncate(token_ids: tuple[int, ...], keep: int | None, limit: int, num_reserved: int) -> tuple[int, ...]:
+    """The last `keep` tokens; -1 keeps as many as fit the context beside the tokens reserved for the answer.
+
+    limit: the context length. Raises: BadRequest.
+    """
     if keep is None:
         return token_ids
-    if keep > model.engine.max_model_len:
+    if keep > limit:
         raise BadRequest(
-            f"truncate_prompt_tokens: {keep} is more than this model's maximum context length of "
-            f"{model.engine.max_model_len} tokens",
+            f"truncate_prompt_tokens: {keep} is more than this model's maximum context length of {limit} tokens",
             param="truncate_prompt_tokens",
         )
-    return token_ids[-(keep if keep > 0 else max(1, model.engine.max_model_len - num_reserved)) :]
+    return token_ids[-(keep if keep > 0 else max(1, limit - num_reserved)) :]
 
 
-def _num_reserved(max_tokens: int | None, default: int | None, model: GenerativeModel) -> int:
+def num_reserved(max_tokens: int | None, default: int | None, limit: int) -> int:
     """Tokens that truncation leaves for the answer. A default may ask for more than the context: it gets half of it."""
     if max_tokens is not None:
         return max_tokens
-    return 1 if default is None else min(default, model.engine.max_model_len // 2)
+    return 1 if default is None else min(default, limit // 2)
 
 
-def _resolve_max_tokens(
-    num_prompt_tokens: int, max_tokens: int | None, default: int | None, model: GenerativeModel
-) -> int:
-    limit = model.engine.max_model_len
+def resolve_max_tokens(num_prompt_tokens: int, max_tokens: int | None, default: int | None, limit: int) -> int:
+    """How many tokens may follow a prompt. limit: the context length. Raises: BadRequest where it does not fit."""
     if num_prompt_tokens == 0:
         raise BadRequest("The prompt is empty: it has no tokens", param="prompt")
     num_needed = 1 if max_tokens is None else min(1, max_tokens)

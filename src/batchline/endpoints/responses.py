@@ -78,7 +78,7 @@ def _encode(body: Mapping[str, Any], model: GenerativeModel, *, is_streamed: boo
         raise BadRequest("stream: a batch line or a call for one answer cannot be streamed", param="stream")
     form = chat_form(request)
     with in_response_fields(form.places):
-        return _EncodedResponse(encoded_chat(parse_chat(form.body, model), model), form.places)
+        return _EncodedResponse(encoded_chat(parse_chat(form.body, model.config), model), form.places)
 
 
 class _Events:

@@ -6,6 +6,7 @@ import hashlib
 from dataclasses import replace
 from typing import TypeVar
 
+from batchline.config import TextConfig
 from batchline.endpoints.model import GenerativeModel
 from batchline.endpoints.prompts import check_known, check_vocabulary
 from batchline.engine.request import BannedSequences, SamplingParams
@@ -126,9 +127,9 @@ def _logit_bias(body: GenerationBody, model: GenerativeModel) -> dict[int, float
     return body.logit_bias
 
 
-def check_num_logprobs(wanted: int | None, model: GenerativeModel, field: str) -> None:
+def check_num_logprobs(wanted: int | None, config: TextConfig, field: str) -> None:
     """Raises: BadRequest where more alternatives are wanted than the operator allows."""
-    cap = model.config.max_logprobs
+    cap = config.max_logprobs
     if wanted is None or cap == -1:
         return
     if wanted == -1 or wanted > cap:

@@ -1,0 +1,88 @@
+"""What is wrong with a body as far as no model is needed to know it, checked by the functions that endpoints use.
+
+`batchline check` reads whole files with it. Knows nothing of batch lines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from pydantic import BaseModel
+
+from batchline.config import TextConfig
+from batchline.endpoints.chat import parse_chat
+from batchline.endpoints.completions import parse_completion
+from batchline.endpoints.constraints import requested_constraint
+from batchline.endpoints.response_fields import in_response_fields
+from batchline.endpoints.response_input import chat_form, read_request
+from batchline.openai_api.chat import ChatCompletionRequest
+from batchline.openai_api.completions import CompletionRequest
+from batchline.openai_api.embeddings import EmbeddingsRequest
+from batchline.openai_api.endpoint_table import CHAT, COMPLETIONS, EMBEDDINGS, RERANK, RESPONSES, SCORE
+from batchline.openai_api.parsing import parse_body
+from batchline.openai_api.rerank import RerankRequest
+from batchline.openai_api.score import ScoreRequest
+from batchline.text.messages import normalise_messages
+
+Body = Mapping[str, Any]
+
+
+def checked_request(path: str, body: Body, config: TextConfig) -> BaseModel:
+    """The request in a body; of a response, the chat completion that it becomes. path: one of `CHECKS`.
+
+    Raises: RequestError.
+    """
+    return CHECKS[path](body, config)
+
+
+def _chat(body: Body, config: TextConfig) -> ChatCompletionRequest:
+    request = parse_chat(body, config)
+    _check_messages(request.messages)
+    requested_constraint(request)
+    return request
+
+
+def _completion(body: Body, config: TextConfig) -> CompletionRequest:
+    request = parse_completion(body, config)
+    requested_constraint(request)
+    return request
+
+
+def _response(body: Body, config: TextConfig) -> ChatCompletionRequest:
+    form = chat_form(read_request(body, strict=config.strict, limits=config.limits))
+    with in_response_fields(form.places):
+        return _chat(form.body, config)
+
+
+def _embeddings(body: Body, config: TextConfig) -> EmbeddingsRequest:
+    request = parse_body(EmbeddingsRequest, body, strict=config.strict, limits=config.limits)
+    request.check()
+    _check_messages(request.messages or ())
+    return request
+
+
+def _score(body: Body, config: TextConfig) -> ScoreRequest:
+    request = parse_body(ScoreRequest, body, strict=config.strict, limits=config.limits)
+    request.texts()
+    return request
+
+
+def _rerank(body: Body, config: TextConfig) -> RerankRequest:
+    return parse_body(RerankRequest, body, strict=config.strict, limits=config.limits)
+
+
+def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
+    """What every template would find. Raises: BadRequest."""
+    normalise_messages(messages, "string", knows_developer=True)
+
+
+CHECKS: Mapping[str, Callable[[Body, TextConfig], BaseModel]] = {
+    CHAT: _chat,
+    COMPLETIONS: _completion,
+    RESPONSES: _response,
+    EMBEDDINGS: _embeddings,
+    **dict.fromkeys(SCORE, _score),
+    **dict.fromkeys(RERANK, _rerank),
+}
+"""The check of each path that a batch line can name and a model can answer."""
