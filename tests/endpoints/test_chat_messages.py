@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,6 +15,8 @@ from batchline.endpoints.chat import chat_completion
 from batchline.endpoints.chat_stream import chat_completion_chunks
 from batchline.endpoints.model import GenerativeModel
 from batchline.errors import BadRequest, ConstraintFailed
+from batchline.openai_api import parsing
+from batchline.testing import ByteTokenizer
 from batchline.text.reasoning import DeepSeekR1ReasoningParser, Qwen3ReasoningParser
 from batchline.text.tool_parsers import HermesToolParser, MistralToolParser
 
@@ -189,6 +192,76 @@ async def test_messages_of_a_tools_loop_reach_the_template() -> None:
     assert bytes(engine_of(model).requests[0].prompt_token_ids) == b"Hi|c1=2;|c142|"
 
 
+OF_EACH_CALL = "{%% for m in messages %%}{%% for c in m.tool_calls or [] %%}%s{%% endfor %%}{%% endfor %%}"
+PRINTING = OF_EACH_CALL % "{{ c.function.arguments | tojson }}"
+ITERATING = OF_EACH_CALL % "{% for k, v in c.function.arguments | items %}{{ k }}={{ v }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "prompt"), [(PRINTING, b'"{\\"a\\": \\"lon"'), (ITERATING, b'arguments={"a": "lon')]
+)
+async def test_a_call_that_was_cut_off_can_be_sent_back(template: str, prompt: bytes) -> None:
+    """Bug: a history was refused whose arguments are no JSON, which is what we answer when a limit cuts a call off."""
+    model = model_saying("x", template=template)
+    call = {"id": "c1", "type": "function", "function": {"name": "get", "arguments": '{"a": "lon'}}
+    await choice_of(model, messages=[*MESSAGES, {"role": "assistant", "tool_calls": [call]}], tools=TOOLS)
+    assert bytes(engine_of(model).requests[0].prompt_token_ids) == prompt
+
+
+SEVERAL = (f"So.{CALL}{CALL}", f"So.{CALL}\nAnd {CALL}\nDone.", f"<think>Hm.</think>So.\n{CALL}\n{CALL}{CALL}")
+
+
+@pytest.mark.parametrize("text", SEVERAL)
+async def test_without_parallel_calls_the_message_ends_before_a_second_one(text: str) -> None:
+    """Bug: `parallel_tool_calls: false` was accepted and changed nothing."""
+    model = model_saying(text)
+    whole = await choice_of(model, tools=TOOLS, parallel_tool_calls=False)
+    pieces = await streamed(model, tools=TOOLS, parallel_tool_calls=False)
+    assert functions(whole) == functions(pieces) == [("get", '{"a": 1}')]
+    assert whole["finish_reason"] == pieces["finish_reason"] == "tool_calls"
+    assert whole["message"]["content"].startswith("So.")
+    assert "Done" not in whole["message"]["content"]
+    assert whole["usage"] == pieces["usage"]
+    assert 0 < engine_of(model).ended["r-0-0"] < len(text)
+
+
+async def test_a_single_call_is_not_cut() -> None:
+    model = model_saying(f"So.{CALL} Done.")
+    whole = await choice_of(model, tools=TOOLS, parallel_tool_calls=False)
+    assert (functions(whole), whole["finish_reason"]) == ([("get", '{"a": 1}')], "tool_calls")
+    assert engine_of(model).ended == {}
+
+
+async def test_each_choice_has_a_call_of_its_own_without_parallel_ones() -> None:
+    answer = await chat_completion(
+        {"messages": MESSAGES, "tools": TOOLS, "parallel_tool_calls": False, "n": 2}, "r", model_saying(CALL + CALL)
+    )
+    assert [functions(choice) for choice in answer["choices"]] == [[("get", '{"a": 1}')]] * 2
+
+
+async def test_a_second_call_that_the_limit_cuts_is_not_told_and_no_reason() -> None:
+    text = CALL + CALL[:-20]
+    choice = await choice_of(model_saying(text), tools=TOOLS, parallel_tool_calls=False, max_tokens=len(text))
+    assert (len(functions(choice)), choice["finish_reason"]) == (1, "tool_calls")
+
+
+async def test_a_demanded_call_is_one_by_its_grammar_without_parallel_ones() -> None:
+    def allows_two() -> bool:
+        constraint = engine_of(model).requests[-1].constraint
+        assert constraint is not None
+        matcher = constraint.matcher()
+        for byte in b'[{"name": "get", "parameters": {}}':
+            matcher.accept(byte)
+        row = np.zeros(ByteTokenizer.vocab_size // 32 + 1, dtype=np.int32)
+        matcher.fill_mask(row)
+        return bool(row[ord(",") // 32] >> (ord(",") % 32) & 1)
+
+    model = model_saying(REQUIRED)
+    for is_parallel in (True, False):
+        await choice_of(model, tools=TOOLS, tool_choice="required", parallel_tool_calls=is_parallel)
+        assert allows_two() is is_parallel
+
+
 async def test_a_named_function_is_called_with_the_text_as_its_arguments() -> None:
     named = {"type": "function", "function": {"name": "put"}}
     choice = await choice_of(model_saying('{"a": [1, 2]}'), tools=TOOLS, tool_choice=named)
@@ -268,20 +341,45 @@ async def test_calls_are_read_behind_the_reasoning_only() -> None:
     ("template", "effort", "prompt"),
     [
         ("{{ reasoning_effort }}", "high", "high"),
+        ("{{ reasoning_effort }}", "max", "max"),
         ("{{ enable_thinking }}", "none", "False"),
-        ("{{ reasoning_effort }}{{ enable_thinking }}", "none", "none"),
+        ("{{ enable_thinking }}", "minimal", "False"),
+        ("{{ enable_thinking }}", "low", "True"),
+        ("{% if not thinking is defined %}{% set thinking = false %}{% endif %}{{ thinking }}", "medium", "True"),
+        ("{{ reasoning_effort }}{{ enable_thinking }}", "none", "noneFalse"),
+        ("x", "high", "x"),
     ],
 )
 async def test_the_template_hears_of_the_reasoning_effort(template: str, effort: str, prompt: str) -> None:
+    """Bug: `reasoning_effort` was refused where a template knows `enable_thinking` alone, or nothing of the kind, so
+    that every line of a file made for OpenAI failed."""
     model = model_saying("x", template=template)
     await choice_of(model, reasoning_effort=effort)
     assert bytes(engine_of(model).requests[0].prompt_token_ids).decode() == prompt
 
 
-async def test_an_effort_that_the_template_does_not_take_is_refused() -> None:
-    for template, effort in (("x", "low"), ("{{ enable_thinking }}", "high")):
-        with pytest.raises(BadRequest, match=f"reasoning_effort: .* takes no '{effort}'"):
-            await choice_of(model_saying("x", template=template), reasoning_effort=effort)
+async def test_variables_of_the_request_override_the_effort() -> None:
+    model = model_saying("x", template="{{ enable_thinking }}")
+    await choice_of(model, reasoning_effort="none", chat_template_kwargs={"enable_thinking": "mine"})
+    assert bytes(engine_of(model).requests[0].prompt_token_ids).decode() == "mine"
+
+
+@pytest.mark.parametrize(("field", "value"), [("reasoning_effort", "low"), ("verbosity", "high")])
+async def test_a_hint_that_the_template_does_not_read_is_noted_once(
+    field: str, value: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parsing, "_warned", set())
+    for _ in range(3):
+        await choice_of(model_saying("x", template="x"), **{field: value})
+    await choice_of(model_saying("x", template="{{ " + field + " }}"), **{field: value})
+    notes = [record.message for record in caplog.records if field in record.message]
+    assert notes == [f"{field} has no effect with scripted: its chat template does not read it"]
+
+
+async def test_the_template_hears_of_the_verbosity() -> None:
+    model = model_saying("x", template="{{ verbosity }}")
+    await choice_of(model, verbosity="low")
+    assert bytes(engine_of(model).requests[0].prompt_token_ids) == b"low"
 
 
 async def test_content_can_be_constrained_while_tools_may_be_called() -> None:

@@ -19,7 +19,7 @@ ALLOWED: Json = {"type": "allowed_tools", "allowed_tools": {"mode": "required", 
 TO_CONTINUE: Json = {"messages": [QUESTION, {"role": "assistant", "content": "Hello! It's"}]}
 CONTINUED: Json = TO_CONTINUE | {"add_generation_prompt": False, "continue_final_message": True}
 OWN_TEMPLATE: Json = {
-    "chat_template": "{{ messages[0].content }} {{ documents }} {{ reasoning_effort }} {{ colour }}",
+    "chat_template": "{{ messages[0].content }} {{ documents }} {{ reasoning_effort }} {{ verbosity }} {{ colour }}",
     "return_token_ids": True,
 }
 
@@ -66,7 +66,14 @@ def chat_cases() -> list[Case]:
         case("tool_choice", ALLOWED, lambda new, old: set(called(new)) == {"two"}, **to_tools),
         case("functions", TOOLS, refused("functions")),
         case("reasoning_effort", "high", shows("high"), **OWN_TEMPLATE),
-        case("reasoning_effort", "high", refused("reasoning_effort")),
+        case("reasoning_effort", "high", lambda new, old: text(new) == text(old)),
+        case("verbosity", "low", shows("low"), **OWN_TEMPLATE),
+        case(
+            "parallel_tool_calls",
+            False,
+            lambda new, old: len(called(new)) == 1,
+            **to_tools | {"tool_choice": "required"},
+        ),
         case("include_reasoning", False, thinks, chat_template="Hello<think>", model="thinker"),
         case("add_generation_prompt", False, lambda new, old: num_prompt(new) < num_prompt(old)),
         case(

@@ -178,7 +178,7 @@ def test_every_field_of_a_request_is_tried(schema: type[BaseModel], url: str) ->
 
 @pytest.mark.parametrize("flavour", FLAVOURS, ids=lambda flavour: flavour.url)
 def test_fields_without_behaviour_change_nothing(server: ThreadedServer, tmp_path: Path, flavour: Any) -> None:
-    neutral = {"parallel_tool_calls": False, "metadata": {"a": "b"}, "store": True}
+    neutral = {"metadata": {"a": "b"}, "store": True}
     fields = {name: neutral.get(name, "x") for name in NO_BEHAVIOUR if "." not in name}
     plain, labelled = [(flavour.url, body) for body in (flavour.base, flavour.base | fields)]
     with httpx.Client(base_url=server.url, timeout=300) as client:

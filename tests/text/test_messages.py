@@ -57,7 +57,19 @@ def test_reasoning_is_also_there_under_the_name_that_templates_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "decoded"), [('{"a": [1]}', {"a": [1]}), ("", {}), ({"a": 1}, {"a": 1}), (None, {}), ("{}", {})]
+    ("arguments", "decoded"),
+    [
+        ('{"a": [1]}', {"a": [1]}),
+        ("", {}),
+        ({"a": 1}, {"a": 1}),
+        (None, {}),
+        ("{}", {}),
+        ('{"a": "cut of', '{"a": "cut of'),
+        ("[1]", "[1]"),
+        ('"{}"', '"{}"'),
+        ("[" * 100_000, "[" * 100_000),
+    ],
+    ids=lambda value: str(value)[:20],
 )
 def test_tool_call_arguments_are_decoded(arguments: Any, decoded: Any) -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": arguments}}
@@ -82,11 +94,7 @@ def test_tool_call_arguments_are_decoded(arguments: Any, decoded: Any) -> None:
         ({"role": "assistant", "tool_calls": {}}, "messages[0].tool_calls"),
         ({"role": "assistant", "tool_calls": [5]}, "messages[0].tool_calls[0].function"),
         (
-            {"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]},
-            "messages[0].tool_calls[0].function.arguments",
-        ),
-        (
-            {"role": "assistant", "tool_calls": [{"function": {"arguments": "[1]"}}]},
+            {"role": "assistant", "tool_calls": [{"function": {"arguments": [1]}}]},
             "messages[0].tool_calls[0].function.arguments",
         ),
     ],
@@ -99,7 +107,7 @@ def test_what_is_wrong_is_named_by_its_path(message: dict[str, Any], param: str)
 
 
 def test_an_unknown_part_type_is_answered_with_the_known_ones() -> None:
-    with pytest.raises(BadRequest, match="known are text, input_text, refusal, image_url"):
+    with pytest.raises(BadRequest, match="known are text, input_text, output_text, refusal, thinking, image_url"):
         normal({"role": "user", "content": [{"type": "hologram"}]})
 
 

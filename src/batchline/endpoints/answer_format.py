@@ -30,7 +30,8 @@ class AnswerFormat:
     kept_special_ids: special tokens that are markup to the parsers.
     reasoning, tools: parsers, None where there is nothing of the kind to read. make_call_id: for a call without an id.
     shows_reasoning: whether the message tells it. ends_as_tool_calls: whether an answer with calls says so as its
-    finish_reason; a call that the request itself chose does not.
+    finish_reason; a call that the request itself chose does not. is_single_call: a second call ends the message before
+    it begins.
     """
 
     constraint: Constraint | None
@@ -40,6 +41,7 @@ class AnswerFormat:
     tools: ToolCallParser | None
     shows_reasoning: bool
     ends_as_tool_calls: bool
+    is_single_call: bool
     make_call_id: Callable[[], str]
 
 
@@ -61,6 +63,7 @@ def answer_format(request: ChatCompletionRequest, model: GenerativeModel, prompt
         tools=tools,
         shows_reasoning=request.include_reasoning,
         ends_as_tool_calls=request.tool_mode != "named",
+        is_single_call=not request.parallel_tool_calls,
         make_call_id=(model.text.tool_parser or ToolCallParser).make_call_id,
     )
 
@@ -119,7 +122,8 @@ def _constraint(request: ChatCompletionRequest) -> Constraint | None:
         return Constraint(kind="json_schema", field=f"tools[{index}].function.parameters", source=schema)
     places = tuple(tools) if len(tools) < len(request.tool_list) else ()
     schemas = {tool.function.name: _parameters(tool, index) for index, tool in tools.items()}
-    return Constraint(kind="tool_calls", field="tools", source=json.dumps(schemas), places=places)
+    is_single = not request.parallel_tool_calls
+    return Constraint(kind="tool_calls", field="tools", source=json.dumps(schemas), places=places, is_single=is_single)
 
 
 def _parameters(tool: Tool, index: int) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from batchline.endpoints.choices import (
     run_jobs,
 )
 from batchline.endpoints.constraints import compiled
+from batchline.endpoints.generation import GeneratedText
 from batchline.endpoints.logprobs import LogprobFormat
 from batchline.endpoints.message_reader import MessageDelta, MessageReader
 from batchline.endpoints.model import GenerativeModel
@@ -28,12 +29,15 @@ from batchline.endpoints.sampling import check_num_logprobs
 from batchline.endpoints.streaming import check_whole
 from batchline.errors import BadRequest
 from batchline.openai_api.chat import ChatCompletionRequest, chat_choice, chat_completion_object
-from batchline.openai_api.parsing import parse_body
+from batchline.openai_api.parsing import parse_body, warn_once
 from batchline.openai_api.tools import tool_call_object
 from batchline.text.chat_template import RESERVED_VARIABLES, ChatPrompt, ChatTemplate, RequestTemplate
 from batchline.text.control_tokens import RenderedChat
 from batchline.text.messages import message_text
 from batchline.text.tool_parsers import assemble
+
+_THINKING_SWITCHES = ("enable_thinking", "thinking")
+"""What templates call the switch between thinking and answering at once."""
 
 
 async def chat_completion(
@@ -127,7 +131,20 @@ def encoded_chat(request: ChatCompletionRequest, model: GenerativeModel) -> Enco
     wanted = answer_format(request, model, rendered.text)
     prompt = replace(prompt, kept_special_ids=wanted.kept_special_ids)
     (job,) = prompt_jobs([prompt], request, model, reported_logprobs(request))
+    if wanted.is_single_call and request.tool_mode == "auto":
+        job = replace(job, rules=replace(job.rules, make_watcher=partial(_call_watcher, wanted)))
     return EncodedChat(request=request, job=job, answer_format=wanted)
+
+
+def _call_watcher(wanted: AnswerFormat) -> Callable[[GeneratedText], bool]:
+    """Tells where a second call begins. The text is read twice, which only requests for a single call pay for."""
+    reader = MessageReader(wanted)
+
+    def is_over(delta: GeneratedText) -> bool:
+        reader.push(delta)
+        return reader.is_over
+
+    return is_over
 
 
 def render_chat(request: ChatCompletionRequest, model: GenerativeModel) -> RenderedChat:
@@ -139,21 +156,32 @@ def render_chat(request: ChatCompletionRequest, model: GenerativeModel) -> Rende
         documents=request.documents,
         add_generation_prompt=request.add_generation_prompt,
         continue_final_message=request.continue_final_message,
-        variables={**_reasoning_variables(request, template), **request.chat_template_kwargs},
+        variables={**_hints(request, template, model.name), **request.chat_template_kwargs},
     )
     return model.render(template, prompt)
 
 
-def _reasoning_variables(request: ChatCompletionRequest, template: ChatTemplate | RequestTemplate) -> dict[str, Any]:
-    """`reasoning_effort` as the template takes it. Raises: BadRequest where it does not."""
-    effort = request.reasoning_effort
-    if effort is None:
-        return {}
-    if "reasoning_effort" in template.variables:
-        return {"reasoning_effort": effort}
-    if effort == "none" and "enable_thinking" in template.variables:
-        return {"enable_thinking": False}
-    raise BadRequest(f"reasoning_effort: this model's chat template takes no {effort!r}", param="reasoning_effort")
+def _hints(request: ChatCompletionRequest, template: ChatTemplate | RequestTemplate, model_name: str) -> dict[str, Any]:
+    """`reasoning_effort` and `verbosity` under the names that the template reads.
+
+    Files made for hosted models carry both, so a template that reads neither is no error. Raises: BadRequest for a
+    request's own template that does not compile.
+    """
+    hints: dict[str, Any] = {}
+    if request.reasoning_effort is not None:
+        does_think = request.reasoning_effort not in ("none", "minimal")
+        hints["reasoning_effort"] = {"reasoning_effort": request.reasoning_effort} | dict.fromkeys(
+            _THINKING_SWITCHES, does_think
+        )
+    if request.verbosity is not None:
+        hints["verbosity"] = {"verbosity": request.verbosity}
+    found: dict[str, Any] = {}
+    for field, variables in hints.items():
+        known = {name: value for name, value in variables.items() if name in template.variables}
+        if not known:
+            warn_once(f"{field} has no effect with {model_name}: its chat template does not read it")
+        found |= known
+    return found
 
 
 def chat_template(request: ChatCompletionRequest, model: GenerativeModel) -> ChatTemplate | RequestTemplate:

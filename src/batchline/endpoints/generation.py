@@ -28,7 +28,10 @@ LONG_OUTPUT = 2048
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextRules:
-    """How tokens become text, and which text ends it. Until `min_tokens`, stop strings are let through."""
+    """How tokens become text, and which text ends it. Until `min_tokens`, stop strings are let through.
+
+    make_watcher: makes what sees each delta of a sequence, and ends the sequence there by returning True.
+    """
 
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
@@ -36,6 +39,7 @@ class TextRules:
     include_stop_str_in_output: bool = False
     min_tokens: int = 0
     kept_special_ids: frozenset[int] = frozenset()
+    make_watcher: Callable[[], Callable[[GeneratedText], bool]] | None = None
 
 
 def text_rules(body: GenerationBody, kept_special_ids: frozenset[int] = frozenset()) -> TextRules:
@@ -147,6 +151,7 @@ async def stream_text(
 ) -> AsyncGenerator[GeneratedText, None]:
     """A sequence's text as deltas. A stop string ends the sequence in the engine; a caller that leaves aborts it."""
     sequence = SequenceText(tokenizer, rules)
+    watcher = None if rules.make_watcher is None else rules.make_watcher()
     outputs = engine.generate(request)
     num_tokens = 0
     try:
@@ -154,6 +159,8 @@ async def stream_text(
             is_long = len(output.token_ids) > LONG_OUTPUT
             delta = await asyncio.to_thread(sequence.push, output) if is_long else sequence.push(output)
             num_tokens += len(delta.token_ids)
+            if watcher is not None and watcher(delta) and delta.finish_reason is None:
+                delta = replace(delta, finish_reason="stop")
             if delta.finish_reason is not None and output.finish_reason is None:
                 engine.end(output.request_id, num_tokens)
             yield delta
@@ -167,8 +174,8 @@ async def stream_text(
 async def complete_text(
     engine: GenerationEngine, request: GenerationRequest, tokenizer: Tokenizer, rules: TextRules
 ) -> GeneratedText:
-    """A sequence's whole text. The engine reports every step only where stop strings make it necessary."""
-    request = replace(request, stream=bool(rules.stop))
+    """A sequence's whole text. The engine reports every step only where its text may end it."""
+    request = replace(request, stream=bool(rules.stop) or rules.make_watcher is not None)
     return whole_text([delta async for delta in stream_text(engine, request, tokenizer, rules)])
 
 

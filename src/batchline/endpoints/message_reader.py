@@ -47,7 +47,10 @@ class MessageDelta:
 
 
 class MessageReader:
-    """Reads one choice. Mutable; nothing may be pushed after a delta with a finish_reason."""
+    """Reads one choice. Mutable; nothing may be pushed after a delta with a finish_reason.
+
+    is_over: a second call began where the message may have one only, and nothing behind the first is told.
+    """
 
     def __init__(self, answer_format: AnswerFormat) -> None:
         self._format = answer_format
@@ -55,6 +58,7 @@ class MessageReader:
         self._tools = None if answer_format.tools is None else answer_format.tools.stream()
         self._undecided: deque[int] = deque()  # text offsets of tokens that may yet turn out to be reasoning
         self._has_calls = False
+        self.is_over = False
 
     def push(self, delta: GeneratedText) -> MessageDelta:
         """What a delta of the choice's text adds to its message."""
@@ -67,6 +71,13 @@ class MessageReader:
         )
 
     def _parts(self, text: str, *, is_last: bool) -> Iterator[MessagePart]:
+        for part in self._all_parts(text, is_last=is_last):
+            is_second_call = isinstance(part, ToolCallDelta) and part.index > 0
+            self.is_over = self.is_over or (self._format.is_single_call and is_second_call)
+            if not self.is_over:
+                yield part
+
+    def _all_parts(self, text: str, *, is_last: bool) -> Iterator[MessagePart]:
         for part in self._split_reasoning(text, is_last=is_last):
             if isinstance(part, ReasoningDelta):
                 if self._format.shows_reasoning:
@@ -103,5 +114,7 @@ class MessageReader:
         return num_tokens
 
     def _finish_reason(self, reason: str | None) -> str | None:
+        if self.is_over and reason == "length":  # the limit cut what is not told
+            reason = "stop"
         is_call = self._has_calls and self._format.ends_as_tool_calls
         return "tool_calls" if is_call and reason == "stop" else reason

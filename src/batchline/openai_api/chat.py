@@ -15,7 +15,7 @@ from batchline.openai_api.limits import MESSAGES, TEXT, Limited, num_allowed_too
 from batchline.openai_api.tools import AllowedToolsChoice, NamedToolChoice, Tool, ToolChoice
 
 JsonObject = dict[str, Any]
-ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 MaxTokens = Annotated[int, Field(ge=1)]
 
 
@@ -33,8 +33,10 @@ class ChatCompletionRequest(GenerationBody):
     tools: Annotated[list[Any], Limited("tools")] = Field(default_factory=list)
     tool_list: Annotated[list[Tool], Limited("tools")] = Field(default_factory=list, alias="tools")
     tool_choice: Annotated[ToolChoice | None, Limited("tools", num_allowed_tools, "allowed tools")] = None
+    parallel_tool_calls: bool = True
     reasoning_effort: ReasoningEffort | None = None
     include_reasoning: bool = True
+    verbosity: Literal["low", "medium", "high"] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     documents: Annotated[list[JsonObject] | None, Limited("chat_documents")] = None

@@ -30,8 +30,8 @@ MAX_SHOWN_ERRORS = 3
 MAX_READ_ERRORS = 1000
 """Beyond so many, errors are only counted: reading each takes longer than finding it."""
 
-MAX_WARNED_NAMES = 1000
-"""Unknown fields that are named in the log: strangers can make up any number."""
+MAX_WARNINGS = 1000
+"""Warnings about request fields that are logged: strangers can make up any number of names."""
 
 _NO_OBJECT = {"dict_type", "model_type", "model_attributes_type"}
 
@@ -43,7 +43,6 @@ NO_BEHAVIOUR: Mapping[str, str] = {
     "service_tier": "a hosted service's price class",
     "prompt_cache_key": "a hint for routing between a hosted service's machines",
     "prompt_cache_retention": "how long a hosted service keeps its prompt cache",
-    "parallel_tool_calls": "whether one answer may call several tools; templates and parsers decide it",
     "stream_options.include_obfuscation": "padding of a hosted service's chunks against eavesdroppers",
     "image_url.detail": "a resolution hint for a hosted service's models (inside a message part)",
 }
@@ -67,6 +66,7 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
     "guided_decoding_backend": Unsupported("a choice of grammar engines", ("auto", "guidance")),
     "tools": _TOOLS,
     "tool_choice": _TOOLS,
+    "parallel_tool_calls": Unsupported("tool calling", (True, False)),
     "functions": _TOOLS,
     "function_call": _TOOLS,
     "reasoning_effort": _REASONING,
@@ -84,7 +84,7 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
 }
 """Known parameters that are refused by name wherever a schema does not declare them itself."""
 
-_warned_names: set[str] = set()
+_warned: set[str] = set()
 
 
 def parse_body(
@@ -136,18 +136,17 @@ def _account_for(name: str, value: Any, *, strict: bool) -> None:
         return
     if strict:
         raise BadRequest(f"{_shown(name)}: unknown field", param=name)
-    _warn_unknown(name)
+    warn_once(f"Unknown request field {_shown(name)} is ignored")
 
 
-def _warn_unknown(name: str) -> None:
-    """Log an unknown field's name, once, as long as there are not absurdly many."""
-    shown = _shown(name)
-    if len(_warned_names) == MAX_WARNED_NAMES or shown in _warned_names:
+def warn_once(message: str) -> None:
+    """Log a warning about request fields the first time it is given, as long as there are not absurdly many."""
+    if len(_warned) == MAX_WARNINGS or message in _warned:
         return
-    _warned_names.add(shown)
-    logger.warning("Unknown request field %s is ignored", shown)
-    if len(_warned_names) == MAX_WARNED_NAMES:
-        logger.warning("Further unknown request fields are ignored without a warning")
+    _warned.add(message)
+    logger.warning("%s", message)
+    if len(_warned) == MAX_WARNINGS:
+        logger.warning("Further request fields are ignored without a warning")
 
 
 def _bad_request(error: ValidationError, body: Mapping[str, Any]) -> BadRequest:

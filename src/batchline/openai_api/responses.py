@@ -41,6 +41,7 @@ CHAT_FIELDS = (
     "skip_special_tokens",
     "allowed_token_ids",
     "include_reasoning",
+    "parallel_tool_calls",
     "documents",
     "structured_outputs",
     "guided_json",
@@ -111,6 +112,7 @@ class ResponsesRequest(WireModel):
     skip_special_tokens: Any = None
     allowed_token_ids: Any = None
     include_reasoning: Any = None
+    parallel_tool_calls: Any = None
     documents: Any = None
     structured_outputs: Any = None
     guided_json: Any = None
@@ -159,7 +161,7 @@ def response_object(
         "metadata": request.get("metadata") or {},
         "model": model,
         "output": [],
-        "parallel_tool_calls": True,
+        "parallel_tool_calls": request.get("parallel_tool_calls") is not False,
         "previous_response_id": request.get("previous_response_id"),
         "reasoning": {"effort": _option(request, "reasoning", "effort"), "summary": None},
         "store": request.get("store") is not False,

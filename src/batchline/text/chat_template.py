@@ -17,7 +17,7 @@ from batchline.config import ContentFormat
 from batchline.errors import BadRequest, UsageError
 from batchline.text.content_format import TemplateContentFormat, detect_content_format
 from batchline.text.isolation import WorkEnded, run_isolated
-from batchline.text.messages import normalise_messages
+from batchline.text.messages import normalise_messages, wrap_text_arguments
 from batchline.text.sandbox import TemplateLimitExceeded, bounded, template_environment
 
 RESERVED_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
@@ -56,7 +56,12 @@ class ChatTemplate:
             raise BadRequest("documents: this model's chat template takes no documents", param="documents")
         messages = normalise_messages(prompt.messages, self.content_format, knows_developer=self.knows_developer)
         continued = _mark_end(messages[-1]) if prompt.continue_final_message else None
-        text = self._run(messages, prompt)
+        try:
+            text = self._run(messages, prompt)
+        except BadRequest:
+            if not wrap_text_arguments(messages):
+                raise
+            text = self._run(messages, prompt)  # a template that goes through arguments one by one
         return text if continued is None else _cut_at_mark(text, continued)
 
     def _run(self, messages: Sequence[Mapping[str, Any]], prompt: ChatPrompt) -> str:

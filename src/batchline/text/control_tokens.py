@@ -22,6 +22,7 @@ from typing import Any, Protocol
 from batchline.config import SpecialTokensInContent
 from batchline.errors import BadRequest
 from batchline.text.chat_template import ChatPrompt
+from batchline.text.messages import decoded_arguments
 from batchline.text.token_search import TokenSearch
 from batchline.text.tokenizer import HuggingFaceTokenizer, Tokenizer
 
@@ -292,11 +293,7 @@ def _with_arguments(call: Any) -> Any:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
-    try:
-        arguments = json.loads(function["arguments"])
-    except (ValueError, RecursionError):
-        return call  # refused when the messages are read
-    return {**call, "function": {**function, "arguments": arguments}}
+    return {**call, "function": {**function, "arguments": decoded_arguments(function["arguments"])}}
 
 
 def _places(prompt: ChatPrompt) -> Iterator[tuple[str, Any, Any]]:

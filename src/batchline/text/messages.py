@@ -1,8 +1,8 @@
 """Chat messages as a request brings them, made into what chat templates are written for.
 
 A template sees `content` as one string or as a list of `{"type": "text", "text": ...}` parts, tool calls with their
-arguments decoded, and `developer` as `system` where it knows no developer. Other keys of a message go to the template
-as they are. The caller's messages are never changed.
+arguments decoded, and `developer` as `system` where it knows no developer. Other keys of a message or a part go to the
+template as they are. The caller's messages are never changed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,13 @@ from typing import Any
 from batchline.errors import BadRequest
 from batchline.text.content_format import TemplateContentFormat
 
-TEXT_PARTS: Mapping[str, str] = {"text": "text", "input_text": "text", "refusal": "refusal"}
+TEXT_PARTS: Mapping[str, str] = {
+    "text": "text",
+    "input_text": "text",
+    "output_text": "text",
+    "refusal": "refusal",
+    "thinking": "thinking",
+}
 """Part types that carry text, and the key that holds it."""
 
 MEDIA_PARTS = ("image_url", "input_image", "audio_url", "input_audio", "video_url")
@@ -39,10 +45,8 @@ def _normalise(
         raise BadRequest(f"{path}.role: Input should be a non-empty string", param=f"{path}.role")
     normal = {key: value for key, value in message.items() if value is not None}
     normal["role"] = "system" if role == "developer" and not knows_developer else role
-    texts = _texts(message.get("content"), f"{path}.content")
-    normal["content"] = (
-        "\n".join(texts) if content_format == "string" else [{"type": "text", "text": text} for text in texts]
-    )
+    parts = _parts(message.get("content"), f"{path}.content")
+    normal["content"] = _joined(parts) if content_format == "string" else parts
     if "tool_calls" in normal:
         normal["tool_calls"] = _tool_calls(normal["tool_calls"], f"{path}.tool_calls")
     if "reasoning" in normal:
@@ -52,23 +56,28 @@ def _normalise(
 
 def message_text(message: Mapping[str, Any]) -> str:
     """The text of a message's content, its parts joined by newlines. Raises: BadRequest."""
-    return "\n".join(_texts(message.get("content"), "content"))
+    return _joined(_parts(message.get("content"), "content"))
 
 
-def _texts(content: Any, path: str) -> list[str]:
+def _joined(parts: Sequence[Mapping[str, Any]]) -> str:
+    return "\n".join(part["text"] for part in parts)
+
+
+def _parts(content: Any, path: str) -> list[dict[str, Any]]:
     """The text parts of a message's content: one for a string, none where there is no content."""
     if content is None:
         return []
     if isinstance(content, str):
-        return [content]
+        return [{"type": "text", "text": content}]
     if not isinstance(content, list):
         raise BadRequest(f"{path}: Input should be a string or a list of parts", param=path)
-    return [_part_text(part, f"{path}[{index}]") for index, part in enumerate(content)]
+    return [_part(part, f"{path}[{index}]") for index, part in enumerate(content)]
 
 
-def _part_text(part: Any, path: str) -> str:
+def _part(part: Any, path: str) -> dict[str, Any]:
+    """A text part with its other keys, such as `cache_control`."""
     if isinstance(part, str):
-        return part
+        return {"type": "text", "text": part}
     kind = part.get("type") if isinstance(part, dict) else None
     if not isinstance(kind, str):
         raise BadRequest(f"{path}: Input should be an object with a type", param=path)
@@ -81,7 +90,8 @@ def _part_text(part: Any, path: str) -> str:
     if not isinstance(text, str):
         key = f"{path}.{TEXT_PARTS[kind]}"
         raise BadRequest(f"{key}: Input should be a string", param=key)
-    return text
+    others = {key: value for key, value in part.items() if key != TEXT_PARTS[kind]}
+    return {**others, "type": "text", "text": text}
 
 
 def _tool_calls(tool_calls: Any, path: str) -> list[dict[str, Any]]:
@@ -91,23 +101,37 @@ def _tool_calls(tool_calls: Any, path: str) -> list[dict[str, Any]]:
 
 
 def _tool_call(call: Any, path: str) -> dict[str, Any]:
-    """The call with `function.arguments` as an object, which is what templates print."""
+    """The call with `function.arguments` as an object, which is what templates print.
+
+    Text that is no JSON object stays text: a call that the token limit cut off is part of a history like any other.
+    """
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
         raise BadRequest(f"{path}.function: Input should be an object", param=f"{path}.function")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        arguments = _decoded(arguments, f"{path}.function.arguments")
-    if arguments is not None and not isinstance(arguments, dict):
+        arguments = decoded_arguments(arguments)
+    if arguments is not None and not isinstance(arguments, (dict, str)):
         where = f"{path}.function.arguments"
         raise BadRequest(f"{where}: Input should be a JSON object", param=where)
     return {**call, "function": {**function, "arguments": arguments or {}}}
 
 
-def _decoded(arguments: str, path: str) -> Any:
-    if not arguments.strip():
-        return {}
+def decoded_arguments(arguments: str) -> dict[str, Any] | str:
+    """A call's arguments as an object; the text itself where it is not the JSON of one."""
     try:
-        return json.loads(arguments)
-    except (ValueError, RecursionError) as exc:
-        raise BadRequest(f"{path}: Input should be a JSON object", param=path) from exc
+        decoded = json.loads(arguments)
+    except (ValueError, RecursionError):
+        decoded = None
+    if isinstance(decoded, dict):
+        return decoded
+    return arguments if arguments.strip() else {}
+
+
+def wrap_text_arguments(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Make objects of arguments that stayed text, in place; returns whether there were any."""
+    calls = [call for message in messages for call in message.get("tool_calls", ())]
+    texts = [call["function"] for call in calls if isinstance(call["function"]["arguments"], str)]
+    for function in texts:
+        function["arguments"] = {"arguments": function["arguments"]}
+    return bool(texts)

@@ -17,6 +17,7 @@ class Constraint:
     whitespace_pattern: regular expression of the white space between JSON tokens, None for a bounded amount of any.
     is_compact: no white space there at all.
     places: where in the field each of the tools stands, where the source has not all of them.
+    is_single: one tool call and no more.
     """
 
     kind: ConstraintKind
@@ -25,6 +26,7 @@ class Constraint:
     whitespace_pattern: str | None = None
     is_compact: bool = False
     places: tuple[int, ...] = ()
+    is_single: bool = False
 
     def field_of(self, schema: int) -> str:
         """The field that holds the constraint's schema of that number; a tool call has one for each function."""

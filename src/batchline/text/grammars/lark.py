@@ -116,9 +116,10 @@ def after(preamble: Preamble, answer: Grammar, special: SpecialTokens) -> Gramma
     return Grammar(lark(rules), {"answer": answer.part, **answer.others})
 
 
-def calls(parameters: Mapping[str, Part]) -> Grammar:
+def calls(parameters: Mapping[str, Part], *, is_single: bool = False) -> Grammar:
     """A JSON list of one call or more, `{"name": ..., "parameters": ...}`. parameters: a part by function name."""
-    rules = ['start: "[" call (", " call)* "]"', "call: " + " | ".join(f"call_{i}" for i in range(len(parameters)))]
+    more = "" if is_single else '(", " call)* '
+    rules = [f'start: "[" call {more}"]"', "call: " + " | ".join(f"call_{i}" for i in range(len(parameters)))]
     for index, name in enumerate(parameters):
         head = literal(f'{{"name": {json.dumps(name)}, "parameters": ')
         rules.append(f'call_{index}: {head} @parameters_{index} "}}"')

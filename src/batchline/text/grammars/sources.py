@@ -31,7 +31,8 @@ def constraint_grammar(constraint: Constraint, special: SpecialTokens) -> Gramma
     if constraint.kind == "tool_calls":
         schemas: Mapping[str, Any] = json.loads(constraint.source)
         numbered = enumerate(schemas.items())
-        return calls({name: schema_part(constraint, json.dumps(schema), index) for index, (name, schema) in numbered})
+        parts = {name: schema_part(constraint, json.dumps(schema), index) for index, (name, schema) in numbered}
+        return calls(parts, is_single=constraint.is_single)
     return _structural_tags(constraint, special)
 
 
