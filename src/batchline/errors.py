@@ -16,6 +16,7 @@
     ├── LineError                   a batch line that cannot be turned into a request
     ├── RequestError                a request that is answered with an error
     │   ├── BadRequest              400
+    │   │   └── PromptTooLong       400
     │   ├── Unauthorized            401
     │   ├── NotFound                404
     │   ├── MethodNotAllowed        405
@@ -186,6 +187,10 @@ class BadRequest(RequestError):
 
     status_code = 400
     type = "BadRequestError"
+
+
+class PromptTooLong(BadRequest):
+    """A prompt that does not fit the model's context beside the answer."""
 
 
 class Unauthorized(RequestError):

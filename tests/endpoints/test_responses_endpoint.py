@@ -8,8 +8,9 @@ import pytest
 from scripted_models import engine_of, scripted_model
 
 from batchline.endpoints.model import GenerativeModel
-from batchline.endpoints.responses import response, response_events
+from batchline.endpoints.responses import input_tokens, response, response_events
 from batchline.errors import BadRequest
+from batchline.openai_api import parsing
 
 
 async def respond(model: GenerativeModel | None = None, **body: Any) -> dict[str, Any]:
@@ -147,10 +148,11 @@ async def test_a_stream_that_is_cut_ends_as_incomplete() -> None:
         ({"input": [{"type": "function_call", "name": "f"}]}, r"input\[0\].call_id: Input should be a string"),
         ({"previous_response_id": "resp_1"}, "previous_response_id: responses are kept by a server alone"),
         ({"background": True}, "background: responses are kept by a server alone"),
-        ({"reasoning": {"effort": "high"}}, "reasoning.effort: .* takes no 'high'"),
-        ({"reasoning": {"summary": "auto"}}, "reasoning.summary: .* not supported"),
-        ({"truncation": "auto"}, "truncation"),
-        ({"tools": [{"type": "web_search"}]}, r"tools\[0\]: tools of type 'web_search' are not supported"),
+        ({"reasoning": {"summary": "long"}}, "reasoning.summary: Input should be 'auto', 'concise' or 'detailed'"),
+        ({"include": ["thoughts"]}, r"include\[0\]: Input should be 'message.output_text.logprobs'"),
+        ({"truncation": "oldest"}, "truncation"),
+        ({"tools": [{"type": "local_shell"}]}, r"tools\[0\]: tools of type 'local_shell' are not supported"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice: there are no tools"),
         ({"tool_choice": "required"}, "tool_choice: there are no tools"),
         ({"tool_choice": "any"}, '"required"'),
         ({"tool_choice": {"type": "allowed_tools", "tools": [1]}}, '"required"'),
@@ -162,7 +164,6 @@ async def test_a_stream_that_is_cut_ends_as_incomplete() -> None:
         ({"response_format": {"type": "json_object"}}, "response_format: chat completions take it"),
         ({"prompt": {"id": "p"}}, "prompt: it is not supported by this build"),
         ({"conversation": "c"}, "conversation: it is not supported"),
-        ({"max_tool_calls": 1}, "max_tool_calls: it is not supported"),
         ({"guided_regex": "("}, "guided_regex: invalid regular expression"),
     ],
 )
@@ -172,6 +173,112 @@ async def test_what_cannot_be_done_is_refused_by_name(body: dict[str, Any], mess
 
 
 FUNCTION: Any = {"type": "function", "name": "f"}
+
+
+async def test_fields_of_files_made_for_openai_are_taken() -> None:
+    """Bug: each of these was a 400."""
+    fields = {
+        "include": ["reasoning.encrypted_content", "web_search_call.action.sources", "code_interpreter_call.outputs"],
+        "reasoning": {"effort": "medium", "summary": "auto"},
+        "text": {"verbosity": "low"},
+        "max_tool_calls": 3,
+        "truncation": "auto",
+        "parallel_tool_calls": False,
+    }
+    answer = await respond(**fields)
+    assert answer["output"][0]["content"][0]["text"] == "Hello"
+    assert {name: answer[name] for name in ("reasoning", "truncation", "parallel_tool_calls")} == {
+        "reasoning": {"effort": "medium", "summary": "auto"},
+        "truncation": "auto",
+        "parallel_tool_calls": False,
+    }
+
+
+async def test_effort_and_verbosity_reach_the_template() -> None:
+    model = scripted_model(template="{{ enable_thinking }} {{ verbosity }}")
+    await respond(model, reasoning={"effort": "minimal"}, text={"verbosity": "low"})
+    assert prompt_text(model) == "False low"
+
+
+def said(role: str, text: str) -> dict[str, Any]:
+    return {"role": role, "content": text}
+
+
+LONG_TALK = [said("user" if index % 2 == 0 else "assistant", f"{index:02}{'x' * 20}") for index in range(21)]
+
+
+async def test_truncation_drops_the_oldest_items_until_the_input_fits() -> None:
+    """The instructions stay, and the conversation still begins with a user's message."""
+    model = scripted_model(max_model_len=200)
+    with pytest.raises(BadRequest, match="maximum context length is 200 tokens"):
+        await respond(model, input=LONG_TALK, instructions="Be kind.")
+    with pytest.raises(BadRequest, match="maximum context length is 200 tokens"):
+        await respond(model, input=LONG_TALK, truncation="disabled")
+    answer = await respond(model, input=LONG_TALK, instructions="Be kind.", truncation="auto")
+    assert answer["truncation"] == "auto"
+    kept = [number for number in range(21) if f"{number:02}x" in prompt_text(model)]
+    assert kept == [18, 19, 20]
+    assert prompt_text(model).startswith("[system]Be kind.[user]18")
+    assert answer["usage"]["input_tokens"] == len(prompt_text(model))
+
+
+async def test_truncation_leaves_room_for_the_answer_that_is_asked_for() -> None:
+    model = scripted_model(max_model_len=200)
+    await respond(model, input=LONG_TALK, truncation="auto", max_output_tokens=20)
+    assert prompt_text(model).startswith("[user]16")
+    await respond(model, input=LONG_TALK, truncation="auto", max_output_tokens=150)
+    assert prompt_text(model).startswith("[user]20")
+
+
+async def test_truncation_keeps_what_fits_and_refuses_a_last_item_that_does_not() -> None:
+    model = scripted_model(max_model_len=200)
+    await respond(model, input=LONG_TALK[-3:], truncation="auto")
+    assert prompt_text(model).startswith("[user]18")
+    with pytest.raises(BadRequest, match="maximum context length"):
+        await respond(model, input=[*LONG_TALK, said("user", "y" * 300)], truncation="auto")
+    with pytest.raises(BadRequest, match="maximum context length"):
+        await respond(model, input="y" * 300, truncation="auto")
+
+
+async def test_truncation_never_leaves_a_result_without_its_call() -> None:
+    call = {"type": "function_call", "name": "f", "arguments": "{}"}
+    result = {"type": "function_call_output", "output": "r" * 20}
+    steps = [{**item, "call_id": f"c{index}"} for index in range(12) for item in (call, result)]
+    model = scripted_model(max_model_len=200)
+    await respond(model, input=[said("user", "Go!"), *steps], tools=[FUNCTION], tool_choice="none", truncation="auto")
+    assert prompt_text(model).startswith("[assistant]")
+    assert prompt_text(model).count("[tool]") == prompt_text(model).count("[assistant]") - 1 > 1
+
+
+async def test_hosted_tools_are_left_out_with_a_note(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: a request with a hosted tool beside its functions was a 400."""
+    monkeypatch.setattr(parsing, "_warned", set())
+    model = scripted_model(template="{% for t in tools or [] %}{{ t.function.name }}{% endfor %}.")
+    tools = [{"type": "web_search"}, FUNCTION, {"type": "mcp", "server_label": "x"}, {"type": "web_search"}]
+    await respond(model, tools=tools, tool_choice="none")
+    assert prompt_text(model) == "f."
+    chosen = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "web_search"}, FUNCTION]}
+    answer = await respond(model, tools=tools, tool_choice=chosen)
+    assert prompt_text(model) == "f."
+    assert answer["tools"] == tools
+    notes = [record.message for record in caplog.records]
+    assert notes == [
+        f"Tools of type {kind} are left out of requests: no hosted service runs them here"
+        for kind in ("web_search", "mcp")
+    ]
+
+
+async def test_input_tokens_are_those_of_the_prompt_however_long_it_is() -> None:
+    model = scripted_model(max_model_len=200)
+    body = {"input": LONG_TALK[:3], "instructions": "Be kind.", "tools": [FUNCTION], "tool_choice": "none"}
+    answer = await respond(model, **body)
+    counted = await input_tokens(body, "r", model)
+    assert counted == {"object": "response.input_tokens", "input_tokens": answer["usage"]["input_tokens"]}
+    assert (await input_tokens({"input": LONG_TALK}, "r", model))["input_tokens"] > 200
+    with pytest.raises(BadRequest, match=r"^input: Field required"):
+        await input_tokens({}, "r", model)
 
 
 @pytest.mark.parametrize(
@@ -219,10 +326,11 @@ FUNCTION: Any = {"type": "function", "name": "f"}
             r"^input\[1\]\.content: Input should be",
         ),
         (
-            {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"}]},
-            "input[0].arguments",
-            r"^input\[0\]\.arguments: Input should be a JSON object",
+            {"tools": [{"type": "file_search"}, FUNCTION, {"type": "function"}]},
+            "tools[2].name",
+            r"^tools\[2\]\.name: Field required",
         ),
+        ({"text": {"verbosity": "loud"}}, "text.verbosity", r"^text\.verbosity: Input should be"),
         (
             {"input": [{"type": "function_call_output", "call_id": "c", "output": 5}]},
             "input[0].output",

@@ -103,6 +103,29 @@ async def test_what_a_response_put_out_can_be_put_in_again() -> None:
     assert prompt_text(model) == f'[user]Hi[assistant]Hm.So.({call_id} get {{"a": 1}})[tool]42{call_id}'
 
 
+async def test_reasoning_can_be_sent_back_as_one_opaque_text() -> None:
+    """As clients do that keep no responses on the server, and drop what they do not know."""
+    include = {"include": ["reasoning.encrypted_content"]}
+    text = "<think>Hm, é.</think>So."
+    answer = await respond(model_saying(text), **include)
+    streamed = (await events_of(model_saying(text), **include))[-1]["response"]
+    assert streamed["output"] == answer["output"]
+    reasoning, message = answer["output"]
+    del reasoning["content"]
+    model = model_saying("Done.")
+    await respond(model, input=[{"role": "user", "content": "Hi"}, reasoning, message], tools=[])
+    assert prompt_text(model) == "[user]Hi[assistant]Hm, é.So."
+    assert "encrypted_content" not in (await respond(model_saying(text)))["output"][0]
+
+
+@pytest.mark.parametrize("foreign", ["gAAAAAB", "batchline:?", "batchline:/w==", 5, None])
+async def test_reasoning_that_another_service_encrypted_is_passed_over(foreign: Any) -> None:
+    model = model_saying("Done.")
+    items = [{"role": "user", "content": "Hi"}, {"type": "reasoning", "summary": [], "encrypted_content": foreign}]
+    await respond(model, input=[*items, {"role": "assistant", "content": "So."}], tools=[])
+    assert prompt_text(model) == "[user]Hi[assistant]So."
+
+
 async def test_the_events_of_reasoning_text_and_a_call() -> None:
     events = await events_of(model_saying(f"<think>Hm.</think>So.\n{CALL}"))
     kinds: list[str] = []

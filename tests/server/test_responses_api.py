@@ -54,6 +54,18 @@ async def test_the_clients_own_stream_helper_works(client: openai.AsyncOpenAI) -
     assert "pong" in final.output_text.lower()
 
 
+async def test_the_client_counts_input_tokens(client: openai.AsyncOpenAI) -> None:
+    """Of the whole conversation that the input continues."""
+    first = await client.responses.create(model="tiny", input="Hello world!", temperature=0)
+    assert first.usage is not None
+    counted = await client.responses.input_tokens.count(model="tiny", input="Hello world!")
+    assert (counted.object, counted.input_tokens) == ("response.input_tokens", first.usage.input_tokens)
+    more = await client.responses.input_tokens.count(model="tiny", input="And?", previous_response_id=first.id)
+    assert more.input_tokens > first.usage.total_tokens
+    with pytest.raises(openai.NotFoundError):
+        await client.responses.input_tokens.count(model="tiny", input="x", previous_response_id="resp_none")
+
+
 async def test_a_response_goes_on_from_an_earlier_one(client: openai.AsyncOpenAI) -> None:
     """The prompt is that of the whole conversation, given in one request."""
     first = await client.responses.create(model="tiny", input="Hello world!", temperature=0)
@@ -200,7 +212,7 @@ def test_what_is_made_in_the_background_can_be_cancelled(serve: Serve) -> None:
         ({"max_output_tokens": 0}, 400, "max_output_tokens"),
         ({"temperature": 7}, 400, "temperature"),
         ({"n": 2}, 400, "n"),
-        ({"reasoning": {"summary": "auto"}}, 400, "reasoning.summary"),
+        ({"reasoning": {"summary": "long"}}, 400, "reasoning.summary"),
         ({"text": {"format": {"type": "xml"}}}, 400, "text.format"),
         ({"input": [{"type": "x"}]}, 400, "input[0]"),
     ],

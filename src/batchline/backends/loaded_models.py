@@ -29,7 +29,7 @@ from batchline.endpoints.embeddings import embeddings
 from batchline.endpoints.loading import load_text
 from batchline.endpoints.model import GenerativeModel
 from batchline.endpoints.rerank import rerank
-from batchline.endpoints.responses import response, response_events
+from batchline.endpoints.responses import input_tokens, response, response_events
 from batchline.endpoints.score import score
 from batchline.endpoints.scorers import PairScorer, Scorer, SimilarityScorer
 from batchline.endpoints.tokenizing import TokenizedModel, detokenized, generative, tokenized
@@ -43,6 +43,7 @@ from batchline.openai_api.endpoint_table import (
     COMPLETIONS,
     DETOKENIZE,
     EMBEDDINGS,
+    INPUT_TOKENS,
     RERANK,
     RESPONSES,
     SCORE,
@@ -149,6 +150,7 @@ def _generative_model(
             CHAT: _generating(chat_completion, model),
             COMPLETIONS: _generating(completion, model),
             RESPONSES: _generating(response, model),
+            INPUT_TOKENS: _generating(input_tokens, model),
             **_tokenizing_endpoints(generative(model)),
             **_pooling_endpoints(scorer, embedder, text=config),
         },

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from batchline.endpoints.model import GenerativeModel
-from batchline.errors import BadRequest
+from batchline.errors import BadRequest, PromptTooLong
 from batchline.openai_api.common import Prompt
 from batchline.openai_api.generation import GenerationBody
 from batchline.openai_api.limits import check_text
@@ -97,8 +97,8 @@ def _refuse_far_too_long(text: str, model: GenerativeModel) -> None:
         raise _too_long(limit, f"at least {num_tokens}")
 
 
-def _too_long(limit: int, num_tokens: str) -> BadRequest:
-    return BadRequest(
+def _too_long(limit: int, num_tokens: str) -> PromptTooLong:
+    return PromptTooLong(
         f"This model's maximum context length is {limit} tokens, but the prompt has {num_tokens} tokens. "
         "Shorten the prompt or set truncate_prompt_tokens."
     )
@@ -137,7 +137,7 @@ def resolve_max_tokens(num_prompt_tokens: int, max_tokens: int | None, default: 
         num_left = limit - num_prompt_tokens
         return num_left if default is None else min(num_left, default)
     if num_prompt_tokens + max_tokens > limit:
-        raise BadRequest(
+        raise PromptTooLong(
             f"This model's maximum context length is {limit} tokens, but the prompt has {num_prompt_tokens} tokens "
             f"and max_tokens is {max_tokens}. Shorten the prompt or lower max_tokens.",
             param="max_tokens",

@@ -12,19 +12,20 @@ _RENAMED = {
     r"response_format(?:\.json_schema)?": "text.format",
     r"max_(?:completion_)?tokens": "max_output_tokens",
     r"reasoning_effort": "reasoning.effort",
-    r"(?P<tool>tools\[\d+\])\.function": r"\g<tool>",
+    r"verbosity": "text.verbosity",
 }
 """Fields that have another name in chat completions, as regular expressions of it. Messages stand elsewhere besides."""
 
 _MESSAGE = r"messages(?:\[\d+\](?:\.content|\.tool_calls\[\d+\](?:\.function)?)?)?"
-_NAME = re.compile(rf"(?<![\w.'\"])(?:{'|'.join(_RENAMED)}|(?P<message>{_MESSAGE}))(?!\w)")
+_TOOL = r"tools\[\d+\](?:\.function)?"
+_NAME = re.compile(rf"(?<![\w.'\"])(?:{'|'.join(_RENAMED)}|(?P<message>{_MESSAGE})|(?P<tool>{_TOOL}))(?!\w)")
 
 
 @contextmanager
 def in_response_fields(places: Mapping[str, str]) -> Iterator[None]:
     """Raise errors again that name the response request's fields.
 
-    places: of messages, their content and their calls, as chat completions name them, in the response request.
+    places: of messages, their content, their calls and tools, as chat completions name them, in the response request.
     """
     try:
         yield
@@ -38,6 +39,9 @@ def _renamed(text: str, places: Mapping[str, str]) -> str:
         name = match[0]
         if match["message"]:
             return places.get(name.removesuffix(".function"), "input")
+        if match["tool"]:
+            tool = name.removesuffix(".function")
+            return places.get(tool, tool)
         return next(re.sub(pattern, other, name) for pattern, other in _RENAMED.items() if re.fullmatch(pattern, name))
 
     return _NAME.sub(other_name, text)

@@ -6,7 +6,7 @@ its own, as chat templates are written for. What an item holds is judged where c
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,19 +14,27 @@ from batchline.config import RequestLimits
 from batchline.endpoints.response_fields import in_response_fields
 from batchline.errors import BadRequest
 from batchline.openai_api.chat import ChatCompletionRequest
-from batchline.openai_api.parsing import DEFAULT_LIMITS, parse_body
-from batchline.openai_api.responses import CHAT_FIELDS, LOGPROBS, ResponsesRequest, refuse_other_fields
+from batchline.openai_api.parsing import DEFAULT_LIMITS, parse_body, warn_once
+from batchline.openai_api.responses import (
+    CHAT_FIELDS,
+    HOSTED_TOOLS,
+    LOGPROBS,
+    ResponsesRequest,
+    decoded_reasoning,
+    refuse_other_fields,
+)
 
 JsonObject = dict[str, Any]
 
 _TEXT_PARTS = ("input_text", "output_text", "text")
+_INSTRUCTING = ("system", "developer")
 
 
 @dataclass(frozen=True, slots=True)
 class ChatForm:
     """A response request as a chat completion's body.
 
-    places: where in the response request a message (`messages[0]`), its content or a call of it comes from.
+    places: where in the response request a message (`messages[0]`), its content, a call of it or a tool comes from.
     """
 
     body: JsonObject
@@ -60,13 +68,33 @@ def chat_form(request: ResponsesRequest) -> ChatForm:
     chat["messages"] = conversation.messages
     chat["max_completion_tokens"] = request.max_output_tokens
     chat["reasoning_effort"] = request.reasoning.effort
-    chat["tools"] = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(request.tools)]
+    chat["verbosity"] = request.text.verbosity
+    tools = {f"tools[{index}]": tool for index, tool in enumerate(request.tools) if not _is_hosted(tool)}
+    chat["tools"] = [_tool(tool, path) for path, tool in tools.items()]
     chat["tool_choice"] = _tool_choice(request.tool_choice)
     if LOGPROBS in request.include or request.top_logprobs:
         chat |= {"logprobs": True, "top_logprobs": request.top_logprobs}
     if request.text.format is not None:
         chat["response_format"] = _response_format(request.text.format)
-    return ChatForm({name: value for name, value in chat.items() if value is not None}, conversation.places)
+    places = conversation.places | {f"tools[{index}]": path for index, path in enumerate(tools)}
+    return ChatForm({name: value for name, value in chat.items() if value is not None}, places)
+
+
+def later_starts(messages: Sequence[JsonObject]) -> list[int]:
+    """Where a conversation may begin when its oldest messages are dropped, in order; system messages always stay.
+
+    At a user's message where there is one, as templates expect it; never at the result of a call that is dropped.
+    """
+    movable = [index for index, message in enumerate(messages) if message["role"] not in _INSTRUCTING]
+    of_users = [index for index in movable[1:] if messages[index]["role"] == "user"]
+    last = of_users[-1] if of_users else -1
+    later = [index for index in movable[1:] if index > last and messages[index]["role"] == "assistant"]
+    return [*of_users, *later]
+
+
+def without_oldest(messages: Sequence[JsonObject], start: int) -> list[JsonObject]:
+    """The messages from `start` on, behind all system messages before it."""
+    return [message for i, message in enumerate(messages) if i >= start or message["role"] in _INSTRUCTING]
 
 
 def _response_format(given: JsonObject) -> JsonObject:
@@ -74,6 +102,15 @@ def _response_format(given: JsonObject) -> JsonObject:
     if given.get("type") != "json_schema":
         return given
     return {"type": "json_schema", "json_schema": {name: value for name, value in given.items() if name != "type"}}
+
+
+def _is_hosted(tool: Any) -> bool:
+    """Whether a hosted service would run the tool itself. The model here is not shown it."""
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    if not isinstance(kind, str) or kind not in HOSTED_TOOLS:
+        return False
+    warn_once(f"Tools of type {kind} are left out of requests: no hosted service runs them here")
+    return True
 
 
 def _tool(given: JsonObject, path: str) -> JsonObject:
@@ -94,7 +131,7 @@ def _tool_choice(given: Any) -> Any:
     if not isinstance(given, dict):
         return given
     if given.get("type") == "allowed_tools" and isinstance(given.get("tools"), list):
-        tools = [_tool_choice(tool) for tool in given["tools"]]
+        tools = [_tool_choice(tool) for tool in given["tools"] if not _is_hosted(tool)]
         return {"type": "allowed_tools", "allowed_tools": {"mode": given.get("mode"), "tools": tools}}
     return _function(given)
 
@@ -169,6 +206,9 @@ def _check_strings(item: JsonObject, fields: tuple[str, ...], path: str) -> None
 
 
 def _reasoning_text(item: JsonObject) -> str:
+    encoded = decoded_reasoning(item.get("encrypted_content"))
+    if encoded and not item.get("content"):
+        return encoded
     parts = item.get("content") or item.get("summary") or []
     texts = [part.get("text") for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
     return "".join(text for text in texts if isinstance(text, str))

@@ -15,7 +15,9 @@ from typing import Any, ClassVar
 from batchline.endpoints.message_reader import MessageDelta
 from batchline.endpoints.model import GenerativeModel
 from batchline.openai_api.responses import (
+    ENCRYPTED_REASONING,
     Status,
+    encoded_reasoning,
     function_call,
     output_message,
     output_text,
@@ -151,6 +153,7 @@ class ResponseWriter:
             model=model.name,
             status="in_progress",
         )
+        self._encodes_reasoning = ENCRYPTED_REASONING in (body.get("include") or ())
         self._num_events = 0
         self._logprobs: list[JsonObject] = []  # of tokens that belong to no item yet
         self._finished: list[JsonObject] = []
@@ -229,6 +232,8 @@ class ResponseWriter:
         for kind, fields in item.closed():
             yield self._placed(kind, fields)
         finished = item.item(status)
+        if self._encodes_reasoning and isinstance(item, _Reasoning):
+            finished["encrypted_content"] = encoded_reasoning(item.text)
         yield self._event("output_item.done", output_index=len(self._finished), item=finished)
         self._finished.append(finished)
         self._open = None

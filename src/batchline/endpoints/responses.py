@@ -13,17 +13,20 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from batchline.endpoints.chat import EncodedChat, constrained_chat, encoded_chat, parse_chat
+from batchline.endpoints.chat import EncodedChat, constrained_chat, encoded_chat, parse_chat, render_chat
 from batchline.endpoints.choices import is_long, run_jobs, stream_jobs
 from batchline.endpoints.generation import GeneratedText, by_token
 from batchline.endpoints.logprobs import LogprobFormat
 from batchline.endpoints.message_reader import MessageReader
 from batchline.endpoints.model import GenerativeModel
 from batchline.endpoints.response_fields import in_response_fields
-from batchline.endpoints.response_input import chat_form, read_request
+from batchline.endpoints.response_input import chat_form, later_starts, read_request, without_oldest
 from batchline.endpoints.response_output import ResponseWriter
 from batchline.endpoints.streaming import StreamUsage
-from batchline.errors import BadRequest
+from batchline.errors import BadRequest, PromptTooLong
+from batchline.openai_api.chat import ChatCompletionRequest
+from batchline.openai_api.limits import check_text
+from batchline.openai_api.responses import input_tokens_object
 
 JsonObject = dict[str, Any]
 
@@ -78,7 +81,51 @@ def _encode(body: Mapping[str, Any], model: GenerativeModel, *, is_streamed: boo
         raise BadRequest("stream: a batch line or a call for one answer cannot be streamed", param="stream")
     form = chat_form(request)
     with in_response_fields(form.places):
-        return _EncodedResponse(encoded_chat(parse_chat(form.body, model.config), model), form.places)
+        chat = parse_chat(form.body, model.config)
+        try:
+            return _EncodedResponse(encoded_chat(chat, model), form.places)
+        except PromptTooLong:
+            if request.truncation == "disabled":
+                raise
+        return _EncodedResponse(_encode_latest(chat, model), form.places)
+
+
+def _encode_latest(request: ChatCompletionRequest, model: GenerativeModel) -> EncodedChat:
+    """The chat without as many of its oldest messages as is needed to fit the context. Raises: BadRequest.
+
+    Where the answer's length is left open, a quarter of the context is kept for it.
+    """
+    room = request.max_completion_tokens or max(1, model.engine.max_model_len // 4)
+    starts = later_starts(request.messages)
+    low, high = 0, max(0, len(starts) - 1)
+    while low < high:
+        middle = (low + high) // 2
+        try:
+            encoded_chat(_from(request, starts[middle], max_completion_tokens=room), model)
+            high = middle
+        except PromptTooLong:
+            low = middle + 1
+    return encoded_chat(_from(request, starts[low]) if starts else request, model)
+
+
+def _from(request: ChatCompletionRequest, start: int, **fields: Any) -> ChatCompletionRequest:
+    return request.model_copy(update={"messages": without_oldest(request.messages, start), **fields})
+
+
+async def input_tokens(
+    body: Mapping[str, Any], request_id: str, model: GenerativeModel, priority: int = 0
+) -> dict[str, Any]:
+    """How many tokens the input of a response request has, however long it is. Raises: BadRequest."""
+
+    def count() -> int:
+        form = chat_form(read_request(body, strict=model.config.strict, limits=model.config.limits))
+        with in_response_fields(form.places):
+            chat = parse_chat(form.body, model.config)
+            rendered = render_chat(chat, model)
+            check_text("messages", rendered.text, model.config.limits)
+            return len(rendered.token_ids(model.tokenizer, add_special_tokens=chat.add_special_tokens))
+
+    return input_tokens_object(await model.off_loop(count))
 
 
 class _Events:

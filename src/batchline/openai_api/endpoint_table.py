@@ -23,6 +23,7 @@ from batchline.openai_api.tokenize import DetokenizeRequest, TokenizeRequest
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 RESPONSES = "/v1/responses"
+INPUT_TOKENS = "/v1/responses/input_tokens"
 EMBEDDINGS = "/v1/embeddings"
 SCORE = ("/v1/score", "/score")
 RERANK = ("/v1/rerank", "/v2/rerank", "/rerank")
@@ -62,9 +63,9 @@ def _rows(paths: tuple[str, ...], tasks: tuple[Task, ...], schema: type[BaseMode
     return [ApiEndpoint(path=path, tasks=tasks, schema=schema) for path in paths]
 
 
-def _tokenizing(path: str, schema: type[BaseModel]) -> ApiEndpoint:
-    """An endpoint of the server that the tokenizer answers, whatever the model's kind."""
-    return ApiEndpoint(path=path, tasks=SCORES, schema=schema, in_batch_file=False, needs_engine=False)
+def _tokenizing(path: str, schema: type[BaseModel], tasks: tuple[Task, ...] = SCORES) -> ApiEndpoint:
+    """An endpoint of the server that the tokenizer answers, by default whatever the model's kind."""
+    return ApiEndpoint(path=path, tasks=tasks, schema=schema, in_batch_file=False, needs_engine=False)
 
 
 ENDPOINTS: Mapping[str, ApiEndpoint] = {
@@ -82,6 +83,7 @@ ENDPOINTS: Mapping[str, ApiEndpoint] = {
         ApiEndpoint(path="/v1/moderations"),
         _tokenizing(TOKENIZE, TokenizeRequest),
         _tokenizing(DETOKENIZE, DetokenizeRequest),
+        _tokenizing(INPUT_TOKENS, ResponsesRequest, GENERATES),
     )
 }
 """All endpoints by their path."""

@@ -43,6 +43,8 @@ NO_BEHAVIOUR: Mapping[str, str] = {
     "service_tier": "a hosted service's price class",
     "prompt_cache_key": "a hint for routing between a hosted service's machines",
     "prompt_cache_retention": "how long a hosted service keeps its prompt cache",
+    "max_tool_calls": "how often a hosted service may run its own tools",
+    "reasoning.summary": "how a hosted service sums up reasoning that it does not show; here responses hold all of it",
     "stream_options.include_obfuscation": "padding of a hosted service's chunks against eavesdroppers",
     "image_url.detail": "a resolution hint for a hosted service's models (inside a message part)",
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 from uuid import uuid4
@@ -19,6 +21,27 @@ Status = Literal["queued", "in_progress", "completed", "incomplete", "cancelled"
 
 LOGPROBS = "message.output_text.logprobs"
 """What `include` names to have log-probabilities in the output."""
+
+ENCRYPTED_REASONING = "reasoning.encrypted_content"
+"""What `include` names to have reasoning in one opaque text, for clients that send back nothing else of it."""
+
+Includable = Literal[
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+]
+"""All that clients of OpenAI name. Except for the first two, it is about items that no response here has."""
+
+HOSTED_TOOLS = frozenset(
+    {"web_search", "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11", "file_search"}
+    | {"code_interpreter", "image_generation", "mcp", "tool_search"}
+)
+"""Types of tools that a hosted service runs itself."""
 
 CHAT_FIELDS = (
     "temperature",
@@ -53,7 +76,7 @@ CHAT_FIELDS = (
 )
 """Fields that mean the same as in a chat completion, and are checked there."""
 
-HOSTED_FIELDS = ("prompt", "conversation", "max_tool_calls")
+HOSTED_FIELDS = ("prompt", "conversation")
 """Fields about what only a hosted service keeps or runs."""
 
 
@@ -61,13 +84,17 @@ class TextOptions(WireModel):
     """How the text is to be written. format: as a chat completion's `response_format`, one level flatter."""
 
     format: JsonObject | None = None
+    verbosity: Annotated[str, Field(max_length=64)] | None = None
 
 
 class ReasoningOptions(WireModel):
-    """Options of models that reason. effort: as a chat completion's `reasoning_effort`."""
+    """Options of models that reason. effort: as a chat completion's `reasoning_effort`.
+
+    summary: how to sum up reasoning that a hosted service does not show; here the response holds all of it.
+    """
 
     effort: Annotated[str, Field(max_length=64)] | None = None
-    summary: Annotated[str, Field(max_length=64)] | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
 
 
 class ResponsesRequest(WireModel):
@@ -81,12 +108,12 @@ class ResponsesRequest(WireModel):
     instructions: Annotated[str | None, TEXT] = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
-    include: Annotated[list[Literal["message.output_text.logprobs"]], Field(max_length=8)] = Field(default_factory=list)
+    include: Annotated[list[Includable], Field(max_length=16)] = Field(default_factory=list)
     text: TextOptions = Field(default_factory=TextOptions)
     reasoning: ReasoningOptions = Field(default_factory=ReasoningOptions)
     tools: Annotated[list[JsonObject], Limited("tools")] = Field(default_factory=list)
     tool_choice: Annotated[Any, Limited("tools", num_allowed_tools, "allowed tools")] = None
-    truncation: Literal["disabled"] = "disabled"
+    truncation: Literal["auto", "disabled"] = "disabled"
     stream: bool = False
     store: bool = True
     background: bool = False
@@ -127,9 +154,6 @@ class ResponsesRequest(WireModel):
         for field in ("background", "previous_response_id"):
             if getattr(self, field):
                 raise BadRequest(f"{field}: responses are kept by a server alone, for its own clients", param=field)
-        if self.reasoning.summary:
-            field = "reasoning.summary"
-            raise BadRequest(f"{field}: summaries of reasoning are not supported by this build", param=field)
 
 
 def refuse_other_fields(body: Mapping[str, Any]) -> None:
@@ -163,14 +187,14 @@ def response_object(
         "output": [],
         "parallel_tool_calls": request.get("parallel_tool_calls") is not False,
         "previous_response_id": request.get("previous_response_id"),
-        "reasoning": {"effort": _option(request, "reasoning", "effort"), "summary": None},
+        "reasoning": {name: _option(request, "reasoning", name) for name in ("effort", "summary")},
         "store": request.get("store") is not False,
         "temperature": request.get("temperature"),
         "text": {"format": _option(request, "text", "format") or {"type": "text"}},
         "tool_choice": request.get("tool_choice") or "auto",
         "tools": request.get("tools") or [],
         "top_p": request.get("top_p"),
-        "truncation": "disabled",
+        "truncation": request.get("truncation") or "disabled",
         "usage": None,
     }
 
@@ -215,6 +239,24 @@ def reasoning_item(item_id: str, status: Status, content: Sequence[JsonObject]) 
     return {"id": item_id, "type": "reasoning", "status": status, "summary": [], "content": list(content)}
 
 
+_ENCODED = "batchline:"
+
+
+def encoded_reasoning(text: str) -> str:
+    """Reasoning as opaque text. It is encoded, not encrypted: the client may read it beside it anyway."""
+    return _ENCODED + base64.b64encode(text.encode()).decode("ascii")
+
+
+def decoded_reasoning(encoded: Any) -> str:
+    """The opposite; nothing for what another service has encrypted."""
+    if not isinstance(encoded, str) or not encoded.startswith(_ENCODED):
+        return ""
+    try:
+        return base64.b64decode(encoded.removeprefix(_ENCODED), validate=True).decode()
+    except (binascii.Error, ValueError):
+        return ""
+
+
 def reasoning_text(text: str) -> JsonObject:
     """A part of an item of reasoning."""
     return {"type": "reasoning_text", "text": text}
@@ -230,6 +272,11 @@ def function_call(item_id: str, status: Status, *, call_id: str, name: str, argu
         "name": name,
         "arguments": arguments,
     }
+
+
+def input_tokens_object(num_tokens: int) -> JsonObject:
+    """The answer to how many tokens an input has."""
+    return {"object": "response.input_tokens", "input_tokens": num_tokens}
 
 
 def response_usage(usage: JsonObject) -> JsonObject:

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from batchline.backends.base import Backend
-from batchline.openai_api.endpoint_table import REQUEST_SCHEMAS, RESPONSES
+from batchline.openai_api.endpoint_table import INPUT_TOKENS, REQUEST_SCHEMAS, RESPONSES
 from batchline.server.admission import Admission
 from batchline.server.api_keys import OPEN_PATHS, ApiKeys
 from batchline.server.boundary import RequestBoundary
@@ -65,7 +65,7 @@ def _add_inference(app: FastAPI, inference: Inference, responses: ResponsesApi) 
     for path, schema in REQUEST_SCHEMAS.items():
         app.add_api_route(
             path,
-            responses.create if path == RESPONSES else inference.answer,
+            {RESPONSES: responses.create, INPUT_TOKENS: responses.input_tokens}.get(path, inference.answer),
             methods=["POST"],
             name=path.strip("/").replace("/", "_"),
             summary=(schema.__doc__ or "").partition("\n")[0],

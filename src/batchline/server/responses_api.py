@@ -11,7 +11,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 from uuid import uuid4
@@ -24,7 +24,7 @@ from batchline.backends.base import Backend, EndpointRequest
 from batchline.endpoints.pooling_limits import off_loop_if_large
 from batchline.endpoints.response_input import check_without_model
 from batchline.errors import BadRequest, Overloaded
-from batchline.openai_api.endpoint_table import RESPONSES
+from batchline.openai_api.endpoint_table import INPUT_TOKENS, RESPONSES
 from batchline.openai_api.item_lists import ListParams, list_page
 from batchline.openai_api.parsing import parse_body
 from batchline.openai_api.responses import Status, input_item, response_object
@@ -65,6 +65,14 @@ class ResponsesApi:
             answer = await self._inference.answer_of(request, call.request)
             told = answer.body if answer.is_error else call.finish(answer.body, self._kept)
         return await written(told, answer.status_code)
+
+    async def input_tokens(self, request: Request) -> Response:
+        """How many tokens an input has, with the response that it continues. Raises: RequestError, EngineLost."""
+        body = await self._inference.read_body(request)
+        given = await off_loop_if_large(body, partial(_given_input, body.get("input")))
+        call = self._call(body, given, owner_of(request))
+        answer = await self._inference.answer_of(request, replace(call.request, url=INPUT_TOKENS))
+        return await written(answer.body, answer.status_code)
 
     async def retrieve(self, request: Request) -> Response:
         """A kept response as it stands. Raises: NotFound, BadRequest."""
