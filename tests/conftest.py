@@ -19,3 +19,9 @@ if shutil.which("nvidia-smi") is None:
 def pytest_addoption(parser: pytest.Parser) -> None:
     """How long the load check of the server lasts."""
     parser.addoption("--load-minutes", type=float, default=0.1, help="minutes that tests/server/test_load.py takes")
+
+
+@pytest.fixture(autouse=True)
+def state_folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records of runs of a test stay in a folder of its own, also those of processes that it starts."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path_factory.getbasetemp() / f"state-{os.urandom(8).hex()}"))

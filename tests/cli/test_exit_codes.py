@@ -129,6 +129,31 @@ def test_a_run_in_which_every_line_failed_ends_with_3(
     assert command(*run_args(mixed, tmp_path / "out.jsonl")).code == 0
 
 
+def test_a_finished_run_repeated_ends_with_0_and_says_so(
+    command: Command, backend: FakeBackend, good: Path, tmp_path: Path
+) -> None:
+    arguments = [*run_args(good, tmp_path / "out.jsonl"), "--state-dir", tmp_path / "state"]
+    assert command(*arguments).code == 0
+    num_requests = len(backend.requests)
+    ended = command(*arguments)
+    assert (ended.code, len(backend.requests)) == (0, num_requests)
+    assert re.search(r"^Already complete: finished on 20\d\d-\d\d-\d\d \d\d:\d\d, the output is", ended.err, re.M)
+    assert re.search(r"Requests +3\nSucceeded +3\nFailed +0\n", ended.err)
+    assert command(*arguments, "--no-overwrite").code == 0
+    assert len(backend.requests) == num_requests
+    assert command(*arguments, "--overwrite").code == 0
+    assert len(backend.requests) == 2 * num_requests
+
+
+def test_no_overwrite_ends_with_2_at_an_output_of_another_run(
+    command: Command, backend: FakeBackend, good: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "out.jsonl").touch()
+    ended = command(*run_args(good, tmp_path / "out.jsonl"), "--no-overwrite")
+    assert (ended.code, backend.is_started) == (2, False)
+    assert "it exists and is not the result of this run" in ended.err
+
+
 def test_strict_ends_with_2_before_the_model_loads(
     command: Command, backend: FakeBackend, mixed: Path, tmp_path: Path
 ) -> None:

@@ -17,6 +17,7 @@ from batchline.batch.run import run
 from batchline.batch.settings import refuse_missing_folder, result_settings
 from batchline.batch.stopping import stop_on_signals
 from batchline.batch.summary import RunSummary
+from batchline.batch.user_state import user_state_dir
 from batchline.config import EngineConfig, ModelConfig
 from batchline.errors import UsageError
 
@@ -35,6 +36,8 @@ def run_batch(
     max_inflight: int = DEFAULT_MAX_INFLIGHT,
     output_order: OutputOrder = "input",
     resume: bool = True,
+    overwrite: bool | None = None,
+    state_dir: str | os.PathLike[str] | None = None,
     strict: bool = False,
     dedup: bool = True,
     grace_period_s: float = DEFAULT_GRACE_PERIOD_S,
@@ -45,7 +48,8 @@ def run_batch(
 
     model: a folder, a hub id or a whole `EngineConfig`, or several of them; alternatively `backend` answers.
     served_model_name: the name that requests use for each model, in the same order; without it, a model's name is its
-    folder or id as given. The other arguments are those of `RunOptions`.
+    folder or id as given. state_dir: where records of finished runs are kept, if not in the user's folder for state; a
+    run with a `backend` leaves none. The other arguments are those of `RunOptions`.
 
     Ctrl-C and SIGTERM stop the run; the same call resumes it. If an event loop is running already (in a notebook), the
     run has a thread and signals are not handled.
@@ -63,6 +67,8 @@ def run_batch(
         max_inflight=max_inflight,
         output_order=output_order,
         resume=resume,
+        overwrite=overwrite,
+        state_dir=_state_dir(state_dir) if backend is None else None,
         strict=strict,
         dedup=dedup,
         grace_period_s=grace_period_s,
@@ -117,6 +123,10 @@ def _engines(
     for engine in engines:
         refuse_missing_folder(engine.model.model)
     return [_served_as(engine, name) for engine, name in zip(engines, names, strict=True)] if names else engines
+
+
+def _state_dir(given: str | os.PathLike[str] | None) -> Path | None:
+    return user_state_dir() if given is None else Path(given)
 
 
 def _default_model(engines: Sequence[EngineConfig], backend: Backend | None) -> str | None:

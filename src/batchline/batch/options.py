@@ -33,7 +33,10 @@ class RunOptions:
 
     input_file, output_file, error_file: a path, `-`, or a URL; error_file takes the failed lines where it is given.
     tmp_dir: where the journal and staged files live; None is beside the output.
-    resume: continue what an earlier run left; False starts over. strict: any bad line stops the run before compute.
+    resume: continue what an earlier run left; False starts over. overwrite: True computes a finished run again; False
+    refuses an output that exists and is of another run; None leaves a finished run as it is and replaces any other.
+    state_dir: where records of finished runs are kept; None keeps none.
+    strict: any bad line stops the run before compute.
     dedup: run identical deterministic requests once. grace_period_s: how long a stop waits for what is in flight.
     settings: named settings that change results; a run is not resumed under others.
     served_models: the names of each model, as far as they are known before the backend exists.
@@ -47,6 +50,8 @@ class RunOptions:
     max_inflight: int = DEFAULT_MAX_INFLIGHT
     output_order: OutputOrder = "input"
     resume: bool = True
+    overwrite: bool | None = None
+    state_dir: Path | None = None
     strict: bool = False
     dedup: bool = True
     grace_period_s: float = DEFAULT_GRACE_PERIOD_S
@@ -69,3 +74,8 @@ class RunOptions:
     def error_output(self) -> Location | None:
         """Where failed lines go, if not to the output."""
         return None if self.error_file is None else parse_location(self.error_file)
+
+    @property
+    def outputs(self) -> list[Location]:
+        """Every place that gets results, the result file first."""
+        return [self.output] + ([self.error_output] if self.error_output else [])

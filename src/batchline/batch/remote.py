@@ -22,6 +22,8 @@ TRANSIENT_ERRORS = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, a
 
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure", "abfss": "azure"}
 _EXCERPT_CHARS = 2000
+_HEAD_TIMEOUT_S = 10
+_VERSION_FIELDS = ("size", "ETag", "etag", "LastModified", "last_modified", "mtime", "updated", "generation", "blob_id")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,24 @@ async def response_excerpt(response: aiohttp.ClientResponse) -> str:
     """What the server said, shortened for a message."""
     text = (await response.content.read(_EXCERPT_CHARS)).decode(errors="replace").strip()
     return f"HTTP {response.status} {response.reason or ''}".strip() + (f": {text}" if text else "")
+
+
+async def head(location: Location) -> tuple[int | None, str | None]:
+    """Status and strong ETag that a HEAD request for an HTTP location gets; (None, None) if it gets no answer."""
+    timeout = aiohttp.ClientTimeout(total=_HEAD_TIMEOUT_S)
+    try:
+        async with http_session() as session, session.head(location.text, timeout=timeout) as response:
+            etag = response.headers.get("ETag")
+            return response.status, None if etag is None or etag.startswith("W/") else etag
+    except (*TRANSIENT_ERRORS, aiohttp.ClientError):
+        return None, None
+
+
+def object_version(fs: Any, path: str) -> dict[str, Any]:
+    """What changes when a remote file is written anew, as far as its file system says; None for what it does not."""
+    fs.invalidate_cache()
+    info = fs.info(path)
+    return {name: info.get(name) for name in _VERSION_FIELDS}
 
 
 def file_system(location: Location) -> tuple[Any, str]:

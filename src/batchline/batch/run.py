@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,11 +21,14 @@ from batchline.batch.check import CheckReport, check_file, findings_of, refuse_o
 from batchline.batch.commit import GroupCommit
 from batchline.batch.crashes import LETHAL_CRASHES, InFlight, alternate_stacks, watched
 from batchline.batch.failures import record_failed_lines, record_lethal_requests
+from batchline.batch.fingerprint import run_identity
+from batchline.batch.finished import FinishedRuns
 from batchline.batch.index import LineIndex, LineReader
 from batchline.batch.journal import Disk, Note, Outcome
 from batchline.batch.locations import Location
 from batchline.batch.model_names import refuse_unserved_file, unserved_warning
 from batchline.batch.options import RunOptions
+from batchline.batch.output_places import account_for_older_outputs
 from batchline.batch.plan import Plan, Planner, WorkItem
 from batchline.batch.progress import GuardedReporter, Reporter, Tally
 from batchline.batch.recovery import RunState, note_crash, recover
@@ -74,7 +77,7 @@ async def run(
 
 def refuse(options: RunOptions) -> None:
     """Refuse at once what could never work. Raises: UsageError."""
-    outputs = [options.output] + ([options.error_output] if options.error_output else [])
+    outputs = options.outputs
     source.refuse_unreadable(options.input)
     for location in outputs:
         sink.refuse_unwritable(location, options.input)
@@ -94,12 +97,12 @@ def _are_same(first: Location, second: Location) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class CheckedInput:
-    """The input as plain bytes, where its lines are, what is wrong with them, and the order to run them in."""
+    """The input as plain bytes, where its lines are, what is wrong with them, and who orders them."""
 
     path: Path
     index: LineIndex
     report: CheckReport
-    plan: Plan
+    planner: Planner
 
 
 class BatchRun:
@@ -121,6 +124,7 @@ class BatchRun:
         self._stop = stop
         self._open_files = contextlib.ExitStack()
         self._state: RunState | None = None
+        self._finished_runs = FinishedRuns(options)
 
     @property
     def is_worth_keeping(self) -> bool:
@@ -131,6 +135,11 @@ class BatchRun:
         """Every step, in order. Raises: as `run`."""
         try:
             checked = await self._check(await self._stage())
+            identity = run_identity(self._options, checked.report)
+            summary = await self._already_complete(identity)
+            if summary is not None:
+                return summary
+            self._tell_findings(checked.report)
             state = self._state = await asyncio.to_thread(
                 recover,
                 self._options,
@@ -140,12 +149,16 @@ class BatchRun:
                 self._open_files,
                 self._disk,
             )
+            if not 0 < state.tally.total == state.tally.resumed:  # or it ended with its results in place
+                await account_for_older_outputs(self._options, self._reporter)
             if state.tally.done < state.tally.total:
                 await self._answer_all(checked, state, open_backend)
             await self._deliver(state)
+            summary = self._summary(state.tally)
+            await self._finished_runs.add(identity, summary, self._reporter)
         except RunInterrupted as exc:
             raise RunInterrupted(f"{exc} {_saved(self._state)}") from exc
-        return self._summary(state.tally)
+        return summary
 
     def close(self) -> None:
         """Close every file. Idempotent."""
@@ -173,12 +186,15 @@ class BatchRun:
             should_stop=self._stop.is_set,
         )
         refuse_over_limits(report, self._options.limits)
-        self._tell_findings(report)
-        try:
-            plan = await asyncio.to_thread(planner.plan, skip=report.bad)
-        except OSError as exc:
-            raise RunFailed(f"The plan cannot be written: {exc.strerror or exc}.") from exc
-        return CheckedInput(path, index, report, plan)
+        return CheckedInput(path, index, report, planner)
+
+    async def _already_complete(self, identity: Mapping[str, str]) -> RunSummary | None:
+        if self._workspace.journal_path.exists():
+            return None  # a run that was begun later, of which nothing must be lost
+        summary = await self._finished_runs.find(identity)
+        if summary is not None:
+            self._reporter.phase("Already complete")
+        return summary
 
     def _tell_findings(self, report: CheckReport) -> None:
         """Warn of what will fail. Raises: NoModelServed; UsageError under `strict`."""
@@ -208,9 +224,10 @@ class BatchRun:
     async def _answer_rest(self, checked: CheckedInput, state: RunState, open_backend: Callable[[], Backend]) -> None:
         reader = LineReader(checked.path, checked.index, self._options.default_model)
         self._open_files.callback(reader.close)
+        plan = await self._plan(checked)
         await asyncio.to_thread(record_failed_lines, checked.report, reader, state.journal, state.done, state.tally)
-        await asyncio.to_thread(self._give_up_lethal_requests, checked.plan, reader, state)
-        if next(checked.plan.items(state.done), None) is None or self._stop.is_set():
+        await asyncio.to_thread(self._give_up_lethal_requests, plan, reader, state)
+        if next(plan.items(state.done), None) is None or self._stop.is_set():
             return
         self._reporter.phase("Loading the model")
         with watched(self._workspace.path) as in_flight:
@@ -219,10 +236,16 @@ class BatchRun:
                 await unless_stopped(backend.start(), self._stop)
                 self._tell_models(backend)
                 self._reporter.phase(f"Running {state.tally.total - state.tally.done:,} requests")
-                for items in _in_groups(checked.plan, state):
+                for items in _in_groups(plan, state):
                     await self._run_requests(backend, Feeder(items, reader), state, in_flight)
             finally:
                 await backend.close()
+
+    async def _plan(self, checked: CheckedInput) -> Plan:
+        try:
+            return await asyncio.to_thread(checked.planner.plan, skip=checked.report.bad)
+        except OSError as exc:
+            raise RunFailed(f"The plan cannot be written: {exc.strerror or exc}.") from exc
 
     def _give_up_lethal_requests(self, plan: Plan, reader: LineReader, state: RunState) -> None:
         if not state.suspects.tokens:

@@ -13,7 +13,7 @@ import stat
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import BinaryIO, cast
 
 from batchline.batch.compression import MAGIC_BYTES, codec_of_bytes, decompressed_chunks
 from batchline.batch.disk_full import input_failure, is_disk_full
@@ -21,11 +21,10 @@ from batchline.batch.download import download
 from batchline.batch.file_format import refuse_foreign_format
 from batchline.batch.index import open_regular
 from batchline.batch.locations import Location
-from batchline.batch.remote import file_system
+from batchline.batch.remote import file_system, object_version
 from batchline.errors import InputUnreadable, RunInterrupted
 
 _POLL_S = 0.2
-_VERSION_FIELDS = ("size", "ETag", "etag", "LastModified", "last_modified", "mtime", "updated", "generation", "blob_id")
 _CHANGED = "it changed while it was being read; run the same command again."
 
 
@@ -94,10 +93,10 @@ def _stage_stream(location: Location, staged: Path, should_stop: Callable[[], bo
     if location.kind == "fsspec":
         fs, path = file_system(location)
         try:
-            before = _version(fs, path)
+            before = object_version(fs, path)
             with fs.open(path, "rb") as file:
                 _copy(file, staged, location, should_stop)
-            if _version(fs, path) != before:
+            if object_version(fs, path) != before:
                 raise InputUnreadable(location.display, _CHANGED)
         except (InputUnreadable, RunInterrupted):
             raise
@@ -112,13 +111,6 @@ def _stage_stream(location: Location, staged: Path, should_stop: Callable[[], bo
     else:
         with location.path.open("rb") as pipe:
             _copy(cast(BinaryIO, _InterruptibleReader(pipe, should_stop)), staged, location, should_stop)
-
-
-def _version(fs: Any, path: str) -> list[Any]:
-    """What changes when a remote file is written anew, as far as its file system says."""
-    fs.invalidate_cache()
-    info = fs.info(path)
-    return [info.get(name) for name in _VERSION_FIELDS]
 
 
 def _copy(file: BinaryIO, staged: Path, location: Location, should_stop: Callable[[], bool]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
 
 from batchline.model_record import ModelRecord
 
@@ -16,6 +17,7 @@ class RunSummary:
     prompt_tokens, cached_tokens and output_tokens: what was really computed or reused, copies not counted again.
     deduplicated: requests served by the answer of an identical one. resumed: lines that an earlier run did.
     models: what ran, of every model that this run loaded.
+    finished_before: when an equal run finished whose results are still there, so that this one computed nothing.
     output, error_file: where the results are, as the user wrote it without the secrets of a URL.
     """
 
@@ -30,6 +32,7 @@ class RunSummary:
     resumed: int = 0
     wall_time_s: float = 0.0
     models: tuple[ModelRecord, ...] = ()
+    finished_before: datetime | None = None
     output: str = ""
     error_file: str | None = None
 

@@ -48,6 +48,20 @@ class RunFileOptions:
         DEFAULT_MAX_INFLIGHT
     )
     resume: Annotated[bool, typer.Option(help="Continue an unfinished run, or discard it and start again.")] = True
+    overwrite: Annotated[
+        bool | None,
+        typer.Option(
+            "--overwrite/--no-overwrite",
+            help="Compute a finished run again, or refuse to replace the output of another run. "
+            "Default: skip a finished run, replace the output of another.",
+        ),
+    ] = None
+    state_dir: Annotated[
+        Path | None,
+        typer.Option(
+            file_okay=False, help="Folder for the records of finished runs. Default: the user's folder for state."
+        ),
+    ] = None
     strict: Annotated[
         bool, typer.Option("--strict", help="Run nothing if any line is invalid; unknown fields are errors.")
     ] = False
@@ -66,6 +80,7 @@ class RunFileOptions:
     def run_options(self, engines: Sequence[EngineConfig]) -> RunOptions:
         """The run that is asked for, answered by `engines`."""
         from batchline.batch.settings import result_settings  # reads model folders: not for --help
+        from batchline.batch.user_state import user_state_dir
 
         return RunOptions(
             input_file=self.input_file,
@@ -75,6 +90,8 @@ class RunFileOptions:
             max_inflight=self.max_inflight,
             output_order=self.output_order,
             resume=self.resume,
+            overwrite=self.overwrite,
+            state_dir=self.state_dir or user_state_dir(),
             strict=self.strict,
             dedup=self.dedup,
             grace_period_s=self.grace_period,

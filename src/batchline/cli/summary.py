@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import datetime
+
 from batchline.batch.summary import RunSummary
 from batchline.cli.terminal import duration, tell
 
@@ -15,7 +17,8 @@ def print_summary(summary: RunSummary) -> None:
 def summary_lines(summary: RunSummary) -> list[str]:
     """The summary's lines; what is zero is left out."""
     codes = ", ".join(f"{count:,} x {code}" for code, count in summary.failures_by_code.items())
-    lines = [
+    lines = [] if summary.finished_before is None else [_already_complete(summary.finished_before)]
+    lines += [
         f"Requests       {summary.requests:,}",
         f"Succeeded      {summary.succeeded:,}",
         f"Failed         {summary.failed:,}" + (f" ({codes})" if codes else ""),
@@ -34,3 +37,8 @@ def summary_lines(summary: RunSummary) -> list[str]:
     if summary.has_only_failures:
         lines.append("Every request failed (exit code 3).")
     return lines
+
+
+def _already_complete(finished_at: datetime) -> str:
+    when = finished_at.astimezone().strftime("%Y-%m-%d %H:%M")
+    return f"Already complete: finished on {when}, the output is unchanged. --overwrite computes it again."

@@ -1,0 +1,105 @@
+"""Which runs are finished, so that repeating one computes nothing: one record for each output, in the state folder.
+
+A record holds what identifies the run (the journal's fingerprint), the order and places of its results, a stamp of each
+place, and the summary. It counts only while all of that still holds.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import datetime, timezone
+from typing import Literal
+
+from pydantic import BaseModel, ValidationError
+
+from batchline.batch.locations import Location
+from batchline.batch.options import OutputOrder, RunOptions
+from batchline.batch.output_places import is_unchanged, stamp
+from batchline.batch.progress import Reporter
+from batchline.batch.summary import RunSummary
+from batchline.batch.user_state import write_record
+
+logger = logging.getLogger(__name__)
+
+MAX_RECORDS = 1000
+_MAX_RECORD_BYTES = 1 << 20
+
+
+class FinishedRun(BaseModel):
+    """One record. outputs: the stamp of each place by its tag (a URL may hold a secret), the result file first."""
+
+    version: Literal[1] = 1
+    run: dict[str, str]
+    output_order: OutputOrder
+    outputs: dict[str, dict[str, str]]
+    summary: RunSummary
+    finished_at: datetime
+
+
+class FinishedRuns:
+    """The record of a run's output, in the state folder that its options name; without one, there is none."""
+
+    def __init__(self, options: RunOptions) -> None:
+        self._options = options
+        self._path = None if options.state_dir is None else options.state_dir / "runs" / f"{_tag(options.output)}.json"
+
+    async def find(self, run: Mapping[str, str]) -> RunSummary | None:
+        """The summary of this very run, if it is finished, its results are unchanged, and nobody wants them anew.
+
+        run: the fingerprint.
+        """
+        options = self._options
+        record = None if options.overwrite or not options.resume else self._read()
+        if record is None or record.run != run or record.output_order != options.output_order:
+            return None
+        if list(record.outputs) != [_tag(location) for location in options.outputs]:
+            return None
+        for location in options.outputs:
+            if not await is_unchanged(location, record.outputs[_tag(location)]):
+                return None
+        return replace(record.summary, finished_before=record.finished_at)
+
+    async def add(self, run: Mapping[str, str], summary: RunSummary, reporter: Reporter) -> None:
+        """Note that the run is finished and delivered. One that only failed is worth another try and gets no record."""
+        if self._path is None or summary.has_only_failures:
+            return
+        outputs: dict[str, dict[str, str]] = {}
+        for location in self._options.outputs:
+            found = await stamp(location)
+            if found is None:
+                return  # nobody could tell whether the results are still there
+            outputs[_tag(location)] = dict(found)
+        record = FinishedRun(
+            run=dict(run),
+            output_order=self._options.output_order,
+            outputs=outputs,
+            summary=summary,
+            finished_at=datetime.now(timezone.utc),
+        )
+        try:
+            write_record(self._path, record.model_dump_json().encode(), max_records=MAX_RECORDS)
+        except OSError as exc:
+            reporter.warn(
+                f"Cannot note in {self._options.state_dir} that this run is finished: {exc.strerror or exc}. The same "
+                "command will compute it again. --state-dir sets another folder."
+            )
+
+    def _read(self) -> FinishedRun | None:
+        if self._path is None:
+            return None
+        try:
+            with self._path.open("rb") as file:
+                return FinishedRun.model_validate_json(file.read(_MAX_RECORD_BYTES))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValidationError) as exc:
+            reason = (exc.strerror or str(exc)) if isinstance(exc, OSError) else "it is damaged"
+            logger.warning("The record of a finished run %s is ignored: %s", self._path, reason)
+            return None
+
+
+def _tag(location: Location) -> str:
+    """A name of the place, the same from every folder."""
+    return location.tag if location.path is None else Location(str(location.path.resolve()), "path").tag

@@ -1,0 +1,55 @@
+"""The user's state folder: small records that outlive a run, such as which runs are finished.
+
+A record is a convenience. One that is missing, damaged or cannot be written costs time, never a result.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+from batchline.batch.durable import move_into_place
+
+STATE_DIR_VARIABLE = "BATCHLINE_STATE_DIR"
+
+
+def user_state_dir() -> Path | None:
+    """`$BATCHLINE_STATE_DIR`, or the platform's folder for a program's state; None for a user without a home."""
+    if os.environ.get(STATE_DIR_VARIABLE):
+        return Path(os.environ[STATE_DIR_VARIABLE])
+    if sys.platform == "win32":
+        folder = Path(os.environ.get("LOCALAPPDATA") or Path("~/AppData/Local").expanduser())
+    elif sys.platform == "darwin":
+        folder = Path(os.path.expanduser("~/Library/Application Support"))
+    else:
+        folder = Path(os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state"))
+    return folder / "batchline" if folder.is_absolute() else None
+
+
+def write_record(path: Path, content: bytes, *, max_records: int) -> None:
+    """Write a record atomically, and remove the oldest ones of its folder beyond `max_records`. Raises: OSError."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    staged = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        with staged.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        move_into_place(staged, path)
+    except OSError:
+        with suppress(OSError):
+            staged.unlink(missing_ok=True)
+        raise
+    _remove_oldest(path.parent, max_records)
+
+
+def _remove_oldest(folder: Path, max_records: int) -> None:
+    """Another process may do the same at the same time."""
+    with suppress(OSError):
+        records = [entry for entry in os.scandir(folder) if entry.is_file()]
+        if len(records) <= max_records:
+            return
+        for entry in sorted(records, key=lambda entry: entry.stat().st_mtime_ns)[: len(records) - max_records]:
+            os.unlink(entry.path)
