@@ -27,28 +27,28 @@ def custom_ids(path: Path) -> list[str]:
 
 def test_a_file_is_cut_into_parts_of_so_many_requests(batch: Path, tmp_path: Path) -> None:
     parts = split_file(str(batch), tmp_path, Limits(max_requests=4))
-    assert [part.name for part in parts] == ["in-00001.jsonl", "in-00002.jsonl", "in-00003.jsonl"]
-    assert [len(read_lines(part)) for part in parts] == [4, 4, 2]
-    assert b"".join(part.read_bytes() for part in parts) == batch.read_bytes()
+    assert [part.path.name for part in parts] == ["in-00001.jsonl", "in-00002.jsonl", "in-00003.jsonl"]
+    assert [len(read_lines(part.path)) for part in parts] == [part.num_lines for part in parts] == [4, 4, 2]
+    assert b"".join(part.path.read_bytes() for part in parts) == batch.read_bytes()
 
 
 def test_a_file_is_cut_into_parts_of_so_many_bytes(batch: Path, tmp_path: Path) -> None:
     line_bytes = len(batch.read_bytes().splitlines(keepends=True)[0])
     parts = split_file(str(batch), tmp_path, Limits(max_file_bytes=3 * line_bytes + 5))
-    assert [len(read_lines(part)) for part in parts] == [3, 3, 3, 1]
+    assert [len(read_lines(part.path)) for part in parts] == [3, 3, 3, 1]
 
 
 def test_blank_lines_are_left_out_and_a_last_line_end_is_added(tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_bytes(b'\n{"a":1}\r\n  \n{"a":2}')
     [part] = split_file(str(tmp_path / "in.jsonl"), tmp_path, Limits())
-    assert part.read_bytes() == b'{"a":1}\n{"a":2}\n'
+    assert part.path.read_bytes() == b'{"a":1}\n{"a":2}\n'
 
 
 def test_a_compressed_file_is_cut_too(batch: Path, tmp_path: Path) -> None:
     (tmp_path / "z.jsonl.gz").write_bytes(gzip.compress(batch.read_bytes()))
     [part] = split_file(str(tmp_path / "z.jsonl.gz"), tmp_path, Limits(max_requests=50))
-    assert part.name == "z-00001.jsonl"
-    assert part.read_bytes() == batch.read_bytes()
+    assert part.path.name == "z-00001.jsonl"
+    assert part.path.read_bytes() == batch.read_bytes()
 
 
 def test_a_line_over_the_limit_is_named(batch: Path, tmp_path: Path) -> None:
@@ -67,8 +67,8 @@ def test_parts_of_standard_input_are_called_part(batch: Path, tmp_path: Path, mo
     with batch.open() as stdin:
         monkeypatch.setattr("sys.stdin", stdin)
         [part] = split_file("-", tmp_path, Limits())
-    assert part.name == "part-00001.jsonl"
-    assert part.read_bytes() == batch.read_bytes()
+    assert part.path.name == "part-00001.jsonl"
+    assert part.path.read_bytes() == batch.read_bytes()
 
 
 def test_a_missing_folder_is_refused(batch: Path, tmp_path: Path) -> None:
@@ -83,8 +83,8 @@ def test_results_are_joined_as_they_come_without_an_input(tmp_path: Path) -> Non
 
 
 def test_results_are_joined_in_input_order_and_what_is_missing_is_counted(batch: Path, tmp_path: Path) -> None:
-    parts = [results(tmp_path / "1", "r7", "r1", "stranger", "r1"), results(tmp_path / "2", "r0", "r7")]
-    assert merge_files(parts, tmp_path / "out", str(batch)) == MergeSummary(3, missing=7, unmatched=3)
+    parts = [results(tmp_path / "1", "r7", "stranger", "r1"), results(tmp_path / "2", "r0")]
+    assert merge_files(parts, tmp_path / "out", str(batch)) == MergeSummary(3, missing=7, unmatched=1)
     assert custom_ids(tmp_path / "out") == ["r0", "r1", "r7"]
 
 
@@ -95,8 +95,27 @@ def test_results_of_one_custom_id_go_to_its_lines_in_order(tmp_path: Path) -> No
     assert [line["n"] for line in read_lines(tmp_path / "out")] == [0, 2, 1]
 
 
+@pytest.mark.parametrize("with_input", [False, True])
+def test_custom_ids_with_two_results_are_named_and_counted(batch: Path, tmp_path: Path, with_input: bool) -> None:
+    names = [f"r{n}" for n in range(10)]
+    parts = [results(tmp_path / "1", *names), results(tmp_path / "2", *names[:7])]
+    with pytest.raises(UsageError, match=r"again in .*/2\) and 2 more\. Nothing was written\.") as refused:
+        merge_files(parts, tmp_path / "out", str(batch) if with_input else None)
+    assert str(refused.value).count("again in") == 5
+    assert not (tmp_path / "out").exists()
+
+
+def test_results_of_repeated_lines_are_no_duplicates(tmp_path: Path) -> None:
+    """The run that wrote them answered the first line and gave the second one an error."""
+    error = {"code": "duplicate_custom_id", "message": "...", "line": 2}
+    lines = [{"custom_id": "a", "response": {}}, {"custom_id": "a", "response": None, "error": error}]
+    part = write_lines(tmp_path / "1", [*lines, {"custom_id": None}, {"custom_id": None}])
+    assert merge_files([part], tmp_path / "out") == MergeSummary(4)
+    assert (tmp_path / "out").read_bytes() == part.read_bytes()
+
+
 def test_splitting_then_merging_gives_every_line_back_in_order(batch: Path, tmp_path: Path) -> None:
-    parts = split_file(str(batch), tmp_path, Limits(max_requests=3))
+    parts = [part.path for part in split_file(str(batch), tmp_path, Limits(max_requests=3))]
     answered = [results(part.with_suffix(".out"), *reversed(custom_ids(part))) for part in parts]
     merge_files(list(reversed(answered)), tmp_path / "out", str(batch))
     assert custom_ids(tmp_path / "out") == custom_ids(batch)

@@ -355,12 +355,23 @@ def test_plan_shows_groups_without_running_them(command: Command, tmp_path: Path
 
 def test_split_and_merge_go_there_and_back(command: Command, good: Path, tmp_path: Path) -> None:
     ended = command("split", good, "-d", tmp_path, "--max-requests", 2)
-    parts = ended.out.split()
-    assert (ended.code, [Path(part).name for part in parts]) == (0, ["in-00001.jsonl", "in-00002.jsonl"])
+    parts = [row.split("\t")[0] for row in ended.out.splitlines()]
+    assert ended.out == f"{tmp_path / 'in-00001.jsonl'}\t2 lines\n{tmp_path / 'in-00002.jsonl'}\t1 line\n"
     merged = command("merge", *reversed(parts), "-o", tmp_path / "merged", "-i", good)
     assert merged.code == 0
     assert (tmp_path / "merged").read_bytes() == good.read_bytes()
     assert command("merge", parts[0], "-o", tmp_path / "merged", "-i", good).code == 3
+
+
+def test_merge_refuses_two_results_for_one_custom_id(command: Command, good: Path, tmp_path: Path) -> None:
+    """Both were written, and whoever read the file by custom_id got one of them by chance."""
+    write(tmp_path / "again", line("c"), line("x"), line("b"))
+    ended = command("merge", good, tmp_path / "again", "-o", tmp_path / "merged")
+    assert ended.code == 2
+    assert "These custom_ids have more than one result: " in ended.err
+    assert {f"'{name}' (again in {tmp_path / 'again'})" in ended.err for name in "bc"} == {True}
+    assert command("merge", good, tmp_path / "again", "-o", tmp_path / "merged", "-i", good).code == 2
+    assert not (tmp_path / "merged").exists()
 
 
 def test_upload_takes_urls_alone(command: Command, good: Path) -> None:

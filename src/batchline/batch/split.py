@@ -1,7 +1,8 @@
 """Cutting a batch file into parts within limits, and joining result files: for services that take only so much.
 
 `split` copies lines as they are, blank ones left out. `merge` joins results as they come, or in the order of an input
-and with what is missing counted; results are matched by 128-bit hashes of `custom_id`, sorted in bounded memory.
+and with what is missing counted. Two results for one line are refused: nothing says which of them counts. Results are
+matched by 128-bit hashes of `custom_id`, sorted in bounded memory.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from batchline.batch import lines
 from batchline.batch.durable import move_into_place
@@ -30,19 +31,30 @@ from batchline.errors import InputUnreadable, LineError, OutputUnwritable, Usage
 # custom_id hash 16, 0 for an input line and 1 for a result, then the input position or (file, offset, length)
 _MATCH = struct.Struct(">16sBIQQ")
 _RESULT = struct.Struct(">QIQQ")  # input position, file number, offset, length
+_NAMED = struct.Struct(">16sIQQ")  # custom_id hash, file number, offset, length
+
+_SHOWN_DUPLICATES = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One part of a file that was split."""
+
+    path: Path
+    num_lines: int
 
 
 @dataclass(frozen=True, slots=True)
 class MergeSummary:
     """results: lines written. missing: input lines without a result. unmatched: results left out, because no input line
-    is left for them. Without an input nothing is missing or unmatched."""
+    has their `custom_id`. Without an input nothing is missing or unmatched."""
 
     results: int
     missing: int = 0
     unmatched: int = 0
 
 
-def split_file(input_file: str, folder: Path, limits: Limits) -> list[Path]:
+def split_file(input_file: str, folder: Path, limits: Limits) -> list[Part]:
     """Cut an input into `<name>-00001.jsonl`, ... in `folder`. Returns the parts.
 
     Raises: UsageError, also for a single line over the limit.
@@ -52,13 +64,12 @@ def split_file(input_file: str, folder: Path, limits: Limits) -> list[Path]:
     if not os.path.isdir(folder):
         raise OutputUnwritable(str(folder), "the folder does not exist.")
     stem = location.name.partition(".")[0].removeprefix(STDIO) or "part"
-    parts: list[Path] = []
+    parts: list[Part] = []
     with tempfile.TemporaryDirectory(prefix="batchline-") as scratch:
         path = asyncio.run(stage_input(location, Path(scratch), should_stop=lambda: False))
         for part_lines in _parts(path, limits, location.display):
             target = folder / f"{stem}-{len(parts) + 1:05}.jsonl"
-            write_whole(target, part_lines)
-            parts.append(target)
+            parts.append(Part(target, write_whole(target, part_lines)))
     return parts
 
 
@@ -111,7 +122,10 @@ class _Peekable:
 
 
 def merge_files(results: Sequence[Path], output: Path, input_file: str | None = None) -> MergeSummary:
-    """Join result files into `output`, in the order of `input_file` where it is given. Raises: UsageError."""
+    """Join result files into `output`, in the order of `input_file` where it is given.
+
+    Raises: UsageError, also where a line has two results.
+    """
     refuse_unwritable(Location(str(output), "path", output), source=parse_location(input_file or STDIO))
     for path in results:
         refuse_unreadable(Location(str(path), "path", path))
@@ -119,9 +133,9 @@ def merge_files(results: Sequence[Path], output: Path, input_file: str | None = 
             raise OutputUnwritable(str(output), "it is one of the files to merge.")
     with ExitStack() as stack:
         files: list[BinaryIO] = [stack.enter_context(path.open("rb")) for path in results]
-        if input_file is None:
-            return MergeSummary(write_whole(output, (line for file in files for line in _result_lines(file))))
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="batchline-")))
+        if input_file is None:
+            return MergeSummary(write_whole(output, _lines_without_duplicates(files, scratch)))
         return _merge_in_order(input_file, files, output, scratch)
 
 
@@ -134,32 +148,36 @@ def _merge_in_order(input_file: str, files: list[BinaryIO], output: Path, scratc
     with path.open("rb") as source:
         for num_lines, line in enumerate(_result_lines(source), 1):
             matches.add(_MATCH.pack(_hash(lines.readable_custom_id(line)), 0, 0, num_lines - 1, 0))
-    for number, file in enumerate(files):
-        offset = 0
-        for line in file:
-            if not line.isspace():
-                matches.add(_MATCH.pack(_hash(_result_custom_id(line, file.name)), 1, number, offset, len(line)))
-            offset += len(line)
+    for number, offset, line in _numbered_results(files):
+        custom_id = lines.custom_id_of(_parsed(line, files[number].name))
+        matches.add(_MATCH.pack(_hash(custom_id), 1, number, offset, len(line)))
     ordered = RecordSorter(scratch, "ordered", _RESULT.size)
-    num_unmatched = _match(matches, ordered)
+    duplicates = _Duplicates(files)
+    num_unmatched = _match(matches, ordered, duplicates)
+    duplicates.refuse()
     count = write_whole(output, _ordered_lines(ordered, files))
     return MergeSummary(count, missing=num_lines - count, unmatched=num_unmatched)
 
 
-def _match(matches: RecordSorter, ordered: RecordSorter) -> int:
-    """Give each input line a result, those of one `custom_id` in order. Returns the number of results left over."""
+def _match(matches: RecordSorter, ordered: RecordSorter, duplicates: _Duplicates) -> int:
+    """Give each input line a result, those of one `custom_id` in order. duplicates: gets results whose lines all have
+    one. Returns the number of results that belong to no line."""
     current = b""
+    is_in_input = False
     positions: deque[int] = deque()
     num_unmatched = 0
     for rows in matches.sorted_blocks():
         for custom_id, is_result, number, offset, length in _MATCH.iter_unpack(rows.tobytes()):
             if custom_id != current:
-                current = custom_id
+                current, is_in_input = custom_id, False
                 positions.clear()
             if not is_result:
+                is_in_input = True
                 positions.append(offset)
             elif positions:
                 ordered.add(_RESULT.pack(positions.popleft(), number, offset, length))
+            elif is_in_input and custom_id != _NO_CUSTOM_ID:
+                duplicates.add(number, offset, length)
             else:
                 num_unmatched += 1
     return num_unmatched
@@ -175,9 +193,71 @@ def _result_lines(file: BinaryIO) -> Iterator[bytes]:
     return (line.rstrip(b"\r\n") + b"\n" for line in file if not line.isspace())
 
 
-def _result_custom_id(line: bytes, name: object) -> str | None:
+def _numbered_results(files: Sequence[BinaryIO]) -> Iterator[tuple[int, int, bytes]]:
+    """(number of the file, offset, line) of every result."""
+    for number, file in enumerate(files):
+        offset = 0
+        for line in file:
+            if not line.isspace():
+                yield number, offset, line
+            offset += len(line)
+
+
+def _lines_without_duplicates(files: Sequence[BinaryIO], scratch: Path) -> Iterator[bytes]:
+    """Every result as it comes. Raises: UsageError at the end, where a `custom_id` has two of them."""
+    named = RecordSorter(scratch, "results", _NAMED.size)
+    for number, offset, line in _numbered_results(files):
+        value = _parsed(line, files[number].name)
+        custom_id = lines.custom_id_of(value)
+        if custom_id is not None and not _is_of_duplicate_line(value):
+            named.add(_NAMED.pack(_hash(custom_id), number, offset, len(line)))
+        yield line.rstrip(b"\r\n") + b"\n"
+    duplicates = _Duplicates(files)
+    previous = b""
+    for rows in named.sorted_blocks():
+        for custom_id_hash, number, offset, length in _NAMED.iter_unpack(rows.tobytes()):
+            if custom_id_hash == previous:
+                duplicates.add(number, offset, length)
+            previous = custom_id_hash
+    duplicates.refuse()
+
+
+class _Duplicates:
+    """Results for lines that have a result already: how many there are, and the first few of them."""
+
+    def __init__(self, files: Sequence[BinaryIO]) -> None:
+        self._files = files
+        self._count = 0
+        self._shown: list[str] = []
+
+    def add(self, number: int, offset: int, length: int) -> None:
+        """Count one. number: of its file."""
+        self._count += 1
+        if len(self._shown) < _SHOWN_DUPLICATES:
+            file = self._files[number]
+            custom_id = lines.readable_custom_id(os.pread(file.fileno(), length, offset))
+            self._shown.append(f"{custom_id!r} (again in {file.name})")
+
+    def refuse(self) -> None:
+        """Raises: UsageError where there are any."""
+        if not self._count:
+            return
+        more = f" and {self._count - len(self._shown):,} more" if self._count > len(self._shown) else ""
+        raise UsageError(
+            f"These custom_ids have more than one result: {', '.join(self._shown)}{more}. Nothing was written. "
+            "Keep one result for each: leave one of the files out, or remove the lines that you do not want."
+        )
+
+
+def _is_of_duplicate_line(result: Any) -> bool:
+    """Whether it is the error of a batch line whose `custom_id` an earlier line has."""
+    error = result.get("error") if isinstance(result, dict) else None
+    return isinstance(error, dict) and error.get("code") == "duplicate_custom_id"
+
+
+def _parsed(line: bytes, name: object) -> object:
     try:
-        return lines.custom_id_of(lines.load_json(line))
+        return lines.load_json(line)
     except LineError as exc:
         raise InputUnreadable(str(name), f"a line is not JSON: {exc.message}") from exc
 
@@ -185,6 +265,9 @@ def _result_custom_id(line: bytes, name: object) -> str | None:
 def _hash(custom_id: str | None) -> bytes:
     """What a line is matched by; lines without a readable `custom_id` are matched with results that have none."""
     return hashlib.blake2b((custom_id or "").encode(), digest_size=16).digest()
+
+
+_NO_CUSTOM_ID = _hash(None)
 
 
 def write_whole(target: Path, content: Iterator[bytes]) -> int:

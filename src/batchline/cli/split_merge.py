@@ -17,11 +17,12 @@ def split(
     max_file_size: MaxFileSize = None,
     limits: LimitPreset = "hosted",
 ) -> None:
-    """Cut a batch file into parts within limits."""
+    """Cut a batch file into parts within limits. Prints the name of each part, a tab and how many lines it has."""
+    from batchline.batch.check import counted
     from batchline.batch.split import split_file
 
     for part in split_file(input_file, output_dir, limits_of(limits, max_requests, max_file_size)):
-        typer.echo(part)
+        typer.echo(f"{part.path}\t{counted(part.num_lines, 'line')}")
 
 
 def merge(
@@ -32,15 +33,13 @@ def merge(
         typer.Option("-i", "--input-file", help="Batch file: order results by it and count what is missing."),
     ] = None,
 ) -> None:
-    """Join result files. Exit code 3 if results are missing."""
+    """Join result files. Exit code 3 if results are missing, 2 if a custom_id has two results."""
     from batchline.batch.split import merge_files
 
     summary = merge_files(results, output_file, input_file)
     typer.echo(f"{summary.results:,} results in {output_file}", err=True)
     if summary.unmatched:
-        typer.echo(
-            f"{summary.unmatched:,} results left out: their line has one already, or is not in the input", err=True
-        )
+        typer.echo(f"{summary.unmatched:,} results left out: their custom_id is not in the input", err=True)
     if summary.missing:
         typer.echo(f"{summary.missing:,} lines of the input have no result", err=True)
         raise typer.Exit(3)
