@@ -5,8 +5,9 @@ Knows nothing of batch files or HTTP. Option names are the field's usual ones; t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -31,6 +32,9 @@ class ModelConfig:
     cpu_kernels: which of the engine's native kernels run on a CPU; `auto` takes the best that the processor has, `off`
         leaves everything to torch.
     enforce_eager: on a GPU, launch decode steps kernel by kernel instead of as recorded CUDA graphs.
+    hf_overrides: values to use instead of those in the model's config.json.
+    generation_config: `auto` reads the model's generation_config.json, a path that in another folder; with `vllm`,
+        requests get the built-in defaults. End tokens come from the file in any case.
     """
 
     model: str
@@ -47,11 +51,20 @@ class ModelConfig:
     num_threads: int | None = None
     cpu_kernels: CpuKernels = "auto"
     enforce_eager: bool = False
+    hf_overrides: Mapping[str, Any] = field(default_factory=dict)
+    generation_config: str = "auto"
 
     @property
     def names(self) -> tuple[str, ...]:
         """The names that requests may use, the first being the one answers carry."""
         return self.served_names or (self.model,)
+
+    @property
+    def generation_source(self) -> tuple[str, str | None]:
+        """Folder or hub id of the generation_config.json, and its revision."""
+        if self.generation_config in ("auto", "vllm"):
+            return self.model, self.revision
+        return self.generation_config, None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +129,9 @@ class TextConfig:
     tool_parser, reasoning_parser: names of the formats that the model writes calls of tools and its reasoning in; None
         finds them from the chat template, "none" reads no such thing. needs_tool_parser: not finding one is an error.
     parser_plugins: Python files that register more parsers; they are run.
+    seed: of requests that give none; None draws one for each.
+    override_generation_config: defaults of requests, over those of the generation config.
+    default_chat_template_kwargs: variables of the chat template for requests that do not set them.
     """
 
     chat_template: str | None = None
@@ -128,6 +144,9 @@ class TextConfig:
     needs_tool_parser: bool = False
     reasoning_parser: str | None = None
     parser_plugins: tuple[str, ...] = ()
+    seed: int | None = None
+    override_generation_config: Mapping[str, Any] = field(default_factory=dict)
+    default_chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     limits: RequestLimits = field(default_factory=RequestLimits)
 
 

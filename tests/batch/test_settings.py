@@ -32,6 +32,11 @@ def settings(*, text: TextConfig | None = None, **model: Any) -> dict[str, str]:
         ({"text": TextConfig(limits=RequestLimits(stop=5))}, "--request-limit"),
         ({"text": TextConfig(tool_parser="hermes")}, "--tool-call-parser"),
         ({"text": TextConfig(reasoning_parser="qwen3")}, "--reasoning-parser"),
+        ({"hf_overrides": {"rope_theta": 5}}, "--hf-overrides"),
+        ({"generation_config": "vllm"}, "--generation-config"),
+        ({"text": TextConfig(seed=0)}, "--seed"),
+        ({"text": TextConfig(override_generation_config={"top_k": 1})}, "--override-generation-config"),
+        ({"text": TextConfig(default_chat_template_kwargs={"x": 1})}, "--default-chat-template-kwargs"),
         ({"text": TextConfig(parser_plugins=("a.py",))}, "parser plugins"),
     ],
 )

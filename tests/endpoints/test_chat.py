@@ -164,6 +164,22 @@ async def test_template_variables_arrive() -> None:
     assert prompt_text(model) == "calmDT"
 
 
+async def test_template_variables_have_the_operators_defaults() -> None:
+    config = TextConfig(default_chat_template_kwargs={"mood": "calm", "place": "here"})
+    model = scripted_model(template="{{ mood }} {{ place }}", config=config)
+    await chat(model)
+    assert prompt_text(model) == "calm here"
+    await chat(model, chat_template_kwargs={"mood": "wild"})
+    assert prompt_text(model) == "wild here"
+
+
+async def test_a_request_without_a_seed_has_the_operators() -> None:
+    model = scripted_model(config=TextConfig(seed=5))
+    await chat(model)
+    await chat(model, seed=6)
+    assert [request.sampling.seed for request in engine_of(model).requests] == [5, 6]
+
+
 async def test_template_variables_cannot_replace_fields_of_the_request() -> None:
     with pytest.raises(BadRequest, match="chat_template_kwargs: messages is a field of the request"):
         await chat(chat_template_kwargs={"messages": []})

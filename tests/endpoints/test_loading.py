@@ -33,6 +33,24 @@ def test_the_shipped_model_loads_with_its_template() -> None:
     assert parts.defaults == GenerationDefaults()
 
 
+def test_the_operators_generation_config_goes_over_the_models(folder: Path, tmp_path: Path) -> None:
+    (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.3, "top_k": 5}))
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "generation_config.json").write_text(json.dumps({"top_p": 0.4}))
+    override = TextConfig(override_generation_config={"top_k": 9})
+
+    def defaults(text: TextConfig, source: str) -> GenerationDefaults:
+        return load_text(ModelConfig(model=str(folder), generation_config=source), text).defaults
+
+    assert defaults(TextConfig(), "auto") == GenerationDefaults(temperature=0.3, top_k=5)
+    assert defaults(override, "auto") == GenerationDefaults(temperature=0.3, top_k=9)
+    assert defaults(override, "vllm") == GenerationDefaults(top_k=9)
+    assert defaults(TextConfig(), str(other)) == GenerationDefaults(top_p=0.4)
+    with pytest.raises(ModelLoadError, match=r"there is no generation_config\.json in"):
+        defaults(TextConfig(), str(tmp_path))
+
+
 def test_a_template_option_wins_over_the_models_own() -> None:
     parts = load_text(ModelConfig(model=str(TINY_CHAT)), TextConfig(chat_template="{{ messages[0].content }}!"))
     assert parts.chat_template is not None

@@ -55,6 +55,14 @@ def test_loaded_model_tells_what_the_engine_must_know(folder: Path) -> None:
     assert not any(parameter.requires_grad for parameter in loaded.model.parameters())
 
 
+def test_overrides_of_the_config_reach_the_model(folder: Path) -> None:
+    loaded = load_model(settings(folder, hf_overrides={"rope_theta": 77.0, "max_position_embeddings": 256}))
+    assert loaded.max_model_len == 256
+    model: Any = loaded.model
+    assert model.config.rope_parameters["rope_theta"] == 77.0
+    assert model.model.rotary_emb.inv_freq[1] == pytest.approx(77.0 ** (-2 / 16))
+
+
 def test_generation_config_overrides_the_eos_of_the_model(folder: Path) -> None:
     GenerationConfig(eos_token_id=[7, 9]).save_pretrained(folder)
     assert load_model(settings(folder)).eos_token_ids == {7, 9}

@@ -22,7 +22,7 @@ class ThreadedServer:
         self.url = ""
         settings = ServerOptions(**{"port": 0, "access_log": False, **options})
         self._is_ready = threading.Event()
-        self._listener = bind(settings.host, settings.port, settings.max_connections)
+        self._listener = bind(settings.host, settings.port, settings.max_connections, settings.uds)
         self._server = Server(uvicorn_config(backend, settings, self._listener.connections), self._note)
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
 

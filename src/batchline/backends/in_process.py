@@ -133,7 +133,8 @@ class InProcessBackend:
             self._by_name[served_name] = config
         model = config.model
         refuse_foreign_format(model.model, model.revision)
-        self._tasks[name] = model.task if model.task != "auto" else detect_task(model.model, model.revision)
+        is_known = model.task != "auto"
+        self._tasks[name] = model.task if is_known else detect_task(model.model, model.revision, model.hf_overrides)
         loads, fits = partial(self._load, config), partial(fits_in_memory, config, self._tasks[name])
         self._loadables[name] = Loadable(name, loads, fits)
 

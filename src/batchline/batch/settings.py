@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from batchline.config import EngineConfig, RequestLimits
 from batchline.errors import UsageError
@@ -60,9 +62,22 @@ def _settings(engine: EngineConfig) -> dict[str, str]:
         "--reasoning-parser": text.reasoning_parser,
         "parser plugins": " ".join(_text_stamp(plugin) or "" for plugin in text.parser_plugins),
         "--strict": text.strict,
+        "--seed": text.seed,
+        "--generation-config": _generation_stamp(model.generation_config),
+        "--override-generation-config": _json(text.override_generation_config),
+        "--default-chat-template-kwargs": _json(text.default_chat_template_kwargs),
+        "--hf-overrides": _json(model.hf_overrides),
         "--request-limit": _changed_limits(text.limits),
     }
     return {name: "" if value is None else str(value) for name, value in values.items()}
+
+
+def _json(settings: Mapping[str, Any]) -> str:
+    return json.dumps(settings, sort_keys=True) if settings else ""
+
+
+def _generation_stamp(source: str) -> str | None:
+    return source if source in ("auto", "vllm") else _text_stamp(os.path.join(source, "generation_config.json"))
 
 
 def _changed_limits(limits: RequestLimits) -> str:

@@ -19,12 +19,9 @@ import typer
 from batchline.cli.config_file import TRANSLATION, is_set_elsewhere
 from batchline.cli.grouped_help import GroupedCommand
 from batchline.cli.terminal import tell
-from batchline.cli.values import listed
+from batchline.cli.values import JSON, listed
 from batchline.cli.vllm_options import VLLM_OPTIONS, Ours, Translation, VllmOption, find
 from batchline.errors import UsageError
-
-JSON = "JSON"
-"""How the help calls the values of options that take a JSON object."""
 
 _USAGE_ERROR: Any = typer.BadParameter.__base__
 """What the command line's library raises for anything wrong; it has no public name."""

@@ -16,6 +16,11 @@ import typer
 from batchline.batch.settings import refuse_missing_folder
 from batchline.cli.option_groups import takes_options
 from batchline.cli.values import (
+    JSON,
+    check_generation_defaults,
+    check_template_variables,
+    parse_generation_config,
+    parse_json_object,
     parse_length,
     parse_num_bytes,
     parse_number,
@@ -146,6 +151,43 @@ class ModelOptions:
             rich_help_panel=_MODEL,
         ),
     ] = None
+    hf_overrides: Annotated[
+        Any,
+        typer.Option(
+            parser=parse_json_object,
+            metavar=JSON,
+            help="Values to use instead of those in the model's config.json.",
+            rich_help_panel=_MODEL,
+        ),
+    ] = None
+    generation_config: Annotated[
+        str,
+        typer.Option(
+            parser=parse_generation_config,
+            metavar="<auto|vllm|folder>",
+            help="Where sampling defaults come from: the model's generation_config.json (auto), another folder's, or "
+            "the built-in defaults (vllm).",
+            rich_help_panel=_MODEL,
+        ),
+    ] = "auto"
+    override_generation_config: Annotated[
+        Any,
+        typer.Option(
+            parser=parse_json_object,
+            metavar=JSON,
+            help='Sampling defaults over those of --generation-config, e.g. {"temperature": 0}.',
+            rich_help_panel=_MODEL,
+        ),
+    ] = None
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            min=-(2**63),
+            max=2**63 - 1,
+            help="Seed of requests that give none. Default: a random one for each.",
+            rich_help_panel=_MODEL,
+        ),
+    ] = None
     max_num_seqs: Annotated[
         int,
         typer.Option(
@@ -200,6 +242,15 @@ class ModelOptions:
     chat_template_content_format: Annotated[
         ContentFormat, typer.Option(help="Form in which the template gets message content.", rich_help_panel=_TEXT)
     ] = "auto"
+    default_chat_template_kwargs: Annotated[
+        Any,
+        typer.Option(
+            parser=parse_json_object,
+            metavar=JSON,
+            help='Chat template variables for requests that do not set them, e.g. {"enable_thinking": false}.',
+            rich_help_panel=_TEXT,
+        ),
+    ] = None
     trust_request_chat_template: Annotated[
         bool,
         typer.Option(help="Allow requests to set chat_template.", rich_help_panel=_TEXT),
@@ -247,6 +298,8 @@ class ModelOptions:
             self._served_names,
             partial(_refuse_missing_template, self.chat_template),
             partial(parse_request_limits, self.request_limit),
+            partial(check_generation_defaults, self.override_generation_config or {}),
+            partial(check_template_variables, self.default_chat_template_kwargs or {}),
         )
         return tuple(
             self._engine(model, names, strict) for model, names in zip(self.model, self._served_names(), strict=True)
@@ -277,6 +330,8 @@ class ModelOptions:
                 max_model_len=self.max_model_len,
                 num_threads=self.num_threads,
                 enforce_eager=self.enforce_eager,
+                hf_overrides=self.hf_overrides or {},
+                generation_config=self.generation_config,
             ),
             cache=CacheConfig(
                 block_size=self.block_size,
@@ -299,6 +354,9 @@ class ModelOptions:
                 parser_plugins=(*self.tool_parser_plugin, *self.reasoning_parser_plugin),
                 strict=strict,
                 limits=parse_request_limits(self.request_limit),
+                seed=self.seed,
+                override_generation_config=self.override_generation_config or {},
+                default_chat_template_kwargs=self.default_chat_template_kwargs or {},
             ),
         )
 

@@ -47,7 +47,7 @@ def serve(
         format="%(levelname)s %(name)s: %(message)s",
         handlers=[SparingHandler(sys.stderr)],
     )
-    if not options.api_keys and not _is_loopback(options.host):
+    if not options.api_keys and options.uds is None and not _is_loopback(options.host):
         typer.echo("Warning: anyone who reaches this address can use the server; set --api-key.", err=True)
     _check_address(options)
     first, *others = models
@@ -92,7 +92,7 @@ def _check_address(options: ServerOptions) -> None:
     """
     if options.ssl_certfile is not None:
         check_certificate(options.ssl_certfile, options.ssl_keyfile, options.ssl_keyfile_password)
-    bind(options.host, options.port, options.max_connections).close()
+    bind(options.host, options.port, options.max_connections, options.uds).close()
 
 
 def _is_loopback(host: str) -> bool:

@@ -31,6 +31,12 @@ class ServingOptions:
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="Port to listen on; 0 picks a free port.", rich_help_panel=_ADDRESS)
     ] = _DEFAULTS.port
+    uds: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PATH", help="Unix socket to serve on; --host and --port are then unused.", rich_help_panel=_ADDRESS
+        ),
+    ] = None
     root_path: Annotated[
         str, typer.Option(help="Path prefix stripped by a reverse proxy.", rich_help_panel=_ADDRESS)
     ] = _DEFAULTS.root_path
@@ -136,6 +142,7 @@ class ServingOptions:
         return ServerOptions(
             host=self.host,
             port=self.port,
+            uds=self.uds,
             root_path=self.root_path,
             api_keys=tuple(key.strip() for key in self.api_key),
             metrics_need_key=self.metrics_need_key,

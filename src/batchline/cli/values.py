@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import typer
 
 from batchline.config import Quantization, RequestLimits
-from batchline.errors import UsageError
+from batchline.errors import BadRequest, UsageError
+
+JSON = "JSON"
+"""How the help calls the values of options that take a JSON object."""
 
 _NUMBER = re.compile(r"(\d+(?:\.\d+)?)(k|m|g|t|(?:[KMGT]i?))?")
+_GENERATION_DEFAULTS = {
+    **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")},
+    "max_new_tokens": "max_tokens",
+}
+"""What --override-generation-config may hold, and the field of requests that each is for."""
 _MULTIPLES = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
@@ -54,6 +65,52 @@ def parse_quantization(text: str) -> Quantization | None:
             "quantized already (AWQ, GPTQ, FP8, GGUF, ...) cannot be run: use the model they were made from."
         )
     return "int8" if method == "int8" else None
+
+
+def parse_json_object(text: str) -> dict[str, Any]:
+    """`{"name": value, ...}`."""
+    try:
+        value = json.loads(text)
+    except ValueError as exc:
+        raise typer.BadParameter(f"it is not JSON ({exc})") from exc
+    if not isinstance(value, dict):
+        raise typer.BadParameter('it is not a JSON object such as {"name": "value"}')
+    return value
+
+
+def parse_generation_config(text: str) -> str:
+    """`auto`, `vllm`, or a folder that has a generation_config.json."""
+    if text not in ("auto", "vllm") and not Path(text, "generation_config.json").is_file():
+        raise typer.BadParameter(f"there is no generation_config.json in {text!r}; give a folder, auto or vllm")
+    return text
+
+
+def check_generation_defaults(values: Mapping[str, Any]) -> None:
+    """Raises: UsageError for names that have no default, and for values that no request may have."""
+    if not values:
+        return
+    from batchline.openai_api.completions import CompletionRequest  # pydantic's schemas: not for --help
+    from batchline.openai_api.parsing import parse_body
+
+    unknown = sorted(set(values) - set(_GENERATION_DEFAULTS))
+    if unknown:
+        known = ", ".join(_GENERATION_DEFAULTS)
+        raise UsageError(f"--override-generation-config: there is no {', '.join(unknown)}. Known: {known}.")
+    try:
+        fields = {_GENERATION_DEFAULTS[name]: value for name, value in values.items()}
+        parse_body(CompletionRequest, {"prompt": "", **fields}, strict=True)
+    except BadRequest as exc:
+        raise UsageError(f"--override-generation-config: {exc}") from exc
+
+
+def check_template_variables(values: Mapping[str, Any]) -> None:
+    """Raises: UsageError for variables that a request sets by fields of its own."""
+    if not values:
+        return
+    from batchline.text.chat_template import RESERVED_VARIABLES  # a template engine: not for --help
+
+    if reserved := sorted(RESERVED_VARIABLES.intersection(values)):
+        raise UsageError(f"--default-chat-template-kwargs: {reserved[0]} comes from the request, not from this option.")
 
 
 def parse_request_limits(given: Sequence[str]) -> RequestLimits:

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchline.checkpoints.files import read_json
+from batchline.checkpoints.overrides import read_config
 from batchline.config import ModelConfig
 from batchline.endpoints.embedders import EngineEmbedder
 from batchline.endpoints.model import GenerativeModel, TextParts
@@ -123,7 +124,7 @@ def find_reranker(config: ModelConfig, text: TextParts) -> Reranker | UnknownRer
     saved = _saved_by_sentence_transformers(config, text)
     if saved is not None:
         return saved
-    settings = read_json(config.model, "config.json", config.revision) or {}
+    settings = read_config(config) or {}
     answers = settings.get("classifier_from_token")
     if config.scoring != "yes-no" and not _is_qwen3_reranker(config.model, settings):
         return UnknownReranker(name=config.names[0]) if answers else None

@@ -156,7 +156,11 @@ def render_chat(request: ChatCompletionRequest, model: GenerativeModel) -> Rende
         documents=request.documents,
         add_generation_prompt=request.add_generation_prompt,
         continue_final_message=request.continue_final_message,
-        variables={**_hints(request, template, model.name), **request.chat_template_kwargs},
+        variables={
+            **model.config.default_chat_template_kwargs,
+            **_hints(request, template, model.name),
+            **request.chat_template_kwargs,
+        },
     )
     return model.render(template, prompt)
 

@@ -41,7 +41,7 @@ def load_text(model: ModelConfig, text: TextConfig) -> TextParts:
         tokenizer=tokenizer,
         chat_template=_template(model, text, tokenizer, chat_source),
         tool_template=_template(model, text, tokenizer, tool_source),
-        defaults=_defaults(model),
+        defaults=_defaults(model, text),
         control_tokens=ControlTokens(
             tokenizer, filter(None, (chat_source, tool_source)), text.special_tokens_in_content
         ),
@@ -91,16 +91,25 @@ def _template(model: ModelConfig, text: TextConfig, tokenizer: Tokenizer, source
         raise ModelLoadError(model.model, str(exc)) from exc
 
 
-def _defaults(model: ModelConfig) -> GenerationDefaults:
-    """What the model's generation_config.json says; models without one have no opinion."""
+def _defaults(model: ModelConfig, text: TextConfig) -> GenerationDefaults:
+    """What the generation config says, under the operator's overrides."""
+    values = {} if model.generation_config == "vllm" else _generation_config(model)
+    return generation_defaults({**values, **text.override_generation_config})
+
+
+def _generation_config(model: ModelConfig) -> dict[str, Any]:
+    """The values of generation_config.json; models without one have no opinion. Raises: ModelLoadError."""
     from transformers import GenerationConfig  # heavy: only a model that is loaded needs it
 
+    folder, revision = model.generation_source
     try:
-        config = GenerationConfig.from_pretrained(model.model, revision=model.revision)
+        config = GenerationConfig.from_pretrained(folder, revision=revision)
     except OSError as exc:  # raised for a file that is missing and for one that is no JSON
-        if (Path(model.model) / "generation_config.json").is_file():
+        if (Path(folder) / "generation_config.json").is_file():
             raise ModelLoadError(model.model, "its generation_config.json is not valid JSON") from exc
-        return GenerationDefaults()
+        if folder != model.model:
+            raise ModelLoadError(model.model, f"there is no generation_config.json in {folder}") from exc
+        return {}
     except ValueError as exc:
         raise ModelLoadError(model.model, f"its generation_config.json is not valid: {exc}") from exc
     own_values: dict[str, Any] = config.to_diff_dict()
@@ -112,4 +121,4 @@ def _defaults(model: ModelConfig) -> GenerationDefaults:
             model.names[0],
             ", ".join(fields),
         )
-    return generation_defaults(own_values)
+    return own_values

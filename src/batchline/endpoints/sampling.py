@@ -44,7 +44,7 @@ def sampling_params(
         repetition_penalty=_first(body.repetition_penalty, defaults.repetition_penalty, 1.0),
         presence_penalty=body.presence_penalty,
         frequency_penalty=body.frequency_penalty,
-        seed=body.seed,
+        seed=model.config.seed if body.seed is None else body.seed,
         eos_token_ids=frozenset() if body.ignore_eos else model.engine.eos_token_ids,
         stop_token_ids=_token_ids(body.stop_token_ids, model, "stop_token_ids"),
         min_tokens=body.min_tokens,

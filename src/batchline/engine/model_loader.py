@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from batchline.checkpoints.files import HUB_UNREACHABLE
 from batchline.checkpoints.formats import refuse_foreign_format
+from batchline.checkpoints.overrides import config_arguments
 from batchline.checkpoints.weights import refuse_odd_numbers, refuse_wrong_weights, unused_weights
 from batchline.config import ModelConfig
 from batchline.engine.attention import PAGED_ATTENTION
@@ -108,8 +109,9 @@ def load_model(config: ModelConfig, kernels: NativeKernels | None = None, refusa
     refuse_foreign_format(config.model, config.revision)
     refuse_odd_numbers(config.model, config.revision)
     source: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+    overrides = config_arguments(config)
     try:
-        hf_config = AutoConfig.from_pretrained(config.model, **source)
+        hf_config = AutoConfig.from_pretrained(config.model, **source, **overrides)
         model, report = AutoModelForCausalLM.from_pretrained(
             config.model,
             config=hf_config,
@@ -119,7 +121,7 @@ def load_model(config: ModelConfig, kernels: NativeKernels | None = None, refusa
             ignore_mismatched_sizes=True,  # they are in the report
             **source,
         )
-        generation = _generation_config(config.model, source)
+        generation = _generation_config(config)
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as exc:
         if exc.args == (PAGED_ATTENTION,):  # the KeyError of model code with a table of attention classes of its own
             architecture = (hf_config.architectures or [hf_config.model_type])[0]
@@ -247,9 +249,10 @@ def explain(model: str, exc: Exception) -> str:
     return first_line(exc)
 
 
-def _generation_config(model: str, source: dict[str, Any]) -> GenerationConfig | None:
+def _generation_config(config: ModelConfig) -> GenerationConfig | None:
+    folder, revision = config.generation_source
     try:
-        return GenerationConfig.from_pretrained(model, revision=source["revision"])
+        return GenerationConfig.from_pretrained(folder, revision=revision)
     except OSError:
         return None  # most base models ship none
 

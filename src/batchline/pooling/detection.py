@@ -6,6 +6,9 @@ in `config.json` decides.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from batchline.checkpoints.files import read_json
 from batchline.config import Task
 from batchline.errors import ModelLoadError, UnsupportedModel
@@ -15,8 +18,10 @@ CLASSIFIER_SUFFIX = "ForSequenceClassification"
 SENTENCE_TRANSFORMERS_TASKS: dict[str, Task] = {"SentenceTransformer": "embed", "CrossEncoder": "score"}
 
 
-def detect_task(model: str, revision: str | None = None) -> Task:
+def detect_task(model: str, revision: str | None = None, overrides: Mapping[str, Any] | None = None) -> Task:
     """`generate`, `embed` or `score`, for a local folder or a hub id (whose two small files are fetched).
+
+    overrides: of config.json.
 
     Raises: ModelLoadError, UnsupportedModel.
     """
@@ -32,6 +37,7 @@ def detect_task(model: str, revision: str | None = None) -> Task:
     config = read_json(model, "config.json", revision)
     if config is None:
         raise ModelLoadError(model, "it has neither a config.json nor a modules.json")
+    config.update(overrides or {})
     architectures = config.get("architectures") or []
     if config.get("classifier_from_token"):  # a generative reranker, marked for vLLM
         return "generate"

@@ -113,7 +113,12 @@ class EmbeddingModel:
 def load_embedding_model(config: ModelConfig) -> EmbeddingModel:
     """Load an embedding model from a folder or hub id. Raises: ModelLoadError, UnsupportedModel."""
     loaded = load_pooling_model(config, SentenceTransformer, _read_vectors)
-    matryoshka = read_matryoshka(config.model, config.revision, full=loaded.run_batch(loaded.probe()).shape[1])
+    matryoshka = read_matryoshka(
+        config.model,
+        config.revision,
+        full=loaded.run_batch(loaded.probe()).shape[1],
+        overrides=config.hf_overrides,
+    )
     return EmbeddingModel(config.names[0], loaded, matryoshka)
 
 

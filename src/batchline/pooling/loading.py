@@ -22,6 +22,7 @@ from transformers import AutoTokenizer
 
 from batchline.checkpoints.files import HUB_UNREACHABLE
 from batchline.checkpoints.formats import refuse_foreign_format
+from batchline.checkpoints.overrides import config_arguments
 from batchline.checkpoints.weights import LoadingReport, loading_reports, refuse_odd_numbers, refuse_wrong_weights
 from batchline.config import ModelConfig
 from batchline.errors import EngineOutOfMemory, ModelLoadError, UnsupportedModel, first_line
@@ -157,9 +158,12 @@ def _from_pretrained(
     """(model, tokenizer, what transformers reports of the weights)."""
     refuse_foreign_format(config.model, config.revision)
     source: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+    overrides = config_arguments(config)
     try:
         with loading_reports() as reports:
-            module = kind(config.model, device=str(device), model_kwargs={"dtype": dtype}, **source)
+            module = kind(
+                config.model, device=str(device), model_kwargs={"dtype": dtype}, config_kwargs=overrides, **source
+            )
         tokenizer = module.tokenizer
         if config.tokenizer is not None:
             tokenizer = AutoTokenizer.from_pretrained(config.tokenizer, trust_remote_code=config.trust_remote_code)

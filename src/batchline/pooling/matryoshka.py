@@ -8,7 +8,7 @@ metadata of its `README.md`, as sentence-transformers writes it for models train
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,10 +38,16 @@ class Matryoshka:
         return ", ".join(str(size) for size in sorted(self.sizes | {self.full}))
 
 
-def read_matryoshka(model: str, revision: str | None, *, full: int) -> Matryoshka | None:
-    """What the model's files say; None for one that is not known to be a matryoshka model. Raises: ModelLoadError."""
+def read_matryoshka(
+    model: str, revision: str | None, *, full: int, overrides: Mapping[str, Any] | None = None
+) -> Matryoshka | None:
+    """What the model's files say; None for one that is not known to be a matryoshka model. Raises: ModelLoadError.
+
+    overrides: of config.json.
+    """
     declarations = [
-        read_json(model, name, revision) or {} for name in ("config.json", "config_sentence_transformers.json")
+        {**(read_json(model, "config.json", revision) or {}), **(overrides or {})},
+        read_json(model, "config_sentence_transformers.json", revision) or {},
     ]
     for declared in declarations:
         sizes = declared.get("matryoshka_dimensions")

@@ -12,6 +12,7 @@ import errno
 import logging
 import os
 import socket
+import stat
 import sys
 import time
 from collections import OrderedDict
@@ -106,7 +107,17 @@ class Listener(socket.socket):
     """A listening socket whose connections are counted. asyncio calls `accept` until it would block."""
 
     connections: Connections
+    path: str | None = None
+    """Of a Unix socket, whose file goes with it."""
     _paused_until = -1.0
+
+    def close(self) -> None:
+        """Stop listening."""
+        super().close()
+        if self.path is not None:
+            with suppress(OSError):
+                os.unlink(self.path)
+            self.path = None
 
     def accept(self) -> tuple[socket.socket, object]:
         """The next connection. Raises: OSError; BlockingIOError where it has to wait."""
@@ -131,11 +142,36 @@ class Listener(socket.socket):
         return connection, address
 
 
-def bind(host: str, port: int, max_connections: int) -> Listener:
-    """A socket that has the address, not yet listening. Raises: UsageError."""
-    listener = _bind(host, port)
+def bind(host: str, port: int, max_connections: int, uds: str | None = None) -> Listener:
+    """A socket that has the address, not yet listening. uds: of a Unix socket, instead. Raises: UsageError."""
+    listener = _bind(host, port) if uds is None else _bind_unix(uds)
     listener.connections = Connections(max_connections)
     return listener
+
+
+def _bind_unix(path: str) -> Listener:
+    if not hasattr(socket, "AF_UNIX"):
+        raise UsageError("--uds: this system has no Unix sockets; use --host and --port")
+    try:
+        _remove_stale(path)
+        listener = _bound(socket.AF_UNIX, socket.SOCK_STREAM, 0, path, reuses=False)
+    except OSError as exc:
+        raise UsageError(f"Cannot serve at {path}: {exc.strerror or exc}") from exc
+    listener.path = path
+    return listener
+
+
+def _remove_stale(path: str) -> None:
+    """Remove the socket of a server that has ended without doing so. Raises: UsageError, where one answers on it."""
+    if not os.path.exists(path) or not stat.S_ISSOCK(os.stat(path).st_mode):
+        return  # binding reports what else is in the way
+    with socket.socket(socket.AF_UNIX) as client:
+        try:
+            client.connect(path)
+        except ConnectionRefusedError:
+            os.unlink(path)
+            return
+    raise UsageError(f"Cannot serve at {path}: another server uses it")
 
 
 def _bind(host: str, port: int) -> Listener:

@@ -38,9 +38,10 @@ class BodyLimits:
 class ServerOptions:
     """One server.
 
-    port: 0 takes a free one. root_path: the prefix that a proxy in front takes away. api_keys: none leaves the server
-    open. metrics_need_key: whether /metrics is guarded too. max_in_flight: sequences that run or wait; more are
-    refused with 503. grace_period_s: how long a stop waits for running requests.
+    port: 0 takes a free one. uds: path of a Unix socket to serve on, instead of host and port. root_path: the prefix
+    that a proxy in front takes away. api_keys: none leaves the server open. metrics_need_key: whether /metrics is
+    guarded too. max_in_flight: sequences that run or wait; more are refused with 503. grace_period_s: how long a stop
+    waits for running requests.
 
     Against clients that take without asking for anything: max_connections that are open; head_timeout_s for a request's
     head; body_timeout_s and max_body_memory: see `incoming_body.py`; write_timeout_s until a client that has stopped
@@ -50,6 +51,7 @@ class ServerOptions:
 
     host: str = "127.0.0.1"
     port: int = 8000
+    uds: str | None = None
     root_path: str = ""
     api_keys: tuple[str, ...] = ()
     metrics_need_key: bool = False

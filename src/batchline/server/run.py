@@ -33,7 +33,8 @@ async def serve(backend: Backend, options: ServerOptions, on_ready: Callable[[st
 
     Raises: UsageError (address or certificate), ModelLoadError.
     """
-    with bind(options.host, options.port, raise_file_limit(options.max_connections)) as listener:
+    max_connections = raise_file_limit(options.max_connections)
+    with bind(options.host, options.port, max_connections, options.uds) as listener:
         server = Server(uvicorn_config(backend, options, listener.connections), on_ready)
         try:
             await backend.start()
@@ -58,6 +59,7 @@ def uvicorn_config(backend: Backend, options: ServerOptions, connections: Connec
         create_app(backend, options),
         host=options.host,
         port=options.port,
+        uds=options.uds,
         http=protocol,  # type: ignore[arg-type] # called as the class would be
         lifespan="off",
         ws="none",
@@ -112,7 +114,9 @@ class Server(uvicorn.Server):
 
 
 def url_of(listener: socket.socket, *, is_tls: bool) -> str:
-    """`http://127.0.0.1:8000`."""
+    """`http://127.0.0.1:8000`, or `unix:/run/batchline.sock`."""
+    if listener.family not in (socket.AF_INET, socket.AF_INET6):
+        return f"unix:{listener.getsockname()}"
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if listener.family == socket.AF_INET6 else host
     return f"{'https' if is_tls else 'http'}://{shown}:{port}"

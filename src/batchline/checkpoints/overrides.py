@@ -1,0 +1,76 @@
+"""Changes to a model's config.json that the operator asks for (`ModelConfig.hf_overrides`).
+
+Our own readers of config.json see them through `read_config`, transformers through `config_arguments`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from batchline.checkpoints.files import read_json
+from batchline.config import ModelConfig
+from batchline.errors import ModelLoadError
+
+READ_BY_US = frozenset(
+    {
+        "architectures",
+        "classifier_from_token",
+        "is_matryoshka",
+        "is_original_qwen3_reranker",
+        "matryoshka_dimensions",
+        "truncate_dim",
+    }
+)
+"""Keys that transformers need not know: `read_config` gives them to our own code."""
+
+
+def read_config(model: ModelConfig) -> dict[str, Any] | None:
+    """The model's config.json with the overrides; None where it has none. Raises: ModelLoadError."""
+    config = read_json(model.model, "config.json", model.revision)
+    return None if config is None else {**config, **model.hf_overrides}
+
+
+def config_arguments(model: ModelConfig) -> dict[str, Any]:
+    """The overrides as keyword arguments of transformers' configurations. Raises: ModelLoadError.
+
+    transformers sets them on a configuration that is already made, and drops those that it does not know: here such a
+    name is an error. `rope_scaling` and `rope_theta`, which it reads only while it makes one, go into
+    `rope_parameters`.
+    """
+    overrides = {name: value for name, value in model.hf_overrides.items() if name not in READ_BY_US}
+    if not overrides:
+        return {}
+    from transformers import AutoConfig  # heavy: only a model that is loaded needs it
+
+    try:
+        config = AutoConfig.from_pretrained(
+            model.model, revision=model.revision, trust_remote_code=model.trust_remote_code
+        )
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+    ):  # a folder of modules has none at its top; else the loader says what is wrong
+        return overrides
+    rope: dict[str, Any] = {name: overrides.pop(name) for name in ("rope_scaling", "rope_theta") if name in overrides}
+    unknown = sorted(name for name in overrides if not hasattr(config, name))
+    if unknown:
+        raise ModelLoadError(model.model, f"--hf-overrides: a {config.model_type} config has no {', '.join(unknown)}")
+    if rope:
+        overrides["rope_parameters"] = _rope_parameters(model.model, config, rope) | overrides.get(
+            "rope_parameters", {}
+        )
+    return overrides
+
+
+def _rope_parameters(model: str, config: Any, rope: dict[str, Any]) -> dict[str, Any]:
+    """The configuration's own, changed by the older keys. Raises: ModelLoadError."""
+    own = getattr(config, "rope_parameters", None)
+    if not isinstance(own, dict) or any(isinstance(value, dict) for value in own.values()):
+        raise ModelLoadError(
+            model, f"--hf-overrides: its config takes no {' or '.join(rope)}; override rope_parameters as it has them"
+        )
+    scaling = dict(rope.get("rope_scaling") or {})
+    if "type" in scaling:  # the name of older releases
+        scaling.setdefault("rope_type", scaling.pop("type"))
+    return {**own, **scaling, **{name: value for name, value in rope.items() if name == "rope_theta"}}
