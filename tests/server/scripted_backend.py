@@ -10,10 +10,12 @@ from batchline.backends.base import Answer, BackendStats, EndpointRequest, Serve
 from batchline.config import TextConfig
 from batchline.endpoints.chat import chat_completion
 from batchline.endpoints.chat_stream import chat_completion_chunks
+from batchline.endpoints.messages import message, message_events
 from batchline.endpoints.model import GenerationDefaults, GenerativeModel, TextParts
 from batchline.endpoints.responses import response, response_events
 from batchline.engine.request import GenerationRequest
 from batchline.errors import RequestError
+from batchline.openai_api.endpoint_table import CHAT, MESSAGES, RESPONSES, error_body
 from batchline.testing import ByteTokenizer, ScriptedEngine
 from batchline.text.chat_template import compile_template
 from batchline.text.tool_parsers import HermesToolParser
@@ -24,7 +26,8 @@ TEMPLATE = (
     "{% endfor %}[assistant]"
 )
 CALL = 'Let me look.\n<tool_call>{"name": "get_weather", "arguments": {"city": "Paris"}}</tool_call>'
-PATHS = ("/v1/chat/completions", "/v1/responses")
+ANSWERS = {CHAT: chat_completion, RESPONSES: response, MESSAGES: message}
+STREAMS = {CHAT: chat_completion_chunks, RESPONSES: response_events, MESSAGES: message_events}
 
 
 def weather(prompt: str) -> str:
@@ -35,7 +38,7 @@ def weather(prompt: str) -> str:
 
 
 class ScriptedBackend:
-    """Chat completions and responses of one model, `scripted`, which writes calls as Hermes does."""
+    """Chat completions, responses and messages of one model, `scripted`, which writes calls as Hermes does."""
 
     def __init__(self, script: Callable[[str], str] = weather) -> None:
         def said(request: GenerationRequest) -> Sequence[int]:
@@ -61,19 +64,18 @@ class ScriptedBackend:
         """Nothing to load."""
 
     def models(self) -> Sequence[ServedModel]:
-        return (ServedModel(name="scripted", endpoints=PATHS),)
+        return (ServedModel(name="scripted", endpoints=tuple(ANSWERS)),)
 
     async def answer(self, request: EndpointRequest) -> Answer:
-        answer = chat_completion if request.url == PATHS[0] else response
         try:
-            body = await answer(request.body, request.request_id, self._model)
+            body = await ANSWERS[request.url](request.body, request.request_id, self._model)
         except RequestError as error:
-            return Answer(status_code=error.status_code, body=error.body(), request_id=request.request_id)
+            body = dict(error_body(request.url, error.body()))
+            return Answer(status_code=error.status_code, body=body, request_id=request.request_id)
         return Answer(status_code=200, body=body, request_id=request.request_id)
 
     def stream(self, request: EndpointRequest) -> AsyncIterator[Mapping[str, Any]]:
-        chunks = chat_completion_chunks if request.url == PATHS[0] else response_events
-        return chunks(request.body, request.request_id, self._model)
+        return STREAMS[request.url](request.body, request.request_id, self._model)
 
     def is_alive(self) -> bool:
         return True

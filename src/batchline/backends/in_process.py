@@ -35,7 +35,7 @@ from batchline.errors import (
     SequenceFailed,
     UsageError,
 )
-from batchline.openai_api.endpoint_table import ENDPOINTS, endpoints_of
+from batchline.openai_api.endpoint_table import ENDPOINTS, endpoints_of, error_body
 from batchline.pooling.detection import detect_task
 
 if TYPE_CHECKING:
@@ -87,7 +87,8 @@ class InProcessBackend:
             raise ModelLoadError(str(request.body.get("model")), str(exc)) from exc
         except Exception as exc:
             error = _request_error(request, exc)
-            return Answer(status_code=error.status_code, body=error.body(), request_id=request.request_id)
+            told = error_body(request.url, error.body())
+            return Answer(status_code=error.status_code, body=told, request_id=request.request_id)
 
     async def stream(self, request: EndpointRequest) -> AsyncGenerator[Mapping[str, Any], None]:
         """The answer in chunks, run again when the engine ends before the first one.

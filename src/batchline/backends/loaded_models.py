@@ -27,6 +27,7 @@ from batchline.endpoints.completions import completion
 from batchline.endpoints.embedders import Embedder, EngineEmbedder
 from batchline.endpoints.embeddings import embeddings
 from batchline.endpoints.loading import load_text
+from batchline.endpoints.messages import counted_tokens, message, message_events
 from batchline.endpoints.model import GenerativeModel
 from batchline.endpoints.rerank import rerank
 from batchline.endpoints.responses import input_tokens, response, response_events
@@ -41,9 +42,11 @@ from batchline.openai_api.chat import ChatCompletionRequest
 from batchline.openai_api.endpoint_table import (
     CHAT,
     COMPLETIONS,
+    COUNT_TOKENS,
     DETOKENIZE,
     EMBEDDINGS,
     INPUT_TOKENS,
+    MESSAGES,
     RERANK,
     RESPONSES,
     SCORE,
@@ -151,6 +154,8 @@ def _generative_model(
             COMPLETIONS: _generating(completion, model),
             RESPONSES: _generating(response, model),
             INPUT_TOKENS: _generating(input_tokens, model),
+            MESSAGES: _generating(message, model),
+            COUNT_TOKENS: _generating(counted_tokens, model),
             **_tokenizing_endpoints(generative(model)),
             **_pooling_endpoints(scorer, embedder, text=config),
         },
@@ -158,6 +163,7 @@ def _generative_model(
             CHAT: _streaming(chat_completion_chunks, model),
             COMPLETIONS: _streaming(completion_chunks, model),
             RESPONSES: _streaming(response_events, model),
+            MESSAGES: _streaming(message_events, model),
         },
         max_model_len=engine.max_model_len,
         is_alive=lambda: engine.is_alive,

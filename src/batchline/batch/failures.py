@@ -14,6 +14,7 @@ from batchline.batch.journal import Journal, Outcome, encode_record
 from batchline.batch.plan import WorkItem
 from batchline.batch.progress import Tally
 from batchline.errors import InputChanged, InternalServerError, LineError, RunFailed
+from batchline.openai_api.endpoint_table import error_body
 
 _GROUP_BYTES = 1 << 20
 
@@ -54,7 +55,8 @@ def record_lethal_requests(
     lines_given_up: list[tuple[str, int]] = []
     for position in (position for item in items for position in (item.position, *item.copies)):
         batch_line, span = reader.batch_line(position)
-        answer = Answer(status_code=error.status_code, body=error.body(), request_id=lines.new_id())
+        body = error_body(batch_line.url, error.body())
+        answer = Answer(status_code=error.status_code, body=body, request_id=lines.new_id())
         outcome = Outcome(position, str(error.status_code))
         line = lines.answer_line(lines.new_id(), batch_line.custom_id, answer, lines.encode_body(answer.body))
         records += encode_record(outcome, line)

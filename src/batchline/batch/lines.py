@@ -17,7 +17,7 @@ import orjson
 
 from batchline.backends.base import BATCH_PRIORITY, Answer, EndpointRequest
 from batchline.errors import LineError
-from batchline.openai_api.endpoint_table import CHAT
+from batchline.openai_api.endpoint_table import CHAT, MESSAGES
 
 MAX_LINE_BYTES = 256 * 1024 * 1024
 """A longer line is answered with an error and never held in memory whole."""
@@ -169,8 +169,8 @@ def _check_body(body: dict[str, Any], url: str) -> None:
     if "stream" in body and _is_true(body["stream"]):
         message = "Streaming is not supported in a batch file: leave 'stream' out or set it to false."
         raise LineError("streaming_unsupported", message, param="body.stream")
-    if url == CHAT and body.get("messages") is None:
-        message = "A chat completion needs messages: 'body.messages' is missing."
+    if url in (CHAT, MESSAGES) and body.get("messages") is None:
+        message = "The request needs messages: 'body.messages' is missing."
         raise LineError("invalid_request", message, param="body.messages")
 
 

@@ -16,15 +16,17 @@ PREFIX_LENGTHS = (64, 256, 512, 1024, 2048, 4096)
 NOT_DEDUPLICABLE = bytes(16)
 """The hash of a request that equals no other."""
 
+_LEADING_FIELDS = ("tools", "instructions", "system")
 _PROMPT_FIELDS = ("prompt", "input", "query", "text_1", "queries", "data_1")
 _UNKNOWN_DECODE = 2**31
 
 
 def prompt_bytes(body: dict[str, Any]) -> bytes:
-    """What stands in for the rendered prompt: tools and messages, or the prompt or input, as bytes."""
+    """What stands in for the rendered prompt: tools, instructions and messages, or the prompt or input, as bytes."""
     content = prompt_content(body)
-    if body.get("messages") is not None and body.get("tools"):
-        content = [body["tools"], content]
+    leading = [body[name] for name in _LEADING_FIELDS if body.get(name)]
+    if leading:
+        content = [*leading, content]
     if isinstance(content, str):
         return content[: PREFIX_LENGTHS[-1]].encode()
     try:

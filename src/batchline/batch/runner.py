@@ -23,7 +23,7 @@ from batchline.batch.index import LineReader
 from batchline.batch.journal import Outcome
 from batchline.batch.plan import WorkItem
 from batchline.errors import EngineError, InternalServerError, LineError, ModelLoadError, RequestError, RunFailed
-from batchline.openai_api.endpoint_table import is_batch_url
+from batchline.openai_api.endpoint_table import error_body, is_batch_url
 
 logger = logging.getLogger(__name__)
 
@@ -193,7 +193,8 @@ class Runner:
             # The boundary of one line: whatever went wrong is that line's answer, and the traceback is in the log.
             logger.exception("request failed inside the backend", extra={"request_id": request.request_id})
             error = InternalServerError("The request failed because of an internal error.")
-        return _checked(Answer(status_code=error.status_code, body=error.body(), request_id=request.request_id), "")
+        body = error_body(request.url, error.body())
+        return _checked(Answer(status_code=error.status_code, body=body, request_id=request.request_id), "")
 
     def _counted_tokens(self, answer: Answer) -> tuple[int, int, int]:
         """(prompt, cached, output) tokens of an answer; zeros, and one warning, where its usage is no count."""
@@ -253,7 +254,8 @@ def _raise_first(results: list[BaseException | None]) -> None:
 
 
 def _usage(body: Mapping[str, Any]) -> tuple[int, int, int]:
-    """(prompt, cached, output) tokens of an answer; zeros where it has none. Responses have names of their own.
+    """(prompt, cached, output) tokens of an answer; zeros where it has none. Responses and messages have names
+    of their own, and the `input_tokens` of a message are those that no cache had.
 
     Raises: ValueError for what is there and is no count.
     """
@@ -261,9 +263,10 @@ def _usage(body: Mapping[str, Any]) -> tuple[int, int, int]:
     if usage is None:
         return 0, 0, 0
     details = _of(usage, "prompt_tokens_details") or _of(usage, "input_tokens_details") or {}
+    num_read, num_written = (_count(_of(usage, f"cache_{kind}_input_tokens")) for kind in ("read", "creation"))
     return (
-        _count(_of(usage, "prompt_tokens") or _of(usage, "input_tokens")),
-        _count(_of(details, "cached_tokens")),
+        _count(_of(usage, "prompt_tokens") or _of(usage, "input_tokens")) + num_read + num_written,
+        _count(_of(details, "cached_tokens")) + num_read,
         _count(_of(usage, "completion_tokens") or _of(usage, "output_tokens")),
     )
 

@@ -7,11 +7,10 @@ its own, as chat templates are written for. What an item holds is judged where c
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from batchline.config import RequestLimits
-from batchline.endpoints.response_fields import in_response_fields
+from batchline.endpoints.chat_form import ChatForm
 from batchline.errors import BadRequest
 from batchline.openai_api.chat import ChatCompletionRequest
 from batchline.openai_api.parsing import DEFAULT_LIMITS, parse_body, warn_once
@@ -29,16 +28,13 @@ JsonObject = dict[str, Any]
 _TEXT_PARTS = ("input_text", "output_text", "text")
 _INSTRUCTING = ("system", "developer")
 
-
-@dataclass(frozen=True, slots=True)
-class ChatForm:
-    """A response request as a chat completion's body.
-
-    places: where in the response request a message (`messages[0]`), its content, a call of it or a tool comes from.
-    """
-
-    body: JsonObject
-    places: Mapping[str, str]
+RENAMED: Mapping[str, str] = {
+    r"response_format(?:\.json_schema)?": "text.format",
+    r"max_(?:completion_)?tokens": "max_output_tokens",
+    r"reasoning_effort": "reasoning.effort",
+    r"verbosity": "text.verbosity",
+}
+"""Fields of responses, by regular expressions of what chat completions call them."""
 
 
 def read_request(
@@ -57,7 +53,7 @@ def check_without_model(body: Mapping[str, Any]) -> None:
     Limits are a model's.
     """
     form = chat_form(read_request(body, strict=False, limits=None))
-    with in_response_fields(form.places):
+    with form.in_own_fields():
         parse_body(ChatCompletionRequest, form.body, strict=False, limits=None).check()
 
 
@@ -77,7 +73,8 @@ def chat_form(request: ResponsesRequest) -> ChatForm:
     if request.text.format is not None:
         chat["response_format"] = _response_format(request.text.format)
     places = conversation.places | {f"tools[{index}]": path for index, path in enumerate(tools)}
-    return ChatForm({name: value for name, value in chat.items() if value is not None}, places)
+    body = {name: value for name, value in chat.items() if value is not None}
+    return ChatForm(body, places, RENAMED, elsewhere="input")
 
 
 def later_starts(messages: Sequence[JsonObject]) -> list[int]:

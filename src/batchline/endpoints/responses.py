@@ -14,12 +14,12 @@ from functools import partial
 from typing import Any
 
 from batchline.endpoints.chat import EncodedChat, constrained_chat, encoded_chat, parse_chat, render_chat
+from batchline.endpoints.chat_form import ChatForm
 from batchline.endpoints.choices import is_long, run_jobs, stream_jobs
 from batchline.endpoints.generation import GeneratedText, by_token
 from batchline.endpoints.logprobs import LogprobFormat
 from batchline.endpoints.message_reader import MessageReader
 from batchline.endpoints.model import GenerativeModel
-from batchline.endpoints.response_fields import in_response_fields
 from batchline.endpoints.response_input import chat_form, later_starts, read_request, without_oldest
 from batchline.endpoints.response_output import ResponseWriter
 from batchline.endpoints.streaming import StreamUsage
@@ -36,7 +36,7 @@ async def response(
 ) -> dict[str, Any]:
     """The answer to a response request. Raises: RequestError, EngineError."""
     encoded = await model.off_loop(partial(_encode, body, model, is_streamed=False))
-    with in_response_fields(encoded.places):
+    with encoded.form.in_own_fields():
         chat = await constrained_chat(encoded.chat, model)
         (result,) = await run_jobs(model, [chat.job], chat.request, request_id=request_id, priority=priority)
 
@@ -54,7 +54,7 @@ async def response_events(
 ) -> AsyncGenerator[JsonObject, None]:
     """The answer to a response request as events, each with its `type`. Raises: RequestError, EngineError."""
     encoded = await model.off_loop(partial(_encode, body, model, is_streamed=True))
-    with in_response_fields(encoded.places):
+    with encoded.form.in_own_fields():
         chat = await constrained_chat(encoded.chat, model)
         deltas = stream_jobs(model, [chat.job], chat.request, request_id=request_id, priority=priority)
         events = _Events(ResponseWriter(body, request_id, model), chat, model)
@@ -68,10 +68,10 @@ async def response_events(
 
 @dataclass(frozen=True, slots=True)
 class _EncodedResponse:
-    """The request as a chat that is ready to be run. places: as in `ChatForm`."""
+    """The request as a chat that is ready to be run."""
 
     chat: EncodedChat
-    places: Mapping[str, str]
+    form: ChatForm
 
 
 def _encode(body: Mapping[str, Any], model: GenerativeModel, *, is_streamed: bool) -> _EncodedResponse:
@@ -80,14 +80,14 @@ def _encode(body: Mapping[str, Any], model: GenerativeModel, *, is_streamed: boo
     if request.stream and not is_streamed:
         raise BadRequest("stream: a batch line or a call for one answer cannot be streamed", param="stream")
     form = chat_form(request)
-    with in_response_fields(form.places):
+    with form.in_own_fields():
         chat = parse_chat(form.body, model.config)
         try:
-            return _EncodedResponse(encoded_chat(chat, model), form.places)
+            return _EncodedResponse(encoded_chat(chat, model), form)
         except PromptTooLong:
             if request.truncation == "disabled":
                 raise
-        return _EncodedResponse(_encode_latest(chat, model), form.places)
+        return _EncodedResponse(_encode_latest(chat, model), form)
 
 
 def _encode_latest(request: ChatCompletionRequest, model: GenerativeModel) -> EncodedChat:
@@ -119,7 +119,7 @@ async def input_tokens(
 
     def count() -> int:
         form = chat_form(read_request(body, strict=model.config.strict, limits=model.config.limits))
-        with in_response_fields(form.places):
+        with form.in_own_fields():
             chat = parse_chat(form.body, model.config)
             rendered = render_chat(chat, model)
             check_text("messages", rendered.text, model.config.limits)

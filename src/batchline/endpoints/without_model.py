@@ -11,15 +11,24 @@ from typing import Any
 from pydantic import BaseModel
 
 from batchline.config import TextConfig
+from batchline.endpoints import message_input, response_input
 from batchline.endpoints.chat import parse_chat
+from batchline.endpoints.chat_form import ChatForm
 from batchline.endpoints.completions import parse_completion
 from batchline.endpoints.constraints import requested_constraint
-from batchline.endpoints.response_fields import in_response_fields
-from batchline.endpoints.response_input import chat_form, read_request
 from batchline.openai_api.chat import ChatCompletionRequest
 from batchline.openai_api.completions import CompletionRequest
 from batchline.openai_api.embeddings import EmbeddingsRequest
-from batchline.openai_api.endpoint_table import CHAT, COMPLETIONS, EMBEDDINGS, RERANK, RESPONSES, SCORE
+from batchline.openai_api.endpoint_table import (
+    CHAT,
+    COMPLETIONS,
+    COUNT_TOKENS,
+    EMBEDDINGS,
+    MESSAGES,
+    RERANK,
+    RESPONSES,
+    SCORE,
+)
 from batchline.openai_api.parsing import parse_body
 from batchline.openai_api.rerank import RerankRequest
 from batchline.openai_api.score import ScoreRequest
@@ -29,7 +38,7 @@ Body = Mapping[str, Any]
 
 
 def checked_request(path: str, body: Body, config: TextConfig) -> BaseModel:
-    """The request in a body; of a response, the chat completion that it becomes. path: one of `CHECKS`.
+    """The request in a body; of a response or a message, the chat completion that it becomes. path: one of `CHECKS`.
 
     Raises: RequestError.
     """
@@ -50,8 +59,20 @@ def _completion(body: Body, config: TextConfig) -> CompletionRequest:
 
 
 def _response(body: Body, config: TextConfig) -> ChatCompletionRequest:
-    form = chat_form(read_request(body, strict=config.strict, limits=config.limits))
-    with in_response_fields(form.places):
+    request = response_input.read_request(body, strict=config.strict, limits=config.limits)
+    return _chat_in_own_fields(response_input.chat_form(request), config)
+
+
+def _message(body: Body, config: TextConfig) -> ChatCompletionRequest:
+    return _chat_in_own_fields(message_input.chat_form(message_input.read_message(body, config)), config)
+
+
+def _counted_message(body: Body, config: TextConfig) -> ChatCompletionRequest:
+    return _chat_in_own_fields(message_input.chat_form(message_input.read_conversation(body, config)), config)
+
+
+def _chat_in_own_fields(form: ChatForm, config: TextConfig) -> ChatCompletionRequest:
+    with form.in_own_fields():
         return _chat(form.body, config)
 
 
@@ -81,6 +102,8 @@ CHECKS: Mapping[str, Callable[[Body, TextConfig], BaseModel]] = {
     CHAT: _chat,
     COMPLETIONS: _completion,
     RESPONSES: _response,
+    MESSAGES: _message,
+    COUNT_TOKENS: _counted_message,
     EMBEDDINGS: _embeddings,
     **dict.fromkeys(SCORE, _score),
     **dict.fromkeys(RERANK, _rerank),

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BaseModel, Field
 
 from batchline.errors import BadRequest
 from batchline.openai_api.common import Usage
 from batchline.openai_api.generation import GenerationBody, NumLogprobs
 from batchline.openai_api.limits import MESSAGES, TEXT, Limited, num_allowed_tools
+from batchline.openai_api.parsing import NO_BEHAVIOUR
 from batchline.openai_api.tools import AllowedToolsChoice, NamedToolChoice, Tool, ToolChoice
 
 JsonObject = dict[str, Any]
@@ -96,6 +97,16 @@ def _chosen_names(choice: ToolChoice | None) -> list[str]:
     if isinstance(choice, AllowedToolsChoice):
         return sorted(choice.allowed_tools.names)
     return [choice.function.name] if isinstance(choice, NamedToolChoice) else []
+
+
+def refuse_chat_fields(body: Mapping[str, Any], schema: type[BaseModel], resource: str) -> None:
+    """Raises: BadRequest for a field of chat completions that the schema of another resource does not have."""
+    for name, value in body.items():
+        if value is None or name in schema.model_fields or name in NO_BEHAVIOUR:
+            continue
+        chat_field = ChatCompletionRequest.model_fields.get(name)
+        if chat_field is not None and value != chat_field.get_default(call_default_factory=True):
+            raise BadRequest(f"{name}: chat completions take it, {resource} do not", param=name)
 
 
 def chat_completion_object(

@@ -6,8 +6,9 @@ the batch runner, the server, its OpenAPI description and its metrics read this 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from pydantic import BaseModel
 
@@ -15,8 +16,9 @@ from batchline.config import Task
 from batchline.openai_api.chat import ChatCompletionRequest
 from batchline.openai_api.completions import CompletionRequest
 from batchline.openai_api.embeddings import EmbeddingsRequest
+from batchline.openai_api.messages import CountTokensRequest, MessagesRequest, message_error
 from batchline.openai_api.rerank import RerankRequest
-from batchline.openai_api.responses import ResponsesRequest
+from batchline.openai_api.responses import ResponsesRequest, response_error_event
 from batchline.openai_api.score import ScoreRequest
 from batchline.openai_api.tokenize import DetokenizeRequest, TokenizeRequest
 
@@ -24,6 +26,8 @@ CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 RESPONSES = "/v1/responses"
 INPUT_TOKENS = "/v1/responses/input_tokens"
+MESSAGES = "/v1/messages"
+COUNT_TOKENS = "/v1/messages/count_tokens"
 EMBEDDINGS = "/v1/embeddings"
 SCORE = ("/v1/score", "/score")
 RERANK = ("/v1/rerank", "/v2/rerank", "/rerank")
@@ -45,17 +49,23 @@ class ApiEndpoint:
     schema: of its body; None where `tasks` is empty.
     generates: whether its answer is generated text, which can be streamed.
     default_max_tokens: the limit of output tokens of a request that sets none; None is all that the context leaves.
+    has_named_events: whether the events of its streams have a `type`, which is also their name.
     in_batch_file: whether a batch line may name it; `/v1/models` lists only these paths as a model's endpoints.
     needs_engine: False where the tokenizer alone answers, beside an engine of any state.
+    error_body: makes an error's body in its own API's shape of `RequestError.body()`; None where they are the same.
+    error_event: the same for an error in the middle of a stream.
     """
 
     path: str
     tasks: tuple[Task, ...] = ()
     schema: type[BaseModel] | None = None
     generates: bool = False
+    has_named_events: bool = False
     default_max_tokens: int | None = None
     in_batch_file: bool = True
     needs_engine: bool = True
+    error_body: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
+    error_event: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
 
 
 def _rows(paths: tuple[str, ...], tasks: tuple[Task, ...], schema: type[BaseModel]) -> list[ApiEndpoint]:
@@ -73,7 +83,30 @@ ENDPOINTS: Mapping[str, ApiEndpoint] = {
     for endpoint in (
         ApiEndpoint(path=CHAT, tasks=GENERATES, schema=ChatCompletionRequest, generates=True),
         ApiEndpoint(path=COMPLETIONS, tasks=GENERATES, schema=CompletionRequest, generates=True, default_max_tokens=16),
-        ApiEndpoint(path=RESPONSES, tasks=GENERATES, schema=ResponsesRequest, generates=True),
+        ApiEndpoint(
+            path=RESPONSES,
+            tasks=GENERATES,
+            schema=ResponsesRequest,
+            generates=True,
+            has_named_events=True,
+            error_event=response_error_event,
+        ),
+        ApiEndpoint(
+            path=MESSAGES,
+            tasks=GENERATES,
+            schema=MessagesRequest,
+            generates=True,
+            has_named_events=True,
+            error_body=message_error,
+            error_event=message_error,
+        ),
+        ApiEndpoint(
+            path=COUNT_TOKENS,
+            tasks=GENERATES,
+            schema=CountTokensRequest,
+            needs_engine=False,
+            error_body=message_error,
+        ),
         ApiEndpoint(path=EMBEDDINGS, tasks=EMBEDS, schema=EmbeddingsRequest),
         *_rows(SCORE, SCORES, ScoreRequest),
         *_rows(RERANK, SCORES, RerankRequest),
@@ -104,6 +137,12 @@ def generates(path: str) -> bool:
     """Whether the path's answer is generated text, which can be streamed."""
     endpoint = ENDPOINTS.get(path)
     return endpoint is not None and endpoint.generates
+
+
+def error_body(path: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
+    """An error in the shape of the path's API. body: `RequestError.body()`."""
+    endpoint = ENDPOINTS.get(path)
+    return body if endpoint is None or endpoint.error_body is None else endpoint.error_body(body)
 
 
 def endpoints_of(task: Task) -> tuple[str, ...]:

@@ -45,7 +45,14 @@ NO_BEHAVIOUR: Mapping[str, str] = {
     "prompt_cache_retention": "how long a hosted service keeps its prompt cache",
     "max_tool_calls": "how often a hosted service may run its own tools",
     "reasoning.summary": "how a hosted service sums up reasoning that it does not show; here responses hold all of it",
+    "cache_control": "a hint for a hosted service's prompt cache; equal beginnings share the cache here by themselves",
+    "diagnostics": "what a hosted service reports about its prompt cache",
+    "inference_geo": "where a hosted service runs the model",
+    "speed": "a hosted service's price class",
+    "user_profile_id": "whom a hosted service books the request on",
+    "workspace_id": "whom a hosted service books the request on",
     "stream_options.include_obfuscation": "padding of a hosted service's chunks against eavesdroppers",
+    "thinking.budget_tokens": "a limit of its own for thinking; `max_tokens` limits thinking and text together",
     "image_url.detail": "a resolution hint for a hosted service's models (inside a message part)",
 }
 """Fields that carry no behaviour here: accepted and dropped without a warning. Names with a dot are nested ones."""

@@ -11,10 +11,9 @@ from uuid import uuid4
 from pydantic import Field
 
 from batchline.errors import BadRequest
-from batchline.openai_api.chat import ChatCompletionRequest
+from batchline.openai_api.chat import refuse_chat_fields
 from batchline.openai_api.common import WireModel
 from batchline.openai_api.limits import MESSAGES, TEXT, Limited, num_allowed_tools
-from batchline.openai_api.parsing import NO_BEHAVIOUR
 
 JsonObject = dict[str, Any]
 Status = Literal["queued", "in_progress", "completed", "incomplete", "cancelled", "failed"]
@@ -158,13 +157,9 @@ class ResponsesRequest(WireModel):
 
 def refuse_other_fields(body: Mapping[str, Any]) -> None:
     """Raises: BadRequest for a field of chat completions that responses do not have, or one of a hosted service."""
-    for name, value in body.items():
-        if value is None or name in ResponsesRequest.model_fields or name in NO_BEHAVIOUR:
-            continue
-        chat_field = ChatCompletionRequest.model_fields.get(name)
-        if chat_field is not None and value != chat_field.get_default(call_default_factory=True):
-            raise BadRequest(f"{name}: chat completions take it, responses do not", param=name)
-        if name in HOSTED_FIELDS:
+    refuse_chat_fields(body, ResponsesRequest, "responses")
+    for name in HOSTED_FIELDS:
+        if body.get(name) is not None:
             raise BadRequest(f"{name}: it is not supported by this build", param=name)
 
 
@@ -277,6 +272,12 @@ def function_call(item_id: str, status: Status, *, call_id: str, name: str, argu
 def input_tokens_object(num_tokens: int) -> JsonObject:
     """The answer to how many tokens an input has."""
     return {"object": "response.input_tokens", "input_tokens": num_tokens}
+
+
+def response_error_event(body: Mapping[str, Any]) -> JsonObject:
+    """The event of an error in the middle of a stream. body: `RequestError.body()`."""
+    error = body["error"]
+    return {"type": "error", "code": str(error["code"]), "message": error["message"], "param": error["param"]}
 
 
 def response_usage(usage: JsonObject) -> JsonObject:

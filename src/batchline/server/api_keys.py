@@ -26,7 +26,10 @@ def owner_of(request: Request) -> str:
 
 
 class ApiKeys:
-    """Lets requests through that carry a known key as `Authorization: Bearer <key>`. ASGI middleware."""
+    """Lets requests through that carry a known key as `Authorization: Bearer <key>` or `X-Api-Key: <key>`.
+
+    ASGI middleware.
+    """
 
     def __init__(self, app: ASGIApp, keys: Sequence[str], open_paths: frozenset[str]) -> None:
         """keys: one or more. open_paths: paths that need none."""
@@ -37,21 +40,28 @@ class ApiKeys:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises: Unauthorized."""
         if scope["type"] == "http" and route_path(scope) not in self._open_paths:
-            owner = self._check(Headers(scope=scope).get("authorization", ""))
+            owner = self._check(_key_in(Headers(scope=scope)))
             scope.setdefault("state", {})["owner"] = owner
         await self._app(scope, receive, send)
 
-    def _check(self, authorization: str) -> str:
+    def _check(self, key: str) -> str:
         """The owner that the key stands for. Raises: Unauthorized."""
-        scheme, _, key = authorization.partition(" ")
-        if scheme.lower() != "bearer" or not key.strip():
+        if not key:
             raise Unauthorized("An API key is needed: send Authorization: Bearer <key>", code="missing_api_key")
         # headers arrive as latin-1; the digests are compared without a hint of where they differ, all of them
-        given = _digest(key.strip().encode("latin-1"))
+        given = _digest(key.encode("latin-1"))
         matches = [hmac.compare_digest(given, digest) for digest in self._digests]
         if not any(matches):
             raise Unauthorized("The API key is not known here", code="invalid_api_key")
         return given.hex()
+
+
+def _key_in(headers: Headers) -> str:
+    """The key that a request carries, empty where there is none. Anthropic's clients send it as `X-Api-Key`."""
+    if "authorization" not in headers:
+        return headers.get("x-api-key", "").strip()
+    scheme, _, key = headers["authorization"].partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else ""
 
 
 def _digest(key: bytes) -> bytes:

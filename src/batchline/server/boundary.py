@@ -78,7 +78,7 @@ class RequestBoundary:
     async def _answer(self, error: RequestError, scope: Scope, receive: Receive, sender: _Sender) -> None:
         """The error, unless an answer has begun: that one then ends without its end, which the client notices."""
         if not sender.has_begun:
-            await error_response(error)(scope, receive, sender)
+            await error_response(error, route_path(scope))(scope, receive, sender)
 
 
 class _Sender:

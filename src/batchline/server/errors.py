@@ -20,6 +20,7 @@ from batchline.errors import (
     ServiceUnavailable,
     Unauthorized,
 )
+from batchline.openai_api.endpoint_table import error_body
 from batchline.server.responses import JsonResponse
 from batchline.server.root_path import route_path
 
@@ -32,8 +33,8 @@ ENGINE_STOPPED = ServiceUnavailable(
 SHUTTING_DOWN = ServiceUnavailable("The server is shutting down")
 
 
-def error_response(error: RequestError) -> JsonResponse:
-    """The envelope with the error's status and the headers that go with it."""
+def error_response(error: RequestError, path: str = "") -> JsonResponse:
+    """The envelope, as the path's API has it, with the error's status and the headers that go with it."""
     headers = {}
     if isinstance(error, Unauthorized):
         headers["WWW-Authenticate"] = "Bearer"
@@ -41,7 +42,7 @@ def error_response(error: RequestError) -> JsonResponse:
         headers["Allow"] = error.allowed
     elif isinstance(error, Overloaded):
         headers["Retry-After"] = str(error.retry_after_s)
-    return JsonResponse(error.body(), status_code=error.status_code, headers=headers)
+    return JsonResponse(error_body(path, error.body()), status_code=error.status_code, headers=headers)
 
 
 def as_request_error(exc: Exception) -> RequestError:

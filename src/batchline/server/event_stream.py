@@ -15,6 +15,7 @@ import orjson
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from batchline.openai_api.endpoint_table import ENDPOINTS
 from batchline.server.connection import while_connected
 from batchline.server.errors import SHUTTING_DOWN, as_request_error
 
@@ -27,13 +28,13 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: Chunk | None, rest: AsyncIterator[Chunk], *, are_named: bool = False) -> None:
-        """first: None for a stream that has no chunk at all. are_named: whether chunks are events of a type."""
+    def __init__(self, first: Chunk | None, rest: AsyncIterator[Chunk], path: str) -> None:
+        """first: None for a stream that has no chunk at all. path: of the endpoint, which decides the events' form."""
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._first = first
         self._rest = rest
-        self._are_named = are_named
+        self._endpoint = ENDPOINTS[path]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send all of it. Raises: ClientDisconnect."""
@@ -62,19 +63,18 @@ class EventStream(Response):
             yield as_request_error(exc).body()
 
     def _message(self, chunk: Chunk) -> Message:
-        event = named_event(chunk) if self._are_named else b"data: %b\n\n" % orjson.dumps(chunk)
+        if "error" in chunk and "type" not in chunk and self._endpoint.error_event is not None:
+            chunk = self._endpoint.error_event(chunk)
+        name = b"event: %b\n" % chunk["type"].encode() if self._endpoint.has_named_events else b""
+        event = b"%bdata: %b\n\n" % (name, orjson.dumps(chunk))
         return {"type": "http.response.body", "body": event, "more_body": True}
 
     def _end(self) -> Message:
-        return {"type": "http.response.body", "body": b"" if self._are_named else _DONE, "more_body": False}
-
-
-def named_event(chunk: Chunk) -> bytes:
-    """An event under its type; an error is one of type `error`."""
-    if "type" not in chunk and "error" in chunk:
-        error = chunk["error"]
-        chunk = {"type": "error", "code": str(error["code"]), "message": error["message"], "param": error["param"]}
-    return b"event: %b\ndata: %b\n\n" % (chunk["type"].encode(), orjson.dumps(chunk))
+        return {
+            "type": "http.response.body",
+            "body": b"" if self._endpoint.has_named_events else _DONE,
+            "more_body": False,
+        }
 
 
 async def close_stream(stream: AsyncIterator[Chunk]) -> None:

@@ -49,19 +49,16 @@ class Inference:
         return await while_connected(request.receive, self._backend.answer(endpoint_request))
 
     async def begin_stream(
-        self, request: Request, endpoint: str, chunks: AsyncIterator[Mapping[str, Any]], *, are_named: bool = False
+        self, request: Request, endpoint: str, chunks: AsyncIterator[Mapping[str, Any]]
     ) -> EventStream:
-        """Wait for the first chunk, so that what is wrong with the request is an ordinary error.
-
-        are_named: the chunks are events with a `type` of their own.
-        """
+        """Wait for the first chunk, so that what is wrong with the request is an ordinary error."""
         timed = self._metrics.timed(endpoint, chunks)
         try:
             first = await while_connected(request.receive, _first_of(timed))
         except BaseException:
             await close_stream(timed)
             raise
-        return EventStream(first, timed, are_named=are_named)
+        return EventStream(first, timed, endpoint)
 
 
 async def _first_of(chunks: AsyncIterator[Mapping[str, Any]]) -> Mapping[str, Any] | None:

@@ -96,7 +96,7 @@ class Metrics:
 
 def _adds_to_first_choice(chunk: Mapping[str, Any]) -> bool:
     """Whether it has new text of choice 0, in whichever shape."""
-    if chunk.get("type") == "response.output_text.delta":
+    if chunk.get("type") in ("response.output_text.delta", "content_block_delta"):
         return True
     choices = chunk.get("choices") or ()
     return any(

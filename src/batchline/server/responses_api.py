@@ -60,7 +60,7 @@ class ResponsesApi:
             return JsonResponse(self._start(call))
         if body.get("stream") is True:
             chunks = _keeping(self._backend.stream(call.request), self._kept, call)
-            return await self._inference.begin_stream(request, RESPONSES, chunks, are_named=True)
+            return await self._inference.begin_stream(request, RESPONSES, chunks)
         with call.keeping(self._kept):
             answer = await self._inference.answer_of(request, call.request)
             told = answer.body if answer.is_error else call.finish(answer.body, self._kept)
