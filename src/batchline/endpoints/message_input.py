@@ -97,9 +97,11 @@ def _tool_use(request: CountTokensRequest) -> JsonObject:
     choice = request.tool_choice
     if choice is None:
         return {}
-    named = {"type": "function", "function": {"name": choice.get("name")}}
-    wanted = {"tool_choice": _TOOL_MODES.get(choice["type"], named)}
-    return wanted | {"parallel_tool_calls": False} if choice.get("disable_parallel_tool_use") else wanted
+    if choice.type == "tool" and choice.name is None:
+        raise BadRequest("tool_choice.name: it is required with type tool", param="tool_choice.name")
+    named = {"type": "function", "function": {"name": choice.name}}
+    wanted = {"tool_choice": _TOOL_MODES.get(choice.type, named)}
+    return wanted | {"parallel_tool_calls": False} if choice.disable_parallel_tool_use else wanted
 
 
 class _Conversation:

@@ -6,8 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PlainValidator
-from pydantic_core import PydanticCustomError
+from pydantic import Field
 
 from batchline.errors import BadRequest
 from batchline.openai_api.chat import refuse_chat_fields
@@ -48,13 +47,12 @@ class OutputConfig(WireModel):
     format: OutputFormat | None = None
 
 
-def _tool_choice(value: Any) -> JsonObject:
-    is_known = isinstance(value, dict) and value.get("type") in ("auto", "any", "tool", "none")
-    if not is_known or (value["type"] == "tool" and not isinstance(value.get("name"), str)):
-        raise PydanticCustomError(
-            "tool_choice", 'Input should be {"type": "auto", "any" or "none"} or {"type": "tool", "name": ...}'
-        )
-    return dict(value)
+class MessageToolChoice(WireModel):
+    """How tools are used. name: of the one that must be called, with type `tool`."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: Annotated[str, Field(max_length=128)] | None = None
+    disable_parallel_tool_use: bool = False
 
 
 class CountTokensRequest(WireModel):
@@ -64,7 +62,7 @@ class CountTokensRequest(WireModel):
     messages: Annotated[Annotated[list[JsonObject], Field(min_length=1)], MESSAGES]
     system: Annotated[str | list[JsonObject] | None, Limited("message_parts"), TEXT] = None
     tools: Annotated[list[JsonObject], Limited("tools")] = Field(default_factory=list)
-    tool_choice: Annotated[JsonObject, PlainValidator(_tool_choice)] | None = None
+    tool_choice: MessageToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None

@@ -97,7 +97,7 @@ def _complete(operation: dict[str, Any], path: str) -> None:
     else:
         answer["content"] = {"application/json": {"schema": {"type": "object"}}}
     if generates(path):
-        answer["content"]["text/event-stream"] = text
+        answer["content"]["text/event-stream"] = {}  # a schema would be one of each event, which OpenAPI 3.1 cannot say
 
 
 def _query_parameters(schema: type[BaseModel]) -> list[dict[str, Any]]:
