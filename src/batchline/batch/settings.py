@@ -15,6 +15,7 @@ from typing import Any
 
 from batchline.config import EngineConfig, RequestLimits
 from batchline.errors import UsageError
+from batchline.text.parser_registry import REASONING_PARSERS, TOOL_PARSERS, installed
 
 _WHOLE_FILE_BYTES = 4 * 1024 * 1024
 _NUM_SAMPLES = 32
@@ -60,7 +61,7 @@ def _settings(engine: EngineConfig) -> dict[str, str]:
         "--max-logprobs": text.max_logprobs,
         "--tool-call-parser": text.tool_parser,
         "--reasoning-parser": text.reasoning_parser,
-        "parser plugins": " ".join(_text_stamp(plugin) or "" for plugin in text.parser_plugins),
+        "parser plugins": " ".join([*_installed_plugins(), *(_text_stamp(path) or "" for path in text.parser_plugins)]),
         "--strict": text.strict,
         "--seed": text.seed,
         "--generation-config": _generation_stamp(model.generation_config),
@@ -70,6 +71,12 @@ def _settings(engine: EngineConfig) -> dict[str, str]:
         "--request-limit": _changed_limits(text.limits),
     }
     return {name: "" if value is None else str(value) for name, value in values.items()}
+
+
+def _installed_plugins() -> list[str]:
+    """Parsers of installed packages, with the packages' versions: one may read what a model writes."""
+    entries = [entry for group in (TOOL_PARSERS, REASONING_PARSERS) for entry in installed(group)]
+    return [f"{entry.name}={entry.value}@{entry.dist.version if entry.dist else ''}" for entry in entries]
 
 
 def _json(settings: Mapping[str, Any]) -> str:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from batchline.batch.settings import result_settings
+from batchline.config import EngineConfig, ModelConfig
 from batchline.errors import PluginLoadError, UnknownParser, UsageError
+from batchline.text.parser_registry import TOOL_PARSERS, ParserRegistry
 from batchline.text.tool_parsers import (
     HermesToolParser,
     ToolCall,
+    ToolCallParser,
     detect_tool_parser,
     load_plugin,
     register_tool_parser,
@@ -150,6 +156,77 @@ def test_plugin_that_fails_says_why(tmp_path: Path, source: str, reason: str) ->
     assert reason in str(caught.value)
     assert caught.value.path == str(file)
     assert caught.value.__cause__ is not None
+
+
+def test_a_plugin_file_may_hold_dataclasses_with_postponed_annotations(tmp_path: Path) -> None:
+    """It crashed: dataclasses look their module up in sys.modules, where it was not."""
+    file = tmp_path / "with_state.py"
+    file.write_text(
+        "from __future__ import annotations\n"
+        "from dataclasses import dataclass, field\n"
+        "@dataclass\nclass State:\n    depth: int = 0\n    names: list[str] = field(default_factory=list)\n"
+        "assert State().names == []\n",
+        encoding="utf-8",
+    )
+    load_plugin(file)
+    [module] = [module for name, module in sys.modules.items() if name.startswith("batchline_plugin_with_state_")]
+    assert module.State(depth=2).depth == 2
+
+
+def test_files_of_one_name_in_two_folders_are_two_plugins(tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "same_name.py").write_text(f"FOLDER = {folder!r}\n", encoding="utf-8")
+        load_plugin(tmp_path / folder / "same_name.py")
+    modules = [module for name, module in sys.modules.items() if name.startswith("batchline_plugin_same_name_")]
+    assert sorted(module.FOLDER for module in modules) == ["a", "b"]
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """An installed package with two parsers, one of which cannot be loaded; the group of their entry points."""
+    (tmp_path / "arrow_parsers.py").write_text(
+        "from batchline.text.tool_parsers import HermesToolParser\n"
+        "class Arrows(HermesToolParser):\n"
+        "    @classmethod\n    def recognizes(cls, template): return '>>' in template\n",
+        encoding="utf-8",
+    )
+    info = tmp_path / "arrow_parsers-1.2.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: arrow-parsers\nVersion: 1.2\n", encoding="utf-8")
+    (info / "entry_points.txt").write_text(
+        "[test.parsers]\narrows = arrow_parsers:Arrows\nbroken = arrow_parsers:Missing\nodd = arrow_parsers:__name__\n"
+        f"[{TOOL_PARSERS}]\n",
+        encoding="utf-8",
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return "test.parsers"
+
+
+def test_an_installed_packages_parsers_are_found(package: str, caplog: pytest.LogCaptureFixture) -> None:
+    registry: ParserRegistry[type[ToolCallParser]] = ParserRegistry("tool-call parser", package)
+    registry.register("hermes")(HermesToolParser)
+    assert registry.names() == ["arrows", "hermes"]
+    assert registry.detect("{{ '>>' }} <tool_call>") == "arrows"
+    assert registry.get("arrows").__name__ == "Arrows"
+    assert [("broken" in line or "Missing" in line) for line in caplog.messages] == [True, False]
+
+
+def test_an_installed_parser_that_cannot_be_loaded_is_an_error_for_those_who_want_it(package: str) -> None:
+    registry: ParserRegistry[type[ToolCallParser]] = ParserRegistry("tool-call parser", package)
+    with pytest.raises(PluginLoadError, match=r"arrow_parsers:Missing of the package arrow-parsers': AttributeError"):
+        registry.get("broken")
+    with pytest.raises(PluginLoadError, match="it is not a parser class"):
+        registry.get("odd")
+
+
+def test_an_installed_package_belongs_to_the_settings_of_a_run(package: str, tmp_path: Path) -> None:
+    before = result_settings([EngineConfig(model=ModelConfig(model="m"))])
+    entry_points = tmp_path / "arrow_parsers-1.2.dist-info" / "entry_points.txt"
+    entry_points.write_text(f"[{TOOL_PARSERS}]\narrows = arrow_parsers:Arrows\n", encoding="utf-8")
+    importlib.invalidate_caches()
+    after = result_settings([EngineConfig(model=ModelConfig(model="m"))])
+    assert (before["parser plugins"], after["parser plugins"]) == ("", "arrows=arrow_parsers:Arrows@1.2")
 
 
 def test_plugin_that_is_not_there_or_not_python_says_so(tmp_path: Path) -> None:

@@ -1,13 +1,13 @@
-"""Reasoning parsers by name: built in, and from plugin files that use `register_reasoning_parser`."""
+"""Reasoning parsers by name: built in, of installed packages, and from plugin files."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from batchline.text.parser_registry import ParserRegistry
+from batchline.text.parser_registry import REASONING_PARSERS, ParserRegistry
 from batchline.text.reasoning.base import ReasoningParser
 
-_REGISTRY: ParserRegistry[type[ReasoningParser]] = ParserRegistry("reasoning parser")
+_REGISTRY: ParserRegistry[type[ReasoningParser]] = ParserRegistry("reasoning parser", REASONING_PARSERS)
 
 
 def register_reasoning_parser(name: str) -> Callable[[type[ReasoningParser]], type[ReasoningParser]]:

@@ -1,13 +1,13 @@
-"""Tool-call parsers by name: built in, and from plugin files that use `register_tool_parser`."""
+"""Tool-call parsers by name: built in, of installed packages, and from plugin files that use `register_tool_parser`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from batchline.text.parser_registry import ParserRegistry
+from batchline.text.parser_registry import TOOL_PARSERS, ParserRegistry
 from batchline.text.tool_parsers.base import ToolCallParser
 
-_REGISTRY: ParserRegistry[type[ToolCallParser]] = ParserRegistry("tool-call parser")
+_REGISTRY: ParserRegistry[type[ToolCallParser]] = ParserRegistry("tool-call parser", TOOL_PARSERS)
 
 
 def register_tool_parser(name: str) -> Callable[[type[ToolCallParser]], type[ToolCallParser]]:
