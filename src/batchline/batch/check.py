@@ -22,6 +22,7 @@ from batchline.batch.disk_full import input_failure
 from batchline.batch.index import LineIndex, LineReader, PositionSet, open_regular
 from batchline.batch.options import Limits
 from batchline.batch.sorting import RecordSorter, column
+from batchline.batch.unknown_fields import UnknownFields
 from batchline.errors import LineError, RunInterrupted, UsageError
 from batchline.openai_api.endpoint_table import is_batch_url
 
@@ -62,7 +63,7 @@ class CheckReport:
 
     num_lines: non-blank lines, the number of results to come. faults: the first `MAX_FAULTS_KEPT` bad lines;
     num_faults: how many there are. bad: the positions of all of them. duplicates: those that are bad for their
-    `custom_id` alone. groups: by (model, url), as far as there are not absurdly many.
+    `custom_id` alone. groups: by (model, url), as far as there are not absurdly many. unknown_fields: of the requests.
     """
 
     num_lines: int = 0
@@ -73,6 +74,7 @@ class CheckReport:
     faults_by_code: dict[str, int] = field(default_factory=dict)
     bad: PositionSet = field(default_factory=PositionSet)
     duplicates: PositionSet = field(default_factory=PositionSet)
+    unknown_fields: UnknownFields = field(default_factory=UnknownFields)
 
     @property
     def num_faults(self) -> int:
@@ -214,6 +216,7 @@ class _CheckPass:
             return
         self._add_custom_id(position, custom_id)
         self._count(body["model"], url, line_number)
+        report.unknown_fields.add(url, body, line_number, custom_id)
         if self._observer is not None:
             try:
                 self._observer(position, url, body)

@@ -204,8 +204,8 @@ class BatchRun:
         findings = findings_of(report, None)
         if served and (warning := unserved_warning(report, served)) is not None:
             findings.append(warning)
-        for finding in findings:
-            self._reporter.warn(finding)
+        for warning in [*findings, *report.unknown_fields.warnings()]:
+            self._reporter.warn(warning)
         if findings and self._options.strict:
             raise UsageError("Stopped by --strict before any request was run: " + findings[0])
         if not report.num_lines:

@@ -123,6 +123,8 @@ def _print_report(report: CheckReport, found: list[str], counts: TokenCounts | N
         _print_tokens(counts)
     for finding in found:
         typer.echo(finding)
+    for warning in report.unknown_fields.warnings():
+        typer.echo(warning)
     for code, count in sorted(report.faults_by_code.items(), key=lambda item: -item[1]):
         typer.echo(f"  {count:>12,}  {code}")
     for fault in report.faults[:_SHOWN_FAULTS]:
@@ -132,7 +134,7 @@ def _print_report(report: CheckReport, found: list[str], counts: TokenCounts | N
     if bad_lines is not None:
         typer.echo(f"{report.num_faults:,} bad lines are in {bad_lines}")
     if not found:
-        typer.echo("Nothing is wrong with it.")
+        typer.echo("Nothing is wrong with it." if not report.unknown_fields.warnings() else "Nothing else is wrong.")
 
 
 def _print_tokens(counts: TokenCounts) -> None:
@@ -157,6 +159,7 @@ def _print_json(report: CheckReport, found: list[str], counts: TokenCounts | Non
         "bad_lines_by_code": report.faults_by_code,
         "errors": [dataclasses.asdict(fault) for fault in report.faults],
         "findings": found,
+        "warnings": report.unknown_fields.warnings(),
         "tokens": None if counts is None else dataclasses.asdict(counts),
     }
     typer.echo(orjson.dumps(result, option=orjson.OPT_INDENT_2))

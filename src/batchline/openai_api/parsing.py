@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -145,7 +146,29 @@ def _account_for(name: str, value: Any, *, strict: bool) -> None:
         return
     if strict:
         raise BadRequest(f"{_shown(name)}: unknown field", param=name)
-    warn_once(f"Unknown request field {_shown(name)} is ignored")
+    warn_once(_unknown_field(name))
+
+
+def _unknown_field(name: str) -> str:
+    return f"Unknown request field {_shown(name)} is ignored"
+
+
+def known_fields(schema: type[BaseModel]) -> frozenset[str]:
+    """The fields that a body may have without a warning."""
+    return frozenset({*schema.model_fields, *NO_BEHAVIOUR, *UNSUPPORTED})
+
+
+def described_field(schema: type[BaseModel], name: str) -> str:
+    """`'temprature' (did you mean 'temperature'?)`, or the name alone if no field of the schema is like it."""
+    names = [field.alias or declared for declared, field in schema.model_fields.items()]
+    close = get_close_matches(name[:MAX_SHOWN_INPUT], names, n=1)
+    return f"{_shown(name)} (did you mean {close[0]!r}?)" if close else _shown(name)
+
+
+def warned_elsewhere(name: str) -> None:
+    """The caller warns of an unknown field, so that it is not logged as well."""
+    if len(_warned) < MAX_WARNINGS:
+        _warned.add(_unknown_field(name))
 
 
 def warn_once(message: str) -> None:

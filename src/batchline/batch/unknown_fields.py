@@ -1,0 +1,72 @@
+"""Fields of requests that nobody reads, found by the check pass: one warning for each, with where it stands first.
+
+Knows the same fields as the parser of bodies, which then does not log them once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from batchline.openai_api.endpoint_table import REQUEST_SCHEMAS
+from batchline.openai_api.parsing import described_field, known_fields, warned_elsewhere
+
+MAX_SHOWN = 20
+_MAX_KEPT = 1000
+_MAX_ID_CHARS = 80
+_KNOWN = {url: known_fields(schema) for url, schema in REQUEST_SCHEMAS.items()}
+
+
+@dataclass(slots=True)
+class _UnknownField:
+    """Where a field stands first, and how many requests have it."""
+
+    url: str
+    line_number: int
+    custom_id: str
+    count: int = 0
+
+
+class UnknownFields:
+    """Collects the unknown fields of a file, a bounded number of them."""
+
+    def __init__(self) -> None:
+        self._fields: dict[str, _UnknownField] = {}
+        self._has_more = False
+
+    def add(self, url: str, body: Mapping[str, Any], line_number: int, custom_id: str) -> None:
+        """Look at one request. A field that is null counts as left out."""
+        known = _KNOWN.get(url)
+        if known is None or body.keys() <= known:
+            return
+        for name, value in body.items():
+            if name not in known and value is not None:
+                self._count(name, url, line_number, custom_id)
+
+    def warnings(self) -> list[str]:
+        """A sentence for each field, in the order of the file, as far as there are not absurdly many."""
+        shown = [_warning(name, found) for name, found in islice(self._fields.items(), MAX_SHOWN)]
+        if len(self._fields) > MAX_SHOWN:
+            number = f"more than {_MAX_KEPT:,}" if self._has_more else f"{len(self._fields):,}"
+            shown.append(f"The requests have {number} unknown fields; the first {MAX_SHOWN} are named.")
+        return shown
+
+    def _count(self, name: str, url: str, line_number: int, custom_id: str) -> None:
+        found = self._fields.get(name)
+        if found is None:
+            if len(self._fields) == _MAX_KEPT:
+                self._has_more = True
+                return
+            found = self._fields[name] = _UnknownField(url, line_number, custom_id[:_MAX_ID_CHARS])
+            warned_elsewhere(name)
+        found.count += 1
+
+
+def _warning(name: str, found: _UnknownField) -> str:
+    requests = "1 request" if found.count == 1 else f"{found.count:,} requests"
+    return (
+        f"Unknown field {described_field(REQUEST_SCHEMAS[found.url], name)} in {requests}, first on line "
+        f"{found.line_number} ({found.custom_id!r})."
+    )
