@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from batchline.backends.base import Answer, EndpointRequest
-from batchline.errors import EngineDead
+from batchline.errors import EngineLost
 from batchline.testing import FakeBackend
 
 
@@ -39,9 +39,9 @@ async def test_what_it_does_not_serve_is_a_404(url: str, model: str, code: objec
 
 async def test_what_before_answer_raises_is_the_fate_of_the_request() -> None:
     async def before_answer(_request: EndpointRequest) -> None:
-        raise EngineDead("gone")
+        raise EngineLost("gone")
 
-    with pytest.raises(EngineDead):
+    with pytest.raises(EngineLost):
         await ask("/v1/completions", FakeBackend(before_answer=before_answer), prompt="x")
 
 

@@ -14,6 +14,8 @@
     ├── ModelLoadError              a model folder or id that cannot be loaded
     │   └── UnsupportedModel        a model this engine cannot run, named
     ├── LineError                   a batch line that cannot be turned into a request
+    ├── BackendUnavailable          nobody can be answered now; the same command resumes the run it ends (exit code 1)
+    │   └── EngineLost              the embedded engine has ended and is not started again for now
     ├── RequestError                a request that is answered with an error
     │   ├── BadRequest              400
     │   │   └── PromptTooLong       400
@@ -30,7 +32,6 @@
     │       └── Overloaded          503, worth trying again
     └── EngineError                 the engine failed
         ├── EngineDead              its thread has ended; the backend starts it again
-        ├── EngineLost              it has ended and is not started again for now
         ├── EngineOutOfMemory       a step did not fit in memory
         ├── NumbersNotFinite        the model's numbers for a request are NaN or infinite
         ├── SequenceFailed          one request makes the engine fail; the others go on
@@ -165,6 +166,21 @@ class LineError(BatchlineError):
         self.line = line
 
 
+class BackendUnavailable(BatchlineError):
+    """The backend can answer nobody now, whatever is asked. It ends a run, which can be resumed; a server answers 503.
+
+    An error that only one request has is an answer. The text is for the log and the command line, not for clients.
+    """
+
+
+class EngineLost(BackendUnavailable):
+    """The engine has ended and is not started again: the backend has given it up for now, or is closed."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"The engine stopped: {reason}")
+        self.reason = reason
+
+
 class RequestError(BatchlineError):
     """A request answered with an error; `body()` is the OpenAI error envelope."""
 
@@ -281,10 +297,6 @@ class EngineError(BatchlineError):
 
 class EngineDead(EngineError):
     """The engine's thread has ended; the cause is `__cause__`."""
-
-
-class EngineLost(EngineError):
-    """The engine has ended and is not started again: the backend has given it up for now, or is closed."""
 
 
 class EngineOutOfMemory(EngineError):

@@ -66,6 +66,14 @@ class FakeBackend:
             if self._between_chunks is not None:
                 await self._between_chunks(request)
 
+    def identity(self) -> Mapping[str, str]:
+        """The name of its model."""
+        return {"backend": f"fake, serving {self._model}"}
+
+    def concurrency(self) -> int:
+        """As many as the embedded engine of the usual size."""
+        return 512
+
     def is_alive(self) -> bool:
         """Until it is closed, or until a test says otherwise by setting `is_dead`."""
         return not (self.is_dead or self.is_closed)

@@ -9,7 +9,8 @@ import pytest
 from batch_files import chat_line, contents, read_lines, write_lines
 
 from batchline import run_batch
-from batchline.errors import UsageError
+from batchline.backends.base import EndpointRequest
+from batchline.errors import BackendUnavailable, ResumeRefused, RunFailed, UsageError
 from batchline.testing import FakeBackend
 
 TINY_CHAT = Path(__file__).parents[2] / "examples/models/tiny-chat"
@@ -33,6 +34,22 @@ def test_file_names_need_not_be_text(batch: Path, tmp_path: Path) -> None:
     summary = run_batch(source, target, tmp_dir=tmp_path / "staging", backend=FakeBackend())
     assert summary.output == str(target)
     assert contents(read_lines(target)) == {"a": "one", "b": "two"}
+
+
+def test_a_run_that_another_backend_began_is_not_continued(batch: Path, tmp_path: Path) -> None:
+    """Any two backends that were given as objects counted as the same, and their answers were mixed in one file."""
+    asked: list[EndpointRequest] = []
+
+    async def answer_one(request: EndpointRequest) -> None:
+        asked.append(request)
+        if len(asked) > 1:
+            raise BackendUnavailable("gone")
+
+    with pytest.raises(RunFailed):
+        run_batch(batch, tmp_path / "out", backend=FakeBackend(before_answer=answer_one), max_inflight=1)
+    with pytest.raises(ResumeRefused, match="backend was fake, serving fake, is now fake, serving other"):
+        run_batch(batch, tmp_path / "out", backend=FakeBackend("other"))
+    assert run_batch(batch, tmp_path / "out", backend=FakeBackend()).resumed == 1
 
 
 async def test_run_batch_works_where_an_event_loop_runs(batch: Path, tmp_path: Path) -> None:

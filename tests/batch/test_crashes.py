@@ -18,7 +18,7 @@ from batchline.batch import crashes
 from batchline.batch.crashes import InFlight, Suspects, last_crash, watched
 from batchline.batch.journal import Note
 from batchline.batch.plan import WorkItem
-from batchline.errors import EngineDead, ModelLoadError, RunFailed
+from batchline.errors import EngineLost, ModelLoadError, RunFailed
 from batchline.testing import FakeBackend
 
 Run = Any
@@ -173,7 +173,7 @@ def test_groups_of_suspects_are_small_and_the_most_suspicious_are_alone() -> Non
     assert sorted(position for group in groups for position in group) == [n for n in range(20) if n != 7]
 
 
-@pytest.mark.parametrize("error", [EngineDead("the device is gone"), ModelLoadError("fake", "the disk is gone")])
+@pytest.mark.parametrize("error", [EngineLost("the device is gone"), ModelLoadError("fake", "the disk is gone")])
 def test_a_request_that_ends_the_engine_for_good_is_answered_with_an_error_after_the_third_time(
     tmp_path: Path, run_file: Run, error: Exception
 ) -> None:

@@ -12,7 +12,7 @@ from batch_files import RecordingReporter, chat_line, contents, read_lines, writ
 from faulty_disk import FaultyDisk
 
 from batchline.backends.base import EndpointRequest
-from batchline.errors import EngineDead, RunFailed, UsageError
+from batchline.errors import EngineLost, RunFailed, UsageError
 from batchline.testing import FakeBackend
 
 Run = Any
@@ -69,7 +69,7 @@ def test_bad_lines_of_a_run_that_broke_off_are_not_written_again(tmp_path: Path,
     async def die(request: EndpointRequest) -> None:
         asked.append(request)
         if len(asked) > 1:
-            raise EngineDead("gone")
+            raise EngineLost("gone")
 
     batch = write_lines(tmp_path / "in", [chat_line("a", "a"), b"bad", chat_line("a", "a"), chat_line("b", "b")])
     with pytest.raises(RunFailed, match=r"3 of 4 requests are done and saved\."):

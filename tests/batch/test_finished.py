@@ -20,7 +20,7 @@ from batchline.batch.output_places import exists, is_unchanged, stamp
 from batchline.batch.run import run
 from batchline.batch.summary import RunSummary
 from batchline.batch.user_state import user_state_dir
-from batchline.errors import EngineDead, OutputUnwritable, ResumeRefused, RunFailed
+from batchline.errors import EngineLost, OutputUnwritable, ResumeRefused, RunFailed
 from batchline.testing import FakeBackend
 
 Again = Callable[..., tuple[RunSummary, FakeBackend, RecordingReporter]]
@@ -153,7 +153,7 @@ def test_an_unfinished_run_beside_a_finished_output_is_not_forgotten(
     async def before_answer(request: object) -> None:
         asked.append(request)
         if len(asked) == 2:
-            raise EngineDead("gone")
+            raise EngineLost("gone")
 
     options = {"state_dir": state, "settings": {"--model": "m"}, "max_inflight": 1}
     with pytest.raises(RunFailed):

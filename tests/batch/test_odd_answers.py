@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from batchline.backends.base import Answer, BackendStats, EndpointRequest
-from batchline.errors import EngineDead, RunFailed
+from batchline.errors import EngineLost, RunFailed
 from batchline.testing import FakeBackend
 
 Run = Any
@@ -32,7 +32,7 @@ class OddBackend(FakeBackend):
     async def answer(self, request: EndpointRequest) -> Any:
         self._answers_left -= 1
         if self._answers_left < 0:
-            raise EngineDead("gone")
+            raise EngineLost("gone")
         if request.body["messages"][0]["content"] == "odd":
             return self._odd_answer
         return await super().answer(request)

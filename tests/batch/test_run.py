@@ -22,9 +22,9 @@ from batchline.batch.options import Limits
 from batchline.batch.sink import StagedFile
 from batchline.batch.workspace import Workspace
 from batchline.errors import (
+    BackendUnavailable,
     BadRequest,
-    EngineDead,
-    EngineOutOfMemory,
+    EngineLost,
     InputUnreadable,
     ModelLoadError,
     OutputUnwritable,
@@ -288,7 +288,7 @@ def test_a_slow_request_does_not_hold_the_others_back(tmp_path: Path, run_file: 
 
 @pytest.mark.parametrize(
     "error",
-    [EngineDead("CUDA error"), EngineOutOfMemory("a step did not fit"), ModelLoadError("second", "damaged weights")],
+    [EngineLost("CUDA error"), BackendUnavailable("the server is gone"), ModelLoadError("second", "damaged weights")],
 )
 def test_a_dead_engine_ends_the_run_and_the_same_command_finishes_it(
     batch: Path, tmp_path: Path, run_file: Run, error: Exception
@@ -425,7 +425,7 @@ def test_a_failing_disk_ends_the_run_and_the_same_command_finishes_it(
 def test_an_older_output_stays_until_the_new_one_is_whole(batch: Path, tmp_path: Path, run_file: Run) -> None:
     (tmp_path / "out").write_text("older")
     with pytest.raises(RunFailed):
-        run_file(batch, tmp_path / "out", backend=dying_after(3, EngineDead("gone")))
+        run_file(batch, tmp_path / "out", backend=dying_after(3, EngineLost("gone")))
     assert (tmp_path / "out").read_text() == "older"
     run_file(batch, tmp_path / "out")
     assert len(read_lines(tmp_path / "out")) == 20
@@ -464,7 +464,7 @@ def test_an_unfinished_run_under_other_settings_is_not_mixed_in(
 ) -> None:
     settings = {"--model": "a", "--dtype": "float32"}
     with pytest.raises(RunFailed):
-        run_file(batch, tmp_path / "out", backend=dying_after(3, EngineDead("gone")), settings=settings)
+        run_file(batch, tmp_path / "out", backend=dying_after(3, EngineLost("gone")), settings=settings)
     with pytest.raises(ResumeRefused, match=named) as caught:
         run_file(batch, tmp_path / "out", **change)
     assert "--no-resume" in str(caught.value)
@@ -473,7 +473,7 @@ def test_an_unfinished_run_under_other_settings_is_not_mixed_in(
 
 def test_a_run_whose_unsynced_tail_was_cut_at_any_byte_is_finished(batch: Path, tmp_path: Path, run_file: Run) -> None:
     with pytest.raises(RunFailed):
-        run_file(batch, tmp_path / "out", backend=dying_after(15, EngineDead("gone")), max_inflight=1)
+        run_file(batch, tmp_path / "out", backend=dying_after(15, EngineLost("gone")), max_inflight=1)
     kept = tmp_path / "kept"
     shutil.copytree(tmp_path / "out.partial", kept)
     whole = (kept / "journal").read_bytes()
@@ -511,7 +511,7 @@ def test_any_bytes_as_lines_give_exactly_one_result_for_each_that_is_not_blank(
 
 def test_a_changed_input_is_noticed(batch: Path, tmp_path: Path, run_file: Run) -> None:
     with pytest.raises(RunFailed):
-        run_file(batch, tmp_path / "out", backend=dying_after(3, EngineDead("gone")))
+        run_file(batch, tmp_path / "out", backend=dying_after(3, EngineLost("gone")))
     write_lines(batch, [chat_line(f"r{n}", f"new {n}") for n in range(20)])
     with pytest.raises(ResumeRefused, match="the input file has changed"):
         run_file(batch, tmp_path / "out")

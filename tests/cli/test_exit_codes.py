@@ -15,7 +15,7 @@ import pytest
 
 from batchline.batch import api
 from batchline.cli.main import main
-from batchline.errors import EngineDead, ModelLoadError
+from batchline.errors import EngineLost, ModelLoadError
 from batchline.testing import FakeBackend
 
 TINY_CHAT = Path(__file__).parents[2] / "examples" / "models" / "tiny-chat"
@@ -172,7 +172,7 @@ def test_an_unusable_place_ends_with_2(command: Command, good: Path, tmp_path: P
     assert command(*run_args(good, tmp_path / "out"), "--nonsense").code == 2
 
 
-@pytest.mark.parametrize("error", [EngineDead("the CUDA driver has gone"), ModelLoadError("fake", "no such folder")])
+@pytest.mark.parametrize("error", [EngineLost("the CUDA driver has gone"), ModelLoadError("fake", "no such folder")])
 def test_a_run_that_cannot_finish_ends_with_1_and_says_how_to_go_on(
     command: Command, monkeypatch: pytest.MonkeyPatch, good: Path, tmp_path: Path, error: Exception
 ) -> None:
@@ -208,7 +208,7 @@ def test_a_finished_part_is_told_when_a_run_is_resumed(
         nonlocal asked
         asked += 1
         if asked == 2:
-            raise EngineDead("gone")
+            raise EngineLost("gone")
 
     monkeypatch.setattr(api, "open_in_process", lambda _engines: FakeBackend(before_answer=before_answer))
     assert command(*run_args(good, tmp_path / "out"), "--max-inflight", 1).code == 1

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from batchline.batch.options import DEFAULT_GRACE_PERIOD_S, DEFAULT_MAX_INFLIGHT
+from batchline.batch.options import DEFAULT_GRACE_PERIOD_S
 from batchline.cli.main import app
 from batchline.config import CacheConfig, RequestLimits, SchedulerConfig
 
@@ -93,7 +93,7 @@ OF_RUN_BATCH = [
         "--output-order completion",
         ("input", "completion", "input", "completion"),
     ),
-    Case("max-inflight", "1", 2, "--max-inflight 3", (DEFAULT_MAX_INFLIGHT, 1, 2, 3)),
+    Case("max-inflight", "1", 2, "--max-inflight 3", (None, 1, 2, 3)),
     Case("dedup", "no", True, "--no-dedup", (True, False, True, False)),
     Case(
         "grace-period", "1.5", 2.5, "--grace-period 3.5", (DEFAULT_GRACE_PERIOD_S, 1.5, 2.5, 3.5), read="grace_period_s"

@@ -14,7 +14,7 @@ from raw_http import read_to_end, sending
 from threaded_server import Serve
 
 from batchline.backends.base import EndpointRequest
-from batchline.errors import EngineLost, ModelLoadError
+from batchline.errors import BackendUnavailable, EngineLost, ModelLoadError
 from batchline.server.errors import ENGINE_STOPPED
 from batchline.testing import FakeBackend
 
@@ -194,7 +194,9 @@ def test_faults_inside_are_500_and_say_nothing_of_themselves(
     assert "ZeroDivisionError" in caplog.text
 
 
-@pytest.mark.parametrize("error", [EngineLost("gone"), ModelLoadError("/secret/path", "no such file")])
+@pytest.mark.parametrize(
+    "error", [EngineLost("gone"), BackendUnavailable("/secret host"), ModelLoadError("/secret/path", "no such file")]
+)
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_engine_that_cannot_work_is_503(serve: Serve, error: Exception, stream: bool) -> None:
     response = httpx.post(serve(failing(error)).url + CHAT, json=HELLO | {"stream": stream})

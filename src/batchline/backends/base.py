@@ -2,7 +2,7 @@
 
 A backend answers any endpoint's request. It knows nothing of batch files, journals or HTTP servers; its callers know
 nothing of engines. A request that is wrong is an `Answer` with an error status, never an exception: only a backend
-that cannot work any more raises.
+that can answer nobody raises `BackendUnavailable`.
 """
 
 from __future__ import annotations
@@ -34,11 +34,16 @@ class EndpointRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """Status code and JSON body, as the same request would get over HTTP."""
+    """Status code and JSON body, as the same request would get over HTTP.
+
+    is_transient: the same request may soon get a better answer (no memory now, too many requests). A run asks again a
+    few times before it keeps such an answer; a server passes it on.
+    """
 
     status_code: int
     body: Mapping[str, Any]
     request_id: str
+    is_transient: bool = False
 
     @property
     def is_error(self) -> bool:
@@ -88,10 +93,18 @@ class Backend(Protocol):
     def models(self) -> Sequence[ServedModel]:
         """The models that can be named in a request. May be called before `start`."""
 
+    def identity(self) -> Mapping[str, str]:
+        """Names and values of all that decides its answers: an unfinished run is continued only by a backend with the
+        same ones. Equal for every process that is configured alike. May be called before `start`."""
+
+    def concurrency(self) -> int:
+        """How many requests a run should keep in flight so that it is never idle; at least 1. May be called before
+        `start`."""
+
     async def answer(self, request: EndpointRequest) -> Answer:
         """The answer to a request. Cancelling the call frees what it holds.
 
-        Raises: EngineLost; ModelLoadError for a model that is loaded on first use, or again. Both end a run.
+        Raises: BackendUnavailable; ModelLoadError for a model that is loaded on first use, or again. Both end a run.
         """
 
     def stream(self, request: EndpointRequest) -> AsyncIterator[Mapping[str, Any]]:
@@ -100,7 +113,7 @@ class Backend(Protocol):
         An error after the first chunk is a last chunk, `{"error": ...}`. Closing the iterator (`aclose`, where it has
         one) or cancelling the reader frees what the request holds.
 
-        Raises: RequestError, EngineLost, ModelLoadError, all before the first chunk alone.
+        Raises: RequestError, BackendUnavailable, ModelLoadError, all before the first chunk alone.
         """
 
     def is_alive(self) -> bool:

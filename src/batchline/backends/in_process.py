@@ -15,6 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from batchline.backends.base import Answer, BackendStats, EndpointRequest, ServedModel, unknown_path
+from batchline.backends.identity import result_settings
 from batchline.backends.model_memory import fits_in_memory
 from batchline.backends.residency import Loadable, ModelResidency
 from batchline.backends.supervision import Attempts
@@ -42,6 +43,9 @@ if TYPE_CHECKING:
     from batchline.backends.loaded_models import LoadedModel
 
 logger = logging.getLogger(__name__)
+
+MIN_CONCURRENCY = 512
+"""Requests in flight that keep engines of the usual sizes busy, and the threads that tokenize ahead of them."""
 
 MAX_SHOWN_NAME = 200
 """Characters that an error repeats of an unknown model's name."""
@@ -73,8 +77,19 @@ class InProcessBackend:
         """The models, in the order they were given."""
         return [self._served(config) for config in self._engines]
 
+    def identity(self) -> Mapping[str, str]:
+        """The settings that change results. Reads the models' folders."""
+        return result_settings(self._engines)
+
+    def concurrency(self) -> int:
+        """Two requests for each sequence that the largest engine runs, so that its waiting line is never empty."""
+        return max(MIN_CONCURRENCY, *(2 * config.scheduler.max_num_seqs for config in self._engines))
+
     async def answer(self, request: EndpointRequest) -> Answer:
-        """The answer to a request, run again when the engine ends under it. Raises: EngineLost, ModelLoadError."""
+        """The answer to a request, run again when the engine ends under it.
+
+        Raises: EngineLost, ModelLoadError.
+        """
         try:
             attempts = self._attempts(request)
             while True:
@@ -87,8 +102,12 @@ class InProcessBackend:
             raise ModelLoadError(str(request.body.get("model")), str(exc)) from exc
         except Exception as exc:
             error = _request_error(request, exc)
-            told = error_body(request.url, error.body())
-            return Answer(status_code=error.status_code, body=told, request_id=request.request_id)
+            return Answer(
+                status_code=error.status_code,
+                body=error_body(request.url, error.body()),
+                request_id=request.request_id,
+                is_transient=isinstance(exc, EngineOutOfMemory),
+            )
 
     async def stream(self, request: EndpointRequest) -> AsyncGenerator[Mapping[str, Any], None]:
         """The answer in chunks, run again when the engine ends before the first one.

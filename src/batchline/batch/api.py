@@ -10,11 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from batchline.backends.base import Backend
+from batchline.backends.identity import refuse_missing_folder, result_settings
 from batchline.batch.journal import Disk
-from batchline.batch.options import DEFAULT_GRACE_PERIOD_S, DEFAULT_MAX_INFLIGHT, Limits, OutputOrder, RunOptions
+from batchline.batch.options import DEFAULT_GRACE_PERIOD_S, Limits, OutputOrder, RunOptions
 from batchline.batch.progress import Reporter, SilentReporter
 from batchline.batch.run import run
-from batchline.batch.settings import refuse_missing_folder, result_settings
 from batchline.batch.stopping import stop_on_signals
 from batchline.batch.summary import RunSummary
 from batchline.batch.user_state import user_state_dir
@@ -33,7 +33,7 @@ def run_batch(
     backend: Backend | None = None,
     error_file: str | os.PathLike[str] | None = None,
     tmp_dir: str | os.PathLike[str] | None = None,
-    max_inflight: int = DEFAULT_MAX_INFLIGHT,
+    max_inflight: int | None = None,
     output_order: OutputOrder = "input",
     resume: bool = True,
     overwrite: bool | None = None,
@@ -73,7 +73,7 @@ def run_batch(
         dedup=dedup,
         grace_period_s=grace_period_s,
         limits=limits or Limits(),
-        settings=result_settings(engines),
+        settings=result_settings(engines) if backend is None else backend.identity(),
         served_models=tuple(engine.model.names for engine in engines) if engines else None,
         default_model=_default_model(engines, backend),
     )

@@ -11,7 +11,6 @@ from batchline.batch.locations import Location, parse_location
 
 OutputOrder = Literal["input", "completion"]
 
-DEFAULT_MAX_INFLIGHT = 512
 DEFAULT_GRACE_PERIOD_S = 30.0
 
 
@@ -33,6 +32,7 @@ class RunOptions:
 
     input_file, output_file, error_file: a path, `-`, or a URL; error_file takes the failed lines where it is given.
     tmp_dir: where the journal and staged files live; None is beside the output.
+    max_inflight: how many requests run at once; None leaves it to the backend.
     resume: continue what an earlier run left; False starts over. overwrite: True computes a finished run again; False
     refuses an output that exists and is of another run; None leaves a finished run as it is and replaces any other.
     state_dir: where records of finished runs are kept; None keeps none.
@@ -47,7 +47,7 @@ class RunOptions:
     output_file: str
     error_file: str | None = None
     tmp_dir: Path | None = None
-    max_inflight: int = DEFAULT_MAX_INFLIGHT
+    max_inflight: int | None = None
     output_order: OutputOrder = "input"
     resume: bool = True
     overwrite: bool | None = None

@@ -36,7 +36,7 @@ from batchline.batch.runner import Feeder, Runner
 from batchline.batch.stopping import unless_stopped
 from batchline.batch.summary import RunSummary
 from batchline.batch.workspace import Workspace, workspace_path
-from batchline.errors import EngineError, ModelLoadError, RunFailed, RunInterrupted, UsageError
+from batchline.errors import EngineLost, ModelLoadError, RunFailed, RunInterrupted, UsageError
 from batchline.model_record import ModelRecord
 
 logger = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ def refuse(options: RunOptions) -> None:
         sink.refuse_unwritable(location, options.input)
     if len(outputs) == 2 and _are_same(*outputs):
         raise UsageError("--error-file names the same place as the output.")
-    if options.max_inflight < 1:
+    if options.max_inflight is not None and options.max_inflight < 1:
         raise UsageError("--max-inflight must be at least 1.")
 
 
@@ -266,7 +266,7 @@ class BatchRun:
             feeder=feeder,
             backend=backend,
             commit=GroupCommit(state.journal, on_durable),
-            max_inflight=self._options.max_inflight,
+            max_inflight=self._options.max_inflight or max(1, backend.concurrency()),
             in_flight=in_flight,
         )
         ticker = asyncio.create_task(self._report_progress(backend, state.tally))
@@ -358,7 +358,7 @@ def _may_be_a_requests_fault(cause: BaseException | None, backend: Backend) -> b
     """Whether a run ended because an engine did, or a model that had run cannot be loaded again."""
     if isinstance(cause, ModelLoadError):
         return cause.ran_before or len(backend.models()) == 1  # `start` had loaded the only one
-    return isinstance(cause, EngineError)
+    return isinstance(cause, EngineLost)
 
 
 def _stats(backend: Backend) -> BackendStats:

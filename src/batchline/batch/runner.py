@@ -1,8 +1,9 @@
 """The runner: keeps a bounded number of requests in flight, from the plan through the backend into the journal.
 
 Never fixed chunks: every worker takes the next request as soon as its last one is answered, so the backend's waiting
-line stays full. Lines are read and parsed ahead, off the event loop. A request that fails is its own answer; only an
-engine that is gone, or a journal that cannot be written, ends the run.
+line stays full. Lines are read and parsed ahead, off the event loop. A request that fails is its own answer; only a
+backend that can answer nobody, or a journal that cannot be written, ends the run. A transient answer is not written:
+the request is asked again after a pause, and only the last of its answers counts.
 """
 
 from __future__ import annotations
@@ -22,13 +23,16 @@ from batchline.batch.crashes import InFlight
 from batchline.batch.index import LineReader
 from batchline.batch.journal import Outcome
 from batchline.batch.plan import WorkItem
-from batchline.errors import EngineError, InternalServerError, LineError, ModelLoadError, RequestError, RunFailed
+from batchline.errors import BackendUnavailable, InternalServerError, LineError, ModelLoadError, RequestError, RunFailed
 from batchline.openai_api.endpoint_table import error_body, is_batch_url
 
 logger = logging.getLogger(__name__)
 
 MAX_LEAD_S = 2.0
 """How long the first request runs alone at most: its answer is an early sign of how the run goes."""
+
+RETRY_DELAYS_S = (1.0, 5.0, 25.0)
+"""Pauses before a request with a transient answer is asked again."""
 
 READ_AHEAD_LINES = 256
 READ_AHEAD_BYTES = 32 * 1024 * 1024
@@ -156,7 +160,7 @@ class Runner:
             await self._budget.acquire(item.num_bytes)
             self._in_flight.take(item.served[0][0])
             try:
-                await self._answer(item)
+                await self._answer(item, stop)
             finally:
                 self._budget.release(item.num_bytes)
                 self._lead_is_over.set()
@@ -166,8 +170,11 @@ class Runner:
         await self._lead_is_over.wait()
         await self._work(stop)
 
-    async def _answer(self, item: ReadyRequest) -> None:
-        answer, body = await self._ask(item.request)
+    async def _answer(self, item: ReadyRequest, stop: asyncio.Event) -> None:
+        asked = await self._ask_until_final(item.request, stop)
+        if asked is None:
+            return  # the next run asks again
+        answer, body = asked
         tokens = self._counted_tokens(answer)
         for number, (position, custom_id) in enumerate(item.served):
             hex_id = item.request.request_id if number == 0 else lines.new_id()
@@ -178,14 +185,26 @@ class Runner:
             )
             await self._commit.put(outcome, lines.answer_line(hex_id, custom_id, answer, body))
 
+    async def _ask_until_final(self, request: EndpointRequest, stop: asyncio.Event) -> tuple[Answer, bytes] | None:
+        """The first answer that is not transient, or the last one. None: the run was stopped between two answers."""
+        for delay_s in RETRY_DELAYS_S:
+            answer, body = await self._ask(request)
+            if not answer.is_transient:
+                return answer, body
+            logger.info("request %s got a transient %d; trying again", request.request_id, answer.status_code)
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(stop.wait(), delay_s)
+                return None
+        return await self._ask(request)
+
     async def _ask(self, request: EndpointRequest) -> tuple[Answer, bytes]:
-        """The backend's answer and its body as JSON. Raises: EngineError, ModelLoadError."""
+        """The backend's answer and its body as JSON. Raises: BackendUnavailable, ModelLoadError."""
         error: RequestError
         try:
             if not is_batch_url(request.url):  # also where a backend answers it to a server, as `/tokenize`
                 raise unknown_path(request.url, self._backend.models())
             return _checked(await self._backend.answer(request), request.request_id)
-        except (EngineError, ModelLoadError):
+        except (BackendUnavailable, ModelLoadError):
             raise
         except RequestError as exc:
             error = exc
@@ -245,9 +264,7 @@ async def _until_first_failure(workers: list[asyncio.Task[None]]) -> None:
 
 def _raise_first(results: list[BaseException | None]) -> None:
     for result in results:
-        if isinstance(result, EngineError):
-            raise RunFailed(f"The engine stopped: {result}") from result
-        if isinstance(result, ModelLoadError):
+        if isinstance(result, BackendUnavailable | ModelLoadError):
             raise RunFailed(str(result)) from result
         if isinstance(result, BaseException) and not isinstance(result, asyncio.CancelledError):
             raise result

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from batchline.batch.settings import refuse_missing_folder
+from batchline.backends.identity import refuse_missing_folder
 from batchline.cli.option_groups import takes_options
 from batchline.cli.values import (
     JSON,

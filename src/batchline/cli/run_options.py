@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from batchline.batch.options import DEFAULT_GRACE_PERIOD_S, DEFAULT_MAX_INFLIGHT, OutputOrder, RunOptions
+from batchline.batch.options import DEFAULT_GRACE_PERIOD_S, OutputOrder, RunOptions
 from batchline.cli.limits import LimitPreset, MaxFileSize, MaxRequests, limits_of
 from batchline.config import EngineConfig
 
@@ -44,9 +44,12 @@ class RunFileOptions:
         ),
     ] = None
     output_order: Annotated[OutputOrder, typer.Option(help="Order of the result lines.")] = "input"
-    max_inflight: Annotated[int, typer.Option(min=1, help="Maximum number of requests in flight.")] = (
-        DEFAULT_MAX_INFLIGHT
-    )
+    max_inflight: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Maximum number of requests in flight. Default: twice --max-num-seqs, and at least 512."
+        ),
+    ] = None
     resume: Annotated[bool, typer.Option(help="Continue an unfinished run, or discard it and start again.")] = True
     overwrite: Annotated[
         bool | None,
@@ -79,7 +82,7 @@ class RunFileOptions:
 
     def run_options(self, engines: Sequence[EngineConfig]) -> RunOptions:
         """The run that is asked for, answered by `engines`."""
-        from batchline.batch.settings import result_settings  # reads model folders: not for --help
+        from batchline.backends.identity import result_settings  # reads model folders: not for --help
         from batchline.batch.user_state import user_state_dir
 
         return RunOptions(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from batchline.batch.settings import result_settings
+from batchline.backends.identity import result_settings
 from batchline.config import EngineConfig, ModelConfig
 from batchline.errors import PluginLoadError, UnknownParser, UsageError
 from batchline.text.parser_registry import TOOL_PARSERS, ParserRegistry

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from batchline.batch.settings import refuse_missing_folder, result_settings
+from batchline.backends.identity import refuse_missing_folder, result_settings
 from batchline.config import CacheConfig, EngineConfig, ModelConfig, RequestLimits, SchedulerConfig, TextConfig
 from batchline.errors import UsageError
 

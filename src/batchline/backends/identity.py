@@ -1,4 +1,4 @@
-"""Which settings of the engine change results: a run is resumed only under equal ones; and models that are not there.
+"""What the embedded engine's answers depend on: a run is resumed only under equal settings. And models not there.
 
 Left out is what changes speed alone: device memory, batch sizes, threads, prefix caching.
 """

@@ -1,0 +1,195 @@
+"""The runner's side of the contract of backends: whatever one does, a run keeps what is done and can be resumed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from batch_files import chat_line, contents, read_lines, write_lines
+
+from batchline.backends.base import Answer, EndpointRequest
+from batchline.batch import runner
+from batchline.errors import BackendUnavailable, RunFailed, RunInterrupted
+from batchline.testing import FakeBackend
+
+Run = Any
+AnswerWith = Callable[[EndpointRequest], Awaitable[Any]]
+
+GOOD = {f"r{n}": f"text {n}" for n in range(6)}
+
+
+class HostileBackend(FakeBackend):
+    """Answers the request "odd" by a function, and `num_others` as a fake does."""
+
+    def __init__(self, answer_odd: AnswerWith, num_others: int = len(GOOD)) -> None:
+        super().__init__()
+        self._answer_odd = answer_odd
+        self._num_others = num_others
+        self.num_odd = 0
+        self.others_are_answered = asyncio.Event()
+        if num_others == 0:
+            self.others_are_answered.set()
+
+    async def answer(self, request: EndpointRequest) -> Any:
+        if request.body["messages"][0]["content"] != "odd":
+            answer = await super().answer(request)
+            if len(self.requests) == self._num_others:
+                self.others_are_answered.set()
+            return answer
+        self.num_odd += 1
+        return await self._answer_odd(request)
+
+
+@pytest.fixture
+def batch(tmp_path: Path) -> Path:
+    return write_lines(tmp_path / "in", [chat_line("odd", "odd"), *(chat_line(*item) for item in GOOD.items())])
+
+
+@pytest.fixture(autouse=True)
+def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "RETRY_DELAYS_S", (0.0, 0.0))
+    monkeypatch.setattr(runner, "MAX_LEAD_S", 0.0)
+
+
+def busy(request: EndpointRequest) -> Answer:
+    body = {"error": {"message": "busy", "type": "ServiceUnavailableError", "param": None, "code": 503}}
+    return Answer(status_code=503, body=body, request_id=request.request_id, is_transient=True)
+
+
+def test_a_transient_answer_is_asked_for_again_until_there_is_a_better_one(
+    batch: Path, tmp_path: Path, run_file: Run
+) -> None:
+    async def answer_at_last(request: EndpointRequest) -> Answer:
+        if backend.num_odd < 3:
+            return busy(request)
+        return await FakeBackend().answer(request)
+
+    backend = HostileBackend(answer_at_last)
+    assert run_file(batch, tmp_path / "out", backend=backend).failed == 0
+    assert contents(read_lines(tmp_path / "out")) == {"odd": "odd", **GOOD}
+    assert backend.num_odd == 3
+
+
+def test_an_answer_that_stays_transient_is_the_lines_answer_in_the_end(
+    batch: Path, tmp_path: Path, run_file: Run
+) -> None:
+    async def answer_busy(request: EndpointRequest) -> Answer:
+        return busy(request)
+
+    backend = HostileBackend(answer_busy)
+    assert run_file(batch, tmp_path / "out", backend=backend).failed == 1
+    odd, *_ = read_lines(tmp_path / "out")
+    assert (odd["response"]["status_code"], odd["response"]["body"]["error"]["message"]) == (503, "busy")
+    assert backend.num_odd == 1 + len(runner.RETRY_DELAYS_S)
+
+
+def test_a_transient_answer_is_never_kept_by_a_run_that_is_stopped(
+    batch: Path, tmp_path: Path, run_file: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "RETRY_DELAYS_S", (3600.0,))
+    stop = asyncio.Event()
+
+    async def answer_busy_and_stop(request: EndpointRequest) -> Answer:
+        asyncio.get_running_loop().call_soon(stop.set)
+        return busy(request)
+
+    with pytest.raises(RunInterrupted):
+        run_file(batch, tmp_path / "out", backend=HostileBackend(answer_busy_and_stop), stop=stop, max_inflight=1)
+    assert b'"custom_id":"odd"' not in (tmp_path / "out.partial" / "journal").read_bytes()
+    run_file(batch, tmp_path / "out")
+    assert contents(read_lines(tmp_path / "out")) == {"odd": "odd", **GOOD}
+
+
+def test_a_backend_that_can_answer_nobody_ends_the_run_and_accuses_no_request(
+    batch: Path, tmp_path: Path, run_file: Run
+) -> None:
+    """After three crashes a request is given up; a server that is away is nobody's fault."""
+
+    async def be_gone(_request: EndpointRequest) -> Answer:
+        await backend.others_are_answered.wait()
+        raise BackendUnavailable("The server does not answer.")
+
+    for run_number in range(4):
+        backend = HostileBackend(be_gone, num_others=0 if run_number else len(GOOD))
+        with pytest.raises(RunFailed, match=r"^The server does not answer\.\n6 of 7 requests are done and saved"):
+            run_file(batch, tmp_path / "out", backend=backend)
+    assert run_file(batch, tmp_path / "out").resumed == len(GOOD)
+    assert contents(read_lines(tmp_path / "out")) == {"odd": "odd", **GOOD}
+
+
+@pytest.mark.parametrize("fault", [RuntimeError("secret"), ValueError(), RecursionError(), KeyError("x"), OSError()])
+def test_an_exception_out_of_the_contract_is_an_error_of_its_line(
+    batch: Path, tmp_path: Path, run_file: Run, fault: Exception
+) -> None:
+    async def fail(_request: EndpointRequest) -> Answer:
+        raise fault
+
+    assert run_file(batch, tmp_path / "out", backend=HostileBackend(fail)).failed == 1
+    odd, *others = read_lines(tmp_path / "out")
+    assert (odd["response"]["status_code"], "secret" in str(odd)) == (500, False)
+    assert contents(others) == GOOD
+
+
+def test_a_request_that_is_never_answered_costs_a_stopped_run_no_other_result(
+    batch: Path, tmp_path: Path, run_file: Run
+) -> None:
+    stop = asyncio.Event()
+    was_cancelled = []
+
+    async def hang(_request: EndpointRequest) -> Answer:
+        await backend.others_are_answered.wait()
+        stop.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            was_cancelled.append(True)
+        raise AssertionError
+
+    backend = HostileBackend(hang)
+    with pytest.raises(RunInterrupted, match="6 of 7 requests are done and saved"):
+        run_file(batch, tmp_path / "out", backend=backend, stop=stop, grace_period_s=0)
+    assert was_cancelled == [True]
+    assert run_file(batch, tmp_path / "out").resumed == len(GOOD)
+
+
+def test_one_answer_given_to_every_request_is_one_result_for_each_line(
+    batch: Path, tmp_path: Path, run_file: Run
+) -> None:
+    same = Answer(status_code=200, body={"a": 1}, request_id="same")
+
+    class RepeatingBackend(FakeBackend):
+        async def answer(self, _request: EndpointRequest) -> Answer:
+            return same
+
+    run_file(batch, tmp_path / "out", backend=RepeatingBackend())
+    results = read_lines(tmp_path / "out")
+    assert [(r["custom_id"], r["response"]["body"]) for r in results] == [(name, {"a": 1}) for name in ("odd", *GOOD)]
+    assert len({result["id"] for result in results}) == len(results)
+
+
+@pytest.mark.parametrize("given", [None, 3])
+def test_the_backend_says_how_many_requests_run_at_once_unless_the_run_does(
+    tmp_path: Path, run_file: Run, given: int | None
+) -> None:
+    """With more sequences at once than 512, an engine was never full."""
+    batch = write_lines(tmp_path / "in", [chat_line(f"r{n}", f"text {n}") for n in range(40)])
+    running: set[str] = set()
+    most = 0
+
+    async def before_answer(request: EndpointRequest) -> None:
+        nonlocal most
+        running.add(request.request_id)
+        most = max(most, len(running))
+        for _ in range(50):
+            await asyncio.sleep(0)
+        running.remove(request.request_id)
+
+    class WantingBackend(FakeBackend):
+        def concurrency(self) -> int:
+            return 5
+
+    run_file(batch, tmp_path / "out", backend=WantingBackend(before_answer=before_answer), max_inflight=given)
+    assert most == given or (given is None and most == 5)
