@@ -1,6 +1,6 @@
 """Settings of a model and its engine: frozen, parsed once at the edge (command line, Python API), passed explicitly.
 
-Knows nothing of batch files or HTTP. Option names are the field's usual ones; the command line's help is in `cli/`.
+Knows nothing about batch files or HTTP. The help texts of the options are in `cli/`.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ class ModelConfig:
     """Which model, and how to load it.
 
     model: a local folder or a hub id. served_names: names that requests may use; empty means `model` itself.
-    scoring: how a generative model scores pairs: by the similarity of their vectors, or by its answer yes or no, as
-        Qwen3-Reranker does; `auto` finds out from the model's files and name.
-    quantization: `int8` keeps the weights of linear layers in 8 bits, on CPUs; None keeps them as `dtype`.
-    max_model_len: context length in tokens; None takes the model's own.
-    num_threads: CPU threads for the forward pass; None takes every core of this process.
-    cpu_kernels: which of the engine's native kernels run on a CPU; `auto` takes the best that the processor has, `off`
-        leaves everything to torch.
+    scoring: how a generative model scores pairs: `similarity` of their vectors, or its `yes-no` answer, as in
+        Qwen3-Reranker; `auto` decides by the model's files and name.
+    quantization: `int8` stores the weights of linear layers in 8 bits, on CPUs; None stores them as `dtype`.
+    max_model_len: context length in tokens; None uses the model's own.
+    num_threads: CPU threads for the forward pass; None uses every core of this process.
+    cpu_kernels: which of the engine's native kernels run on a CPU; `auto` uses the best that the processor supports,
+        `off` uses only torch.
     enforce_eager: on a GPU, launch decode steps kernel by kernel instead of as recorded CUDA graphs.
-    hf_overrides: values to use instead of those in the model's config.json.
-    generation_config: `auto` reads the model's generation_config.json, a path that in another folder; with `vllm`,
-        requests get the built-in defaults. End tokens come from the file in any case.
+    hf_overrides: values that override those in the model's config.json.
+    generation_config: where the requests' defaults come from: `auto` reads the model's generation_config.json, a path
+        the file in that folder, and `vllm` uses the built-in defaults. End tokens always come from the file.
     """
 
     model: str
@@ -56,7 +56,7 @@ class ModelConfig:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names that requests may use, the first being the one answers carry."""
+        """The names that requests may use. Answers carry the first."""
         return self.served_names or (self.model,)
 
     @property
@@ -69,7 +69,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
-    """The KV cache. num_bytes: its size; None sizes it from the memory that is free after the model is loaded."""
+    """The KV cache. num_bytes: its size; None derives it from the memory that is free after the model is loaded."""
 
     block_size: int = 16
     num_bytes: int | None = None
@@ -79,7 +79,7 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """How much one step may hold: new tokens (decodes and prefill chunks together) and sequences."""
+    """Limits of one step: new tokens (decodes and prefill chunks together) and sequences."""
 
     max_num_batched_tokens: int = 4096
     max_num_seqs: int = 256
@@ -87,10 +87,10 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestLimits:
-    """The most that one request may hold; more is a 400. `--request-limit NAME=NUMBER` sets one.
+    """Limits of one request; a request over a limit gets a 400. `--request-limit NAME=NUMBER` sets one.
 
-    `docs/requests.md` says what each counts and why it is what it is; schemas say which fields it is for.
-    Names that end in `length` are characters of one string.
+    `docs/requests.md` says what each limit counts and why it has its value; the schemas say which fields it applies to.
+    Limits that end in `length` count the characters of one string.
     """
 
     messages: int = 10_000
@@ -118,19 +118,20 @@ class RequestLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextConfig:
-    """How text becomes tokens: chat template (a path or inline Jinja; None is the model's own) and request rights.
+    """How messages become tokens, how the model's text is read, and what a request may ask for.
 
+    chat_template: a path or inline Jinja; None uses the model's own.
     allow_request_chat_template: whether a request may bring its own `chat_template`.
-    special_tokens_in_content: control tokens that users write in messages are taken as such (`allow`), encoded as plain
-        text (`escape`), or a 400 (`refuse`).
+    special_tokens_in_content: control tokens that users write in messages are encoded as control tokens (`allow`) or as
+        plain text (`escape`), or the request gets a 400 (`refuse`).
     max_logprobs: cap on `logprobs`, `top_logprobs` and `prompt_logprobs`; -1 is the whole vocabulary.
-    strict: unknown request fields are a 400 instead of a warning.
-    limits: on the lists and strings of one request.
-    tool_parser, reasoning_parser: names of the formats that the model writes calls of tools and its reasoning in; None
-        finds them from the chat template, "none" reads no such thing. needs_tool_parser: not finding one is an error.
-    parser_plugins: Python files that register more parsers; they are run.
+    strict: an unknown request field is a 400 instead of a warning.
+    limits: limits on the lists and strings of one request.
+    tool_parser, reasoning_parser: names of the parsers for the model's tool calls and its reasoning; None detects them
+        from the chat template, "none" turns parsing off. needs_tool_parser: whether a failed detection is an error.
+    parser_plugins: Python files that register more parsers. They are executed.
     seed: of requests that give none; None draws one for each.
-    override_generation_config: defaults of requests, over those of the generation config.
+    override_generation_config: defaults for requests, which override those of the generation config.
     default_chat_template_kwargs: variables of the chat template for requests that do not set them.
     """
 

@@ -1,22 +1,22 @@
 """Every exception Batchline raises on purpose.
 
     BatchlineError
-    ├── UsageError                  wrong use or an unreadable input: nothing was run (exit code 2)
+    ├── UsageError                  a wrong command, option or input; nothing was run (exit code 2)
     │   ├── InputUnreadable         the batch file cannot be read
-    │   ├── OutputUnwritable        the result file cannot be written there
-    │   ├── ResumeRefused           the unfinished run found there cannot be continued by this one
+    │   ├── OutputUnwritable        the result file cannot be written
+    │   ├── ResumeRefused           this command cannot continue the unfinished run beside the output
     │   ├── NoModelServed           no request of the batch file names a served model
     │   ├── UnknownParser           no tool-call or reasoning parser has this name
     │   └── PluginLoadError         a parser plugin's file cannot be run
     ├── RunInterrupted              stopped by a signal; the same command resumes it (exit code 130)
     ├── RunFailed                   the run could not finish; the same command resumes it (exit code 1)
-    │   └── InputChanged            a batch line is not the one that was checked
-    ├── ModelLoadError              a model folder or id that cannot be loaded
-    │   └── UnsupportedModel        a model this engine cannot run, named
-    ├── LineError                   a batch line that cannot be turned into a request
-    ├── BackendUnavailable          nobody can be answered now; the same command resumes the run it ends (exit code 1)
-    │   └── EngineLost              the embedded engine has ended and is not started again for now
-    ├── RequestError                a request that is answered with an error
+    │   └── InputChanged            a batch line changed after it was checked
+    ├── ModelLoadError              a model folder or id cannot be loaded
+    │   └── UnsupportedModel        this engine cannot run the model
+    ├── LineError                   a batch line cannot be turned into a request
+    ├── BackendUnavailable          the backend cannot answer any request now; ends a run, resumable (exit code 1)
+    │   └── EngineLost              the embedded engine has ended, and the backend does not restart it for now
+    ├── RequestError                a request gets an error as its answer
     │   ├── BadRequest              400
     │   │   └── PromptTooLong       400
     │   ├── Unauthorized            401
@@ -29,17 +29,17 @@
     │   ├── HeadTooLarge            431
     │   ├── InternalServerError     500
     │   └── ServiceUnavailable      503
-    │       └── Overloaded          503, worth trying again
+    │       └── Overloaded          503; the client should retry
     └── EngineError                 the engine failed
-        ├── EngineDead              its thread has ended; the backend starts it again
+        ├── EngineDead              the engine's thread has ended; the backend starts it again
         ├── EngineOutOfMemory       a step did not fit in memory
         ├── NumbersNotFinite        the model's numbers for a request are NaN or infinite
-        ├── SequenceFailed          one request makes the engine fail; the others go on
-        ├── RequestRefused          a request that this model cannot run
-        └── ConstraintFailed        what a request asks of its output leaves no token that could come next
+        ├── SequenceFailed          one request made the engine fail; the others continue
+        ├── RequestRefused          this model cannot run the request
+        └── ConstraintFailed        no token satisfies the request's constraints
 
-`RequestError` knows its own HTTP status and error body (the only mapping of that kind); `batch/lines.py` holds the
-mapping from `LineError` to a result line. Messages of both reach users over the network: no machine paths, no keys.
+`RequestError` holds its HTTP status and error body; no other module maps exceptions to statuses. `batch/lines.py` maps
+`LineError` to a result line. Messages of both reach users over the network, so they hold no machine paths and no keys.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from typing import Any, ClassVar
 
 
 class BatchlineError(Exception):
-    """Base of all exceptions raised on purpose. `str()` of it is a sentence for the user."""
+    """Base of all exceptions raised on purpose. Its `str()` is a sentence for the user."""
 
 
 class UsageError(BatchlineError):
@@ -74,7 +74,7 @@ class OutputUnwritable(UsageError):
 
 
 class ResumeRefused(UsageError):
-    """What an earlier run left beside the output cannot be continued by this command; the text names the way out."""
+    """This command cannot continue the unfinished run beside the output. The message says what to do instead."""
 
 
 class NoModelServed(UsageError):
@@ -101,7 +101,7 @@ class NoModelServed(UsageError):
 
 
 class UnknownParser(UsageError):
-    """No parser of this kind has this name. kind: "tool-call parser" or "reasoning parser"."""
+    """No registered parser has this name. kind: "tool-call parser" or "reasoning parser"."""
 
     def __init__(self, kind: str, name: str, known: list[str]) -> None:
         super().__init__(f"There is no {kind} {name!r}. Known: {', '.join(known)}; a plugin file can add others.")
@@ -111,7 +111,7 @@ class UnknownParser(UsageError):
 
 
 class PluginLoadError(UsageError):
-    """A parser plugin's file cannot be run. `path` is as the user wrote it; `__cause__` is what went wrong in it."""
+    """A parser plugin's file cannot be run. `path` is as the user wrote it; `__cause__` is the plugin's exception."""
 
     def __init__(self, path: str, reason: str) -> None:
         super().__init__(f"Cannot load the plugin {path!r}: {reason}")
@@ -120,15 +120,15 @@ class PluginLoadError(UsageError):
 
 
 class RunInterrupted(BatchlineError):
-    """A signal stopped the run; what was done is on disk and the same command resumes it."""
+    """A signal stopped the run. Finished results are on disk, and the same command resumes it."""
 
 
 class RunFailed(BatchlineError):
-    """The run could not finish; what was done is on disk and the same command resumes it."""
+    """The run could not finish. Finished results are on disk, and the same command resumes it."""
 
 
 class InputChanged(RunFailed):
-    """The batch file was edited, cut or replaced while a run was reading it. line_number counts from 1."""
+    """The batch file was edited, truncated or replaced while a run was reading it. line_number counts from 1."""
 
     def __init__(self, line_number: int) -> None:
         super().__init__(
@@ -139,9 +139,9 @@ class InputChanged(RunFailed):
 
 
 class ModelLoadError(BatchlineError):
-    """A model that cannot be loaded: not found, hub out of reach, damaged or incompatible files.
+    """A model cannot be loaded: not found, hub unreachable, damaged or incompatible files.
 
-    ran_before: whether this process had loaded it before, so that a request may have caused the failure.
+    ran_before: whether this process had already loaded the model, so that a request may have caused the failure.
     """
 
     def __init__(self, model: str, reason: str) -> None:
@@ -156,7 +156,7 @@ class UnsupportedModel(ModelLoadError):
 
 
 class LineError(BatchlineError):
-    """A batch line that cannot be turned into a request. Codes: OpenAI's Batch API error codes."""
+    """A batch line cannot be turned into a request. Codes: OpenAI's Batch API error codes."""
 
     def __init__(self, code: str, message: str, *, param: str | None = None, line: int | None = None) -> None:
         super().__init__(message)
@@ -174,7 +174,7 @@ class BackendUnavailable(BatchlineError):
 
 
 class EngineLost(BackendUnavailable):
-    """The engine has ended and is not started again: the backend has given it up for now, or is closed."""
+    """The engine has ended, and the backend does not restart it: it has stopped trying for now, or is closed."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"The engine stopped: {reason}")
@@ -182,7 +182,7 @@ class EngineLost(BackendUnavailable):
 
 
 class RequestError(BatchlineError):
-    """A request answered with an error; `body()` is the OpenAI error envelope."""
+    """A request gets an error as its answer; `body()` is the OpenAI error envelope."""
 
     status_code: ClassVar[int] = 500
     type: ClassVar[str] = "InternalServerError"
@@ -199,7 +199,7 @@ class RequestError(BatchlineError):
 
 
 class BadRequest(RequestError):
-    """400: a parameter that is wrong, or that this build cannot honour."""
+    """400: a parameter is wrong, or this build does not support it."""
 
     status_code = 400
     type = "BadRequestError"
@@ -210,7 +210,7 @@ class PromptTooLong(BadRequest):
 
 
 class Unauthorized(RequestError):
-    """401: no API key, or one that is not known."""
+    """401: a missing or unknown API key."""
 
     status_code = 401
     type = "AuthenticationError"
@@ -224,7 +224,7 @@ class NotFound(RequestError):
 
 
 class MethodNotAllowed(RequestError):
-    """405: the path is served, but not by this method. allowed: the methods that are."""
+    """405: the path is served, but not for this method. allowed: the supported methods."""
 
     status_code = 405
     type = "MethodNotAllowedError"
@@ -249,28 +249,28 @@ class PayloadTooLarge(RequestError):
 
 
 class UnsupportedMediaType(RequestError):
-    """415: a body that is not of the type that the path takes."""
+    """415: the path does not accept a body of this type."""
 
     status_code = 415
     type = "UnsupportedMediaTypeError"
 
 
 class UnprocessableEntity(RequestError):
-    """422: media that cannot be fetched or decoded."""
+    """422: media cannot be fetched or decoded."""
 
     status_code = 422
     type = "UnprocessableEntityError"
 
 
 class HeadTooLarge(RequestError):
-    """431: a request's first line and headers, or its trailers, over the server's limit."""
+    """431: a request's first line and headers, or its trailers, exceed the server's limit."""
 
     status_code = 431
     type = "HeadTooLargeError"
 
 
 class InternalServerError(RequestError):
-    """500: a fault of ours; the message never carries internals."""
+    """500: an internal fault; the message never shows internals."""
 
     status_code = 500
     type = "InternalServerError"
@@ -284,7 +284,7 @@ class ServiceUnavailable(RequestError):
 
 
 class Overloaded(ServiceUnavailable):
-    """503: too many requests wait already. retry_after_s: when it is worth trying again."""
+    """503: too many requests are waiting. retry_after_s: how long the client should wait before it retries."""
 
     def __init__(self, message: str, *, retry_after_s: int = 1) -> None:
         super().__init__(message, code="overloaded")
@@ -304,29 +304,29 @@ class EngineOutOfMemory(EngineError):
 
 
 class NumbersNotFinite(EngineError):
-    """What the model computed for one request is NaN or infinite: damaged weights, or a dtype too narrow for them."""
+    """The model's numbers for one request are NaN or infinite: damaged weights, or a dtype too narrow for them."""
 
 
 class SequenceFailed(EngineError):
-    """The engine failed because of one request, which ends with it. `__cause__` is what was raised; its text may hold
-    internals and is for the log alone."""
+    """The engine failed because of one request, and that request fails. `__cause__` is the original exception; its text
+    may hold internals, so it is only logged."""
 
     @classmethod
     def because_of(cls, exc: BaseException) -> SequenceFailed:
-        """The failure with its cause."""
+        """A `SequenceFailed` with `exc` as its cause."""
         error = cls("the engine failed on this request")
         error.__cause__ = exc
         return error
 
 
 class RequestRefused(EngineError):
-    """A request with a token id that the model does not know, or without tokens, or beyond the context."""
+    """A request has an unknown token id, no tokens, or more tokens than the context length."""
 
 
 class ConstraintFailed(EngineError):
-    """What one request asks of its output leaves no token that could come next, or is too complex to follow."""
+    """No token satisfies one request's constraints, or its grammar is too complex to follow."""
 
 
 def first_line(error: BaseException) -> str:
-    """The gist of a library's long message."""
+    """The first line of a library's message, at most 300 characters."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

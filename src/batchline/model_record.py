@@ -1,4 +1,4 @@
-"""What runs: the facts of a loaded model that are shown when it starts, in a run's summary and on `/metrics`."""
+"""The facts of a loaded model that Batchline shows at its start, in a run's summary and on `/metrics`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelRecord:
-    """One loaded model, as the loader left it.
+    """One loaded model, as it runs.
 
-    kernels: the instruction set and what runs on it, or `none` and why. cache_bytes: None for a model without a cache.
-    max_model_len: context length in tokens. warning: what makes it slower than it could be, and what to do about it.
+    kernels: the instruction set and the parts that run on it, or `none` and the reason. cache_bytes: None for a model
+    without a cache. max_model_len: context length in tokens. warning: why the model is slower than it could be, and the
+    remedy.
     """
 
     name: str
@@ -27,7 +28,7 @@ class ModelRecord:
 
     @property
     def text(self) -> str:
-        """One line for people."""
+        """One line for the terminal and the log."""
         parts = [
             self.architecture,
             f"{self.dtype} on {self.device}",
@@ -40,7 +41,7 @@ class ModelRecord:
         return f"{self.name}: {', '.join(parts)}"
 
     def labels(self) -> Mapping[str, str]:
-        """The same for a metric, every value as text."""
+        """The same facts as labels of a metric, every value as text."""
         return {
             "model": self.name,
             "architecture": self.architecture,
@@ -58,6 +59,6 @@ NOT_BUILT = "they were not built: no C++ compiler was found when Batchline was i
 
 
 def missing_kernels(reason: str | None) -> str:
-    """The warning of a model that runs on torch alone."""
+    """The warning for a model that runs without native kernels."""
     advice = "; install g++ or clang and reinstall Batchline" if reason == NOT_BUILT else ""
     return f"no native kernels ({reason}): expect it to take about 2 to 4 times as long{advice}"

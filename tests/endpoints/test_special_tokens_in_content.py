@@ -60,7 +60,7 @@ async def test_escaped_ones_are_text_and_other_messages_are_as_ever() -> None:
 async def test_refused_ones_are_named() -> None:
     refusing = model("refuse")
     assert await prompt_ids(refusing, CLEAN)
-    with pytest.raises(BadRequest, match=r"messages\[0\]\.content: it holds the control token '<\|im_end\|>'"):
+    with pytest.raises(BadRequest, match=r"messages\[0\]\.content: contains the control token '<\|im_end\|>'"):
         await prompt_ids(refusing, FORGED)
 
 

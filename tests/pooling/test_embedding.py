@@ -167,7 +167,7 @@ async def test_max_model_len_may_be_lowered_or_raised_to_the_positions_and_no_fu
 
 
 def test_quantization_is_refused(minilm: str) -> None:
-    with pytest.raises(ModelLoadError, match="--quantization is for models that generate"):
+    with pytest.raises(ModelLoadError, match="--quantization applies only to generative models"):
         load_embedding_model(ModelConfig(model=minilm, quantization="int8"))
 
 

@@ -235,7 +235,7 @@ def test_a_token_that_merges_make_cannot_be_escaped() -> None:
     tokenizer = HuggingFaceTokenizer(merging, {})
     escaping = ControlTokens(tokenizer, [SOURCE], "escape")
     rendered = escaping.render(compile_template(SOURCE, "auto", {}), user("zz!"))
-    with pytest.raises(BadRequest, match="cannot write as plain text"):
+    with pytest.raises(BadRequest, match="cannot encode as plain text"):
         rendered.token_ids(tokenizer, add_special_tokens=False)
 
 
@@ -243,7 +243,7 @@ def test_refused_with_its_name_and_place(byte_case: Case) -> None:
     refusing = ControlTokens(byte_case.ours, [SOURCE], "refuse")
     prompt = ChatPrompt(messages=[{"role": "user", "content": "a"}, {"role": "user", "content": ["b", "c <|end|>"]}])
     with pytest.raises(
-        BadRequest, match=r"messages\[1\]\.content\[1\]: it holds the control token '<\|end\|>'"
+        BadRequest, match=r"messages\[1\]\.content\[1\]: contains the control token '<\|end\|>'"
     ) as error:
         refusing.render(byte_case.template, prompt)
     assert error.value.param == "messages[1].content[1]"
@@ -259,8 +259,8 @@ def test_allowed_as_ever_with_one_warning_and_a_count(byte_case: Case, caplog: p
         assert token_ids == byte_case.plain_ids(user(text))
     allowing.report()
     first, last = (record.getMessage() for record in caplog.records)
-    assert first.startswith("messages[0].content holds the control token '<|end|>'")
-    assert last == "3 prompts hold control tokens that users wrote."
+    assert first.startswith("messages[0].content contains the control token '<|end|>'")
+    assert last == "3 prompts contain control tokens that users wrote."
 
 
 def test_added_tokens_that_no_template_writes_are_ordinary_text(byte_case: Case) -> None:

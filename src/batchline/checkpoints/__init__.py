@@ -1,5 +1,5 @@
-"""What a model folder holds, and whether it was loaded whole.
+"""Reads and checks model folders, before and after loading.
 
-`files` reads small files of a folder or hub repository, `formats` refuses checkpoints in formats that cannot be run,
-before anything heavy is imported, and `weights` compares what the files hold with what the model took from them.
+`files` reads small files of a folder or hub repository. `formats` refuses checkpoints in unsupported formats before
+anything heavy is imported. `weights` compares the weights in the files with those that the model loaded.
 """

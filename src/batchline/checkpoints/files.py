@@ -17,9 +17,9 @@ HUB_UNREACHABLE = (
 
 
 def read_json(model: str, name: str, revision: str | None = None) -> dict[str, Any] | None:
-    """A JSON object of the model's folder or hub repository; None where it has no such file.
+    """A JSON object of the model's folder or hub repository; None if it has no such file.
 
-    Lists (as `modules.json` is) come under the key `items`. Raises: ModelLoadError.
+    A list (such as `modules.json`) is returned under the key `items`. Raises: ModelLoadError.
     """
     text = read_text(model, name, revision)
     if text is None:
@@ -32,7 +32,7 @@ def read_json(model: str, name: str, revision: str | None = None) -> dict[str, A
 
 
 def read_text(model: str, name: str, revision: str | None = None) -> str | None:
-    """A text file of the model's folder or hub repository; None where it has no such file. Raises: ModelLoadError."""
+    """A text file of the model's folder or hub repository; None if it has no such file. Raises: ModelLoadError."""
     if os.path.isdir(model):
         path = Path(model, name)
         return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else None
@@ -41,13 +41,13 @@ def read_text(model: str, name: str, revision: str | None = None) -> str | None:
 
 
 def _fetch(model: str, name: str, revision: str | None) -> str | None:
-    """The local copy of a file of a hub repository; None where the repository has none. Raises: ModelLoadError."""
-    # Here and not at the top: a local folder needs no hub client.
+    """The local copy of a file of a hub repository; None if the repository has none. Raises: ModelLoadError."""
+    # imported here, because a local folder needs no hub client
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
         path = _ask_hub(model, name, revision)
-        if path is not None and not os.path.isfile(path):  # the cache was emptied meanwhile
+        if path is not None and not os.path.isfile(path):  # the cache was emptied in the meantime
             _ask_hub.cache_clear()
             path = _ask_hub(model, name, revision)
         return path
@@ -63,7 +63,7 @@ def _fetch(model: str, name: str, revision: str | None) -> str | None:
 
 @functools.cache
 def _ask_hub(model: str, name: str, revision: str | None) -> str | None:
-    """The hub is asked once for each file, since each answer is a round trip and loading a model looks at many.
+    """Ask the hub for a file, once per process: loading a model reads many, and each request is a round trip.
 
     Raises: OSError, HFValidationError.
     """
@@ -85,7 +85,7 @@ def _is_cached(model: str, revision: str | None) -> bool:
 
 
 def local_folder(model: str, revision: str | None = None) -> Path | None:
-    """Where the model's files are on this machine; None for a hub id that was not downloaded."""
+    """The folder of the model's files on this machine; None for a hub id that was not downloaded."""
     if os.path.isdir(model):
         return Path(model)
     from huggingface_hub import try_to_load_from_cache

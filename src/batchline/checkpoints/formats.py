@@ -1,7 +1,7 @@
-"""Refuses checkpoints that Batchline cannot run, each by its format's name, from small files alone.
+"""Refuses checkpoints in formats that Batchline cannot run, with the format's name in the error.
 
-Quantized weights, adapters and other programs' formats either fail to load with advice that does not help, or load
-without an error and give garbage. This module reads names and JSON files: no torch, no transformers.
+Without this check, quantized weights, adapters and other programs' formats fail to load with misleading errors, or load
+without an error and give garbage. This module reads only file names and JSON files: no torch, no transformers.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ FOREIGN_WEIGHTS = {
     "consolidated*.safetensors": "Mistral",
     "consolidated*.pth": "Meta Llama",
 }
-"""Weights that transformers does not load, and whose format they are in."""
+"""Weight files that transformers does not load, and the name of their format."""
 
 OWN_WEIGHTS = ("*.safetensors", "*.bin")
 OTHER_TENSORS = ("adapter_*", "consolidated*", "training_args.bin", "optimizer.bin", "scheduler.bin")
@@ -67,7 +67,7 @@ LARGEST_POINTER = 1024
 
 
 def refuse_foreign_format(model: str, revision: str | None = None) -> None:
-    """Refuse what is no checkpoint that can be run, by its name. A folder that is missing is not this check's matter.
+    """Refuse a checkpoint in an unsupported format. A missing folder is reported elsewhere.
 
     Raises: UnsupportedModel; ModelLoadError for weights that were not downloaded.
     """
@@ -107,7 +107,7 @@ def _cannot_run(model: str, name: str, instead: str) -> UnsupportedModel:
 
 
 def _quantizations(config: Mapping[str, Any]) -> Iterator[str]:
-    """Names of the quantizations that a config, or a config inside it, names."""
+    """Quantization methods named in a config or in a config nested in it."""
     mlx = config.get("quantization")
     if isinstance(mlx, Mapping) and "bits" in mlx:
         yield "MLX"
@@ -130,7 +130,7 @@ def _method(settings: Mapping[str, Any]) -> str:
 
 
 def _refuse_files(model: str, folder: Path, *, has_config: bool) -> None:
-    """Judge a local folder by the files in it and one level below."""
+    """Check the files in a local folder and one level below."""
     weights = [path for path in _matching(folder, OWN_WEIGHTS) if not _is_any(path, OTHER_TENSORS)]
     for path in weights:
         if _is_lfs_pointer(path):

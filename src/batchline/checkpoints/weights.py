@@ -1,7 +1,7 @@
-"""Compares what a checkpoint's files hold with what the model took from them.
+"""Compares the weights in a checkpoint's files with those that the model loaded.
 
-`transformers` fills weights that are missing with random numbers, drops those that it has no place for, and converts
-whatever number format the files have. Each gives a model that answers nonsense without an error.
+`transformers` fills missing weights with random numbers, drops weights that the model has no place for, and converts
+any number format. Each of these gives a model that answers nonsense without an error.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from batchline.checkpoints.files import local_folder
 from batchline.errors import ModelLoadError
 
 LoadingReport = Mapping[str, Any]
-"""Of `from_pretrained`: `missing_keys`, `unexpected_keys` (names) and `mismatched_keys` (name, shape, wanted shape)."""
+"""From `from_pretrained`: `missing_keys`, `unexpected_keys` (names), `mismatched_keys` (name, shape, wanted shape)."""
 
 FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 
@@ -30,14 +30,14 @@ INTEGER_BUFFERS = re.compile(
     r"(^|\.)(position_ids|token_type_ids|num_batches_tracked|relative_position_index|causal_mask|masked_bias|version"
     r"|(attn|attention)\.bias|(cache_)?position|inv_freq)$"
 )
-"""Tensors that are integers in old checkpoints too: positions and attention masks."""
+"""Tensors that are legitimately integers in old checkpoints: positions and attention masks."""
 
 HARMLESS = re.compile(
     r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$|(^|\.)(masked_bias|position_ids|causal_mask)$|(attn|attention)\.bias$"
     r"|(^|\.)mtp(\.|_)|(^|\.)(visual|vision_tower|vision_model|multi_modal_projector|audio_tower|embed_vision|embed_audio)\."
 )
-"""Weights that a model may leave in its files: buffers of older versions, heads for predicting several tokens, and the
-parts of a multimodal model that its language model does without."""
+"""Weights that a model need not load from its files: buffers of older versions, heads for predicting several tokens,
+and the non-language parts of a multimodal model."""
 
 NAMES = {
     torch.float64: "F64",
@@ -52,9 +52,9 @@ POOLER = re.compile(r"(^|\.)pooler\.")
 
 
 def refuse_odd_numbers(model: str, revision: str | None = None) -> None:
-    """Refuse weights that are stored as integers or 8-bit floats: converted, they are not the model's.
+    """Refuse weights stored as integers or 8-bit floats: without their scales they are not the model's numbers.
 
-    Files that cannot be read are not judged; loading explains them. Raises: ModelLoadError.
+    Unreadable files are skipped here; loading reports them. Raises: ModelLoadError.
     """
     folder = local_folder(model, revision)
     for path in [] if folder is None else _weight_files(folder):
@@ -73,10 +73,10 @@ def refuse_odd_numbers(model: str, revision: str | None = None) -> None:
 
 
 def refuse_wrong_weights(name: str, model: Any, report: LoadingReport, *, has_pooler: bool = True) -> None:
-    """Refuse a model whose files lack weights, have more for a part than it takes, or have them in another shape.
+    """Refuse a model whose files lack weights, have surplus weights for one of its parts, or weights of another shape.
 
-    Weights of parts that the model does not have are another task's head or the like, and change nothing.
-    has_pooler: whether its pooler is used; else it may be missing. Raises: ModelLoadError.
+    Weights of parts that the model does not have (for example another task's head) are harmless.
+    has_pooler: whether the pooler is used; otherwise its weights may be missing. Raises: ModelLoadError.
     """
     missing = [key for key in report["missing_keys"] if has_pooler or not POOLER.search(key)]
     if missing:  # transformers fills them with random numbers
@@ -97,7 +97,7 @@ def refuse_wrong_weights(name: str, model: Any, report: LoadingReport, *, has_po
 
 
 def unused_weights(model: Any, report: LoadingReport) -> str | None:
-    """Names of weights of parts that the model does not have, for the user; None where there are none."""
+    """Names of weights that belong to no part of the model, as text for the user; None if there are none."""
     unused = [key for key in _unexpected(report) if not _is_part_of(model, key)]
     return _first_few(unused) if unused else None
 
@@ -111,9 +111,9 @@ _patching = threading.Lock()
 
 @contextmanager
 def loading_reports() -> Iterator[list[tuple[Any, LoadingReport]]]:
-    """Models and reports of every `from_pretrained` in the block, which a library calls that drops the reports.
+    """Collect the model and report of every `from_pretrained` inside the block, when a library drops the reports.
 
-    One block at a time: `from_pretrained` of all models is replaced meanwhile.
+    Only one block may be active at a time: it replaces `from_pretrained` of all models.
     """
     own = PreTrainedModel.__dict__["from_pretrained"]
     reports: list[tuple[Any, LoadingReport]] = []
@@ -133,12 +133,12 @@ def loading_reports() -> Iterator[list[tuple[Any, LoadingReport]]]:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """The files that transformers loads: safetensors where there are any."""
+    """The files that transformers loads: the safetensors files if there are any."""
     return sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
 
 
 def _stored_dtypes(path: Path) -> Iterator[tuple[str, str]]:
-    """Names and dtypes of a file's tensors, as safetensors writes dtypes; nothing for a file that cannot be read."""
+    """Names and dtypes (in safetensors' spelling) of a file's tensors; nothing for an unreadable file."""
     try:
         if path.suffix == ".safetensors":
             with safe_open(path, framework="pt") as file:
@@ -152,7 +152,7 @@ def _stored_dtypes(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def _may_be_integer(name: str, dtype: str) -> bool:
-    """Whether a tensor is a table of indices or a mask, which some models keep beside their weights."""
+    """Whether a tensor is a table of indices or a mask, which some models store beside their weights."""
     is_table = dtype in ("I64", "BOOL") and not name.endswith((".weight", ".bias"))
     return is_table or INTEGER_BUFFERS.search(name) is not None
 
@@ -162,7 +162,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def _is_part_of(model: Any, key: str) -> bool:
-    """Whether a weight is of a part of the model or of its base, whose name it may leave out."""
+    """Whether a weight belongs to a part of the model, or of its base model, whose prefix may be missing."""
     prefix = f"{model.base_model_prefix}."
     return _has(model.base_model, key.removeprefix(prefix)) or (not key.startswith(prefix) and _has(model, key))
 

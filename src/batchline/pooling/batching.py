@@ -1,7 +1,7 @@
-"""Which sequences run together: the waiting line of a pooling model, sorted by length.
+"""The queue of a pooling model: decides which sequences run together in a batch.
 
-A batch is padded to its longest sequence, so it is made of neighbours in length. It always holds the sequence that is
-first in line, so that nothing starves however the rest is sorted. Knows nothing of models or threads.
+A batch is padded to its longest sequence, so it holds sequences of similar length. It always includes the sequence that
+is first in line, so that no sequence starves. Knows nothing about models or threads.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ T = TypeVar("T")
 class TokenSequence:
     """One input of a pooling model.
 
-    token_type_ids: which part of a pair each token belongs to; None where the model has no such parts.
-    num_prompt_tokens: leading tokens of the model's own prompt, for models that leave them out of pooling.
+    token_type_ids: which text of a pair each token belongs to; None if the model does not distinguish them.
+    num_prompt_tokens: leading tokens of the model's own prompt, for models that exclude them from pooling.
     """
 
     token_ids: tuple[int, ...]
@@ -35,8 +35,8 @@ class TokenSequence:
 class BatchLimits:
     """How large a batch may grow.
 
-    max_tokens: padded tokens; a longer sequence runs alone. max_padding: tokens of padding, about what starting one
-    more batch costs, expressed in tokens. max_sequences: for models that cannot pad, 1.
+    max_tokens: tokens with padding; a longer sequence runs alone. max_padding: padding tokens, about as many as
+    starting another batch would cost. max_sequences: 1 for models that cannot pad.
     """
 
     max_tokens: int
@@ -46,7 +46,7 @@ class BatchLimits:
 
 @dataclass(order=True, slots=True)
 class _Waiting(Generic[T]):
-    """A waiting sequence; ordered by (group, length, arrival), which makes neighbours run well together."""
+    """A waiting sequence. Ordered by (group, length, arrival), so that neighbours make good batches."""
 
     group: int
     length: int
@@ -56,9 +56,9 @@ class _Waiting(Generic[T]):
 
 
 class LengthSortedQueue(Generic[T]):
-    """Waiting sequences, taken in batches of like length.
+    """Waiting sequences, taken in batches of similar length.
 
-    Only sequences of the same group run together. Items whose `is_cancelled` has become true are dropped.
+    Only sequences of the same group run together. Items for which `is_cancelled` returns true are dropped.
     """
 
     def __init__(self, limits: BatchLimits, is_cancelled: Callable[[T], bool]) -> None:
@@ -73,7 +73,7 @@ class LengthSortedQueue(Generic[T]):
 
     @property
     def max_tokens(self) -> int:
-        """Padded tokens of a batch; may be set while sequences wait."""
+        """The largest number of tokens, with padding, of a batch. May be set while sequences wait."""
         return self._limits.max_tokens
 
     @max_tokens.setter
@@ -106,7 +106,7 @@ class LengthSortedQueue(Generic[T]):
         return []
 
     def _grow(self, position: int) -> tuple[int, int]:
-        """The slice around `position` that fits the limits, grown by the neighbour that costs least padding."""
+        """The slice around `position` that fits the limits, extended by the neighbour that adds the least padding."""
         start, stop = position, position + 1
         longest = self._sorted[position].length
         padding = 0
@@ -128,7 +128,7 @@ class LengthSortedQueue(Generic[T]):
         return start, stop
 
     def _length_at(self, index: int, position: int) -> int | None:
-        """The length of the sequence at `index`, None where there is none or it is of another group."""
+        """The length of the sequence at `index`; None if there is none or it belongs to another group."""
         if not 0 <= index < len(self._sorted) or self._sorted[index].group != self._sorted[position].group:
             return None
         return self._sorted[index].length

@@ -1,7 +1,7 @@
-"""Cross-encoders: pairs of texts to token ids, token ids to scores, as sentence-transformers would.
+"""Cross-encoders: turns pairs of texts into token ids, and those into scores.
 
-Scores are those of `CrossEncoder.predict`, with the model's own activation (sigmoid, unless its configuration says
-otherwise) or without any.
+Scores equal those of sentence-transformers' `CrossEncoder.predict`, with the model's own activation (sigmoid, unless
+its configuration says otherwise) or without one.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from batchline.pooling.tokenizing import PoolingTokenizer, WritePair
 from batchline.pooling.worker import PoolingStats, PoolingWorker
 
 LOGIT, ACTIVATED = 0, 1
-"""Columns of the rows that come from the worker."""
+"""Columns of the rows that the worker returns."""
 
 
 class CrossEncoderModel:
-    """A cross-encoder on a thread of its own, for callers on any event loop.
+    """A cross-encoder that runs on its own thread, for callers on any event loop.
 
-    name: the one that answers carry. max_model_len: in tokens, of both texts together. transformers_tokenizer: in use
-    here, so others take a copy.
+    name: the name in answers. max_model_len: in tokens, of both texts together. transformers_tokenizer: not safe to
+    share; copy it before use.
     """
 
     def __init__(self, name: str, loaded: LoadedPoolingModel) -> None:
@@ -50,9 +50,9 @@ class CrossEncoderModel:
     async def tokenize_pairs(
         self, pairs: Sequence[tuple[str, str]], *, max_tokens: int | None = None
     ) -> list[TokenSequence]:
-        """One sequence per pair, the longer text cut first to fit `max_tokens` where that is given.
+        """One sequence per pair. If `max_tokens` is given, pairs are truncated to fit, the longer text first.
 
-        Raises: BadRequest where a pair cannot be cut.
+        Raises: BadRequest if this model's pairs cannot be truncated.
         """
         if max_tokens is not None and self._tokenizer.takes_whole_pairs:
             raise BadRequest(
@@ -70,7 +70,7 @@ class CrossEncoderModel:
 
     @property
     def is_alive(self) -> bool:
-        """Whether requests are still taken."""
+        """Whether the model still accepts requests."""
         return self._worker.is_alive
 
     def stats(self) -> PoolingStats:
@@ -93,9 +93,9 @@ def load_cross_encoder(config: ModelConfig) -> CrossEncoderModel:
 
 
 def _pair_writer(transformer: Any, tokenizer: Any) -> WritePair | None:
-    """How the model's chat template writes a pair; None where there is none that takes queries and documents.
+    """A function that writes a pair with the model's chat template; None if no template takes queries and documents.
 
-    A template for chats alone says nothing of pairs: they are then tokenized as two texts.
+    Without one (a template may be for chats only), pairs are tokenized as two texts.
     """
     formatter = transformer.input_formatter
     if "message" not in transformer.modality_config or formatter.pair_roles_failure() is not None:

@@ -1,7 +1,7 @@
-"""What a model is for, from its small files alone: no torch, no transformers.
+"""Finds a model's task from its small files: no torch, no transformers.
 
-A `modules.json` makes it a sentence-transformers model of the type that its config names; otherwise the architecture
-in `config.json` decides.
+A model with a `modules.json` is a sentence-transformers model of the type that its config names. For other models the
+architecture in `config.json` decides.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Embedding models: texts to token ids, token ids to vectors, as sentence-transformers would.
+"""Embedding models: texts to token ids, and token ids to vectors.
 
-Vectors are those of `SentenceTransformer.encode`: the model's own pooling, normalisation and further layers, its
-default prompt in front of texts, and its own `truncate_dim`.
+Vectors equal those of sentence-transformers' `SentenceTransformer.encode`: the model's own pooling, normalisation and
+further layers, its default prompt in front of texts, and its own `truncate_dim`.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from batchline.pooling.worker import PoolingStats, PoolingWorker, Rows
 
 
 class EmbeddingModel:
-    """An embedding model on a thread of its own, for callers on any event loop.
+    """An embedding model that runs on its own thread, for callers on any event loop.
 
-    name: the one that answers carry. max_model_len: in tokens. matryoshka: None where vectors may not be cut.
-    transformers_tokenizer: in use here, so others take a copy.
+    name: the name in answers. max_model_len: in tokens. matryoshka: None if vectors must not be shortened.
+    transformers_tokenizer: not safe to share; copy it before use.
     """
 
     def __init__(self, name: str, loaded: LoadedPoolingModel, matryoshka: Matryoshka | None) -> None:
@@ -59,7 +59,7 @@ class EmbeddingModel:
         add_special_tokens: bool = True,
         max_tokens: int | None = None,
     ) -> list[TokenSequence]:
-        """One sequence per text, with the prompt of its role in front, cut to `max_tokens` where that is given."""
+        """One sequence per text, with its role's prompt in front, truncated to `max_tokens` if that is given."""
         return await asyncio.to_thread(
             self._tokenizer.encode,
             texts,
@@ -73,7 +73,7 @@ class EmbeddingModel:
         raise BadRequest(f"messages: {self.name} has no chat template; send input instead", param="messages")
 
     def from_token_ids(self, token_ids: Sequence[int], *, max_tokens: int | None = None) -> TokenSequence:
-        """Token ids as they are, their end cut to fit `max_tokens`."""
+        """A sequence of the given token ids, truncated at the end to fit `max_tokens`."""
         return TokenSequence(token_ids=tuple(token_ids[:max_tokens]))
 
     async def embed(
@@ -81,7 +81,7 @@ class EmbeddingModel:
     ) -> Rows:
         """(num_sequences, dimensions) float32. Each sequence fits `max_model_len`; `matryoshka` allows `dimensions`.
 
-        Cut vectors of a model that normalises are normalised anew. Raises: EngineDead, EngineError.
+        Shortened vectors are normalised again if the model normalises. Raises: EngineDead, EngineError.
         """
         vectors = await self._worker.run(sequences, priority=priority)
         if dimensions is None:
@@ -93,7 +93,7 @@ class EmbeddingModel:
 
     @property
     def is_alive(self) -> bool:
-        """Whether requests are still taken."""
+        """Whether the model still accepts requests."""
         return self._worker.is_alive
 
     def stats(self) -> PoolingStats:

@@ -1,6 +1,6 @@
-"""From token sequences to the tensors that a sentence-transformers model takes, padded on the right.
+"""Turns token sequences into the tensors that a sentence-transformers model takes, padded on the right.
 
-A batch without padding carries no attention mask, which lets attention skip it.
+A batch without padding has no attention mask, so that attention can skip the masking.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from batchline.pooling.batching import TokenSequence
 def make_features(
     sequences: Sequence[TokenSequence], *, pad_token_id: int, device: torch.device
 ) -> dict[str, torch.Tensor | int]:
-    """`input_ids` (num_sequences, longest) int64; where needed `attention_mask`, `token_type_ids`, `prompt_length`.
+    """`input_ids` (num_sequences, longest) int64, and if needed `attention_mask`, `token_type_ids`, `prompt_length`.
 
     All sequences have the same `num_prompt_tokens`.
     """

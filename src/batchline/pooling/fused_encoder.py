@@ -1,8 +1,8 @@
-"""Encoders whose code is exactly known run natively: the whole forward pass of a batch in one call, without padding.
+"""Runs known encoders natively: the whole forward pass of a batch in one call, without padding.
 
-Takes the place of a `BertModel`, `RobertaModel` or `XLMRobertaModel` inside a loaded model; what is around it (heads,
-pooling, further layers) stays as it is. A stand-in is trusted only after its hidden states have come out as the
-original's; every other model stays on torch.
+Replaces a `BertModel`, `RobertaModel` or `XLMRobertaModel` inside a loaded model; its surroundings (heads, pooling,
+further layers) do not change. The replacement is used only if its hidden states agree with the original's. All other
+models stay on torch.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NUM_FIRST_LAYERS = 2
 
 
 class FusedEncoder(nn.Module):
-    """Stands in for an encoder that it was made of. For inference, with padding on the right."""
+    """Replaces the encoder that it was made from. For inference, with padding on the right."""
 
     def __init__(self, original: Any, encoder: NativeEncoder) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class FusedEncoder(nn.Module):
         token_type_ids: Tensor | None = None,
         **_ignored: Any,
     ) -> BaseModelOutputWithPooling:
-        """All (num_sequences, longest) int64. Keyword arguments beyond these are the original's for other uses."""
+        """All (num_sequences, longest) int64. `_ignored`: arguments that only the original's other uses need."""
         if attention_mask is None:
             lengths = torch.full((len(input_ids),), input_ids.shape[1])
         else:
@@ -62,7 +62,7 @@ class FusedEncoder(nn.Module):
         return BaseModelOutputWithPooling(last_hidden_state=hidden, pooler_output=pooled)
 
     def _positions(self, input_ids: Tensor) -> Tensor:
-        """RoBERTa and its kin count from behind the padding index, and a padding token within a text not at all."""
+        """RoBERTa and related models count positions from the padding index + 1, and skip padding tokens in a text."""
         if self._positions_behind is None:
             return torch.arange(input_ids.shape[1]).expand(input_ids.shape).contiguous()
         positions: Tensor = self._positions_behind(input_ids, self._padding_idx)
@@ -70,7 +70,7 @@ class FusedEncoder(nn.Module):
 
 
 def fuse_encoder(transformer: Any, cpu_kernels: CpuKernels) -> Replaced:
-    """Put a stand-in into a sentence-transformers `Transformer`, in place, where one can be made and agrees."""
+    """Replace the encoder in a sentence-transformers `Transformer`, in place, if the kernels know it and agree."""
     model = transformer.model
     original = model.base_model
     kernels = open_kernels(cpu_kernels) if _can_fuse(original) else None
@@ -90,7 +90,7 @@ def fuse_encoder(transformer: Any, cpu_kernels: CpuKernels) -> Replaced:
 
 
 def could_fuse(transformer: Any) -> bool:
-    """Whether the model is one that the native kernels know, were they there."""
+    """Whether the native kernels know this model, even if they were not built."""
     return _can_fuse(transformer.model.base_model)
 
 
@@ -144,7 +144,7 @@ def _fused(original: Any, isa: Isa) -> FusedEncoder:
 
 @torch.inference_mode()
 def _agrees(original: Any, fused: FusedEncoder) -> bool:
-    """Whether the stand-in errs as the original does, for a batch of several lengths and all types."""
+    """Whether the replacement's errors are about as large as the original's, for several lengths and all types."""
     features = _probe_features(original.config)
     own = reference = _hidden_states(original, features)
     if own.dtype is not torch.float32:
@@ -155,8 +155,8 @@ def _agrees(original: Any, fused: FusedEncoder) -> bool:
 
 @torch.inference_mode()
 def _first_layers_are_exact(original: Any, isa: Isa) -> bool:
-    """Whether the first layers in float32, where hardly anything is rounded, give the same numbers natively. Of a model
-    in float32 all layers will have to."""
+    """Whether the first layers give the same numbers natively in float32, which hardly rounds. For a float32 model, all
+    layers must."""
     if original.dtype is torch.float32:
         return True
     with with_first_layers(original, len(original.encoder.layer), NUM_FIRST_LAYERS):
@@ -167,7 +167,7 @@ def _first_layers_are_exact(original: Any, isa: Isa) -> bool:
 
 
 def _hidden_states(model: nn.Module, features: dict[str, Tensor]) -> Tensor:
-    """(tokens, hidden), without those of the padding."""
+    """(tokens, hidden), without the padding's."""
     hidden: Tensor = model(**features).last_hidden_state[features["attention_mask"].bool()]
     return hidden
 

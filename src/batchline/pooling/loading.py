@@ -1,8 +1,7 @@
 """Loads a sentence-transformers model or cross-encoder from a folder or hub id, ready for our batches.
 
-The seam where errors of transformers, sentence-transformers and the hub become ours. A loaded model has run once on
-a probe: as a native encoder where one knows its code, else with packed linear layers where this processor has them, and
-only if they give the same rows.
+Errors of transformers, sentence-transformers and the hub become ours here. Each loaded model is run once on a small
+batch as it is. Then the native encoder, or packed linear layers, replace its own if they give the same rows.
 """
 
 from __future__ import annotations
@@ -43,21 +42,21 @@ PROBE_LENGTHS = (3, 9)
 AGREEMENT_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 
 ROUNDING = {torch.float32: 1e-4, torch.bfloat16: 0.03, torch.float16: 0.01}
-"""Of a row's length: what another order of adding up makes of it."""
+"""Allowed difference, relative to a row's length: a different order of additions causes about this much."""
 
 CPU_TOKENS_PER_THREAD = 512
-"""Activations of so many tokens stay in a core's cache; larger batches were slower on CPUs (docs/decisions.md)."""
+"""Activations of this many tokens fit a core's cache; larger batches were slower on CPUs (docs/decisions.md)."""
 
 FUSED_LIMITS = BatchLimits(max_tokens=4096, max_padding=512)
-"""Per thread, of an encoder that computes no padding: cores wait for one another at the end of a batch alone."""
+"""Per thread, for an encoder that computes no padding: its cores wait for each other only at the end of a batch."""
 
 ReadRows = Callable[[Any, dict[str, Any]], torch.Tensor]
-"""From the model and the features that it returned to one row per sequence."""
+"""(the model, the features that it returned) -> one row per sequence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedPoolingModel:
-    """A model in evaluation mode on its device. module: the sentence-transformers model. tokenizer: of transformers."""
+    """A model in evaluation mode on its device. module: from sentence-transformers. tokenizer: from transformers."""
 
     module: Any
     read_rows: ReadRows
@@ -74,7 +73,7 @@ class LoadedPoolingModel:
     warning: str | None = None
 
     def record(self, name: str) -> ModelRecord:
-        """What runs, under the name that answers carry."""
+        """The facts of this model, under the name in answers."""
         return ModelRecord(
             name=name,
             architecture=self.architecture,
@@ -97,13 +96,13 @@ class LoadedPoolingModel:
         except (RuntimeError, MemoryError) as exc:
             if not _is_out_of_memory(exc):
                 raise
-        # out of the handler, where the failed batch's tensors are no longer held by the traceback
+        # outside the handler, where the traceback no longer holds the failed batch's tensors
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         raise EngineOutOfMemory("a batch did not fit in the device's memory")
 
     def _forward(self, features: dict[str, Any]) -> dict[str, Any]:
-        """The transformer in its own dtype, then pooling and all else in float32, so that unit vectors are that."""
+        """Run the transformer in its own dtype and the rest in float32, so that unit vectors have length 1."""
         first, *others = self.module
         features = first(features)
         for name, value in features.items():
@@ -114,13 +113,13 @@ class LoadedPoolingModel:
         return features
 
     def probe(self) -> list[TokenSequence]:
-        """A small batch of arbitrary tokens, with padding where the model can pad."""
+        """A small batch of arbitrary tokens, with padding if the model can pad."""
         ids = tuple(index % self.vocab_size for index in range(5, 5 + max(PROBE_LENGTHS)))
         lengths = [min(length, self.max_model_len) for length in PROBE_LENGTHS]
         return [TokenSequence(token_ids=ids[:length]) for length in lengths][: self.limits.max_sequences]
 
     def enter_thread(self) -> None:
-        """Settings of torch that belong to the thread that runs the batches."""
+        """Set torch up for the current thread, which will run the batches."""
         if self.num_threads is not None:
             torch.set_num_threads(self.num_threads)
 
@@ -130,7 +129,7 @@ def load_pooling_model(
 ) -> LoadedPoolingModel:
     """Load, check and probe. Raises: ModelLoadError, UnsupportedModel."""
     if config.quantization is not None:
-        raise ModelLoadError(config.model, "--quantization is for models that generate; leave it out for this one")
+        raise ModelLoadError(config.model, "--quantization applies only to generative models; leave it out")
     device, dtype = _choose_device(config), DTYPES[config.dtype]
     module, tokenizer, reports = _from_pretrained(config, kind, device, dtype)
     transformer = _text_transformer(config.model, module)
@@ -155,7 +154,7 @@ def load_pooling_model(
 def _from_pretrained(
     config: ModelConfig, kind: Any, device: torch.device, dtype: torch.dtype
 ) -> tuple[Any, Any, list[tuple[Any, LoadingReport]]]:
-    """(model, tokenizer, what transformers reports of the weights)."""
+    """(model, tokenizer, transformers' reports about the weights)."""
     refuse_foreign_format(config.model, config.revision)
     source: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
     overrides = config_arguments(config)
@@ -167,7 +166,7 @@ def _from_pretrained(
         tokenizer = module.tokenizer
         if config.tokenizer is not None:
             tokenizer = AutoTokenizer.from_pretrained(config.tokenizer, trust_remote_code=config.trust_remote_code)
-    except Exception as exc:  # loading runs the code of many model families, which raises whatever it likes
+    except Exception as exc:  # loading runs the code of many model families, which may raise anything
         raise ModelLoadError(config.model, _explain(config.model, exc)) from exc
     for part in list(module)[1:]:
         part.float()
@@ -175,7 +174,7 @@ def _from_pretrained(
 
 
 def _refuse_damaged(config: ModelConfig, transformer: Any, reports: list[tuple[Any, LoadingReport]]) -> None:
-    """Refuse a transformer that did not get the weights of its files as they are. Raises: ModelLoadError."""
+    """Refuse a transformer whose weights differ from those in its files. Raises: ModelLoadError."""
     has_pooler = transformer.transformer_task != "feature-extraction" or _uses_pooler(transformer)
     for model, report in reports:
         refuse_wrong_weights(config.model, model, report, has_pooler=has_pooler)
@@ -187,7 +186,7 @@ def _uses_pooler(transformer: Any) -> bool:
 
 
 def _text_transformer(model: str, module: Any) -> Any:
-    """The model's first part, which has to be a transformer over plain text. Raises: UnsupportedModel."""
+    """The model's first module, which must be a transformer for plain text. Raises: UnsupportedModel."""
     first = module[0]
     if not isinstance(first, Transformer):
         raise UnsupportedModel(model, f"its first module is a {type(first).__name__}, not a Transformer")
@@ -208,7 +207,7 @@ def _choose_device(config: ModelConfig) -> torch.device:
 
 
 def _choose_max_model_len(config: ModelConfig, transformer: Any, tokenizer: Any) -> int:
-    """The length asked for, else the model's own `max_seq_length`, within what its positions can hold."""
+    """The requested length, or else the model's own `max_seq_length`, limited by its number of positions."""
     longest = _num_positions(transformer)
     if config.max_model_len is None:
         own = transformer.max_seq_length if config.tokenizer is None else tokenizer.model_max_length
@@ -221,7 +220,7 @@ def _choose_max_model_len(config: ModelConfig, transformer: Any, tokenizer: Any)
 
 
 def _num_positions(transformer: Any) -> int | None:
-    """How many positions the model knows; RoBERTa and its kin begin to count after the padding index."""
+    """The number of positions of the model. RoBERTa and related models count them from the padding index + 1."""
     for module in transformer.model.modules():
         table = getattr(module, "position_embeddings", None)
         if isinstance(table, nn.Embedding):
@@ -240,7 +239,7 @@ def _choose_limits(config: ModelConfig, device: torch.device, *, can_pad: bool) 
 
 
 def _prepare(config: ModelConfig, loaded: LoadedPoolingModel) -> LoadedPoolingModel:
-    """Run the model once as it is, then with what is faster, which stays if it works and agrees."""
+    """Run the model once as it is, then with faster parts, which stay if they work and agree."""
     probe, dtype = loaded.probe(), loaded.dtype
     try:
         loaded = replace(loaded, limits=_limits_that_keep_rows(loaded, probe))
@@ -273,10 +272,10 @@ def _is_out_of_memory(exc: Exception) -> bool:
 
 
 def _limits_that_keep_rows(loaded: LoadedPoolingModel, probe: list[TokenSequence]) -> BatchLimits:
-    """The limits under which a sequence's row is the one that it has alone.
+    """Batch limits under which a sequence gets the same row as when it runs alone.
 
-    Some encoders let padding into the rows (convolutions, Fourier transforms, landmarks): their batches hold sequences
-    of one length. If sequences of one length change each other's rows too, each one runs alone.
+    In some encoders padding changes the rows (convolutions, Fourier transforms, landmarks). Their batches hold
+    sequences of one length. If sequences of equal length change each other's rows too, each one runs alone.
     """
     dtype = loaded.dtype
     alone = [loaded.run_batch([sequence]) for sequence in probe]
@@ -291,16 +290,16 @@ def _limits_that_keep_rows(loaded: LoadedPoolingModel, probe: list[TokenSequence
 
 
 def _are_close(rows: Rows, expected: Rows, dtype: torch.dtype) -> bool:
-    """Whether rows differ by no more than rounding in `dtype` makes of them."""
+    """Whether rows differ by no more than the rounding of `dtype` explains."""
     differences = np.linalg.norm(rows - expected, axis=1)
     return bool((differences <= ROUNDING[dtype] * np.maximum(np.linalg.norm(expected, axis=1), 1e-3)).all())
 
 
 def _agrees(loaded: LoadedPoolingModel, probe: list[TokenSequence], expected: Rows, tolerance: float) -> bool:
-    """Whether the model, with something in it replaced, still gives the rows that it gave."""
+    """Whether the model still gives the expected rows after one of its parts was replaced."""
     try:
         return np.allclose(loaded.run_batch(probe), expected, rtol=0.0, atol=tolerance)
-    except (AttributeError, RuntimeError, TypeError):  # code that looks inside what was replaced
+    except (AttributeError, RuntimeError, TypeError):  # the model's code accesses the replaced part
         return False
 
 

@@ -1,7 +1,7 @@
-"""Whether, and to which sizes, a model's embeddings may be cut short.
+"""Finds whether, and to which sizes, a model's embeddings may be shortened.
 
-A vector may be cut only if the model was trained for it, which it says in one of these ways:
-`matryoshka_dimensions` (a list: those sizes alone) or `is_matryoshka: true` (any size) in `config.json` or
+A vector may be shortened only if the model was trained for it. Its files say so in one of these ways:
+`matryoshka_dimensions` (a list of the only allowed sizes) or `is_matryoshka: true` (any size) in `config.json` or
 `config_sentence_transformers.json`; `truncate_dim` in the latter; the tag `matryoshka` or `loss:MatryoshkaLoss` in the
 metadata of its `README.md`, as sentence-transformers writes it for models trained with that loss.
 """
@@ -20,19 +20,19 @@ README_TAGS = frozenset({"matryoshka", "loss:matryoshkaloss"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Matryoshka:
-    """The sizes an embedding may be cut to, up to `full`. sizes: None allows any."""
+    """The sizes that an embedding may be shortened to, up to `full`. sizes: None allows any."""
 
     full: int
     sizes: frozenset[int] | None = None
 
     def allows(self, dimensions: int) -> bool:
-        """Whether an embedding may have so many dimensions."""
+        """Whether an embedding may have this many dimensions."""
         if dimensions == self.full:
             return True
         return 1 <= dimensions < self.full and (self.sizes is None or dimensions in self.sizes)
 
     def describe(self) -> str:
-        """The allowed sizes, for a user."""
+        """The allowed sizes, as text for a user."""
         if self.sizes is None:
             return f"1 to {self.full}"
         return ", ".join(str(size) for size in sorted(self.sizes | {self.full}))
@@ -41,9 +41,9 @@ class Matryoshka:
 def read_matryoshka(
     model: str, revision: str | None, *, full: int, overrides: Mapping[str, Any] | None = None
 ) -> Matryoshka | None:
-    """What the model's files say; None for one that is not known to be a matryoshka model. Raises: ModelLoadError.
+    """The sizes that the model's files allow; None if they do not mention Matryoshka training. Raises: ModelLoadError.
 
-    overrides: of config.json.
+    overrides: values that override config.json.
     """
     declarations = [
         {**(read_json(model, "config.json", revision) or {}), **(overrides or {})},

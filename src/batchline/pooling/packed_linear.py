@@ -1,8 +1,8 @@
 """Linear layers for CPUs with their weights in oneDNN's own blocked layout.
 
-`torch.nn.Linear` hands float32 to MKL, which on processors of other makers than its own leaves more than half of the
-machine idle; oneDNN uses it all, and a weight packed once spares the repacking at every call (see
-docs/decisions.md for figures). Values differ by float rounding alone.
+`torch.nn.Linear` uses MKL for float32, which leaves more than half of a non-Intel processor idle. oneDNN uses all of
+it, and packing a weight once saves repacking it at every call (docs/decisions.md has figures). Results differ only by
+float rounding.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 TYPICAL_ROWS = 512
-"""Rows per call that the packed layout is chosen for; other numbers work too."""
+"""The packed layout is optimised for this many rows per call; other numbers work too."""
 
 PACKABLE_DTYPES = (torch.float32, torch.bfloat16)
 
 
 class PackedLinear(nn.Module):
-    """A linear layer whose weight is only readable by oneDNN. For inference."""
+    """A linear layer whose weight only oneDNN can read. For inference."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class PackedLinear(nn.Module):
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether this build and device have packed layers for the dtype."""
+    """Whether this build of torch and this device support packed layers of the dtype."""
     has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     has_operators = has_onednn and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     has_fast_type = dtype is torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
@@ -41,7 +41,7 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 Replaced = list[tuple[nn.Module, str, nn.Module]]
-"""What was replaced: (parent, name, the module before)."""
+"""Replaced modules: (parent, name, original module)."""
 
 
 def pack_linears(module: nn.Module) -> Replaced:
@@ -56,6 +56,6 @@ def pack_linears(module: nn.Module) -> Replaced:
 
 
 def restore(replaced: Replaced) -> None:
-    """Put what was replaced back."""
+    """Put the original modules back."""
     for parent, name, before in replaced:
         setattr(parent, name, before)

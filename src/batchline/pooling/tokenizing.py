@@ -1,7 +1,7 @@
-"""A pooling model's own way from text, or a pair of texts, to token ids.
+"""Turns text, or a pair of texts, into token ids as the model was trained with.
 
-Owns the model's prompts and special tokens; knows nothing of limits: callers say how long a sequence may be, and
-without a limit nothing is cut. Callable from any thread; a tokenizer's truncation is state, hence the lock.
+Owns the model's prompts and special tokens. Callers say how long a sequence may be; without a limit nothing is
+truncated. Safe to call from any thread: a lock protects the tokenizer, whose truncation is mutable state.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ from typing import Any, Literal
 from batchline.pooling.batching import TokenSequence
 
 Role = Literal["query", "document"]
-"""What a text is in a search; a model may have a prompt of its own for each."""
+"""The role of a text in a search; a model may have a prompt for each."""
 
 ROLE_PROMPTS: dict[Role, tuple[str, ...]] = {"query": ("query",), "document": ("document", "passage", "corpus")}
-"""Names of prompts by role, the first that a model has being used (as `encode_query` and `encode_document` do)."""
+"""Prompt names by role. The first that a model has is used, as in `encode_query` and `encode_document`."""
 
 
 WritePair = Callable[[str, str, str], str]
-"""From the model's prompt and the two texts of a pair to the text that holds them."""
+"""(the model's prompt, first text, second text) -> one text that holds the pair."""
 
 
 class PoolingTokenizer:
     """Text to `TokenSequence`s, as the model was trained with.
 
-    takes_whole_pairs: whether pairs are written by a template and cannot be cut.
-    num_special_tokens, num_pair_special_tokens: what is added around a text or a pair.
+    takes_whole_pairs: whether a template writes the pairs, so that they cannot be truncated.
+    num_special_tokens, num_pair_special_tokens: special tokens that are added to a text or a pair.
     """
 
     def __init__(self, tokenizer: Any, *, excludes_prompt: bool = False, write_pair: WritePair | None = None) -> None:
-        """tokenizer: of transformers. excludes_prompt: whether pooling leaves prompt tokens out. write_pair: of a model
-        that wants pairs as one text."""
+        """tokenizer: from transformers. excludes_prompt: whether pooling excludes prompt tokens. write_pair: for a
+        model that takes a pair as one text."""
         self._write_pair = write_pair
         self.takes_whole_pairs = write_pair is not None
         self._tokenizer = tokenizer
@@ -49,7 +49,7 @@ class PoolingTokenizer:
         add_special_tokens: bool = True,
         max_tokens: int | None = None,
     ) -> list[TokenSequence]:
-        """One sequence per text, `prompt` in front of each, the text's end cut to fit `max_tokens`."""
+        """One sequence per text, with `prompt` in front of each, truncated at the end to fit `max_tokens`."""
         num_prompt_tokens = self._count_prompt_tokens(prompt, add_special_tokens)
         prompted = [prompt + text for text in texts] if prompt else list(texts)
         return self._tokenize(prompted, None, add_special_tokens, max_tokens, num_prompt_tokens)
@@ -57,9 +57,9 @@ class PoolingTokenizer:
     def encode_pairs(
         self, pairs: Sequence[tuple[str, str]], *, prompt: str = "", max_tokens: int | None = None
     ) -> list[TokenSequence]:
-        """One sequence per pair, `prompt` in front of the first text, the longer of the two cut first.
+        """One sequence per pair, with `prompt` in front of the first text. The longer text is truncated first.
 
-        max_tokens: None where the tokenizer `takes_whole_pairs`.
+        max_tokens: None if the tokenizer `takes_whole_pairs`.
         """
         if self._write_pair is not None:
             return self._tokenize([self._write_pair(prompt, *pair) for pair in pairs], None, False, None, 0)
@@ -68,7 +68,7 @@ class PoolingTokenizer:
         return self._tokenize(firsts, seconds, True, max_tokens, 0)
 
     def _count_prompt_tokens(self, prompt: str, add_special_tokens: bool) -> int:
-        """Leading tokens that pooling must leave out: the prompt's own and the special ones before it."""
+        """The number of leading tokens that pooling must exclude: the prompt's, and special tokens before it."""
         if not (prompt and self._excludes_prompt):
             return 0
         (alone,) = self._tokenize([prompt], None, add_special_tokens, None, 0)

@@ -1,4 +1,4 @@
-"""Arithmetic on finished vectors, in float32 as the models' own layers do it. No torch."""
+"""Arithmetic on finished vectors, in float32 like the models' own layers. No torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 Vectors = NDArray[np.float32]
 
 SMALLEST_NORM = np.float32(1e-12)
-"""As in torch's `normalize`: a null vector stays one."""
+"""As in torch's `normalize`: a null vector stays a null vector."""
 
 
 def normalise(vectors: Vectors) -> Vectors:
@@ -19,7 +19,7 @@ def normalise(vectors: Vectors) -> Vectors:
 
 
 def cosine_similarities(first: Vectors, second: Vectors) -> Vectors:
-    """Of each row of `first` with the same row of `second`: (num_vectors,). One row alone serves for all."""
+    """Similarity of each row of `first` and the same row of `second`: (num_vectors,). A single row is broadcast."""
     products: Vectors = np.einsum("ij,ij->i", *np.broadcast_arrays(normalise(first), normalise(second)))
     return products
 

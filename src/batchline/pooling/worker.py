@@ -1,12 +1,12 @@
 """The thread of a pooling model and the bridge to it from event loops.
 
-Every caller's sequences wait in one line, so that concurrent requests share batches. The thread alone touches torch
-(through `run_batch`); event loops get each request's rows in one call, when the last is there. Cancelling a call drops
-its waiting sequences.
+The sequences of all callers wait in one queue, so that concurrent requests share batches. Only the thread touches torch
+(through `run_batch`). An event loop gets all rows of a request at once, when the last is computed. Cancelling a call
+drops its waiting sequences.
 
-A batch that fails runs again in halves until the sequence at fault is alone; its call fails, all others get their rows.
-Batches that do not fit in memory become smaller, and grow again while all goes well. The thread ends only when the
-model fails on a probe that it has passed before.
+A batch that fails runs again in halves until the sequence at fault is found. Its call fails; all others get their rows.
+Batches that do not fit in memory are made smaller, and grow again after successful batches. The thread ends only if the
+model fails on a probe that it passed before.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from batchline.pooling.batching import BatchLimits, LengthSortedQueue, TokenSequ
 logger = logging.getLogger(__name__)
 
 GROW_AFTER = 16
-"""Good batches in a row after which batches that had to shrink may be twice as large."""
+"""After this many good batches in a row, batches that had to shrink may double in size."""
 
 Rows = NDArray[np.float32]
 
 RunBatch = Callable[[Sequence[TokenSequence]], Rows]
-"""Sequences, of one `num_prompt_tokens`, to one row each. Raises: EngineOutOfMemory, or anything for a fault."""
+"""Sequences with equal `num_prompt_tokens` -> one row each. Raises: EngineOutOfMemory, or anything for a fault."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingStats:
-    """Counters since the start. padding_tokens: computed, but part of no sequence. num_waiting: sequences in line."""
+    """Counters since the start. padding_tokens: computed padding. num_waiting: sequences in the queue now."""
 
     num_sequences: int = 0
     num_batches: int = 0
@@ -46,7 +46,7 @@ class PoolingStats:
 
 
 class _Call:
-    """One caller's sequences on their way: rows are filled in by the thread, the future is the loop's."""
+    """One caller's running sequences. The thread fills in the rows; the future belongs to the caller's event loop."""
 
     def __init__(self, sequences: Sequence[TokenSequence]) -> None:
         self.sequences = sequences
@@ -70,7 +70,7 @@ class _Item:
 
 
 class PoolingWorker:
-    """Runs sequences of all callers in shared batches, on a thread of its own."""
+    """Runs the sequences of all callers in shared batches, on its own thread."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class PoolingWorker:
         probe: Sequence[TokenSequence] = (),
         on_start: Callable[[], None] = lambda: None,
     ) -> None:
-        """probe: a batch that the model has run, if any. on_start: called first thing on the new thread."""
+        """probe: a batch that the model has already run, if any. on_start: called first on the new thread."""
         self._run_batch = run_batch
         self._probe = probe
         self._max_tokens = limits.max_tokens
@@ -100,7 +100,8 @@ class PoolingWorker:
 
         Lower priorities run earlier.
 
-        Raises: EngineDead after `close` or a crash; EngineOutOfMemory, EngineError when the model failed on it.
+        Raises: EngineDead after `close` or a crash; EngineOutOfMemory, EngineError if the model failed on the
+        sequences.
         """
         call = _Call(sequences)
         with self._wake:
@@ -120,7 +121,7 @@ class PoolingWorker:
 
     @property
     def is_alive(self) -> bool:
-        """Whether calls are still taken: False after `close` and once the thread has died."""
+        """Whether calls are still accepted: False after `close`, and once the thread has died."""
         return not self._is_closing
 
     def stats(self) -> PoolingStats:
@@ -140,7 +141,7 @@ class PoolingWorker:
             self._on_start()
             while (batch := self._next_batch()) is not None:
                 self._answer(batch)
-        except BaseException as exc:  # whatever ended the thread, nobody may wait for it for ever
+        except BaseException as exc:  # no caller may wait for ever, whatever ended the thread
             logger.exception("the pooling thread has died")
             self._death = exc
         with self._wake:
@@ -162,7 +163,7 @@ class PoolingWorker:
         return None
 
     def _answer(self, items: Sequence[_Item]) -> None:
-        """Run a batch, in smaller ones where it fails, and settle the calls that it completes, or that fail with it."""
+        """Run a batch, in smaller ones if it fails, and settle the calls that it completes or that fail with it."""
         items = [item for item in items if not item.call.is_over]
         if not items:
             return
@@ -172,15 +173,15 @@ class PoolingWorker:
         if len(items) == 1:
             _settle(items[0].call, failure)
             return
-        del failure  # its traceback holds the batch's tensors, which the halves need the room of
+        del failure  # its traceback holds the batch's tensors, and the halves need that memory
         middle = len(items) // 2
         self._answer(items[:middle])
         self._answer(items[middle:])
 
     def _run_whole(self, items: Sequence[_Item]) -> EngineError | None:
-        """Run the items together and hand out their rows; returns why that was not possible.
+        """Run the items together and hand out their rows. Returns the error if that failed.
 
-        Raises: whatever the model raises on the probe, too.
+        Raises: the probe's exception, if the model fails on that too.
         """
         sequences = [item.sequence for item in items]
         try:
@@ -206,12 +207,12 @@ class PoolingWorker:
         return failure
 
     def _shrink(self, sequences: Sequence[TokenSequence]) -> None:
-        """After a batch that did not fit in memory: the next ones are half as large."""
+        """Halve the batch size, after a batch that did not fit in memory."""
         self._good_batches = 0
         if len(sequences) > 1:
             padded_tokens = len(sequences) * max(len(sequence) for sequence in sequences)
             self._queue.max_tokens = max(1, min(self._queue.max_tokens, padded_tokens) // 2)
-            logger.warning("a batch did not fit in memory; going on with %d tokens at most", self._queue.max_tokens)
+            logger.warning("a batch did not fit in memory; batches are now at most %d tokens", self._queue.max_tokens)
 
     def _grow(self) -> None:
         self._good_batches += 1
@@ -245,18 +246,18 @@ def _hand_out(item: _Item, row: NDArray[np.float32] | None) -> None:
 
 
 def _settle(call: _Call, error: EngineError | None) -> None:
-    """From the thread: give the call its rows or its error, whichever comes first."""
+    """Called on the thread: give the call its rows or its error, whichever comes first."""
     if call.is_over:
         return
     call.is_over = True
     try:
         call.loop.call_soon_threadsafe(_set_result, call, error)
     except RuntimeError:
-        logger.debug("a caller's event loop has closed before its rows came")
+        logger.debug("a caller's event loop closed before its rows were ready")
 
 
 def _set_result(call: _Call, error: EngineError | None) -> None:
-    """In the caller's loop. A cancelled call wants nothing any more."""
+    """Called in the caller's event loop. A cancelled call is skipped."""
     if call.future.done():
         return
     if error is not None:

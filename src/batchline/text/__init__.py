@@ -1,5 +1,5 @@
-"""Between text and token ids: tokenizers, chat templates, message contents, detokenizing, stop strings,
-and parsers of tool calls and of reasoning.
+"""Between text and token ids: tokenizers, chat templates, message contents, detokenizing, stop strings, and parsers for
+tool calls and reasoning.
 
 Knows no HTTP, no wire schema and no engine.
 """

@@ -1,7 +1,7 @@
-"""A model's chat template: where it comes from, what it wants, and rendering it.
+"""A model's chat template: finding it, analysing it, and rendering it.
 
-Templates run in the sandbox of `sandbox.py`. Whatever goes wrong in one is an error of the request (the template
-refuses it, as many do by `raise_exception`) or, for a template that does not even compile, of who configured it.
+Templates run in the sandbox of `sandbox.py`. A template that fails while rendering makes the request fail (many refuse
+messages with `raise_exception`). A template that does not compile is a configuration error.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _JINJA_SIGNS = "{}\n"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatPrompt:
-    """What a chat template is given. variables: the request's own, over the special tokens."""
+    """The input of a chat template. variables: from the request; they override the special tokens."""
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] | None = None
@@ -39,9 +39,9 @@ class ChatPrompt:
 
 @dataclass(frozen=True, slots=True)
 class ChatTemplate:
-    """A compiled template with what its syntax tree tells about it.
+    """A compiled template, with facts from its syntax tree.
 
-    variables: names it reads that it does not set itself. special_tokens: `bos_token` and the like, as it may use them.
+    variables: names that it reads but does not set. special_tokens: `bos_token` and the like, which it may use.
     """
 
     template: Template
@@ -77,12 +77,12 @@ class ChatTemplate:
                 )
         except TemplateLimitExceeded as exc:
             raise BadRequest(f"The chat template was stopped: {exc}", param="messages") from exc
-        except Exception as exc:  # a template is a program by strangers: it can raise whatever Python can
+        except Exception as exc:  # a template is a stranger's program: it can raise anything
             raise BadRequest(f"The chat template {_reason(exc)[:500]}", param="messages") from exc
 
 
 def _reason(error: Exception) -> str:
-    """What the template did, in its own words where it has any; never a traceback."""
+    """Why the template failed, in its own words if it has any; never a traceback."""
     if isinstance(error, TemplateError) and not isinstance(error, UndefinedError):
         return f"refused the messages: {error}"
     words = f": {error}" if isinstance(error, (UndefinedError, TypeError, ValueError)) else ""
@@ -91,7 +91,7 @@ def _reason(error: Exception) -> str:
 
 
 def _mark_end(message: dict[str, Any]) -> str:
-    """Append a mark to the message's text, which is where the prompt will end. Returns the text before that."""
+    """Append a mark to the message's text, where the prompt will end. Returns the original text."""
     content = message["content"]
     if isinstance(content, str):
         message["content"] = content + _END_TAG
@@ -104,7 +104,7 @@ def _mark_end(message: dict[str, Any]) -> str:
 
 
 def _cut_at_mark(rendered: str, continued: str) -> str:
-    """The rendered text up to the mark, by the rule of `transformers`: if the template trimmed, so is the prompt."""
+    """The rendered text up to the mark. As in `transformers`, it is trimmed if the template trims messages."""
     position = rendered.rfind(_END_TAG.strip())
     if position < 0 or continued.strip() not in rendered:
         raise BadRequest(
@@ -125,14 +125,14 @@ def _compiled(source: str) -> tuple[Template, TemplateContentFormat, bool, froze
 
 
 def compile_template(source: str, content_format: ContentFormat, special_tokens: Mapping[str, str]) -> ChatTemplate:
-    """The template of a configured model. Raises: UsageError where it does not compile."""
+    """Compile the template of a configured model. Raises: UsageError if it does not compile."""
     try:
         template, detected, knows_developer, variables = _compiled(source)
     except TemplateSyntaxError as exc:
         raise UsageError(f"The chat template is not valid Jinja: line {exc.lineno}: {exc.message}") from exc
     except TemplateLimitExceeded as exc:
         raise UsageError(f"The chat template cannot be used: {exc}") from exc
-    except (RecursionError, SyntaxError, MemoryError) as exc:  # Python's own limits on what Jinja makes of it
+    except (RecursionError, SyntaxError, MemoryError) as exc:  # Python's limits on the code that Jinja generates
         raise UsageError("The chat template cannot be used: it is nested too deeply") from exc
     wanted = detected if content_format == "auto" else content_format
     return ChatTemplate(template, wanted, knows_developer, variables, special_tokens)
@@ -140,9 +140,9 @@ def compile_template(source: str, content_format: ContentFormat, special_tokens:
 
 @dataclass(frozen=True, slots=True)
 class RequestTemplate:
-    """The template that a request brings: compiled and rendered in a child process, which can be ended.
+    """A template from a request: compiled and rendered in a child process, which can be killed.
 
-    The sandbox's bounds are cooperative; one filter or operation that takes hours would freeze this process.
+    The sandbox's limits are cooperative: a single filter or operation that takes hours would freeze this process.
     """
 
     source: str
@@ -151,7 +151,7 @@ class RequestTemplate:
 
     @property
     def variables(self) -> frozenset[str]:
-        """Names that it reads and does not set itself. Raises: BadRequest where it does not compile."""
+        """Names that it reads but does not set. Raises: BadRequest if it does not compile."""
         return frozenset(self._in_child(None))
 
     def render(self, prompt: ChatPrompt) -> str:
@@ -166,7 +166,7 @@ class RequestTemplate:
 
 
 def _request_template(argument: list[Any]) -> list[str] | str:
-    """What a child does: render the prompt, or without one find the template's variables. Raises: BadRequest."""
+    """Run in a child: render the prompt, or without one find the template's variables. Raises: BadRequest."""
     source, content_format, special_tokens, prompt = argument
     try:
         template = compile_template(source, content_format, special_tokens)
@@ -176,7 +176,7 @@ def _request_template(argument: list[Any]) -> list[str] | str:
 
 
 def read_template(option: str) -> str:
-    """The text behind `--chat-template`: a file's, or the option itself if it is Jinja. Raises: UsageError."""
+    """The template that `--chat-template` gives: a file's text, or the option's if it is Jinja. Raises: UsageError."""
     try:
         with open(option, encoding="utf-8") as file:
             return file.read()
@@ -190,7 +190,7 @@ def read_template(option: str) -> str:
 
 
 def own_template(templates: str | Mapping[str, str] | None, *, with_tools: bool = False) -> str | None:
-    """The template out of a tokenizer's: the only one, or of several the one for tools or the default one."""
+    """The tokenizer's template to use: the only one, or of several the one named `tool_use` or `default`."""
     if templates is None or isinstance(templates, str):
         return templates
     if with_tools and "tool_use" in templates:

@@ -1,8 +1,9 @@
-"""Whether a chat template wants a message's content as a string or as a list of parts, read from its syntax tree.
+"""Finds whether a chat template wants a message's content as a string or as a list of parts.
 
-It wants parts if any loop runs over a message's `content`. What each variable may hold is followed through the whole
-tree (aliases, slices, filters, conditional expressions, namespaces, macro parameters) until nothing new is found;
-scopes and order are ignored, which can only find more. A template that cannot be parsed is taken to want a string.
+It wants parts if a loop runs over a message's `content`. The analysis follows the possible values of each variable
+through the whole syntax tree (aliases, slices, filters, conditional expressions, namespaces, macro parameters) until it
+finds nothing new. It ignores scopes and order, so it may find too many values but misses none. A template that cannot
+be parsed is assumed to want a string.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ TemplateContentFormat = Literal["string", "openai"]
 
 
 class Kind(Enum):
-    """What an expression may hold, as far as this analysis cares."""
+    """The kinds of values that this analysis distinguishes."""
 
     MESSAGES = "messages"
     MESSAGE = "message"
@@ -39,7 +40,7 @@ _NOTHING: _Kinds = frozenset()
 
 
 def detect_content_format(source: str) -> TemplateContentFormat:
-    """`openai` if any loop of the template runs over a message's content, else `string`."""
+    """`openai` if a loop of the template runs over a message's content, else `string`."""
     try:
         with bounded():
             tree = template_environment().parse(source)
@@ -52,7 +53,7 @@ def detect_content_format(source: str) -> TemplateContentFormat:
 
 
 class _Flow:
-    """What each variable may hold. Keys are names, and `namespace.attribute` for attributes of namespaces."""
+    """The kinds that each variable may hold. Keys are names, and `namespace.attribute` for attributes of namespaces."""
 
     def __init__(self, tree: nodes.Template) -> None:
         self._tree = tree
@@ -61,7 +62,7 @@ class _Flow:
         self._macros = {macro.name: macro for macro in tree.find_all(nodes.Macro)}
 
     def settle(self) -> None:
-        """Bind until nothing new is learnt; there are finitely many names and kinds, so this ends."""
+        """Bind until nothing changes. There are finitely many names and kinds, so this ends."""
         while True:
             before = dict(self._variables)
             for name, kinds in self._bindings():
@@ -103,7 +104,7 @@ class _Flow:
             yield f"{target.name}.{target.attr}", kinds
 
     def _call(self, call: nodes.Call) -> Iterator[tuple[str, _Kinds]]:
-        """A macro's parameters hold what its calls pass."""
+        """Bind a macro's parameters to the arguments of its calls."""
         macro = self._macros.get(call.node.name) if isinstance(call.node, nodes.Name) else None
         if macro is None:
             return
@@ -116,7 +117,7 @@ class _Flow:
         return frozenset(_ELEMENT[kind] for kind in self.kinds(iterable) if kind in _ELEMENT)
 
     def kinds(self, node: nodes.Node | None) -> _Kinds:
-        """What an expression may hold."""
+        """The kinds that an expression may have."""
         if isinstance(node, nodes.Name):
             return self._variables[node.name]
         if isinstance(node, nodes.Getattr):
@@ -165,7 +166,7 @@ class _Flow:
         return _NOTHING
 
     def _method(self, call: nodes.Call) -> _Kinds:
-        """`message.get("content")`; other calls make something new."""
+        """Handles `message.get("content")`; other calls return a new, unrelated value."""
         is_get = isinstance(call.node, nodes.Getattr) and call.node.attr == "get"
         if is_get and call.args and _is_constant(call.args[0], "content"):
             assert isinstance(call.node, nodes.Getattr)

@@ -1,11 +1,16 @@
-"""Control tokens, such as `<|im_end|>`, in what users write: found, refused, or encoded as plain text.
+"""Finds, refuses or escapes control tokens, such as `<|im_end|>`, in users' messages.
 
-A tokenizer turns a control token's text into the token wherever it stands, so a message can end its turn and forge the
-next one. To escape it, the user's texts are given marks before they are rendered: around each control token, and where
-a text ends in the beginning of one or begins with the end of one. A control token of the rendered prompt is genuine,
-the template's own, if it has no mark in it and not one on either side. The marks are taken out, genuine tokens get
-names that no text has, and a copy of the tokenizer that knows them by those names alone encodes the prompt in one
-piece. So all else is tokenized as ever, and a prompt without such text takes the ordinary way.
+A tokenizer turns a control token's text into the token anywhere in a prompt, so a message can end its turn and forge
+the next one. Escaping works in four steps:
+
+1. Before rendering, put marks into the users' texts: on both sides of each control token, and where a text ends with
+   the beginning of a token or begins with the end of one.
+2. After rendering, a control token is genuine (the template wrote it) unless it contains a mark or has one on both
+   sides. Remove the marks.
+3. Replace each genuine token by a name that occurs in no text.
+4. Encode the whole prompt with a copy of the tokenizer that knows the control tokens only by these names.
+
+All other text is tokenized as usual, and a prompt that needs no marks is encoded by the model's own tokenizer.
 """
 
 from __future__ import annotations
@@ -29,7 +34,7 @@ from batchline.text.tokenizer import HuggingFaceTokenizer, Tokenizer
 logger = logging.getLogger(__name__)
 
 _NONCHARACTERS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
-"""Never assigned, so hardly in any text; marks are two of them that a prompt does not hold."""
+"""Never assigned, so rare in texts. The marks are two of them that the prompt does not hold."""
 
 Span = tuple[int, int]
 
@@ -43,7 +48,7 @@ class Renderer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RenderedChat:
-    """A rendered prompt. escaped: what encodes it where users wrote control tokens; spans: the genuine ones' places."""
+    """A rendered prompt. If users wrote control tokens, `escaped` encodes it, and `spans` are the genuine ones."""
 
     text: str
     spans: tuple[Span, ...] = ()
@@ -66,21 +71,21 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class _Searches:
-    """What finds control tokens. of_anyone: all of them; of_assistant: those that count in an assistant's messages."""
+    """Searches for control tokens. of_anyone: finds all; of_assistant: those that count in an assistant's messages."""
 
     of_anyone: TokenSearch
     of_assistant: TokenSearch
 
     def of(self, role: Any) -> TokenSearch:
-        """What finds those of a role's messages; None: of what is not a message."""
+        """The search for a role's messages; None is any text outside messages."""
         return self.of_assistant if role == "assistant" else self.of_anyone
 
 
 class ControlTokens:
-    """A model's control tokens: its special tokens, and added ones that its chat templates write.
+    """A model's control tokens: its special tokens, and added tokens that its chat templates write.
 
-    In an assistant's messages only the special tokens count: it writes the others, such as `<think>` and `<tool_call>`,
-    itself, and clients send its answers back. Mutable in its count of prompts that hold some.
+    In an assistant's messages only the special tokens count: the model writes the others itself, such as `<think>` and
+    `<tool_call>`, and clients send its answers back. Mutable: counts the prompts with control tokens.
     """
 
     def __init__(
@@ -104,7 +109,7 @@ class ControlTokens:
         self.num_prompts = 0
 
     def find(self, prompt: ChatPrompt) -> Finding | None:
-        """The first control token in what users wrote."""
+        """The first control token in the users' texts."""
         for place, value, role in _places(prompt):
             search = self._searches.of(role)
             for path, text in _texts(place, value):
@@ -114,12 +119,12 @@ class ControlTokens:
         return None
 
     def render(self, template: Renderer, prompt: ChatPrompt) -> RenderedChat:
-        """The prompt by the template, with users' control tokens treated as configured. Raises: BadRequest."""
+        """Render the prompt, and treat users' control tokens as configured. Raises: BadRequest."""
         if self._mode == "escape":
             return self._render_escaped(template, prompt)
         found = self.find(prompt)
         if found is not None and self._mode == "refuse":
-            raise BadRequest(f"{found.path}: it holds the control token {found.token!r}", param=found.path)
+            raise BadRequest(f"{found.path}: contains the control token {found.token!r}", param=found.path)
         if found is not None:
             self._count(found)
         return RenderedChat(template.render(prompt))
@@ -128,16 +133,16 @@ class ControlTokens:
         self.num_prompts += 1
         if self.num_prompts == 1:
             logger.warning(
-                "%s holds the control token %r, which can end or forge a turn. --special-tokens-in-content escape "
-                "makes it plain text. Further ones are counted.",
+                "%s contains the control token %r, which can end or forge a turn. Use --special-tokens-in-content "
+                "escape to encode such tokens as plain text. Further ones are only counted.",
                 found.path,
                 found.token,
             )
 
     def report(self) -> None:
-        """Log how many prompts held some, if more than the one that was warned of."""
+        """Log how many prompts held control tokens, if more than the one already reported."""
         if self.num_prompts > 1:
-            logger.warning("%d prompts hold control tokens that users wrote.", self.num_prompts)
+            logger.warning("%d prompts contain control tokens that users wrote.", self.num_prompts)
 
     def _render_escaped(self, template: Renderer, prompt: ChatPrompt) -> RenderedChat:
         marks = _Marks(self._searches, prompt)
@@ -149,9 +154,11 @@ class ControlTokens:
         return RenderedChat(text, spans, self)
 
     def encode(self, text: str, spans: Sequence[Span], *, add_special_tokens: bool) -> tuple[int, ...]:
-        """Tokens of a text in which control tokens are genuine at `spans` alone. Raises: BadRequest."""
+        """Tokens of a text whose control tokens are genuine only at `spans`. Raises: BadRequest."""
         if _LEAD in text:
-            raise BadRequest(f"The prompt holds control tokens, and U+{ord(_LEAD):X}, which is needed to escape them")
+            raise BadRequest(
+                f"The prompt contains control tokens, and U+{ord(_LEAD):X}, which is needed to escape them"
+            )
         ends = [0, *(position for span in spans for position in span), len(text)]
         pieces = [text[start:end] for start, end in pairwise(ends)]
         pieces[1::2] = [self._escaping.names[piece] for piece in pieces[1::2]]
@@ -159,16 +166,16 @@ class ControlTokens:
 
     @cached_property
     def _escaping(self) -> _EscapingTokenizer:
-        """Made at the first prompt that needs it: it takes a second for a large vocabulary."""
+        """Made for the first prompt that needs it, since that takes a second for a large vocabulary."""
         return _EscapingTokenizer(self._tokenizer, self._ids)
 
 
 _LEAD = "\U00017000"
-"""A letter of Tangut: no normalizer changes or drops it, and hardly a text holds it; one that does is refused."""
+"""A letter of Tangut: no normalizer changes or drops it, and it is rare in texts. Texts with it are refused."""
 
 
 class _EscapingTokenizer:
-    """A tokenizer that knows control tokens by other names. names: by their texts."""
+    """A tokenizer that knows control tokens by other names. names: from a token's text to its name."""
 
     def __init__(self, original: HuggingFaceTokenizer, ids: Mapping[str, int]) -> None:
         self.names = {text: f"{_LEAD}{token_id}{_LEAD}" for text, token_id in ids.items()}
@@ -182,17 +189,19 @@ class _EscapingTokenizer:
         self._merged_ids = frozenset(ids[text] for text in merged)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
-        """Tokens of a text in which control tokens stand by their names. Raises: BadRequest."""
+        """Tokens of a text in which control tokens are written as their names. Raises: BadRequest."""
         token_ids = self._copy.encode(text, add_special_tokens=add_special_tokens)
         if not self._merged_ids.isdisjoint(token_ids):
-            raise BadRequest("The prompt holds control tokens that this model's tokenizer cannot write as plain text")
+            raise BadRequest(
+                "The prompt contains control tokens that this model's tokenizer cannot encode as plain text"
+            )
         return tuple(self._ids.get(token_id, token_id) for token_id in token_ids)
 
 
 def _rename_vocabulary(model: dict[str, Any], names: Mapping[str, str]) -> set[str]:
-    """Give control tokens their names in the vocabulary too, in place, so that no text is tokenized to them.
+    """Rename control tokens in the vocabulary too, in place, so that no text is tokenized to them.
 
-    Returns those that merges of other tokens need as they are.
+    Returns those that cannot be renamed because merges of other tokens use them.
     """
     merges = [merge.split(" ", 1) if isinstance(merge, str) else merge for merge in model.get("merges", ())]
     merged = names.keys() & {part for left, right in merges for part in (left, right, left + right)}
@@ -208,14 +217,14 @@ def _rename_vocabulary(model: dict[str, Any], names: Mapping[str, str]) -> set[s
 
 
 class _Marks:
-    """The marks of one prompt: two characters that it does not hold. Mutable in how many were put."""
+    """The marks of one prompt: two characters that it does not contain. Mutable: counts the marks put."""
 
     def __init__(self, searches: _Searches, prompt: ChatPrompt) -> None:
         """Raises: BadRequest."""
         held = "\0".join(text for place, value, _ in _places(prompt) for _, text in _texts(place, value))
         free = [char for char in _NONCHARACTERS if char not in held and json.dumps(char)[1:-1] not in held]
         if len(free) < 2:
-            raise BadRequest("messages: they hold every character that could mark control tokens", param="messages")
+            raise BadRequest("messages: they contain every character that could mark control tokens", param="messages")
         self._start, self._end = free[:2]
         self._searches = searches
         self.num_put = 0
@@ -235,9 +244,8 @@ class _Marks:
         return _mapped(_with_decoded_arguments(message), partial(self._marked, self._searches.of(message.get("role"))))
 
     def _marked(self, search: TokenSearch, text: str) -> str:
-        """The text with marks around control tokens, and where text beside it could make one of its end or beginning.
-
-        Those stand inside of blanks, which a template may trim.
+        """The text with marks around control tokens, and at an end or beginning that neighbouring text could complete
+        to a token. The latter marks are put inside surrounding white space, because a template may trim that.
         """
         pieces: list[str] = []
         position = 0
@@ -255,10 +263,10 @@ class _Marks:
         return f"{marked[:at]}{before}{core}{behind}{marked[at + len(core) :]}"
 
     def take_out(self, rendered: str) -> tuple[str, tuple[Span, ...]]:
-        """The text without marks, and the spans in it of the genuine control tokens.
+        """The text without marks, and the spans of the genuine control tokens in it.
 
-        One mark beside a token says nothing: templates split contents at tokens such as `</think>`, and put their own
-        tokens beside the parts.
+        A mark on only one side proves nothing: templates split contents at tokens such as `</think>`, and put their own
+        tokens next to the parts.
         """
         control = self._searches.of_anyone
         marks = "|".join(re.escape(spelled) for char in (self._start, self._end) for spelled in _spellings(char))
@@ -277,12 +285,12 @@ class _Marks:
 
 
 def _spellings(char: str) -> tuple[str, str]:
-    """A character, and how JSON may spell it: templates print tools and arguments as JSON."""
+    """A character as itself and as a JSON escape, since templates print tools and arguments as JSON."""
     return char, json.dumps(char)[1:-1]
 
 
 def _with_decoded_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The message with its calls' arguments as objects, as the template will get them: JSON may hide a token."""
+    """The message with its calls' arguments decoded, as the template will get them: JSON escapes may hide a token."""
     calls = message.get("tool_calls")
     if not isinstance(calls, list):
         return message
@@ -297,7 +305,7 @@ def _with_arguments(call: Any) -> Any:
 
 
 def _places(prompt: ChatPrompt) -> Iterator[tuple[str, Any, Any]]:
-    """(path, value, role) of each message, and of what else users wrote, with None for a role."""
+    """(path, value, role) of each message and of other user input, which has None for a role."""
     for index, message in enumerate(prompt.messages):
         yield f"messages[{index}]", _with_decoded_arguments(message), message.get("role")
     others = {"tools": prompt.tools, "documents": prompt.documents, "chat_template_kwargs": prompt.variables}
@@ -305,7 +313,7 @@ def _places(prompt: ChatPrompt) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _texts(place: str, value: Any) -> Iterator[tuple[str, str]]:
-    """(path, text) of all texts of a value, names in objects too. Not recursive: nothing has bounded the depth."""
+    """(path, text) of all texts in a value, including keys of objects. Not recursive, since the depth is unbounded."""
     waiting = [(place, value)]
     while waiting:
         path, value = waiting.pop()
@@ -319,7 +327,7 @@ def _texts(place: str, value: Any) -> Iterator[tuple[str, str]]:
 
 
 def _mapped(value: Any, change: Callable[[str], str]) -> Any:
-    """A value with all its texts changed, names in objects too. Raises: BadRequest."""
+    """A value with all its texts changed, including keys of objects. Raises: BadRequest."""
     try:
         return _mapped_below(value, change)
     except RecursionError as exc:

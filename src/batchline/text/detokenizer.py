@@ -1,7 +1,7 @@
-"""Token ids to text, in steps.
+"""Turns token ids into text, step by step.
 
-The text of any steps put together is the text of all tokens at once. Bytes go through an incremental UTF-8 decoder, so
-a character split over several tokens comes out with its last one, and what never becomes a character is U+FFFD.
+The concatenated steps equal the text of all tokens at once. Bytes go through an incremental UTF-8 decoder, so a
+character that spans several tokens comes out with its last one, and bytes that form no character become U+FFFD.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from batchline.text.tokenizer import Tokenizer
 class Detokenizer:
     """The text of one sequence as its tokens arrive. Mutable, one per sequence.
 
-    kept_special_ids: special tokens that are not skipped: markup that is still to be read.
-    is_continuation: the tokens follow others (a prompt), so that the first one keeps the space it begins with.
-    spaces_between_special_tokens: a decoder may put a space before every token; False takes it away between two added
-    tokens. Many tokenizers put none there.
+    kept_special_ids: special tokens that are not skipped, because a parser needs them.
+    is_continuation: the tokens follow others (a prompt), so the first one keeps its leading space.
+    spaces_between_special_tokens: some decoders put a space before every token; False removes it between two added
+    tokens.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Detokenizer:
         return self._utf8.decode(self._bytes(token_id))
 
     def flush(self) -> str:
-        """What is left when no token will follow: U+FFFD for a character that was not completed."""
+        """The remaining text when no more tokens follow: U+FFFD for an incomplete character."""
         return self._utf8.decode(b"", final=True)
 
     def _bytes(self, token_id: int) -> bytes:

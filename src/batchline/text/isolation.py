@@ -1,8 +1,8 @@
-"""Work that a stranger's input can make crash, hang or take all memory, in child processes that can be ended.
+"""Runs work in child processes if a stranger's input can make it crash, hang or use all memory.
 
-A child takes one piece of work at a time: the name of a function, its argument as JSON, and the processor time that it
-may take, which the kernel enforces. It stays for the next piece. A child that is ended, by its limits, by a crash or
-because nobody waits for the answer any more, is replaced when it is needed. Nothing that a child sends is executed.
+A child does one piece of work at a time: it gets the name of a function, its argument as JSON, and a limit of processor
+time, which the kernel enforces. Then it waits for the next piece. A child that has ended (by its limits, by a crash, or
+because nobody waits for the answer any more) is replaced on demand. Nothing that a child sends is executed.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ WALL_SECONDS = 60.0
 """Time after which a child counts as stuck, however little it has computed."""
 
 NUM_ATTEMPTS = 2
-"""How often work is given to a child before an end that is not the work's own counts."""
+"""How many children are tried when a child ends for a reason other than its work."""
 
 MEMORY_BYTES = 1 << 30
-"""What a child may take beyond what it has when it is ready."""
+"""Memory that a child may allocate beyond what it uses when it is ready."""
 
 IDLE_BYTES = 128 << 20
-"""What an idle child may hold beyond what it has when it is ready: no account of memory knows of it."""
+"""Memory that an idle child may keep beyond what it uses when it is ready, since the cache's sizing ignores it."""
 
 CHILD_STACK_BYTES = 64 << 20
 PARENT_STACK_BYTES = 128 << 20
-"""Work that has passed in a child cannot overflow the stack here: it has twice as much of it."""
+"""Twice a child's stack: work that succeeded in a child cannot overflow it here."""
 
 _HEADER = struct.Struct("<I")
 _OUT_OF_TIME = -signal.SIGPROF
@@ -54,14 +54,14 @@ _ENDED_FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM)
 
 
 class WorkEnded(Exception):
-    """A piece of work did not come to its end. reason: what it did, for a sentence that begins with "it"."""
+    """A piece of work did not finish. reason: completes a sentence that begins with "it"."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"it {reason}")
 
 
 class WorkInterrupted(Exception):
-    """A child was stuck, or ended from outside, as when the machine is out of memory: its work is not at fault."""
+    """A child was stuck or was killed from outside (as by the kernel out of memory). Its work is not at fault."""
 
 
 class WorkAbandoned(Exception):
@@ -69,7 +69,7 @@ class WorkAbandoned(Exception):
 
 
 class Abandonment:
-    """By which one who no longer waits for a piece of work ends the child that does it. Safe across threads."""
+    """Ends the child that does a piece of work when the caller no longer waits for it. Safe across threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -77,7 +77,7 @@ class Abandonment:
         self._is_abandoned = False
 
     def abandon(self) -> None:
-        """End the work, at once or as soon as it comes to a child."""
+        """End the work, now or as soon as a child starts it."""
         with self._lock:
             self._is_abandoned = True
             if self._end is not None:
@@ -90,7 +90,7 @@ class Abandonment:
 
     @contextlib.contextmanager
     def ending(self, end: Callable[[], None]) -> Iterator[None]:
-        """While inside, `end` is what ends the work. Raises: WorkAbandoned."""
+        """Inside the block, `abandon` calls `end`. Raises: WorkAbandoned."""
         with self._lock:
             self.check()
             self._end = end
@@ -105,7 +105,7 @@ _current: ContextVar[Abandonment | None] = ContextVar("abandonment", default=Non
 
 
 async def run_on(executor: Executor | None, work: Callable[[], T]) -> T:
-    """Run work on a thread. If the caller is cancelled, a child that works for it is ended."""
+    """Run work on a thread. If the caller is cancelled, end the child that works for it."""
     abandonment = Abandonment()
     context = copy_context()
     context.run(_current.set, abandonment)
@@ -117,7 +117,7 @@ async def run_on(executor: Executor | None, work: Callable[[], T]) -> T:
 
 
 def run_isolated(function: Callable[[Any], Any], argument: Any) -> Any:
-    """`function(argument)`, done by a child. The function stands at the top of its module; both values are JSON.
+    """`function(argument)`, run in a child. The function is at the top level of its module; both values are JSON.
 
     Raises: BadRequest as the function does, WorkEnded, WorkAbandoned, ServiceUnavailable.
     """
@@ -129,7 +129,7 @@ def run_isolated(function: Callable[[Any], Any], argument: Any) -> Any:
 
 
 def on_large_stack(work: Callable[[], T]) -> T:
-    """Run work that may recurse deeply in native code on a thread of its own. Raises what the work raises."""
+    """Run work that may recurse deeply in native code on a thread with a large stack. Raises what the work raises."""
     done: list[T] = []
     failed: list[BaseException] = []
 
@@ -150,7 +150,7 @@ _stack_size_lock = threading.Lock()
 
 
 def _thread_with_stack(run: Callable[[], None], stack_bytes: int) -> threading.Thread:
-    """A started thread. The size is a setting of the whole process: others that start meanwhile may get it too."""
+    """Start a thread. The stack size is a process-wide setting, so threads that start meanwhile may get it too."""
     with _stack_size_lock:
         before = threading.stack_size(stack_bytes)
         try:
@@ -162,7 +162,7 @@ def _thread_with_stack(run: Callable[[], None], stack_bytes: int) -> threading.T
 
 
 class _Child:
-    """One child process. Used by one thread at a time; `kill` may come from any."""
+    """One child process. Used by one thread at a time; any thread may call `kill`."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -197,7 +197,7 @@ class _Child:
         self._process.kill()
 
     def close(self) -> None:
-        """End the process and take its remains away."""
+        """End the process and reap it."""
         self.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
@@ -215,7 +215,7 @@ class _Child:
 
 
 class _Children:
-    """The children of this process: as many as there are threads that wait for one."""
+    """The children of this process. Their number is the number of threads that use one at the same time."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -241,7 +241,7 @@ class _Children:
         return _result(answer)
 
     def _take(self) -> _Child:
-        """An idle child that is still there, or a new one."""
+        """An idle child that is still alive, or a new one."""
         with self._lock:
             while self._idle:
                 child = self._idle.pop()
@@ -251,7 +251,7 @@ class _Children:
         return _Child()
 
     def close(self) -> None:
-        """End the children that have nothing to do."""
+        """End the idle children."""
         with self._lock:
             idle, self._idle = self._idle, []
         for child in idle:
@@ -263,7 +263,7 @@ atexit.register(_children.close)
 
 
 def _result(answer: dict[str, Any]) -> Any:
-    """What the work returned. Raises: BadRequest, WorkEnded."""
+    """The work's return value. Raises: BadRequest, WorkEnded."""
     if "result" in answer:
         return answer["result"]
     if "message" in answer:
@@ -272,9 +272,9 @@ def _result(answer: dict[str, Any]) -> Any:
 
 
 def _is_readable(pipe: BinaryIO | Any, timeout_s: float) -> bool:
-    """Whether there is something to read, or the other end is gone, before the time is over.
+    """Whether there is something to read, or the other end is closed, before the timeout.
 
-    `select.select` would refuse the descriptors of a process with more than 1,024 open files.
+    Not `select.select`, which fails in a process with more than 1,024 open files.
     """
     poller = select.poll()
     poller.register(pipe, select.POLLIN)
@@ -288,7 +288,7 @@ def _write(pipe: BinaryIO | Any, message: Any) -> None:
 
 
 def _read(pipe: BinaryIO | Any) -> Any:
-    """The next message, None where the other end is gone."""
+    """The next message; None if the other end is closed."""
     header = pipe.read(_HEADER.size)
     if len(header) < _HEADER.size:
         return None
@@ -298,7 +298,7 @@ def _read(pipe: BinaryIO | Any) -> Any:
 
 
 def serve(stack_bytes: int) -> None:
-    """A child's life: one piece of work after the other, on a thread with a large stack, until the parent is gone."""
+    """A child's main loop: works for the parent until that ends, on a thread with a large stack."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     source, target = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     _no_core_dump()
@@ -329,19 +329,19 @@ def _answer(work: Callable[[Any], Any], argument: Any) -> dict[str, Any]:
         return {"ended": "is nested too deeply"}
     except MemoryError:
         return {"ended": "takes too much memory"}
-    except Exception:  # the boundary of a worker: the child goes on, and this piece of work is refused
+    except Exception:  # the boundary of a worker: the child continues, and this piece of work fails
         return {"ended": "could not be processed"}
 
 
 def _no_core_dump() -> None:
-    import resource  # of Unix alone
+    import resource  # exists only on Unix
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 @cache
 def _limit_memory() -> None:
-    """Once, when what the work needs is imported. Does nothing where the system does not tell how much that is."""
+    """Called once, after the imports. Does nothing if the system does not report how much memory is in use."""
     import resource
 
     num_bytes = _memory_bytes(0)
@@ -351,12 +351,12 @@ def _limit_memory() -> None:
 
 
 def _resident_bytes() -> int:
-    """Of this process; 0 where the system does not tell."""
+    """Resident memory of this process; 0 if the system does not report it."""
     return _memory_bytes(1)
 
 
 def _memory_bytes(field: int) -> int:
-    """A field of Linux's `statm`: 0 is the address space, 1 what is resident. 0 where the system does not tell."""
+    """A field of Linux's `statm`, in bytes: 0 is the address space, 1 the resident memory. 0 if there is no `statm`."""
     import resource
 
     try:

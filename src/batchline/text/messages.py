@@ -1,8 +1,8 @@
-"""Chat messages as a request brings them, made into what chat templates are written for.
+"""Converts the chat messages of a request to the form that chat templates expect.
 
-A template sees `content` as one string or as a list of `{"type": "text", "text": ...}` parts, tool calls with their
-arguments decoded, and `developer` as `system` where it knows no developer. Other keys of a message or a part go to the
-template as they are. The caller's messages are never changed.
+A template gets `content` as one string or as a list of `{"type": "text", "text": ...}` parts, and tool calls with their
+arguments decoded. `developer` becomes `system` if the template does not know it. Other keys of a message or a part are
+passed on unchanged. The caller's messages are never modified.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ TEXT_PARTS: Mapping[str, str] = {
     "refusal": "refusal",
     "thinking": "thinking",
 }
-"""Part types that carry text, and the key that holds it."""
+"""Part types that hold text, and the key of the text."""
 
 MEDIA_PARTS = ("image_url", "input_image", "audio_url", "input_audio", "video_url")
-"""Part types that are known, and served by models that take media."""
+"""Known part types that only models with media inputs accept."""
 
 
 def normalise_messages(
     messages: Sequence[Mapping[str, Any]], content_format: TemplateContentFormat, *, knows_developer: bool
 ) -> list[dict[str, Any]]:
-    """Messages for a template. Raises: BadRequest, with the path of what is wrong."""
+    """Messages for a template. Raises: BadRequest, with the path of the invalid value."""
     return [
         _normalise(message, f"messages[{index}]", content_format, knows_developer)
         for index, message in enumerate(messages)
@@ -64,7 +64,7 @@ def _joined(parts: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _parts(content: Any, path: str) -> list[dict[str, Any]]:
-    """The text parts of a message's content: one for a string, none where there is no content."""
+    """The text parts of a message's content: one for a string, an empty list if there is no content."""
     if content is None:
         return []
     if isinstance(content, str):
@@ -101,9 +101,9 @@ def _tool_calls(tool_calls: Any, path: str) -> list[dict[str, Any]]:
 
 
 def _tool_call(call: Any, path: str) -> dict[str, Any]:
-    """The call with `function.arguments` as an object, which is what templates print.
+    """The call with `function.arguments` as an object, as templates expect it.
 
-    Text that is no JSON object stays text: a call that the token limit cut off is part of a history like any other.
+    Text that is not a JSON object stays text: a history may contain a call that the token limit cut off.
     """
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
@@ -118,7 +118,7 @@ def _tool_call(call: Any, path: str) -> dict[str, Any]:
 
 
 def decoded_arguments(arguments: str) -> dict[str, Any] | str:
-    """A call's arguments as an object; the text itself where it is not the JSON of one."""
+    """A call's arguments as an object; the text itself if it is not a JSON object."""
     try:
         decoded = json.loads(arguments)
     except (ValueError, RecursionError):
@@ -129,7 +129,7 @@ def decoded_arguments(arguments: str) -> dict[str, Any] | str:
 
 
 def wrap_text_arguments(messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Make objects of arguments that stayed text, in place; returns whether there were any."""
+    """Wrap arguments that stayed text into objects, in place. Returns whether there were any."""
     calls = [call for message in messages for call in message.get("tool_calls", ())]
     texts = [call["function"] for call in calls if isinstance(call["function"]["arguments"], str)]
     for function in texts:

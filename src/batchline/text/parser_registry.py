@@ -1,8 +1,8 @@
-"""Parsers by name, found from a chat template; installed packages and plugin files add more.
+"""Parsers by name, or detected from a chat template; installed packages and plugin files add more.
 
 All are registered in the same way: built-in parsers when their module is imported, then those of installed packages
 (entry points of the registry's group), then those of plugin files. A later registration of a name replaces the earlier
-one, and is asked first about a template.
+one. To detect a template's parser, the latest registration is tried first.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from batchline.errors import PluginLoadError, UnknownParser
 logger = logging.getLogger(__name__)
 
 TOOL_PARSERS, REASONING_PARSERS = "batchline.tool_parsers", "batchline.reasoning_parsers"
-"""Groups of entry points."""
+"""Names of the groups of entry points."""
 
 
 class Recognizing(Protocol):
-    """A class that can tell its format from a chat template's text."""
+    """A class that can recognize its format in a chat template's text."""
 
     @classmethod
     def recognizes(cls, template: str) -> bool:
@@ -36,9 +36,9 @@ P = TypeVar("P", bound=type[Recognizing])
 
 
 class ParserRegistry(Generic[P]):
-    """Parser classes of one kind by name. kind: as it stands in messages, "tool-call parser". group: of entry points.
+    """Parser classes of one kind by name. kind: as used in error messages, "tool-call parser". group: of entry points.
 
-    A parser of an installed package that cannot be loaded is an error only for those who ask for it by name.
+    If a parser of an installed package cannot be loaded, only `get` with its name raises.
     """
 
     def __init__(self, kind: str, group: str) -> None:
@@ -81,7 +81,7 @@ class ParserRegistry(Generic[P]):
         return next((name for name, parser in newest_first if parser.recognizes(template)), None)
 
     def load_installed(self) -> None:
-        """Register the parsers of installed packages, once; warn of those that cannot be loaded."""
+        """Register the parsers of installed packages, once. Warns of those that cannot be loaded."""
         if self._has_installed:
             return
         self._has_installed = True
@@ -109,7 +109,7 @@ def _class_of(entry: EntryPoint) -> Any:
     where = entry.value if entry.dist is None else f"{entry.value} of the package {entry.dist.name}"
     try:
         parser = entry.load()
-    except (Exception, SystemExit) as exc:  # foreign code: anything may come out of it
+    except (Exception, SystemExit) as exc:  # foreign code: it may raise anything
         raise PluginLoadError(where, f"{type(exc).__name__}: {exc}") from exc
     if not isinstance(parser, type) or not hasattr(parser, "recognizes"):
         raise PluginLoadError(where, "it is not a parser class")
@@ -117,7 +117,7 @@ def _class_of(entry: EntryPoint) -> Any:
 
 
 def load_plugin(path: str | Path) -> None:
-    """Run a Python file that registers parsers. Raises: PluginLoadError, whatever goes wrong in it."""
+    """Run a Python file that registers parsers. Raises: PluginLoadError for any exception in it."""
     for registry in _REGISTRIES:
         registry.load_installed()  # a file replaces what an installed package registers
     file = Path(path)
@@ -127,10 +127,10 @@ def load_plugin(path: str | Path) -> None:
     if specification is None or specification.loader is None:
         raise PluginLoadError(str(path), "it is not a Python file (.py)")
     module = importlib.util.module_from_spec(specification)
-    sys.modules[name] = module  # dataclasses look their module up there while the file is run
+    sys.modules[name] = module  # dataclasses look their module up there while the file runs
     try:
         specification.loader.exec_module(module)
-    except (Exception, SystemExit) as exc:  # a plugin is foreign code: anything may come out of it
+    except (Exception, SystemExit) as exc:  # a plugin is foreign code: it may raise anything
         del sys.modules[name]
         reason = f"{type(exc).__name__}: {exc}" if file.exists() else "there is no such file"
         raise PluginLoadError(str(path), reason) from exc

@@ -1,11 +1,12 @@
 """The sandbox in which chat templates run: no access to Python's internals, bounded time, bounded size.
 
-Templates are programs by strangers. Jinja's immutable sandbox keeps them from Python's internals; the filters, globals
-and the `generation` tag are those of `transformers`, so that a template gives the same text here and there. The bounds
-are cooperative: every loop iteration, call, filter and output expression is a checkpoint that looks at the processor
-time this thread has spent (not at the clock, which a busy machine would let run out) and at the characters made so
-far; operations that can blow up in one step are measured before they run. So a model's own template is rendered in
-this process. One that a request brings is rendered in a child process besides (`chat_template.RequestTemplate`).
+Templates are programs by strangers. Jinja's immutable sandbox keeps them from Python's internals. The filters, globals
+and the `generation` tag are those of `transformers`, so that a template gives the same text in both.
+
+The limits are cooperative. Every loop iteration, call, filter and output expression checks the characters produced and
+the thread's processor time (not the clock, which would also count other work of a busy machine). Operations that could
+exceed a limit in one step are estimated before they run. These limits suffice for the operator's template, which is
+rendered in this process. A template from a request runs in a child process too (`chat_template.RequestTemplate`).
 """
 
 from __future__ import annotations
@@ -28,22 +29,22 @@ MAX_CHARACTERS = 128 * 1024 * 1024
 MAX_TEMPLATE_CHARACTERS = 1024 * 1024
 MAX_INTEGER_BITS = 4096
 MAX_DIGITS = 400
-"""Places to round to; no float has more, and `round` computes the power of ten as an integer."""
+"""Largest number of digits for `round`: no float has more, and `round` computes the power of ten as an integer."""
 
 _WIDE_FORMAT = re.compile(r"\d{6}")
 _MULTIPLYING = frozenset(
     {"center", "expandtabs", "indent", "join", "ljust", "replace", "rjust", "tojson", "translate", "wordwrap", "zfill"}
     | {"format", "format_map", "batch", "slice"}
 )
-"""Filters and methods whose result may be as long as the product of two of their arguments."""
+"""Filters and methods whose result may be as long as the product of two arguments."""
 
 
 class TemplateLimitExceeded(Exception):
-    """A template ran too long or made too much text."""
+    """A template ran too long or produced too much text."""
 
 
 class Budget:
-    """What one rendering may still spend."""
+    """The processor time and characters that one rendering may still use."""
 
     __slots__ = ("characters", "deadline")
 
@@ -52,10 +53,10 @@ class Budget:
         self.characters = characters
 
     def spend(self, characters: int) -> None:
-        """Account for characters made and look at the time. Raises: TemplateLimitExceeded."""
+        """Count produced characters and check the time. Raises: TemplateLimitExceeded."""
         self.characters -= characters
         if self.characters < 0:
-            raise TemplateLimitExceeded("it makes too much text")
+            raise TemplateLimitExceeded("it produces too much text")
         if time.thread_time() > self.deadline:
             raise TemplateLimitExceeded("it runs too long")
 
@@ -65,7 +66,7 @@ _budget: ContextVar[Budget] = ContextVar("template_budget")
 
 @contextmanager
 def bounded(cpu_seconds: float = MAX_CPU_SECONDS, characters: int = MAX_CHARACTERS) -> Iterator[Budget]:
-    """Compile and render inside this. Everything within shares one budget."""
+    """Compile and render inside this block, on one budget."""
     token = _budget.set(Budget(cpu_seconds, characters))
     try:
         yield _budget.get()
@@ -79,7 +80,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        """Parse, with the iterable of each loop and each `~` led through a filter that is a checkpoint."""
+        """Parse, and pass the iterable of each loop and each `~` through a filter that is a checkpoint."""
         if len(source) > MAX_TEMPLATE_CHARACTERS:
             raise TemplateLimitExceeded("the template itself is too long")
         tree = super()._parse(source, name, filename)
@@ -91,7 +92,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return tree
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call from template code, as a checkpoint."""
+        """A call in template code; each one is a checkpoint."""
         method = getattr(__obj, "__wrapped__", __obj)  # the sandbox wraps str.format
         owner = getattr(method, "__self__", None)
         _check_growth(getattr(method, "__name__", ""), (owner, *args, *kwargs.values()))
@@ -100,7 +101,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return result
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """An intercepted operator, refused where its result would be absurdly large."""
+        """An intercepted operator; refused if its result would be absurdly large."""
         _check_operands(operator, left, right)
         result = super().call_binop(context, operator, left, right)
         _budget.get().spend(_size(result))
@@ -108,14 +109,14 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
 
 def _size(value: Any) -> int:
-    """The length of a value that has one."""
+    """The length of a value, if it has one."""
     if isinstance(value, (str, bytes, list, tuple, dict)):
         return len(value)
     return 1
 
 
 def _weight(value: Any) -> int:
-    """How much a value can add to a result: an integer as a width or repetition, a list by all that is in it."""
+    """How much a value can add to a result: an integer may be a width or a repetition; a list counts all its items."""
     if isinstance(value, int):
         return max(1, abs(value))
     if isinstance(value, (list, tuple)):
@@ -132,7 +133,7 @@ def _check_growth(name: str, arguments: Iterable[Any]) -> None:
     values = list(arguments)
     heaviest = sorted((_weight(value) for value in values), reverse=True)[:2]
     if prod(heaviest) > MAX_CHARACTERS:
-        raise TemplateLimitExceeded("it makes too much text")
+        raise TemplateLimitExceeded("it produces too much text")
     if name.startswith("format") and any(isinstance(value, str) and _WIDE_FORMAT.search(value) for value in values):
         raise TemplateLimitExceeded("it pads text too widely")
 
@@ -158,20 +159,20 @@ def _checked_items(iterable: Any) -> Iterator[Any]:
 
 
 def _checked_concat(parts: list[Any]) -> str:
-    """`a ~ b ~ c`, accounted for before it is made."""
+    """`a ~ b ~ c`, counted before it is computed."""
     texts = [str(part) for part in parts]
     _budget.get().spend(sum(map(len, texts)))
     return "".join(texts)
 
 
 def _checked_output(value: Any) -> Any:
-    """The value of `{{ ... }}`, accounted for also inside macros and `set` blocks."""
+    """The value of `{{ ... }}`, counted inside macros and `set` blocks too."""
     _budget.get().spend(_size(value))
     return value
 
 
 def _checked_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter as a checkpoint. `wraps` keeps Jinja's marks of what it wants as its first argument."""
+    """A filter as a checkpoint. `wraps` preserves Jinja's attributes that say what it takes as its first argument."""
 
     @wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
@@ -186,7 +187,7 @@ def _checked_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
 @lru_cache(maxsize=1)
 def template_environment() -> BoundedEnvironment:
     """The environment of every chat template, with the extras that `transformers` gives its own."""
-    # heavy, and needed only once a template is there
+    # heavy, and only needed when there is a template
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
     original = _compile_jinja_template("").environment
@@ -197,7 +198,7 @@ def template_environment() -> BoundedEnvironment:
         finalize=_checked_output,
     )
     environment.globals.update(original.globals)
-    del environment.globals["lipsum"]  # makes filler text of any length in one call
+    del environment.globals["lipsum"]  # produces filler text of any length in one call
     filters = {name: _checked_filter(name, function) for name, function in original.filters.items()}
     environment.filters.update(filters, checked_items=_checked_items, checked_concat=_checked_concat)
     return environment

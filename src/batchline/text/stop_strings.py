@@ -1,10 +1,11 @@
-"""Finding stop strings in text that arrives in pieces.
+"""Finds stop strings in text that arrives in pieces.
 
-The result does not depend on how the text is cut into pieces: the stop string that is complete first wins, and of
-several that end together the longest. Text that could still become part of a stop string is held back.
+The result does not depend on how the text is cut into pieces. The stop string that is complete first wins; if several
+end at the same character, the longest wins. Text that could still become part of a stop string is held back.
 
-The strings become an automaton (Aho and Corasick, "Efficient string matching", 1975), so that a character costs the
-same whatever their number and length. A state is the longest end of the text that is the beginning of a stop string.
+The strings are compiled to an automaton (Aho and Corasick, "Efficient string matching", 1975), so that the cost per
+character does not depend on their number and length. A state stands for the longest suffix of the text that is a prefix
+of a stop string.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ class StopMatch:
 
     @property
     def end(self) -> int:
-        """Just behind its last character."""
+        """The position after its last character."""
         return self.start + len(self.stop)
 
 
 class StopStrings:
     """The stop strings of a request as an automaton. Immutable once made; shared by the request's sequences.
 
-    State 0 is the start. By state: next_states, the states behind it by character; fallbacks, the state of the next
-    shorter end of the text; complete, the longest stop string that ends there; num_held, how many of the last
-    characters a stop string can go on from.
+    State 0 is the start. Indexed by state: next_states: the following states by character; fallbacks: the state of the
+    next shorter suffix of the text; complete: the longest stop string that ends there; num_held: how many of the last
+    characters may begin a stop string.
     """
 
     def __init__(self, stops: Iterable[str] = ()) -> None:
@@ -61,7 +62,7 @@ class StopStrings:
         self.complete[state] = stop
 
     def _link(self) -> None:
-        """Set fallbacks, shorter states first, and what depends on them."""
+        """Set the fallbacks, shorter states first, and the fields that depend on them."""
         waiting = deque(self.next_states[0].values())
         while waiting:
             state = waiting.popleft()
@@ -75,7 +76,7 @@ class StopStrings:
                 waiting.append(following)
 
     def after(self, state: int, character: str) -> int:
-        """The state behind one more character."""
+        """The state after one more character."""
         while character not in self.next_states[state]:
             if state == 0:
                 return 0
@@ -84,7 +85,7 @@ class StopStrings:
 
 
 class StopStringMatcher:
-    """Looks for stop strings in one sequence's text, and gives the text that can be shown for sure. Mutable."""
+    """Looks for stop strings in one sequence's text, and releases text that cannot be part of one. Mutable."""
 
     def __init__(self, stops: StopStrings) -> None:
         self._stops = stops
@@ -94,7 +95,7 @@ class StopStringMatcher:
         self._num_taken = 0
 
     def push(self, piece: str, *, search: bool = True) -> StopMatch | None:
-        """Take more text. Without `search`, stop strings that end in this piece are let through."""
+        """Add text. Without `search`, stop strings that end in this piece do not count."""
         begin = self._num_characters
         self._pieces.append(piece)
         self._num_characters += len(piece)
@@ -110,7 +111,7 @@ class StopStringMatcher:
         return found
 
     def take(self, *, up_to: int | None = None) -> str:
-        """Text not yet taken: all of it before `up_to`, or as much as no stop string can begin in."""
+        """Text not yet taken: all of it before `up_to`, or else the part in which no stop string can begin."""
         end = self._num_characters - self._stops.num_held[self._state] if up_to is None else up_to
         length = max(0, end - self._num_taken)
         text = "".join(self._pieces)
@@ -119,5 +120,5 @@ class StopStringMatcher:
         return text[:length]
 
     def take_rest(self) -> str:
-        """All text not yet taken, when no more will come."""
+        """All text not yet taken, when no more will follow."""
         return self.take(up_to=self._num_characters)

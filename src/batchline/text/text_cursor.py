@@ -1,8 +1,8 @@
-"""Reading text that arrives in pieces, with parsers written as if it were all there.
+"""Lets parsers of text that arrives in pieces be written as if the whole text were there.
 
-A parser is a generator (`Reading`): where the text at hand does not decide what comes next, it yields, and is resumed
-when there is more text or none will come. Every method here decides by the text alone and never by where a piece ended,
-so that what a parser makes of a text does not depend on how the text was cut.
+A parser is a generator (`Reading`). When the text so far does not decide what comes next, it yields, and is resumed
+when there is more text or the text has ended. The methods here decide by the text and never by where a piece ended, so
+the result of a parser does not depend on how the text was cut.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _FORGET_AFTER = 4096
 
 
 class UnexpectedText(Exception):
-    """The text at the cursor is not what a format asks for. Never leaves the parsers."""
+    """The text at the cursor does not match the format. Never leaves the parsers."""
 
 
 class Markers:
-    """Strings to look for. None may begin inside another, or where one ends would depend on the pieces."""
+    """Strings to look for. None may begin inside another; otherwise the end of a match would depend on the pieces."""
 
     __slots__ = ("_pattern", "texts")
 
@@ -34,15 +34,15 @@ class Markers:
 
     @property
     def longest(self) -> int:
-        """Characters of the longest."""
+        """The number of characters of the longest."""
         return max(map(len, self.texts), default=0)
 
     def search(self, text: str, start: int) -> re.Match[str] | None:
-        """The first marker that begins at or behind `start`."""
+        """The first marker that begins at or after `start`."""
         return self._pattern.search(text, start)
 
     def num_held(self, text: str, start: int) -> int:
-        """Length of the longest end of `text[start:]` that is the beginning of a marker."""
+        """Length of the longest suffix of `text[start:]` that is a prefix of a marker."""
         for length in range(min(self.longest - 1, len(text) - start), 0, -1):
             if any(marker.startswith(text[-length:]) for marker in self.texts):
                 return length
@@ -50,7 +50,7 @@ class Markers:
 
 
 class TextCursor:
-    """A position in a growing text. `push` and `end` are for who has the text, the rest for who reads it."""
+    """A position in a growing text. The owner of the text calls `push` and `end`; a parser calls the other methods."""
 
     __slots__ = ("_has_ended", "_num_forgotten", "mark", "position", "text")
 
@@ -63,25 +63,25 @@ class TextCursor:
 
     @property
     def offset(self) -> int:
-        """How many characters of the whole text are behind the cursor."""
+        """How many characters of the whole text have been read."""
         return self._num_forgotten + self.position
 
     def push(self, piece: str) -> None:
-        """More text."""
+        """Add text."""
         self.text += piece
 
     def end(self) -> None:
-        """No more text will come."""
+        """Say that no more text will follow."""
         self._has_ended = True
 
     def take(self, end: int) -> str:
-        """The text up to `end`, which is then behind the cursor."""
+        """Read and return the text up to `end`."""
         taken = self.text[self.position : end]
         self.position = end
         return taken
 
     def take_rest(self) -> str:
-        """All the text at hand."""
+        """Read and return all text so far."""
         return self.take(len(self.text))
 
     def set_mark(self) -> None:
@@ -93,7 +93,7 @@ class TextCursor:
         self.position = self.mark
 
     def more(self) -> Reading[bool]:
-        """Wait for more text. False if none will come."""
+        """Wait for more text. False if the text has ended."""
         length = len(self.text)
         while len(self.text) == length and not self._has_ended:
             yield
@@ -126,7 +126,7 @@ class TextCursor:
             raise UnexpectedText(f"not {expected!r}")
 
     def run(self, characters: re.Pattern[str]) -> Reading[str]:
-        """The longest text from here that `characters` matches: a repeated character class, which may match nothing."""
+        """The longest text from here that matches `characters`, a repeated character class. May be empty."""
         start = self.position
         while True:
             match = characters.match(self.text, self.position)
@@ -135,11 +135,11 @@ class TextCursor:
                 return self.text[start : self.position]
 
     def space(self) -> Reading[str]:
-        """White space, possibly none."""
+        """White space, possibly empty."""
         return (yield from self.run(_SPACE))
 
     def optional(self, expected: str) -> Reading[bool]:
-        """Skip white space and `expected` behind it, or neither."""
+        """Skip white space followed by `expected`, or nothing."""
         start = self.position
         yield from self.space()
         if (yield from self.literal(expected)):
@@ -148,7 +148,7 @@ class TextCursor:
         return False
 
     def text_before(self, markers: Markers) -> Reading[str]:
-        """The text before the first marker, where the cursor then stands. Raises: UnexpectedText if none comes."""
+        """Read the text up to the first marker. Raises: UnexpectedText if there is no marker."""
         search_from = self.position
         while True:
             match = markers.search(self.text, search_from)
@@ -158,9 +158,9 @@ class TextCursor:
             yield from self.need_more()
 
     def pass_until(self, markers: Markers, emit: Emit) -> Reading[str]:
-        """Hand on all text before the first marker; skip the marker and return it, or "" at the end of the text.
+        """Emit all text before the first marker. Skip the marker and return it, or "" at the end of the text.
 
-        Text is handed on as soon as it cannot belong to a marker. Positions taken before, the mark too, are void after.
+        Text is emitted as soon as it cannot belong to a marker. Earlier positions, and the mark, become invalid.
         """
         while True:
             match = markers.search(self.text, self.position)

@@ -1,7 +1,7 @@
-"""Where tokens of a fixed set stand in a text, as fast for a thousand tokens as for one.
+"""Finds tokens of a fixed set in a text, as fast for a thousand tokens as for one.
 
-The tokens become one pattern with a branch for each of their prefixes, so a place in the text is given up at the first
-character that goes on in no token. Long texts are searched in slices: between two of them other threads run.
+The tokens become one pattern with a branch for each of their prefixes, so matching stops at the first character that
+continues no token. Long texts are searched in slices, so that other threads can run in between.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from itertools import takewhile
 SLICE_CHARACTERS = 64 * 1024
 
 _MAX_DEPTH = 20
-"""Nested branches of the pattern; Python's parser of patterns recurses."""
+"""The pattern's deepest nesting, because Python's parser of patterns is recursive."""
 
 
 class TokenSearch:
@@ -41,17 +41,17 @@ class TokenSearch:
             end = position + SLICE_CHARACTERS
             for found in self._pattern.finditer(text, position, end + self._longest - 1):
                 if found.start() >= end:
-                    break  # the end of the searched part may have cut it
+                    break  # it may continue after the searched part
                 position = found.end()
                 yield found
             position = max(position, end)
 
     def begins_with_ending(self, text: str) -> bool:
-        """Whether text before this one could make a token of its beginning."""
+        """Whether preceding text and this one's beginning could form a token."""
         return any(text[:size] in self._endings for size in range(1, min(self._longest, len(text) + 1)))
 
     def ends_in_beginning(self, text: str) -> bool:
-        """Whether text behind this one could make a token of its end."""
+        """Whether this text's end and the following text could form a token."""
         return any(text[-size:] in self._beginnings for size in range(1, min(self._longest, len(text) + 1)))
 
     @cached_property
@@ -64,7 +64,7 @@ class TokenSearch:
 
 
 def _longest_of(texts: Iterable[str], depth: int = 0) -> str:
-    """A pattern of the longest of the texts. An empty one among them makes it optional."""
+    """A pattern that matches the longest of the texts. An empty text among them makes it optional."""
     if depth == _MAX_DEPTH:
         return f"(?:{'|'.join(map(re.escape, sorted(texts, key=len, reverse=True)))})"
     by_first: defaultdict[str, list[str]] = defaultdict(list)
@@ -81,7 +81,7 @@ def _longest_of(texts: Iterable[str], depth: int = 0) -> str:
 
 
 def _branch(texts: list[str], depth: int) -> str:
-    """A pattern of the longest of texts that begin with the same character."""
+    """A pattern that matches the longest of several texts that begin with the same character."""
     extremes = zip(min(texts), max(texts), strict=False)
     common = "".join(char for char, _ in takewhile(lambda pair: pair[0] == pair[1], extremes))
     return re.escape(common) + _longest_of([text[len(common) :] for text in texts], depth + 1)

@@ -1,9 +1,9 @@
 """Tokenizers: text to token ids, and the bytes that each token id stands for.
 
-Detokenizing here is putting bytes together: a token's bytes are what it adds to the text behind another token, so text
-comes out token by token, log-probabilities carry true bytes, and half of a UTF-8 character is nothing special. Byte
-tokens are read off the vocabulary, all others are asked of the tokenizer's own decoder, in context. Only tokenizers
-whose decoder works token by token can be served so; loading checks that.
+Detokenizing concatenates bytes. A token's bytes are those that it adds to the text after another token. So text comes
+out token by token, log-probabilities have the exact bytes, and an incomplete UTF-8 character needs no special case. The
+bytes of byte tokens come from the vocabulary, those of all others from the tokenizer's own decoder, in context. This
+works only if the decoder works token by token; loading checks that.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
 LONG_TEXT = 2048
-"""Characters of a text that holds the interpreter's lock for a millisecond while it is tokenized."""
+"""A text of this many characters holds the interpreter's lock for about a millisecond while it is tokenized."""
 
 _NUM_PROBED = 200
-"""How many tokens, spread over the vocabulary, are decoded to see whether a decoder works token by token."""
+"""How many tokens, spread over the vocabulary, are decoded to check whether a decoder works token by token."""
 
 
 class VocabularyTokenizer(Protocol):
@@ -38,9 +38,9 @@ class VocabularyTokenizer(Protocol):
         """Token ids of a text. Raises: BadRequest for text that is not valid Unicode."""
 
     def token_bytes(self, token_id: int, *, is_first: bool = False) -> bytes:
-        """What the token adds to a text, in UTF-8; a tokenizer may strip a space off the first one.
+        """The bytes that the token adds to a text, in UTF-8. A tokenizer may strip the first token's leading space.
 
-        Empty for an id the tokenizer does not know: models often have a larger vocabulary.
+        Empty for an id that the tokenizer does not know: a model's vocabulary is often larger.
         """
 
     def is_special(self, token_id: int) -> bool:
@@ -51,7 +51,7 @@ class VocabularyTokenizer(Protocol):
 
 
 class Tokenizer(VocabularyTokenizer, Protocol):
-    """A model's tokenizer, with what chat templates want of it."""
+    """A model's tokenizer, with its special tokens and chat templates."""
 
     @property
     def special_tokens(self) -> Mapping[str, str]:
@@ -62,11 +62,11 @@ class Tokenizer(VocabularyTokenizer, Protocol):
         """The model's own chat template, or several by name."""
 
     def num_tokens_at_least(self, text: str) -> int:
-        """A lower bound of the text's tokens, found without tokenizing it; 0 where none is known."""
+        """A lower bound of the text's number of tokens, found without tokenizing; 0 if none is known."""
 
 
 def special_token_ids(tokenizer: VocabularyTokenizer, text: str) -> tuple[int, ...]:
-    """The special tokens that are spelled so together; none where any of the text is spelled otherwise."""
+    """The special tokens that `text` consists of; empty if any of it is not a special token."""
     token_ids = tokenizer.encode(text, add_special_tokens=False)
     spelled = "".join(tokenizer.added_token(token_id) or "" for token_id in token_ids)
     return token_ids if spelled == text and all(map(tokenizer.is_special, token_ids)) else ()
@@ -81,7 +81,7 @@ class HuggingFaceTokenizer:
         special_tokens: Mapping[str, str],
         chat_templates: str | Mapping[str, str] | None = None,
     ) -> None:
-        """Takes the backend over: its truncation and padding are switched off."""
+        """Becomes the backend's owner, and switches its truncation and padding off."""
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
@@ -112,7 +112,7 @@ class HuggingFaceTokenizer:
 
     @property
     def added_tokens(self) -> Mapping[int, str]:
-        """Texts of the tokens that were added beside the vocabulary, special ones among them, by id."""
+        """Texts by id of the tokens added beside the vocabulary, including special tokens."""
         return self._added
 
     @property
@@ -138,21 +138,21 @@ class HuggingFaceTokenizer:
             raise BadRequest("The prompt is not valid Unicode: it holds a lone surrogate") from exc
         if len(text) < LONG_TEXT:
             return tuple(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
-        # of the library's ways to encode only those of batches release the lock
+        # only the library's batch methods release the lock
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return tuple(encoding.ids)
 
     def num_tokens_at_least(self, text: str) -> int:
-        """As if the longest token filled the text: spares tokenizing megabytes only to refuse them.
+        """Computed as if the text consisted of the longest token. Saves tokenizing megabytes only to refuse them.
 
-        Known for vocabularies that spell every byte; elsewhere one unknown token may stand for any length of text.
+        Known only for vocabularies that spell every byte; in others an unknown token may stand for text of any length.
         """
         if self._backend.normalizer is not None or not (self._is_byte_level or self._has_byte_tokens):
             return 0
         return len(text) // self._longest_token
 
     def token_bytes(self, token_id: int, *, is_first: bool = False) -> bytes:
-        """What the token adds to a text, in UTF-8; the first one may lose a space."""
+        """The bytes that the token adds to a text, in UTF-8; the first token may lose its leading space."""
         found = self._cache.get((token_id, is_first))
         if found is None:
             found = self._cache[token_id, is_first] = self._find_bytes(token_id, is_first)
@@ -184,30 +184,30 @@ class HuggingFaceTokenizer:
         return text.encode()
 
     def decodes_token_by_token(self) -> bool:
-        """Whether the decoder gives for a sequence of tokens what it gives for each; tried on a sample, both ways."""
+        """Whether decoding a sequence equals decoding its tokens one by one; tried on a sample, in both orders."""
         sample = self._sample_ids()
         sequence = [*sample, *reversed(sample)]
         pieces = [self.token_bytes(token_id, is_first=index == 0) for index, token_id in enumerate(sequence)]
         return b"".join(pieces).decode(errors="replace").encode() == self._decode(sequence)
 
     def _sample_ids(self) -> list[int]:
-        """Known tokens spread over the vocabulary, without those of single bytes, which make no text by themselves."""
+        """Known tokens spread over the vocabulary, without those for single bytes, which may not be valid text."""
         step = max(1, self._vocab_size // _NUM_PROBED)
         tokens = ((token_id, self._backend.id_to_token(token_id)) for token_id in range(0, self._vocab_size, step))
         return [token_id for token_id, token in tokens if token is not None and not _BYTE_TOKEN.match(token)]
 
 
 def _context_token(vocabulary: Mapping[str, int]) -> int:
-    """A token to decode others behind: a letter or a word, which no decoder strips."""
+    """A token to put before others when they are decoded: a letter or a word, which no decoder strips."""
     words = [token_id for token, token_id in vocabulary.items() if token.isascii() and token.isalpha()]
     return min(words or vocabulary.values(), default=0)
 
 
 def _decoder_types(backend: BackendTokenizer) -> frozenset[str]:
-    """The decoder's type, and those in it where it is a sequence of several."""
+    """The decoder's type, and the types inside it if it is a sequence."""
     if backend.decoder is None:
         return frozenset()
-    decoder: Any = json.loads(backend.decoder.__getstate__())  # the one way to read it short of the whole file
+    decoder: Any = json.loads(backend.decoder.__getstate__())  # the only way to read it without the whole file
     members = decoder.get("decoders", [])
     return frozenset([decoder["type"], *(member["type"] for member in members)])
 
@@ -224,7 +224,7 @@ _BYTE_LEVEL_ALPHABET = _byte_level_alphabet()
 
 
 def _byte_level_bytes(token: str) -> bytes:
-    """The bytes of a byte-level token; one with any other character in it (an added token) stands for itself."""
+    """The bytes of a byte-level token. A token with any other character (an added token) stands for itself."""
     try:
         return bytes(_BYTE_LEVEL_ALPHABET[character] for character in token)
     except KeyError:
@@ -248,7 +248,7 @@ def load_tokenizer(model: str, *, revision: str | None = None, trust_remote_code
 
 
 def from_transformers(model: str, tokenizer: Any) -> HuggingFaceTokenizer:
-    """A tokenizer of `transformers` as one of ours, which takes it over. Raises: UnsupportedModel naming the model."""
+    """Our tokenizer from one of `transformers`, which must not be used afterwards. Raises: UnsupportedModel."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise UnsupportedModel(model, "its tokenizer is not one of the `tokenizers` library (no tokenizer.json)")

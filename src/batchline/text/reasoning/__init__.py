@@ -1,7 +1,7 @@
-"""Reasoning in what a model writes, told from the content: a parser for each format, by name or found by the template.
+"""Separates a model's reasoning from its content: a parser for each format, by name or detected from the chat template.
 
-Knows no wire schema and no tokens: text in, reasoning and content out, whole or as it arrives. The content is what a
-tool-call parser reads next.
+Knows no wire schema and no tokens: text in, reasoning and content out, at once or in pieces. A tool-call parser reads
+the content next.
 """
 
 from batchline.text.parser_registry import load_plugin

@@ -1,8 +1,8 @@
-"""What a reasoning parser is, and the stream that it runs in.
+"""The base class of reasoning parsers, and the stream that one runs in.
 
-A model's text is its reasoning, between markers, and then the content. Whether it begins inside the reasoning is told
-by the prompt's end, since templates write the start marker, or both markers, for the model. White space around the
-reasoning, and between it and the content, is markup. A text that ends in its reasoning has no content.
+A model's text is its reasoning, between markers, and then the content. Templates may write the start marker, or both
+markers, at the end of the prompt, so the prompt decides whether the text begins inside the reasoning. White space
+around the reasoning is markup. A text that ends inside its reasoning has no content.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from batchline.text.text_cursor import Markers, Reading, TextCursor
 
 @dataclass(frozen=True, slots=True)
 class ParsedReasoning:
-    """A finished text taken apart. reasoning, content: None if there is none of it.
+    """A parsed text. reasoning, content: None if there is none.
 
-    reasoning_end: how many characters of the text are reasoning and its markers. The reasoning tokens are those whose
-    text begins before it.
+    reasoning_end: how many characters of the text are reasoning and its markers. Tokens whose text begins before it
+    are reasoning tokens.
     """
 
     reasoning: str | None
@@ -29,24 +29,24 @@ class ParsedReasoning:
 
 
 class ReasoningParser(ABC):
-    """Tells reasoning from content. One may serve many texts that answer the same prompt.
+    """Separates reasoning from content. One instance may serve many texts that answer the same prompt.
 
-    is_over: the prompt has ended the reasoning, so there is none. is_open: the text begins inside the reasoning.
+    is_over: the prompt ends the reasoning, so the text has none. is_open: the text begins inside the reasoning.
 
     A subclass names its markers. Register it with `register_reasoning_parser`.
     """
 
     starts: ClassVar[tuple[str, ...]]
-    """Markers that begin the reasoning, where the text begins with one, behind white space."""
+    """Markers that begin the reasoning if the text begins with one, after optional white space."""
 
     ends: ClassVar[tuple[str, ...]]
-    """Markers that end it. None may begin inside another."""
+    """Markers that end the reasoning. None may begin inside another."""
 
     special_tokens: ClassVar[tuple[str, ...]] = ()
-    """Markup that tokenizers may hold as special tokens: it must not be skipped in detokenizing."""
+    """Markers that may be special tokens, so detokenizing must not skip them."""
 
     always_reasons: ClassVar[bool] = False
-    """Whether a text is reasoning from its beginning even if neither it nor the prompt has a start marker."""
+    """Whether a text begins with reasoning even if neither it nor the prompt has a start marker."""
 
     def __init__(self, prompt: str = "") -> None:
         """prompt: the rendered prompt, or its end, up to where the model's text begins."""
@@ -56,7 +56,7 @@ class ReasoningParser(ABC):
         self._end_markers = Markers(*self.ends)
 
     def parse(self, text: str) -> ParsedReasoning:
-        """The parts of a finished text."""
+        """Parse a complete text."""
         stream = self.stream()
         deltas = [*stream.push(text), *stream.finish()]
         reasoning = "".join(delta.text for delta in deltas if isinstance(delta, ReasoningDelta))
@@ -93,7 +93,7 @@ class ReasoningParser(ABC):
 
 
 class ReasoningStream:
-    """One text on its way through a parser. Mutable, one per text."""
+    """Parses one text that arrives in pieces. Mutable, one per text."""
 
     def __init__(self, parser: ReasoningParser) -> None:
         self._cursor = TextCursor()
@@ -106,13 +106,13 @@ class ReasoningStream:
         return self._sink.reasoning_end
 
     def push(self, delta_text: str) -> list[Delta]:
-        """Take more text. Returns what it makes certain."""
+        """Add text. Returns the deltas that are now certain."""
         self._cursor.push(delta_text)
         next(self._reading, None)
         return self._sink.drain()
 
     def finish(self) -> list[Delta]:
-        """The text is complete. Returns what was held back."""
+        """End the text. Returns the deltas that were held back."""
         self._cursor.end()
         next(self._reading, None)
         return self._sink.drain()

@@ -1,8 +1,8 @@
 """DeepSeek R1, its distillations, and V3.1: `<think>...</think>`.
 
-Format: DeepSeek's chat templates: R1's ends the prompt with `<think>` and the model goes on, or writes it itself with
-older templates; V3.1's ends it with `</think>` for an answer without reasoning. vLLM's `deepseek_r1` parser too takes a
-text without any start tag for reasoning.
+Format: DeepSeek's chat templates. R1's ends the prompt with `<think>`; with older templates the model writes the tag.
+The template of V3.1 ends the prompt with `</think>` for an answer without reasoning. A text without a start tag is
+reasoning, as in vLLM's `deepseek_r1` parser.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Qwen 3 and others with `<think>...</think>` where it is the model's choice, or the prompt's, whether to reason.
+"""Qwen 3 and others with `<think>...</think>`, where the model or the prompt decides whether to reason.
 
-Format: Qwen's chat templates: Qwen3's leaves the tags to the model, or with `enable_thinking` false ends the prompt
-with an empty pair of them; those of the thinking models end it with `<think>`. vLLM's `qwen3` parser.
+Format: Qwen's chat templates and vLLM's `qwen3` parser. Qwen3's template leaves the tags to the model, or ends the
+prompt with an empty pair if `enable_thinking` is false. The templates of thinking-only models end it with `<think>`.
 """
 
 from __future__ import annotations

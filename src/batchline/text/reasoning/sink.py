@@ -1,4 +1,4 @@
-"""What comes out of the reasoning parsers, and where they put it."""
+"""The output of reasoning parsers: deltas, and the sink that collects them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class ReasoningDelta:
 
 @dataclass(frozen=True, slots=True)
 class ContentDelta:
-    """More of the content: what a tool-call parser reads."""
+    """More of the content, which a tool-call parser reads next."""
 
     text: str
 
@@ -36,7 +36,7 @@ class ReasoningSink:
         self.reasoning_end = 0
 
     def reasoning(self, text: str) -> None:
-        """More of the reasoning. White space is held until more follows; that at the beginning is dropped."""
+        """Add reasoning. Leading white space is dropped; other white space is held back until more text follows."""
         visible = text.rstrip()
         space = text[len(visible) :]
         if visible:
@@ -48,7 +48,7 @@ class ReasoningSink:
         self.reasoning_end = self._cursor.offset
 
     def end_reasoning(self) -> None:
-        """The cursor stands behind the reasoning and its marker."""
+        """Note that the cursor has passed the reasoning and its end marker."""
         self.reasoning_end = self._cursor.offset
 
     def content(self, text: str) -> None:
@@ -57,7 +57,7 @@ class ReasoningSink:
             self._deltas.append(ContentDelta(text))
 
     def drain(self) -> list[Delta]:
-        """Deltas not drained yet; neighbours of one kind are one."""
+        """Deltas not yet drained, with neighbours of the same kind merged."""
         groups = groupby(self._deltas, key=type)
         merged: list[Delta] = [kind("".join(delta.text for delta in group)) for kind, group in groups]
         self._deltas.clear()

@@ -1,7 +1,7 @@
-"""Tool calls in what a model writes: a parser for each format, by name or found from the chat template.
+"""Finds tool calls in a model's text: a parser for each format, by name or detected from the chat template.
 
-Knows no wire schema and no tokens: text in, content and calls out, whole or as it arrives. Reasoning comes off before;
-see `batchline.text.reasoning`.
+Knows no wire schema and no tokens: text in, content and calls out, at once or in pieces. `batchline.text.reasoning`
+removes the reasoning before.
 """
 
 from batchline.text.parser_registry import load_plugin

@@ -1,8 +1,8 @@
-"""What a tool-call parser is, and the stream that it runs in.
+"""The base class of tool-call parsers, and the stream that one runs in.
 
-A format is implemented once, as a reader of text that arrives in pieces; a finished text is one piece. So the deltas of
-any pieces put together are the parsed text. What is not a complete call comes out as content: no text is lost, and no
-text raises.
+A format is implemented once, as a reader of text that arrives in pieces; a complete text is one piece. So the deltas of
+a stream always add up to the result for the whole text. Anything that is not a complete call becomes content: no text
+is lost, and no text raises.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from batchline.text.tool_parsers.sink import Callees, CallSink
 
 
 class ToolCallParser(ABC):
-    """Finds the calls in a model's text. One may serve many texts at once.
+    """Finds the calls in a model's text. One instance may serve many texts at once.
 
-    A subclass names its `openings` and reads what stands behind them in `read_block`. Register it with
+    A subclass names its `openings` and reads the text after one in `read_block`. Register it with
     `register_tool_parser`.
     """
 
@@ -29,17 +29,17 @@ class ToolCallParser(ABC):
     """Strings that begin a block of calls. None may begin inside another."""
 
     bare_openings: ClassVar[tuple[str, ...]] = ()
-    """Characters that begin a block where the text begins with them, behind white space."""
+    """Characters that begin a block if the text begins with one, after optional white space."""
 
     special_tokens: ClassVar[tuple[str, ...]] = ()
-    """Markup that tokenizers hold as special tokens: it must not be skipped in detokenizing."""
+    """Markers that may be special tokens, so detokenizing must not skip them."""
 
     def __init__(self, tools: Sequence[ToolDefinition] = (), *, eager: bool = False, only_these: bool = False) -> None:
-        """tools: what the model may call, for the types of arguments in formats that do not tell them.
+        """tools: the functions that the model may call; formats without types take argument types from them.
 
-        eager: show a call of one of the tools as it grows, instead of when it is complete and right. A call that then
-        breaks off stays a call with the arguments so far, and only the text behind it is content.
-        only_these: a call of anything else is content.
+        eager: stream a call of one of the tools while it is written, instead of when it is complete and valid. If such
+        a call breaks off, it stays a call with the arguments so far; only the text after it is content.
+        only_these: a call of any other function is content.
         """
         self.tools = tuple(tools)
         self.argument_types = ArgumentTypes(tools)
@@ -47,7 +47,7 @@ class ToolCallParser(ABC):
         self._opening_markers = Markers(*self.openings)
 
     def parse(self, text: str) -> ParsedToolCalls:
-        """The calls of a finished text."""
+        """Parse a complete text."""
         stream = self.stream()
         return assemble([*stream.push(text), *stream.finish()])
 
@@ -62,14 +62,14 @@ class ToolCallParser(ABC):
 
     @staticmethod
     def make_call_id() -> str:
-        """An id, as the model's template accepts it, for a call that came without one."""
+        """An id for a call without one, in a form that the model's template accepts."""
         return f"call_{secrets.token_hex(12)}"
 
     @abstractmethod
     def read_block(self, cursor: TextCursor, sink: CallSink, opening: str) -> Reading[None]:
-        """Read calls from behind `opening`, or from a bare opening where it is "".
+        """Read the calls after `opening`; "" means that the text at the cursor begins with a bare opening.
 
-        Raises: UnexpectedText where the text is no such block; what is behind the last complete call is then content.
+        Raises: UnexpectedText if the text is not a block; the text after the last complete call is then content.
         """
 
     def read(self, cursor: TextCursor, sink: CallSink) -> Reading[None]:
@@ -81,7 +81,7 @@ class ToolCallParser(ABC):
             yield from self._try_block(cursor, sink, opening)
 
     def _try_block(self, cursor: TextCursor, sink: CallSink, opening: str) -> Reading[None]:
-        """Read a block, or go back to where it stopped being one: a call that was shown cannot be taken back."""
+        """Read a block, or return to where it stopped being one. A call that was already shown stays."""
         start = cursor.position
         cursor.set_mark()
         try:
@@ -94,7 +94,7 @@ class ToolCallParser(ABC):
 
 
 class ToolCallStream:
-    """One text on its way through a parser. Mutable, one per text."""
+    """Parses one text that arrives in pieces. Mutable, one per text."""
 
     def __init__(self, parser: ToolCallParser, callees: Callees) -> None:
         self._cursor = TextCursor()
@@ -102,13 +102,13 @@ class ToolCallStream:
         self._reading = parser.read(self._cursor, self._sink)
 
     def push(self, delta_text: str) -> list[Delta]:
-        """Take more text. Returns what it makes certain."""
+        """Add text. Returns the deltas that are now certain."""
         self._cursor.push(delta_text)
         next(self._reading, None)
         return self._sink.drain()
 
     def finish(self) -> list[Delta]:
-        """The text is complete. Returns what was held back."""
+        """End the text. Returns the deltas that were held back."""
         self._cursor.end()
         next(self._reading, None)
         self._sink.finish()

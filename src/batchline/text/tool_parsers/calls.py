@@ -1,4 +1,4 @@
-"""What goes into and comes out of the tool-call parsers: tools, calls, and the deltas that calls are streamed in."""
+"""Input and output of the tool-call parsers: tools, calls, and the deltas of a stream."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class ToolDefinition:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call that the model wrote. id: as the model wrote it, None where its format has none."""
+    """A call that the model wrote. id: as the model wrote it; None if its format has no ids."""
 
     name: str
     arguments_json: str
@@ -26,7 +26,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ParsedToolCalls:
-    """A finished text taken apart. content: all text that belongs to no call, None if there is none."""
+    """A parsed text. content: all text that belongs to no call; None if there is none."""
 
     content: str | None
     calls: tuple[ToolCall, ...]
@@ -53,7 +53,7 @@ Delta = ContentDelta | ToolCallDelta
 
 
 def assemble(deltas: Iterable[Delta]) -> ParsedToolCalls:
-    """What a client has that puts the deltas of one stream together."""
+    """Join the deltas of one stream, as a client does."""
     content: list[str] = []
     heads: list[ToolCallDelta] = []
     arguments: list[list[str]] = []

@@ -1,8 +1,8 @@
 """DeepSeek V3, R1 and V3.1: calls between special tokens, all of them between `tool▁calls▁begin` and `tool▁calls▁end`.
 
 Format: DeepSeek's chat templates. V3 and R1 write `<｜tool▁call▁begin｜>function<｜tool▁sep｜>name`, a Markdown block
-of JSON with the arguments and `<｜tool▁call▁end｜>`; V3.1 writes the name before `<｜tool▁sep｜>` and bare JSON behind
-it. Both are read here; vLLM has `deepseek_v3` and `deepseek_v31`.
+of JSON with the arguments, and `<｜tool▁call▁end｜>`. V3.1 writes the name before `<｜tool▁sep｜>` and bare JSON
+after it. This parser reads both; vLLM has `deepseek_v3` and `deepseek_v31`.
 """
 
 from __future__ import annotations

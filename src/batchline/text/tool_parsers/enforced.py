@@ -1,9 +1,9 @@
-"""Calls whose text a grammar holds to one format, whatever the model was trained to write.
+"""Parsers for calls that a grammar forces into one format, regardless of the model's own.
 
-`tool_choice` "required" asks for a JSON list of calls, `{"name": ..., "parameters": {...}}` each, spelled as
-`batchline.text.grammars.lark.calls` has it; the choice of a function asks for its arguments alone. Such text is shown
-as it grows: it cannot turn out to be no call. Where it breaks off, at the token limit or a stop string, a call whose
-name is known stays one with the arguments so far, and nothing of it is content.
+With `tool_choice` "required", the text is a JSON list of calls, `{"name": ..., "parameters": {...}}` each, as
+`batchline.text.grammars.lark.calls` spells them. If a function was chosen, the text is only its arguments. Calls are
+streamed as they are written, since they cannot turn out to be content. If the text breaks off (at the token limit or a
+stop string), a call with a known name stays a call with the arguments so far, and no text is content.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from batchline.text.tool_parsers.sink import CallSink
 
 
 class EnforcedParser(ToolCallParser):
-    """A text that is calls and nothing else."""
+    """Reads a text that consists only of calls."""
 
     def __init__(self) -> None:
         super().__init__(eager=True)
@@ -51,7 +51,7 @@ class ArgumentsParser(EnforcedParser):
 
 
 def _read_call(cursor: TextCursor, sink: CallSink) -> Reading[None]:
-    """A call, which is open from where its name is known. Raises: UnexpectedText."""
+    """A call, which is shown once its name is known. Raises: UnexpectedText."""
     yield from cursor.expect('{"name": ')
     sink.open_call(strict_loads((yield from read_value(cursor))))
     yield from cursor.expect(', "parameters": ')

@@ -16,7 +16,7 @@ from batchline.text.tool_parsers.sink import CallSink
 
 @register_tool_parser("granite")
 class GraniteToolParser(ToolCallParser):
-    """Calls as a JSON list behind a token."""
+    """Calls as a JSON list after a token."""
 
     openings = ("<|tool_call|>", "<tool_call>")
     bare_openings = ("[",)

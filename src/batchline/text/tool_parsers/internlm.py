@@ -1,7 +1,7 @@
 """InternLM 2 and 2.5: `<|action_start|><|plugin|>{"name": ..., "parameters": {...}}<|action_end|>`.
 
-Format: InternLM's chat format documentation and Lagent; vLLM's `internlm` parser. What stands behind
-`<|action_start|><|interpreter|>` is code for an interpreter, no call, and stays content.
+Format: InternLM's chat format documentation and Lagent; vLLM's `internlm` parser. The text after
+`<|action_start|><|interpreter|>` is code for an interpreter and not a call, so it stays content.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Reading calls written as JSON objects, `{"name": ..., "arguments": {...}}`, alone or in a list.
+"""Reads calls written as JSON objects, `{"name": ..., "arguments": {...}}`, single or in a list.
 
-JSON text is passed on as it was written; here only its structure is followed, and the sink checks the rest. Arguments
-may stand under `arguments` or `parameters`, before or behind the name, and may be a string that holds the object, as
-models write that were shown such histories. Other members are read over, except an `id` before the arguments.
+JSON text is passed on as it was written. This module follows only its structure; the sink checks the rest. Arguments
+may be called `arguments` or `parameters`, may come before or after the name, and may be a string that holds the object
+(some models imitate histories in that form). Other members are skipped, except an `id` before the arguments.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from batchline.text.tool_parsers.sink import CallSink
 
 MAX_DEPTH = 128
 
-_STRUCTURE = re.compile(r"[^-+.,:\w\s]")  # brackets, quotes, and what JSON has no place for outside of strings
+_STRUCTURE = re.compile(r"[^-+.,:\w\s]")  # brackets, quotes, and characters that JSON allows only in strings
 _CLOSING = {"{": "}", "[": "]"}
 _STRING_STOP = re.compile(r'["\\]')
 _SCALAR = re.compile(r"[-+.\w]*")
@@ -23,7 +23,7 @@ _ARGUMENT_KEYS = ("arguments", "parameters")
 
 
 def read_container(cursor: TextCursor, emit: Emit) -> Reading[None]:
-    """Hand on an object or a list. Raises: UnexpectedText if it is not closed, nests too deep or cannot be JSON."""
+    """Emit an object or a list. Raises: UnexpectedText if it is not closed, nested too deeply or not JSON."""
     awaited: list[str] = []
     while True:
         match = _STRUCTURE.search(cursor.text, cursor.position)
@@ -48,7 +48,7 @@ def read_container(cursor: TextCursor, emit: Emit) -> Reading[None]:
 
 
 def read_string(cursor: TextCursor, emit: Emit) -> Reading[None]:
-    """Hand on a string with its quotes. Raises: UnexpectedText if there is none."""
+    """Emit a string with its quotes. Raises: UnexpectedText if there is none."""
     yield from cursor.expect('"')
     emit('"')
     while True:
@@ -59,7 +59,7 @@ def read_string(cursor: TextCursor, emit: Emit) -> Reading[None]:
         if cursor.position == len(cursor.text):
             yield from cursor.need_more()
         if stop is not None:
-            emit(cursor.take(cursor.position + 1))  # what is escaped
+            emit(cursor.take(cursor.position + 1))  # the escaped character
 
 
 def read_value(cursor: TextCursor) -> Reading[str]:
@@ -138,12 +138,12 @@ class _CallObject:
 
 
 def read_call_object(cursor: TextCursor, sink: CallSink, *, needs_arguments: bool = False) -> Reading[None]:
-    """One call. needs_arguments: an object with only a name is no call. Raises: UnexpectedText."""
+    """One call. needs_arguments: whether an object with only a name is not a call. Raises: UnexpectedText."""
     yield from _CallObject(cursor, sink).read(needs_arguments=needs_arguments)
 
 
 def read_call_list(cursor: TextCursor, sink: CallSink, *, needs_arguments: bool = False) -> Reading[None]:
-    """One call or more in a JSON list. Raises: UnexpectedText; calls complete by then stay."""
+    """One or more calls in a JSON list. Raises: UnexpectedText; calls that are already complete stay."""
     yield from cursor.expect("[")
     while True:
         yield from cursor.space()
@@ -155,7 +155,7 @@ def read_call_list(cursor: TextCursor, sink: CallSink, *, needs_arguments: bool 
 
 
 def read_calls(cursor: TextCursor, sink: CallSink, *, needs_arguments: bool = False) -> Reading[None]:
-    """A list of calls, or one call without a list. Raises: UnexpectedText."""
+    """A list of calls, or a single call. Raises: UnexpectedText."""
     yield from cursor.space()
     is_list = (yield from cursor.peek()) == "["
     read = read_call_list if is_list else read_call_object
@@ -163,7 +163,7 @@ def read_calls(cursor: TextCursor, sink: CallSink, *, needs_arguments: bool = Fa
 
 
 def read_arguments(cursor: TextCursor, sink: CallSink, name: str, call_id: str | None = None) -> Reading[None]:
-    """The arguments object of a call whose name stands before it. Raises: UnexpectedText."""
+    """The arguments object of a call whose name has already been read. Raises: UnexpectedText."""
     if (yield from cursor.peek()) != "{":
         raise UnexpectedText("no arguments")
     sink.open_call(name, call_id)
@@ -179,7 +179,7 @@ def _string(text: str) -> str:
 
 
 def _object_text(text: str) -> str:
-    """The JSON text of an arguments object that is written as an object, as a string that holds one, or as null."""
+    """The JSON text of an arguments object, which may be written as an object, a string that holds one, or null."""
     value = strict_loads(text)
     if value is None:
         return "{}"

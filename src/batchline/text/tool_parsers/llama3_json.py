@@ -2,7 +2,7 @@
 
 Format: Meta's chat templates, "Respond in the format {"name": function name, "parameters": dictionary of argument name
 and its value}"; vLLM's `llama3_json` parser. `<|python_tag|>` may come first; several calls are separated by `;`.
-Without the tag only an object at the beginning of the text that has arguments is a call: any other JSON is an answer.
+Without the tag, only an object with arguments at the beginning of the text is a call. Any other JSON is an answer.
 """
 
 from __future__ import annotations

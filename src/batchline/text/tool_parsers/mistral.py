@@ -24,7 +24,7 @@ _ID_CHARACTERS = string.ascii_letters + string.digits
 
 @register_tool_parser("mistral")
 class MistralToolParser(ToolCallParser):
-    """Calls behind a special token."""
+    """Calls after a special token."""
 
     openings = ("[TOOL_CALLS]",)
     special_tokens = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")

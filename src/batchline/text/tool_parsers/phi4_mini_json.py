@@ -2,7 +2,7 @@
 
 Format: vLLM's template for Phi-4-mini, "prefix function calls with functools marker (no closing marker required)", and
 its `phi4_mini_json` parser; and the model's own tokens, `<|tool_call|>` before a list or an object and
-`<|/tool_call|>` behind it, as llama.cpp's template for it asks. The word `functools` in code is content.
+`<|/tool_call|>` after it, as in llama.cpp's template. The word `functools` in code is content.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from batchline.text.tool_parsers.sink import CallSink
 
 @register_tool_parser("phi4_mini_json")
 class Phi4MiniJsonToolParser(ToolCallParser):
-    """Calls as a JSON list behind a word."""
+    """Calls as a JSON list after a word."""
 
     openings = ("functools", "<|tool_call|>")
     special_tokens = ("<|tool_call|>", "<|/tool_call|>")

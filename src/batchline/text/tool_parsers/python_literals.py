@@ -1,7 +1,7 @@
-"""Python literals in a model's text, as JSON text: strings, numbers, True, False, None, lists and dicts.
+"""Converts Python literals in a model's text to JSON text: strings, numbers, True, False, None, lists and dicts.
 
-Read by hand and not by Python's parser, which wants all of the text at once, warns about unknown escapes and refuses
-what models write in earnest: `true`, `null`, line breaks in strings.
+It does not use Python's parser, which needs the whole text at once, warns about unknown escapes, and refuses things
+that models really write: `true`, `null`, line breaks in strings.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ESCAPED = {"\n": "", "a": "\a", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t"
 
 
 def python_to_json(text: str) -> str | None:
-    """JSON text of a Python literal, None if `text` is not one."""
+    """JSON text of a Python literal; None if `text` is not one."""
     cursor = TextCursor()
     cursor.push(text)
     cursor.end()
@@ -43,7 +43,7 @@ def python_to_json(text: str) -> str | None:
 
 
 def read_literal(cursor: TextCursor, depth: int = 0) -> Reading[str]:
-    """The next literal as JSON text. Raises: UnexpectedText if there is none or it nests too deep."""
+    """The next literal as JSON text. Raises: UnexpectedText if there is none or it is nested too deeply."""
     if depth > MAX_DEPTH:
         raise UnexpectedText("nested too deep")
     first = yield from cursor.peek()
@@ -68,7 +68,7 @@ def read_literal(cursor: TextCursor, depth: int = 0) -> Reading[str]:
 
 
 def read_items(cursor: TextCursor, closing: str, read_item: Callable[[], Reading[str]]) -> Reading[list[str]]:
-    """Items between commas up to `closing`, which is skipped. Raises: UnexpectedText."""
+    """Comma-separated items up to `closing`, which is skipped. Raises: UnexpectedText."""
     items: list[str] = []
     while True:
         yield from cursor.space()
@@ -111,7 +111,7 @@ def _unescape(match: re.Match[str]) -> str:
 
 
 def _scalar(text: str) -> str:
-    """JSON text of a name or a number; a number that is JSON stays as it is written."""
+    """JSON text of a name or a number. A number that is valid JSON is not changed."""
     if text in _WORDS:
         return _WORDS[text]
     if _JSON_NUMBER.fullmatch(text):

@@ -2,8 +2,8 @@
 
 Format: Meta's prompt formats of Llama 3.2 and Llama 4 ("[func_name1(params_name1=params_value1, ...), ...]"), ToolACE;
 vLLM's `pythonic` and `llama4_pythonic` parsers. Llama 4 may put it between `<|python_start|>` and `<|python_end|>`.
-Values are Python literals; one that is written as a string where the tool's schema wants another type is converted, and
-positional arguments take their names from the schema.
+Values are Python literals. A string is converted if the tool's schema wants another type. Positional arguments get
+their names from the schema.
 """
 
 from __future__ import annotations

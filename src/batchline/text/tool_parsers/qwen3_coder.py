@@ -1,7 +1,7 @@
 """Qwen3-Coder: `<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`.
 
-Format: the chat template of Qwen3-Coder; vLLM's `qwen3_coder` parser. Values are plain text, with one line break before
-and behind that belong to the tags; their types come from the tools' schemas. Models leave out `<tool_call>`, or
+Format: the chat template of Qwen3-Coder; vLLM's `qwen3_coder` parser. Values are plain text; one line break before and
+after belongs to the tags. The value's type comes from the tool's schema. Models may omit `<tool_call>`, or
 `</parameter>` before a tag at the beginning of a line.
 """
 

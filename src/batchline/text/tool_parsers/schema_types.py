@@ -1,6 +1,6 @@
-"""Arguments that are written as plain text, as JSON of the types that the tools' schemas ask for.
+"""Converts arguments in plain text to JSON of the types in the tools' schemas.
 
-A text that is not of a wanted type becomes a string: it is the model's mistake to be told about, not ours to hide.
+A text that fits none of the types becomes a string, so that the client sees the model's mistake.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from batchline.text.tool_parsers.python_literals import python_to_json
 
 
 class ArgumentTypes:
-    """What types the arguments of which tool have."""
+    """The argument types of each tool."""
 
     def __init__(self, tools: Sequence[ToolDefinition]) -> None:
         self._schemas = {tool.name: tool.parameters for tool in tools}
@@ -67,7 +67,7 @@ def _value_types(value: Any) -> set[str]:
 
 
 def _schema_types(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Iterator[str]:
-    """Type names of the schema and of those it refers to; each is read once, however often they refer to each other."""
+    """Type names of the schema and of those it refers to. Each is read once, even if references form a circle."""
     waiting = [schema]
     seen: set[int] = set()
     while waiting:

@@ -1,8 +1,8 @@
-"""Where parsers put what they find: content, and calls piece by piece.
+"""Collects what the parsers find: content, and calls piece by piece.
 
-Decides what may be shown when. White space next to a call is markup and is dropped, other white space is content. A
-call is held back until it is complete and its arguments are a JSON object, so that one that turns out malformed can
-still become content; an eager sink shows it as it grows, once its name is one of the tools'.
+It also decides when a piece is shown. White space next to a call is markup and is dropped; other white space is
+content. A call is held back until it is complete and its arguments are a JSON object, so that a malformed one can still
+become content. An eager sink shows a call while it is written, once its name is known to be a tool's.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from batchline.text.tool_parsers.json_text import strict_loads
 
 @dataclass(frozen=True, slots=True)
 class Callees:
-    """What may be called, and which calls are shown as they grow.
+    """The functions that may be called, and whether their calls are shown while they are written.
 
-    names: of the tools; empty where they are not told. is_eager: whether calls of them are shown as they grow.
-    are_all: a text that calls anything else is no call.
+    names: the tools' names; empty if they are unknown. is_eager: whether to show their calls while they are written.
+    are_all: whether only these functions can be called; a call of any other is content.
     """
 
     names: frozenset[str] = frozenset()
@@ -37,7 +37,7 @@ class Callees:
 
 
 class CallSink:
-    """Turns content and calls into deltas. Keeps the cursor's mark behind what can't be taken back. One per stream."""
+    """Turns content and calls into deltas. Sets the cursor's mark after text that is final. One per stream."""
 
     def __init__(self, cursor: TextCursor, callees: Callees) -> None:
         self._cursor = cursor
@@ -49,7 +49,7 @@ class CallSink:
         self._num_calls = 0
 
     def content(self, text: str) -> None:
-        """Text that belongs to no call."""
+        """Add text that belongs to no call."""
         visible = text.rstrip()
         if visible:
             self._shown.append(ContentDelta("".join(self._space) + visible))
@@ -57,7 +57,7 @@ class CallSink:
         self._space.append(text[len(visible) :])
 
     def open_call(self, name: str, call_id: str | None = None) -> None:
-        """A call begins. Raises: UnexpectedText if nothing can have this name."""
+        """Begin a call. Raises: UnexpectedText if `name` is not a possible function name."""
         if not name or not name.isprintable() or not self._callees.allow(name):
             raise UnexpectedText("not a function's name")
         self._open = []
@@ -67,11 +67,11 @@ class CallSink:
         self._add(ToolCallDelta(self._num_calls, name, call_id))
 
     def arguments(self, fragment: str) -> None:
-        """More of the open call's arguments."""
+        """Add to the open call's arguments."""
         self._add(ToolCallDelta(self._num_calls, arguments_fragment=fragment))
 
     def close_call(self) -> None:
-        """The open call is complete. Raises: UnexpectedText if it is held and its arguments are not a JSON object."""
+        """End the open call. Raises: UnexpectedText if it was held back and its arguments are not a JSON object."""
         assert self._open is not None
         if not self._is_shown:
             if not isinstance(strict_loads("".join(delta.arguments_fragment for delta in self._open)), dict):
@@ -83,20 +83,20 @@ class CallSink:
         self._cursor.set_mark()
 
     def abandon_call(self) -> bool:
-        """The open call, if any, goes no further. True if it has been shown, and so stays a call."""
+        """Break the open call off, if there is one. True if it was shown, and so stays a call."""
         was_shown = self._open is not None and self._is_shown
         self._open = None
         self._num_calls += was_shown
         return was_shown
 
     def finish(self) -> None:
-        """No more text will come."""
+        """End the text."""
         space = "".join(self._space)
         if space and not self._num_calls:
             self._shown.append(ContentDelta(space))
 
     def drain(self) -> list[Delta]:
-        """Deltas not drained yet; neighbours that belong together are one."""
+        """Deltas not yet drained, with neighbours that belong together merged."""
         merged = [_merged(list(group)) for _, group in groupby(self._shown, key=_belongs_to)]
         self._shown.clear()
         return merged
