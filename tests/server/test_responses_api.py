@@ -119,6 +119,37 @@ async def test_the_items_that_led_to_a_response_are_listed_page_by_page(client: 
     assert [item.id for item in after.data] == [item.id for item in every[3:]]
 
 
+@pytest.mark.parametrize("kind", [{"type": "item_reference"}, {}])
+async def test_an_input_item_may_refer_to_one_of_an_earlier_answer(
+    client: openai.AsyncOpenAI, kind: dict[str, str]
+) -> None:
+    """Vercel's AI SDK sends what the server stores as references; they were refused, and with them each tool loop."""
+    first = await client.responses.create(model="tiny", input="Hello world!", temperature=0)
+    before, after = {"role": "user", "content": "Hello world!"}, {"role": "user", "content": "Say pong."}
+    written_out: Any = [before, {"role": "assistant", "content": first.output_text}, after]
+    referred: Any = [before, {**kind, "id": first.output[0].id}, after]
+    by_text = await client.responses.create(model="tiny", input=written_out, temperature=0)
+    by_reference = await client.responses.create(model="tiny", input=referred, temperature=0)
+    assert by_text.usage is not None
+    assert by_reference.usage is not None
+    assert by_reference.usage.input_tokens == by_text.usage.input_tokens
+    assert by_reference.output_text == by_text.output_text
+    listed = await client.responses.input_items.list(by_reference.id, order="asc")
+    assert listed.data[1].to_dict() == first.output[0].to_dict()
+
+
+async def test_a_reference_to_nothing_or_twice_to_the_same_item_is_refused_by_name(client: openai.AsyncOpenAI) -> None:
+    made = await client.responses.create(model="tiny", input="Hi", max_output_tokens=1)
+    reference: Any = {"type": "item_reference", "id": made.output[0].id}
+    with pytest.raises(openai.BadRequestError, match="twice") as twice:
+        await client.responses.create(model="tiny", input=[reference, reference])
+    assert twice.value.param == "input[1]"
+    await client.responses.delete(made.id)
+    with pytest.raises(openai.NotFoundError, match="send the item itself") as missing:
+        await client.responses.create(model="tiny", input=[reference])
+    assert missing.value.param == "input[0]"
+
+
 @pytest.mark.parametrize(
     ("query", "param"),
     [
@@ -403,6 +434,21 @@ def test_responses_in_progress_are_never_dropped_for_room() -> None:
     assert ("running" in responses, "second" in responses, "c" in responses) == (True, True, False)
     with pytest.raises(Overloaded):
         responses.begin_in_background(kept("third", status="queued"))
+
+
+def test_an_item_is_found_by_its_owner_as_long_as_its_response_is_kept() -> None:
+    responses = KeptResponses(max_kept=1)
+    made = kept("a")
+    made.response["output"] = [{"id": "msg_1", "type": "message"}]
+    made.owner = "one"
+    responses.begin(kept("a", status="in_progress"))
+    responses.finish(made)
+    assert responses.output_item("msg_1", "one", "input[0]")["type"] == "message"
+    with pytest.raises(NotFound):
+        responses.output_item("msg_1", "other", "input[0]")
+    keep(responses, "b")
+    with pytest.raises(NotFound):
+        responses.output_item("msg_1", "one", "input[0]")
 
 
 def test_a_response_dropped_while_it_is_made_stays_dropped() -> None:

@@ -201,11 +201,13 @@ def _option(request: JsonObject, field: str, name: str) -> Any:
 
 
 _ITEM_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+ITEM_REFERENCE = "item_reference"
+"""The type of an input item that stands for an output item of an earlier response."""
 
 
 def input_item(given: JsonObject) -> JsonObject:
     """An input item in full: with an id and a status, its text in parts. What is wrong with it stays as it is."""
-    kind = given.get("type", "message")
+    kind = given.get("type", ITEM_REFERENCE if given.keys() == {"id"} else "message")
     prefix = _ITEM_PREFIXES.get(kind, "item") if isinstance(kind, str) else "item"
     item = {"type": kind, "status": "completed", **given}
     if not isinstance(item.get("id"), str):

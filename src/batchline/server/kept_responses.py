@@ -63,6 +63,7 @@ class KeptResponses:
         self._running: dict[str, KeptResponse] = {}
         self._finished: OrderedDict[str, KeptResponse] = OrderedDict()  # the oldest first
         self._num_bytes: dict[str, int] = {}  # as each was when it was kept; not in the foreground
+        self._response_ids: dict[str, str] = {}  # by the ids of finished responses' output items
         self._total_bytes = 0
 
     def begin(self, kept: KeptResponse) -> None:
@@ -97,6 +98,15 @@ class KeptResponses:
             raise BadRequest(message, param=param)
         return kept
 
+    def output_item(self, item_id: str, owner: str, param: str) -> JsonObject:
+        """An item of a finished response's output. Raises: NotFound."""
+        kept = self._finished.get(self._response_ids.get(item_id, ""))
+        if kept is None or kept.owner != owner:
+            message = f"{param}: no stored response has an output item with id {item_id[:200]!r}; send the item itself"
+            raise NotFound(message, param=param)
+        item: JsonObject = next(item for item in kept.response["output"] if item["id"] == item_id)
+        return item
+
     def __contains__(self, response_id: str) -> bool:
         return response_id in self._running or response_id in self._finished
 
@@ -130,7 +140,9 @@ class KeptResponses:
 
     def _drop(self, response_id: str) -> None:
         self._running.pop(response_id, None)
-        self._finished.pop(response_id, None)
+        finished = self._finished.pop(response_id, None)
+        for item in finished.response["output"] if finished is not None else ():
+            self._response_ids.pop(item["id"], None)
         self._total_bytes -= self._num_bytes.pop(response_id, 0)
 
     def _put(self, kept: KeptResponse, num_bytes: int) -> None:
@@ -139,6 +151,8 @@ class KeptResponses:
         self._num_bytes[response_id] = num_bytes
         self._total_bytes += num_bytes
         (self._running if kept.is_running else self._finished)[response_id] = kept
+        if not kept.is_running:
+            self._response_ids |= {item["id"]: response_id for item in kept.response["output"]}
         self._make_room()
 
     def _make_room(self) -> None:

@@ -1,8 +1,8 @@
 """The routes of `/v1/responses`: made by the backend like any answer, and kept here for the key that asked for them.
 
-`previous_response_id` is resolved here, into the input; the backend sees a request that stands for itself. `background`
-is a task here, which a later request may look at or cancel. Ids of responses are random: a client's `X-Request-Id` is
-echoed in the header only, because two requests may carry the same one.
+`previous_response_id` and references to items are resolved here, into the input; the backend sees a request that stands
+for itself. `background` is a task here, which a later request may look at or cancel. Ids of responses are random: a
+client's `X-Request-Id` is echoed in the header only, because two requests may carry the same one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from batchline.errors import BadRequest, Overloaded
 from batchline.openai_api.endpoint_table import INPUT_TOKENS, RESPONSES
 from batchline.openai_api.item_lists import ListParams, list_page
 from batchline.openai_api.parsing import parse_body
-from batchline.openai_api.responses import Status, input_item, response_object
+from batchline.openai_api.responses import ITEM_REFERENCE, Status, input_item, response_object
 from batchline.server.api_keys import owner_of
 from batchline.server.errors import as_request_error
 from batchline.server.event_stream import close_stream
@@ -102,6 +102,9 @@ class ResponsesApi:
         """The request as the backend gets it: whole, under a random id. Raises: RequestError."""
         previous_id = body.get("previous_response_id")
         sent = {key: value for key, value in body.items() if key != "background" or value is not True}
+        if given is not None and any(map(_is_reference, given.items)):
+            given = self._dereferenced(given, owner)
+            sent["input"] = given.items
         if isinstance(previous_id, str) and given is not None:
             previous = self._kept.finished(previous_id, owner, "previous_response_id")
             given = _Input([*previous.conversation, *given.items], previous.num_bytes + given.num_bytes)
@@ -109,6 +112,22 @@ class ResponsesApi:
             del sent["previous_response_id"]
         request = EndpointRequest(url=RESPONSES, body=sent, request_id=uuid4().hex)
         return _Call(body, request, given or _Input([], 0), owner)
+
+    def _dereferenced(self, given: _Input, owner: str) -> _Input:
+        """The input with the items that it refers to. Raises: NotFound, BadRequest."""
+        items = list(given.items)
+        num_bytes = given.num_bytes
+        found: set[str] = set()
+        for index, item in enumerate(items):
+            if not _is_reference(item):
+                continue
+            if item["id"] in found:
+                message = f"input[{index}]: the item {item['id'][:200]!r} is referred to twice"
+                raise BadRequest(message, param=f"input[{index}]")
+            found.add(item["id"])
+            items[index] = self._kept.output_item(item["id"], owner, f"input[{index}]")
+            num_bytes += len(orjson.dumps(items[index]))
+        return _Input(items, num_bytes)
 
     def _check_in_background(self, call: _Call) -> None:
         """What can be told at once is. Raises: BadRequest, NotFound."""
@@ -231,6 +250,10 @@ def _given_input(given: Any) -> _Input | None:
         return None
     items = [input_item(item) for item in items]
     return _Input(items, len(orjson.dumps(items)))
+
+
+def _is_reference(item: JsonObject) -> bool:
+    return bool(item["type"] == ITEM_REFERENCE)
 
 
 def _refuse_include(request: Request) -> None:
