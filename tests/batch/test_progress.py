@@ -4,7 +4,7 @@ import pytest
 
 from batchline.backends.base import BackendStats
 from batchline.batch.journal import Outcome
-from batchline.batch.progress import Tally
+from batchline.batch.progress import Pace, Tally
 
 
 class Clock:
@@ -20,9 +20,10 @@ def test_outcomes_are_added_up() -> None:
     tally.add(Outcome(0, "200", 10, 4, 6), is_resumed=True)
     tally.add(Outcome(1, "404"))
     tally.add(Outcome(2, "invalid_url"))
-    tally.add(Outcome(3, "200", is_copy=True))
+    tally.add(Outcome(3, "200", 10, 4, 6, is_copy=True))
     assert (tally.done, tally.failed, tally.resumed, tally.copies) == (4, 2, 1, 1)
     assert (tally.prompt_tokens, tally.cached_tokens, tally.output_tokens) == (10, 4, 6)
+    assert tally.spared_tokens == 16
     assert tally.failures_by_code == {"404": 1, "invalid_url": 1}
 
 
@@ -40,3 +41,18 @@ def test_rates_and_time_left_come_from_the_last_half_minute() -> None:
     assert now.requests_per_s == pytest.approx(2.0)
     assert (now.prompt_tokens_per_s, now.output_tokens_per_s) == (pytest.approx(10.0), pytest.approx(5.0))
     assert now.eta_s == pytest.approx(40.0)
+
+
+def test_the_pace_is_that_of_this_run_alone() -> None:
+    clock = Clock()
+    pace, tally = Pace(clock), Tally(total=100)
+    tally.add(Outcome(0, "200", 1000, 0, 1000), is_resumed=True)
+    pace.begin_loading()
+    clock.now += 3
+    pace.begin_running(tally)
+    tally.add(Outcome(1, "200", 10, 0, 20))
+    tally.add(Outcome(2, "200", 10, 0, 20, is_copy=True))
+    clock.now += 2
+    pace.end(tally)
+    assert (pace.load_time_s, pace.run_time_s, pace.requests_per_s) == (3, 2, 1)
+    assert (pace.prompt_tokens_per_s, pace.output_tokens_per_s) == (5, 10)

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from batchline.batch.summary import RunSummary
+from batchline.batch.summary import FailureMessage, RunSummary
 from batchline.cli.summary import summary_lines
 
 
@@ -43,3 +43,30 @@ def test_the_summary_says_that_every_request_failed() -> None:
     assert summary_lines(RunSummary(requests=2, succeeded=0, failed=2))[-1] == "Every request failed (exit code 3)."
     assert "Every" not in summary_lines(RunSummary(requests=2, succeeded=1, failed=1))[-1]
     assert "Every" not in summary_lines(RunSummary(requests=0, succeeded=0, failed=0))[-1]
+
+
+def test_the_summary_tells_rates_times_savings_and_why_lines_failed() -> None:
+    summary = RunSummary(
+        requests=10,
+        succeeded=2,
+        failed=8,
+        prompt_tokens=1000,
+        cached_tokens=250,
+        deduplicated=4,
+        deduplicated_tokens=1500,
+        wall_time_s=80,
+        load_time_s=3.21,
+        run_time_s=75,
+        requests_per_s=0.1333,
+        prompt_tokens_per_s=1200.4,
+        output_tokens_per_s=800,
+        frequent_failures=(
+            FailureMessage(code="400", message="Too long", count=7, line_numbers=(1, 2, 3, 4, 5)),
+            FailureMessage(code="invalid_url", message="", count=1, line_numbers=(9,)),
+        ),
+    )
+    text = "\n".join(summary_lines(summary))
+    assert "Rates          0.1 requests/s, 1,200 prompt tokens/s, 800 output tokens/s\n" in text
+    assert "Tokens saved   1,750: 250 by the prefix cache, 1,500 by running identical requests once\n" in text
+    assert "Wall time      1:20 (3.2 s loading, 1:15 running)\n" in text
+    assert "\n  7 x 400: Too long (lines 1, 2, 3, 4, 5, ...)\n  1 x invalid_url: without a message (line 9)" in text

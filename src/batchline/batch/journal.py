@@ -41,7 +41,7 @@ class Outcome:
     """How one line ended, without its text.
 
     status: the answer's HTTP status, or the code of a line that could not be a request. is_copy: another line's
-    answer served it. Tokens of a copy are zero: nothing was computed for it.
+    answer served it; its tokens are those of that answer, which were not computed again.
     """
 
     position: int

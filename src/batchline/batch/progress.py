@@ -109,6 +109,7 @@ class Tally:
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.output_tokens = 0
+        self.spared_tokens = 0
         self.failures_by_code: dict[str, int] = {}
         self._clock = clock
         self._samples: deque[tuple[float, int, int, int]] = deque()
@@ -118,13 +119,16 @@ class Tally:
         self.done += 1
         self.resumed += is_resumed
         self.answered += outcome.is_answer
-        self.copies += outcome.is_copy
-        self.prompt_tokens += outcome.prompt_tokens
-        self.cached_tokens += outcome.cached_tokens
-        self.output_tokens += outcome.output_tokens
         if outcome.is_failure:
             self.failed += 1
             self.failures_by_code[outcome.status] = self.failures_by_code.get(outcome.status, 0) + 1
+        if outcome.is_copy:
+            self.copies += 1
+            self.spared_tokens += outcome.prompt_tokens + outcome.output_tokens
+            return
+        self.prompt_tokens += outcome.prompt_tokens
+        self.cached_tokens += outcome.cached_tokens
+        self.output_tokens += outcome.output_tokens
 
     def snapshot(self, stats: BackendStats, models: tuple[ModelRecord, ...] = ()) -> Progress:
         """How the run stands now. stats: the backend's counters, which move before whole answers arrive. models: those
@@ -150,3 +154,35 @@ class Tally:
             eta_s=(self.total - self.done) / rate if rate > 0 else None,
             models=models,
         )
+
+
+class Pace:
+    """How long a run loads and runs, and how fast it is while it runs. What an earlier run did is not counted."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.load_time_s = 0.0
+        self.run_time_s = 0.0
+        self.requests_per_s = 0.0
+        self.prompt_tokens_per_s = 0.0
+        self.output_tokens_per_s = 0.0
+        self._clock = clock
+        self._began_at = 0.0
+        self._before = (0, 0, 0)
+
+    def begin_loading(self) -> None:
+        """The backend is being made."""
+        self._began_at = self._clock()
+
+    def begin_running(self, tally: Tally) -> None:
+        """The backend is ready. tally: what is done before it answers anything."""
+        now = self._clock()
+        self.load_time_s = now - self._began_at
+        self._began_at = now
+        self._before = (tally.done, tally.prompt_tokens, tally.output_tokens)
+
+    def end(self, tally: Tally) -> None:
+        """Nothing runs any more."""
+        self.run_time_s = max(self._clock() - self._began_at, 1e-9)
+        counts = (tally.done, tally.prompt_tokens, tally.output_tokens)
+        rates = [(now - before) / self.run_time_s for now, before in zip(counts, self._before, strict=True)]
+        self.requests_per_s, self.prompt_tokens_per_s, self.output_tokens_per_s = rates

@@ -20,6 +20,7 @@ from batchline.batch import sink, source
 from batchline.batch.check import CheckReport, check_file, findings_of, refuse_over_limits
 from batchline.batch.commit import GroupCommit
 from batchline.batch.crashes import LETHAL_CRASHES, InFlight, alternate_stacks, watched
+from batchline.batch.failure_messages import frequent_failures
 from batchline.batch.failures import record_failed_lines, record_lethal_requests
 from batchline.batch.fingerprint import run_identity
 from batchline.batch.finished import FinishedRuns
@@ -30,7 +31,7 @@ from batchline.batch.model_names import refuse_unserved_file, unserved_warning
 from batchline.batch.options import RunOptions
 from batchline.batch.output_places import account_for_older_outputs
 from batchline.batch.plan import Plan, Planner, WorkItem
-from batchline.batch.progress import GuardedReporter, Reporter, Tally
+from batchline.batch.progress import GuardedReporter, Pace, Reporter, Tally
 from batchline.batch.recovery import RunState, note_crash, recover
 from batchline.batch.runner import Feeder, Runner
 from batchline.batch.stopping import unless_stopped
@@ -125,6 +126,7 @@ class BatchRun:
         self._open_files = contextlib.ExitStack()
         self._state: RunState | None = None
         self._finished_runs = FinishedRuns(options)
+        self._pace = Pace()
 
     @property
     def is_worth_keeping(self) -> bool:
@@ -154,7 +156,7 @@ class BatchRun:
             if state.tally.done < state.tally.total:
                 await self._answer_all(checked, state, open_backend)
             await self._deliver(state)
-            summary = self._summary(state.tally)
+            summary = await asyncio.to_thread(self._summary, state, checked.index)
             await self._finished_runs.add(identity, summary, self._reporter)
         except RunInterrupted as exc:
             raise RunInterrupted(f"{exc} {_saved(self._state)}") from exc
@@ -231,13 +233,16 @@ class BatchRun:
             return
         self._reporter.phase("Loading the model")
         with watched(self._workspace.path) as in_flight:
+            self._pace.begin_loading()
             backend = await asyncio.to_thread(open_backend)  # importing an engine takes seconds
             try:
                 await unless_stopped(backend.start(), self._stop)
+                self._pace.begin_running(state.tally)
                 self._tell_models(backend)
                 self._reporter.phase(f"Running {state.tally.total - state.tally.done:,} requests")
                 for items in _in_groups(plan, state):
                     await self._run_requests(backend, Feeder(items, reader), state, in_flight)
+                self._pace.end(state.tally)
             finally:
                 await backend.close()
 
@@ -328,8 +333,8 @@ class BatchRun:
                 with contextlib.suppress(OSError):  # on a full disk: no reason to fail, now that the results are there
                     await asyncio.to_thread(state.write_note, marks[file])
 
-    def _summary(self, tally: Tally) -> RunSummary:
-        error_output = self._options.error_output
+    def _summary(self, state: RunState, index: LineIndex) -> RunSummary:
+        tally, pace, error_output = state.tally, self._pace, self._options.error_output
         return RunSummary(
             requests=tally.total,
             succeeded=tally.total - tally.failed,
@@ -339,7 +344,14 @@ class BatchRun:
             cached_tokens=tally.cached_tokens,
             output_tokens=tally.output_tokens,
             deduplicated=tally.copies,
+            deduplicated_tokens=tally.spared_tokens,
             resumed=tally.resumed,
+            frequent_failures=frequent_failures(state.journal, index) if tally.failed else (),
+            load_time_s=pace.load_time_s,
+            run_time_s=pace.run_time_s,
+            requests_per_s=pace.requests_per_s,
+            prompt_tokens_per_s=pace.prompt_tokens_per_s,
+            output_tokens_per_s=pace.output_tokens_per_s,
             models=tuple(self._models.values()),
             output=self._options.output.display,
             error_file=error_output.display if error_output else None,

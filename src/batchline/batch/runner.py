@@ -178,11 +178,7 @@ class Runner:
         tokens = self._counted_tokens(answer)
         for number, (position, custom_id) in enumerate(item.served):
             hex_id = item.request.request_id if number == 0 else lines.new_id()
-            outcome = (
-                Outcome(position, str(answer.status_code), *tokens)
-                if number == 0
-                else Outcome(position, str(answer.status_code), is_copy=True)
-            )
+            outcome = Outcome(position, str(answer.status_code), *tokens, is_copy=number > 0)
             await self._commit.put(outcome, lines.answer_line(hex_id, custom_id, answer, body))
 
     async def _ask_until_final(self, request: EndpointRequest, stop: asyncio.Event) -> tuple[Answer, bytes] | None:

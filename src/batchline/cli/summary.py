@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import datetime
 
-from batchline.batch.summary import RunSummary
+from batchline.batch.summary import FailureMessage, RunSummary
 from batchline.cli.terminal import duration, tell
 
 
@@ -25,15 +25,28 @@ def summary_lines(summary: RunSummary) -> list[str]:
         f"Prompt tokens  {summary.prompt_tokens:,} ({summary.prefix_cache_hit_rate:.1%} from the prefix cache)",
         f"Output tokens  {summary.output_tokens:,}",
     ]
+    if summary.run_time_s:
+        lines.append(
+            f"Rates          {summary.requests_per_s:,.1f} requests/s, {summary.prompt_tokens_per_s:,.0f} prompt "
+            f"tokens/s, {summary.output_tokens_per_s:,.0f} output tokens/s"
+        )
+    saved = summary.cached_tokens + summary.deduplicated_tokens
+    if saved:
+        lines.append(
+            f"Tokens saved   {saved:,}: {summary.cached_tokens:,} by the prefix cache, "
+            f"{summary.deduplicated_tokens:,} by running identical requests once"
+        )
     if summary.deduplicated:
         lines.append(f"Deduplicated   {summary.deduplicated:,} requests served by an identical one's answer")
     if summary.resumed:
         lines.append(f"Resumed        {summary.resumed:,} requests done by an earlier run")
     lines += [f"Model          {model.text}" for model in summary.models]
-    lines.append(f"Wall time      {duration(summary.wall_time_s)}")
+    times = f" ({duration(summary.load_time_s)} loading, {duration(summary.run_time_s)} running)"
+    lines.append(f"Wall time      {duration(summary.wall_time_s)}{times if summary.run_time_s else ''}")
     lines.append(f"Output         {'standard output' if summary.output == '-' else summary.output}")
     if summary.error_file:
         lines.append(f"Failed lines   {summary.error_file}")
+    lines += map(_failure, summary.frequent_failures)
     if summary.has_only_failures:
         lines.append("Every request failed (exit code 3).")
     return lines
@@ -42,3 +55,11 @@ def summary_lines(summary: RunSummary) -> list[str]:
 def _already_complete(finished_at: datetime) -> str:
     when = finished_at.astimezone().strftime("%Y-%m-%d %H:%M")
     return f"Already complete: finished on {when}, the output is unchanged. --overwrite computes it again."
+
+
+def _failure(failure: FailureMessage) -> str:
+    """`3 x 400: temperature: Input should be ... (lines 1, 7, 12)`."""
+    numbers = ", ".join(map(str, failure.line_numbers))
+    more = ", ..." if failure.count > len(failure.line_numbers) else ""
+    lines = f"line{'' if failure.count == 1 else 's'} {numbers}{more}"
+    return f"  {failure.count:,} x {failure.code}: {failure.message or 'without a message'} ({lines})"
