@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import io
 import logging
+import re
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 from raw_http import read_to_end, sending
-from threaded_server import Serve
+from threaded_server import Serve, ThreadedServer
 
+from batchline.backends.in_process import InProcessBackend
+from batchline.config import CacheConfig, EngineConfig, ModelConfig
 from batchline.server.log_lines import SparingHandler
+
+TINY_CHAT = Path(__file__).parents[2] / "examples/models/tiny-chat"
+TOKEN_COUNTS = ("prompt_tokens", "input_tokens", "completion_tokens", "output_tokens")
 
 
 class Log:
@@ -80,7 +89,7 @@ def test_texts_that_never_repeat_are_bounded_too(log: Log) -> None:
 @pytest.fixture
 def access_log() -> Iterator[Log]:
     log = Log()
-    logger = logging.getLogger("uvicorn.access")
+    logger = logging.getLogger("batchline.access")
     level = logger.level
     logger.setLevel(logging.INFO)
     logger.addHandler(log.handler)
@@ -99,7 +108,38 @@ def test_a_path_cannot_add_lines_to_the_access_log(serve: Serve, access_log: Log
     (line,) = access_log.lines
     assert line.isascii()
     assert line.isprintable()
-    assert line.endswith(' HTTP/1.1" 404')
+    assert re.search(r" GET /a\S* 404 0\.\d{3} s id=[0-9a-f]{32}$", line)
+
+
+def completion(server: ThreadedServer, path: str, **body: Any) -> httpx.Response:
+    return httpx.post(f"{server.url}{path}", json={"model": "tiny", **body}, headers={"X-Request-Id": "mine"})
+
+
+def test_a_line_has_duration_tokens_and_request_id(serve: Serve, access_log: Log) -> None:
+    """Its record has them as fields, too, for logs that machines read."""
+    model = ModelConfig(model=str(TINY_CHAT), served_names=("tiny",), num_threads=1)
+    server = serve(InProcessBackend([EngineConfig(model=model, cache=CacheConfig(num_bytes=2**24))]), access_log=True)
+    messages = [{"role": "user", "content": "Say pong."}]
+    records: list[logging.LogRecord] = []
+    access_log.handler.addFilter(lambda record: records.append(record) is None)
+    asked: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/chat/completions", {"messages": messages}),
+        ("/v1/responses", {"input": "Say pong."}),
+    ]
+    expected = []
+    for path, body in asked:
+        usage = completion(server, path, temperature=0, **body).json()["usage"]
+        completion(server, path, temperature=0, stream=True, **body)
+        counts = [usage[name] for name in usage if name in TOKEN_COUNTS]
+        expected += [tuple(counts)] * 2
+    httpx.get(f"{server.url}/health?token=secret")
+    server.stop()
+    server.wait()
+    fields = [record.__dict__ for record in records]
+    assert [(field["prompt_tokens"], field["output_tokens"]) for field in fields] == [*expected, (None, None)]
+    pattern = r"127\.0\.0\.1:\d+ POST /v1/\S+ 200 \d+\.\d{3} s \d+ prompt \+ \d+ output tokens id=mine"
+    assert [line for line in access_log.lines[:4] if not re.fullmatch(pattern, line)] == []
+    assert re.fullmatch(r"127\.0\.0\.1:\d+ GET /health 200 \d\.\d{3} s id=[0-9a-f]{32}", access_log.lines[4])
 
 
 @pytest.mark.parametrize("bad", [b"a\nSet-Cookie: b", b"a\rb", b"a\x00b", b"a\x1b[31m", b"a\r\n b", b"\xff"])

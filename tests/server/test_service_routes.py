@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import re
+
 import httpx
 import pytest
 from threaded_server import Serve
 
 import batchline
 from batchline.errors import UsageError
+from batchline.openai_api.endpoint_table import REQUEST_SCHEMAS
 from batchline.server.connections import bind
 from batchline.server.options import CorsOptions
 from batchline.testing import FakeBackend
@@ -84,6 +89,47 @@ def test_the_description_holds_the_schemas_that_are_checked(fake: httpx.Client) 
     assert "StreamOptions" in description["components"]["schemas"]
     assert "security" not in description
     assert fake.get("/docs").status_code == 200
+    led = fake.get("/")
+    assert (led.status_code, led.headers["location"]) == (307, "/docs")
+
+
+def test_the_docs_need_no_other_host_and_run_only_their_own_script(fake: httpx.Client) -> None:
+    """The page of the web framework loads its parts from elsewhere, so it is blank where there is no network."""
+    page = fake.get("/docs")
+    assert re.findall(r"""(?:src|href)=["'](?!openapi\.json)|https?://|@import|\burl\(""", page.text) == []
+    [script] = re.findall(r"<script>(.*?)</script>", page.text, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}';" in page.headers["content-security-policy"]
+
+
+def test_the_docs_page_is_shown_without_a_key_but_tells_nothing_of_the_server(serve: Serve) -> None:
+    server = serve(api_keys=("k",))
+    assert "fake" not in httpx.get(f"{server.url}/docs").text
+    assert httpx.get(f"{server.url}/docs").status_code == 200
+    assert httpx.get(f"{server.url}/openapi.json").status_code == 401
+    assert httpx.get(f"{server.url}/openapi.json", headers={"Authorization": "Bearer k"}).status_code == 200
+
+
+def test_the_docs_lead_to_themselves_under_a_proxys_prefix(serve: Serve) -> None:
+    server = serve(root_path="/llm")
+    assert httpx.get(f"{server.url}/llm/").headers["location"] == "/llm/docs"
+
+
+def test_docs_can_be_turned_off(serve: Serve) -> None:
+    server = serve(docs=False)
+    assert [httpx.get(server.url + path).status_code for path in ("/", "/docs", "/openapi.json")] == [404] * 3
+
+
+def test_the_examples_in_the_docs_are_good_requests(fake: httpx.Client) -> None:
+    paths = fake.get("/openapi.json").json()["paths"]
+    examples = {
+        path: methods["post"]["requestBody"]["content"]["application/json"]["example"]
+        for path, methods in paths.items()
+        if "requestBody" in methods.get("post", {})
+    }
+    assert examples
+    for path, example in examples.items():
+        REQUEST_SCHEMAS[path].model_validate(example)
 
 
 @pytest.mark.parametrize("prefix", ["/api", ""])

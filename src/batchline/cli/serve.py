@@ -44,7 +44,7 @@ def serve(
     engines, options = model_options.engines(strict=strict), serving.server(max_running=max_running)
     logging.basicConfig(
         level=serving.log_level.upper(),
-        format="%(levelname)s %(name)s: %(message)s",
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
         handlers=[SparingHandler(sys.stderr)],
     )
     if not options.api_keys and options.uds is None and not _is_loopback(options.host):

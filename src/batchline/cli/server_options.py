@@ -134,7 +134,10 @@ class ServingOptions:
         ),
     ] = _DEFAULTS.grace_period_s
     log_level: Annotated[LogLevel, typer.Option(help="Log level; logs go to standard error.")] = "info"
-    access_log: Annotated[bool, typer.Option(help="Log one line per request.")] = True
+    access_log: Annotated[
+        bool, typer.Option(help="Log each request: method, path, status, duration, tokens and id.")
+    ] = True
+    docs: Annotated[bool, typer.Option(help="Serve a description of the API on /docs and /openapi.json.")] = True
 
     def server(self, *, max_running: int) -> ServerOptions:
         """The server's settings. max_running: sequences that run at once. Raises: UsageError."""
@@ -160,6 +163,7 @@ class ServingOptions:
             ssl_keyfile_password=self.ssl_keyfile_password,
             cors=self._cors(),
             access_log=self.access_log,
+            docs=self.docs,
         )
 
     def _check_keys(self) -> None:

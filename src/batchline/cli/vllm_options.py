@@ -90,7 +90,7 @@ VLLM_OPTIONS: Mapping[str, VllmOption] = {
     ),
     **_each("uvicorn-log-level", "value", ours="--log-level", renamed={"critical": "error", "trace": "debug"}),
     **_each("disable-uvicorn-access-log", "flag", ours="--no-access-log"),
-    **_each("disable-fastapi-docs", "flag"),
+    **_each("disable-fastapi-docs", "flag", ours="--no-docs"),
     **_each("shutdown-timeout", "value", ours="--grace-period"),
     **_each("url", "value", ours="--host"),
     **_each("download-dir", "value", variable="HF_HUB_CACHE"),

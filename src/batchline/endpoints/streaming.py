@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from typing import Any
 
 from batchline.endpoints.generation import GeneratedText
@@ -28,6 +29,10 @@ def check_streamed(body: GenerationBody) -> None:
         raise BadRequest("prompt_logprobs: they cannot be streamed", param="prompt_logprobs")
 
 
+streams_of_request: ContextVar[list[StreamUsage] | None] = ContextVar("streams_of_request", default=None)
+"""Where a caller wants to know of the tokens that are streamed in its context, however the stream ends."""
+
+
 class StreamUsage:
     """Counts a request's tokens while it streams, and adds them to chunks as `stream_options` says. Mutable."""
 
@@ -38,6 +43,8 @@ class StreamUsage:
         self._num_generated = 0
         self._num_reasoning_tokens = 0
         self._cached_by_prompt: dict[int, int] = {}
+        if (streams := streams_of_request.get()) is not None:
+            streams.append(self)
 
     def count(self, delta: GeneratedText, *, prompt: int, choice: int, num_reasoning_tokens: int = 0) -> None:
         """Take a delta into account. A prompt is counted once, as its first choice found it in the cache."""

@@ -16,7 +16,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from batchline.errors import Unauthorized
 from batchline.server.root_path import route_path
 
-OPEN_PATHS = frozenset({"/health", "/ping"})
+OPEN_PATHS = frozenset({"/health", "/ping", "/", "/docs"})
+"""The page at /docs is the same for every server; what it shows, it asks for with the key that is entered there."""
 
 
 def owner_of(request: Request) -> str:

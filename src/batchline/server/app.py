@@ -21,7 +21,7 @@ from batchline.server.errors import error_response, unrouted
 from batchline.server.incoming_body import Bodies
 from batchline.server.inference import Inference
 from batchline.server.metrics import Metrics
-from batchline.server.openapi import ERROR_RESPONSES, describe, request_body
+from batchline.server.openapi import ERROR_RESPONSES, DocsPage, describe, request_body
 from batchline.server.options import CorsOptions, ServerOptions
 from batchline.server.responses_api import ResponsesApi
 from batchline.server.root_path import RootPath
@@ -30,13 +30,21 @@ from batchline.server.service import Service
 
 def create_app(backend: Backend, options: ServerOptions) -> FastAPI:
     """The web application over a backend that is started and closed by the caller."""
-    app = FastAPI(title="Batchline", redirect_slashes=False)
+    app = FastAPI(
+        title="Batchline",
+        redirect_slashes=False,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url="/openapi.json" if options.docs else None,
+    )
     metrics = Metrics(backend.stats, backend.models)
     inference = Inference(backend, metrics, options.max_request_bytes)
     responses = ResponsesApi(backend, inference, max_running=options.max_in_flight)
     _add_inference(app, inference, responses)
     _add_kept_responses(app, responses)
     _add_service(app, Service(backend, metrics))
+    if options.docs:
+        _add_docs(app)
     served = _served_paths(app)
 
     async def answer_unrouted(request: Request, exc: Exception) -> Response:
@@ -52,7 +60,7 @@ def create_app(backend: Backend, options: ServerOptions) -> FastAPI:
         app.add_middleware(ApiKeys, keys=options.api_keys, open_paths=_open_paths(options))
     bodies = Bodies(options.body_limits)
     metrics.body_bytes.set_function(lambda: bodies.num_bytes)
-    app.add_middleware(RequestBoundary, metrics=metrics, bodies=bodies, paths=served)
+    app.add_middleware(RequestBoundary, metrics=metrics, bodies=bodies, paths=served, logs_access=options.access_log)
     if options.cors.allow_origins:
         _add_cors(app, options.cors)
     prefix = options.root_path.strip("/")
@@ -108,6 +116,12 @@ def _add_service(app: FastAPI, service: Service) -> None:
     add("/ping", service.health, "POST")
     add("/version", service.version)
     add("/metrics", service.metrics)
+
+
+def _add_docs(app: FastAPI) -> None:
+    page = DocsPage()
+    app.add_api_route("/docs", page.show, methods=["GET"], include_in_schema=False, response_model=None)
+    app.add_api_route("/", page.lead_there, methods=["GET"], include_in_schema=False, response_model=None)
 
 
 def _served_paths(app: FastAPI) -> frozenset[str]:

@@ -11,6 +11,8 @@ import logging
 import re
 from collections.abc import Container
 from time import perf_counter
+from typing import Any
+from urllib.parse import quote
 from uuid import uuid4
 
 from fastapi.routing import APIRoute
@@ -18,6 +20,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from batchline.endpoints.streaming import StreamUsage, streams_of_request
 from batchline.errors import BadRequest, RequestError
 from batchline.server.errors import SHUTTING_DOWN, as_request_error, error_response
 from batchline.server.incoming_body import Bodies, IncomingBody
@@ -25,6 +28,7 @@ from batchline.server.metrics import Metrics
 from batchline.server.root_path import route_path
 
 logger = logging.getLogger(__name__)
+access_logger = logging.getLogger("batchline.access")
 
 CLIENT_GONE = 499
 """The status under which requests of clients that hung up are counted; nobody receives it."""
@@ -35,12 +39,15 @@ _VALID_ID = re.compile(r"[!-~]{1,256}")
 class RequestBoundary:
     """Gives each request its id (`scope["state"]["request_id"]`) and answers what is raised. ASGI middleware."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, bodies: Bodies, paths: Container[str]) -> None:
+    def __init__(
+        self, app: ASGIApp, metrics: Metrics, bodies: Bodies, paths: Container[str], *, logs_access: bool
+    ) -> None:
         """paths: those that metrics tell apart."""
         self._app = app
         self._metrics = metrics
         self._bodies = bodies
         self._paths = paths
+        self._logs_access = logs_access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, whatever happens."""
@@ -54,6 +61,8 @@ class RequestBoundary:
         body = IncomingBody(self._bodies, scope, receive)
         sender = _Sender(send, request_id, body)
         started = perf_counter()
+        streams: list[StreamUsage] = []
+        streams_of_request.set(streams)
         try:
             if given is not None and not is_valid:
                 raise BadRequest("X-Request-Id: it must be 1 to 256 visible ASCII characters", param="X-Request-Id")
@@ -67,7 +76,10 @@ class RequestBoundary:
             await self._answer(as_request_error(exc), scope, receive, sender)
         finally:
             body.close()
-            self._metrics.observe_request(self._endpoint(scope), sender.status, perf_counter() - started)
+            seconds = perf_counter() - started
+            self._metrics.observe_request(self._endpoint(scope), sender.status, seconds)
+            if self._logs_access:
+                _log_access(scope, sender.status, seconds, streams)
 
     def _endpoint(self, scope: Scope) -> str:
         """The path as metrics tell it: without ids, which would never end."""
@@ -79,6 +91,32 @@ class RequestBoundary:
         """The error, unless an answer has begun: that one then ends without its end, which the client notices."""
         if not sender.has_begun:
             await error_response(error, route_path(scope))(scope, receive, sender)
+
+
+def _log_access(scope: Scope, status: int, seconds: float, streams: list[StreamUsage]) -> None:
+    """One line, and its parts as the record's fields. The query is left out: it may hold what is secret."""
+    state = scope["state"]
+    usage = state.get("usage") or (streams[0].so_far.to_dict() if streams else {})
+    fields: dict[str, Any] = {
+        "client": ":".join(map(str, scope.get("client") or "-")),
+        "method": scope["method"],
+        "path": quote(scope["path"]),
+        "status": status,
+        "duration_s": round(seconds, 4),
+        "prompt_tokens": usage.get("prompt_tokens", usage.get("input_tokens")),
+        "output_tokens": usage.get("completion_tokens", usage.get("output_tokens")),
+        "request_id": state["request_id"],
+    }
+    counts = ((fields["prompt_tokens"], "prompt"), (fields["output_tokens"], "output"))
+    tokens = " + ".join(f"{count} {kind}" for count, kind in counts if count is not None)
+    access_logger.info(
+        "%s %s %s %d %.3f s%s id=%s",
+        *(fields[name] for name in ("client", "method", "path", "status")),
+        seconds,
+        f" {tokens} tokens" if tokens else "",
+        fields["request_id"],
+        extra=fields,
+    )
 
 
 class _Sender:

@@ -46,7 +46,9 @@ class Inference:
 
     async def answer_of(self, request: Request, endpoint_request: EndpointRequest) -> Answer:
         """The backend's answer, as long as the client waits for it. Raises: EngineLost, ClientDisconnect."""
-        return await while_connected(request.receive, self._backend.answer(endpoint_request))
+        answer = await while_connected(request.receive, self._backend.answer(endpoint_request))
+        request.state.usage = answer.body.get("usage")
+        return answer
 
     async def begin_stream(
         self, request: Request, endpoint: str, chunks: AsyncIterator[Mapping[str, Any]]

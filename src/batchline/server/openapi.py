@@ -1,17 +1,36 @@
-"""The OpenAPI description: the routes, with the request schemas that the endpoints really check."""
+"""The OpenAPI description (the routes, with the request schemas that the endpoints really check) and the docs page."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import re
 from collections.abc import Container
+from importlib.resources import files
 from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
 
 from batchline import __version__
-from batchline.openai_api.endpoint_table import REQUEST_SCHEMAS, generates
+from batchline.openai_api.endpoint_table import (
+    CHAT,
+    COMPLETIONS,
+    COUNT_TOKENS,
+    DETOKENIZE,
+    EMBEDDINGS,
+    INPUT_TOKENS,
+    MESSAGES,
+    REQUEST_SCHEMAS,
+    RERANK,
+    RESPONSES,
+    SCORE,
+    TOKENIZE,
+    generates,
+)
 from batchline.openai_api.item_lists import ListParams
 
 _REFERENCE = "#/components/schemas/{model}"
@@ -23,6 +42,26 @@ _REQUEST_ID: dict[str, Any] = {
     "description": "Sent back, and the suffix of a completion's id",
     "schema": {"type": "string", "pattern": "^[!-~]{1,256}$"},
 }
+
+_MESSAGES = [{"role": "user", "content": "What is the capital of France?"}]
+_DOCUMENTS = ["The capital of France is Paris.", "The capital of Brazil is Brasilia."]
+_SCORE = {"text_1": "What is the capital of France?", "text_2": _DOCUMENTS}
+_RERANK = {"query": "What is the capital of France?", "documents": _DOCUMENTS}
+
+EXAMPLES: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": _MESSAGES, "max_completion_tokens": 100, "stream": False},
+    COMPLETIONS: {"prompt": "The capital of France is", "max_tokens": 20},
+    RESPONSES: {"input": "What is the capital of France?", "max_output_tokens": 100},
+    INPUT_TOKENS: {"input": "What is the capital of France?"},
+    MESSAGES: {"messages": _MESSAGES, "max_tokens": 100},
+    COUNT_TOKENS: {"messages": _MESSAGES},
+    EMBEDDINGS: {"input": _DOCUMENTS},
+    **dict.fromkeys(SCORE, _SCORE),
+    **dict.fromkeys(RERANK, _RERANK),
+    TOKENIZE: {"prompt": "Hello world!"},
+    DETOKENIZE: {"tokens": [1, 2, 3]},
+}
+"""A body for each path, beside the model's name, to begin with."""
 
 ERROR_SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -56,7 +95,8 @@ ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
 def request_body(path: str) -> dict[str, Any]:
     """What the description says of the body that `path` takes."""
     schema = {"$ref": _REFERENCE.format(model=REQUEST_SCHEMAS[path].__name__)}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+    content = {"schema": schema, "example": {"model": "MODEL", **EXAMPLES.get(path, {})}}
+    return {"requestBody": {"required": True, "content": {"application/json": content}}}
 
 
 def describe(app: FastAPI, *, needs_key: bool, open_paths: Container[str]) -> dict[str, Any]:
@@ -103,3 +143,31 @@ def _complete(operation: dict[str, Any], path: str) -> None:
 def _query_parameters(schema: type[BaseModel]) -> list[dict[str, Any]]:
     properties = schema.model_json_schema()["properties"]
     return [{"name": name, "in": "query", "required": False, "schema": field} for name, field in properties.items()]
+
+
+class DocsPage:
+    """A page for people: the description, readable, with requests to try. It needs no other host and no build."""
+
+    def __init__(self) -> None:
+        page = files("batchline.server").joinpath("docs.html").read_bytes()
+        inline = re.compile(rb"<(script|style)>(.*?)</\1>", re.DOTALL)
+        hashes = {kind.decode(): _hash_source(text) for kind, text in inline.findall(page)}
+        policy = (
+            f"default-src 'none'; connect-src 'self'; script-src {hashes['script']}; style-src {hashes['style']}; "
+            "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        )
+        self._page = page
+        self._headers = {"Content-Security-Policy": policy, "Referrer-Policy": "no-referrer"}
+
+    async def show(self, request: Request) -> Response:
+        """The page."""
+        return Response(self._page, media_type="text/html", headers=self._headers)
+
+    async def lead_there(self, request: Request) -> Response:
+        """To the page, from the root."""
+        return RedirectResponse(f"{request.scope.get('root_path', '')}/docs", 307)
+
+
+def _hash_source(text: bytes) -> str:
+    """An inline text as a content security policy allows it."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text).digest()).decode()}'"

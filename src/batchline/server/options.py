@@ -41,7 +41,7 @@ class ServerOptions:
     port: 0 takes a free one. uds: path of a Unix socket to serve on, instead of host and port. root_path: the prefix
     that a proxy in front takes away. api_keys: none leaves the server open. metrics_need_key: whether /metrics is
     guarded too. max_in_flight: sequences that run or wait; more are refused with 503. grace_period_s: how long a stop
-    waits for running requests.
+    waits for running requests. docs: whether /docs and /openapi.json exist.
 
     Against clients that take without asking for anything: max_connections that are open; head_timeout_s for a request's
     head; body_timeout_s and max_body_memory: see `incoming_body.py`; write_timeout_s until a client that has stopped
@@ -69,6 +69,7 @@ class ServerOptions:
     ssl_keyfile_password: str | None = None
     cors: CorsOptions = field(default_factory=CorsOptions)
     access_log: bool = True
+    docs: bool = True
 
     @property
     def body_limits(self) -> BodyLimits:

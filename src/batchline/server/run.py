@@ -64,7 +64,7 @@ def uvicorn_config(backend: Backend, options: ServerOptions, connections: Connec
         lifespan="off",
         ws="none",
         log_config=None,
-        access_log=options.access_log,
+        access_log=False,  # `boundary.py` writes a better one
         server_header=False,
         timeout_keep_alive=options.keep_alive_s,  # type: ignore[arg-type] # any number of seconds will do
         timeout_graceful_shutdown=options.grace_period_s,  # type: ignore[arg-type]
