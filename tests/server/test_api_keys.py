@@ -11,7 +11,7 @@ from threaded_server import Serve, ThreadedServer
 
 from batchline.testing import FakeBackend
 
-GUARDED = ["/v1/models", "/v1/models/fake", "/version", "/openapi.json", "/v1/nonsense", "/health/"]
+GUARDED = ["/v1/models", "/v1/models/fake", "/version", "/openapi.json", "/v1/nonsense", "/health//"]
 
 
 @pytest.fixture(scope="module")

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
 import re
+import threading
+from typing import Any
 
 import httpx
+import orjson
 import pytest
-from threaded_server import Serve
+import raw_http
+from threaded_server import Serve, ThreadedServer
 
 import batchline
+from batchline.backends.base import EndpointRequest
 from batchline.errors import UsageError
 from batchline.openai_api.endpoint_table import REQUEST_SCHEMAS
 from batchline.server.connections import bind
@@ -190,3 +196,105 @@ def test_the_address_of_a_server_that_has_just_ended_is_free(serve: Serve) -> No
 def test_a_host_that_cannot_be_had_is_a_usage_error(host: str) -> None:
     with pytest.raises(UsageError, match="Cannot serve at"):
         bind(host, 0, 1)
+
+
+@pytest.mark.parametrize("path", ["/health/", "/ping/", "/metrics/"])
+def test_open_paths_take_a_slash_at_their_end_and_no_key(serve: Serve, path: str) -> None:
+    url = serve(api_keys=("secret",)).url + path
+    assert (httpx.get(url).status_code, httpx.head(url).status_code) == (200, 200)
+    guarded = serve(api_keys=("secret",), metrics_need_key=True).url + "/metrics/"
+    assert httpx.get(guarded).status_code == 401
+
+
+def test_pages_may_ask_whether_they_may_call_a_private_network(serve: Serve) -> None:
+    url = serve(cors=CorsOptions(allow_origins=("https://page.example",))).url
+    asked = {"Origin": "https://page.example", "Access-Control-Request-Method": "POST"}
+    private = httpx.options(url + CHAT, headers=asked | {"Access-Control-Request-Private-Network": "true"})
+    assert (private.status_code, private.headers["access-control-allow-private-network"]) == (200, "true")
+    assert "access-control-allow-private-network" not in httpx.options(url + CHAT, headers=asked).headers
+
+
+def test_load_is_how_many_requests_are_being_answered(serve: Serve) -> None:
+    is_waiting, go_on = threading.Event(), threading.Event()
+
+    async def hold(request: EndpointRequest) -> None:
+        is_waiting.set()
+        await asyncio.to_thread(go_on.wait, 30)
+
+    server = serve(FakeBackend(before_answer=hold))
+    assert httpx.get(server.url + "/load").json() == {"server_load": 0}
+    asking = threading.Thread(target=lambda: httpx.post(server.url + CHAT, json=HELLO, timeout=60))
+    asking.start()
+    assert is_waiting.wait(30)
+    assert httpx.get(server.url + "/load").json() == {"server_load": 1}
+    go_on.set()
+    asking.join()
+    assert httpx.get(server.url + "/load").json() == {"server_load": 0}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_of_http_1_0_gets_no_chunks(serve: Serve, stream: bool) -> None:
+    """Streams came in chunks, whose sizes such a client takes for a part of the text."""
+    server = serve()
+    body = raw_http.hello("hello there", stream=stream)
+    request = raw_http.post(body).replace(b"HTTP/1.1", b"HTTP/1.0")
+    head, _, answer = raw_http.read_to_end(raw_http.sending(server, request)).partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head
+    if stream:
+        assert b"content-length" not in head
+        assert answer.startswith(b"data: {")
+        assert answer.endswith(b"}\n\ndata: [DONE]\n\n")
+    else:
+        assert orjson.loads(answer)["object"] == "chat.completion"
+
+
+@pytest.mark.parametrize(
+    ("body", "kind"),
+    [
+        ({"messages": [{"role": "user", "content": "Hi"}]}, "chat.completion"),
+        ({"prompt": "Hi"}, "text_completion"),
+        ({"input": "Hi"}, "list"),
+        ({"messages": [{"role": "user", "content": "Hi"}], "stream": True}, "chat.completion.chunk"),
+        ({"text_1": "Hi", "text_2": "Ho"}, "list"),
+        ({"query": "Hi", "documents": ["Ho"]}, None),
+        ({"something": "else"}, "error"),
+        ({"prompt": ["Hi"] * 5000}, "error"),
+    ],
+)
+def test_invocations_answers_what_the_body_is_for(tiny: ThreadedServer, body: dict[str, Any], kind: str | None) -> None:
+    headers = {"Authorization": "Bearer token-abc123"}
+    request = {"model": "tiny", **body} | ({"max_tokens": 2} if "messages" in body or "prompt" in body else {})
+    response = httpx.post(tiny.url + "/invocations", json=request, headers=headers, timeout=60)
+    answer = orjson.loads(response.text.partition("\n")[0].removeprefix("data: "))
+    assert response.status_code == (400 if kind == "error" else 200), response.text
+    if kind == "error":
+        assert answer["error"]["message"]
+    elif kind is None:
+        assert answer["results"][0]["relevance_score"] is not None
+    else:
+        assert answer["object"] == kind
+
+
+@pytest.mark.parametrize("path", ["/v1/score", "/score"])
+def test_a_score_request_with_query_and_documents_is_a_rerank_request(tiny: ThreadedServer, path: str) -> None:
+    """Clients of hosted services write such lines, and got a 400 for each."""
+    body = {"model": "tiny", "query": "Hi", "documents": ["Ho", "Hi", "Hu"], "top_n": 2}
+    answers = [
+        httpx.post(tiny.url + url, json=body, headers={"Authorization": "Bearer token-abc123"}).json()
+        for url in (path, "/v1/rerank")
+    ]
+    assert answers[0]["results"] == answers[1]["results"]
+    assert answers[0]["results"][0]["index"] == 1
+
+
+def test_the_tokenizer_is_shown_without_the_places_of_its_files(tiny: ThreadedServer) -> None:
+    headers = {"Authorization": "Bearer token-abc123"}
+    info = httpx.get(tiny.url + "/tokenizer_info", headers=headers).json()
+    assert "messages" in info["chat_template"]
+    assert info["eos_token"]
+    assert info["tokenizer_class"]
+    assert "/" not in str({key: value for key, value in info.items() if key.endswith(("path", "file"))})
+    same = httpx.get(tiny.url + "/tokenizer_info?model=org/alias", headers=headers)
+    assert same.json() == info
+    assert httpx.get(tiny.url + "/tokenizer_info?model=other", headers=headers).status_code == 404
+    assert httpx.get(tiny.url + "/tokenizer_info").status_code == 401

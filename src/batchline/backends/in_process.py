@@ -36,7 +36,7 @@ from batchline.errors import (
     SequenceFailed,
     UsageError,
 )
-from batchline.openai_api.endpoint_table import ENDPOINTS, endpoints_of, error_body
+from batchline.openai_api.endpoint_table import ENDPOINTS, answering_path, endpoints_of, error_body
 from batchline.pooling.detection import detect_task
 
 if TYPE_CHECKING:
@@ -91,10 +91,11 @@ class InProcessBackend:
         Raises: EngineLost, ModelLoadError.
         """
         try:
-            attempts = self._attempts(request)
+            asked = _as_answered(request)
+            attempts = self._attempts(asked)
             while True:
                 async with attempts.turn() as model:
-                    body = await model.endpoints[request.url](request)
+                    body = await model.endpoints[asked.url](asked)
                     return Answer(status_code=200, body=body, request_id=request.request_id)
         except (EngineLost, ModelLoadError):
             raise
@@ -116,9 +117,10 @@ class InProcessBackend:
         """
         attempts: Attempts[LoadedModel] | None = None
         try:
-            attempts = self._attempts(request)
+            asked = _as_answered(request)
+            attempts = self._attempts(asked)
             while True:
-                async with attempts.turn() as model, aclosing(_chunks(model, request)) as chunks:
+                async with attempts.turn() as model, aclosing(_chunks(model, asked)) as chunks:
                     async for chunk in chunks:
                         attempts.has_begun = True
                         yield chunk
@@ -233,6 +235,12 @@ def _few_collections() -> Iterator[None]:
 def _close(close: Callable[[], None]) -> None:
     gc.unfreeze()  # parts of a model refer to each other, so only a collection that looks at them frees them
     close()
+
+
+def _as_answered(request: EndpointRequest) -> EndpointRequest:
+    """The request under the path that answers it. Raises: BadRequest."""
+    path = answering_path(request.url, request.body)
+    return request if path == request.url else replace(request, url=path)
 
 
 def _request_error(request: EndpointRequest, exc: Exception) -> RequestError:

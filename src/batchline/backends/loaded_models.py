@@ -11,14 +11,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from transformers.utils.logging import disable_progress_bar
 
 from batchline.backends.base import BackendStats, EndpointRequest
 from batchline.backends.supervision import Company
-from batchline.config import EngineConfig, Task, TextConfig
+from batchline.checkpoints.files import read_json
+from batchline.config import EngineConfig, ModelConfig, Task, TextConfig
 from batchline.endpoints.answer_scores import AnswerScorer, Reranker, UnknownReranker, answer_tokens, find_reranker
 from batchline.endpoints.chat import chat_completion
 from batchline.endpoints.chat_stream import chat_completion_chunks
@@ -33,7 +34,7 @@ from batchline.endpoints.rerank import rerank
 from batchline.endpoints.responses import input_tokens, response, response_events
 from batchline.endpoints.score import score
 from batchline.endpoints.scorers import PairScorer, Scorer, SimilarityScorer
-from batchline.endpoints.tokenizing import TokenizedModel, detokenized, generative, tokenized
+from batchline.endpoints.tokenizing import TokenizedModel, detokenized, generative, tokenized, tokenizer_info
 from batchline.engine.async_engine import AsyncEngine
 from batchline.engine.cache_memory import CacheMemory
 from batchline.errors import BadRequest, UnsupportedModel
@@ -51,6 +52,7 @@ from batchline.openai_api.endpoint_table import (
     RESPONSES,
     SCORE,
     TOKENIZE,
+    TOKENIZER_INFO,
 )
 from batchline.text.control_tokens import RenderedChat
 from batchline.text.tokenizer import Tokenizer, from_transformers
@@ -125,7 +127,7 @@ def _load_generative_model(config: EngineConfig, memory: CacheMemory | None) -> 
         parts.callback(model.grammars.close)
         if text.control_tokens is not None:
             parts.callback(text.control_tokens.report)
-        return _generative_model(model, engine, reranker, parts)
+        return _generative_model(model, engine, reranker, parts, partial(_tokenizer_settings, config.model))
 
 
 def _warn_of_unknown_tokens(name: str, num_tokens: int, vocab_size: int) -> None:
@@ -141,9 +143,13 @@ def _warn_of_unknown_tokens(name: str, num_tokens: int, vocab_size: int) -> None
 
 
 def _generative_model(
-    model: GenerativeModel, engine: AsyncEngine, reranker: Reranker | UnknownReranker | None, parts: ExitStack
+    model: GenerativeModel,
+    engine: AsyncEngine,
+    reranker: Reranker | UnknownReranker | None,
+    parts: ExitStack,
+    settings: Callable[[], Mapping[str, Any]],
 ) -> LoadedModel:
-    """parts: what there is to close, taken over."""
+    """parts: what there is to close, taken over. settings: of the tokenizer."""
     config = model.config
     embedder = EngineEmbedder(model, engine)
     scorer = _scorer_of(model, engine, embedder, reranker)
@@ -156,7 +162,7 @@ def _generative_model(
             INPUT_TOKENS: _generating(input_tokens, model),
             MESSAGES: _generating(message, model),
             COUNT_TOKENS: _generating(counted_tokens, model),
-            **_tokenizing_endpoints(generative(model)),
+            **_tokenizing_endpoints(generative(model, settings)),
             **_pooling_endpoints(scorer, embedder, text=config),
         },
         streams={
@@ -212,7 +218,15 @@ def _tokenizing_endpoints(model: TokenizedModel) -> dict[str, Endpoint]:
     async def detokenize(request: EndpointRequest) -> dict[str, Any]:
         return await detokenized(request.body, model)
 
-    return {TOKENIZE: tokenize, DETOKENIZE: detokenize}
+    async def info(request: EndpointRequest) -> dict[str, Any]:
+        return await tokenizer_info(request.body, model)
+
+    return {TOKENIZE: tokenize, DETOKENIZE: detokenize, TOKENIZER_INFO: info}
+
+
+def _tokenizer_settings(config: ModelConfig) -> Mapping[str, Any]:
+    revision = None if config.tokenizer else config.revision
+    return read_json(config.tokenizer or config.model, "tokenizer_config.json", revision) or {}
 
 
 def _load_embedding_model(config: EngineConfig) -> LoadedModel:
@@ -222,7 +236,7 @@ def _load_embedding_model(config: EngineConfig) -> LoadedModel:
     with ExitStack() as parts:
         model = load_embedding_model(config.model)
         parts.callback(model.close)
-        return _pooling_model(model, SimilarityScorer(model), model, parts, text=config.text)
+        return _pooling_model(model, SimilarityScorer(model), model, parts, config)
 
 
 def _load_cross_encoder(config: EngineConfig) -> LoadedModel:
@@ -231,7 +245,7 @@ def _load_cross_encoder(config: EngineConfig) -> LoadedModel:
     with ExitStack() as parts:
         model = load_cross_encoder(config.model)
         parts.callback(model.close)
-        return _pooling_model(model, PairScorer(model), None, parts, text=config.text)
+        return _pooling_model(model, PairScorer(model), None, parts, config)
 
 
 def _pooling_model(
@@ -239,16 +253,15 @@ def _pooling_model(
     scorer: Scorer,
     embedder: Embedder | None,
     parts: ExitStack,
-    *,
-    text: TextConfig,
+    config: EngineConfig,
 ) -> LoadedModel:
     """parts: what there is to close, taken over."""
     _warn_of_unknown_tokens(model.name, len(model.transformers_tokenizer), model.vocab_size)
     return LoadedModel(
         record=model.record,
         endpoints={
-            **_pooling_endpoints(scorer, embedder, text=text),
-            **_tokenizing_endpoints(_tokenized_pooling(model, text=text)),
+            **_pooling_endpoints(scorer, embedder, text=config.text),
+            **_tokenizing_endpoints(_tokenized_pooling(model, config)),
         },
         max_model_len=model.max_model_len,
         is_alive=lambda: model.is_alive,
@@ -258,7 +271,7 @@ def _pooling_model(
     )
 
 
-def _tokenized_pooling(model: EmbeddingModel | CrossEncoderModel, *, text: TextConfig) -> TokenizedModel:
+def _tokenized_pooling(model: EmbeddingModel | CrossEncoderModel, config: EngineConfig) -> TokenizedModel:
     @cache  # a batch never asks for it, and copying a large vocabulary takes a second
     def tokenizer() -> Tokenizer:
         try:
@@ -274,8 +287,9 @@ def _tokenized_pooling(model: EmbeddingModel | CrossEncoderModel, *, text: TextC
         render=refuse,
         max_model_len=model.max_model_len,
         vocab_size=model.vocab_size,
-        strict=text.strict,
-        limits=text.limits,
+        strict=config.text.strict,
+        limits=config.text.limits,
+        settings=partial(_tokenizer_settings, config.model),
     )
 
 

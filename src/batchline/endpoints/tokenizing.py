@@ -1,4 +1,4 @@
-"""`/tokenize` and `/detokenize`: text or a conversation to token ids, and back; of a model of any kind."""
+"""`/tokenize`, `/detokenize` and `/tokenizer_info`, of a model of any kind."""
 
 from __future__ import annotations
 
@@ -15,7 +15,14 @@ from batchline.endpoints.prompts import check_vocabulary
 from batchline.openai_api.chat import ChatCompletionRequest
 from batchline.openai_api.limits import check_text
 from batchline.openai_api.parsing import parse_body
-from batchline.openai_api.tokenize import CONVERSATION_FIELDS, DetokenizeRequest, TokenizeRequest, tokenize_object
+from batchline.openai_api.tokenize import (
+    CONVERSATION_FIELDS,
+    DetokenizeRequest,
+    TokenizeRequest,
+    TokenizerInfoRequest,
+    tokenize_object,
+    tokenizer_info_object,
+)
 from batchline.text.control_tokens import RenderedChat
 from batchline.text.detokenizer import detokenize
 from batchline.text.isolation import run_on
@@ -30,6 +37,7 @@ class TokenizedModel:
 
     tokenizer: gives it, and may take a while to make it. render: a conversation as the model's template writes it;
     raises BadRequest, also where there is none. executor: for text work; None takes the event loop's own.
+    settings: reads the model's `tokenizer_config.json`.
     """
 
     tokenizer: Callable[[], Tokenizer]
@@ -38,6 +46,7 @@ class TokenizedModel:
     vocab_size: int
     strict: bool
     limits: RequestLimits
+    settings: Callable[[], Mapping[str, Any]]
     executor: Executor | None = None
 
     async def off_loop(self, work: Callable[[], T]) -> T:
@@ -45,7 +54,7 @@ class TokenizedModel:
         return await run_on(self.executor, work)
 
 
-def generative(model: GenerativeModel) -> TokenizedModel:
+def generative(model: GenerativeModel, settings: Callable[[], Mapping[str, Any]] = dict) -> TokenizedModel:
     """A model that generates, with its own template."""
     return TokenizedModel(
         tokenizer=lambda: model.tokenizer,
@@ -54,6 +63,7 @@ def generative(model: GenerativeModel) -> TokenizedModel:
         vocab_size=model.engine.vocab_size,
         strict=model.config.strict,
         limits=model.config.limits,
+        settings=settings,
         executor=model.executor,
     )
 
@@ -66,6 +76,17 @@ async def tokenized(body: Mapping[str, Any], model: TokenizedModel) -> dict[str,
 async def detokenized(body: Mapping[str, Any], model: TokenizedModel) -> dict[str, Any]:
     """The answer to a detokenize request: special tokens are shown. Raises: BadRequest."""
     return await model.off_loop(partial(_detokenize, body, model))
+
+
+async def tokenizer_info(body: Mapping[str, Any], model: TokenizedModel) -> dict[str, Any]:
+    """The answer to a tokenizer info request. Raises: BadRequest."""
+
+    def info() -> dict[str, Any]:
+        parse_body(TokenizerInfoRequest, body, strict=model.strict, limits=model.limits)
+        tokenizer = model.tokenizer()
+        return tokenizer_info_object(model.settings(), tokenizer.special_tokens, tokenizer.chat_templates)
+
+    return await model.off_loop(info)
 
 
 def _detokenize(body: Mapping[str, Any], model: TokenizedModel) -> dict[str, Any]:

@@ -24,10 +24,12 @@ from batchline.openai_api.endpoint_table import (
     COMPLETIONS,
     COUNT_TOKENS,
     EMBEDDINGS,
+    INVOCATIONS,
     MESSAGES,
     RERANK,
     RESPONSES,
     SCORE,
+    answering_path,
 )
 from batchline.openai_api.parsing import parse_body
 from batchline.openai_api.rerank import RerankRequest
@@ -42,7 +44,7 @@ def checked_request(path: str, body: Body, config: TextConfig) -> BaseModel:
 
     Raises: RequestError.
     """
-    return CHECKS[path](body, config)
+    return CHECKS[answering_path(path, body)](body, config)
 
 
 def _chat(body: Body, config: TextConfig) -> ChatCompletionRequest:
@@ -93,6 +95,10 @@ def _rerank(body: Body, config: TextConfig) -> RerankRequest:
     return parse_body(RerankRequest, body, strict=config.strict, limits=config.limits)
 
 
+def _invocation(body: Body, config: TextConfig) -> BaseModel:
+    return checked_request(INVOCATIONS, body, config)
+
+
 def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
     """What every template would find. Raises: BadRequest."""
     normalise_messages(messages, "string", knows_developer=True)
@@ -107,5 +113,6 @@ CHECKS: Mapping[str, Callable[[Body, TextConfig], BaseModel]] = {
     EMBEDDINGS: _embeddings,
     **dict.fromkeys(SCORE, _score),
     **dict.fromkeys(RERANK, _rerank),
+    INVOCATIONS: _invocation,
 }
 """The check of each path that a batch line can name and a model can answer."""

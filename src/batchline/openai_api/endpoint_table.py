@@ -8,19 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel
 
 from batchline.config import Task
+from batchline.errors import BadRequest
 from batchline.openai_api.chat import ChatCompletionRequest
+from batchline.openai_api.common import WireModel
 from batchline.openai_api.completions import CompletionRequest
 from batchline.openai_api.embeddings import EmbeddingsRequest
 from batchline.openai_api.messages import CountTokensRequest, MessagesRequest, message_error
 from batchline.openai_api.rerank import RerankRequest
 from batchline.openai_api.responses import ResponsesRequest, response_error_event
-from batchline.openai_api.score import ScoreRequest
-from batchline.openai_api.tokenize import DetokenizeRequest, TokenizeRequest
+from batchline.openai_api.score import SPELLINGS, ScoreRequest
+from batchline.openai_api.tokenize import DetokenizeRequest, TokenizeRequest, TokenizerInfoRequest
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -33,6 +35,8 @@ SCORE = ("/v1/score", "/score")
 RERANK = ("/v1/rerank", "/v2/rerank", "/rerank")
 TOKENIZE = "/tokenize"
 DETOKENIZE = "/detokenize"
+TOKENIZER_INFO = "/tokenizer_info"
+INVOCATIONS = "/invocations"
 
 GENERATES: tuple[Task, ...] = ("generate",)
 EMBEDS: tuple[Task, ...] = ("generate", "embed")
@@ -41,12 +45,19 @@ SCORES: tuple[Task, ...] = ("generate", "embed", "score")
 embeds also scores (with the cosine similarity)."""
 
 
+class InvocationRequest(WireModel):
+    """The body of any endpoint for text, which its fields tell."""
+
+    model: str | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiEndpoint:
     """One path of the API.
 
     tasks: the kinds of models that answer it; empty for a path of the API that this build has no models for.
     schema: of its body; None where `tasks` is empty.
+    method: by which the server takes it; a GET has its fields in the query.
     generates: whether its answer is generated text, which can be streamed.
     default_max_tokens: the limit of output tokens of a request that sets none; None is all that the context leaves.
     has_named_events: whether the events of its streams have a `type`, which is also their name.
@@ -59,6 +70,7 @@ class ApiEndpoint:
     path: str
     tasks: tuple[Task, ...] = ()
     schema: type[BaseModel] | None = None
+    method: Literal["GET", "POST"] = "POST"
     generates: bool = False
     has_named_events: bool = False
     default_max_tokens: int | None = None
@@ -114,8 +126,17 @@ ENDPOINTS: Mapping[str, ApiEndpoint] = {
         ApiEndpoint(path="/v1/audio/translations"),
         ApiEndpoint(path="/v1/classify"),
         ApiEndpoint(path="/v1/moderations"),
+        ApiEndpoint(path=INVOCATIONS, tasks=SCORES, schema=InvocationRequest, generates=True),
         _tokenizing(TOKENIZE, TokenizeRequest),
         _tokenizing(DETOKENIZE, DetokenizeRequest),
+        ApiEndpoint(
+            path=TOKENIZER_INFO,
+            tasks=SCORES,
+            schema=TokenizerInfoRequest,
+            method="GET",
+            in_batch_file=False,
+            needs_engine=False,
+        ),
         _tokenizing(INPUT_TOKENS, ResponsesRequest, GENERATES),
     )
 }
@@ -137,6 +158,32 @@ def generates(path: str) -> bool:
     """Whether the path's answer is generated text, which can be streamed."""
     endpoint = ENDPOINTS.get(path)
     return endpoint is not None and endpoint.generates
+
+
+_INVOKED: tuple[tuple[tuple[str, ...], str], ...] = (
+    (("messages",), CHAT),
+    (("prompt",), COMPLETIONS),
+    (("query", "documents"), RERANK[0]),
+    (("input",), EMBEDDINGS),
+    *(((field,), SCORE[0]) for field, _ in SPELLINGS),
+)
+"""Which endpoint a body is for, by the fields that it has."""
+
+
+def answering_path(path: str, body: Mapping[str, Any]) -> str:
+    """The path whose endpoint answers the request. Raises: BadRequest where a body for `/invocations` is for none.
+
+    A score request with `query` and `documents` is answered as a rerank request, as the clients that write it expect.
+    """
+    if path in SCORE and body.get("query") is not None:
+        return RERANK[0]
+    if path != INVOCATIONS:
+        return path
+    for fields, found in _INVOKED:
+        if all(body.get(field) is not None for field in fields):
+            return found
+    known = ", ".join(" and ".join(fields) for fields, _ in _INVOKED)
+    raise BadRequest(f"It is not clear what the body asks for: give one of {known}")
 
 
 def error_body(path: str, body: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -59,6 +59,23 @@ class DetokenizeRequest(WireModel):
 
     model: str | None = None
     tokens: Annotated[list[TokenId], Limited("token_ids")]
+
+
+class TokenizerInfoRequest(WireModel):
+    """How a model's tokenizer is configured: its special tokens, chat template and settings."""
+
+    model: str | None = None
+
+
+def tokenizer_info_object(
+    settings: Mapping[str, Any], special_tokens: Mapping[str, str], chat_template: str | Mapping[str, str] | None
+) -> JsonObject:
+    """The answer to a tokenizer info request, without the places of files.
+
+    settings: of the model's `tokenizer_config.json`, in part replaced by what is in use.
+    """
+    shown = {name: value for name, value in settings.items() if name != "name_or_path" and not name.endswith("_file")}
+    return {**shown, **special_tokens, "chat_template": chat_template}
 
 
 def tokenize_object(*, tokens: Sequence[int], max_model_len: int, token_strs: Sequence[str] | None) -> JsonObject:

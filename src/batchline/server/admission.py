@@ -11,7 +11,7 @@ from typing import Any
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from batchline.errors import BadRequest, Overloaded
-from batchline.openai_api.endpoint_table import ENDPOINTS
+from batchline.openai_api.endpoint_table import ENDPOINTS, answering_path
 from batchline.openai_api.limits import num_sequences, num_texts
 from batchline.server.metrics import Metrics
 from batchline.server.root_path import route_path
@@ -23,8 +23,8 @@ TEXTS_PER_SEQUENCE = 64
 
 
 def num_places(path: str, body: Mapping[str, Any]) -> int:
-    """What a request counts as. body: not yet checked."""
-    endpoint = ENDPOINTS[path]
+    """What a request counts as. body: not yet checked. Raises: BadRequest where it is for no endpoint."""
+    endpoint = ENDPOINTS[answering_path(path, body)]
     if endpoint.generates or endpoint.schema is None:
         return num_sequences(body)
     return max(1, -(-num_texts(endpoint.schema, body) // TEXTS_PER_SEQUENCE))
@@ -79,9 +79,9 @@ class Admission:
             raise Overloaded("Too many connections are open; try again later", retry_after_s=RETRY_AFTER_S)
         places = state["places"] = Places(self)
         places.hold(1)
-        self._metrics.in_flight.inc()
+        self._metrics.num_in_flight += 1
         try:
             await self._app(scope, receive, send)
         finally:
             places.release()
-            self._metrics.in_flight.dec()
+            self._metrics.num_in_flight -= 1

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from batchline.backends.base import Backend
-from batchline.openai_api.endpoint_table import INPUT_TOKENS, REQUEST_SCHEMAS, RESPONSES
+from batchline.openai_api.endpoint_table import ENDPOINTS, INPUT_TOKENS, REQUEST_SCHEMAS, RESPONSES
 from batchline.server.admission import Admission
 from batchline.server.api_keys import OPEN_PATHS, ApiKeys
 from batchline.server.boundary import RequestBoundary
@@ -70,17 +70,19 @@ def create_app(backend: Backend, options: ServerOptions) -> FastAPI:
 
 
 def _add_inference(app: FastAPI, inference: Inference, responses: ResponsesApi) -> None:
+    own_routes = {RESPONSES: responses.create, INPUT_TOKENS: responses.input_tokens}
     for path, schema in REQUEST_SCHEMAS.items():
+        method = ENDPOINTS[path].method
         app.add_api_route(
             path,
-            {RESPONSES: responses.create, INPUT_TOKENS: responses.input_tokens}.get(path, inference.answer),
-            methods=["POST"],
+            own_routes.get(path, inference.answer if method == "POST" else inference.look_up),
+            methods=[method],
             name=path.strip("/").replace("/", "_"),
             summary=(schema.__doc__ or "").partition("\n")[0],
             tags=["inference"],
             response_model=None,
             responses=ERROR_RESPONSES,
-            openapi_extra=request_body(path),
+            openapi_extra=request_body(path) if method == "POST" else None,
         )
 
 
@@ -107,15 +109,21 @@ def _add_service(app: FastAPI, service: Service) -> None:
             path, route, methods=[method], tags=["service"], response_model=None, responses=ERROR_RESPONSES
         )
         if method == "GET":  # the HTTP server leaves the body out of what is asked for by HEAD
-            app.add_api_route(path, route, methods=["HEAD"], include_in_schema=False, response_model=None)
+            add_hidden(path, route, "HEAD")
+
+    def add_hidden(path: str, route: Any, *methods: str) -> None:
+        app.add_api_route(
+            path, route, methods=list(methods) or ["GET", "HEAD"], include_in_schema=False, response_model=None
+        )
 
     add("/v1/models", service.models)
     add("/v1/models/{model_id:path}", service.model)
-    add("/health", service.health)
-    add("/ping", service.health)
-    add("/ping", service.health, "POST")
     add("/version", service.version)
-    add("/metrics", service.metrics)
+    add("/load", service.load)
+    add("/ping", service.health, "POST")
+    for path, route in {"/health": service.health, "/ping": service.health, "/metrics": service.metrics}.items():
+        add(path, route)
+        add_hidden(f"{path}/", route)  # probes and scrapers are often set up so
 
 
 def _add_docs(app: FastAPI) -> None:
@@ -136,7 +144,8 @@ def _allowed_methods(app: FastAPI, request: Request) -> list[str]:
 
 def _open_paths(options: ServerOptions) -> frozenset[str]:
     """Paths that need no key."""
-    return OPEN_PATHS if options.metrics_need_key else OPEN_PATHS | {"/metrics"}
+    open_paths = OPEN_PATHS if options.metrics_need_key else OPEN_PATHS | {"/metrics"}
+    return open_paths | {f"{path}/" for path in open_paths}
 
 
 def _cached_description(app: FastAPI, options: ServerOptions) -> Any:
@@ -155,5 +164,6 @@ def _add_cors(app: FastAPI, cors: CorsOptions) -> None:
         allow_methods=cors.allow_methods,
         allow_headers=cors.allow_headers,
         allow_credentials=cors.allow_credentials,
+        allow_private_network=True,
         expose_headers=["X-Request-Id", "Retry-After"],
     )

@@ -173,7 +173,8 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._is_upgrade:
             return  # the parser stops here: see _go_on_without_upgrade
         super().on_headers_complete()
-        self.cycle.transport = _CycleTransport(self)  # type: ignore[assignment]
+        is_old = self.parser.get_http_version() == "1.0"
+        self.cycle.transport = (_UnchunkedTransport if is_old else _CycleTransport)(self)  # type: ignore[assignment]
         self._unanswered.append(self.cycle)
         self._connections.carry(self._file_number)
         if self._connections.is_crowded:
@@ -298,6 +299,29 @@ class _CycleTransport:
 
     def close(self) -> None:
         self._protocol.close_gently()
+
+
+class _UnchunkedTransport(_CycleTransport):
+    """The same for HTTP/1.0, which knows no chunks: the end of the connection, which uvicorn closes, ends the body.
+
+    uvicorn writes the head at once, and then each part of the body as one chunk, the last one with the closing chunk.
+    """
+
+    _HEADER = b"transfer-encoding: chunked\r\n"
+
+    def __init__(self, protocol: BoundedProtocol) -> None:
+        super().__init__(protocol)
+        self._is_chunked: bool | None = None  # None before the head
+
+    def write(self, data: bytes) -> None:
+        if self._is_chunked is None:
+            head, end, rest = data.partition(b"\r\n\r\n")
+            self._is_chunked = head.endswith(self._HEADER.rstrip())
+            data = (head + end).replace(self._HEADER, b"") + rest if self._is_chunked else data
+        elif self._is_chunked:
+            size, _, chunk = data.partition(b"\r\n")
+            data = chunk[: int(size, 16)] if size else b""
+        super().write(data)
 
 
 def _too_large() -> HeadTooLarge:

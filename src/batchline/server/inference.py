@@ -38,6 +38,14 @@ class Inference:
         answer = await self.answer_of(request, endpoint_request)
         return await written(answer.body, answer.status_code)
 
+    async def look_up(self, request: Request) -> Response:
+        """The backend's answer to a question in the query, about the first model unless it names one."""
+        body = dict(request.query_params)
+        body.setdefault("model", self._backend.models()[0].name)
+        url = route_path(request.scope)
+        answer = await self.answer_of(request, EndpointRequest(url=url, body=body, request_id=request.state.request_id))
+        return await written(answer.body, answer.status_code)
+
     async def read_body(self, request: Request) -> dict[str, Any]:
         """The body; from now on the request holds the places it asks for. Raises: RequestError, ClientDisconnect."""
         body = await read_json_object(request, self._max_request_bytes)

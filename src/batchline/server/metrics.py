@@ -20,7 +20,7 @@ _TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2
 class Metrics:
     """The metrics of one server, in a registry of their own.
 
-    in_flight: requests that do work, queued or running. body_bytes: what the bodies of all requests take.
+    num_in_flight: requests that do work, queued or running. body_bytes: what the bodies of all requests take.
     """
 
     def __init__(
@@ -29,9 +29,10 @@ class Metrics:
         """models: those that the backend serves."""
         self._registry = CollectorRegistry()
         self._registry.register(_BackendCollector(backend_stats, models))
-        self.in_flight = Gauge(
+        self.num_in_flight = 0
+        Gauge(
             "batchline_requests_in_flight", "Requests being answered, waiting ones included", registry=self._registry
-        )
+        ).set_function(lambda: self.num_in_flight)
         self.body_bytes = Gauge(
             "batchline_request_body_bytes",
             "What the bodies of requests take that are being received or answered, small ones aside",

@@ -22,7 +22,9 @@ from batchline.openai_api.endpoint_table import (
     COUNT_TOKENS,
     DETOKENIZE,
     EMBEDDINGS,
+    ENDPOINTS,
     INPUT_TOKENS,
+    INVOCATIONS,
     MESSAGES,
     REQUEST_SCHEMAS,
     RERANK,
@@ -58,6 +60,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     EMBEDDINGS: {"input": _DOCUMENTS},
     **dict.fromkeys(SCORE, _SCORE),
     **dict.fromkeys(RERANK, _RERANK),
+    INVOCATIONS: {"messages": _MESSAGES, "max_completion_tokens": 100},
     TOKENIZE: {"prompt": "Hello world!"},
     DETOKENIZE: {"tokens": [1, 2, 3]},
 }
@@ -129,6 +132,8 @@ def _complete(operation: dict[str, Any], path: str) -> None:
     ]
     if path.endswith("/input_items"):
         parameters += _query_parameters(ListParams)
+    if path in ENDPOINTS and ENDPOINTS[path].method == "GET":
+        parameters += _query_parameters(REQUEST_SCHEMAS[path])
     operation["parameters"] = [*parameters, _REQUEST_ID]
     answer = operation["responses"]["200"]
     text = {"schema": {"type": "string"}}

@@ -44,6 +44,10 @@ class Service:
         """The version of Batchline."""
         return JsonResponse({"version": __version__})
 
+    async def load(self, request: Request) -> Response:
+        """How many requests are being answered, waiting ones included."""
+        return JsonResponse({"server_load": self._metrics.num_in_flight})
+
     async def metrics(self, request: Request) -> Response:
         """What Prometheus scrapes."""
         return Response(self._metrics.render(), headers={"Content-Type": METRICS_TYPE})
