@@ -115,7 +115,7 @@ async def test_loading_says_once_what_the_tokenizer_has_and_the_model_lacks(
             await ask(backend, "/v1/embeddings", "tiny-embed", input="hello")
     warnings = [record.getMessage() for record in caplog.records if "embeddings for" in record.getMessage()]
     assert [message.split(":")[0] for message in warnings] == ["tiny-chat", "tiny-embed"]
-    assert any("end tokens outside of its vocabulary" in record.getMessage() for record in caplog.records)
+    assert any("end tokens outside its vocabulary" in record.getMessage() for record in caplog.records)
 
 
 async def test_answers_that_a_stop_string_ends_are_counted_with_the_tokens_of_their_usage(

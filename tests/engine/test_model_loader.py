@@ -148,7 +148,7 @@ def test_weights_of_a_part_that_the_model_does_not_have_are_left_alone_with_a_wa
     save_file({**tensors, name: torch.ones(64)}, folder / "model.safetensors", metadata={"format": "pt"})
     assert load_model(settings(folder)).vocab_size == 512
     assert [record.getMessage() for record in caplog.records if record.name.startswith("batchline.")] == [
-        f"{folder}: it runs without these weights of its files, for which it has no part: {name}"
+        f"{folder}: these weights in its files belong to no part of the model and are not used: {name}"
     ]
 
 
@@ -292,7 +292,7 @@ def test_cache_too_small_for_the_context_asked_for_is_an_error(folder: Path) -> 
 def test_small_cache_cuts_the_models_own_context(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     engine = engine_with_cache(folder, 100_000)
     assert engine.max_model_len == 16 * engine.scheduler.pool.num_blocks < 512
-    assert "the context is cut from 512" in caplog.text
+    assert "the context length is reduced from 512" in caplog.text
 
 
 def test_cache_without_a_size_holds_every_seat_at_full_length(folder: Path) -> None:

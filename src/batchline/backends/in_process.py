@@ -82,7 +82,7 @@ class InProcessBackend:
         return result_settings(self._engines)
 
     def concurrency(self) -> int:
-        """Two requests for each sequence that the largest engine runs, so that its waiting line is never empty."""
+        """Two requests for each sequence that the largest engine runs, so that its queue is never empty."""
         return max(MIN_CONCURRENCY, *(2 * config.scheduler.max_num_seqs for config in self._engines))
 
     async def answer(self, request: EndpointRequest) -> Answer:

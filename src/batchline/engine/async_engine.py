@@ -1,8 +1,8 @@
-"""The bridge between the event loop and the engine's thread: the only place where the two meet.
+"""The bridge between event loops and the engine's thread, and the only place where the two meet.
 
-The thread owns the `Engine`. Callers put requests into its inbox; the thread hands a loop all that is new in one call,
-at the pace of `delivery.py`. The loop never touches torch, the thread never touches asyncio objects beyond that call.
-Cancelling a call, or closing its iterator, aborts the sequence before the next step.
+The thread owns the `Engine`. Callers put requests into its inbox. The thread delivers all new outputs for a loop in one
+call, at the pace of `delivery.py`. The loop never touches torch, and the thread touches asyncio objects only in that
+call. Cancelling a call, or closing its iterator, aborts the sequence before the next step.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ RequestT = TypeVar("RequestT", GenerationRequest, EmbeddingRequest)
 
 
 class AsyncEngine:
-    """An engine on a thread of its own, for callers on any event loop."""
+    """An engine that runs on its own thread, for callers on any event loop."""
 
     def __init__(self, config: EngineConfig, memory: CacheMemory | None = None) -> None:
-        """Load the model, in the calling thread. memory: as for `Engine`. Raises: ModelLoadError."""
+        """Load the model in the calling thread. memory: see `Engine`. Raises: ModelLoadError."""
         self._engine = Engine(config, memory)
         self.record = self._engine.record
         self.max_model_len = self._engine.max_model_len
@@ -61,7 +61,7 @@ class AsyncEngine:
     async def generate(self, request: GenerationRequest) -> AsyncIterator[GenerationOutput]:
         """Outputs of one request; the last one has a finish_reason. Raises: EngineDead, EngineOutOfMemory.
 
-        Ids need not be unique: the engine works under one of its own, which outputs carry.
+        Request ids need not be unique: the engine assigns its own, which the outputs carry.
         """
         request = self._with_own_id(request)
         caller = self._submit(request)
@@ -95,11 +95,11 @@ class AsyncEngine:
 
     @property
     def is_alive(self) -> bool:
-        """Whether requests are still taken: False after `close` and once the thread has died."""
+        """Whether requests are still accepted: False after `close`, and once the thread has died."""
         return not self._is_closing
 
     def stats(self) -> EngineStats:
-        """Counters since the start. Read without a lock: each number is right, their instants may differ."""
+        """Counters since the start. Read without a lock, so they may be of slightly different moments."""
         return self._engine.stats()
 
     def close(self) -> None:
@@ -111,7 +111,7 @@ class AsyncEngine:
         self._engine.free_model()
 
     def _with_own_id(self, request: RequestT) -> RequestT:
-        """The request under an id that no other has: ids come from clients, who may use one twice."""
+        """The request with a unique id: clients choose ids and may use one twice."""
         return replace(request, request_id=f"{request.request_id}#{next(self._numbers)}")
 
     def _submit(self, request: GenerationRequest | EmbeddingRequest) -> Caller:
@@ -140,14 +140,14 @@ class AsyncEngine:
                 self._wake.notify()
 
     def _abandon(self, request_id: str) -> None:
-        """Abort a request whose caller has gone; nothing to do for one that has ended."""
+        """Abort a request whose caller has left. Does nothing if it has ended."""
         if self._callers.pop(request_id, None) is not None:
             with self._wake:
                 self._inbox.append(lambda: self._engine.abort(request_id))
                 self._wake.notify()
 
     def _run(self) -> None:
-        """The thread: take what came in, step, hand out; until closed or dead."""
+        """The thread's loop: take in requests, step, hand out outputs; until closed or dead."""
         try:
             self._engine.enter_thread()
             while self._take_in():
@@ -172,7 +172,7 @@ class AsyncEngine:
 
     def _hand_out(self, outputs: list[Output]) -> None:
         found = ((self._callers.get(output.request_id), output) for output in outputs)
-        # whoever is not found went away during the step
+        # callers that are not found left during the step
         self._deliveries.send([(caller, output) for caller, output in found if caller is not None])
 
     def _die(self, cause: BaseException | None) -> None:

@@ -1,8 +1,8 @@
 """Attention over the blocked KV cache, as `transformers` model code calls it.
 
-Registered under `PAGED_ATTENTION` with `AttentionInterface`; the packed step's layout travels as the keyword argument
-`step_layout` through the model's own forward. For every layer: the step's keys and values are written to the cache
-first, then each query reads the cache, so sequences of one step may share blocks that this very step fills.
+Registered under `PAGED_ATTENTION` with `AttentionInterface`. The model's own forward passes the packed step's layout on
+as the keyword argument `step_layout`. Each layer first writes the step's keys and values to the cache, then each query
+reads the cache. So sequences of one step may share blocks that the same step fills.
 
 Query rows of a step, packed without padding:
 
@@ -22,10 +22,10 @@ from transformers import AttentionInterface
 from batchline.engine.kv_cache import KVCache
 
 PAGED_ATTENTION = "batchline_paged"
-"""Name of the attention implementation; no mask function goes by it, so model code builds no masks."""
+"""Name of the attention implementation. No mask function is registered under it, so model code builds no masks."""
 
 QUERY_BLOCK = 512
-"""Query rows handled at once in a prefill: bounds the score matrix and skips keys after the block."""
+"""Query rows computed at once in a prefill. Bounds the score matrix, and skips keys after these rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +42,8 @@ class DecodeGroup:
 class PrefillChunk:
     """Query rows [row, row + num_queries) are positions [context - num_queries, context) of one sequence.
 
-    blocks: (n,) int64, the blocks of those positions; None when the chunk is all the context there is, whose keys
-    need not be read back from the cache.
+    blocks: (n,) int64, the blocks of those positions; None if the chunk is the whole context, so that its keys need
+    not be read back from the cache.
     """
 
     row: int
@@ -125,7 +125,7 @@ def paged_attention(
     """Attention of one layer for one packed step.
 
     query: (1, num_heads, num_tokens, key_dim); key, value: (1, num_kv_heads, num_tokens, dim). Returns
-    (1, num_tokens, num_heads, value_dim). Keyword arguments beyond these were checked when the model was probed.
+    (1, num_tokens, num_heads, value_dim). The probe has checked the other keyword arguments.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     queries, keys, values = (x[0].transpose(0, 1) for x in (query, key, value))
@@ -195,7 +195,7 @@ def _masked_attention(
     num_kv_heads = keys.shape[1]
     group = num_heads // num_kv_heads
     if softcap is None and queries.dtype == torch.float32:
-        # In float32 the fused kernel is ahead of two products; in bfloat16 it is behind (benchmarks/RESULTS.md).
+        # In float32 the fused kernel is faster than two products, in bfloat16 slower (benchmarks/RESULTS.md).
         out = functional.scaled_dot_product_attention(
             queries.transpose(0, 1)[None],
             keys.transpose(0, 1)[None],

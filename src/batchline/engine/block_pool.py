@@ -1,10 +1,10 @@
-"""Who owns which block of the KV cache, and which blocks hold a prefix that another sequence can reuse.
+"""Tracks which sequences use each block of the KV cache, and which blocks hold a prefix that others can reuse.
 
 Knows block numbers and token ids; no tensors, no torch. A block is free (`ref_count` 0) or referenced by one or more
-sequences. A full block is *registered* under (uid of the block before it, its token ids, the sequence's cache key): an
-exact key, so that two different prefixes can never be confused. Registered blocks keep their content while they are
-free, until the least recently used of them is needed for something else. A *tainted* block may hold numbers that are
-not finite: its next owner must clear it before it computes, because attention reads positions that are not written yet.
+sequences. A full block is *registered* under (uid of the block before it, its token ids, the sequence's cache key).
+This key is exact, so two different prefixes can never be confused. Registered blocks keep their content while they are
+free; the least recently used one is reallocated first. A *tainted* block may hold numbers that are not finite. Its next
+owner must clear it before it computes, because attention reads positions that are not written yet.
 
 Invariant (`check_integrity`): every block is either in the free queue with ref_count 0 or referenced, never both; the
 index points at blocks that carry its keys.
@@ -27,7 +27,7 @@ BlockKey = tuple[int, tuple[int, ...], CacheKey]
 
 
 class BlockPoolCorrupt(EngineError):
-    """The block accounting contradicts itself: a bug in the engine."""
+    """The block accounting is inconsistent: a bug in the engine."""
 
 
 @dataclass(slots=True)
@@ -49,7 +49,7 @@ class BlockPool:
         self._tainted.clear()  # a new cache holds zeros
 
     def reset(self) -> None:
-        """Start again: every block is free, holds no prefix and counts as tainted. Tables made before are void."""
+        """Reset: every block is free, holds no prefix and counts as tainted. Existing block tables become invalid."""
         self._blocks = [_Block() for _ in range(self.num_blocks)]
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(self.num_blocks))
         self._index: dict[BlockKey, int] = {}
@@ -65,7 +65,7 @@ class BlockPool:
         return count <= len(self._free)
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` free blocks, least recently used first; what they held is forgotten.
+        """Take `count` free blocks, least recently used first, and forget their prefixes.
 
         Raises: BlockPoolCorrupt if fewer are free (callers ask `can_allocate` first).
         """
@@ -100,12 +100,12 @@ class BlockPool:
         return sum(self._blocks[number].ref_count == 0 for number in numbers)
 
     def num_freed_by(self, tables: Iterable[Sequence[int]], besides: Collection[int] = ()) -> int:
-        """How many blocks would become free if these tables were given back, not counting those of `besides`."""
+        """How many blocks would become free if these tables were freed, not counting those in `besides`."""
         counts = Counter(chain.from_iterable(tables))
         return sum(self._blocks[n].ref_count == count for n, count in counts.items() if n not in besides)
 
     def reference(self, numbers: Iterable[int]) -> None:
-        """Add a reference to each block, taking it out of the free queue where needed."""
+        """Add a reference to each block, and remove it from the free queue if it is there."""
         for number in numbers:
             block = self._blocks[number]
             if block.ref_count == 0:
@@ -115,7 +115,7 @@ class BlockPool:
     def free(self, numbers: Sequence[int]) -> None:
         """Drop a reference to each block of a sequence, given in the sequence's order.
 
-        The tail is queued first, so that a prefix outlives what hangs on it.
+        The last block is queued first, so that a prefix outlives the blocks that depend on it.
         """
         for number in reversed(numbers):
             block = self._blocks[number]
@@ -128,9 +128,9 @@ class BlockPool:
                     self._free.move_to_end(number, last=False)
 
     def register(self, number: int, previous_uid: int, token_ids: tuple[int, ...], cache_key: CacheKey = None) -> int:
-        """Make a full block findable; returns the uid that the sequence's next block hangs on.
+        """Make a full block findable. Returns the uid to register the sequence's next block under.
 
-        When another block already holds the same content, that one stays the findable one.
+        If another block already holds the same content, that one stays the findable one.
         """
         if not self.enable_prefix_caching:
             return ROOT_UID
@@ -152,7 +152,7 @@ class BlockPool:
         return uid
 
     def unregister(self, numbers: Iterable[int]) -> None:
-        """Forget which prefixes these blocks hold, free or not: their content is not to be found by others."""
+        """Forget the prefixes that these blocks hold, so that no other sequence finds them."""
         for number in numbers:
             self._forget(self._blocks[number])
 
@@ -161,7 +161,7 @@ class BlockPool:
         self._tainted.update(numbers)
 
     def take_tainted(self, numbers: Iterable[int]) -> list[int]:
-        """Those of these blocks that are tainted. The caller clears them, so they no longer count as tainted."""
+        """Return the tainted ones of these blocks, and no longer count them as tainted: the caller clears them."""
         if not self._tainted:
             return []
         tainted = [number for number in numbers if number in self._tainted]
@@ -171,7 +171,7 @@ class BlockPool:
     def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
         """Compare the accounting with the block tables of all sequences that hold blocks.
 
-        Raises: BlockPoolCorrupt naming the first block that is wrong.
+        Raises: BlockPoolCorrupt, which names the first inconsistent block.
         """
         expected = [0] * self.num_blocks
         for table in tables:

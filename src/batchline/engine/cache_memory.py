@@ -1,8 +1,8 @@
-"""Memory for the KV cache on a CPU, made ready while libraries are imported and a model is loaded.
+"""Prepares memory for the KV cache on a CPU while libraries are imported and a model is loaded.
 
-Systems hand out memory page by page when it is first touched: a virtual machine whose host has to find it first gives
-less than a gigabyte a second, which every step that enters new cache blocks would wait for. Importing and loading take
-seconds of one core; a thread touches the beginning of the cache on another one meanwhile. Needs no torch.
+The system provides memory page by page, when it is first touched. On a virtual machine whose host must find the memory,
+that may be slower than a gigabyte per second, and every step that uses new cache blocks would wait. Importing and
+loading take seconds on one core; meanwhile a thread on another core touches the beginning of the cache. Needs no torch.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ import numpy as np
 from batchline.engine.memory import free_bytes, fresh_mapping, fresh_zeros
 
 MAX_AHEAD_BYTES = 1536 * 1024**2
-"""What is touched at most: more than a few seconds are good for."""
+"""Bytes to touch at most, which is more than a few seconds suffice for."""
 
 SLICE_BYTES = 8 * 1024**2
-"""Touched at a time, before looking whether to stop."""
+"""Bytes to touch before checking whether to stop."""
 
 
 class CacheMemory:
-    """Zeroed memory of up to half of what is free: addresses only, but for the beginning, which a thread touches."""
+    """Zeroed address space of up to half of the free memory. A thread touches its beginning."""
 
     def __init__(self) -> None:
-        """Start touching. Raises: OSError where the system does not give so many addresses."""
+        """Start touching. Raises: OSError if the system does not provide the address space."""
         free = free_bytes("cpu")
         self._ahead = min(MAX_AHEAD_BYTES, free // 8) // SLICE_BYTES * SLICE_BYTES
         self._mapping = fresh_mapping(free // 2)
@@ -37,15 +37,15 @@ class CacheMemory:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the touching; what it has come to stays. Idempotent."""
+        """Stop touching; touched pages stay. Idempotent."""
         self._is_stopped.set()
         self._thread.join()
 
     def take(self, num_bytes: int) -> np.ndarray:
-        """(num_bytes,) uint8 zeros, ready in front. To be called once: a second array would share the memory."""
+        """(num_bytes,) uint8 zeros, with the beginning already touched. Call only once: arrays would share memory."""
         if num_bytes > len(self._mapping):
             return fresh_zeros(num_bytes)
-        self.stop()  # it writes zeros, which must not come behind what the caller writes
+        self.stop()  # it writes zeros, which must not overwrite the caller's numbers
         first_unused = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         if first_unused < self._ahead:
             self._mapping.madvise(mmap.MADV_DONTNEED, first_unused)
@@ -61,7 +61,7 @@ class CacheMemory:
 
 @contextmanager
 def cache_memory_ahead() -> Iterator[CacheMemory | None]:
-    """Memory that is being made ready while the block runs; None where the system has no such means."""
+    """Memory that is prepared while the block runs; None if the system cannot do that."""
     try:
         memory = CacheMemory()
     except (OSError, AttributeError):  # too few addresses allowed, or not Linux

@@ -2,9 +2,9 @@
 
     schedule (which positions) -> run (one packed forward pass) -> sample (next tokens) -> retire (who has finished)
 
-Owns the sequences. Nothing that a request brings with it may hurt another: a step that fails is undone and computed
-again in parts (`recovery.py`) until the sequence that makes it fail is alone, which then fails alone. What is done
-after a step for one sequence fails that sequence. Only an engine that fails on a harmless made-up sequence too raises.
+Owns the sequences. No request may harm another: a step that fails is undone and computed again in parts (`recovery.py`)
+until the sequence at fault is found, and only that one fails. An error in the work after a step for one sequence fails
+that sequence. `step` raises only if the engine fails on a harmless test sequence too.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ Output = GenerationOutput | EmbeddingOutput | RequestFailed
 class Engine:
     """Continuous batching over one model.
 
-    vocab_size: token ids below it have an embedding and a logit. eos_token_ids: of the model, those among them.
+    vocab_size: token ids below it have an embedding and a logit. eos_token_ids: the model's end tokens below it.
     """
 
     def __init__(self, config: EngineConfig, memory: CacheMemory | None = None) -> None:
-        """memory: for the KV cache, already being made ready; without it the cache gets its own."""
+        """memory: prepared memory for the KV cache; without it the cache allocates its own."""
         self._num_threads = config.model.num_threads
         self.loaded = load_model(config.model, choose_kernels(config))
         self.vocab_size = vocabulary_size(self.loaded)
@@ -81,13 +81,13 @@ class Engine:
         return self.scheduler.has_work or bool(self._refused)
 
     def enter_thread(self) -> None:
-        """Settings of torch that belong to the thread that steps (OpenMP keeps the number of threads per thread)."""
+        """Set torch up for the current thread, which will run the steps (OpenMP's number of threads is per thread)."""
         if self._num_threads is not None:
             torch.set_num_threads(self._num_threads)
 
     def add(self, request: GenerationRequest | EmbeddingRequest) -> None:
-        """Put a request into the waiting line; no live one may have its id. A request that cannot be run fails with the
-        next step."""
+        """Put a request into the queue; its id must be unique among the live ones. A request that cannot run fails in
+        the next step."""
         given = None if isinstance(request, EmbeddingRequest) else request.sampling.seed
         try:
             sequence = Sequence(request, self._seeds.getrandbits(63) if given is None else given)
@@ -100,26 +100,26 @@ class Engine:
             self._sequences[request.request_id] = sequence
 
     def abort(self, request_id: str) -> None:
-        """End a request without an output and free what it holds. Unknown ids are ignored: it may just have ended."""
+        """End a request without an output and free its blocks. Unknown ids are ignored: it may just have ended."""
         sequence = self._sequences.pop(request_id, None)
         if sequence is not None:
             self._drop(sequence)
 
     def end(self, request_id: str, num_output_tokens: int) -> None:
-        """End a request as finished after so many output tokens, because its reader has found its end in the text."""
+        """End a request as finished after this many output tokens, because its reader found the end in the text."""
         sequence = self._sequences.get(request_id)
         if sequence is not None:
             self._count(sequence, num_output_tokens)
             self.abort(request_id)
 
     def step(self, *, holds_streams: bool = False) -> list[Output]:
-        """Compute one step; returns what is new. Raises only what is no single request's fault: the engine is broken.
+        """Compute one step and return the new outputs. Raises only if the engine itself is broken.
 
-        holds_streams: of streams only first and last outputs are wanted now; the rest comes with a later one.
+        holds_streams: of streams, return only first and last outputs now; a later output brings the rest.
         """
         outputs, self._refused = self._refused, []
         outputs += self._step(holds_streams=holds_streams)
-        # who lost a seat may be long in coming back to it: what was held of its tokens is reported now
+        # a preempted sequence may wait long: report its held tokens now
         waiting = [sequence for sequence in self.scheduler.take_preempted() if not sequence.is_finished]
         held = [sequence for sequence in waiting if sequence.num_emitted_tokens < sequence.num_output_tokens]
         return outputs + [output for sequence in held if (output := self._report(sequence)) is not None]
@@ -147,7 +147,7 @@ class Engine:
         return self._apply(results, holds_streams=holds_streams)
 
     def _compute(self, step: Step) -> list[SequenceResult]:
-        """Run and sample. Changes no sequence in a way that computing it again would repeat."""
+        """Run and sample. Changes no sequence in a way that would take effect twice if the step is computed again."""
         masks = self._masks.start([chunk.sequence for chunk in step.chunks if chunk.is_last])
         try:
             if step.blocks_to_clear:
@@ -178,7 +178,7 @@ class Engine:
         self.scheduler.check_integrity()
 
     def free_model(self) -> None:
-        """Give the memory of the model and the cache back; no step can be computed any more. Idempotent."""
+        """Free the memory of the model and the cache; no step can be computed afterwards. Idempotent."""
         self._masks.close()
         if hasattr(self, "loaded"):
             device = self.loaded.device
@@ -188,7 +188,7 @@ class Engine:
                 torch.cuda.empty_cache()
 
     def _apply(self, results: list[SequenceResult], *, holds_streams: bool) -> list[Output]:
-        """Give each sequence what the step has for it; returns what is to be reported."""
+        """Apply the step's results to the sequences. Returns the outputs to report."""
         outputs: list[Output] = []
         finished: list[Sequence] = []
         for result in results:
@@ -223,14 +223,14 @@ class Engine:
         return self._output(sequence, holds_streams=holds_streams)
 
     def _report(self, sequence: Sequence) -> Output | None:
-        """What a stream that lost its seat was not yet given."""
+        """The output of a preempted stream that was not yet reported."""
         try:
             return self._output(sequence, holds_streams=False)
         except Exception as exc:
             return self._fail(sequence, exc)
 
     def _output(self, sequence: Sequence, *, holds_streams: bool) -> Output | None:
-        """What a generating sequence has to report: something at each step when streamed, else all at the end."""
+        """A generating sequence's output: new tokens at each step if it streams, else everything at the end."""
         request = sequence.request
         if not isinstance(request, GenerationRequest):
             return None
@@ -253,7 +253,7 @@ class Engine:
         self._output_tokens += num_output_tokens
 
     def _fail(self, sequence: Sequence, exc: BaseException) -> RequestFailed:
-        """End a sequence that cannot go on, alone."""
+        """End one sequence with an error."""
         error = _error_of(exc)
         if isinstance(error, NumbersNotFinite):
             size = self.scheduler.pool.block_size
@@ -277,11 +277,11 @@ class Engine:
             self._restart()
 
     def _restart(self) -> None:
-        """Compute everything that is alive again from its tokens, in an empty cache."""
+        """Recompute all live sequences from their tokens, in an empty cache."""
         self.scheduler.restart([sequence for sequence in self._sequences.values() if not sequence.is_finished])
 
     def _narrow(self, sequences: Iterable[Sequence], exc: Exception) -> list[Output]:
-        """After a step of these failed and was undone: try parts of it next, or give up the one that was alone."""
+        """After a step of these failed and was undone: try parts of it next. A sequence that ran alone fails."""
         sequences = list(sequences)
         logger.error("a step of %d sequences failed", len(sequences), exc_info=exc)
         drop_locals(exc)
@@ -293,12 +293,12 @@ class Engine:
         return [self._fail(culprit, SequenceFailed.because_of(exc))]
 
     def _check_self(self, exc: Exception) -> None:
-        """Raises what made the last step fail if a made-up sequence fails too: then no request is to blame for it."""
+        """Raises the last step's exception if a harmless test sequence fails too: then no request is to blame."""
         sequence = canary(min(self.scheduler.pool.block_size, self.max_model_len), self.vocab_size)
         try:
             self.scheduler.add(sequence)
             step = self.scheduler.schedule({sequence})
-            if not step.chunks:  # others hold all seats or blocks
+            if not step.chunks:  # other sequences hold all seats or blocks
                 self._restart()
                 self.scheduler.add(sequence)
                 step = self.scheduler.schedule({sequence})
@@ -306,11 +306,11 @@ class Engine:
             self.scheduler.abort(sequence)
             self.scheduler.check_integrity()
         except Exception:
-            logger.exception("a harmless made-up sequence fails too")
-            raise exc  # noqa: B904 - what failed first says more
+            logger.exception("a harmless test sequence fails too")
+            raise exc  # noqa: B904 - the first exception says more
 
     def _shrink(self, step: Step, exc: Exception) -> list[Output]:
-        """After a step that did not fit in memory and was undone: try smaller ones, or give up its only sequence."""
+        """After a step that did not fit in memory and was undone: try smaller ones. If it was one token, it fails."""
         drop_locals(exc)
         if self.loaded.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -318,7 +318,7 @@ class Engine:
             self._step_size.shrink(step.num_tokens)
             self.scheduler.max_num_batched_tokens = self._step_size.limit
             logger.warning(
-                "a step of %d tokens did not fit in memory; going on with at most %d",
+                "a step of %d tokens did not fit in memory; continuing with at most %d",
                 step.num_tokens,
                 self._step_size.limit,
             )
@@ -335,7 +335,7 @@ def _sequences_of(step: Step) -> list[Sequence]:
 
 
 def _error_of(exc: BaseException) -> EngineError:
-    """What a request's caller gets of what was raised while the engine worked for it alone."""
+    """The caller's error for an exception that one request caused."""
     reraise_interrupt(exc)
     if isinstance(exc, EngineError):
         return exc

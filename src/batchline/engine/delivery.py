@@ -1,9 +1,9 @@
-"""The way of outputs from the engine's thread to the event loops of those who wait for them, and its pace.
+"""Delivers outputs from the engine's thread to the callers' event loops, and limits how often.
 
-Telling hundreds of streams of one token each costs the event loop, and through the interpreter's lock the engine, more
-than the step of a small model takes. So the streams are told of a step's tokens only when those told before have been
-dealt with, and when dealing with them takes a small share of the time; tokens that come meanwhile go together. With few
-streams, or steps longer than a hundred milliseconds, that is every step.
+Delivering one token to each of hundreds of streams costs the event loop (and, through the interpreter's lock, the
+engine) more time than a step of a small model. So streams get a step's tokens only after the loops have handled the
+previous delivery, and rested for a multiple of the time that took. Tokens of the steps in between are delivered
+together. With few streams, or steps longer than a hundred milliseconds, every step is delivered.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from batchline.errors import EngineDead
 logger = logging.getLogger(__name__)
 
 REST_PER_WORK = 12
-"""How much longer than a loop works on a delivery the next one waits: streams take at most an 1/13 of one core."""
+"""A loop rests this many times as long as it worked on a delivery, so streams use at most 1/13 of one core."""
 
 MAX_HOLD_S = 0.25
-"""No stream is held for longer, however busy the loops are."""
+"""Streams are never held longer than this, however busy the loops are."""
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who waits for a request's outputs. queue: filled by deliveries, on the loop."""
+    """The caller of a request. queue: filled by deliveries, on the caller's loop."""
 
     loop: asyncio.AbstractEventLoop
     queue: asyncio.Queue[Output | EngineDead]
 
     async def next(self) -> Output | EngineDead:
-        """What has come since the last call; waits until there is something."""
+        """Wait for outputs; return all since the last call as one."""
         output = await self.queue.get()
         outputs: list[GenerationOutput] = []
         while isinstance(output, GenerationOutput):
             outputs.append(output)
-            # behind a finished one comes nothing but the engine's end, which must not take it back
+            # after a finished output only the engine's end can follow, which must not replace it
             if output.finish_reason is not None or self.queue.empty():
                 return joined(outputs)
             output = self.queue.get_nowait()
@@ -50,7 +50,7 @@ class Caller:
 
 
 class Deliveries:
-    """Hands outputs to loops and says when streams should have the next. Used by the engine's thread."""
+    """Delivers outputs to loops, and decides when streams get the next. Used by the engine's thread."""
 
     def __init__(self) -> None:
         self._open: set[object] = set()  # added to by the thread, discarded from by the loops: both are atomic
@@ -59,16 +59,16 @@ class Deliveries:
 
     @property
     def holds_streams(self) -> bool:
-        """Whether loops still deal with what they have, or rest from it."""
+        """Whether loops still handle the last delivery, or rest from it."""
         now = time.monotonic()
         if (self._open or now < self._rests_until) and now - self._held_since < MAX_HOLD_S:
             return True
         self._held_since = now
-        self._open.clear()  # a loop that was stopped does not say that it is done
+        self._open.clear()  # a stopped loop never reports that it is done
         return False
 
     def send(self, deliveries: Sequence[tuple[Caller, Output]]) -> None:
-        """Each output to its caller, with one wake-up for each loop."""
+        """Send each output to its caller, with one wake-up per loop."""
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Caller, Output]]] = defaultdict(list)
         for caller, output in deliveries:
             by_loop[caller.loop].append((caller, output))
@@ -81,7 +81,7 @@ class Deliveries:
     def _deliver(
         self, delivery: object, loop: asyncio.AbstractEventLoop, outputs: Sequence[tuple[Caller, Output]]
     ) -> None:
-        """On the loop: wake the callers, and look at the clock once they have had their turn."""
+        """Called on the loop: wake the callers, and take the time after they have run."""
         started = time.thread_time()
         for caller, output in outputs:
             caller.queue.put_nowait(output)
@@ -94,7 +94,7 @@ class Deliveries:
 
 
 def joined(outputs: Sequence[GenerationOutput]) -> GenerationOutput:
-    """Outputs of one sequence that follow each other, as one."""
+    """Join consecutive outputs of one sequence."""
     first, last = outputs[0], outputs[-1]
     if first is last:
         return first
@@ -111,10 +111,10 @@ def joined(outputs: Sequence[GenerationOutput]) -> GenerationOutput:
 
 
 def call_in(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: object) -> bool:
-    """Call on the loop's thread; False if the loop has closed, so that nobody waits there any more."""
+    """Call a function on the loop's thread. False if the loop has closed, so that nobody waits there."""
     try:
         loop.call_soon_threadsafe(function, *arguments)
     except RuntimeError:
-        logger.debug("a caller's event loop has closed before its outputs came")
+        logger.debug("a caller's event loop closed before its outputs were ready")
         return False
     return True

@@ -1,11 +1,11 @@
-"""One random token for each row of logits: temperature -> top_k -> top_p -> min_p -> a draw.
+"""Draws one random token for each row of logits: temperature -> top_k -> top_p -> min_p -> a draw.
 
-The order and formulas of the filters are those of `transformers.generation.logits_process`. Sorted by probability, what
-each of them keeps is a beginning of the row, so a draw needs the row's largest values in order, one cumulative sum over
-them, and then the token that holds the value it fell on.
+The order and formulas of the filters are those of `transformers.generation.logits_process`. Each filter keeps the first
+tokens of a row that is sorted by probability. So a draw needs only the row's largest values in order and one cumulative
+sum over them.
 
-Randomness is one uniform number per token, computed from (seed, output position) alone, and inverted through the
-cumulative distribution: a sequence's draw does not depend on what else is in the batch.
+The randomness is one uniform number per token, computed only from (seed, output position), and inverted through the
+cumulative distribution. So a sequence's draw does not depend on the rest of the batch.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from batchline.engine.request import SamplingParams
 from batchline.engine.sequence import Sequence as RunningSequence
 
 NUM_CANDIDATES = 1024
-"""How many of the most likely tokens are sorted before falling back to the whole vocabulary."""
+"""How many of the most likely tokens are sorted first; the whole vocabulary only if they do not suffice."""
 
 _BLOCK = 128
-"""Entries that are first added up and only looked into where a draw falls into them."""
+"""Entries per part: parts are summed first, and only the part with the draw is searched."""
 
 
 def draw(logits: torch.Tensor, sequences: Sequence[RunningSequence], rows: Sequence[int]) -> torch.Tensor:
-    """One random token for each of the given rows, and its sequence. logits: (num_seqs, vocab) float32, after masks
-    and penalties. Returns (len(rows),) int64."""
+    """One random token for each of the given rows. logits: (num_seqs, vocab) float32, after masks and penalties.
+    Returns (len(rows),) int64."""
     sampling = [sequences[row].sampling for row in rows]
     chosen = [sequences[row] for row in rows]
     numbers = uniform([s.seed for s in chosen], [s.num_output_tokens for s in chosen])
@@ -81,7 +81,7 @@ def _temperatures(sampling: Sequence[SamplingParams], device: torch.device) -> t
 def _draw_filtered(
     logits: torch.Tensor, draws: torch.Tensor, sampling: Sequence[SamplingParams], count: int
 ) -> torch.Tensor:
-    """Rows with top_k, top_p or min_p, from their `count` largest entries, or from all where those do not suffice."""
+    """Rows with top_k, top_p or min_p, from their `count` largest entries, or from all if those do not suffice."""
     vocab = logits.shape[-1]
     count = min(count, vocab)
     temperatures = _temperatures(sampling, logits.device)
@@ -102,7 +102,7 @@ def _draw_filtered(
 
 
 def _mass(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
-    """The weight of all tokens, where the most likely one has weight 1. Returns (n, 1) float64."""
+    """The total weight of all tokens, relative to the most likely one. Returns (n, 1) float64."""
     scaled = logits / temperatures
     return (row_ops.log_normalizer(scaled) - scaled.amax(-1, keepdim=True)).double().exp()
 
@@ -114,7 +114,7 @@ def _num_kept(
     sampling: Sequence[SamplingParams],
     vocab: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """How many of the most likely tokens pass all filters, and whether that is certain from these candidates alone.
+    """How many of the most likely tokens pass all filters, and whether these candidates suffice to know that.
 
     weights: (n, count), largest first, the first being 1; cumulative: their sums so far; mass: (n, 1) of all tokens.
     Returns (n, 1) int64, at least 1, and (n,) bool.
@@ -123,7 +123,7 @@ def _num_kept(
     filters = [(s.top_k if s.top_k > 0 else vocab, s.top_p, s.min_p) for s in sampling]
     top_k, top_p, min_p = torch.tensor(filters, dtype=torch.float64, device=device)[:, :, None].unbind(1)
     in_top_k = top_k.clamp(max=count).long()
-    # top_p counts within what top_k left; a token stays while the mass before it is below top_p
+    # top_p counts within the tokens that top_k keeps; a token stays while the mass before it is below top_p
     total = torch.where(top_k <= count, cumulative.gather(1, in_top_k - 1), mass)
     bound = torch.where(top_p < 1.0, top_p * total, math.inf)
     in_top_p = torch.searchsorted(cumulative, bound) + 1

@@ -1,4 +1,4 @@
-"""Calls a `transformers` model for one packed step and keeps what its language-model head was given."""
+"""Calls a `transformers` model for one packed step, and captures the input of its language-model head."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from batchline.engine.attention import StepLayout
 
 
 class Forward:
-    """One model's forward pass. Hooks the model's head during calls only, so that nothing stays with the model."""
+    """One model's forward pass. It hooks the model's head only during calls, so the model stays unchanged."""
 
     def __init__(self, model: Any) -> None:
         self._model = model

@@ -1,10 +1,10 @@
-"""Fused decoder layers for the models whose code is exactly known: fewer and larger products, native steps between.
+"""Fused decoder layers for known models: fewer and larger products, with native steps between them.
 
-Takes the decoder layers out of a loaded `transformers` model and puts one module in their place that does what they
-did: query, key and value projections in one product, gate and up with their activation in another, residual sums
-inside the normalisation, rotation together with the cache write. Weights are repacked, never kept twice. Whatever is
-not exactly known stays as it is, and the caller compares the fused model's logits with the original's before it trusts
-them (`probe`).
+Replaces the decoder layers of a loaded `transformers` model by one module that computes the same: query, key and value
+projections in one product, gate and up projections with their activation in another, residual sums inside the
+normalisation, and rotation together with the cache write. Weights are repacked, never stored twice. Models whose code
+is not known exactly are not changed. The caller compares the fused model with the original before it uses it
+(`native_probe`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MLP_ROWS = 1024
 
 @dataclass(frozen=True, slots=True)
 class FusedLayer:
-    """One decoder layer's weights. head_norms: weights of the query and key norms and their eps, where it has them."""
+    """One decoder layer's weights. head_norms: weights of the query and key norms, and their eps, if it has them."""
 
     spec: LayerSpec
     num_heads: int
@@ -50,9 +50,9 @@ class FusedLayer:
 
 
 class Workspace:
-    """The intermediate results of steps of at most `max_rows` rows, shared by all layers (which have the same shape).
+    """Buffers for the intermediate results of steps of at most `max_rows` rows. All layers share them.
 
-    Kept from step to step: fresh memory would be zeroed by the system page by page, over and over.
+    They are reused from step to step, because the system would zero fresh memory page by page each time.
     """
 
     def __init__(self, layer: FusedLayer, like: torch.Tensor, max_rows: int) -> None:
@@ -84,8 +84,8 @@ class Workspace:
 
 @dataclass(frozen=True, slots=True)
 class StepBuffers:
-    """Where one step's intermediate results go, a row per token. queries, keys and values are views of qkv;
-    activated holds at most MLP_ROWS rows at a time."""
+    """The buffers for one step, with a row per token. queries, keys and values are views of qkv; activated holds at
+    most MLP_ROWS rows at a time."""
 
     normed: torch.Tensor
     delta: torch.Tensor
@@ -115,7 +115,7 @@ class FusedStack(nn.Module):
         **_ignored: Any,
     ) -> torch.Tensor:
         """hidden_states: (1, num_tokens, hidden), packed; position_embeddings: cosines and sines, (1, num_tokens, d).
-        Keyword arguments beyond these are what the original layers were given for other ways of running."""
+        Other keyword arguments served the original layers and are not needed here."""
         x = hidden_states[0].clone()  # updated in place from layer to layer
         rotary = (position_embeddings[0][0], position_embeddings[1][0])
         buffers = self._buffers_for(x)
@@ -130,7 +130,7 @@ class FusedStack(nn.Module):
 
     def _buffers_for(self, x: torch.Tensor) -> StepBuffers:
         if self._workspace is None or self._workspace.max_rows < len(x):
-            self._workspace = None  # the old one goes before the new one comes
+            self._workspace = None  # free the old one before the new one is allocated
             self._workspace = Workspace(self._layers[0], x, len(x))
         return self._workspace.rows(self._layers[0], len(x))
 
@@ -167,7 +167,7 @@ class FusedStack(nn.Module):
 
 
 class NativeRMSNorm(nn.Module):
-    """The model's last normalisation."""
+    """The model's final normalisation."""
 
     def __init__(self, kernels: NativeKernels, weight: torch.Tensor, eps: float) -> None:
         super().__init__()
@@ -183,7 +183,7 @@ class NativeRMSNorm(nn.Module):
 
 
 def can_fuse(model: nn.Module, layers: Sequence[LayerSpec]) -> bool:
-    """Whether the model is one whose layers `fuse` knows, all of one shape."""
+    """Whether `fuse` knows the model's layers, and all have the same shape."""
     if type(model) not in FUSIBLE or model.config.hidden_act != "silu":  # type: ignore[union-attr]
         return False
     if model.config.hidden_size % 2 or model.config.intermediate_size % 2:  # type: ignore[operator, union-attr]
@@ -192,7 +192,7 @@ def can_fuse(model: nn.Module, layers: Sequence[LayerSpec]) -> bool:
 
 
 def fuse(model: Any, layers: Sequence[LayerSpec], kernels: NativeKernels, linear_format: LinearFormat) -> None:
-    """Replace the model's decoder layers, in place. From then on it runs packed steps in native layouts only."""
+    """Replace the model's decoder layers, in place. Afterwards it can only run packed steps in native layouts."""
     decoder = model.model
     fused = []
     for index, spec in enumerate(layers):
@@ -203,7 +203,7 @@ def fuse(model: Any, layers: Sequence[LayerSpec], kernels: NativeKernels, linear
 
 
 def fused_layer(layer: Any, spec: LayerSpec, linear_format: LinearFormat) -> FusedLayer:
-    """What `FusedStack` needs of one of the model's layers."""
+    """One of the model's layers in the form that `FusedStack` needs."""
     attention, mlp = layer.self_attn, layer.mlp
     head_norms = None
     if hasattr(attention, "q_norm"):

@@ -1,7 +1,7 @@
 """Keys and values of every layer, in blocks of `block_size` positions.
 
-Owns the tensors; knows no sequences. A *slot* is one position: block number * block_size + offset. Layers may differ
-in their number of heads and head sizes, as the probe of the model found them.
+Owns the tensors; knows nothing about sequences. A *slot* is one position: block number * block_size + offset. Layers
+may have different numbers of heads and head sizes; the probe of the model finds them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from batchline.engine.memory import LEDGER, fresh_zeros
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """What one attention layer stores per position. sliding_window: positions it looks back, None for all.
+    """The data that one attention layer stores per position. sliding_window: positions it looks back, None for all.
     group: query heads that share a key-value head."""
 
     num_kv_heads: int
@@ -67,10 +67,10 @@ def bytes_per_block(specs: Sequence[LayerSpec], block_size: int, dtype: torch.dt
 def choose_num_blocks(
     config: CacheConfig, block_bytes: int, *, max_model_len: int, max_num_seqs: int, free_bytes: int
 ) -> int:
-    """Blocks for the configured size, or what free memory and the largest useful size allow.
+    """The number of blocks for the configured size, or else for the free memory, up to the largest useful size.
 
-    More than `max_num_seqs` sequences of `max_model_len` positions would never be used at once; prefixes kept for
-    reuse live in what is left of it.
+    That is `max_num_seqs` sequences of `max_model_len` positions, since more are never in use at once. Blocks not in
+    use hold prefixes for reuse.
     """
     useful = max_num_seqs * -(-max_model_len // config.block_size)
     if config.num_bytes is not None:

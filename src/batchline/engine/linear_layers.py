@@ -1,7 +1,7 @@
 """Linear layers inside fused layers: weights packed in one number format, bound to the kernels that multiply them.
 
-The fused layers know `LinearFormat` and `LinearLayer` alone; whether numbers are floats or bytes is decided once, where
-a model is loaded.
+The fused layers only know `LinearFormat` and `LinearLayer`. Whether numbers are floats or bytes is decided once, when a
+model is loaded.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class LinearLayer(Generic[Weight]):
 
     @property
     def num_outputs(self) -> int:
-        """Columns of the result, for a gated pair those of one of the two."""
+        """Columns of the result; for a gated pair, those of one of the two."""
         return self.weight.num_outputs
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor) -> None:
@@ -52,10 +52,10 @@ class LinearLayer(Generic[Weight]):
 
 
 class LinearFormat(Protocol):
-    """Packs a model's linear modules. They are of one kind, and all have a bias or none has."""
+    """Packs a model's linear modules. They are of one kind, and either all or none of them have a bias."""
 
     def join(self, *linears: Any) -> LinearLayer[Any]:
-        """One layer whose outputs are those of all, one after another."""
+        """One layer with the concatenated outputs of all."""
 
     def gate(self, gate: Any, up: Any) -> LinearLayer[Any]:
         """One layer with the outputs silu(gate) * up."""

@@ -1,4 +1,4 @@
-"""What requests rule out, favour and penalise, applied to the logits of all sequences at once, in place.
+"""Applies the requests' masks, biases and penalties to the logits of all sequences at once, in place.
 
 Order: masks (allowed tokens, bad words, min_tokens) -> logit_bias -> penalties. The repetition penalty is that of
 `transformers.generation.logits_process`, presence and frequency penalties are those of the OpenAI API. Each rule
@@ -21,11 +21,11 @@ from batchline.engine.sequence import Sequence as RunningSequence
 T = TypeVar("T")
 
 _REPETITION_PENALTIES = (1e-30, 1e30)
-"""Beyond these a penalty changes no more draws, but makes infinities and NaN of logits."""
+"""Penalties beyond these bounds change no more draws, but turn logits into infinities and NaN."""
 
 
 def allow_only(logits: torch.Tensor, rows: Sequence[int], masks: np.ndarray) -> None:
-    """Take every token away from the given rows whose bit is not set. In place, before anything else.
+    """Rule out every token whose bit is not set, in the given rows. In place, before anything else.
 
     logits: (num_seqs, vocab); masks: (len(rows), ceil(vocab / 32)) int32, token i being bit i % 32 of word i // 32.
     """
@@ -75,7 +75,7 @@ def _ban(logits: torch.Tensor, sequences: Sequence[RunningSequence]) -> None:
 
 
 def _banned_tokens(sequence: RunningSequence) -> Iterator[np.ndarray]:
-    """Tokens that would end the output too early, and those that would complete a bad word, given it so far."""
+    """Tokens that would end the output too early or would complete a bad word."""
     sampling = sequence.sampling
     if sequence.num_output_tokens < sampling.min_tokens:
         yield _token_array([*sampling.eos_token_ids, *sampling.stop_token_ids])
@@ -93,7 +93,7 @@ def _add_biases(logits: torch.Tensor, sequences: Sequence[RunningSequence]) -> N
 
 
 def _penalize_repetition(logits: torch.Tensor, sequences: Sequence[RunningSequence]) -> None:
-    """Tokens of prompt and output. A token that occurs twice is written twice, with the same value."""
+    """Penalise tokens of prompt and output. A token that occurs twice is written twice, with the same value."""
     rows = _rows_where(sequences, lambda s: s.repetition_penalty != 1.0)
     if rows:
         seen = [sequences[row].tokens_between(0, sequences[row].num_tokens) for row in rows]
@@ -139,9 +139,9 @@ _MAX_KEPT = 256
 
 
 def _kept(collection: T, make: Callable[[T], np.ndarray], kind: int = 0) -> np.ndarray:
-    """What `make` makes of a collection, which may be large, kept from step to step and for a request's other choices.
+    """`make(collection)`, cached across steps and a request's choices, because collections may be large.
 
-    Found by the collection's identity, which stays its own as long as it is kept too.
+    The cache key is the collection's identity, which stays unique because the cache holds the collection too.
     """
     key = (id(collection), kind)
     found = _kept_arrays.get(key)

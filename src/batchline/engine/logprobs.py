@@ -10,7 +10,7 @@ from batchline.engine import row_ops
 from batchline.engine.request import TokenLogprobs
 
 _BLOCK = 128
-"""Entries whose maximum is looked at first: the k largest entries stand in the k blocks with the largest maxima."""
+"""Entries per block. The k largest entries are in the k blocks with the largest maxima, so only these are searched."""
 
 
 def token_logprobs(logits: torch.Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:

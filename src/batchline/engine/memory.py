@@ -1,7 +1,7 @@
-"""How much memory is free where models run, and what of it is promised already.
+"""Measures how much memory is free for models, without the memory that is already promised to caches.
 
-Systems hand out zeroed memory as addresses and find the memory itself when it is first written. So the cache of a model
-that has done little yet looks free; the next model's cache must not be sized from it.
+A system reserves only addresses for zeroed memory, and provides the memory when it is first written. So the unused part
+of a model's cache still looks free, but the next model's cache must not be sized by it.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ import numpy as np
 import psutil
 
 CGROUP = Path("/sys/fs/cgroup")
-"""Where a container sees its own limits (cgroup v2)."""
+"""The folder in which a container finds its own limits (cgroup v2)."""
 
 
 class MemoryLedger:
-    """The arrays of this process whose memory is promised, as long as they live."""
+    """The live arrays of this process whose memory is promised."""
 
     def __init__(self) -> None:
         self._arrays: WeakValueDictionary[int, np.ndarray] = WeakValueDictionary()
 
     def promise(self, array: np.ndarray) -> np.ndarray:
-        """The same array, noted down until nothing refers to it any more."""
+        """Note an array until nothing refers to it any more. Returns the same array."""
         self._arrays[id(array)] = array
         return array
 
     def untouched_bytes(self) -> int:
-        """What is promised and has not been taken yet, so that it looks free."""
+        """Bytes that are promised but not yet written, so that they still look free."""
         return sum(array.nbytes - _resident_bytes(array) for array in list(self._arrays.values()))
 
 
 def fresh_mapping(num_bytes: int) -> mmap.mmap:
-    """Zeroed memory straight from the system, given back to it as a whole when nothing refers to it any more.
+    """Zeroed memory directly from the system. It is returned as a whole when nothing refers to it any more.
 
-    An allocator may hand out memory that something else used before: it has to write the zeros, gigabytes of them, and
-    keeps the memory afterwards. Raises: OSError where the system does not give so many addresses.
+    An allocator could reuse old memory instead: it would have to write gigabytes of zeros, and would keep the memory
+    afterwards. Raises: OSError if the system does not provide the address space.
     """
     if not hasattr(mmap, "MAP_PRIVATE"):  # Windows
         return mmap.mmap(-1, num_bytes)
@@ -51,17 +51,17 @@ def fresh_mapping(num_bytes: int) -> mmap.mmap:
 
 
 def fresh_zeros(num_bytes: int) -> np.ndarray:
-    """(num_bytes,) uint8 of a mapping of its own. Raises: OSError as `fresh_mapping` does."""
+    """(num_bytes,) uint8 zeros in a new mapping. Raises: OSError, see `fresh_mapping`."""
     return np.frombuffer(fresh_mapping(max(num_bytes, 1)), dtype=np.uint8, count=num_bytes)
 
 
 LEDGER = MemoryLedger()
-"""One for the process, as its memory is one. Memory of a GPU is taken when it is asked for and needs no ledger."""
+"""The process's only ledger. A GPU's memory is taken as soon as it is allocated and needs none."""
 
 
 def free_bytes(device_type: str | None = None) -> int:
-    """Bytes on the GPU or the machine that are neither taken nor promised; None takes the GPU where there is one."""
-    import torch  # for seconds: whoever starts up wants this module without it
+    """Bytes on the GPU or the machine that are neither used nor promised; None means the GPU if there is one."""
+    import torch  # takes seconds, and the start-up uses this module without it
 
     if device_type is None:
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
@@ -74,9 +74,9 @@ def free_bytes(device_type: str | None = None) -> int:
 
 
 def _container_room() -> int | None:
-    """Bytes left under the container's limit; None without one. Cached files give way, so they do not count."""
+    """Bytes left under the container's limit; None without one. Cached files can be dropped, so they do not count."""
     try:
-        limit = int((CGROUP / "memory.max").read_text())  # "max" is no limit
+        limit = int((CGROUP / "memory.max").read_text())  # "max" means no limit
         used = int((CGROUP / "memory.current").read_text())
         stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
     except (OSError, ValueError):
@@ -85,7 +85,7 @@ def _container_room() -> int | None:
 
 
 def _resident_bytes(array: np.ndarray) -> int:
-    """How much of a contiguous array's memory the system has given already; 0 where it cannot be asked."""
+    """How much of a contiguous array's memory is resident; 0 if the system cannot say."""
     start = array.ctypes.data // mmap.PAGESIZE * mmap.PAGESIZE
     num_pages = -(-(array.ctypes.data + array.nbytes - start) // mmap.PAGESIZE)
     pages = np.empty(num_pages, dtype=np.uint8)

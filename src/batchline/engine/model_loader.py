@@ -43,18 +43,18 @@ logger = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
-"""Rotary embeddings that change with the sequence's length beyond the length they were trained for: keys already in
-the cache would have to change with them, so contexts stay within that length."""
+"""Rotary embeddings that change when a sequence exceeds the trained length. Keys that are already in the cache would
+have to change too, so contexts stay within that length."""
 
 LOGIT_SCALES = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
-"""What configs call a cap or factor on logits."""
+"""Names of config entries for a cap or a factor on logits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Execution:
-    """How a model's layers are computed. kernels: the native kernels' instruction set, None for torch alone, and then
-    `reason` says why; quantization: the number format of linear layers, None for the dtype's; is_fused: whether whole
-    layers run natively, and not attention alone."""
+    """How a model's layers are computed. kernels: the native kernels' instruction set, or None if it runs on torch
+    only; `reason` then says why. quantization: the number format of linear layers, None for the dtype's. is_fused:
+    whether whole layers run natively, and not only attention."""
 
     kernels: str | None
     reason: str | None = None
@@ -66,8 +66,8 @@ class Execution:
 class LoadedModel:
     """A model in evaluation mode on its device. model: called with packed rows; see `model_runner`.
 
-    kernels: the native kernels that it runs with, and whose cache layout it needs; None where it runs on torch alone.
-    execution: the same to be told to people.
+    kernels: the native kernels that it runs on, and whose cache layout it needs; None if it runs on torch only.
+    execution: the same facts for the model's record.
     """
 
     model: torch.nn.Module
@@ -83,7 +83,7 @@ class LoadedModel:
     def head_rows(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
         """(num_tokens, hidden_size + 1): the head's weights for these tokens, and their bias in the last column.
 
-        Raises: UnsupportedModel where logits are more than a product with them.
+        Raises: UnsupportedModel if the logits are more than a product with these weights.
         """
         model: Any = self.model
         text_config = model.config.get_text_config()
@@ -98,8 +98,8 @@ class LoadedModel:
 
 
 def load_model(config: ModelConfig, kernels: NativeKernels | None = None, refusal: str | None = None) -> LoadedModel:
-    """Load, move to the device, probe; fuse where kernels suit the model. refusal: why an attempt with kernels was
-    given up. Raises: ModelLoadError, UnsupportedModel."""
+    """Load, move to the device, probe, and use the kernels if they suit the model. refusal: why an earlier attempt with
+    kernels failed. Raises: ModelLoadError, UnsupportedModel."""
     device = choose_device(config)
     dtype = choose_dtype(config, device)
     if config.quantization is not None and device.type != "cpu":
@@ -118,7 +118,7 @@ def load_model(config: ModelConfig, kernels: NativeKernels | None = None, refusa
             dtype=dtype,
             attn_implementation=PAGED_ATTENTION,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are in the report
+            ignore_mismatched_sizes=True,  # they are checked by the report
             **source,
         )
         generation = _generation_config(config)
@@ -129,11 +129,11 @@ def load_model(config: ModelConfig, kernels: NativeKernels | None = None, refusa
         raise ModelLoadError(config.model, explain(config.model, exc)) from exc
     refuse_wrong_weights(config.model, model, report)
     unused = unused_weights(model, report)
-    if unused is not None and refusal is None:  # a second attempt would say it again
+    if unused is not None and refusal is None:  # a second attempt would repeat the warning
         logger.warning(
-            "%s: it runs without these weights of its files, for which it has no part: %s", config.model, unused
+            "%s: these weights in its files belong to no part of the model and are not used: %s", config.model, unused
         )
-    if not os.path.isdir(config.model):  # they were downloaded just now
+    if not os.path.isdir(config.model):  # they have just been downloaded
         refuse_odd_numbers(config.model, config.revision)
     model = model.to(device).eval().requires_grad_(False)
     give_row_positions(model)
@@ -170,7 +170,7 @@ def load_model(config: ModelConfig, kernels: NativeKernels | None = None, refusa
 
 
 def why_no_kernels(config: ModelConfig, device: torch.device) -> str:
-    """Why a model is loaded without native kernels, for the user."""
+    """Why a model is loaded without native kernels, as text for the user."""
     if device.type != "cpu":
         return f"they are for CPUs, and the model runs on {device}"
     if config.cpu_kernels == "off":
@@ -183,7 +183,7 @@ def why_no_kernels(config: ModelConfig, device: torch.device) -> str:
 
 
 def _usable(kernels: NativeKernels, model: Any, probe: Probe) -> tuple[NativeKernels | None, str | None]:
-    """The kernels, or why they cannot be used for the model as it is."""
+    """The kernels, or None and why they cannot be used for this model."""
     dtype = probe.own.dtype
     if not can_hold(probe.layers, dtype, probe.own.device):
         return None, f"they know neither {str(dtype).removeprefix('torch.')} nor heads beyond {MAX_KEY_DIM} numbers"
@@ -193,12 +193,12 @@ def _usable(kernels: NativeKernels, model: Any, probe: Probe) -> tuple[NativeKer
 
 
 def _refused(kernels: NativeKernels, what: str) -> str:
-    """The reason, which the model's record warns of."""
+    """The reason for the warning in the model's record."""
     return f"the {kernels.isa.name.lower()} kernels do not reproduce {what} as torch computes it"
 
 
 def _use_kernels(config: ModelConfig, model: Any, probe: Probe, kernels: NativeKernels) -> bool:
-    """Fuse the model where it is known; False where it, fused or not, errs more on the kernels than on torch."""
+    """Fuse the model if it is known. False if its errors on the kernels are larger than on torch, fused or not."""
     own = probe.own if config.quantization is None else own_hidden_states(model, probe)
     int8_kernels = None if config.quantization is None else open_int8_kernels(config.cpu_kernels)
     if can_fuse(model, probe.layers):
@@ -209,7 +209,7 @@ def _use_kernels(config: ModelConfig, model: Any, probe: Probe, kernels: NativeK
 
 
 def choose_device(config: ModelConfig) -> torch.device:
-    """`auto` takes the GPU where there is one. Raises: ModelLoadError when a GPU is asked for and there is none."""
+    """`auto` uses the GPU if there is one. Raises: ModelLoadError if a GPU is requested and there is none."""
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ModelLoadError(config.model, "--device cuda was asked for, but torch sees no CUDA device")
     if config.device == "auto":
@@ -218,7 +218,7 @@ def choose_device(config: ModelConfig) -> torch.device:
 
 
 def choose_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
-    """`auto` is bfloat16 where the processor computes in it, else float32."""
+    """`auto` is bfloat16 if the processor supports it, else float32."""
     if config.dtype != "auto":
         return DTYPES[config.dtype]
     if device.type == "cuda":
@@ -227,7 +227,7 @@ def choose_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
 
 
 def choose_max_model_len(config: ModelConfig, hf_config: Any) -> int:
-    """The context length asked for, or the model's own. Raises: ModelLoadError for more than the model has."""
+    """The requested context length, or the model's own. Raises: ModelLoadError for more than the model's."""
     longest = _trained_context(hf_config)
     if config.max_model_len is None:
         return longest
@@ -239,7 +239,7 @@ def choose_max_model_len(config: ModelConfig, hf_config: Any) -> int:
 
 
 def explain(model: str, exc: Exception) -> str:
-    """Why a model did not load, for the user."""
+    """Why a model did not load, as text for the user."""
     if os.path.isdir(model):
         return f"the folder is not a usable Hugging Face model ({first_line(exc)})"
     if os.path.sep in model and (model.startswith((".", "~", os.path.sep)) or model.count("/") > 1):

@@ -1,7 +1,7 @@
-"""One packed forward pass: from a step's chunks to the logits of the positions that need them.
+"""Runs one packed forward pass: from a step's chunks to the logits of the positions that need them.
 
-Builds the step's input rows and their layout (numpy, then one transfer each), calls the `transformers` model, and
-returns logits only for the rows asked for. Holds the KV cache; knows nothing of sampling or scheduling policy.
+Builds the step's input rows and their layout (in numpy, then one transfer each), calls the `transformers` model, and
+returns logits only for the requested rows. Holds the KV cache; knows nothing about sampling or scheduling.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from batchline.engine.native_layout import NativeLayout
 from batchline.engine.scheduler import Chunk, Step
 
 MAX_PADDING = 1.25
-"""Decodes share a group while its longest context is at most this many times its shortest."""
+"""Decodes form a group if its longest context is at most this many times its shortest."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """logits: (num_rows, vocab) float32 of the selected rows; hidden: (num_rows, hidden_size), what the language-model
-    head was given for them."""
+    """logits: (num_rows, vocab) float32 of the selected rows; hidden: (num_rows, hidden_size), the inputs of the
+    language-model head for them."""
 
     logits: torch.Tensor
     hidden: torch.Tensor
@@ -38,19 +38,19 @@ class StepRunner(Protocol):
     """Computes steps of one model over one cache."""
 
     def run(self, step: Step) -> StepResult:
-        """Compute the step. The result's rows: for each chunk in order, its last position where `is_last`, or every
-        position where prompt log-probabilities are wanted (see `selected_rows`). They may be overwritten, by the
-        caller too, and last until the next step."""
+        """Compute the step. The result has rows for each chunk in order: its last position if it `is_last`, or every
+        position if prompt log-probabilities are wanted (see `selected_rows`). The next step may overwrite the result,
+        and the caller may modify it."""
 
     def clear(self, blocks: Sequence[int]) -> None:
         """Set blocks of the cache to 0."""
 
 
 class ModelRunner:
-    """Runs steps over a cache in torch's layout or the native kernels'."""
+    """Runs steps over a cache in torch's layout or in the native kernels' layout."""
 
     def __init__(self, loaded: LoadedModel, cache: KVCache | NativeKVCache, forward: Forward | None = None) -> None:
-        """forward: the model's, where there is one already."""
+        """forward: the model's, if it already exists."""
         self._forward = forward or Forward(loaded.model)
         self._device = loaded.device
         self._cache = cache
@@ -110,7 +110,7 @@ class ModelRunner:
     def _decode_groups(
         self, chunks: Sequence[Chunk], decodes: list[int], tables: list[np.ndarray], first_rows: np.ndarray
     ) -> list[DecodeGroup]:
-        """Decodes by context length, so that little of a group's padded context is padding."""
+        """Group decodes by context length, so that a group needs little padding."""
         groups: list[list[int]] = []
         for index in sorted(decodes, key=lambda i: chunks[i].end):
             if groups and len(tables[index]) <= MAX_PADDING * len(tables[groups[-1][0]]):
@@ -148,7 +148,7 @@ def selected_rows(step: Step) -> list[tuple[Chunk, np.ndarray]]:
 
 
 def _padded(tables: list[np.ndarray]) -> np.ndarray:
-    """(n, longest) int64. Padding is masked, but a NaN would get through: it repeats a block of the row's own."""
+    """(n, longest) int64. Padding is masked, but NaN would survive that, so it repeats one of the row's own blocks."""
     padded = np.empty((len(tables), max(len(table) for table in tables)), dtype=np.int64)
     for row, table in enumerate(tables):
         padded[row, : len(table)] = table

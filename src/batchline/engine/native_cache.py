@@ -1,9 +1,9 @@
 """The KV cache in the native kernels' layout.
 
-A block holds its positions' keys and values of all layers, so that a cache in use takes as much memory as it has
-filled. Keys lie transposed, pairs of their numbers innermost, so that 16 positions are multiplied at once without a
-horizontal sum; values lie in rows, pairs of positions innermost; those of a head follow its keys (`arguments.h`). Only
-the kernels read and write it.
+A block holds the keys and values of all layers for its positions, so that a cache uses only as much memory as it has
+filled. Keys are stored transposed, with pairs of numbers innermost, so that 16 positions are multiplied at once without
+a horizontal sum. Values are stored in rows, with pairs of positions innermost, after the keys of their head
+(`arguments.h`). Only the kernels read and write the cache.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class NativeKVCache:
         ]
 
     def fill(self, value: float) -> None:
-        """Set all that a position may be written to."""
+        """Set all numbers of all positions."""
         torch.from_numpy(self._memory).view(self._dtype).fill_(value)
 
     def clear(self, blocks: Sequence[int]) -> None:
@@ -67,13 +67,13 @@ class NativeKVCache:
 
 
 def can_hold(specs: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the kernels can work on such a cache."""
+    """Whether the kernels support such a cache."""
     fits = all(spec.key_dim <= MAX_KEY_DIM for spec in specs)
     return device.type == "cpu" and dtype in DTYPES and fits
 
 
 def padded(spec: LayerSpec, dtype: torch.dtype) -> LayerSpec:
-    """What the layer takes in this layout: keys of whole pairs, values of whole panels."""
+    """The layer's sizes in this layout: keys padded to whole pairs, values to whole panels."""
     pair = 4 // dtype.itemsize
     return LayerSpec(
         spec.num_kv_heads,

@@ -1,4 +1,4 @@
-"""A packed step as the native kernels see it: where each row's keys go, and what each sequence may read."""
+"""A packed step in the form for the native kernels: where each row's keys go, and what each sequence may read."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class NativeLayout:
         sliding_window: int | None,
         softcap: float | None = None,
     ) -> None:
-        """Attend to what is written. queries: (num_tokens, heads, key_dim); out: (num_tokens, heads, value_dim)."""
+        """Attend to the cache. queries: (num_tokens, heads, key_dim); out: (num_tokens, heads, value_dim)."""
         self.cache.kernels.attention(
             queries,
             out,

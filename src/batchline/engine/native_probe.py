@@ -1,8 +1,8 @@
-"""Does a model compute on the native kernels what it computes on torch?
+"""Checks that a model computes the same on the native kernels as on torch.
 
-Twice: its first layers in float32, where nothing but the order of additions may differ, in steps as the engine makes
-them (chunks of a prompt, decodes, scattered blocks in a cache full of NaN); and all of it in its own format, fused and
-perhaps quantized, where it may err as much as torch does (`agreement`).
+There are two checks. The first layers run in float32, where only the order of additions may differ, in steps like the
+engine's (chunks of a prompt, decodes, scattered blocks in a cache full of NaN). The whole model runs in its own format,
+fused and perhaps quantized, where its errors may be as large as torch's (`agreement`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Part = tuple[int, int, int]
 
 @torch.inference_mode()
 def first_layers_are_exact(model: Any, probe: Probe, kernels: NativeKernels) -> bool:
-    """Whether the first layers, in float32, give on the kernels what they gave on torch. The model is not fused yet."""
+    """Whether the first layers give the same float32 numbers on the kernels as on torch. The model is not yet fused."""
     sequences = [probe.long, probe.short[1]]
     with first_layers_in_float32(model, len(probe.layers), probe.num_first), _perhaps_fused(model, probe, kernels):
         hidden = _run_steps(model, probe.layers, kernels, torch.float32, sequences, _steps(*map(len, sequences)))
@@ -44,7 +44,7 @@ def first_layers_are_exact(model: Any, probe: Probe, kernels: NativeKernels) -> 
 
 @torch.inference_mode()
 def whole_model_only_rounds(model: Any, probe: Probe, kernels: NativeKernels, own: torch.Tensor) -> bool:
-    """Whether the model, perhaps fused, errs on the kernels as it does on torch. own: its hidden states there."""
+    """Whether the model's errors on the kernels are about as large as on torch. own: its hidden states on torch."""
     parts = [(index, 0, len(tokens)) for index, tokens in enumerate(probe.short)]
     hidden = torch.cat(_run_steps(model, probe.layers, kernels, own.dtype, list(probe.short), [parts]))
     _log("whole model", hidden, own, probe.reference)
@@ -61,7 +61,7 @@ def _log(what: str, hidden: torch.Tensor, own: torch.Tensor, reference: torch.Te
 
 @contextmanager
 def _perhaps_fused(model: Any, probe: Probe, kernels: NativeKernels) -> Iterator[None]:
-    """Inside, the model's layers run as they will in the end, if it is one that can be fused."""
+    """Inside the block, the model's layers are fused if they can be."""
     if not can_fuse(model, probe.layers):
         yield
         return
@@ -77,7 +77,7 @@ def _perhaps_fused(model: Any, probe: Probe, kernels: NativeKernels) -> Iterator
 
 
 def _steps(long: int, short: int) -> list[list[Part]]:
-    """A long sequence in chunks and decodes, of which one is beside a prompt and others beside decodes."""
+    """A long sequence in chunks and decodes; one of its decodes shares a step with a prompt, others with decodes."""
     first, last = min(long * 2 // 3, long - 1), max(long * 2 // 3, long - 2)
     steps = [
         [(0, 0, first), (1, 0, short - 2)],
@@ -117,7 +117,7 @@ def _run_steps(
 
 
 def _tables(lengths: Sequence[int]) -> list[torch.Tensor]:
-    """Block numbers of each sequence, in no order and not next to each other."""
+    """Block numbers of each sequence, unordered and not adjacent."""
     counts = [-(-length // PANEL) for length in lengths]
     numbers = torch.arange(sum(counts)).flip(0)
     numbers = torch.cat((numbers[::2], numbers[1::2]))

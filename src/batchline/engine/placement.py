@@ -1,6 +1,6 @@
-"""What depends on where a model runs: its kernels, the room for its KV cache, and the runner of its steps.
+"""Decides how a model runs on its device: the kernels, the memory for the KV cache, and the runner of its steps.
 
-The engine's other parts see a `StepRunner` and a number of blocks, and know nothing of devices.
+The engine's other parts only see a `StepRunner` and a number of blocks, and know nothing about devices.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Placement(Protocol):
         """Bytes of one cache block over all layers."""
 
     def cache_room(self) -> int:
-        """Bytes that the cache may take from. May run the model to find out. Raises: ModelLoadError."""
+        """Bytes available for the cache. May run the model to find out. Raises: ModelLoadError."""
 
     def make_runner(self, num_blocks: int, max_model_len: int) -> StepRunner:
         """A runner with a cache of `num_blocks` blocks, for sequences of at most `max_model_len` positions."""
@@ -89,15 +89,15 @@ class NativePlacement:
 
 
 def choose_kernels(config: EngineConfig) -> NativeKernels | None:
-    """The native kernels to load the model with; None leaves everything to torch, as does a block size that is no
-    multiple of a panel."""
+    """The native kernels to load the model with; None, also for a block size that is not a multiple of a panel, if it
+    runs on torch only."""
     if config.cache.block_size % PANEL != 0:
         return None
     return open_kernels(config.model.cpu_kernels)
 
 
 def record_of(config: EngineConfig, loaded: LoadedModel, cache_bytes: int, max_model_len: int) -> ModelRecord:
-    """What runs, as the placement has settled it."""
+    """The model's record, with the placement's decisions."""
     kernels, warning = _kernels_in_use(config, loaded)
     return ModelRecord(
         name=config.model.names[0],
@@ -114,7 +114,7 @@ def record_of(config: EngineConfig, loaded: LoadedModel, cache_bytes: int, max_m
 
 
 def _kernels_in_use(config: EngineConfig, loaded: LoadedModel) -> tuple[str, str | None]:
-    """(kernels as in a record, warning where they are missing and nobody asked for that)."""
+    """(kernels for the record, warning if they are missing although they were not turned off)."""
     execution = loaded.execution
     if execution.kernels is not None:
         return f"{execution.kernels}, {'fused layers' if execution.is_fused else 'attention'}", None
@@ -125,7 +125,7 @@ def _kernels_in_use(config: EngineConfig, loaded: LoadedModel) -> tuple[str, str
 
 
 def place(config: EngineConfig, loaded: LoadedModel, memory: CacheMemory | None = None) -> Placement:
-    """The fastest way of running the model that gives its logits. memory: for a cache on the CPU."""
+    """The fastest placement that reproduces the model's logits. memory: for a cache on the CPU."""
     size = config.cache.block_size
     if loaded.kernels is not None:
         return NativePlacement(loaded, loaded.kernels, size, memory)
@@ -134,7 +134,7 @@ def place(config: EngineConfig, loaded: LoadedModel, memory: CacheMemory | None 
 
 
 def size_cache(config: EngineConfig, loaded: LoadedModel, placement: Placement) -> tuple[int, int]:
-    """(context length, number of blocks) that fit together. Raises: ModelLoadError when the length asked for cannot."""
+    """(context length, number of blocks) that fit together. Raises: ModelLoadError if the requested length does not."""
     size = config.cache.block_size
     block_bytes = placement.block_bytes
     num_blocks = choose_num_blocks(
@@ -151,18 +151,24 @@ def size_cache(config: EngineConfig, loaded: LoadedModel, placement: Placement) 
         raise ModelLoadError(
             config.model.model,
             f"a context of {loaded.max_model_len} tokens needs "
-            f"{-(-loaded.max_model_len // size) * block_bytes:,} bytes of KV cache and there is room for "
-            f"{num_blocks * block_bytes:,}; "
+            f"{-(-loaded.max_model_len // size) * block_bytes:,} bytes of KV cache, but only "
+            f"{num_blocks * block_bytes:,} are available; "
             "lower --max-model-len or raise --kv-cache-memory-bytes",
         )
-    logger.warning("the KV cache holds %d tokens: the context is cut from %d to that", capacity, loaded.max_model_len)
+    logger.warning(
+        "the KV cache holds only %d tokens: the context length is reduced from %d to that",
+        capacity,
+        loaded.max_model_len,
+    )
     return capacity, num_blocks
 
 
 def _place_on_cuda(config: EngineConfig, loaded: LoadedModel) -> Placement | None:
-    """None, with a warning, where the kernels cannot be had, fail or give other logits."""
+    """The CUDA kernels' placement; None, with a warning, if they are missing, fail or give other logits."""
     try:
-        from batchline.engine.cuda.placement import CudaPlacement  # Triton: only torch's CUDA builds bring it
+        from batchline.engine.cuda.placement import (
+            CudaPlacement,
+        )  # needs Triton, which only torch's CUDA builds include
     except ImportError as exc:
         logger.warning("Triton is missing (%s); attention runs in torch, which is slower", exc)
         return None
@@ -171,11 +177,11 @@ def _place_on_cuda(config: EngineConfig, loaded: LoadedModel) -> Placement | Non
         if placement.reproduces_torch():
             return placement
         logger.warning("the CUDA kernels do not reproduce this model's logits; attention runs in torch")
-    except Exception:  # compilers and drivers fail in any way
+    except Exception:  # compilers and drivers may fail with any exception
         logger.warning("the CUDA kernels failed; attention runs in torch", exc_info=True)
     return None
 
 
 def _free_share(loaded: LoadedModel) -> int:
-    """Free memory of the device. On a CPU half of it: the rest is for everything else."""
+    """The free memory of the device; on a CPU half of it, since the rest is for everything else."""
     return free_bytes() if loaded.device.type == "cuda" else free_bytes("cpu") // 2

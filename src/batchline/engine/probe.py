@@ -1,10 +1,10 @@
-"""Asks a loaded model how it attends, and refuses one that the packed path would get wrong.
+"""Finds out how a loaded model attends, and refuses a model that would give wrong results on packed steps.
 
-Made-up sequences run packed through the model with a recording attention, and by themselves through the model's own
-eager attention. The recording gives every layer's shapes and sliding window; the hidden states must agree: of short
-sequences through all layers up to rounding, of a long one through the first layers exactly, in float32 (`agreement`).
-So a model that mixes positions in any way the engine does not know (recurrent layers, position biases, attention
-sinks, attention in both directions) is named at load time and never gives wrong tokens.
+Test sequences run packed through the model with a recording attention, and one by one through the model's own eager
+attention. The recording gives every layer's shapes and sliding window. The hidden states must agree (`agreement`): for
+short sequences through all layers up to rounding, for a long one through the first layers exactly, in float32. So a
+model that mixes positions in a way that the engine does not know (recurrent layers, position biases, attention sinks,
+attention in both directions) is refused when it is loaded, and never gives wrong tokens.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ OWN_ATTENTION = "has attention code of its own, which the engine cannot replace 
 
 SHORT, NUM_SHORT = 6, 3
 LONG, LONGEST = 200, 600
-"""Positions of the long sequence: more only so that a sliding window ends within them, and never more than LONGEST."""
+"""Positions of the long sequence. It is longer only if a sliding window needs it, and never longer than LONGEST."""
 
 MAX_FIRST_LAYERS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """A model's attention layers in order, and what its own attention gives for the probe's sequences.
+    """A model's attention layers in order, and the results of its own attention for the probe's sequences.
 
-    short: (NUM_SHORT, SHORT) token ids, of which one sequence begins with the padding token; through all layers.
-    reference: their hidden states in float32, (rows, hidden); own: in the model's own format, the same tensor where
-    that is float32. long: (length,) token ids, through the first `num_first` layers, in float32: long_reference,
-    (length, hidden).
+    short: (NUM_SHORT, SHORT) token ids for all layers; one sequence begins with the padding token.
+    reference: their hidden states in float32, (rows, hidden). own: the same in the model's own format (the same tensor
+    if that is float32). long: (length,) token ids for the first `num_first` layers. long_reference: their hidden states
+    in float32, (length, hidden).
     """
 
     layers: list[LayerSpec]
@@ -57,7 +57,7 @@ class Probe:
 
 @dataclass(slots=True)
 class Recording:
-    """What the attention calls of one forward pass looked like. lengths: of the sequences in it. layers: by index."""
+    """The attention calls of one forward pass. lengths: of its sequences. layers: by index."""
 
     lengths: Sequence[int]
     layers: dict[int, LayerSpec] = field(default_factory=dict)
@@ -66,7 +66,7 @@ class Recording:
 
 @torch.inference_mode()
 def probe_model(name: str, model: Any, hf_config: Any) -> Probe:
-    """See the module. Raises: UnsupportedModel, naming the architecture and the reason."""
+    """See the module's docstring. Raises: UnsupportedModel, with the architecture and the reason."""
     architecture = type(model).__name__
     if not getattr(model, "_supports_attention_backend", False):
         raise UnsupportedModel(name, f"{architecture} {OWN_ATTENTION}")
@@ -75,7 +75,7 @@ def probe_model(name: str, model: Any, hf_config: Any) -> Probe:
     try:
         packed = _run_packed(model, list(short), recording)
         own, logits = _run_alone(model, short)
-    except Exception as exc:  # the model's code is foreign: on what it was not made for it may fail in any way
+    except Exception as exc:  # foreign code may fail in any way on inputs that it was not made for
         raise UnsupportedModel(name, f"{architecture} cannot be run on packed sequences ({exc})") from exc
     _refuse_damaged(name, ~own.isfinite().all(-1) | logits.isnan().any(-1).flatten(), short.flatten(), own.dtype)
     layers = _checked_layers(name, architecture, hf_config, recording)
@@ -97,7 +97,7 @@ def probe_model(name: str, model: Any, hf_config: Any) -> Probe:
 
 
 def _refuse_damaged(name: str, is_bad: torch.Tensor, token_ids: torch.Tensor, dtype: torch.dtype) -> None:
-    """is_bad: (n,), by token. Raises: UnsupportedModel naming the first bad one."""
+    """is_bad: (n,), by token. Raises: UnsupportedModel, with the first bad token."""
     if is_bad.any():
         raise UnsupportedModel(
             name,
@@ -116,7 +116,7 @@ def _differs(name: str, architecture: str, errors: torch.Tensor) -> UnsupportedM
 
 
 def first_layers_in_float32(model: Any, num_layers: int, num_first: int) -> ExitStack:
-    """Inside, the model has its first layers alone and computes in float32 (float64 stays)."""
+    """Inside the block, the model has only its first layers and computes in float32 (float64 stays)."""
     stack = ExitStack()
     stack.enter_context(with_first_layers(model, num_layers, num_first))
     stack.enter_context(widened(model, torch.float32))
@@ -136,7 +136,7 @@ def recording_attention(
     softcap: float | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Plain causal attention within each of the probe's sequences, noting the layer. Shapes as `paged_attention`."""
+    """Plain causal attention within each of the probe's sequences. Records the layer. Shapes as `paged_attention`."""
     if recording is None:
         raise TypeError("its layers do not hand keyword arguments on to their attention")
     layer = int(module.layer_idx)  # type: ignore[arg-type]
@@ -180,7 +180,7 @@ def _checked_layers(name: str, architecture: str, hf_config: Any, recording: Rec
 
 
 def _slides_by_mask_alone(hf_config: Any, recording: Recording) -> bool:
-    """Whether a config without layer types names a window that bites and no attention call does."""
+    """Whether a config without layer types sets a window that has an effect, but no attention call passes it."""
     window = getattr(hf_config, "sliding_window", None)
     return (
         window is not None
@@ -205,8 +205,8 @@ def _run_packed(model: Any, sequences: Sequence[torch.Tensor], recording: Record
 
 
 def _run_alone(model: Any, tokens: torch.Tensor, *, to_head: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
-    """Hidden states, (rows, hidden), and logits of sequences through the model's own attention. tokens: (n, length);
-    sequences of one length need no padding, so that each is by itself. to_head: without logits else."""
+    """Hidden states, (rows, hidden), and logits of sequences through the model's own attention. tokens: (n, length).
+    Sequences of equal length need no padding, so they do not affect each other. to_head: whether to compute logits."""
     _set_attention(model, "eager")
     try:
         return run_to_head(model, with_logits=to_head, input_ids=tokens)
@@ -219,8 +219,8 @@ class _AtHead(Exception):
 
 
 def run_to_head(model: Any, *, with_logits: bool = False, **inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """(hidden states that the head is given, logits), rows of all sequences one after another; logits are empty where
-    they are not asked for."""
+    """(hidden states that the head gets, logits), with the rows of all sequences concatenated. Logits are empty unless
+    `with_logits`."""
     given: list[torch.Tensor] = []
 
     def take(_head: Any, arguments: Any) -> None:
@@ -241,14 +241,14 @@ def run_to_head(model: Any, *, with_logits: bool = False, **inputs: Any) -> tupl
 
 
 def own_hidden_states(model: Any, probe: Probe) -> torch.Tensor:
-    """Of the short sequences, by the model's own attention: for a model that has changed since it was probed."""
+    """Hidden states of the short sequences by the model's own attention, for a model changed since it was probed."""
     with torch.inference_mode():
         return _run_alone(model, probe.short, to_head=False)[0]
 
 
 def _short_sequences(model: Any, hf_config: Any) -> torch.Tensor:
-    """Token ids spread over the vocabulary, the same at each call. One sequence begins with the padding token, another
-    has in its middle a token whose embedding is zero, as those of unused ids are, where there is one."""
+    """Token ids spread over the vocabulary, the same at each call. One sequence begins with the padding token. Another
+    has a token with a zero embedding in its middle, if there is one (embeddings of unused ids often are)."""
     length = min(SHORT, _num_positions(hf_config))
     tokens = _spread_tokens(model, hf_config, NUM_SHORT * length).view(NUM_SHORT, length)
     padding = getattr(hf_config, "pad_token_id", None)
@@ -278,7 +278,7 @@ def _num_positions(hf_config: Any) -> int:
 
 
 def _num_first_layers(model: Any, hf_config: Any, layers: Sequence[LayerSpec]) -> int:
-    """As many as hold one of each kind, within limits; two at least, since what one gives the next takes."""
+    """Enough layers to include one of each kind, within limits; at least two, so that one feeds another."""
     types = getattr(hf_config, "layer_types", None) or ()
     kinds = list(itertools.zip_longest(layers, types))
     return min(len(layers), MAX_FIRST_LAYERS, max(2, *(kinds.index(kind) + 1 for kind in kinds)))

@@ -1,9 +1,9 @@
-"""Int8: a loaded model's linear layers with 8-bit weights, on torch alone, natively, or packed for fused layers.
+"""Int8: gives a loaded model's linear layers 8-bit weights, to run on torch, natively, or packed for fused layers.
 
-Every plain linear layer between the embeddings and the language-model head is replaced; those two keep their numbers.
-A weight has a scale per output, activations get one per row (a token) when they arrive, and sums are exact integers,
-so that all ways of running such a layer give the same numbers, whatever the batch. What is no plain linear layer (a
-mixture's stacked experts) cannot be replaced, and a model that has such weights is refused.
+Replaces every plain linear layer between the embeddings and the language-model head; those two are not changed. A
+weight has a scale per output, and activations get one per row (token) at run time. Sums are exact integers, so every
+way of running such a layer gives the same numbers, independent of the batch. Other weights (such as a mixture's stacked
+experts) cannot be quantized, and a model with such weights is refused.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from batchline.native.int8 import Int8Kernels, PackedInt8Linear, pack_int8, pack
 
 
 class Int8Linear(nn.Module):
-    """A linear layer of bytes, on torch alone: what the kernels must equal."""
+    """An int8 linear layer in plain torch: the reference for the kernels."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Int8Linear(nn.Module):
 
     @property
     def out_features(self) -> int:
-        """As of the layer that it stands for."""
+        """The original layer's number of outputs."""
         return len(self.values)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -75,7 +75,7 @@ class Int8Format:
 
 
 def quantize_linears(name: str, model: Any) -> None:
-    """Replace, in place, the model's linear layers by `Int8Linear`. Raises: UnsupportedModel, before anything is."""
+    """Replace the model's linear layers by `Int8Linear`, in place. Raises: UnsupportedModel, before any change."""
     kept = {id(parameter) for parameter in model.get_output_embeddings().parameters()}
     plain = []
     for path, module in model.named_modules():
@@ -93,7 +93,7 @@ def quantize_linears(name: str, model: Any) -> None:
 
 
 def use_int8_kernels(model: Any, kernels: Int8Kernels) -> None:
-    """Run every `Int8Linear` of the model on the kernels, in place. The weights are packed, not kept twice."""
+    """Run every `Int8Linear` of the model on the kernels, in place. The weights are packed, not stored twice."""
     linears = [(path, module) for path, module in model.named_modules() if isinstance(module, Int8Linear)]
     for path, linear in linears:
         model.set_submodule(path, NativeInt8Linear(linear, kernels))

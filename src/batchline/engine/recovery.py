@@ -1,6 +1,6 @@
-"""How the engine goes on after a step that failed: which sequences to try next, and how many tokens at once.
+"""Decides how the engine continues after a failed step: which sequences to try next, and how many tokens at once.
 
-No tensors, no torch. A step that raised is undone before any of this is asked.
+No tensors, no torch. The engine undoes a failed step before it uses this module.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from batchline.engine.sequence import Sequence
 
 MIN_PATIENCE = 8
 MAX_PATIENCE = 512
-"""Good steps of more than half the limit before a step may hold twice as many tokens again; doubled each time that this
-proves to be too many."""
+"""After this many good steps of more than half the limit, the limit doubles. The number itself doubles each time that
+the larger limit proves too high."""
 
 
 class StepSize:
-    """How many tokens a step may hold: fewer after one that did not fit in memory, more again after good ones."""
+    """The limit of a step's tokens: lower after a step that did not fit in memory, higher again after good steps."""
 
     def __init__(self, max_num_tokens: int) -> None:
         self._max_num_tokens = max_num_tokens
         self.reset()
 
     def reset(self) -> None:
-        """To the most."""
+        """Set the limit to its maximum."""
         self.limit = self._max_num_tokens
         self._patience = MIN_PATIENCE
         self._num_good = 0
         self._has_grown = False
 
     def shrink(self, num_tokens: int) -> None:
-        """After a step of `num_tokens` that did not fit."""
+        """Lower the limit after a step of `num_tokens` that did not fit."""
         self.limit = max(1, min(self.limit, num_tokens) // 2)
         self._num_good = 0
         if self._has_grown:
@@ -41,7 +41,7 @@ class StepSize:
             self._has_grown = False
 
     def note_good_step(self, num_tokens: int) -> None:
-        """Grow, if it is time for it. A step of at most half the limit says nothing about the size."""
+        """Raise the limit if it is time. A step of at most half the limit proves nothing about it."""
         if self.limit == self._max_num_tokens and not self._has_grown:
             return
         if 2 * num_tokens <= self.limit:
@@ -58,9 +58,9 @@ class StepSize:
 
 
 class FaultSearch:
-    """Finds the sequence that makes steps fail by running ever smaller parts of a failed step.
+    """Finds the sequence that makes steps fail, by running smaller and smaller parts of a failed step.
 
-    Its groups, of sequences that have not been in a good step since, are tried one after another.
+    Its groups hold sequences that have not been in a good step since. They are tried one after another.
     """
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class FaultSearch:
 
     @property
     def group(self) -> set[Sequence] | None:
-        """The sequences that the next step may hold; None while nothing is suspected."""
+        """The sequences that the next step may hold; None if no sequence is suspected."""
         while self._groups:
             group = self._groups[-1]
             group -= {sequence for sequence in group if sequence.is_finished}
@@ -78,7 +78,7 @@ class FaultSearch:
         return None
 
     def narrow(self, sequences: Iterable[Sequence]) -> Sequence | None:
-        """After a step of these failed. Returns the culprit if it was alone, else None: its halves are tried next."""
+        """After a step of these failed: the culprit if it ran alone; otherwise None, and its halves are tried next."""
         suspects = sorted(sequences, key=lambda sequence: sequence.order)
         self.clear(suspects)
         if len(suspects) == 1:
@@ -88,13 +88,13 @@ class FaultSearch:
         return None
 
     def clear(self, sequences: Iterable[Sequence]) -> None:
-        """These are not suspected any more."""
+        """Clear these sequences of suspicion."""
         for group in self._groups:
             group.difference_update(sequences)
 
 
 def canary(block_size: int, vocab_size: int) -> Sequence:
-    """A made-up harmless sequence, more urgent than all others: an engine that cannot run it is broken itself."""
+    """A harmless test sequence with the highest priority. An engine that cannot run it is broken."""
     prompt = tuple(number % vocab_size for number in range(1, min(4, block_size) + 1))
     sampling = SamplingParams(max_tokens=1, temperature=0.0)
     request = GenerationRequest(request_id="canary", prompt_token_ids=prompt, sampling=sampling, priority=-sys.maxsize)
@@ -102,11 +102,11 @@ def canary(block_size: int, vocab_size: int) -> Sequence:
 
 
 def reraise_interrupt(exc: BaseException) -> None:
-    """For handlers that must catch more than `Exception`, since code written in Rust panics beside it."""
+    """For handlers that catch more than `Exception`, because panics of Rust code are not `Exception`s."""
     if isinstance(exc, (KeyboardInterrupt, SystemExit)):
         raise exc
 
 
 def drop_locals(exc: BaseException) -> None:
-    """Free what the frames of a failed step hold: its activations, whose memory the next step needs."""
+    """Clear the local variables of a failed step's frames: they hold activations, whose memory the next step needs."""
     traceback.clear_frames(exc.__traceback__)

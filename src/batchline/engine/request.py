@@ -1,6 +1,6 @@
-"""What goes into the engine and what comes out: token ids and numbers only.
+"""The engine's inputs and outputs: token ids and numbers only.
 
-These are the engine's boundary types: immutable, free of torch, shared by the thread that asks and the one that runs.
+These types are immutable and need no torch. The callers' threads and the engine's thread share them.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ FinishReason = Literal["stop", "length", "abort"]
 class BannedSequences:
     """Token sequences that must not appear in an output. Immutable; shared by the sequences of a request.
 
-    Found by the token before their last one, so that a step costs little whatever their number. extremes: the smallest
-    and the largest token id of all.
+    Indexed by the token before the last one, so that a step's cost hardly depends on their number. extremes: the
+    smallest and the largest of all token ids.
     """
 
     def __init__(self, sequences: Iterable[tuple[int, ...]]) -> None:
-        """sequences: none of them empty."""
+        """sequences: must not be empty."""
         self.sequences = tuple(dict.fromkeys(sequences))
         self._always = np.array([ids[0] for ids in self.sequences if len(ids) == 1], dtype=np.int64)
         lasts: dict[tuple[int, ...], list[int]] = {}
@@ -52,13 +52,13 @@ class BannedSequences:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How the next token of one sequence is chosen and when the sequence ends.
+    """How the next token of one sequence is chosen, and when the sequence ends.
 
-    Everything is already resolved to token ids and validated; `max_tokens` fits the context.
+    All values are already validated and resolved to token ids, and `max_tokens` fits the context.
 
     temperature: 0 is greedy (callers map anything below 1e-5 to 0). top_k: 0 is off. top_p: 1 is off. min_p: 0 is off.
-    seed: with it, the token at output position i depends on (seed, i) and the logits alone, not on other sequences.
-    eos_token_ids: end the sequence with `stop_reason` None; empty under `ignore_eos`.
+    seed: with a seed, the token at output position i depends only on (seed, i) and the logits, not on other sequences.
+    eos_token_ids: end the sequence with `stop_reason` None; empty with `ignore_eos`.
     stop_token_ids: end it with the token id as `stop_reason`.
     min_tokens: until then, neither eos nor stop token ids can be sampled.
     logprobs: how many alternatives to report per output token besides the sampled one; None reports nothing,
@@ -92,7 +92,7 @@ class SamplingParams:
 
 
 class TokenMatcher(Protocol):
-    """Follows one sequence's output and tells which tokens may come next. Mutable, used by one thread at a time."""
+    """Follows one sequence's output and computes which tokens may come next. Mutable, used by one thread at a time."""
 
     @property
     def is_finished(self) -> bool:
@@ -105,11 +105,11 @@ class TokenMatcher(Protocol):
         """
 
     def accept(self, token_id: int) -> None:
-        """Go on behind a token that was sampled, not one that ends the sequence. Raises: ConstraintFailed."""
+        """Advance by a sampled token that does not end the sequence. Raises: ConstraintFailed."""
 
 
 class TokenConstraint(Protocol):
-    """What an output must be. Immutable; the sequences of a request share it."""
+    """What an output must match. Immutable; the sequences of a request share it."""
 
     def matcher(self) -> TokenMatcher:
         """A matcher at the beginning of an output."""
@@ -117,14 +117,14 @@ class TokenConstraint(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """One sequence to run. `max_tokens=0` computes the prompt alone (for `echo` and prompt logprobs).
+    """One sequence to run. `max_tokens=0` computes only the prompt (for `echo` and prompt logprobs).
 
-    priority: smaller runs earlier, and takes the seat of a greater one that runs; ties go by arrival.
-    stream: outputs arrive after every step, or after several where readers are behind; otherwise the whole output
-    arrives once, when the sequence ends (which spares the event loop one wake-up per token).
-    constraint: what the output must be; None leaves it free. A sequence ends by itself where nothing could follow.
-    cache_key: what its keys and values depend on besides the token ids, or whom they belong to. Only requests with an
-    equal one share blocks of the prefix cache.
+    priority: a smaller number runs earlier, and preempts a running sequence with a larger one; ties go by arrival.
+    stream: outputs arrive after every step, or after several steps if readers are slow. Otherwise the whole output
+    arrives once, when the sequence ends (which saves the event loop a wake-up per token).
+    constraint: what the output must match; None allows everything. A sequence ends when no token could follow.
+    cache_key: what its keys and values depend on besides the token ids, or whom they belong to. Only requests with
+    equal keys share blocks of the prefix cache.
     """
 
     request_id: str
@@ -138,7 +138,7 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingRequest:
-    """A prompt whose last position's final hidden state is wanted (last-token pooling), not new tokens.
+    """A prompt for last-token pooling: the result is the final hidden state of its last position, not new tokens.
 
     cache_key: see `GenerationRequest`.
     """
@@ -153,7 +153,7 @@ class EmbeddingRequest:
 class TokenLogprobs:
     """Log-probability of one token and of the most likely alternatives at its position.
 
-    rank: 1 is the most likely token. top: (token id, log-probability), best first, as many as were asked for.
+    rank: 1 is the most likely token. top: (token id, log-probability), best first, as many as requested.
     """
 
     token_id: int
@@ -164,12 +164,12 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationOutput:
-    """What is new of one sequence since its previous output; the last one carries `finish_reason`.
+    """The new tokens of one sequence since its previous output. The last output has a `finish_reason`.
 
-    token_ids: new tokens, a final eos or stop token included. logprobs: one per new token where asked for.
+    token_ids: new tokens, including a final eos or stop token. logprobs: one per new token if requested.
     prompt_logprobs: in the first output only; the first prompt token has None.
     stop_reason: the stop token id that ended it, None for eos and length.
-    is_complete: whether its constraint ended it, since nothing could follow; the last token is then no end token.
+    is_complete: whether the constraint ended it because no token could follow; the last token is then not an end token.
     num_cached_tokens: prompt tokens whose keys and values came from the prefix cache.
     """
 
@@ -194,7 +194,7 @@ class EmbeddingOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestFailed:
-    """The engine had to give a request up; it goes on with the others."""
+    """A request failed; the engine continues with the others."""
 
     request_id: str
     error: EngineError
@@ -202,7 +202,7 @@ class RequestFailed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """Counters of finished requests since the start, and the state of the queue and cache.
+    """Counters of finished requests since the start, and the current state of the queue and cache.
 
     cached_tokens: prompt tokens taken from the prefix cache. cache_usage: share of blocks in use, 0..1.
     """

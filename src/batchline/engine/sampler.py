@@ -1,7 +1,7 @@
-"""From logits to the next token of every sequence, vectorised over the batch.
+"""Samples the next token of every sequence from the logits, vectorised over the batch.
 
-Order: raw log-probabilities (what is reported, `logprobs.py`) -> the constraint's mask -> what the request rules out,
-favours and penalises (`logits_processing.py`) -> greedy, or temperature, filters and one draw (`drawing.py`).
+Order: raw log-probabilities, which are reported (`logprobs.py`) -> the constraint's mask -> the request's masks, biases
+and penalties (`logits_processing.py`) -> greedy, or temperature, filters and one draw (`drawing.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from batchline.engine.sequence import Sequence as RunningSequence
 
 
 def sample(logits: torch.Tensor, sequences: Sequence[RunningSequence]) -> list[int | None]:
-    """The next token of each sequence, None where every token is ruled out.
+    """The next token of each sequence; None if every token is ruled out.
 
     logits: (num_seqs, vocab) float32, modified in place.
     """

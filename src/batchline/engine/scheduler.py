@@ -1,15 +1,17 @@
-"""What the next step computes: which sequences, which of their positions, in which cache blocks.
+"""Decides what the next step computes: which sequences, which of their positions, in which cache blocks.
 
 No tensors, no torch. One step holds at most `max_num_batched_tokens` new positions of at most `max_num_seqs`
-sequences; decodes and prefill chunks share it. Running sequences go first, in the order (priority, arrival); waiting
-ones fill what is left. When the cache is full, the last sequence in that order is preempted: its blocks are freed and
-it is computed again later from its tokens (recompute), which the prefix cache may shorten. A waiting sequence of a
-strictly smaller priority preempts in the same way when it finds no seat or no blocks; equal ones never take each
-other's, so that no two can take turns at it. Nobody is preempted where that would not make enough room.
+sequences; decodes and prefill chunks share it. Running sequences come first, in the order (priority, arrival); waiting
+ones fill the rest of the step.
 
-A block is registered for reuse as soon as the step that fills it is scheduled. This is safe because every layer
-writes the step's keys and values before any of its sequences read them, so even sequences of the same step share.
-A step that fails is taken back with `undo`.
+When the cache is full, the last sequence in that order is preempted: its blocks are freed, and it is recomputed later
+from its tokens, which the prefix cache may shorten. A waiting sequence with a strictly smaller priority number preempts
+in the same way if there is no seat or no block for it. Sequences of equal priority never preempt each other, so they
+cannot alternate endlessly. No sequence is preempted if that would not free enough blocks.
+
+A block is registered for reuse as soon as the step that fills it is scheduled. This is safe because every layer writes
+the step's keys and values before any of its sequences read them, so even sequences of the same step can share it.
+`undo` reverts a step that failed.
 """
 
 from __future__ import annotations
@@ -42,13 +44,13 @@ class Chunk:
 
     @property
     def is_last(self) -> bool:
-        """Whether the sequence's next token (or its hidden state) comes out of this step."""
+        """Whether this step produces the sequence's next token (or its hidden state)."""
         return self.end == self.sequence.num_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One packed forward pass. blocks_to_clear: to be set to 0 before it, as they may hold NaN of earlier owners."""
+    """One packed forward pass. blocks_to_clear: must be set to 0 before it, as they may hold NaN of earlier owners."""
 
     chunks: tuple[Chunk, ...]
     blocks_to_clear: tuple[int, ...] = ()
@@ -60,33 +62,35 @@ class Step:
 
 
 class Scheduler:
-    """Owns the waiting line, the running sequences and, through the pool, their blocks.
+    """Owns the queue, the running sequences and, through the pool, their blocks.
 
-    max_num_batched_tokens: most tokens of a step; may be changed between steps.
+    max_num_batched_tokens: the limit of a step's tokens; may be changed between steps.
     """
 
     def __init__(
         self, config: SchedulerConfig, pool: BlockPool, max_num_prompt_logprob_tokens: int | None = None
     ) -> None:
-        """max_num_prompt_logprob_tokens: prompt positions of a step whose logits are wanted, all sequences together;
-        None does not limit them."""
+        """max_num_prompt_logprob_tokens: the limit of a step's prompt positions whose logits are wanted, over all
+        sequences; None is no limit."""
         self.max_num_batched_tokens = config.max_num_batched_tokens
         self.max_num_seqs = config.max_num_seqs
         self._max_num_prompt_logprob_tokens = max_num_prompt_logprob_tokens or config.max_num_batched_tokens
         self._num_prompt_logprob_tokens = 0
         self.pool = pool
         self.running: list[Sequence] = []
-        self._waiting: list[Sequence] = []  # the next one last, where taking it out costs nothing
+        self._waiting: list[Sequence] = []  # in reverse order, because removing the last one is cheap
         self.num_preemptions = 0
         self._preempted: list[Sequence] = []
-        self._seated: dict[Sequence, int | None] = {}  # by the last step; with their num_cached_tokens before
+        self._seated: dict[
+            Sequence, int | None
+        ] = {}  # sequences that the last step seated -> their num_cached_tokens before
         self._blocks_to_clear: list[int] = []
         self._unseatable: Sequence | None = None
         self._keeps_reserve = True
 
     @property
     def num_waiting(self) -> int:
-        """Sequences in the waiting line."""
+        """Sequences in the queue."""
         return len(self._waiting)
 
     @property
@@ -95,11 +99,11 @@ class Scheduler:
         return bool(self.running or self._waiting)
 
     def add(self, sequence: Sequence) -> None:
-        """Put a sequence into the waiting line. It must fit into the whole cache on its own."""
+        """Put a sequence into the queue. It must fit into the empty cache."""
         insort(self._waiting, sequence, key=_last_first)
 
     def abort(self, sequence: Sequence) -> None:
-        """End a sequence wherever it is: it leaves the waiting line, or its blocks are freed."""
+        """End a sequence: remove it from the queue, or free its blocks."""
         if sequence.status is SequenceStatus.WAITING:
             sequence.finish("abort")
             del self._waiting[bisect_left(self._waiting, _last_first(sequence), key=_last_first)]
@@ -117,7 +121,7 @@ class Scheduler:
     def schedule(self, only: Collection[Sequence] | None = None) -> Step:
         """The next step. Allocates blocks and marks the positions as computed; may preempt.
 
-        only: the sequences that it may hold, to find out which of them makes steps fail; None allows all.
+        only: the sequences that it may hold, to find the one that makes steps fail; None allows all.
         """
         self._num_prompt_logprob_tokens = 0
         self._seated.clear()
@@ -134,8 +138,8 @@ class Scheduler:
         return step
 
     def undo(self, step: Step) -> None:
-        """Take back the step that was scheduled last: its positions count as not computed, and the sequences that it
-        seated wait again. Nobody finds the prefixes that it was to fill, or reads what it may have written."""
+        """Revert the last scheduled step: its positions count as not computed, and the sequences that it seated wait
+        again. No sequence finds the prefixes that it should have filled, or reads what it may have written."""
         size = self.pool.block_size
         for chunk in step.chunks:
             filled = chunk.sequence.block_table[chunk.start // size : -(-chunk.end // size)]
@@ -153,8 +157,8 @@ class Scheduler:
                 self._unseat(sequence)
 
     def restart(self, sequences: Iterable[Sequence]) -> None:
-        """Begin again with an empty cache and these sequences waiting: after a fault that left the accounting in doubt.
-        They keep their tokens."""
+        """Start over with an empty cache and these sequences waiting, after a fault that may have corrupted the
+        accounting. They keep their tokens."""
         self._preempted += [sequence for sequence in sequences if sequence.status is SequenceStatus.RUNNING]
         self.running, self._waiting = [], []
         self.pool.reset()
@@ -168,11 +172,11 @@ class Scheduler:
         return list(dict.fromkeys(preempted))
 
     def check_integrity(self) -> None:
-        """Raises BlockPoolCorrupt where blocks are leaked, doubly owned or wrongly free."""
+        """Raises BlockPoolCorrupt if blocks are leaked, owned twice or wrongly free."""
         self.pool.check_integrity([sequence.block_table for sequence in self.running])
 
     def _fill_step(self, running: list[Sequence]) -> Step:
-        """running: those that may have a turn, in order."""
+        """running: the sequences that this step may compute, in order."""
         budget = self.max_num_batched_tokens
         chunks: list[Chunk] = []
         for sequence in running:
@@ -182,7 +186,7 @@ class Scheduler:
             if budget == 0:
                 break
             if sequence.status is not SequenceStatus.RUNNING:
-                continue  # preempted just now, for one before it
+                continue  # just preempted for a sequence before it
             end = self._chunk_end(sequence, budget)
             if end == sequence.num_computed_tokens or not self._make_room(sequence, end):
                 continue
@@ -194,8 +198,8 @@ class Scheduler:
     def _admit(self, budget: int, *, before: Sequence | None = None) -> list[Chunk]:
         """Move waiting sequences into the step while budget, seats and blocks last.
 
-        before: a running sequence that is to have its turn now; only those of a smaller priority are admitted, and
-        what they lack is taken from the back of the order, where none has had its turn yet.
+        before: a running sequence whose turn is next. Only sequences of a smaller priority are admitted; if they lack
+        seats or blocks, sequences at the back of the order are preempted, which have not had their turn yet.
         """
         chunks: list[Chunk] = []
         while budget > 0 and self._waiting:
@@ -203,7 +207,7 @@ class Scheduler:
             if before is not None and (sequence.priority >= before.priority or sequence is self._unseatable):
                 break
             if self._chunk_end(sequence, budget) == 0:
-                break  # its logits are wanted, and the step has enough of those
+                break  # its prompt logits are wanted, and the step is full of those
             if not self._seat(sequence, before):
                 break
             self._waiting.pop()
@@ -215,7 +219,7 @@ class Scheduler:
     def _seat(self, sequence: Sequence, before: Sequence | None) -> bool:
         """Give a waiting sequence a seat, its cached prefix and blocks for all its tokens; False if it must wait.
 
-        before: None leaves a reserve for the running sequences; else those from `before` on may be preempted for it.
+        before: None leaves a reserve for the running sequences; otherwise sequences from `before` on may be preempted.
         """
         pool = self.pool
         max_cached = 0 if sequence.wants_prompt_logprobs else (sequence.num_tokens - 1) // pool.block_size
@@ -237,15 +241,15 @@ class Scheduler:
         sequence.num_registered_blocks = len(cached)
         sequence.last_block_uid = pool.uid_of(cached[-1]) if cached else ROOT_UID
         self._seated[sequence] = sequence.num_cached_tokens
-        if sequence.num_cached_tokens is None:  # a preempted sequence keeps what its first start found
+        if sequence.num_cached_tokens is None:  # a preempted sequence keeps the number of its first start
             sequence.num_cached_tokens = sequence.num_computed_tokens
         sequence.status = SequenceStatus.RUNNING
         self.running.append(sequence)
         return True
 
     def _leaves_reserve(self, num_wanted: int) -> bool:
-        """Whether, with so many blocks taken, one is left for each running sequence that may need one more. Who is
-        admitted without that would be preempted for the next tokens of the others."""
+        """Whether, after taking `num_wanted` blocks, one is left for each running sequence that may need one more.
+        Without this reserve, the next tokens of the others would preempt the admitted sequence."""
         size = self.pool.block_size
         num_left = self.pool.num_free - num_wanted
         return (
@@ -256,7 +260,7 @@ class Scheduler:
         )
 
     def _make_room(self, sequence: Sequence, end: int) -> bool:
-        """Blocks for positions up to `end`, preempting sequences behind it; False if it must wait with what it has."""
+        """Allocate blocks for positions up to `end`, preempting later sequences; False if there are not enough."""
         missing = self._num_blocks(end) - len(sequence.block_table)
         if missing <= 0:
             return True
@@ -270,8 +274,8 @@ class Scheduler:
     def _preempt(
         self, victims: list[Sequence], missing: int, cached: Collection[int] = (), *, needs_seat: bool = False
     ) -> bool:
-        """Preempt as many of the victims as it takes, the last in the order first, until `missing` blocks are free
-        besides the cached ones. False, and nobody is preempted, where all of them would not do."""
+        """Preempt victims, the last in the order first, until `missing` blocks are free besides the cached ones.
+        Returns False, and preempts none, if all of them would not suffice."""
         pool = self.pool
         room = pool.num_free - pool.num_free_among(cached)
         freed = pool.num_freed_by([victim.block_table for victim in victims], besides=cached)
@@ -287,14 +291,14 @@ class Scheduler:
         return True
 
     def _unseat(self, sequence: Sequence) -> None:
-        """Back into the waiting line with nothing computed."""
+        """Move a sequence back to the queue with nothing computed."""
         self._free_blocks(sequence)
         sequence.forget_computed()
         self.running.remove(sequence)
         self.add(sequence)
 
     def _free_blocks(self, sequence: Sequence) -> None:
-        """Free its blocks. Those that hold numbers of which no step has shown that they are finite are tainted."""
+        """Free a sequence's blocks. Blocks with numbers that no step has proved finite are tainted."""
         first, last = sequence.num_finite_tokens, sequence.num_computed_tokens
         if first < last:
             size = self.pool.block_size
@@ -307,7 +311,7 @@ class Scheduler:
         return blocks
 
     def _chunk_end(self, sequence: Sequence, budget: int) -> int:
-        """Where the sequence's chunk of this step may end."""
+        """The largest end of the sequence's chunk in this step."""
         if self._computes_prompt_logprobs(sequence):
             budget = min(budget, self._max_num_prompt_logprob_tokens - self._num_prompt_logprob_tokens)
         return sequence.num_computed_tokens + min(sequence.num_uncomputed_tokens, budget)
@@ -316,7 +320,7 @@ class Scheduler:
         return sequence.wants_prompt_logprobs and sequence.num_computed_tokens < sequence.num_prompt_tokens
 
     def _schedule_chunk(self, sequence: Sequence, end: int) -> Chunk:
-        """The chunk up to `end`; its positions count as computed and its full blocks as registered from here on."""
+        """The chunk up to `end`. From now on its positions count as computed and its full blocks as registered."""
         chunk = Chunk(sequence, sequence.num_computed_tokens, end, sequence.last_block_uid)
         if self._computes_prompt_logprobs(sequence):
             self._num_prompt_logprob_tokens += chunk.num_tokens
@@ -336,5 +340,5 @@ class Scheduler:
 
 
 def _last_first(sequence: Sequence) -> tuple[int, int]:
-    """Sort key of the waiting line."""
+    """Sort key of the queue."""
     return (-sequence.priority, -sequence.arrival)

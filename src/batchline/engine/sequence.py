@@ -1,6 +1,6 @@
-"""One request while it runs: its tokens, how far its keys and values are computed, and the cache blocks it holds.
+"""One running request: its tokens, how far its keys and values are computed, and the cache blocks it holds.
 
-The only mutable object of the engine besides the caches. The scheduler moves it; the sampler appends to it.
+The engine's only mutable object besides the caches. The scheduler changes its state; the engine appends sampled tokens.
 
     token_ids   |<------- prompt ------->|<-- output -->|
     cache       |<-- num_computed_tokens -->|            (positions whose keys and values are in the cache)
@@ -30,7 +30,7 @@ EMBEDDING_SAMPLING = SamplingParams(max_tokens=0)
 
 
 class SequenceStatus(enum.Enum):
-    """WAITING -> RUNNING -> FINISHED; preemption and only preemption goes back from RUNNING to WAITING."""
+    """WAITING -> RUNNING -> FINISHED. Preemption goes back from RUNNING to WAITING."""
 
     WAITING = enum.auto()
     RUNNING = enum.auto()
@@ -38,10 +38,10 @@ class SequenceStatus(enum.Enum):
 
 
 class Sequence:
-    """State of one running request. `seed` is the request's own, or one drawn for it.
+    """State of one running request. `seed` is the request's own or a random one.
 
-    matcher: where its output stands in what it must be; preemption leaves it as it is, since no token is taken back.
-    num_finite_tokens: positions whose keys and values are known to be finite, because a finite result came of them.
+    matcher: follows its output through its constraint. Preemption does not change it, because tokens are kept.
+    num_finite_tokens: positions whose keys and values are known to be finite, because a finite result depended on them.
     """
 
     __slots__ = (
@@ -97,12 +97,12 @@ class Sequence:
 
     @property
     def request_id(self) -> str:
-        """The id its outputs carry."""
+        """The id in its outputs."""
         return self.request.request_id
 
     @property
     def order(self) -> tuple[int, int]:
-        """Sort key: who runs first, and, from the other end, who is preempted first."""
+        """Sort key: the first runs first, the last is preempted first."""
         return (self.priority, self.arrival)
 
     @property
@@ -122,7 +122,7 @@ class Sequence:
 
     @property
     def max_num_computed_tokens(self) -> int:
-        """The most positions that it can come to fill: its last token is not computed."""
+        """The most positions that it can fill in the cache; its last token is never computed."""
         return self.num_prompt_tokens + max(0, self.sampling.max_tokens - 1)
 
     @property
@@ -137,7 +137,7 @@ class Sequence:
 
     @property
     def needs_next_token(self) -> bool:
-        """Whether a token is to be sampled at all once the prompt is computed."""
+        """Whether a token must be sampled once the prompt is computed."""
         return self.sampling.max_tokens > 0
 
     def tokens_between(self, start: int, end: int) -> np.ndarray:
@@ -145,7 +145,7 @@ class Sequence:
         return np.array(self.token_ids[start:end], dtype=np.int64)
 
     def append(self, token_id: int) -> None:
-        """Add a sampled token and see whether it ends the sequence. Raises: ConstraintFailed."""
+        """Add a sampled token; finish the sequence if the token ends it. Raises: ConstraintFailed."""
         self.token_ids.append(token_id)
         sampling = self.sampling
         if token_id in sampling.eos_token_ids:
@@ -165,14 +165,14 @@ class Sequence:
         self.stop_reason = stop_reason
 
     def _completes(self, token_id: int) -> bool:
-        """Whether the constraint lets nothing follow the token."""
+        """Whether the constraint allows no token after this one."""
         if self.matcher is None:
             return False
         self.matcher.accept(token_id)
         return self.matcher.is_finished
 
     def forget_computed(self) -> None:
-        """Back to nothing computed: its blocks were taken from it. Tokens and results stay."""
+        """Reset to nothing computed, because its blocks were freed. Tokens and results stay."""
         self.status = SequenceStatus.WAITING
         self.num_computed_tokens = 0
         self.num_finite_tokens = 0
@@ -182,7 +182,7 @@ class Sequence:
 
 
 def _matcher(request: GenerationRequest | EmbeddingRequest) -> TokenMatcher | None:
-    """A matcher for a request that is constrained and has tokens to sample."""
+    """A matcher, if the request has a constraint and tokens to sample."""
     if isinstance(request, EmbeddingRequest) or request.constraint is None or request.sampling.max_tokens == 0:
         return None
     return request.constraint.matcher()

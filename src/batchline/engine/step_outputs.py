@@ -1,4 +1,4 @@
-"""What callers get of a step: outputs made from sequences, and the log-probabilities of prompts collected for them."""
+"""Makes the callers' outputs of a step, and collects the log-probabilities of prompts for them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from batchline.engine.sequence import Sequence
 
 
 def note_prompt_logprobs(chunk: Chunk, logits: torch.Tensor) -> None:
-    """Position i's logits give token i + 1's log-probability. What was noted before, ahead of a preemption or in a step
-    that was undone, is kept."""
+    """Record prompt log-probabilities: position i's logits give those of token i + 1. Earlier records are kept, such as
+    from before a preemption or from an undone step."""
     sequence = chunk.sequence
     first = len(sequence.prompt_logprobs) - 1
     last = min(chunk.end, sequence.num_prompt_tokens - 1)
@@ -25,7 +25,7 @@ def note_prompt_logprobs(chunk: Chunk, logits: torch.Tensor) -> None:
 
 
 def embedding_output(sequence: Sequence, hidden: torch.Tensor) -> EmbeddingOutput:
-    """The output of a prompt that was computed for its hidden state. hidden: (hidden_size,)."""
+    """The output of an embedding request. hidden: (hidden_size,)."""
     return EmbeddingOutput(
         request_id=sequence.request_id,
         hidden=hidden.float().cpu().numpy().copy(),  # a view would keep the whole step's rows
@@ -34,7 +34,7 @@ def embedding_output(sequence: Sequence, hidden: torch.Tensor) -> EmbeddingOutpu
 
 
 def generation_output(sequence: Sequence) -> GenerationOutput:
-    """What is new since the previous output; marks it as handed out."""
+    """The tokens since the previous output; marks them as reported."""
     start = sequence.num_emitted_tokens
     sequence.num_emitted_tokens = sequence.num_output_tokens
     wants_logprobs = sequence.sampling.logprobs is not None

@@ -1,5 +1,5 @@
-"""From a computed step to what it gives each sequence. Nothing is applied to the sequences yet, so that a step that
-fails here can be undone and computed again."""
+"""Reads each sequence's result from a computed step. The results are not applied to the sequences here, so that a step
+that fails can be undone and computed again."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from batchline.errors import ConstraintFailed, EngineError, NumbersNotFinite
 
 @dataclass(slots=True)
 class SequenceResult:
-    """What a step gives one sequence: a token, a hidden state, an error, or nothing where none is to be sampled.
+    """A step's result for one sequence: a token, a hidden state, an error, or nothing if no token is sampled.
 
-    row: of the step's logits and hidden states, its last position's.
+    row: the row of its last position in the step's logits and hidden states.
     """
 
     sequence: Sequence
@@ -37,7 +37,7 @@ class SequenceResult:
 
 
 def finite_reach(layers: SequenceOf[LayerSpec]) -> int | None:
-    """How far back NaN among keys and values is sure to show in a position's result; None is all the way."""
+    """How many positions back NaN in keys and values is certain to show in a position's result; None is all."""
     windows = [spec.sliding_window for spec in layers]
     return None if None in windows else sum(window - 1 for window in windows if window is not None)
 
@@ -46,9 +46,9 @@ def finite_reach(layers: SequenceOf[LayerSpec]) -> int | None:
 def read_results(
     step: Step, result: StepResult, masks: StepMasks | None, vocab_size: int, reach: int | None
 ) -> list[SequenceResult]:
-    """Sample where a sequence's last position was computed. Returns no entry for prompts that are not through.
+    """Sample for the sequences whose last position was computed. Unfinished prompts get no result.
 
-    vocab_size: tokens from there on are never sampled. reach: see `finite_reach`.
+    vocab_size: token ids from this one on are never sampled. reach: see `finite_reach`.
     """
     results: list[SequenceResult] = []
     sampled: list[SequenceResult] = []
@@ -84,7 +84,7 @@ def read_results(
 
 
 def _sample(results: SequenceOf[SequenceResult], logits: torch.Tensor, masks: StepMasks | None) -> None:
-    """Fill in the next tokens, and their log-probabilities where wanted, or why there is none."""
+    """Fill in the next tokens, and their log-probabilities if wanted, or the error."""
     sequences = [result.sequence for result in results]
     wanting = [index for index, s in enumerate(sequences) if s.sampling.logprobs is not None]
     rows = [result.row for result in results]
@@ -107,7 +107,7 @@ def _sample(results: SequenceOf[SequenceResult], logits: torch.Tensor, masks: St
 
 
 def _constrain(logits: torch.Tensor, results: SequenceOf[SequenceResult], masks: StepMasks) -> None:
-    """Leave to each constrained sequence what its matcher allows, once the masks are there. In place."""
+    """Wait for the masks, and rule out the tokens that each constrained sequence's matcher forbids. In place."""
     masks.wait()
     rows, matchers = [], []
     for row, result in enumerate(results):

@@ -1,8 +1,8 @@
-"""Which tokens may come next, computed on threads of their own while the model runs.
+"""Computes the masks of constrained sequences on separate threads while the model runs.
 
-A step's masks depend on the tokens before it alone, so they are started when the step is scheduled and are ready, in
-most cases, when its logits are. The matchers do the work outside of the interpreter lock. Nobody else may use a
-matcher until its mask is collected.
+A step's masks depend only on the tokens before it. So they are started when the step is scheduled, and are usually
+ready before its logits. The matchers work without the interpreter lock. No other code may use a matcher until its mask
+is collected.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from batchline.errors import EngineError, SequenceFailed
 logger = logging.getLogger(__name__)
 
 MAX_THREADS = 4
-"""Masks take little time; more threads would take the interpreter lock from the one that runs the model."""
+"""Masks take little time, and more threads would compete with the model's thread for the interpreter lock."""
 
 MIN_SHARE = 8
-"""Masks that are computed faster than a thread is woken up."""
+"""This many masks take less time than waking up a thread."""
 
 
 class StepMasks:
@@ -44,16 +44,16 @@ class StepMasks:
             raise
 
     def wait(self) -> None:
-        """Return when no matcher is in use any more. Raises nothing: what a matcher raises is its `failure`."""
+        """Wait until no matcher is in use. Raises nothing: a matcher's exception becomes its `failure`."""
         for future in self._futures:
             future.result()
 
     def failure(self, matcher: TokenMatcher) -> EngineError | None:
-        """Why there is no mask for a matcher; None where there is one. After `wait`."""
+        """Why there is no mask for a matcher; None if there is one. Call after `wait`."""
         return self._failures.get(self._index[id(matcher)])
 
     def rows(self, matchers: Sequence[TokenMatcher]) -> np.ndarray:
-        """(len(matchers), ceil(vocabulary / 32)) int32, in the matchers' order. After `wait`."""
+        """(len(matchers), ceil(vocabulary / 32)) int32, in the matchers' order. Call after `wait`."""
         return np.asarray(self._rows[[self._index[id(matcher)] for matcher in matchers]])
 
     def _fill(self, matchers: Sequence[TokenMatcher], first: int) -> None:
@@ -84,7 +84,7 @@ class TokenMasks:
         self._executor = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="batchline-masks")
 
     def start(self, sequences: Sequence[RunningSequence]) -> StepMasks | None:
-        """Begin the masks of those among the sequences that are constrained; None if none is."""
+        """Start computing the masks of the constrained sequences; None if there are none."""
         matchers = [sequence.matcher for sequence in sequences if sequence.matcher is not None]
         return StepMasks(matchers, self._vocab_size, self._executor) if matchers else None
 

@@ -1,4 +1,4 @@
-"""Which token ids a model can be given. An id without an embedding would fail in the middle of a step."""
+"""Checks requests for token ids that the model does not have: an id without an embedding would fail during a step."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ logger = logging.getLogger(__name__)
 
 
 def vocabulary_size(loaded: LoadedModel) -> int:
-    """How many token ids, from 0 on, have an embedding and a logit."""
+    """The number of token ids, from 0 on, that have an embedding and a logit."""
     weight = loaded.model.get_input_embeddings().weight  # type: ignore[operator]
     assert isinstance(weight, torch.Tensor)
     return min(loaded.vocab_size, len(weight))
 
 
 def known_eos_token_ids(loaded: LoadedModel) -> frozenset[int]:
-    """The model's end tokens, without those that it cannot say, which some `generation_config.json` name."""
+    """The model's end tokens, without those outside its vocabulary, which some `generation_config.json` list."""
     known = frozenset(token_id for token_id in loaded.eos_token_ids if 0 <= token_id < vocabulary_size(loaded))
     if known != loaded.eos_token_ids:
         logger.warning(
-            "the model's configuration names end tokens outside of its vocabulary of %d tokens, which never end an "
-            "answer: %s",
+            "the model's configuration names end tokens outside its vocabulary of %d tokens, which never end an answer: "
+            "%s",
             vocabulary_size(loaded),
             sorted(loaded.eos_token_ids - known),
         )
@@ -36,7 +36,7 @@ def known_eos_token_ids(loaded: LoadedModel) -> frozenset[int]:
 
 
 def check_token_ids(sequence: Sequence, vocab_size: int) -> None:
-    """Every token id of a request is below `vocab_size`. Raises: RequestRefused."""
+    """Check that every token id of a request is below `vocab_size`. Raises: RequestRefused."""
     prompt = np.frombuffer(sequence.token_ids, dtype=np.int64)
     sampling = sequence.sampling
     named = chain(
@@ -49,11 +49,11 @@ def check_token_ids(sequence: Sequence, vocab_size: int) -> None:
     ids = [int(prompt.min()), int(prompt.max()), *named]
     if min(ids) < 0 or max(ids) >= vocab_size:
         unknown = next(token_id for token_id in ids if not 0 <= token_id < vocab_size)
-        raise RequestRefused(f"Token id {unknown} is outside of this model's vocabulary of {vocab_size} tokens")
+        raise RequestRefused(f"Token id {unknown} is outside this model's vocabulary of {vocab_size} tokens")
 
 
 def check_length(sequence: Sequence, max_model_len: int) -> None:
-    """The prompt is not empty, and fits the context with the tokens that may follow it. Raises: RequestRefused."""
+    """Check that the prompt is not empty, and fits the context with its max_tokens. Raises: RequestRefused."""
     if sequence.num_prompt_tokens == 0:
         raise RequestRefused("The prompt is empty: it has no tokens")
     if sequence.num_prompt_tokens + sequence.sampling.max_tokens > max_model_len:

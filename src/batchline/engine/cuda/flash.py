@@ -1,7 +1,7 @@
-"""torch's FlashAttention over packed sequences, for prompts that have nothing in the cache yet.
+"""torch's FlashAttention over packed sequences, for prompts without cached positions.
 
-`torch.nn.attention.varlen` came with torch 2.10 and learned windows and scales with 2.11; where it is missing, or does
-not know what a layer asks for, such prompts go through the kernels over the cache like all others.
+`torch.nn.attention.varlen` exists since torch 2.10, with windows and scales since 2.11. If it is missing, or does not
+support a layer, such prompts use the kernels over the cache like all others.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ AMPERE = (8, 0)
 
 @functools.lru_cache(maxsize=1)
 def packed_flash_attention() -> Callable[..., Any] | None:
-    """`varlen_attn`, told that heads may be grouped where it asks; None where this torch has no suitable one."""
+    """`varlen_attn`, with grouped heads enabled if that is an option; None if this torch has no suitable one."""
     try:
-        from torch.nn.attention.varlen import varlen_attn  # not in every torch that we run on
+        from torch.nn.attention.varlen import varlen_attn  # missing in older supported versions of torch
     except ImportError:
         return None
     parameters = inspect.signature(varlen_attn).parameters

@@ -1,9 +1,8 @@
-"""Decode steps as CUDA graphs: launched as one, at the price of padding them to a size that was recorded.
+"""Decode steps as CUDA graphs: each launches as one, but must be padded to a recorded size.
 
-A step of n decodes runs as the smallest recorded size that is not below n. A graph reads and writes the same memory at
-each replay, so inputs and outputs live in buffers that all sizes share: the step's numbers are copied in, the rows of
-the step are handed out. Padding rows write to a block of the cache that no sequence owns and attend to that one
-position.
+A step of n decodes runs as the smallest recorded size of at least n. A graph reads and writes the same memory at each
+replay, so all sizes share buffers for inputs and outputs: the step's numbers are copied in, and the step's rows are
+returned. Padding rows write to a block of the cache that no sequence owns, and attend only to that position.
 
     inputs   | tokens | positions | slots | tiles (4 each) | tables: the scratch block, then the step's |
              |<-------- max_num_seqs entries each -------->|
@@ -33,7 +32,7 @@ class Recorder(Protocol):
     """Records launches so that they can be repeated."""
 
     def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Record what `run` launches; returns what launches it again. The work is done at least once meanwhile."""
+        """Record the launches of `run`. Returns a function that repeats them. The work is done at least once."""
 
 
 class CudaRecorder:
@@ -43,29 +42,29 @@ class CudaRecorder:
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
-        """See `Recorder`. Raises: RuntimeError where something in `run` cannot be recorded, as waiting for results."""
-        run()  # compiles kernels and sets libraries up, which cannot be recorded
+        """See `Recorder`. Raises: RuntimeError if `run` does something that cannot be recorded, such as waiting."""
+        run()  # compiles kernels and initialises libraries, which cannot be recorded
         graph = torch.cuda.CUDAGraph()
-        # other threads may use the device meanwhile, as pooling models do
+        # other threads may use the device at the same time, for example for pooling models
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             run()
         return graph.replay
 
 
 def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """The sizes that are recorded: 1, 2, 4, then every eighth, and the largest."""
+    """The recorded sizes: 1, 2, 4, then multiples of 8, and the largest."""
     sizes = {*SMALL_SIZES, *range(STEP_BETWEEN_SIZES, max_num_seqs, STEP_BETWEEN_SIZES)}
     return (*sorted(size for size in sizes if size < max_num_seqs), max_num_seqs)
 
 
 class DecodeGraphs:
-    """The graphs of one model over one cache, each recorded when it is first needed; the largest at once, which shows
-    whether the model can be recorded at all and takes the memory that the smaller ones share."""
+    """The graphs of one model over one cache. The largest is recorded at once, which shows whether the model can be
+    recorded and allocates the memory that the smaller ones share. Those are recorded when first needed."""
 
     def __init__(
         self, forward: Forward, cache: KVCache, record: Recorder, *, max_num_seqs: int, max_model_len: int
     ) -> None:
-        """The cache's last block is the scratch block. Raises: RuntimeError where the model cannot be recorded."""
+        """The cache's last block is the scratch block. Raises: RuntimeError if the model cannot be recorded."""
         self._forward = forward
         self._cache = cache
         self._record = record
@@ -81,17 +80,17 @@ class DecodeGraphs:
 
     @property
     def max_num_seqs(self) -> int:
-        """Decodes of the largest step that can be run."""
+        """The number of decodes in the largest step."""
         return self._sizes[-1]
 
     @torch.inference_mode()
     def run(self, packed: PackedStep) -> tuple[torch.Tensor, torch.Tensor]:
-        """(logits, hidden) of all rows, logits in float32; overwritten by the next call. packed: of decodes alone, at
-        most `max_num_seqs`."""
+        """(logits, hidden) of all rows, logits in float32; the next call overwrites them. packed: at most
+        `max_num_seqs` decodes, and no prefills."""
         num_seqs = len(packed.tokens)
         inputs = self._fill(packed)
         self._inputs[: len(inputs)].copy_(on_host(inputs, self._inputs.device), non_blocking=True)
-        # recording computes too, so the inputs of the step before must be gone: their slots may have another owner
+        # recording computes too, so the previous step's inputs must be replaced first: their slots may have new owners
         self._replay_for(self._sizes[bisect.bisect_left(self._sizes, num_seqs)])()
         return self._logits[:num_seqs], self._hidden[:num_seqs]
 
@@ -108,7 +107,7 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def _make_outputs(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Buffers for the outputs of the largest size, which one row tells the shapes of."""
+        """Buffers for the outputs of the largest size; running one row gives their shapes."""
         logits, hidden = self._forward(*self._arguments(1), None)
         rows = self.max_num_seqs
         return (
@@ -132,7 +131,7 @@ class DecodeGraphs:
         return tokens[:size], positions[:size], layout
 
     def _fill(self, packed: PackedStep) -> np.ndarray:
-        """The inputs of a step, up to the last table's end."""
+        """The inputs of a step, up to the end of the last table."""
         inputs = np.concatenate([self._blank, packed.tables])
         tokens, positions, slots, tiles, _ = _split(inputs, self.max_num_seqs)
         num_seqs = len(packed.tokens)
@@ -140,12 +139,12 @@ class DecodeGraphs:
         positions[:num_seqs] = packed.positions
         slots[:num_seqs] = packed.slots
         tiles[:num_seqs] = packed.decodes
-        tiles[:num_seqs, 3] += 1  # behind the scratch block's table
+        tiles[:num_seqs, 3] += 1  # after the scratch block's table
         return inputs
 
 
 def _blank(max_num_seqs: int, scratch_block: int, block_size: int) -> np.ndarray:
-    """Inputs of padding rows alone: token 0 at position 0 of the scratch block, whose table is the first."""
+    """Inputs with only padding rows: token 0 at position 0 of the scratch block, whose table is the first."""
     inputs = np.zeros((3 + TILE_FIELDS) * max_num_seqs + 1, dtype=np.int64)
     _, _, slots, tiles, tables = _split(inputs, max_num_seqs)
     rows = np.arange(max_num_seqs)

@@ -1,4 +1,4 @@
-"""A packed step on the device: what its layers write to the cache and how they attend to it."""
+"""A packed step on the device: where its layers write to the cache, and how they attend to it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from batchline.engine.cuda.paged_attention import (
 from batchline.engine.kv_cache import KVCache
 
 INTERPRETER_PROCESSORS = 4
-"""Taken for a CPU, where kernels are interpreted, so that contexts are split there too."""
+"""Assumed on a CPU, where kernels are interpreted, so that contexts are split there too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class FreshRows:
 
 @dataclass(frozen=True, slots=True)
 class CudaLayout:
-    """The tensors of a `PackedStep`, int64, on the cache's device. max_queries: of a prefill's tile."""
+    """The tensors of a `PackedStep`, int64, on the cache's device. max_queries: the limit of a prefill's tile."""
 
     cache: KVCache
     slots: torch.Tensor
@@ -94,7 +94,7 @@ def num_processors(device: torch.device) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StepTensors:
-    """What the model is called with. tokens, positions: (num_tokens,); rows: those whose logits are wanted."""
+    """The model's inputs. tokens, positions: (num_tokens,); rows: the rows whose logits are wanted."""
 
     tokens: torch.Tensor
     positions: torch.Tensor
@@ -105,7 +105,7 @@ class StepTensors:
 def send_step(
     packed: PackedStep, cache: KVCache, device: torch.device, max_queries: int, *, use_flash: bool
 ) -> StepTensors:
-    """The step on the device, by one transfer that the host does not wait for."""
+    """Send the step to the device, in one transfer that the host does not wait for."""
     runs = packed.fresh if use_flash else ()
     arrays = [packed.tokens, packed.positions, packed.slots, packed.rows, packed.tables]
     tiles = [packed.decodes, packed.prefills]
@@ -135,6 +135,6 @@ def send(array: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 def on_host(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """The array in memory that the device reads by itself; torch keeps it until transfers from it are done."""
+    """The array in pinned memory; torch keeps it until transfers from it are done."""
     host = torch.from_numpy(array)
     return host.pin_memory() if device.type == "cuda" else host

@@ -1,7 +1,7 @@
-"""A scheduled step as flat arrays: its rows, where they are written, and the tiles of attention that they make.
+"""A scheduled step as flat arrays: its rows, where they are written, and their tiles of attention.
 
-numpy alone: everything the kernels read is made on the host and sent at once, so the device never answers back. Tiles
-are described in `kernels.py`.
+Only numpy: the host computes everything that the kernels read and sends it at once, so it never waits for the device.
+`kernels.py` describes tiles.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class FreshRun:
 
 @dataclass(frozen=True, slots=True)
 class PackedStep:
-    """All int64. tokens, positions, slots: (num_tokens,); rows: those whose logits are wanted, in order.
+    """All int64. tokens, positions, slots: (num_tokens,); rows: the rows whose logits are wanted, in order.
 
-    decodes: (n, 4) tiles of the chunks of one token. prefills: (n, 4) tiles of the longer ones: first `num_chunked`
-    of chunks that have a context before them, then those of `fresh`. tables: the block tables one after another.
+    decodes: (n, 4) tiles of the chunks of one token. prefills: (n, 4) tiles of longer chunks: first the `num_chunked`
+    tiles of chunks after a context, then those of `fresh`. tables: the concatenated block tables.
     """
 
     tokens: np.ndarray
@@ -53,7 +53,7 @@ class PackedStep:
 
 
 def pack(step: Step, block_size: int, max_queries: int) -> PackedStep:
-    """max_queries: of a prefill's tile."""
+    """max_queries: the limit of a prefill's tile."""
     chunks = step.chunks
     starts = np.array([chunk.start for chunk in chunks], dtype=np.int64)
     lengths = np.array([chunk.num_tokens for chunk in chunks], dtype=np.int64)
@@ -67,7 +67,7 @@ def pack(step: Step, block_size: int, max_queries: int) -> PackedStep:
     blocks = flat_tables[table_starts[owners] + positions // block_size]
 
     def tiles(indices: np.ndarray) -> np.ndarray:
-        """Of whole chunks, in the order given."""
+        """The tiles of whole chunks, in the given order."""
         counts = -(-lengths[indices] // max_queries)
         chunk = np.repeat(indices, counts)
         offset = (np.arange(len(chunk)) - np.repeat(np.cumsum(counts) - counts, counts)) * max_queries

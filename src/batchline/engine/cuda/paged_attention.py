@@ -1,8 +1,8 @@
-"""Attention over the blocked cache: the launches of the Triton kernels.
+"""Launches the Triton kernels for attention over the blocked cache.
 
-Decodes are tiles (`kernels.py`) of one query; where they are too few to fill the device, their context is split among
-programs. Prefill chunks are tiles of as many queries as give a program `PREFILL_ROWS` rows. All shapes of launches
-follow from the layout's tensors, never from their contents, so a launch can be recorded in a CUDA graph.
+Decodes are tiles (`kernels.py`) of one query. If they are too few to fill the device, their context is split among
+programs. Prefill chunks are tiles with as many queries as give a program `PREFILL_ROWS` rows. The shapes of launches
+depend on the layout's tensors, never on their contents, so a launch can be recorded in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MIN_LANES = 16
 """The smallest side of a matrix product in Triton."""
 
 MAX_SPLITS = 32
-"""Parts of a decode's context: beyond this a part is shorter than what a program reads at once."""
+"""Largest number of parts of a decode's context: with more, a part is shorter than what a program reads at once."""
 
 PREFILL_ROWS = 64
 """Rows (queries times heads of a group) of a prefill's tile."""
@@ -119,14 +119,14 @@ def attend_prefills(
 
 
 def queries_per_tile(group: int) -> int:
-    """Queries of a prefill's tile where `group` query heads share a KV head."""
+    """Queries of a prefill's tile if `group` query heads share a KV head."""
     return max(1, PREFILL_ROWS // group)
 
 
 def choose_num_splits(num_tiles: int, num_kv_heads: int, num_processors: int) -> int:
-    """Parts of each decode's context, so that there are about two programs for each of the device's processors.
+    """Parts of each decode's context, so that there are about two programs per processor of the device.
 
-    Depends on nothing that changes between replays of a graph; a part without positions costs next to nothing.
+    Depends on nothing that changes between replays of a graph. A part without positions costs almost nothing.
     """
     wanted = 2 * num_processors // (num_tiles * num_kv_heads)
     return min(MAX_SPLITS, 1 << max(0, wanted.bit_length() - 1))
@@ -182,10 +182,10 @@ def _launch(
 
 
 def _keys_at_once(bytes_per_key: int) -> int:
-    """Keys that a program reads at once: two stages of them and of their values fit into 64 KiB of shared memory."""
+    """How many keys a program reads at once: two stages of keys and values fit into 64 KiB of shared memory."""
     return max(MIN_LANES, min(64, 16384 // _power_of_two(bytes_per_key)))
 
 
 def _power_of_two(number: int) -> int:
-    """The smallest power of two that is not below."""
+    """The smallest power of two that is at least `number`."""
     return 1 << (number - 1).bit_length()

@@ -1,4 +1,4 @@
-"""A model on a CUDA device: the room for its cache beside what steps and graphs take, and the runner of its steps."""
+"""A model on a CUDA device: the memory for its cache, next to that of steps and graphs, and the runner of its steps."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class CudaPlacement:
     def __init__(
         self, config: EngineConfig, loaded: LoadedModel, new_recorder: Callable[[], Recorder] = CudaRecorder
     ) -> None:
-        """new_recorder: makes what records decode steps."""
+        """new_recorder: makes a recorder of decode steps."""
         self._config = config
         self._loaded = loaded
         self._forward = Forward(loaded.model)
@@ -41,29 +41,29 @@ class CudaPlacement:
         return bytes_per_block(self._loaded.layers, self._config.cache.block_size, self._loaded.dtype)
 
     def reproduces_torch(self) -> bool:
-        """Whether the kernels give the logits that attention in torch gives, up to rounding. FlashAttention is used
-        from then on where it does too."""
+        """Whether the kernels give the same logits as attention in torch, up to rounding. Also enables FlashAttention
+        if that gives the same logits."""
         if self._loaded.max_model_len < max(LENGTHS):
-            return False  # too short to try out
+            return False  # too short for the trial
         self._use_flash = self._flash_works()
         return self._use_flash or self._agrees(use_flash=False)
 
     def cache_room(self) -> int:
-        """What is free beside the largest step and the graphs. Raises: ModelLoadError where that step does not fit."""
+        """The memory left by the largest step and the graphs. Raises: ModelLoadError if that step does not fit."""
         try:
             taken = self._bytes_of_steps()
         except torch.OutOfMemoryError as exc:
             tokens = self._config.scheduler.max_num_batched_tokens
             raise ModelLoadError(
                 self._config.model.model,
-                f"a step of {tokens} tokens does not fit on the GPU beside the model; "
+                f"a step of {tokens} tokens does not fit on the GPU together with the model; "
                 "lower --max-num-batched-tokens or --max-num-seqs",
             ) from exc
         torch.cuda.empty_cache()
         return max(0, free_bytes("cuda") - taken)
 
     def make_runner(self, num_blocks: int, max_model_len: int) -> CudaRunner:
-        """See `Placement`. Where graphs cannot be recorded, a runner without, and a warning."""
+        """See `Placement`. If graphs cannot be recorded, warns and returns a runner without them."""
         cache = self._cache(num_blocks + 1)  # the last one is the graphs' scratch block
         graphs = None
         if not self._config.model.enforce_eager:
@@ -84,7 +84,7 @@ class CudaPlacement:
             return False
         try:
             works = self._agrees(use_flash=True)
-        except RuntimeError as exc:  # what builds and devices lack differs
+        except RuntimeError as exc:  # builds and devices lack different features
             logger.warning("torch's FlashAttention fails here: %s", exc)
             return False
         if not works:
@@ -99,7 +99,7 @@ class CudaPlacement:
         return agree(runner, reference, self._loaded.vocab_size, size, dtype)
 
     def _bytes_of_steps(self) -> int:
-        """The most memory of a step, and, where there will be graphs, theirs: a decode step's and their inputs'."""
+        """The memory of the largest step, and of the graphs if there will be any: a decode step and their inputs."""
         size, limits = self._config.cache.block_size, self._config.scheduler
         max_len = self._loaded.max_model_len
         runner = self._runner(self._cache(1), use_flash=self._use_flash)

@@ -1,4 +1,4 @@
-"""Steps of one model on CUDA: decodes by graphs where there are any, everything else launch by launch."""
+"""Runs the steps of one model on CUDA: decodes by graphs if there are any, everything else launch by launch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class CudaRunner:
         use_flash: bool,
         graphs: DecodeGraphs | None = None,
     ) -> None:
-        """use_flash: prompts that start in a step go through FlashAttention, where layers allow it. graphs: of the same
+        """use_flash: whether prompts that start in a step use FlashAttention, if layers allow it. graphs: for the same
         model and cache."""
         self._device = loaded.device
         self._forward = forward
@@ -54,7 +54,7 @@ class CudaRunner:
         self._cache.clear(blocks)
 
     def _selected(self, packed: PackedStep, logits: torch.Tensor, hidden: torch.Tensor) -> StepResult:
-        """The wanted ones of all rows, which in a step of decodes is nearly always each of them."""
+        """Select the wanted rows; in a step of decodes that is nearly always all of them."""
         if np.array_equal(packed.rows, np.arange(len(logits))):
             return StepResult(logits, hidden)
         rows = send(packed.rows, self._device)

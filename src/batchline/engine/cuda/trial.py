@@ -1,4 +1,4 @@
-"""Steps made up for trying a runner out: does it compute what another one does, and how much memory does it take?"""
+"""Test steps for a runner: does it compute the same as another runner, and how much memory does it use?"""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ def agree(runner: StepRunner, reference: StepRunner, vocab_size: int, block_size
 
 
 def largest_step(max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int, block_size: int) -> Step:
-    """A step as large as steps may become, of sequences that all lie in block 0."""
+    """The largest possible step, with all sequences in block 0."""
     num_seqs = min(max_num_seqs, max_num_batched_tokens)
     length = min(max_model_len, max_num_batched_tokens // num_seqs)
     blocks = [0] * -(-length // block_size)
-    # sampled from in the way that takes most memory
+    # with the sampling parameters that use most memory
     sampling = SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9)
     sequences = [_sequence(str(index), [0] * length, blocks, sampling) for index in range(num_seqs)]
     return Step(tuple(Chunk(sequence, 0, length) for sequence in sequences))
 
 
 def bytes_of_step(runner: StepRunner, step: Step, device: torch.device) -> int:
-    """The most memory that the step and sampling from it take beyond what is taken now."""
+    """The most memory that the step and sampling from it use beyond the memory in use now."""
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
@@ -82,6 +82,6 @@ def _sequence(name: str, tokens: Sequence[int], blocks: list[int], sampling: Sam
 
 
 def _relative_difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Largest difference, as a share of the largest expected number; NaN where anything is NaN."""
+    """The largest difference relative to the largest expected number; NaN if any number is NaN."""
     wide = expected.float()
     return float((actual.float() - wide).abs().max() / wide.abs().max().clamp_min(1e-6))
