@@ -27,8 +27,8 @@ def known_eos_token_ids(loaded: LoadedModel) -> frozenset[int]:
     known = frozenset(token_id for token_id in loaded.eos_token_ids if 0 <= token_id < vocabulary_size(loaded))
     if known != loaded.eos_token_ids:
         logger.warning(
-            "the model's configuration names end tokens outside its vocabulary of %d tokens, which never end an answer: "
-            "%s",
+            "the model's configuration names end tokens outside its vocabulary of %d tokens, which never end an "
+            "answer: %s",
             vocabulary_size(loaded),
             sorted(loaded.eos_token_ids - known),
         )
