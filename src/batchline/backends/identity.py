@@ -118,7 +118,8 @@ def _digest_samples(path: Path, digest: hashlib._Hash) -> None:
         digest.update(file.read(_WHOLE_FILE_BYTES))
         size = os.fstat(file.fileno()).st_size
         for number in range(_NUM_SAMPLES if size > _WHOLE_FILE_BYTES else 0):
-            digest.update(os.pread(file.fileno(), _SAMPLE_BYTES, size * number // _NUM_SAMPLES))
+            file.seek(size * number // _NUM_SAMPLES)
+            digest.update(file.read(_SAMPLE_BYTES))
 
 
 def _text_stamp(text_or_path: str | None) -> str | None:

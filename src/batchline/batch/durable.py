@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
+
+from batchline.errors import UsageError
+
+
+def refuse_windows() -> None:
+    """Raises: UsageError on a system without what a run's files need: locks, reads at a position, synced folders."""
+    if sys.platform == "win32":
+        raise UsageError("Batch files are processed on Linux and macOS only. On Windows, use WSL.")
 
 
 def sync_folder(folder: Path, fsync: Callable[[int], None] = os.fsync) -> None:

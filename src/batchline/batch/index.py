@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from batchline.batch.durable import refuse_windows
 from batchline.batch.lines import MAX_LINE_BYTES, BatchLine, parse_line
 from batchline.errors import InputChanged
 
@@ -101,6 +102,7 @@ class LineIndex:
 def open_regular(path: Path) -> io.FileIO:
     """Open a file for reading, unbuffered. Raises: OSError, also where a pipe or a folder has taken its place, whose
     opening or reading could wait for ever."""
+    refuse_windows()
     file = io.FileIO(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()

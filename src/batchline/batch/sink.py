@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import fcntl
 import hashlib
 import io
 import os
@@ -18,7 +17,6 @@ import shutil
 import stat
 import struct
 import sys
-import termios
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -36,6 +34,10 @@ from batchline.batch.sorting import RecordSorter
 from batchline.batch.upload import upload_file
 from batchline.batch.workspace import RESULTS_PREFIX, is_special
 from batchline.errors import OutputUnwritable, RunFailed, RunInterrupted
+
+if sys.platform != "win32":
+    import fcntl
+    import termios
 
 _ENTRY = struct.Struct(">QQI?")
 """Position, offset, length and whether it failed; big-endian, so that its bytes sort by position."""

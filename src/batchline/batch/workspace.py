@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import shutil
+import sys
 from pathlib import Path
 
 from batchline.batch.crashes import forget_crash
-from batchline.batch.durable import sync_folder
+from batchline.batch.durable import refuse_windows, sync_folder
 from batchline.batch.locations import Location
 from batchline.errors import OutputUnwritable, ResumeRefused
+
+if sys.platform != "win32":
+    import fcntl
 
 _JOURNAL = "journal"
 _LOCK = "lock"
@@ -98,6 +101,7 @@ class Workspace:
             self.path.rmdir()
 
     def _lock(self) -> None:
+        refuse_windows()
         while True:
             if not self.path.exists():
                 self.path.mkdir(exist_ok=True)

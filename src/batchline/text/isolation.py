@@ -49,8 +49,9 @@ PARENT_STACK_BYTES = 128 << 20
 """Twice a child's stack: work that succeeded in a child cannot overflow it here."""
 
 _HEADER = struct.Struct("<I")
-_OUT_OF_TIME = -signal.SIGPROF
-_ENDED_FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM)
+_OUT_OF_TIME = -getattr(signal, "SIGPROF", 0)
+_ENDED_FROM_OUTSIDE = (-getattr(signal, "SIGKILL", 9), -signal.SIGTERM)
+"""Windows has neither of the two signals that have no name here."""
 
 
 class WorkEnded(Exception):
