@@ -236,3 +236,10 @@ def test_every_request_is_planned_once_however_little_memory(
     for prefix in long_ones:
         indices = np.flatnonzero([p == prefix for p in prefixes])
         assert indices[-1] - indices[0] + 1 == len(indices), f"{prefix} is scattered over {runs} runs"
+
+
+def test_requests_of_different_salts_are_not_one() -> None:
+    """`cache_salt` keeps tenants apart: an answer is not shared where a cached prefix would not be."""
+    body = {"messages": [{"role": "user", "content": "Hi"}], "temperature": 0}
+    hashes = {request_hash("/v1/chat/completions", {**body, "cache_salt": salt}) for salt in ("a", "b", None)}
+    assert len(hashes) == 3

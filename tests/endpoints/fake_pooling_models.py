@@ -10,10 +10,16 @@ import numpy as np
 from batchline.errors import BadRequest, EngineError
 from batchline.pooling.batching import TokenSequence
 from batchline.pooling.matryoshka import Matryoshka
-from batchline.pooling.tokenizing import Role
-from batchline.pooling.vectors import Vectors
+from batchline.pooling.tokenizing import Role, Side
+from batchline.pooling.vectors import Vectors, normalise
 
 START, END = 1, 2
+
+
+def cut(token_ids: tuple[int, ...], max_tokens: int | None, side: Side | None) -> tuple[int, ...]:
+    if max_tokens is None or len(token_ids) <= max_tokens:
+        return token_ids
+    return token_ids[len(token_ids) - max_tokens :] if side == "left" else token_ids[:max_tokens]
 
 
 class FakeEmbedder:
@@ -29,6 +35,7 @@ class FakeEmbedder:
         self.priorities: list[int] = []
         self.roles: list[Role | None] = []
         self.failure: EngineError | None = None
+        self.cache_keys: list[str | None] = []
 
     async def tokenize(
         self,
@@ -37,28 +44,41 @@ class FakeEmbedder:
         role: Role | None = None,
         add_special_tokens: bool = True,
         max_tokens: int | None = None,
+        side: Side | None = None,
     ) -> list[TokenSequence]:
         self.roles.append(role)
         room = None if max_tokens is None else max_tokens - (2 if add_special_tokens else 0)
-        bodies = [tuple(text.encode())[:room] for text in texts]
+        bodies = [cut(tuple(text.encode()), room, side) for text in texts]
         return [TokenSequence(token_ids=(START, *body, END) if add_special_tokens else body) for body in bodies]
+
+    async def cut(self, texts: Sequence[str], max_tokens: int) -> list[str]:
+        return [text[:max_tokens] for text in texts]
 
     async def tokenize_messages(self, messages: Sequence[Mapping[str, Any]]) -> TokenSequence:
         if messages[0].get("role") == "nobody":
             raise BadRequest("messages: the template refuses it", param="messages")
         return TokenSequence(token_ids=tuple(str(messages[0]["content"]).encode()))
 
-    def from_token_ids(self, token_ids: Sequence[int], *, max_tokens: int | None = None) -> TokenSequence:
-        return TokenSequence(token_ids=tuple(token_ids[:max_tokens]))
+    def from_token_ids(
+        self, token_ids: Sequence[int], *, max_tokens: int | None = None, side: Side | None = None
+    ) -> TokenSequence:
+        return TokenSequence(token_ids=cut(tuple(token_ids), max_tokens, side))
 
     async def embed(
-        self, sequences: Sequence[TokenSequence], *, dimensions: int | None = None, priority: int = 0
+        self,
+        sequences: Sequence[TokenSequence],
+        *,
+        dimensions: int | None = None,
+        normalises: bool | None = None,
+        priority: int = 0,
     ) -> Vectors:
         self.priorities.append(priority)
+        self.cache_keys += [sequence.cache_key for sequence in sequences]
         if self.failure is not None:
             raise self.failure
         rows = [[len(s), s.token_ids[0], s.token_ids[-1], 1 / 3] for s in sequences]
-        return np.array(rows, dtype=np.float32)[:, :dimensions]
+        vectors = np.array(rows, dtype=np.float32)[:, :dimensions]
+        return normalise(vectors) if normalises else vectors
 
 
 class FakePairModel:
@@ -68,17 +88,21 @@ class FakePairModel:
     max_model_len = 32
     vocab_size = 1000
     num_special_tokens = 3
+    takes_whole_pairs = False
 
     def __init__(self) -> None:
         self.failure: EngineError | None = None
 
+    async def cut(self, texts: Sequence[str], max_tokens: int) -> list[str]:
+        return [text[:max_tokens] for text in texts]
+
     async def tokenize_pairs(
-        self, pairs: Sequence[tuple[str, str]], *, max_tokens: int | None = None
+        self, pairs: Sequence[tuple[str, str]], *, max_tokens: int | None = None, side: Side | None = None
     ) -> list[TokenSequence]:
         sequences = []
         for first, second in pairs:
             room = None if max_tokens is None else max(0, max_tokens - 3 - len(first.encode()))
-            body = tuple(second.encode())[:room]
+            body = cut(tuple(second.encode()), room, side)
             sequences.append(TokenSequence(token_ids=(START, *first.encode(), END, *body, END)))
         return sequences
 

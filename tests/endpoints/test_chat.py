@@ -35,7 +35,6 @@ async def test_the_answers_shape() -> None:
         "refusal": None,
         "reasoning": None,
         "reasoning_content": None,
-        "tool_calls": [],
     }
     assert answer == {
         "id": "chatcmpl-req-1",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from scripted_models import engine_of, scripted_model
 from batchline.endpoints.chat import chat_completion
 from batchline.endpoints.chat_stream import chat_completion_chunks
 from batchline.endpoints.model import GenerativeModel
+from batchline.endpoints.responses import response
 from batchline.errors import BadRequest, ConstraintFailed
 from batchline.openai_api import parsing
 from batchline.testing import ByteTokenizer
@@ -67,7 +69,7 @@ async def streamed(model: GenerativeModel, **body: Any) -> Json:
 
 
 def functions(choice: Json) -> list[tuple[str, Any]]:
-    calls = [call["function"] for call in choice["message"]["tool_calls"]]
+    calls = [call["function"] for call in choice["message"].get("tool_calls", ())]
     return [(call["name"], call["arguments"]) for call in calls]
 
 
@@ -98,7 +100,7 @@ async def test_text_of_calls_stays_text_where_there_are_no_tools_to_call() -> No
     for body in ({}, {"tools": TOOLS, "tool_choice": "none"}):
         choice = await choice_of(model_saying(CALL), **body)
         assert choice["message"]["content"] == CALL
-        assert choice["message"]["tool_calls"] == []
+        assert "tool_calls" not in choice["message"]
         assert choice["finish_reason"] == "stop"
 
 
@@ -453,3 +455,104 @@ async def test_chunks_put_together_are_the_whole_message(
     assert functions(pieces) == functions(whole)
     assert pieces["finish_reason"] == whole["finish_reason"]
     assert pieces["usage"] == whole["usage"]
+
+
+FUNCTIONS: Any = [tool["function"] for tool in TOOLS]
+
+
+async def test_functions_are_tools_in_their_older_form() -> None:
+    """Bug: `functions` and `function_call` were refused, which older clients and files have."""
+    template = "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}>"
+    model = model_saying(f"So.{CALL}{CALL}", template=template)
+    choice = await choice_of(model, functions=FUNCTIONS)
+    assert bytes(engine_of(model).requests[0].prompt_token_ids) == b"get put >"
+    message = choice["message"]
+    assert message["function_call"] == {"name": "get", "arguments": '{"a": 1}'}
+    assert (message["content"], choice["finish_reason"]) == ("So.", "function_call")
+    assert "tool_calls" not in message
+
+
+async def test_a_function_call_in_chunks_adds_up() -> None:
+    body = {"messages": MESSAGES, "functions": FUNCTIONS, "stream": True}
+    chunks = [chunk async for chunk in chat_completion_chunks(body, "r", model_saying(f"So.{CALL}{CALL}"))]
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    calls = [delta["function_call"] for delta in deltas if "function_call" in delta]
+    assert [call["name"] for call in calls if "name" in call] == ["get"]
+    assert "".join(call["arguments"] for call in calls) == '{"a": 1}'
+    assert chunks[-1]["choices"][0]["finish_reason"] == "function_call"
+    assert not any("tool_calls" in delta for delta in deltas)
+
+
+async def test_a_function_can_be_demanded_or_forbidden() -> None:
+    named = await choice_of(model_saying('{"a": 2}'), functions=FUNCTIONS, function_call={"name": "put"})
+    assert named["message"]["function_call"] == {"name": "put", "arguments": '{"a": 2}'}
+    assert named["finish_reason"] == "stop"
+    none = await choice_of(model_saying(CALL), functions=FUNCTIONS, function_call="none")
+    assert (none["message"]["content"], none["finish_reason"]) == (CALL, "stop")
+    assert "function_call" not in none["message"]
+
+
+async def test_a_history_of_functions_reaches_the_template_as_one_of_tools() -> None:
+    template = (
+        "{% for m in messages %}[{{ m.role }}]{% for c in m.tool_calls or [] %}{{ c.id }}={{ c.function.name }}"
+        "{{ c.function.arguments | tojson }}{% endfor %}{{ m.tool_call_id }}{{ m.content }}{{ m.function_call }}"
+        "{% endfor %}"
+    )
+    model = model_saying("x", template=template)
+    messages = [
+        {"role": "assistant", "content": None, "function_call": {"name": "get", "arguments": '{"a": 1}'}},
+        {"role": "function", "name": "get", "content": "42"},
+    ]
+    await choice_of(model, messages=messages)
+    prompt = bytes(engine_of(model).requests[0].prompt_token_ids).decode()
+    assert prompt == '[assistant]function0=get{"a": 1}[tool]function042'
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        ({"functions": FUNCTIONS, "tools": TOOLS}, "functions", "not with tools"),
+        ({"functions": FUNCTIONS, "tool_choice": "auto"}, "functions", "not with tools"),
+        ({"function_call": "auto"}, "function_call", "goes with functions"),
+        ({"functions": FUNCTIONS, "function_call": "required"}, "function_call", '"none", "auto" or {"name": ...}'),
+        ({"functions": FUNCTIONS, "function_call": {"name": "pop"}}, "tool_choice", "no tool named 'pop'"),
+        ({"functions": [{"parameters": {}}]}, "functions[0].name", "Field required"),
+        ({"functions": TOOLS[0]}, "functions", "list"),
+    ],
+)
+async def test_what_is_wrong_with_functions_is_named(body: Json, param: str, message: str) -> None:
+    with pytest.raises(BadRequest, match=re.escape(message)) as refused:
+        await choice_of(model_saying("x"), **body)
+    assert refused.value.param == param
+
+
+@pytest.mark.parametrize("endpoint", [chat_completion, response])
+async def test_the_salt_is_the_engines_cache_key(endpoint: Any) -> None:
+    """Bug: `cache_salt`, which keeps tenants apart, was an unknown field that changed nothing."""
+    model = model_saying("x")
+    body = {"messages": MESSAGES} if endpoint is chat_completion else {"input": "Hi"}
+    for salt in ("a", "b", None):
+        await endpoint({**body, "cache_salt": salt}, "r", model)
+    assert [request.cache_key for request in engine_of(model).requests] == ["a", "b", None]
+    for wrong in ("", "x" * 1025, 5):
+        with pytest.raises(BadRequest, match="cache_salt: "):
+            await endpoint({**body, "cache_salt": wrong}, "r", model)
+
+
+async def test_beams_keep_to_the_salt_of_their_request() -> None:
+    model = model_saying("xyz")
+    await choice_of(model, use_beam_search=True, n=2, max_tokens=2, cache_salt="mine")
+    assert {request.cache_key for request in engine_of(model).requests} == {"mine"}
+
+
+async def test_truncation_takes_tokens_away_on_the_side_that_is_asked_for() -> None:
+    model = model_saying("x", template="{{ messages[0].content }}")
+    for side in ("left", "right", None):
+        await choice_of(
+            model,
+            messages=[{"role": "user", "content": "0123456789"}],
+            truncate_prompt_tokens=4,
+            truncation_side=side,
+        )
+    prompts = [bytes(request.prompt_token_ids) for request in engine_of(model).requests]
+    assert prompts == [b"6789", b"0123", b"6789"]

@@ -264,3 +264,66 @@ async def test_prompts_of_a_failed_request_are_given_up() -> None:
         await embeddings({"input": ["w", "x"], "add_special_tokens": False}, "r", embedder)
     await asyncio.sleep(0)
     assert engine.num_cancelled == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "read"),
+    [
+        ({}, lambda data: np.frombuffer(data, "<f4")),
+        ({"endianness": "native"}, lambda data: np.frombuffer(data, "=f4")),
+        ({"endianness": "big"}, lambda data: np.frombuffer(data, ">f4")),
+        ({"embed_dtype": "float16"}, lambda data: np.frombuffer(data, "<f2")),
+        ({"embed_dtype": "float16", "endianness": "big"}, lambda data: np.frombuffer(data, ">f2")),
+    ],
+)
+async def test_base64_has_the_numbers_in_the_form_that_is_asked_for(fields: dict[str, Any], read: Any) -> None:
+    (encoded,) = await vectors_of({"input": "ab", "encoding_format": "base64", **fields})
+    assert read(base64.b64decode(encoded)).tolist() == pytest.approx([4, 1, 2, 1 / 3], rel=1e-3)
+
+
+def test_bfloat16_is_rounded_as_torch_rounds() -> None:
+    torch = pytest.importorskip("torch")
+    numbers = np.random.default_rng(0).normal(size=(2, 1000)).astype(np.float32)
+    numbers[0, :3] = [1.00390625, 1.01171875, 0.0]  # two ties
+    rows = [np.frombuffer(base64.b64decode(row), "<u2") for row in encode_base64(numbers, "bfloat16")]
+    expected = torch.from_numpy(numbers).to(torch.bfloat16).view(torch.uint16).numpy()
+    np.testing.assert_array_equal(np.stack(rows), expected)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"embed_dtype": "float16"}, "embed_dtype: it requires encoding_format: base64"),
+        ({"endianness": "big"}, "endianness: it requires encoding_format: base64"),
+        ({"embed_dtype": "fp8_e4m3", "encoding_format": "base64"}, "embed_dtype: Input should be 'float32'"),
+        ({"encoding_format": "bytes"}, "encoding_format: Input should be 'float' or 'base64'"),
+        ({"normalize": True, "use_activation": False}, "normalize: it says the opposite of use_activation"),
+        ({"truncation_side": "middle"}, "truncation_side: Input should be 'left' or 'right'"),
+    ],
+)
+async def test_forms_that_cannot_be_given_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadRequest, match=message):
+        await vectors_of({"input": "ab", **fields})
+
+
+@pytest.mark.parametrize("name", ["normalize", "use_activation"])
+async def test_vectors_are_normalised_on_request(name: str) -> None:
+    (vector,) = await vectors_of({"input": "ab", name: True})
+    assert float(np.linalg.norm(vector)) == pytest.approx(1)
+    assert await vectors_of({"input": "ab", name: False}) == [[4.0, 1.0, 2.0, THIRD]]
+
+
+@pytest.mark.parametrize(("side", "first"), [("left", ord("d")), ("right", ord("a"))])
+async def test_the_side_of_truncation_is_the_requests(side: str, first: int) -> None:
+    body = {"input": "abcdef", "truncate_prompt_tokens": 3, "add_special_tokens": False, "truncation_side": side}
+    (vector,) = await vectors_of(body)
+    assert vector[:2] == [3, first]
+    (vector,) = await vectors_of({**body, "input": [*b"abcdef"]})
+    assert vector[:2] == [3, first]
+
+
+async def test_the_salt_goes_with_every_sequence() -> None:
+    model = FakeEmbedder()
+    await vectors_of({"input": ["a", "b"], "cache_salt": "mine"}, model)
+    await vectors_of({"input": "a"}, model)
+    assert model.cache_keys == ["mine", "mine", None]

@@ -88,3 +88,33 @@ async def test_wrong_value_is_a_400_that_names_its_field(changes: dict[str, Any]
         await ranked(**changes)
     assert caught.value.param == param
     assert words in caught.value.message
+
+
+async def test_documents_are_cut_to_the_tokens_that_the_request_allows() -> None:
+    """Bug: `max_tokens_per_doc` was an unknown field that changed nothing."""
+    body = {"query": "abc", "documents": ["xxabc", "ab"], "use_activation": False}
+    scores = {item["index"]: item["relevance_score"] for item in await ranked(**body, max_tokens_per_doc=3)}
+    assert scores == {0: 1, 1: 2}
+    similar = SimilarityScorer(FakeEmbedder())
+    answer = await rerank({"query": "a", "documents": ["b" * 50], "max_tokens_per_doc": 4}, "r", similar)
+    assert answer["usage"]["prompt_tokens"] == 3 + 6
+    with pytest.raises(BadRequest, match="max_tokens_per_doc: Input should be greater than or equal to 1"):
+        await ranked(max_tokens_per_doc=0)
+
+
+@pytest.mark.parametrize("model", [PairScorer(FakePairModel()), SimilarityScorer(FakeEmbedder())])
+async def test_long_documents_are_cut_as_cohere_does_and_refused_elsewhere(model: Any) -> None:
+    body = {"query": "abc", "documents": ["b" * 50, "x"]}
+    answer = await rerank(body, "r", model, cuts_long_documents=True)
+    assert {result["index"] for result in answer["results"]} == {0, 1}
+    with pytest.raises(BadRequest, match="maximum context length"):
+        await rerank(body, "r", model)
+
+
+async def test_the_side_of_truncation_and_the_salt_reach_the_model() -> None:
+    body = {"query": "abc", "documents": ["abc" + "x" * 30], "truncate_prompt_tokens": 12, "use_activation": False}
+    assert (await ranked(**body))[0]["relevance_score"] == 3
+    assert (await ranked(**body, truncation_side="left"))[0]["relevance_score"] == 0
+    embedder = FakeEmbedder()
+    await rerank({"query": "a", "documents": ["b"], "cache_salt": "mine"}, "r", SimilarityScorer(embedder))
+    assert embedder.cache_keys == ["mine", "mine"]

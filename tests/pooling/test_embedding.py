@@ -245,3 +245,43 @@ def test_max_tokens_of_the_fixture_models_is_their_tokenizers(tmp_path: Path) ->
     folder = save_sentence_transformer(tmp_path, make_backbone("bert"))
     with loaded(folder) as model:
         assert model.max_model_len == MAX_TOKENS
+
+
+async def test_a_text_is_cut_on_the_side_that_is_asked_for(tmp_path: Path) -> None:
+    folder = save_sentence_transformer(tmp_path, make_backbone("bert"))
+    (text,) = texts(1)
+    with loaded(folder) as model:
+        whole, right, left, own = [
+            (await model.tokenize([text], max_tokens=limit, side=side))[0].token_ids
+            for limit, side in ((None, None), (5, "right"), (5, "left"), (5, None))
+        ]
+        assert len(whole) > 7
+        assert right == own == (*whole[:4], whole[-1])
+        assert left == (whole[0], *whole[-4:])
+        sides = [model.from_token_ids(whole, max_tokens=3, side=side).token_ids for side in ("left", "right", None)]
+        assert sides == [whole[-3:], whole[:3], whole[:3]]
+
+
+async def test_a_text_is_cut_to_the_text_of_its_first_tokens(tmp_path: Path) -> None:
+    folder = save_sentence_transformer(tmp_path, make_backbone("bert"))
+    inputs = [*texts(3), ""]
+    with loaded(folder) as model:
+        for limit in (1, 4, 1000):
+            cut = await model.cut(inputs, limit)
+            assert all(text.startswith(start) for text, start in zip(inputs, cut, strict=True))
+            whole = [sequence.token_ids for sequence in await model.tokenize(inputs, add_special_tokens=False)]
+            kept = [sequence.token_ids for sequence in await model.tokenize(cut, add_special_tokens=False)]
+            assert kept == [token_ids[:limit] for token_ids in whole]
+
+
+async def test_vectors_are_normalised_unless_the_models_own_layers_do_it(tmp_path: Path) -> None:
+    plain = save_sentence_transformer(tmp_path / "plain", make_backbone("bert"), normalises=False)
+    with loaded(plain) as model:
+        rows, same, scaled = [await encode(model, ["a b"], normalises=wanted) for wanted in (None, False, True)]
+        np.testing.assert_array_equal(rows, same)
+        np.testing.assert_allclose(scaled, rows / np.linalg.norm(rows), atol=1e-6)
+    normal = save_sentence_transformer(tmp_path / "normal", make_backbone("bert"))
+    with loaded(normal) as model:
+        np.testing.assert_array_equal(await encode(model, ["a b"]), await encode(model, ["a b"], normalises=True))
+        with pytest.raises(BadRequest, match=r"use_activation: the last layer of .* normalises"):
+            await encode(model, ["a b"], normalises=False)

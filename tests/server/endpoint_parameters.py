@@ -50,6 +50,14 @@ def chat_cases() -> list[Case]:
         shown = [body["choices"][0]["message"]["reasoning"] for body in (new, old)]
         return shown[0] is None and bool(shown[1]) and new["usage"] == old["usage"]
 
+    def function_call(body: Json) -> Json:
+        return dict(body["choices"][0]["message"].get("function_call") or {})
+
+    def is_function_call(new: Json, old: Json) -> bool:
+        return (function_call(new)["name"], json.loads(function_call(new)["arguments"])) == ("two", {"n": 7})
+
+    functions = [tool["function"] for tool in TOOLS]
+    to_functions: Json = {"functions": functions, "function_call": {"name": "two"}, "max_tokens": 200}
     to_tools: Json = {"tools": TOOLS, "tool_choice": "none", "max_tokens": 200}
     return [
         case("messages", [{"role": "user", "content": "Say pong."}], lambda new, old: "pong" in text(new).lower()),
@@ -64,7 +72,8 @@ def chat_cases() -> list[Case]:
             "tool_choice", "required", lambda new, old: set(called(new)) <= {"one", "two"} and called(new), **to_tools
         ),
         case("tool_choice", ALLOWED, lambda new, old: set(called(new)) == {"two"}, **to_tools),
-        case("functions", TOOLS, refused("functions")),
+        case("functions", [TOOLS[1]["function"]], is_function_call, **to_functions),
+        case("function_call", {"name": "one"}, lambda new, old: function_call(new)["name"] == "one", **to_functions),
         case("reasoning_effort", "high", shows("high"), **OWN_TEMPLATE),
         case("reasoning_effort", "high", lambda new, old: text(new) == text(old)),
         case("verbosity", "low", shows("low"), **OWN_TEMPLATE),
@@ -117,6 +126,23 @@ def embedding_cases() -> list[Case]:
     """What embeddings have; the last two are of a causal model."""
     base: Json = {"model": "embed", "input": "one two three"}
 
+    base64_of: Json = {"encoding_format": "base64"}
+
+    def unpacked(body: Json, letter: str) -> list[float]:
+        packed = base64.b64decode(vectors(body)[0])
+        return [float(number) for (number,) in struct.iter_unpack(letter, packed)]
+
+    def halves(new: Json, old: Json) -> bool:
+        differences = [abs(a - b) for a, b in zip(unpacked(new, "<e"), unpacked(old, "<f"), strict=True)]
+        return 0 < max(differences) < 1e-3
+
+    def swapped_bytes(new: Json, old: Json) -> bool:
+        return unpacked(new, ">f") == unpacked(old, "<f") != unpacked(new, "<f")
+
+    def has_no_unit_norm(new: Json, old: Json) -> bool:
+        norms = [sum(number**2 for number in vectors(body)[0]) for body in (new, old)]
+        return abs(norms[1] - 1) < 1e-4 < abs(norms[0] - 1)
+
     def vectors(body: Json) -> list[Any]:
         return [item["embedding"] for item in body["data"]]
 
@@ -139,6 +165,12 @@ def embedding_cases() -> list[Case]:
         case("dimensions", 8, refused("dimensions", "matryoshka")),
         case("truncate_prompt_tokens", 3, lambda new, old: num_prompt(new) == 3 < num_prompt(old)),
         case("add_special_tokens", False, lambda new, old: num_prompt(new) == num_prompt(old) - 2),
+        case("embed_dtype", "float16", halves, **base64_of),
+        case("endianness", "big", swapped_bytes, **base64_of),
+        case("use_activation", False, has_no_unit_norm, model="tiny"),
+        case("normalize", False, has_no_unit_norm, model="tiny"),
+        case("truncation_side", "left", is_another, truncate_prompt_tokens=4),
+        case("cache_salt", "", refused("cache_salt")),  # its effect: `test_salts_separate_prefix_caches`
         case(
             "messages", [QUESTION], lambda new, old: "error" in old and len(vectors(new)) == 1, model="tiny", input=None
         ),
@@ -193,6 +225,14 @@ def scoring_cases() -> list[Case]:
         ),
         Case("truncate_prompt_tokens", SCORE_URL, score, {"truncate_prompt_tokens": 9}, cut),
         Case("use_activation", SCORE_URL, score, {"use_activation": False}, is_logit),
+        Case(
+            "truncation_side",
+            SCORE_URL,
+            score | {"truncate_prompt_tokens": 12},
+            {"truncation_side": "left"},
+            lambda new, old: not same(new, old),
+        ),
+        Case("cache_salt", SCORE_URL, score, {"cache_salt": ""}, refused("cache_salt")),
         Case("query", RERANK_URL, rerank, {"query": "Who are you?"}, lambda new, old: new["results"] != old["results"]),
         Case(
             "documents",
@@ -213,4 +253,13 @@ def scoring_cases() -> list[Case]:
         Case("model", RERANK_URL, rerank, {"model": "embed"}, lambda new, old: new["model"] == "embed"),
         Case("truncate_prompt_tokens", RERANK_URL, rerank, {"truncate_prompt_tokens": 9}, cut),
         Case("use_activation", RERANK_URL, rerank, {"use_activation": False}, ranked),
+        Case("max_tokens_per_doc", RERANK_URL, rerank, {"max_tokens_per_doc": 2}, cut),
+        Case(
+            "truncation_side",
+            RERANK_URL,
+            rerank | {"truncate_prompt_tokens": 12},
+            {"truncation_side": "left"},
+            lambda new, old: new["results"] != old["results"],
+        ),
+        Case("cache_salt", RERANK_URL, rerank, {"cache_salt": ""}, refused("cache_salt")),
     ]

@@ -124,6 +124,10 @@ def text_cases(flavour: Flavour) -> list[Case]:
     def goes_on(new: Json, old: Json) -> bool:
         return (finish(old)[0], finish(new)[0], num_generated(new)) == ("stop", "length", 30)
 
+    def first_three(new: Json, old: Json) -> bool:
+        kept = [body.get("prompt_token_ids") or body["choices"][0]["prompt_token_ids"] for body in (new, old)]
+        return len(kept[0]) == len(kept[1]) == 3 and kept[0] != kept[1]
+
     def has_prompt_logprobs(new: Json, old: Json) -> bool:
         told = new["choices"][0].get("prompt_logprobs") or new["prompt_logprobs"]
         return len(told) == num_prompt(new) and told[0] is None and all(len(top) >= 2 for top in told[1:])
@@ -141,6 +145,8 @@ def text_cases(flavour: Flavour) -> list[Case]:
             "spaces_between_special_tokens", False, lambda new, old: text(new) == text(old) == ends * 30, **shown_ends
         ),
         case("truncate_prompt_tokens", 3, lambda new, old: num_prompt(new) == 3 < num_prompt(old)),
+        case("truncation_side", "right", first_three, truncate_prompt_tokens=3, return_token_ids=True),
+        case("cache_salt", "", refused("cache_salt")),  # its effect: `test_salts_separate_prefix_caches`
         case("prompt_logprobs", 2, has_prompt_logprobs),
         case("request_id", "mine-1", lambda new, old: new["id"].endswith("-mine-1")),
         case(
@@ -171,6 +177,9 @@ def constraint_cases(flavour: Flavour) -> list[Case]:
         case("structured_outputs", {"regex": "[0-9]{4}"}, matches("[0-9]{4}")),
         case("structured_outputs", {"grammar": 'root ::= "x" [0-9]'}, matches("x[0-9]")),
         case("guided_json", SCHEMA, is_seven),
+        case("regex", "[0-9]{4}", matches("[0-9]{4}")),
+        case("json_schema", SCHEMA, is_seven),
+        case("ebnf", 'root ::= "x" [0-9]', matches("x[0-9]")),
         case("guided_json_object", True, lambda new, old: text(new).startswith("{")),
         case("guided_regex", "[0-9]{4}", matches("[0-9]{4}")),
         case("guided_choice", ["zebra", "yak"], matches("zebra|yak")),

@@ -56,6 +56,12 @@ class SharedBackend(Backend):
     def models(self) -> Sequence[ServedModel]:
         return self._backend.models()
 
+    def identity(self) -> Mapping[str, str]:
+        return self._backend.identity()
+
+    def concurrency(self) -> int:
+        return self._backend.concurrency()
+
     async def answer(self, request: EndpointRequest) -> Answer:
         return await self._backend.answer(request)
 
@@ -185,6 +191,25 @@ def test_fields_without_behaviour_change_nothing(server: ThreadedServer, tmp_pat
         served = [text(client.post(url, json=body).json()) for url, body in (plain, labelled)]
     batch = [text(result["response"]["body"]) for result in run_file(server, tmp_path, [plain, labelled])]
     assert len({*served, *batch}) == 1
+
+
+def test_salts_separate_prefix_caches(server: ThreadedServer) -> None:
+    """A prefix that a tenant has computed is found by that tenant alone, in every endpoint of a generative model."""
+    words = " ".join(f"word{index}" for index in range(60))
+
+    def cached(client: httpx.Client, salt: str | None) -> int:
+        body = {"model": "tiny", "prompt": words, "max_tokens": 1, "cache_salt": salt}
+        details = client.post("/v1/completions", json=body).json()["usage"]["prompt_tokens_details"]
+        return int(details["cached_tokens"])
+
+    def embed(client: httpx.Client, salt: str) -> None:
+        client.post("/v1/embeddings", json={"model": "tiny", "input": words, "cache_salt": salt}).raise_for_status()
+
+    with httpx.Client(base_url=server.url, timeout=300) as client:
+        found = [cached(client, salt) for salt in (None, "a", "b", None, "a", "b", "c")]
+        embed(client, "d")
+        found += [cached(client, "d"), cached(client, "e")]
+    assert [number > 0 for number in found] == [False, False, False, True, True, True, False, True, False]
 
 
 @pytest.mark.parametrize("flavour", FLAVOURS, ids=lambda flavour: flavour.url)

@@ -42,6 +42,7 @@ from batchline.model_record import ModelRecord
 from batchline.openai_api.chat import ChatCompletionRequest
 from batchline.openai_api.endpoint_table import (
     CHAT,
+    COHERE_RERANK,
     COMPLETIONS,
     COUNT_TOKENS,
     DETOKENIZE,
@@ -304,7 +305,14 @@ def _pooling_endpoints(scorer: Scorer, embedder: Embedder | None, *, text: TextC
         return await score(request.body, request.request_id, scorer, text=text, priority=request.priority)
 
     async def rank(request: EndpointRequest) -> dict[str, Any]:
-        return await rerank(request.body, request.request_id, scorer, text=text, priority=request.priority)
+        return await rerank(
+            request.body,
+            request.request_id,
+            scorer,
+            text=text,
+            priority=request.priority,
+            cuts_long_documents=request.url == COHERE_RERANK,
+        )
 
     endpoints: dict[str, Endpoint] = {**dict.fromkeys(SCORE, score_pairs), **dict.fromkeys(RERANK, rank)}
     return endpoints if embedder is None else {EMBEDDINGS: embed, **endpoints}

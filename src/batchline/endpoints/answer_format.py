@@ -29,9 +29,8 @@ class AnswerFormat:
 
     kept_special_ids: special tokens that are markup to the parsers.
     reasoning, tools: parsers, None where there is nothing of the kind to read. make_call_id: for a call without an id.
-    shows_reasoning: whether the message tells it. ends_as_tool_calls: whether an answer with calls says so as its
-    finish_reason; a call that the request itself chose does not. is_single_call: a second call ends the message before
-    it begins.
+    shows_reasoning: whether the message tells it. call_reason: the finish_reason of an answer with calls; `stop` where
+    the request itself chose the call. is_single_call: a second call ends the message before it begins.
     """
 
     constraint: Constraint | None
@@ -40,7 +39,7 @@ class AnswerFormat:
     reasoning: ReasoningParser | None
     tools: ToolCallParser | None
     shows_reasoning: bool
-    ends_as_tool_calls: bool
+    call_reason: str
     is_single_call: bool
     make_call_id: Callable[[], str]
 
@@ -62,10 +61,16 @@ def answer_format(request: ChatCompletionRequest, model: GenerativeModel, prompt
         reasoning=reasoning,
         tools=tools,
         shows_reasoning=request.include_reasoning,
-        ends_as_tool_calls=request.tool_mode != "named",
+        call_reason=_call_reason(request),
         is_single_call=not request.parallel_tool_calls,
         make_call_id=(model.text.tool_parser or ToolCallParser).make_call_id,
     )
+
+
+def _call_reason(request: ChatCompletionRequest) -> str:
+    if request.tool_mode == "named":
+        return "stop"
+    return "tool_calls" if request.functions is None else "function_call"
 
 
 def _reasoning(request: ChatCompletionRequest, model: GenerativeModel, prompt: str) -> ReasoningParser | None:

@@ -20,8 +20,8 @@ from batchline.checkpoints.overrides import read_config
 from batchline.config import ModelConfig
 from batchline.endpoints.embedders import EngineEmbedder
 from batchline.endpoints.model import GenerativeModel, TextParts
-from batchline.endpoints.pooling_limits import check_sequences, engine_errors_answered, resolve_truncation
-from batchline.endpoints.scorers import Scores, ScoringTask, checked_scores
+from batchline.endpoints.pooling_limits import check_sequences, engine_errors_answered, salted
+from batchline.endpoints.scorers import Scores, ScoringTask, checked_scores, cut_documents
 from batchline.errors import BadRequest, UnsupportedModel
 from batchline.pooling.batching import TokenSequence
 from batchline.text.chat_template import ChatPrompt, ChatTemplate
@@ -39,10 +39,15 @@ QWEN3_FLAGS = ("is_original_qwen3_reranker", "is_qwen3_rerank")
 
 
 class PairFormat(Protocol):
-    """How a model wants a pair of texts written. num_special_tokens: what every prompt has around the texts."""
+    """How a model wants a pair of texts written.
+
+    num_special_tokens: what every prompt has around the texts. can_cut: whether a prompt can be cut to a length.
+    """
 
     @property
     def num_special_tokens(self) -> int: ...
+    @property
+    def can_cut(self) -> bool: ...
 
     def encode(self, first: str, second: str, max_tokens: int | None) -> tuple[int, ...]:
         """Token ids of the prompt, cut to fit `max_tokens` where that is given. Raises: BadRequest."""
@@ -50,6 +55,8 @@ class PairFormat(Protocol):
 
 class Qwen3Format:
     """As on the model card of Qwen3-Reranker, parts tokenized one by one. Cutting takes the document's end."""
+
+    can_cut = True
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -70,6 +77,7 @@ class TemplateFormat:
     """As sentence-transformers does: the chat template, given a message `query` and a message `document`."""
 
     num_special_tokens = 0
+    can_cut = False
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, instruction: str) -> None:
         """instruction: the model's own, a system message; "" for none."""
@@ -198,16 +206,17 @@ class AnswerScorer:
         Raises: BadRequest, InternalServerError.
         """
         pair_format = self._reranker.format
-        max_tokens = resolve_truncation(
-            task.truncate,
+        max_tokens = task.max_tokens(
             max_model_len=self._embedder.max_model_len,
             num_special_tokens=pair_format.num_special_tokens,
+            can_cut=pair_format.can_cut,
         )
+        if max_tokens is not None and task.truncation_side == "left":
+            raise BadRequest("truncation_side: this model needs the beginning of its input", param="truncation_side")
         firsts = task.firsts if len(task.firsts) > 1 else [task.firsts[0]] * len(task.seconds)
-        rows = await self._model.off_loop(
-            lambda: [pair_format.encode(*pair, max_tokens) for pair in zip(firsts, task.seconds, strict=True)]
-        )
-        sequences = [TokenSequence(token_ids=row) for row in rows]
+        pairs = list(zip(firsts, await cut_documents(task, self._embedder), strict=True))
+        rows = await self._model.off_loop(lambda: [pair_format.encode(*pair, max_tokens) for pair in pairs])
+        sequences = salted([TokenSequence(token_ids=row) for row in rows], task.cache_salt)
         check_sequences(
             sequences,
             max_model_len=self._embedder.max_model_len,

@@ -104,6 +104,7 @@ async def _step(
             prompt_token_ids=request.prompt_token_ids + beam.token_ids,
             sampling=sampling,
             priority=request.priority,
+            cache_key=request.cache_key,
         )
         for index, beam in enumerate(running)
     ]

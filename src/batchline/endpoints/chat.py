@@ -52,7 +52,7 @@ async def chat_completion(
 
 def parse_chat(body: Mapping[str, Any], config: TextConfig) -> ChatCompletionRequest:
     """The checked request. Raises: BadRequest."""
-    request = parse_body(ChatCompletionRequest, body, strict=config.strict, limits=config.limits)
+    request = parse_body(ChatCompletionRequest, body, strict=config.strict, limits=config.limits).with_tools()
     request.check()
     check_choices(request)
     check_num_logprobs(request.top_logprobs, config, "top_logprobs")
@@ -242,7 +242,7 @@ def _choices(
             role=role,
             content=_content(echoed + message.content, message),
             reasoning=message.reasoning or None,
-            tool_calls=_tool_calls(message),
+            calls=_calls(message, request),
             logprobs=logprobs,
             finish_reason=message.finish_reason or "abort",
             stop_reason=choice.stop_reason,
@@ -258,8 +258,15 @@ def _content(content: str, message: MessageDelta) -> str | None:
     return content if content or not (message.reasoning or message.calls) else None
 
 
-def _tool_calls(message: MessageDelta) -> list[dict[str, Any]]:
-    return [
-        tool_call_object(call_id=call.id or "", name=call.name, arguments=call.arguments_json)
-        for call in assemble(message.calls).calls
-    ]
+def _calls(message: MessageDelta, request: ChatCompletionRequest) -> dict[str, Any]:
+    """The message's calls in the form that the request asked for; nothing where there are none."""
+    calls = assemble(message.calls).calls
+    if not calls:
+        return {}
+    if request.functions is not None:
+        return {"function_call": {"name": calls[0].name, "arguments": calls[0].arguments_json}}
+    return {
+        "tool_calls": [
+            tool_call_object(call_id=call.id or "", name=call.name, arguments=call.arguments_json) for call in calls
+        ]
+    }

@@ -25,7 +25,7 @@ from batchline.endpoints.logprobs import LogprobFormat
 from batchline.endpoints.message_reader import MessageDelta, MessageReader
 from batchline.endpoints.model import GenerativeModel
 from batchline.endpoints.streaming import StreamUsage, check_streamed
-from batchline.openai_api.chat import chat_chunk_choice, chat_completion_chunk
+from batchline.openai_api.chat import ChatCompletionRequest, chat_chunk_choice, chat_completion_chunk
 from batchline.openai_api.tools import tool_call_delta
 
 Chunk = dict[str, Any]
@@ -69,7 +69,7 @@ class _ChatChunks:
             self._is_open = True
             yield from self._opening()
         is_told = self._request.logprobs or self._request.return_token_ids
-        added = _added(message)
+        added = _added(message, self._request)
         if added or delta.finish_reason is not None or (is_told and delta.token_ids):
             yield self._usage.in_chunk(self._chunk([self._choice(choice, delta, message, added)]))
 
@@ -103,12 +103,16 @@ class _ChatChunks:
         )
 
 
-def _added(message: MessageDelta) -> Chunk:
+def _added(message: MessageDelta, request: ChatCompletionRequest) -> Chunk:
     """What a chunk's `delta` says: only what there is."""
     added: Chunk = {"content": message.content} if message.content else {}
     if message.reasoning:
         added |= {"reasoning": message.reasoning, "reasoning_content": message.reasoning}
-    if message.calls:
+    if message.calls and request.functions is not None:
+        first = message.calls[0]
+        name = {} if first.name is None else {"name": first.name}
+        added["function_call"] = {**name, "arguments": "".join(call.arguments_fragment for call in message.calls)}
+    elif message.calls:
         added["tool_calls"] = [
             tool_call_delta(index=call.index, call_id=call.id, name=call.name, arguments=call.arguments_fragment)
             for call in message.calls

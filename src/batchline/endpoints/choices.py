@@ -232,6 +232,7 @@ def _engine_request(job: PromptJob, body: GenerationBody, request_id: str, prior
         sampling=job.sampling,
         priority=priority + body.priority,
         constraint=job.constraint,
+        cache_key=body.cache_salt,
     )
 
 

@@ -102,17 +102,22 @@ def _members(wanted: StructuredOutputs) -> Iterator[Constraint]:
 
 
 def _guided(body: GenerationBody) -> Iterator[Constraint]:
+    """Those of vLLM's older fields, and of SGLang's."""
     sources = {"guided_json": body.guided_json, "guided_json_object": _ANY_OBJECT if body.guided_json_object else None}
     for field, source in sources.items():
         if source is not None:
             whitespace = body.guided_whitespace_pattern
             yield Constraint(kind="json_schema", field=field, source=_text(source), whitespace_pattern=whitespace)
-    if body.guided_regex is not None:
-        yield Constraint(kind="regex", field="guided_regex", source=body.guided_regex)
+    if body.json_schema is not None:
+        yield Constraint(kind="json_schema", field="json_schema", source=_text(body.json_schema))
+    for field in ("guided_regex", "regex"):
+        if getattr(body, field) is not None:
+            yield Constraint(kind="regex", field=field, source=getattr(body, field))
     if body.guided_choice is not None:
         yield Constraint(kind="choice", field="guided_choice", source=_text(body.guided_choice))
-    if body.guided_grammar is not None:
-        yield Constraint(kind="grammar", field="guided_grammar", source=body.guided_grammar)
+    for field in ("guided_grammar", "ebnf"):
+        if getattr(body, field) is not None:
+            yield Constraint(kind="grammar", field=field, source=getattr(body, field))
 
 
 def _structural_tag(wanted: StructuralTag | str, field: str) -> Constraint:

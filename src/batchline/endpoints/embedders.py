@@ -19,9 +19,10 @@ from batchline.errors import BadRequest
 from batchline.openai_api.limits import check_text
 from batchline.pooling.batching import TokenSequence
 from batchline.pooling.matryoshka import Matryoshka
-from batchline.pooling.tokenizing import Role
+from batchline.pooling.tokenizing import Role, Side
 from batchline.pooling.vectors import Vectors, normalise
 from batchline.text.chat_template import ChatPrompt
+from batchline.text.detokenizer import detokenize
 
 
 class Embedder(Protocol):
@@ -49,19 +50,33 @@ class Embedder(Protocol):
         role: Role | None = None,
         add_special_tokens: bool = True,
         max_tokens: int | None = None,
+        side: Side | None = None,
     ) -> list[TokenSequence]:
-        """One sequence per text, cut to `max_tokens` where that is given."""
+        """One sequence per text, cut to `max_tokens` where that is given. side: to cut at, the model's own if None."""
+
+    async def cut(self, texts: Sequence[str], max_tokens: int) -> list[str]:
+        """The texts' beginnings, of at most so many tokens. Raises: BadRequest."""
 
     async def tokenize_messages(self, messages: Sequence[Mapping[str, Any]]) -> TokenSequence:
         """A conversation through the chat template. Raises: BadRequest, also where there is no template."""
 
-    def from_token_ids(self, token_ids: Sequence[int], *, max_tokens: int | None = None) -> TokenSequence:
-        """Token ids as they are, cut to `max_tokens` where that is given."""
+    def from_token_ids(
+        self, token_ids: Sequence[int], *, max_tokens: int | None = None, side: Side | None = None
+    ) -> TokenSequence:
+        """Token ids as they are, cut to `max_tokens` where that is given. side: see `tokenize`."""
 
     async def embed(
-        self, sequences: Sequence[TokenSequence], *, dimensions: int | None = None, priority: int = 0
+        self,
+        sequences: Sequence[TokenSequence],
+        *,
+        dimensions: int | None = None,
+        normalises: bool | None = None,
+        priority: int = 0,
     ) -> Vectors:
-        """(num_sequences, size) float32. Raises: EngineDead, EngineError."""
+        """(num_sequences, size) float32. normalises: whether their L2 norm is 1, as the model says if None.
+
+        Raises: BadRequest where the model cannot, EngineDead, EngineError.
+        """
 
 
 class EmbeddingEngine(Protocol):
@@ -95,13 +110,26 @@ class EngineEmbedder:
         role: Role | None = None,
         add_special_tokens: bool = True,
         max_tokens: int | None = None,
+        side: Side | None = None,
     ) -> list[TokenSequence]:
         """One sequence per text. A generative model has no prompts, so a text is the same in every role."""
         encode = self._model.tokenizer.encode
         rows = await self._model.off_loop(
             lambda: [encode(text, add_special_tokens=add_special_tokens) for text in texts]
         )
-        return [self.from_token_ids(row, max_tokens=max_tokens) for row in rows]
+        return [self.from_token_ids(row, max_tokens=max_tokens, side=side) for row in rows]
+
+    async def cut(self, texts: Sequence[str], max_tokens: int) -> list[str]:
+        """The texts' beginnings, of at most so many tokens."""
+        tokenizer = self._model.tokenizer
+
+        def cut_one(text: str) -> str:
+            token_ids = tokenizer.encode(text, add_special_tokens=False)
+            if len(token_ids) <= max_tokens:
+                return text
+            return detokenize(tokenizer, token_ids[:max_tokens], skip_special_tokens=False)
+
+        return await self._model.off_loop(lambda: [cut_one(text) for text in texts])
 
     async def tokenize_messages(self, messages: Sequence[Mapping[str, Any]]) -> TokenSequence:
         """A conversation through the model's chat template, with no prompt for an answer. Raises: BadRequest."""
@@ -121,15 +149,25 @@ class EngineEmbedder:
 
         return TokenSequence(token_ids=await model.off_loop(encode))
 
-    def from_token_ids(self, token_ids: Sequence[int], *, max_tokens: int | None = None) -> TokenSequence:
-        """Token ids as they are, their start cut to fit `max_tokens`."""
-        return TokenSequence(token_ids=tuple(token_ids if max_tokens is None else token_ids[-max_tokens:]))
+    def from_token_ids(
+        self, token_ids: Sequence[int], *, max_tokens: int | None = None, side: Side | None = None
+    ) -> TokenSequence:
+        """Token ids as they are, by default their start cut to fit `max_tokens`."""
+        if max_tokens is None:
+            return TokenSequence(token_ids=tuple(token_ids))
+        return TokenSequence(token_ids=tuple(token_ids[:max_tokens] if side == "right" else token_ids[-max_tokens:]))
 
     async def embed(
-        self, sequences: Sequence[TokenSequence], *, dimensions: int | None = None, priority: int = 0
+        self,
+        sequences: Sequence[TokenSequence],
+        *,
+        dimensions: int | None = None,
+        normalises: bool | None = None,
+        priority: int = 0,
     ) -> Vectors:
         """(num_sequences, hidden_size) float32. Vectors may not be cut, so `dimensions` is the full size or None."""
-        return normalise(await self.hidden_states(sequences, priority=priority))
+        hidden = await self.hidden_states(sequences, priority=priority)
+        return hidden if normalises is False else normalise(hidden)
 
     async def hidden_states(self, sequences: Sequence[TokenSequence], *, priority: int = 0) -> Vectors:
         """(num_sequences, hidden_size) float32, of each sequence's last position. Raises: EngineDead, EngineError."""
@@ -139,6 +177,9 @@ class EngineEmbedder:
 
     async def _embed_one(self, sequence: TokenSequence, priority: int) -> EmbeddingOutput:
         request = EmbeddingRequest(
-            request_id=f"embd-{uuid.uuid4().hex}", prompt_token_ids=sequence.token_ids, priority=priority
+            request_id=f"embd-{uuid.uuid4().hex}",
+            prompt_token_ids=sequence.token_ids,
+            priority=priority,
+            cache_key=sequence.cache_key,
         )
         return await self._engine.embed(request)

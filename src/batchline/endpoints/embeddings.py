@@ -9,6 +9,9 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from batchline.config import TextConfig
 from batchline.endpoints.embedders import Embedder
 from batchline.endpoints.pooling_limits import (
@@ -17,11 +20,12 @@ from batchline.endpoints.pooling_limits import (
     engine_errors_answered,
     off_loop_if_large,
     resolve_truncation,
+    salted,
 )
 from batchline.endpoints.prompts import check_vocabulary
 from batchline.errors import BadRequest, InternalServerError
 from batchline.openai_api.common import Prompt, Usage
-from batchline.openai_api.embeddings import EmbeddingsRequest, embeddings_object
+from batchline.openai_api.embeddings import ByteOrder, EmbeddingsRequest, EmbedDtype, embeddings_object
 from batchline.openai_api.parsing import parse_body
 from batchline.pooling.batching import TokenSequence
 from batchline.pooling.vectors import Vectors, are_finite
@@ -37,10 +41,16 @@ async def embeddings(
     request = await off_loop_if_large(body, partial(_read, body, model, text))
     sequences = await _tokenize(request, model)
     with engine_errors_answered():
-        vectors = await model.embed(sequences, dimensions=request.dimensions, priority=priority)
+        vectors = await model.embed(
+            salted(sequences, request.cache_salt),
+            dimensions=request.dimensions,
+            normalises=request.normalises,
+            priority=priority,
+        )
     if not are_finite(vectors):
         raise InternalServerError("The model's embedding is not a number; a wider dtype may help")
-    write = encode_base64 if request.encoding_format == "base64" else _numbers
+    is_base64 = request.encoding_format == "base64"
+    write = partial(encode_base64, dtype=request.embed_dtype, order=request.endianness) if is_base64 else _numbers
     is_large = vectors.size > LARGE_ANSWER
     return embeddings_object(
         embeddings_id=f"embd-{request_id}",
@@ -67,10 +77,18 @@ def _numbers(vectors: Vectors) -> list[list[float]]:
     return [row.tolist() for row in vectors]
 
 
-def encode_base64(vectors: Vectors) -> list[str]:
-    """Each row as base64 of little-endian float32."""
-    rows = vectors.astype("<f4")
+def encode_base64(vectors: Vectors, dtype: EmbedDtype = "float32", order: ByteOrder = "little") -> list[str]:
+    """Each row as base64 of its numbers. order: of each number's bytes."""
+    numbers = _bfloat16_bits(vectors) if dtype == "bfloat16" else vectors.astype(dtype)
+    rows = numbers.astype(numbers.dtype.newbyteorder(order))
     return [base64.b64encode(row.tobytes()).decode("ascii") for row in rows]
+
+
+def _bfloat16_bits(vectors: Vectors) -> NDArray[np.uint16]:
+    """The upper halves of float32 numbers, rounded to the nearest, ties to even. The numbers are finite."""
+    bits = vectors.astype(np.float32).view(np.uint32)
+    rounded: NDArray[np.uint16] = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+    return rounded
 
 
 async def _tokenize(request: EmbeddingsRequest, model: Embedder) -> list[TokenSequence]:
@@ -82,7 +100,7 @@ async def _tokenize(request: EmbeddingsRequest, model: Embedder) -> list[TokenSe
     )
     if request.messages is not None:
         conversation = await model.tokenize_messages(request.messages)
-        sequences = [model.from_token_ids(conversation.token_ids, max_tokens=max_tokens)]
+        sequences = [model.from_token_ids(conversation.token_ids, max_tokens=max_tokens, side=request.truncation_side)]
     else:
         sequences = await _tokenize_input(request.input or (), request, model, max_tokens)
     check_sequences(
@@ -100,9 +118,14 @@ async def _tokenize_input(
     """Prompts are texts alone or token ids alone, as the schema has seen to."""
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     if texts:
-        return await model.tokenize(texts, add_special_tokens=request.add_special_tokens, max_tokens=max_tokens)
+        return await model.tokenize(
+            texts,
+            add_special_tokens=request.add_special_tokens,
+            max_tokens=max_tokens,
+            side=request.truncation_side,
+        )
     rows = [prompt for prompt in prompts if not isinstance(prompt, str)]
-    return [model.from_token_ids(row, max_tokens=max_tokens) for row in rows]
+    return [model.from_token_ids(row, max_tokens=max_tokens, side=request.truncation_side) for row in rows]
 
 
 def _check_dimensions(dimensions: int | None, model: Embedder) -> None:

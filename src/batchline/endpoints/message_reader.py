@@ -116,5 +116,4 @@ class MessageReader:
     def _finish_reason(self, reason: str | None) -> str | None:
         if self.is_over and reason == "length":  # the limit cut what is not told
             reason = "stop"
-        is_call = self._has_calls and self._format.ends_as_tool_calls
-        return "tool_calls" if is_call and reason == "stop" else reason
+        return self._format.call_reason if self._has_calls and reason == "stop" else reason

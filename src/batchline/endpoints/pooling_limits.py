@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from batchline.config import TextConfig
@@ -53,6 +54,11 @@ def check_sequences(sequences: Sequence[TokenSequence], *, max_model_len: int, v
             )
         if max(sequence.token_ids) >= vocab_size:
             check_vocabulary(sequence.token_ids, vocab_size, which)
+
+
+def salted(sequences: Sequence[TokenSequence], salt: str | None) -> Sequence[TokenSequence]:
+    """The sequences under a request's `cache_salt`."""
+    return sequences if salt is None else [replace(sequence, cache_key=salt) for sequence in sequences]
 
 
 async def off_loop_if_large(body: Mapping[str, Any], work: Callable[[], T]) -> T:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from batchline.endpoints.model import GenerativeModel
 from batchline.errors import BadRequest, PromptTooLong
-from batchline.openai_api.common import Prompt
+from batchline.openai_api.common import Prompt, TruncationSide
 from batchline.openai_api.generation import GenerationBody
 from batchline.openai_api.limits import check_text
 from batchline.text.control_tokens import RenderedChat
@@ -59,7 +59,8 @@ def encode_prompt(
     else:
         token_ids = check_vocabulary(rendered, model.engine.vocab_size, "prompt")
     limit = model.engine.max_model_len
-    kept = truncate(token_ids, body.truncate_prompt_tokens, limit, num_reserved(max_tokens, default_max_tokens, limit))
+    reserved = num_reserved(max_tokens, default_max_tokens, limit)
+    kept = truncate(token_ids, body.truncate_prompt_tokens, limit, reserved, body.truncation_side)
     return EncodedPrompt(
         token_ids=kept,
         text=text if len(kept) == len(token_ids) else None,
@@ -104,10 +105,12 @@ def _too_long(limit: int, num_tokens: str) -> PromptTooLong:
     )
 
 
-def truncate(token_ids: tuple[int, ...], keep: int | None, limit: int, num_reserved: int) -> tuple[int, ...]:
-    """The last `keep` tokens; -1 keeps as many as fit the context beside the tokens reserved for the answer.
+def truncate(
+    token_ids: tuple[int, ...], keep: int | None, limit: int, num_reserved: int, side: TruncationSide = "left"
+) -> tuple[int, ...]:
+    """So many tokens as `keep` says; -1 keeps as many as fit the context beside the tokens reserved for the answer.
 
-    limit: the context length. Raises: BadRequest.
+    limit: the context length. side: where tokens are taken away. Raises: BadRequest.
     """
     if keep is None:
         return token_ids
@@ -116,7 +119,8 @@ def truncate(token_ids: tuple[int, ...], keep: int | None, limit: int, num_reser
             f"truncate_prompt_tokens: {keep} is more than this model's maximum context length of {limit} tokens",
             param="truncate_prompt_tokens",
         )
-    return token_ids[-(keep if keep > 0 else max(1, limit - num_reserved)) :]
+    num_kept = keep if keep > 0 else max(1, limit - num_reserved)
+    return token_ids[-num_kept:] if side == "left" else token_ids[:num_kept]
 
 
 def num_reserved(max_tokens: int | None, default: int | None, limit: int) -> int:

@@ -13,11 +13,23 @@ from batchline.openai_api.common import Usage
 from batchline.openai_api.parsing import parse_body
 from batchline.openai_api.rerank import RankedDocument, RerankRequest, rerank_object
 
+COHERE_MAX_TOKENS_PER_DOC = 4096
+"""Cohere's default."""
+
 
 async def rerank(
-    body: Mapping[str, Any], request_id: str, model: Scorer, *, text: TextConfig = DEFAULT_TEXT, priority: int = 0
+    body: Mapping[str, Any],
+    request_id: str,
+    model: Scorer,
+    *,
+    text: TextConfig = DEFAULT_TEXT,
+    priority: int = 0,
+    cuts_long_documents: bool = False,
 ) -> dict[str, Any]:
-    """The response body. text: its limits, and whether unknown fields are errors. Raises: RequestError, EngineDead."""
+    """The response body. text: its limits, and whether unknown fields are errors.
+
+    cuts_long_documents: as Cohere's API does, where others refuse them. Raises: RequestError, EngineDead.
+    """
     request = await off_loop_if_large(body, partial(_read, body, text))
     task = ScoringTask(
         firsts=[request.query],
@@ -25,7 +37,11 @@ async def rerank(
         names=("query", "documents"),
         are_queries=True,
         truncate=request.truncate_prompt_tokens,
+        truncation_side=request.truncation_side,
         use_activation=request.use_activation,
+        cache_salt=request.cache_salt,
+        max_tokens_per_doc=request.max_tokens_per_doc or (COHERE_MAX_TOKENS_PER_DOC if cuts_long_documents else None),
+        cuts_to_fit=cuts_long_documents or request.max_tokens_per_doc is not None,
         priority=priority,
     )
     scores = await model.score(task)

@@ -27,7 +27,9 @@ async def score(
         names=texts.names,
         are_queries=texts.are_queries,
         truncate=request.truncate_prompt_tokens,
+        truncation_side=request.truncation_side,
         use_activation=request.use_activation,
+        cache_salt=request.cache_salt,
         priority=priority,
     )
     scores = await model.score(task)

@@ -10,8 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchline.endpoints.embedders import Embedder
-from batchline.endpoints.pooling_limits import check_sequences, engine_errors_answered, resolve_truncation
+from batchline.endpoints.pooling_limits import check_sequences, engine_errors_answered, resolve_truncation, salted
 from batchline.errors import BadRequest, InternalServerError
+from batchline.openai_api.common import TruncationSide
 from batchline.pooling.batching import TokenSequence
 from batchline.pooling.tokenizing import Role
 from batchline.pooling.vectors import are_finite, cosine_similarities
@@ -25,7 +26,8 @@ class ScoringTask:
     """What to score: `firsts` (one, or as many as `seconds`) against `seconds`.
 
     names: of the request's fields, for errors. are_queries: firsts are queries and seconds documents, which models
-    may put different prompts before. truncate, use_activation: as in the request, None where it is silent.
+    may put different prompts before. truncate, truncation_side, use_activation, cache_salt, max_tokens_per_doc: as in
+    the request, None where it is silent. cuts_to_fit: what is too long is cut where the model can do that, not refused.
     """
 
     firsts: Sequence[str]
@@ -33,8 +35,17 @@ class ScoringTask:
     names: tuple[str, str]
     are_queries: bool
     truncate: int | None = None
+    truncation_side: TruncationSide | None = None
     use_activation: bool | None = None
+    cache_salt: str | None = None
+    max_tokens_per_doc: int | None = None
+    cuts_to_fit: bool = False
     priority: int = 0
+
+    def max_tokens(self, *, max_model_len: int, num_special_tokens: int, can_cut: bool = True) -> int | None:
+        """What a sequence is cut to. can_cut: whether the model's sequences can be cut at all. Raises: BadRequest."""
+        keep = -1 if self.truncate is None and self.cuts_to_fit and can_cut else self.truncate
+        return resolve_truncation(keep, max_model_len=max_model_len, num_special_tokens=num_special_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +66,25 @@ class Scorer(Protocol):
         """Raises: BadRequest, InternalServerError, EngineDead."""
 
 
-class PairModel(Protocol):
-    """A cross-encoder: pairs to token sequences, token sequences to scores."""
+class TextCutter(Protocol):
+    """Cuts texts by the model's own tokens."""
+
+    async def cut(self, texts: Sequence[str], max_tokens: int) -> list[str]:
+        """The texts' beginnings, of at most so many tokens. Raises: BadRequest."""
+
+
+async def cut_documents(task: ScoringTask, cutter: TextCutter) -> Sequence[str]:
+    """The second texts, as long as `max_tokens_per_doc` allows. Raises: BadRequest."""
+    if task.max_tokens_per_doc is None:
+        return task.seconds
+    return await cutter.cut(task.seconds, task.max_tokens_per_doc)
+
+
+class PairModel(TextCutter, Protocol):
+    """A cross-encoder: pairs to token sequences, token sequences to scores.
+
+    takes_whole_pairs: its pairs cannot be cut.
+    """
 
     @property
     def name(self) -> str: ...
@@ -66,9 +94,11 @@ class PairModel(Protocol):
     def vocab_size(self) -> int: ...
     @property
     def num_special_tokens(self) -> int: ...
+    @property
+    def takes_whole_pairs(self) -> bool: ...
 
     async def tokenize_pairs(
-        self, pairs: Sequence[tuple[str, str]], *, max_tokens: int | None = None
+        self, pairs: Sequence[tuple[str, str]], *, max_tokens: int | None = None, side: TruncationSide | None = None
     ) -> list[TokenSequence]:
         """One sequence per pair, cut to `max_tokens` where that is given."""
 
@@ -87,14 +117,14 @@ class PairScorer:
 
     async def score(self, task: ScoringTask) -> Scores:
         """The model's own activation unless the task says otherwise. Raises: BadRequest, InternalServerError."""
-        max_tokens = resolve_truncation(
-            task.truncate,
+        max_tokens = task.max_tokens(
             max_model_len=self._model.max_model_len,
             num_special_tokens=self._model.num_special_tokens,
+            can_cut=not self._model.takes_whole_pairs,
         )
         firsts = task.firsts if len(task.firsts) > 1 else [task.firsts[0]] * len(task.seconds)
-        pairs = list(zip(firsts, task.seconds, strict=True))
-        sequences = await self._model.tokenize_pairs(pairs, max_tokens=max_tokens)
+        pairs = list(zip(firsts, await cut_documents(task, self._model), strict=True))
+        sequences = await self._model.tokenize_pairs(pairs, max_tokens=max_tokens, side=task.truncation_side)
         check_sequences(
             sequences, max_model_len=self._model.max_model_len, vocab_size=self._model.vocab_size, param=task.names[1]
         )
@@ -120,19 +150,19 @@ class SimilarityScorer:
                 param="use_activation",
             )
         firsts = await self._tokenize(task.firsts, task, side=0)
-        seconds = await self._tokenize(task.seconds, task, side=1)
-        sequences = [*firsts, *seconds]
+        seconds = await self._tokenize(await cut_documents(task, self._embedder), task, side=1)
+        sequences = salted([*firsts, *seconds], task.cache_salt)
         with engine_errors_answered():
             vectors = await self._embedder.embed(sequences, priority=task.priority)
         return checked_scores(cosine_similarities(vectors[: len(firsts)], vectors[len(firsts) :]), sequences)
 
     async def _tokenize(self, texts: Sequence[str], task: ScoringTask, *, side: int) -> list[TokenSequence]:
         embedder = self._embedder
-        max_tokens = resolve_truncation(
-            task.truncate, max_model_len=embedder.max_model_len, num_special_tokens=embedder.num_special_tokens
+        max_tokens = task.max_tokens(
+            max_model_len=embedder.max_model_len, num_special_tokens=embedder.num_special_tokens
         )
         role = ROLES[side] if task.are_queries else None
-        sequences = await embedder.tokenize(texts, role=role, max_tokens=max_tokens)
+        sequences = await embedder.tokenize(texts, role=role, max_tokens=max_tokens, side=task.truncation_side)
         check_sequences(
             sequences, max_model_len=embedder.max_model_len, vocab_size=embedder.vocab_size, param=task.names[side]
         )

@@ -13,7 +13,15 @@ from batchline.openai_api.common import Usage
 from batchline.openai_api.generation import GenerationBody, NumLogprobs
 from batchline.openai_api.limits import MESSAGES, TEXT, Limited, num_allowed_tools
 from batchline.openai_api.parsing import NO_BEHAVIOUR
-from batchline.openai_api.tools import AllowedToolsChoice, NamedToolChoice, Tool, ToolChoice
+from batchline.openai_api.tools import (
+    AllowedToolsChoice,
+    ChosenFunction,
+    FunctionCall,
+    FunctionDefinition,
+    NamedToolChoice,
+    Tool,
+    ToolChoice,
+)
 
 JsonObject = dict[str, Any]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -23,7 +31,8 @@ MaxTokens = Annotated[int, Field(ge=1)]
 class ChatCompletionRequest(GenerationBody):
     """The body of a chat completion. Messages are checked in depth when they are rendered.
 
-    tools: as they were given, which is how a template sees them; tool_list: the same, checked.
+    tools: as they were given, which is how a template sees them; tool_list: the same, checked. functions and
+    function_call are their older form, of which `with_tools` makes tools; function_list: checked.
     """
 
     messages: Annotated[list[JsonObject], Field(min_length=1), MESSAGES]
@@ -35,6 +44,9 @@ class ChatCompletionRequest(GenerationBody):
     tool_list: Annotated[list[Tool], Limited("tools")] = Field(default_factory=list, alias="tools")
     tool_choice: Annotated[ToolChoice | None, Limited("tools", num_allowed_tools, "allowed tools")] = None
     parallel_tool_calls: bool = True
+    functions: Annotated[list[Any] | None, Limited("tools")] = None
+    function_list: Annotated[list[FunctionDefinition] | None, Limited("tools")] = Field(None, alias="functions")
+    function_call: FunctionCall | None = None
     reasoning_effort: ReasoningEffort | None = None
     include_reasoning: bool = True
     verbosity: Literal["low", "medium", "high"] | None = None
@@ -44,6 +56,27 @@ class ChatCompletionRequest(GenerationBody):
     chat_template: Annotated[str | None, TEXT] = None
     chat_template_kwargs: Annotated[JsonObject, Limited("template_variables")] = Field(default_factory=dict)
     add_special_tokens: bool = False
+
+    def with_tools(self) -> ChatCompletionRequest:
+        """The request with tools in place of `functions` and a `tool_choice` in place of `function_call`.
+
+        An answer to `functions` has one call at most. Raises: BadRequest where both forms are used.
+        """
+        if self.functions is None and self.function_call is None:
+            return self
+        field = "function_call" if self.functions is None else "functions"
+        if self.tools or self.tool_choice is not None or self.functions is None:
+            raise BadRequest(f"{field}: it goes with functions and function_call alone, not with tools", param=field)
+        chosen = self.function_call
+        changes: JsonObject = {
+            "tools": [{"type": "function", "function": given} for given in self.functions],
+            "tool_list": [Tool(type="function", function=checked) for checked in self.function_list or ()],
+            "tool_choice": NamedToolChoice(type="function", function=chosen)
+            if isinstance(chosen, ChosenFunction)
+            else chosen,
+            "parallel_tool_calls": False,
+        }
+        return self.model_copy(update=changes)
 
     def check(self) -> None:
         """What fields say together. Raises: BadRequest."""
@@ -162,19 +195,22 @@ def chat_choice(
     role: str,
     content: str | None,
     reasoning: str | None,
-    tool_calls: list[JsonObject],
+    calls: JsonObject,
     logprobs: JsonObject | None,
     finish_reason: str,
     stop_reason: int | str | None,
 ) -> JsonObject:
-    """One choice. Reasoning is told under both of the names that clients know."""
+    """One choice. calls: `tool_calls` or `function_call`, nothing where there are none.
+
+    Reasoning is told under both of the names that clients know.
+    """
     message: JsonObject = {
         "role": role,
         "content": content,
         "refusal": None,
         "reasoning": reasoning,
         "reasoning_content": reasoning,
-        "tool_calls": tool_calls,
+        **calls,
     }
     return {
         "index": index,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator
 from pydantic_core import PydanticCustomError
@@ -94,7 +94,14 @@ def _not_zero(value: int) -> int:
 
 
 TruncatePromptTokens = Annotated[int, Field(ge=-1, le=MAX_INT64), AfterValidator(_not_zero)]
-"""Keep the prompt's last so many tokens; -1 stands for what fits the model's context length."""
+"""Keep so many tokens of the prompt; -1 stands for what fits the model's context length."""
+
+
+TruncationSide = Literal["left", "right"]
+"""Where truncation takes tokens away: `left` keeps the last ones, `right` the first ones."""
+
+CacheSalt = Annotated[str, Field(min_length=1, max_length=1024)]
+"""Requests share cached prefixes only with requests of an equal salt, which keeps tenants apart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

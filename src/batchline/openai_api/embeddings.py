@@ -8,25 +8,55 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from batchline.errors import BadRequest
-from batchline.openai_api.common import Prompts, TruncatePromptTokens, Usage, WireModel
+from batchline.openai_api.common import (
+    CacheSalt,
+    Prompts,
+    TruncatePromptTokens,
+    TruncationSide,
+    Usage,
+    WireModel,
+)
 from batchline.openai_api.limits import MESSAGES, TEXT, Limited, num_prompts
+
+EmbedDtype = Literal["float32", "float16", "bfloat16"]
+ByteOrder = Literal["native", "little", "big"]
 
 
 class EmbeddingsRequest(WireModel):
-    """The body of an embeddings request. Messages are checked in depth when they are rendered."""
+    """The body of an embeddings request. Messages are checked in depth when they are rendered.
+
+    embed_dtype, endianness: of the numbers in base64. use_activation, normalize: two names of one switch, whether
+    vectors have the L2 norm 1; None leaves it to the model.
+    """
 
     model: str | None = None
     input: Annotated[Prompts | None, Limited("inputs", num_prompts, "inputs"), TEXT] = None
     messages: Annotated[Annotated[list[dict[str, Any]], Field(min_length=1)] | None, MESSAGES] = None
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Annotated[int, Field(ge=1)] | None = None
+    embed_dtype: EmbedDtype = "float32"
+    endianness: ByteOrder = "little"
+    use_activation: bool | None = None
+    normalize: bool | None = None
     truncate_prompt_tokens: TruncatePromptTokens | None = None
+    truncation_side: TruncationSide | None = None
+    cache_salt: CacheSalt | None = None
     add_special_tokens: bool = True
+
+    @property
+    def normalises(self) -> bool | None:
+        """Whether vectors are to be normalised, None where the request leaves it open."""
+        return self.use_activation if self.normalize is None else self.normalize
 
     def check(self) -> None:
         """What fields say together. Raises: BadRequest."""
         if (self.input is None) == (self.messages is None):
             raise BadRequest("input: exactly one of input and messages is needed", param="input")
+        if self.normalize is not None and self.use_activation not in (None, self.normalize):
+            raise BadRequest("normalize: it says the opposite of use_activation; give one of them", param="normalize")
+        for field, neutral in {"embed_dtype": ("float32",), "endianness": ("little", "native")}.items():
+            if self.encoding_format == "float" and getattr(self, field) not in neutral:
+                raise BadRequest(f"{field}: it requires encoding_format: base64", param=field)
 
 
 def embeddings_object(

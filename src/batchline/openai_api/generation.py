@@ -11,7 +11,14 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, ConfigDict, Field, PlainValidator
 from pydantic_core import PydanticCustomError
 
-from batchline.openai_api.common import MAX_INT64, Strings, TruncatePromptTokens, WireModel
+from batchline.openai_api.common import (
+    MAX_INT64,
+    CacheSalt,
+    Strings,
+    TruncatePromptTokens,
+    TruncationSide,
+    WireModel,
+)
 from batchline.openai_api.limits import Limited, longest_text
 from batchline.openai_api.structured_outputs import ConstrainedBody
 
@@ -95,6 +102,8 @@ class GenerationBody(ConstrainedBody):
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     truncate_prompt_tokens: TruncatePromptTokens | None = None
+    truncation_side: TruncationSide = "left"
+    cache_salt: CacheSalt | None = None
     prompt_logprobs: NumLogprobs | None = None
     use_beam_search: bool = False
     length_penalty: Annotated[float, Field(ge=-5, le=5)] = 1.0

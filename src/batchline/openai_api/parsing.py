@@ -43,6 +43,9 @@ NO_BEHAVIOUR: Mapping[str, str] = {
     "store": "whether a hosted service stores the answer",
     "service_tier": "a hosted service's price class",
     "prompt_cache_key": "a hint for routing between a hosted service's machines",
+    "prompt_cache_options": "how a hosted service divides its prompt cache",
+    "session_id": "a hint for routing between a hosted service's machines",
+    "custom_labels": "labels of another server's metrics",
     "prompt_cache_retention": "how long a hosted service keeps its prompt cache",
     "max_tool_calls": "how often a hosted service may run its own tools",
     "reasoning.summary": "how a hosted service sums up reasoning that it does not show; here responses hold all of it",
@@ -61,16 +64,26 @@ NO_BEHAVIOUR: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Unsupported:
-    """A known parameter that this build cannot honour. neutral: values that ask for nothing and are let through."""
+    """A known parameter that this build cannot honour.
+
+    neutral: values that ask for nothing and are let through. advice: what to send instead.
+    """
 
     feature: str
     neutral: tuple[Any, ...] = ()
+    advice: str = ""
 
 
 _TOOLS = Unsupported("tool calling", ([], "none"))
 _REASONING = Unsupported("reasoning output")
 _MEDIA = Unsupported("media input", ({},))
 _AUDIO = Unsupported("audio output")
+_EMBEDS = Unsupported("a prompt of embeddings")
+_TRANSFER = Unsupported("handing a request's cache to another server", ({},))
+_ROUTING = Unsupported("a choice of the machine that answers")
+_INTERNALS = Unsupported("reporting what happens inside of the model", (False, 0))
+_SESSIONS = Unsupported("sessions", ({},))
+_IMAGES = Unsupported("image output")
 
 UNSUPPORTED: Mapping[str, Unsupported] = {
     "guided_decoding_backend": Unsupported("a choice of grammar engines", ("auto", "guidance")),
@@ -85,6 +98,59 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
     "mm_processor_kwargs": _MEDIA,
     "modalities": Unsupported("audio output", (["text"],)),
     "audio": _AUDIO,
+    "prompt_embeds": _EMBEDS,
+    "input_embeds": _EMBEDS,
+    "prompt_token_ids": Unsupported("a prompt beside the prompt", advice="send token ids as prompt of a completion"),
+    "input_ids": Unsupported("a prompt beside the messages", advice="send token ids as prompt of a completion"),
+    "logprob_token_ids": Unsupported("a choice of tokens for log-probabilities", advice="ask for top_logprobs"),
+    "repetition_detection": Unsupported("ending repetitive outputs", advice="set frequency_penalty or max_tokens"),
+    "stop_regex": Unsupported("stopping at a regular expression", ([],), "use stop, or a regex for the whole text"),
+    "no_stop_trim": Unsupported("this name", (False,), "set include_stop_str_in_output"),
+    "separate_reasoning": Unsupported("reasoning as a part of the content", (True,)),
+    "stream_reasoning": Unsupported("reasoning that is held back in streams", (True,), "set include_reasoning: false"),
+    "stream_interval": Unsupported("a number of tokens for each chunk", (1,)),
+    "watermarking": Unsupported("watermarking", (False,)),
+    "padding": Unsupported("padding to a length", ("do_not_pad",)),
+    "return_prompt_text": Unsupported("returning the prompt's text", (False,), "set return_token_ids"),
+    "return_token_offsets": Unsupported("returning the tokens' places in the text", (False,)),
+    "return_prompt_token_ids": Unsupported("this name", (False,), "set return_token_ids"),
+    "return_mm_kwargs": Unsupported("media input", (True, False)),
+    "return_hidden_states": _INTERNALS,
+    "return_routed_experts": _INTERNALS,
+    "routed_experts_prompt_start": _INTERNALS,
+    "routed_experts_start_len": _INTERNALS,
+    "return_cached_tokens_details": _INTERNALS,
+    "return_meta_info": _INTERNALS,
+    "media_io_kwargs": _MEDIA,
+    "max_dynamic_patch": _MEDIA,
+    "min_dynamic_patch": _MEDIA,
+    "use_audio_in_video": Unsupported("media input", (False,)),
+    "images_config": _IMAGES,
+    "image": _IMAGES,
+    "kv_transfer_params": _TRANSFER,
+    "ec_transfer_params": _TRANSFER,
+    "bootstrap_host": _TRANSFER,
+    "bootstrap_port": _TRANSFER,
+    "bootstrap_room": _TRANSFER,
+    "routed_dp_rank": _ROUTING,
+    "disagg_prefill_dp_rank": _ROUTING,
+    "data_parallel_rank": _ROUTING,
+    "lora_path": Unsupported("LoRA"),
+    "extra_key": Unsupported("this name", advice="set cache_salt, which separates prefix caches"),
+    "rid": Unsupported("this name", advice="set request_id"),
+    "session_params": _SESSIONS,
+    "vllm_xargs": Unsupported("extensions of the engine", ({},)),
+    "custom_params": Unsupported("extensions of the engine", ({},)),
+    "custom_logit_processor": Unsupported("custom logits processors", ([], "")),
+    "ngram_corpus_id": Unsupported("speculation from a corpus"),
+    "moderation": Unsupported("moderation"),
+    "context_management": Unsupported("compaction", ([],), "set truncation: auto"),
+    "previous_input_messages": Unsupported("a conversation beside the input", ([],)),
+    "previous_response": Unsupported("a conversation beside the input"),
+    "enable_response_messages": Unsupported("returning the messages", (False,)),
+    "background_options": Unsupported("a time to answer in the background by", ({},)),
+    "access_programs": Unsupported("access programs", ({},)),
+    "personality": Unsupported("a personality", advice="write it into instructions"),
     "suffix": Unsupported("fill-in-the-middle", ("",)),
     "prediction": Unsupported("predicted output"),
     "web_search_options": Unsupported("web search"),
@@ -142,7 +208,8 @@ def _account_for(name: str, value: Any, *, strict: bool) -> None:
     unsupported = UNSUPPORTED.get(name)
     if unsupported is not None:
         if value not in unsupported.neutral:
-            raise BadRequest(f"{name}: {unsupported.feature} is not supported by this build", param=name)
+            advice = f"; {unsupported.advice}" if unsupported.advice else ""
+            raise BadRequest(f"{name}: {unsupported.feature} is not supported by this build{advice}", param=name)
         return
     if strict:
         raise BadRequest(f"{_shown(name)}: unknown field", param=name)

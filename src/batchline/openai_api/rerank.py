@@ -9,7 +9,14 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from batchline.openai_api.common import Text, TruncatePromptTokens, Usage, WireModel
+from batchline.openai_api.common import (
+    CacheSalt,
+    Text,
+    TruncatePromptTokens,
+    TruncationSide,
+    Usage,
+    WireModel,
+)
 from batchline.openai_api.limits import TEXT, Limited
 
 
@@ -22,7 +29,10 @@ def _document(value: Any) -> str:
 
 
 class RerankRequest(WireModel):
-    """The body of a rerank request. top_n: 0 answers with every document."""
+    """The body of a rerank request. top_n: 0 answers with every document.
+
+    max_tokens_per_doc: a longer document is cut to its beginning, as Cohere's API does.
+    """
 
     model: str | None = None
     query: Annotated[Text, TEXT]
@@ -31,8 +41,11 @@ class RerankRequest(WireModel):
     ]
     top_n: Annotated[int, Field(ge=0)] = 0
     return_documents: bool = True
+    max_tokens_per_doc: Annotated[int, Field(ge=1)] | None = None
     truncate_prompt_tokens: TruncatePromptTokens | None = None
+    truncation_side: TruncationSide | None = None
     use_activation: bool | None = None
+    cache_salt: CacheSalt | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

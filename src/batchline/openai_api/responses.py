@@ -63,6 +63,7 @@ CHAT_FIELDS = (
     "skip_special_tokens",
     "allowed_token_ids",
     "include_reasoning",
+    "cache_salt",
     "parallel_tool_calls",
     "documents",
     "structured_outputs",
@@ -138,6 +139,7 @@ class ResponsesRequest(WireModel):
     skip_special_tokens: Any = None
     allowed_token_ids: Any = None
     include_reasoning: Any = None
+    cache_salt: Any = None
     parallel_tool_calls: Any = None
     documents: Any = None
     structured_outputs: Any = None

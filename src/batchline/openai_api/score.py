@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any, NamedTuple
 
 from batchline.errors import BadRequest
-from batchline.openai_api.common import Strings, TruncatePromptTokens, Usage, WireModel
+from batchline.openai_api.common import CacheSalt, Strings, TruncatePromptTokens, TruncationSide, Usage, WireModel
 from batchline.openai_api.limits import TEXT, Limited
 
 SPELLINGS = (("text_1", "text_2"), ("queries", "documents"), ("data_1", "data_2"))
@@ -39,7 +39,9 @@ class ScoreRequest(WireModel):
     data_1: Texts = None
     data_2: Texts = None
     truncate_prompt_tokens: TruncatePromptTokens | None = None
+    truncation_side: TruncationSide | None = None
     use_activation: bool | None = None
+    cache_salt: CacheSalt | None = None
 
     def texts(self) -> TextsToScore:
         """Both sides. Raises: BadRequest when a side is missing or empty, spellings mix or the numbers do not fit."""

@@ -75,7 +75,7 @@ class StructuredOutputs(WireModel):
 
 
 class ConstrainedBody(WireModel):
-    """The fields, as part of a request's body."""
+    """The fields, as part of a request's body. regex, json_schema and ebnf are SGLang's."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -85,3 +85,6 @@ class ConstrainedBody(WireModel):
     guided_grammar: NonEmptyText | None = None
     guided_json_object: bool | None = None
     guided_whitespace_pattern: str | None = None
+    regex: NonEmptyText | None = None
+    json_schema: JsonSchema | str | None = None
+    ebnf: NonEmptyText | None = None

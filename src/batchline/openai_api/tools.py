@@ -85,6 +85,19 @@ ToolChoice = Annotated[str | NamedToolChoice | AllowedToolsChoice, PlainValidato
 """How tools are used: freely, not at all, at least once, one named function, or some of them alone."""
 
 
+def _function_call(value: Any) -> str | ChosenFunction:
+    if value in ("none", "auto"):
+        return str(value)
+    try:
+        return ChosenFunction.model_validate(value)
+    except ValidationError as exc:
+        raise PydanticCustomError("function_call", 'Input should be "none", "auto" or {"name": ...}') from exc
+
+
+FunctionCall = Annotated[str | ChosenFunction, PlainValidator(_function_call)]
+"""The older form of a choice."""
+
+
 def tool_call_object(*, call_id: str, name: str, arguments: str) -> JsonObject:
     """A call in a whole answer. arguments: JSON text."""
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}

@@ -19,7 +19,7 @@ from batchline.config import ModelConfig
 from batchline.errors import BadRequest, UnsupportedModel
 from batchline.pooling.batching import TokenSequence
 from batchline.pooling.loading import LoadedPoolingModel, load_pooling_model
-from batchline.pooling.tokenizing import PoolingTokenizer, WritePair
+from batchline.pooling.tokenizing import PoolingTokenizer, Side, WritePair
 from batchline.pooling.worker import PoolingStats, PoolingWorker
 
 LOGIT, ACTIVATED = 0, 1
@@ -47,8 +47,17 @@ class CrossEncoderModel:
             loaded.run_batch, loaded.limits, probe=loaded.probe(), on_start=loaded.enter_thread
         )
 
+    @property
+    def takes_whole_pairs(self) -> bool:
+        """Whether pairs are written by a template and cannot be cut."""
+        return self._tokenizer.takes_whole_pairs
+
+    async def cut(self, texts: Sequence[str], max_tokens: int) -> list[str]:
+        """The texts' beginnings, of at most so many tokens. Raises: BadRequest."""
+        return await asyncio.to_thread(self._tokenizer.cut, texts, max_tokens)
+
     async def tokenize_pairs(
-        self, pairs: Sequence[tuple[str, str]], *, max_tokens: int | None = None
+        self, pairs: Sequence[tuple[str, str]], *, max_tokens: int | None = None, side: Side | None = None
     ) -> list[TokenSequence]:
         """One sequence per pair. If `max_tokens` is given, pairs are truncated to fit, the longer text first.
 
@@ -59,7 +68,9 @@ class CrossEncoderModel:
                 "truncate_prompt_tokens: this model's pairs are written by its chat template and cannot be cut",
                 param="truncate_prompt_tokens",
             )
-        return await asyncio.to_thread(self._tokenizer.encode_pairs, pairs, prompt=self._prompt, max_tokens=max_tokens)
+        return await asyncio.to_thread(
+            self._tokenizer.encode_pairs, pairs, prompt=self._prompt, max_tokens=max_tokens, side=side
+        )
 
     async def score(
         self, sequences: Sequence[TokenSequence], *, use_activation: bool = True, priority: int = 0

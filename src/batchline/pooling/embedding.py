@@ -20,7 +20,7 @@ from batchline.errors import BadRequest
 from batchline.pooling.batching import TokenSequence
 from batchline.pooling.loading import LoadedPoolingModel, load_pooling_model
 from batchline.pooling.matryoshka import Matryoshka, read_matryoshka
-from batchline.pooling.tokenizing import ROLE_PROMPTS, PoolingTokenizer, Role
+from batchline.pooling.tokenizing import ROLE_PROMPTS, PoolingTokenizer, Role, Side
 from batchline.pooling.vectors import normalise
 from batchline.pooling.worker import PoolingStats, PoolingWorker, Rows
 
@@ -58,6 +58,7 @@ class EmbeddingModel:
         role: Role | None = None,
         add_special_tokens: bool = True,
         max_tokens: int | None = None,
+        side: Side | None = None,
     ) -> list[TokenSequence]:
         """One sequence per text, with its role's prompt in front, truncated to `max_tokens` if that is given."""
         return await asyncio.to_thread(
@@ -66,30 +67,46 @@ class EmbeddingModel:
             prompt=self._prompt_of(role),
             add_special_tokens=add_special_tokens,
             max_tokens=max_tokens,
+            side=side,
         )
+
+    async def cut(self, texts: Sequence[str], max_tokens: int) -> list[str]:
+        """The texts' beginnings, of at most so many tokens. Raises: BadRequest."""
+        return await asyncio.to_thread(self._tokenizer.cut, texts, max_tokens)
 
     async def tokenize_messages(self, messages: Sequence[Mapping[str, Any]]) -> TokenSequence:
         """Embedding models take texts. Raises: BadRequest, always."""
         raise BadRequest(f"messages: {self.name} has no chat template; send input instead", param="messages")
 
-    def from_token_ids(self, token_ids: Sequence[int], *, max_tokens: int | None = None) -> TokenSequence:
-        """A sequence of the given token ids, truncated at the end to fit `max_tokens`."""
-        return TokenSequence(token_ids=tuple(token_ids[:max_tokens]))
+    def from_token_ids(
+        self, token_ids: Sequence[int], *, max_tokens: int | None = None, side: Side | None = None
+    ) -> TokenSequence:
+        """A sequence of the given token ids, truncated to fit `max_tokens`, at the end unless `side` says otherwise."""
+        is_left = side == "left" and max_tokens is not None
+        return TokenSequence(token_ids=tuple(token_ids[-(max_tokens or 0) :] if is_left else token_ids[:max_tokens]))
 
     async def embed(
-        self, sequences: Sequence[TokenSequence], *, dimensions: int | None = None, priority: int = 0
+        self,
+        sequences: Sequence[TokenSequence],
+        *,
+        dimensions: int | None = None,
+        normalises: bool | None = None,
+        priority: int = 0,
     ) -> Rows:
         """(num_sequences, dimensions) float32. Each sequence fits `max_model_len`; `matryoshka` allows `dimensions`.
 
-        Shortened vectors are normalised again if the model normalises. Raises: EngineDead, EngineError.
+        normalises: None leaves it to the model. Shortened vectors are normalised again if the model normalises.
+        Raises: BadRequest if the model's own layers normalise and the caller says no, EngineDead, EngineError.
         """
+        if normalises is False and self._normalises:
+            raise BadRequest(
+                f"use_activation: the last layer of {self.name} normalises its vectors, so they cannot be had without",
+                param="use_activation",
+            )
         vectors = await self._worker.run(sequences, priority=priority)
-        if dimensions is None:
-            return vectors if self._own_size is None else vectors[:, : self._own_size]
-        cut = vectors[:, :dimensions]
-        if not self._normalises:
-            return cut
-        return normalise(cut)
+        cut = vectors[:, : dimensions or self._own_size]
+        needs_it = normalises and not self._normalises
+        return normalise(cut) if needs_it or (self._normalises and dimensions is not None) else cut
 
     @property
     def is_alive(self) -> bool:

@@ -10,7 +10,11 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+from batchline.errors import BadRequest
 from batchline.pooling.batching import TokenSequence
+
+Side = Literal["left", "right"]
+"""Where a sequence that is too long is cut."""
 
 Role = Literal["query", "document"]
 """The role of a text in a search; a model may have a prompt for each."""
@@ -37,6 +41,7 @@ class PoolingTokenizer:
         self.takes_whole_pairs = write_pair is not None
         self._tokenizer = tokenizer
         self._excludes_prompt = excludes_prompt
+        self._own_side: Side = tokenizer.truncation_side
         self._lock = threading.Lock()
         self.num_special_tokens = int(tokenizer.num_special_tokens_to_add(pair=False))
         self.num_pair_special_tokens = 0 if write_pair else int(tokenizer.num_special_tokens_to_add(pair=True))
@@ -48,14 +53,25 @@ class PoolingTokenizer:
         prompt: str = "",
         add_special_tokens: bool = True,
         max_tokens: int | None = None,
+        side: Side | None = None,
     ) -> list[TokenSequence]:
-        """One sequence per text, with `prompt` in front of each, truncated at the end to fit `max_tokens`."""
+        """One sequence per text, with `prompt` in front of each, truncated to fit `max_tokens`, by default at the end.
+
+        Raises: BadRequest if `side` would cut off the beginning and pooling needs the prompt there.
+        """
         num_prompt_tokens = self._count_prompt_tokens(prompt, add_special_tokens)
+        if num_prompt_tokens and side == "left":
+            raise BadRequest("truncation_side: this model needs the beginning of its input", param="truncation_side")
         prompted = [prompt + text for text in texts] if prompt else list(texts)
-        return self._tokenize(prompted, None, add_special_tokens, max_tokens, num_prompt_tokens)
+        return self._tokenize(prompted, None, add_special_tokens, max_tokens, num_prompt_tokens, side)
 
     def encode_pairs(
-        self, pairs: Sequence[tuple[str, str]], *, prompt: str = "", max_tokens: int | None = None
+        self,
+        pairs: Sequence[tuple[str, str]],
+        *,
+        prompt: str = "",
+        max_tokens: int | None = None,
+        side: Side | None = None,
     ) -> list[TokenSequence]:
         """One sequence per pair, with `prompt` in front of the first text. The longer text is truncated first.
 
@@ -65,7 +81,25 @@ class PoolingTokenizer:
             return self._tokenize([self._write_pair(prompt, *pair) for pair in pairs], None, False, None, 0)
         firsts = [prompt + first for first, _ in pairs]
         seconds = [second for _, second in pairs]
-        return self._tokenize(firsts, seconds, True, max_tokens, 0)
+        return self._tokenize(firsts, seconds, True, max_tokens, 0, side)
+
+    def cut(self, texts: Sequence[str], max_tokens: int) -> list[str]:
+        """The beginnings of texts that have at most so many tokens, without special ones. Raises: BadRequest."""
+        if not self._tokenizer.is_fast:
+            raise BadRequest("max_tokens_per_doc: this model's tokenizer cannot cut texts", param="max_tokens_per_doc")
+        with self._lock:
+            encoded = self._tokenizer(
+                list(texts),
+                add_special_tokens=False,
+                truncation=False,
+                return_offsets_mapping=True,
+                return_attention_mask=False,
+                verbose=False,
+            )
+        return [
+            text if len(offsets) <= max_tokens else text[: offsets[max_tokens - 1][1]]
+            for text, offsets in zip(texts, encoded["offset_mapping"], strict=True)
+        ]
 
     def _count_prompt_tokens(self, prompt: str, add_special_tokens: bool) -> int:
         """The number of leading tokens that pooling must exclude: the prompt's, and special tokens before it."""
@@ -82,8 +116,10 @@ class PoolingTokenizer:
         add_special_tokens: bool,
         max_tokens: int | None,
         num_prompt_tokens: int,
+        side: Side | None = None,
     ) -> list[TokenSequence]:
         with self._lock:
+            self._tokenizer.truncation_side = side or self._own_side
             encoded = self._tokenizer(
                 firsts,
                 seconds,

@@ -47,11 +47,26 @@ def _normalise(
     normal["role"] = "system" if role == "developer" and not knows_developer else role
     parts = _parts(message.get("content"), f"{path}.content")
     normal["content"] = _joined(parts) if content_format == "string" else parts
+    _use_tool_calls(normal)
     if "tool_calls" in normal:
         normal["tool_calls"] = _tool_calls(normal["tool_calls"], f"{path}.tool_calls")
     if "reasoning" in normal:
         normal.setdefault("reasoning_content", normal["reasoning"])  # the name that templates read
     return normal
+
+
+_FUNCTION_CALL_ID = "function0"
+"""Of calls in their older form, which has none: nine letters and digits, as the strictest templates want them."""
+
+
+def _use_tool_calls(message: dict[str, Any]) -> None:
+    """Make a tool call of a `function_call`, and a tool's result of a function's, in place: templates know no other."""
+    if "function_call" in message and "tool_calls" not in message:
+        call = {"id": _FUNCTION_CALL_ID, "type": "function", "function": message.pop("function_call")}
+        message["tool_calls"] = [call]
+    if message["role"] == "function":
+        message["role"] = "tool"
+        message.setdefault("tool_call_id", _FUNCTION_CALL_ID)
 
 
 def message_text(message: Mapping[str, Any]) -> str:
