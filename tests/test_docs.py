@@ -115,6 +115,18 @@ def test_the_readme_s_python_works(tmp_path: Path) -> None:
     assert finished.stdout.split() == [str(len(lines)), "0"]
 
 
+def test_the_page_on_python_works_from_its_first_block_to_its_last(tmp_path: Path) -> None:
+    code = "\n".join(re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "python.md").read_text("utf-8"), re.DOTALL))
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    finished = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert finished.returncode == 0, finished.stderr
+    lines = (ROOT / "examples" / "chat.jsonl").read_text(encoding="utf-8").splitlines()
+    first, *progress = finished.stdout.splitlines()
+    assert first == f"{len(lines)} {len(lines)} 0"
+    assert f"{len(lines)} of {len(lines)}, 0 failed" in finished.stdout
+    assert any(line.startswith("No request names a served model") for line in progress)
+
+
 @pytest.mark.parametrize("guide", sorted((ROOT / "docs" / "howto").glob("*.md")), ids=lambda path: path.stem)
 def test_a_guide_works_from_its_first_block_to_its_last(guide: Path, tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")

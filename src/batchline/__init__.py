@@ -1,24 +1,53 @@
 """Batchline: a file of LLM requests in, an answer for every line out.
 
-`run_batch` is the Python API, loaded on first use: importing this package loads neither torch nor transformers.
-`python -m batchline.run_batch` is a command; that module is not for importing.
+`run_batch` and what it takes and gives is the Python API, loaded on first use: importing this package loads neither
+torch nor transformers. Its exceptions are in `batchline.errors`. `python -m batchline.run_batch` is a command; that
+module is not for importing.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from batchline.batch.api import run_batch
+    from batchline.batch.options import Limits
+    from batchline.batch.progress import Progress
+    from batchline.batch.summary import RunSummary
+    from batchline.config import CacheConfig, EngineConfig, ModelConfig, RequestLimits, SchedulerConfig, TextConfig
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__", "run_batch"]
+_MODULES = {
+    "run_batch": "batchline.batch.api",
+    "Limits": "batchline.batch.options",
+    "Progress": "batchline.batch.progress",
+    "RunSummary": "batchline.batch.summary",
+    "CacheConfig": "batchline.config",
+    "EngineConfig": "batchline.config",
+    "ModelConfig": "batchline.config",
+    "RequestLimits": "batchline.config",
+    "SchedulerConfig": "batchline.config",
+    "TextConfig": "batchline.config",
+}
+
+__all__ = [
+    "CacheConfig",
+    "EngineConfig",
+    "Limits",
+    "ModelConfig",
+    "Progress",
+    "RequestLimits",
+    "RunSummary",
+    "SchedulerConfig",
+    "TextConfig",
+    "__version__",
+    "run_batch",
+]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "run_batch":
-        from batchline.batch.api import run_batch
-
-        return run_batch
+    if name in _MODULES:
+        return getattr(import_module(_MODULES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

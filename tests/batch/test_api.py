@@ -1,16 +1,23 @@
 from __future__ import annotations
 
+import asyncio
+import io
 import os
+import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from batch_files import chat_line, contents, read_lines, write_lines
+from batch_files import RecordingReporter, chat_line, contents, read_lines, write_lines
 
-from batchline import run_batch
+import batchline
+from batchline import Progress, RunSummary, run_batch
 from batchline.backends.base import EndpointRequest
-from batchline.errors import BackendUnavailable, ResumeRefused, RunFailed, UsageError
+from batchline.batch.progress_bar import ProgressBar
+from batchline.errors import BackendUnavailable, ResumeRefused, RunFailed, RunInterrupted, UsageError
 from batchline.testing import FakeBackend
 
 TINY_CHAT = Path(__file__).parents[2] / "examples/models/tiny-chat"
@@ -54,6 +61,127 @@ def test_a_run_that_another_backend_began_is_not_continued(batch: Path, tmp_path
 
 async def test_run_batch_works_where_an_event_loop_runs(batch: Path, tmp_path: Path) -> None:
     assert run_batch(batch, tmp_path / "out.jsonl", backend=FakeBackend()).succeeded == 2
+
+
+class WarnedReporter(RecordingReporter):
+    """Calls a function at every warning: here, that the run is stopping."""
+
+    def __init__(self, on_warning: Callable[[], object]) -> None:
+        super().__init__()
+        self._on_warning = on_warning
+
+    def warn(self, text: str) -> None:
+        super().warn(text)
+        self._on_warning()
+
+
+@pytest.mark.parametrize("is_in_loop", [False, True])
+def test_an_interrupt_stops_a_run_that_the_same_call_resumes(batch: Path, tmp_path: Path, is_in_loop: bool) -> None:
+    """Where an event loop runs, as in a notebook, the interrupt waited until the whole run was done."""
+    told = asyncio.Event()
+
+    async def interrupt(_request: EndpointRequest) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.wait_for(told.wait(), timeout=60)
+
+    reporter = WarnedReporter(told.set)
+
+    def run_it() -> RunSummary:
+        backend = FakeBackend(before_answer=interrupt)
+        return run_batch(batch, tmp_path / "out", backend=backend, max_inflight=1, reporter=reporter)
+
+    async def in_a_cell() -> RunSummary:
+        return run_it()
+
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(RunInterrupted, match="1 of 2 requests are done and saved"):
+        asyncio.run(in_a_cell()) if is_in_loop else run_it()
+    assert signal.getsignal(signal.SIGINT) is before
+    assert run_batch(batch, tmp_path / "out", backend=FakeBackend()).resumed == 1
+
+
+async def test_a_second_interrupt_in_a_notebook_cancels_what_runs(batch: Path, tmp_path: Path) -> None:
+    cancelled = threading.Event()
+
+    async def never_answer(_request: EndpointRequest) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+
+    backend = FakeBackend(before_answer=never_answer)
+    reporter = WarnedReporter(lambda: os.kill(os.getpid(), signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        run_batch(batch, tmp_path / "out", backend=backend, grace_period_s=600, reporter=reporter)
+    assert cancelled.is_set()
+    assert backend.is_closed
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_gets_a_bar_with_warnings_above_it(
+    batch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    write_lines(batch, [chat_line("a"), b"bad"])
+    run_batch(batch, tmp_path / "out", backend=FakeBackend())
+    assert "2/2" in terminal.getvalue()
+    assert "1 failed" in terminal.getvalue()
+    assert "Warning: 1 bad line, the first being line 2" in terminal.getvalue()
+    terminal.truncate(0)
+    run_batch(batch, tmp_path / "out", backend=FakeBackend(), show_progress=False)
+    assert "2/2" not in terminal.getvalue()
+
+
+def test_a_bar_of_a_resumed_run_counts_from_where_it_was() -> None:
+    bar = ProgressBar()
+    bar.progress(Progress(done=60, total=100, failed=0, resumed=50))
+    assert (bar._bar.initial, bar._bar.n, bar._bar.total) == (50, 60, 100)
+    bar.close()
+
+
+def test_where_nobody_watches_warnings_are_logged(
+    batch: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write_lines(batch, [chat_line("a"), b"bad"])
+    run_batch(batch, tmp_path / "out", backend=FakeBackend())
+    assert [record.getMessage()[:11] for record in caplog.records] == ["1 bad line,"]
+    assert "2/2" not in capfd.readouterr().err
+
+
+def test_a_callback_sees_the_run_grow_and_may_fail(
+    batch: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    seen: list[Progress] = []
+
+    def on_progress(progress: Progress) -> None:
+        seen.append(progress)
+        raise ValueError("a fault in the callback")
+
+    summary = run_batch(batch, tmp_path / "out", backend=FakeBackend(), on_progress=on_progress)
+    assert summary.succeeded == 2
+    assert (seen[0].total, seen[-1].done) == (2, 2)
+    assert [record.getMessage() for record in caplog.records] == ["on_progress failed; the run goes on"]
+
+
+def test_a_run_with_a_backend_leaves_a_record_only_if_it_is_told_where(batch: Path, tmp_path: Path) -> None:
+    arguments = {"backend": FakeBackend(), "state_dir": tmp_path / "state"}
+    for _ in range(2):
+        assert run_batch(batch, tmp_path / "out", backend=FakeBackend()).finished_before is None
+    assert run_batch(batch, tmp_path / "out", **arguments).finished_before is None  # type: ignore[arg-type]
+    assert run_batch(batch, tmp_path / "out", **arguments).finished_before is not None  # type: ignore[arg-type]
+
+
+def test_what_a_python_user_needs_is_in_the_package_itself() -> None:
+    assert {name for name in batchline.__all__ if not hasattr(batchline, name)} == set()
+    assert batchline.EngineConfig(model=batchline.ModelConfig(model="m")).model.names == ("m",)
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = batchline.nonsense  # type: ignore[attr-defined]
 
 
 def test_run_batch_wants_a_model_or_a_backend(batch: Path, tmp_path: Path) -> None:

@@ -7,15 +7,16 @@ import threading
 
 import pytest
 
-from batchline.batch.stopping import stop_on_signals, unless_stopped
+from batchline.batch.stopping import Stopper, stop_on_signals, unless_stopped
 from batchline.errors import RunInterrupted
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 async def test_the_first_signal_asks_to_stop_and_the_second_stops_at_once(number: signal.Signals) -> None:
-    stop, told, at_once = asyncio.Event(), asyncio.Event(), threading.Event()
+    told, at_once = asyncio.Event(), threading.Event()
     before = signal.getsignal(number)
-    with stop_on_signals(stop, told.set, at_once.set):
+    stopper = Stopper(told.set)
+    with stopper.attached() as stop, stop_on_signals(stopper.stop, at_once.set):
         os.kill(os.getpid(), number)
         await asyncio.wait_for(stop.wait(), timeout=5)
         await asyncio.wait_for(told.wait(), timeout=5)
@@ -25,12 +26,25 @@ async def test_the_first_signal_asks_to_stop_and_the_second_stops_at_once(number
     assert signal.getsignal(number) is before
 
 
+async def test_a_stop_that_comes_before_the_loop_is_not_lost() -> None:
+    told: list[str] = []
+    stopper = Stopper(lambda: told.append("stop"))
+    stopper.stop()
+    with stopper.attached() as stop:
+        assert stop.is_set()
+        stopper.stop()
+        await asyncio.sleep(0)
+    stopper.stop()
+    stopper.cancel()
+    assert told == ["stop"]
+
+
 async def test_signals_are_left_alone_off_the_main_thread() -> None:
     before = signal.getsignal(signal.SIGINT)
     seen: list[object] = []
 
     async def in_thread() -> None:
-        with stop_on_signals(asyncio.Event(), lambda: None, lambda: None):
+        with stop_on_signals(lambda: None, lambda: None):
             seen.append(signal.getsignal(signal.SIGINT))
 
     await asyncio.to_thread(asyncio.run, in_thread())

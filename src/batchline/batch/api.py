@@ -13,9 +13,10 @@ from batchline.backends.base import Backend
 from batchline.backends.identity import refuse_missing_folder, result_settings
 from batchline.batch.journal import Disk
 from batchline.batch.options import DEFAULT_GRACE_PERIOD_S, Limits, OutputOrder, RunOptions
-from batchline.batch.progress import Reporter, SilentReporter
+from batchline.batch.progress import Progress, Reporter
+from batchline.batch.progress_bar import shown_progress
 from batchline.batch.run import run
-from batchline.batch.stopping import stop_on_signals
+from batchline.batch.stopping import Stopper, stop_on_signals
 from batchline.batch.summary import RunSummary
 from batchline.batch.user_state import user_state_dir
 from batchline.config import EngineConfig, ModelConfig
@@ -42,6 +43,8 @@ def run_batch(
     dedup: bool = True,
     grace_period_s: float = DEFAULT_GRACE_PERIOD_S,
     limits: Limits | None = None,
+    show_progress: bool | None = None,
+    on_progress: Callable[[Progress], None] | None = None,
     reporter: Reporter | None = None,
 ) -> RunSummary:
     """Run a batch file and write one result line for every line of it.
@@ -49,10 +52,14 @@ def run_batch(
     model: a folder, a hub id or a whole `EngineConfig`, or several of them; alternatively `backend` answers.
     served_model_name: the name that requests use for each model, in the same order; without it, a model's name is its
     folder or id as given. state_dir: where records of finished runs are kept, if not in the user's folder for state; a
-    run with a `backend` leaves none. The other arguments are those of `RunOptions`.
+    run with a `backend` keeps one only if it is given.
 
-    Ctrl-C and SIGTERM stop the run; the same call resumes it. If an event loop is running already (in a notebook), the
-    run has a thread and signals are not handled.
+    show_progress: whether to show a bar; None shows one in terminals and notebooks. Without a bar, warnings are logged.
+    on_progress: called with a `Progress` about twice a second, on the thread of the run. reporter: shows the run
+    instead of the bar. The other arguments are those of `RunOptions`.
+
+    Ctrl-C and SIGTERM stop the run, as interrupting a notebook does: what runs may finish, and the same call resumes
+    it. A second one raises KeyboardInterrupt at once. Signals need the main thread.
 
     Raises: UsageError (nothing was run), ModelLoadError, RunFailed and RunInterrupted (the same call resumes).
     """
@@ -63,12 +70,12 @@ def run_batch(
         input_file=os.fspath(input_file),
         output_file=os.fspath(output_file),
         error_file=None if error_file is None else os.fspath(error_file),
-        tmp_dir=None if tmp_dir is None else Path(tmp_dir),
+        tmp_dir=_path(tmp_dir),
         max_inflight=max_inflight,
         output_order=output_order,
         resume=resume,
         overwrite=overwrite,
-        state_dir=_state_dir(state_dir) if backend is None else None,
+        state_dir=user_state_dir() if state_dir is None and backend is None else _path(state_dir),
         strict=strict,
         dedup=dedup,
         grace_period_s=grace_period_s,
@@ -77,7 +84,8 @@ def run_batch(
         served_models=tuple(engine.model.names for engine in engines) if engines else None,
         default_model=_default_model(engines, backend),
     )
-    return run_blocking(options, lambda: backend or open_in_process(engines), reporter or SilentReporter())
+    with shown_progress(show_progress, on_progress, reporter) as shown:
+        return run_blocking(options, lambda: backend or open_in_process(engines), shown)
 
 
 def run_blocking(
@@ -92,17 +100,30 @@ def run_blocking(
     stop_at_once: what the second signal does, if not raise KeyboardInterrupt. disk: as for `run`.
     """
 
-    async def run_until_signalled() -> RunSummary:
-        stop = asyncio.Event()
-        with stop_on_signals(stop, lambda: reporter.warn(STOPPING), stop_at_once or _interrupt):
+    stopper = Stopper(lambda: reporter.warn(STOPPING))
+
+    async def run_until_stopped() -> RunSummary:
+        with stopper.attached() as stop:
             return await run(options, open_backend, reporter, stop, disk)
 
+    with stop_on_signals(stopper.stop, stop_at_once or _interrupt):
+        if not _is_in_event_loop():
+            return asyncio.run(run_until_stopped())
+        with ThreadPoolExecutor(1) as pool:
+            running = pool.submit(asyncio.run, run_until_stopped())
+            try:
+                return running.result()
+            except KeyboardInterrupt:
+                stopper.cancel()
+                raise
+
+
+def _is_in_event_loop() -> bool:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(run_until_signalled())
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(asyncio.run, run_until_signalled()).result()
+        return False
+    return True
 
 
 def open_in_process(engines: Sequence[EngineConfig]) -> Backend:
@@ -125,8 +146,8 @@ def _engines(
     return [_served_as(engine, name) for engine, name in zip(engines, names, strict=True)] if names else engines
 
 
-def _state_dir(given: str | os.PathLike[str] | None) -> Path | None:
-    return user_state_dir() if given is None else Path(given)
+def _path(given: str | os.PathLike[str] | None) -> Path | None:
+    return None if given is None else Path(given)
 
 
 def _default_model(engines: Sequence[EngineConfig], backend: Backend | None) -> str | None:

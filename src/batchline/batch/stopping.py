@@ -20,18 +20,62 @@ T = TypeVar("T")
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
+class Stopper:
+    """Stops a run that has an event loop of its own, from any thread and from signal handlers.
+
+    on_stop: called once in the run's loop when a stop is asked for.
+    """
+
+    def __init__(self, on_stop: Callable[[], None]) -> None:
+        self._on_stop = on_stop
+        self._is_wanted = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._task: asyncio.Task[Any] | None = None
+        self._event = asyncio.Event()
+
+    @contextlib.contextmanager
+    def attached(self) -> Iterator[asyncio.Event]:
+        """For the run, in its loop: the event that is set when it is to stop."""
+        self._task = asyncio.current_task()
+        self._loop = asyncio.get_running_loop()
+        if self._is_wanted:  # before there was a loop
+            self._begin()
+        try:
+            yield self._event
+        finally:
+            self._loop = None
+
+    def stop(self) -> None:
+        """Let what runs finish, and start nothing new."""
+        self._is_wanted = True
+        self._call(self._begin)
+
+    def cancel(self) -> None:
+        """End at once, as a cancelled task does."""
+        if self._task is not None:
+            self._call(self._task.cancel)
+
+    def _begin(self) -> None:
+        if not self._event.is_set():
+            self._event.set()
+            self._on_stop()
+
+    def _call(self, function: Callable[[], object]) -> None:
+        loop = self._loop
+        if loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop has just ended
+                loop.call_soon_threadsafe(function)
+
+
 @contextlib.contextmanager
-def stop_on_signals(
-    stop: asyncio.Event, on_first: Callable[[], None], stop_at_once: Callable[[], None]
-) -> Iterator[None]:
-    """Set `stop` on the first signal, call `stop_at_once` on the second. Off the main thread signals stay as they are.
+def stop_on_signals(stop: Callable[[], None], stop_at_once: Callable[[], None]) -> Iterator[None]:
+    """Call `stop` on the first signal, `stop_at_once` on the others. Off the main thread signals stay as they are.
 
     Plain handlers, not the event loop's: they come through even while the loop is busy.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    loop = asyncio.get_running_loop()
     is_stopping = False
 
     def handle(_signal: int, _frame: FrameType | None) -> None:
@@ -40,8 +84,7 @@ def stop_on_signals(
             stop_at_once()
             return
         is_stopping = True
-        loop.call_soon_threadsafe(stop.set)
-        loop.call_soon_threadsafe(on_first)
+        stop()
 
     previous = {number: signal.signal(number, handle) for number in STOP_SIGNALS}
     try:

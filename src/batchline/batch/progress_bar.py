@@ -1,0 +1,116 @@
+"""How a run that Python code starts shows itself: a bar in a terminal or notebook, log records anywhere else."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from batchline.batch.progress import Progress, Reporter
+
+logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def shown_progress(
+    show: bool | None, on_progress: Callable[[Progress], None] | None, given: Reporter | None = None
+) -> Iterator[Reporter]:
+    """The reporter of a run: the given one, or a bar. show: None shows a bar only where somebody may see it.
+
+    on_progress: gets each look at the run as well.
+    """
+    wants_bar = given is None and (_is_watched() if show is None else show)
+    bar = ProgressBar() if wants_bar else None
+    reporter: Reporter = given or bar or LogReporter()
+    try:
+        yield reporter if on_progress is None else CallbackReporter(reporter, on_progress)
+    finally:
+        if bar is not None:
+            bar.close()
+
+
+def _is_watched() -> bool:
+    """Whether this is a notebook, or standard error a terminal."""
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    return hasattr(shell, "kernel") or (sys.stderr is not None and sys.stderr.isatty())
+
+
+class LogReporter:
+    """Phases and warnings as log records."""
+
+    def phase(self, text: str) -> None:
+        """Logged for information."""
+        logger.info("%s", text)
+
+    def warn(self, text: str) -> None:
+        """Logged as a warning."""
+        logger.warning("%s", text)
+
+    def progress(self, progress: Progress) -> None:
+        """Not logged."""
+
+
+class ProgressBar:
+    """A bar of `tqdm`, as other libraries of the field show one; in a notebook it is a widget."""
+
+    def __init__(self) -> None:
+        from tqdm.auto import tqdm  # finds out whether it is in a notebook
+
+        self._tqdm: Any = tqdm
+        self._bar: Any = None
+
+    def phase(self, text: str) -> None:
+        """A line above the bar."""
+        self._tqdm.write(text, file=sys.stderr)
+
+    def warn(self, text: str) -> None:
+        """A line above the bar."""
+        self._tqdm.write(f"Warning: {text}", file=sys.stderr)
+
+    def progress(self, progress: Progress) -> None:
+        """The bar's new state. Requests that an earlier run did are not part of its rate."""
+        if self._bar is None:
+            self._bar = self._tqdm(total=progress.total, initial=progress.resumed, unit="req", file=sys.stderr)
+        self._bar.set_postfix_str(
+            f"{progress.failed:,} failed, {progress.output_tokens_per_s:,.0f} tok/s", refresh=False
+        )
+        self._bar.update(progress.done - self._bar.n)
+        self._bar.refresh()
+
+    def close(self) -> None:
+        """Leave the bar as it stands."""
+        if self._bar is not None:
+            self._bar.close()
+
+
+class CallbackReporter:
+    """Passes everything on to `inner`, and each look at the run to a callback as well.
+
+    What the callback raises is logged, the first time, and stops nothing.
+    """
+
+    def __init__(self, inner: Reporter, on_progress: Callable[[Progress], None]) -> None:
+        self._inner = inner
+        self._on_progress = on_progress
+        self._has_failed = False
+
+    def phase(self, text: str) -> None:
+        """Passed on."""
+        self._inner.phase(text)
+
+    def warn(self, text: str) -> None:
+        """Passed on."""
+        self._inner.warn(text)
+
+    def progress(self, progress: Progress) -> None:
+        """Passed on to both."""
+        self._inner.progress(progress)
+        try:
+            self._on_progress(progress)
+        except Exception:
+            if not self._has_failed:
+                logger.warning("on_progress failed; the run goes on", exc_info=True)
+            self._has_failed = True
