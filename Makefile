@@ -6,6 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CLIENTS := .venv-clients
 CLIENT_PINS := tests/server/clients/requirements.txt
+NPM_PINS := $(wildcard tests/server/clients/package*.json)
 OUT := out
 BUILD := .venv-build
 MINUTES := 5
@@ -25,12 +26,17 @@ $(STAMP): pyproject.toml constraints.txt $(wildcard setup.py src/batchline/nativ
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e ".[dev]"
 	touch $@
 
-clients: $(CLIENTS)/.installed  ## other people's clients, which the server is tried with
+clients: $(CLIENTS)/.installed $(CLIENTS)/npm/.installed  ## other people's clients, which the server is tried with
 
 $(CLIENTS)/.installed: $(CLIENT_PINS)
-	test -d $(CLIENTS) || $(PYTHON) -m venv $(CLIENTS)
+	test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
 	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check -r $(CLIENT_PINS)
 	touch $@
+
+$(CLIENTS)/npm/.installed: $(NPM_PINS)
+	@mkdir -p $(@D) && cp $(NPM_PINS) $(@D)
+	@if command -v npm > /dev/null; then cd $(@D) && npm ci --silent --no-audit --no-fund && touch .installed; \
+	else echo "There is no npm on this machine: the tests of its clients will be skipped"; fi
 
 run: setup  ## run the shipped example and show the answers
 	@mkdir -p $(OUT)

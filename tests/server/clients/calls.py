@@ -1,10 +1,14 @@
 """What every client's script does: make its calls, each a function of the servers' addresses, and print what they gave.
 
+A call may be a coroutine function: all of a script's run in one event loop, as asynchronous clients expect.
+
 Runs in the clients' own environment, where Batchline is not installed.
 """
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import json
 import sys
 from collections.abc import Callable
@@ -32,4 +36,9 @@ Call = Callable[[Servers], Any]
 def main(*calls: Call) -> None:
     """Make all the calls and print one object on the last line: what each gave, by its name."""
     servers = Servers(*sys.argv[1:])
-    print(json.dumps({call.__name__: call(servers) for call in calls}))
+    loop = asyncio.new_event_loop()
+    results = {}
+    for call in calls:
+        result = call(servers)
+        results[call.__name__] = loop.run_until_complete(result) if inspect.iscoroutine(result) else result
+    print(json.dumps(results))
