@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from batchline.engine.sequence_metrics import SequenceCounts
 from batchline.errors import NotFound
 from batchline.model_record import ModelRecord
 
@@ -75,13 +76,18 @@ def unknown_path(url: str, models: Iterable[ServedModel]) -> NotFound:
 class BackendStats:
     """Counters since the start, for progress and summaries.
 
-    cached_tokens: prompt tokens that the prefix cache spared. gauges: backend-specific numbers (queue, cache use).
+    cached_tokens: prompt tokens that the prefix cache spared. preemptions: how often a sequence lost its place.
+    gauges: backend-specific numbers (queue, cache use). sequences: of those that generate.
+    by_model: the same of each model, by its name; empty for a backend that does not tell them apart.
     """
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
+    preemptions: int = 0
     gauges: Mapping[str, float] = field(default_factory=dict)
+    sequences: SequenceCounts = field(default_factory=SequenceCounts)
+    by_model: Mapping[str, BackendStats] = field(default_factory=dict)
 
 
 class Backend(Protocol):

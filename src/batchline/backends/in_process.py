@@ -21,6 +21,7 @@ from batchline.backends.residency import Loadable, ModelResidency
 from batchline.backends.supervision import Attempts
 from batchline.checkpoints.formats import refuse_foreign_format
 from batchline.config import EngineConfig, Task
+from batchline.engine import sequence_metrics
 from batchline.engine.cache_memory import cache_memory_ahead
 from batchline.errors import (
     BadRequest,
@@ -63,7 +64,7 @@ class InProcessBackend:
             self._register(config)
         self._engines = tuple(engines)
         self._residency: ModelResidency[LoadedModel] = ModelResidency(self._keep_counts)
-        self._unloaded = BackendStats()
+        self._unloaded: dict[str, BackendStats] = {}
         self._has_started = False
         self._has_loaded = False
 
@@ -141,7 +142,10 @@ class InProcessBackend:
 
     def stats(self) -> BackendStats:
         """Counters of all models since the start, whether they are still in memory or not."""
-        return _sum([self._unloaded, *(model.stats() for model in self._residency.resident_models())])
+        by_model = dict(self._unloaded)
+        for model in self._residency.resident_models():
+            by_model[model.record.name] = _sum([by_model.get(model.record.name, BackendStats()), model.stats()])
+        return replace(_sum(by_model.values()), by_model=by_model)
 
     async def close(self) -> None:
         """Unload everything. Idempotent."""
@@ -178,7 +182,8 @@ class InProcessBackend:
 
     def _keep_counts(self, model: LoadedModel) -> None:
         """A model has left the memory: what it counted stays counted."""
-        self._unloaded = _sum([self._unloaded, replace(model.stats(), gauges={})])
+        name = model.record.name
+        self._unloaded[name] = _sum([self._unloaded.get(name, BackendStats()), replace(model.stats(), gauges={})])
 
     def _served(self, config: EngineConfig) -> ServedModel:
         name, *aliases = config.model.names
@@ -272,7 +277,9 @@ def _sum(parts: Iterable[BackendStats]) -> BackendStats:
             prompt_tokens=total.prompt_tokens + part.prompt_tokens,
             cached_tokens=total.cached_tokens + part.cached_tokens,
             output_tokens=total.output_tokens + part.output_tokens,
+            preemptions=total.preemptions + part.preemptions,
             gauges=_sum_of_gauges(total.gauges, part.gauges),
+            sequences=sequence_metrics.total(total.sequences, part.sequences),
         )
     return total
 

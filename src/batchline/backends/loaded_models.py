@@ -324,5 +324,7 @@ def _engine_stats(engine: AsyncEngine) -> BackendStats:
         prompt_tokens=stats.prompt_tokens,
         cached_tokens=stats.cached_tokens,
         output_tokens=stats.output_tokens,
+        preemptions=stats.preemptions,
+        sequences=stats.sequences,
         gauges={"running": stats.running, "waiting": stats.waiting, "kv_cache_usage": stats.cache_usage},
     )

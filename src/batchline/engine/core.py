@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 import logging
 import random
+import time
 from collections.abc import Iterable
 
 import torch
@@ -32,6 +33,7 @@ from batchline.engine.request import (
 )
 from batchline.engine.scheduler import Scheduler, Step
 from batchline.engine.sequence import Sequence
+from batchline.engine.sequence_metrics import SequenceMetrics
 from batchline.engine.step_outputs import embedding_output, generation_output
 from batchline.engine.step_results import SequenceResult, finite_reach, read_results
 from batchline.engine.token_masks import TokenMasks
@@ -73,6 +75,7 @@ class Engine:
         self._sequences: dict[str, Sequence] = {}
         self._refused: list[Output] = []
         self._seeds = random.Random()
+        self._metrics = SequenceMetrics()
         self._prompt_tokens = self._cached_tokens = self._output_tokens = self._steps = 0
 
     @property
@@ -101,16 +104,22 @@ class Engine:
 
     def abort(self, request_id: str) -> None:
         """End a request without an output and free its blocks. Unknown ids are ignored: it may just have ended."""
-        sequence = self._sequences.pop(request_id, None)
-        if sequence is not None:
-            self._drop(sequence)
+        self._end_early(request_id, "abort")
 
     def end(self, request_id: str, num_output_tokens: int) -> None:
         """End a request as finished after this many output tokens, because its reader found the end in the text."""
         sequence = self._sequences.get(request_id)
         if sequence is not None:
-            self._count(sequence, num_output_tokens)
-            self.abort(request_id)
+            self._count(sequence, num_output_tokens, "stop")
+            self._end_early(request_id, None)
+
+    def _end_early(self, request_id: str, reason: str | None) -> None:
+        """Free what a request holds, if it is live. reason: of its end, None where that is counted already."""
+        sequence = self._sequences.pop(request_id, None)
+        if sequence is not None:
+            if reason is not None and not sequence.wants_hidden:
+                self._metrics.note_end(sequence, sequence.num_output_tokens, reason)
+            self._drop(sequence)
 
     def step(self, *, holds_streams: bool = False) -> list[Output]:
         """Compute one step and return the new outputs. Raises only if the engine itself is broken.
@@ -171,6 +180,7 @@ class Engine:
             running=len(self.scheduler.running),
             waiting=self.scheduler.num_waiting,
             cache_usage=1 - pool.num_free / pool.num_blocks,
+            sequences=self._metrics.counts(),
         )
 
     def check_integrity(self) -> None:
@@ -217,6 +227,8 @@ class Engine:
         if result.token is None:
             sequence.finish("length")
         else:
+            if sequence.first_token_at is None:
+                sequence.first_token_at = time.monotonic()
             sequence.append(result.token)
             if result.logprobs is not None:
                 sequence.logprobs.append(result.logprobs)
@@ -240,14 +252,16 @@ class Engine:
     def _retire(self, finished: list[Sequence]) -> None:
         for sequence in finished:
             del self._sequences[sequence.request_id]
-            self._count(sequence, sequence.num_output_tokens)
+            self._count(sequence, sequence.num_output_tokens, sequence.finish_reason or "stop")
         try:
             self.scheduler.retire(finished)
         except Exception:
             logger.exception("blocks could not be freed; starting again with an empty cache")
             self._restart()
 
-    def _count(self, sequence: Sequence, num_output_tokens: int) -> None:
+    def _count(self, sequence: Sequence, num_output_tokens: int, reason: str) -> None:
+        if not sequence.wants_hidden:
+            self._metrics.note_end(sequence, num_output_tokens, reason)
         self._prompt_tokens += sequence.num_prompt_tokens
         self._cached_tokens += sequence.num_cached_tokens or 0
         self._output_tokens += num_output_tokens
@@ -258,7 +272,7 @@ class Engine:
         if isinstance(error, NumbersNotFinite):
             size = self.scheduler.pool.block_size
             self.scheduler.pool.unregister(sequence.block_table[sequence.num_finite_tokens // size :])
-        self.abort(sequence.request_id)
+        self._end_early(sequence.request_id, "error")
         return RequestFailed(request_id=sequence.request_id, error=error)
 
     def _drop(self, sequence: Sequence) -> None:

@@ -13,6 +13,7 @@ from typing import Literal, Protocol
 
 import numpy as np
 
+from batchline.engine.sequence_metrics import SequenceCounts
 from batchline.errors import EngineError
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -215,3 +216,4 @@ class EngineStats:
     running: int
     waiting: int
     cache_usage: float
+    sequences: SequenceCounts

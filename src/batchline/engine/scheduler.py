@@ -16,6 +16,7 @@ the step's keys and values before any of its sequences read them, so even sequen
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left, insort
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -243,6 +244,7 @@ class Scheduler:
         self._seated[sequence] = sequence.num_cached_tokens
         if sequence.num_cached_tokens is None:  # a preempted sequence keeps the number of its first start
             sequence.num_cached_tokens = sequence.num_computed_tokens
+            sequence.started_at = time.monotonic()
         sequence.status = SequenceStatus.RUNNING
         self.running.append(sequence)
         return True

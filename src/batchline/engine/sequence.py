@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import enum
 import itertools
+import time
 from array import array
 
 import numpy as np
@@ -41,13 +42,16 @@ class Sequence:
     """State of one running request. `seed` is the request's own or a random one.
 
     matcher: follows its output through its constraint. Preemption does not change it, because tokens are kept.
+    arrived_at, started_at, first_token_at: seconds of the monotonic clock; None for what has not happened yet.
     num_finite_tokens: positions whose keys and values are known to be finite, because a finite result depended on them.
     """
 
     __slots__ = (
         "arrival",
+        "arrived_at",
         "block_table",
         "finish_reason",
+        "first_token_at",
         "is_complete",
         "last_block_uid",
         "logprobs",
@@ -63,6 +67,7 @@ class Sequence:
         "request",
         "sampling",
         "seed",
+        "started_at",
         "status",
         "stop_reason",
         "token_ids",
@@ -79,6 +84,9 @@ class Sequence:
         self.seed = seed
         self.priority = request.priority
         self.arrival = next(self._arrivals)
+        self.arrived_at = time.monotonic()
+        self.started_at: float | None = None
+        self.first_token_at: float | None = None
         self.token_ids = array("q", request.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.num_computed_tokens = 0

@@ -11,10 +11,25 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from batchline.backends.base import BackendStats, ServedModel
+from batchline.server.vllm_metrics import histogram_family, vllm_metrics
 
 _REQUEST_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
+
+
+_SEQUENCE_HISTOGRAMS: Mapping[str, str] = {
+    "prompt_tokens": "Prompt tokens of a sequence",
+    "output_tokens": "Output tokens of a sequence",
+    "queue_seconds": "From a sequence's arrival to its first step",
+    "prefill_seconds": "From a sequence's first step to its first token",
+    "first_token_seconds": "From a sequence's arrival to its first token",
+    "decode_seconds": "From a sequence's first token to its end",
+    "run_seconds": "From a sequence's first step to its end",
+    "total_seconds": "From a sequence's arrival to its end",
+    "output_token_seconds": "Between two tokens of a sequence, each counted with the sequence's mean",
+}
+"""What each histogram of `BackendStats.sequences` counts."""
 
 
 class Metrics:
@@ -119,9 +134,27 @@ class _BackendCollector(Collector):
             "batchline_cached_prompt_tokens", "Prompt tokens that the prefix cache spared", stats.cached_tokens
         )
         yield CounterMetricFamily("batchline_output_tokens", "Tokens generated", stats.output_tokens)
+        yield CounterMetricFamily(
+            "batchline_preemptions", "How often a running sequence lost its place in the cache", stats.preemptions
+        )
         for name, value in stats.gauges.items():
             yield GaugeMetricFamily(f"batchline_{name}", f"The backend's {name.replace('_', ' ')}", value)
+        yield from _sequence_metrics(stats.by_model)
+        yield from vllm_metrics(stats.by_model)
         yield _model_info(self._models())
+
+
+def _sequence_metrics(by_model: Mapping[str, BackendStats]) -> Iterable[Metric]:
+    """What is counted of sequences, by model."""
+    finished = CounterMetricFamily(
+        "batchline_sequences_finished", "Sequences that have ended, by reason", labels=["model", "reason"]
+    )
+    for model, stats in by_model.items():
+        for reason, number in stats.sequences.finished.items():
+            finished.add_metric([model, reason], number)
+    yield finished
+    for name, text in _SEQUENCE_HISTOGRAMS.items():
+        yield histogram_family(f"batchline_sequence_{name}", text, name, ["model"], by_model)
 
 
 def _model_info(models: Iterable[ServedModel]) -> Metric:
