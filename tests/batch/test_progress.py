@@ -56,3 +56,31 @@ def test_the_pace_is_that_of_this_run_alone() -> None:
     pace.end(tally)
     assert (pace.load_time_s, pace.run_time_s, pace.requests_per_s) == (3, 2, 1)
     assert (pace.prompt_tokens_per_s, pace.output_tokens_per_s) == (5, 10)
+
+
+def test_the_time_left_after_a_resume_counts_this_run_alone() -> None:
+    clock = Clock()
+    tally = Tally(total=1000, clock=clock)
+    for position in range(900):
+        tally.add(Outcome(position, "200"), is_resumed=True)
+    assert tally.snapshot(BackendStats()).eta_s is None
+    for position in range(900, 910):
+        tally.add(Outcome(position, "200"))
+    clock.now += 10
+    assert tally.snapshot(BackendStats()).eta_s == pytest.approx(90.0)
+
+
+def test_answers_that_take_longer_than_the_window_still_have_a_time_left() -> None:
+    """No answer for half a minute, as with long ones, made the time left disappear."""
+    clock = Clock()
+    tally = Tally(total=10, clock=clock)
+    for position in range(5):
+        tally.add(Outcome(position, "200"), is_resumed=True)
+    tally.snapshot(BackendStats())
+    clock.now += 20
+    tally.add(Outcome(5, "200"))
+    for _ in range(100):
+        clock.now += 1
+        latest = tally.snapshot(BackendStats())
+    assert latest.requests_per_s == 0.0
+    assert latest.eta_s == pytest.approx(4 * 120.0)

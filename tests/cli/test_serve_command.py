@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -36,9 +37,9 @@ def serving(
         lines = said if said is not None else []
         for line in process.stderr:
             lines.append(line.rstrip("\n"))
-            if line.startswith("Serving"):
+            if "Serving " in line:
                 break
-        yield process, lines[-1].rsplit(" ", 1)[1]
+        yield process, re.findall(r"https?://[^\s\"]+", lines[-1])[0]
     finally:
         process.kill()
         process.communicate()
@@ -68,6 +69,7 @@ def test_every_model_is_named_while_they_are_loaded() -> None:
     embed, rerank = (str(TINY_CHAT.with_name(name)) for name in ("tiny-embed", "tiny-rerank"))
     with serving(embed, "--model", rerank, "--log-level", "warning", said=said):
         pass
+    said = [line.partition(" ")[2].partition(" ")[2] for line in said]  # without date and time
     assert said[0] == f"Loading {embed}; when first asked for: {rerank}"
     assert said[1].startswith(f"{embed}: BertModel, float32 on cpu, kernels: ")
     assert said[2].startswith(f"Serving {embed}, {rerank} at http://127.0.0.1:")

@@ -157,6 +157,9 @@ class InFlight:
         """A crash that this process outlives. A fault that may still follow has the same token: both count as one."""
         return Crash(self.token, fault, tuple(sorted(self._seats)))
 
+    def __len__(self) -> int:
+        return len(self._seats)
+
     def close(self) -> None:
         """Close the file."""
         os.close(self._fd)

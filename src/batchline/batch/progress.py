@@ -28,7 +28,8 @@ class Progress:
     """One look at a run. Rates are over the last half minute; eta_s is None until there is a rate.
 
     prompt_tokens, cached_tokens and output_tokens: the backend's counters since it was started. models: those that it
-    has loaded.
+    has loaded. num_running: requests that the backend has. stops_in_s: once the run is being stopped, the seconds that
+    these may still take.
     """
 
     done: int
@@ -42,6 +43,8 @@ class Progress:
     prompt_tokens_per_s: float = 0.0
     output_tokens_per_s: float = 0.0
     eta_s: float | None = None
+    num_running: int = 0
+    stops_in_s: float | None = None
     models: tuple[ModelRecord, ...] = ()
 
 
@@ -113,6 +116,7 @@ class Tally:
         self.failures_by_code: dict[str, int] = {}
         self._clock = clock
         self._samples: deque[tuple[float, int, int, int]] = deque()
+        self._began: tuple[float, int] | None = None
 
     def add(self, outcome: Outcome, *, is_resumed: bool = False) -> None:
         """Count one line that is done. is_resumed: an earlier run did it."""
@@ -130,10 +134,19 @@ class Tally:
         self.cached_tokens += outcome.cached_tokens
         self.output_tokens += outcome.output_tokens
 
-    def snapshot(self, stats: BackendStats, models: tuple[ModelRecord, ...] = ()) -> Progress:
-        """How the run stands now. stats: the backend's counters, which move before whole answers arrive. models: those
-        that it has loaded."""
+    def snapshot(
+        self,
+        stats: BackendStats,
+        models: tuple[ModelRecord, ...] = (),
+        *,
+        num_running: int = 0,
+        stops_in_s: float | None = None,
+    ) -> Progress:
+        """How the run stands now. stats: the backend's counters, which move before whole answers arrive; the rest as in
+        `Progress`."""
         now = self._clock()
+        if self._began is None:
+            self._began = (now, self.done)
         self._samples.append((now, self.done, stats.prompt_tokens, stats.output_tokens))
         while now - self._samples[0][0] > _WINDOW_S and len(self._samples) > 2:
             self._samples.popleft()
@@ -151,9 +164,18 @@ class Tally:
             requests_per_s=rate,
             prompt_tokens_per_s=(stats.prompt_tokens - prompt) / elapsed,
             output_tokens_per_s=(stats.output_tokens - output) / elapsed,
-            eta_s=(self.total - self.done) / rate if rate > 0 else None,
+            eta_s=self._eta_s(now, rate),
+            num_running=num_running,
+            stops_in_s=stops_in_s,
             models=models,
         )
+
+    def _eta_s(self, now: float, rate: float) -> float | None:
+        """At the latest rate; while no answer comes, at that of this run so far. Earlier runs do not count."""
+        began_at, done_before = self._began or (now, self.done)
+        if rate <= 0 and now > began_at:
+            rate = (self.done - done_before) / (now - began_at)
+        return (self.total - self.done) / rate if rate > 0 else None
 
 
 class Pace:

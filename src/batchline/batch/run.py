@@ -125,6 +125,7 @@ class BatchRun:
         self._stop = stop
         self._open_files = contextlib.ExitStack()
         self._state: RunState | None = None
+        self._cut_at: float | None = None
         self._finished_runs = FinishedRuns(options)
         self._pace = Pace()
 
@@ -274,7 +275,7 @@ class BatchRun:
             max_inflight=self._options.max_inflight or max(1, backend.concurrency()),
             in_flight=in_flight,
         )
-        ticker = asyncio.create_task(self._report_progress(backend, state.tally))
+        ticker = asyncio.create_task(self._report_progress(backend, state.tally, in_flight))
         try:
             await runner.run(self._stop, self._options.grace_period_s)
         except RunFailed as exc:
@@ -284,16 +285,27 @@ class BatchRun:
             raise
         finally:
             ticker.cancel()
-            self._report(backend, state.tally)
+            self._report(backend, state.tally, in_flight)
 
-    async def _report_progress(self, backend: Backend, tally: Tally) -> None:
+    async def _report_progress(self, backend: Backend, tally: Tally, in_flight: InFlight) -> None:
         while True:
-            self._report(backend, tally)
+            self._report(backend, tally, in_flight)
             await asyncio.sleep(_PROGRESS_INTERVAL_S)
 
-    def _report(self, backend: Backend, tally: Tally) -> None:
+    def _report(self, backend: Backend, tally: Tally, in_flight: InFlight) -> None:
         self._tell_models(backend)
-        self._reporter.progress(tally.snapshot(_stats(backend), tuple(self._models.values())))
+        models = tuple(self._models.values())
+        progress = tally.snapshot(_stats(backend), models, num_running=len(in_flight), stops_in_s=self._stops_in_s())
+        self._reporter.progress(progress)
+
+    def _stops_in_s(self) -> float | None:
+        """Once the run is being stopped, the seconds until what still runs is cut."""
+        if not self._stop.is_set():
+            return None
+        now = time.monotonic()
+        if self._cut_at is None:
+            self._cut_at = now + self._options.grace_period_s
+        return max(0.0, self._cut_at - now)
 
     def _tell_models(self, backend: Backend) -> None:
         """Say what runs, of each model once it is loaded."""

@@ -54,11 +54,8 @@ def check(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Check a batch file without running it. Exit code 3 if anything in it will fail."""
-    from batchline.batch.inspect import (
-        NO_MODEL_NAMED,
-        RequestJudge,
-        checked_input,
-    )  # schemas and text code: not for --help
+    # schemas and text code: not for --help
+    from batchline.batch.inspect import NO_MODEL_NAMED, RequestJudge, checked_input
     from batchline.batch.tokens import TokenCounter
 
     if max_model_len is not None and tokenizer is None:

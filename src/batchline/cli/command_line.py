@@ -18,7 +18,7 @@ import typer
 
 from batchline.cli.config_file import TRANSLATION, is_set_elsewhere
 from batchline.cli.grouped_help import GroupedCommand
-from batchline.cli.terminal import tell
+from batchline.cli.messages import log
 from batchline.cli.values import JSON, listed
 from batchline.cli.vllm_options import VLLM_OPTIONS, Ours, Translation, VllmOption, find
 from batchline.errors import UsageError
@@ -98,7 +98,7 @@ def _text_of(failure: Any) -> str:
 def _put_into_effect(translation: Translation) -> None:
     os.environ.update(translation.environment)
     if translation.warning is not None:
-        tell(f"Warning: {translation.warning}")
+        log(translation.warning, "warning")
 
 
 class ArgumentReader:

@@ -22,6 +22,7 @@ from typing import Annotated, Any
 
 import typer
 
+from batchline.cli.messages import log
 from batchline.cli.vllm_options import Translation, VllmOption, find
 from batchline.errors import UsageError
 
@@ -124,7 +125,7 @@ def _warn_of_unknown_variables(context: typer.Context) -> None:
         name = variable.removeprefix(PREFIX)
         if name not in known:
             hint = _closest(name, known, PREFIX)
-            typer.echo(f"Warning: {variable} in the environment is not the name of an option.{hint}", err=True)
+            log(f"{variable} in the environment is not the name of an option.{hint}", "warning")
 
 
 def _closest(name: str, known: Iterable[str], prefix: str = "") -> str:

@@ -1,65 +1,127 @@
-"""The live progress bar of a terminal, with warnings and log records above it."""
+"""The live line at the bottom of a terminal while a run goes on; messages and log records stand above it.
+
+It is one line at any width. The cursor is never hidden, so there is nothing to restore if the process is killed.
+"""
 
 from __future__ import annotations
 
-import logging
+import time
+from collections.abc import Iterator
 from contextlib import suppress
 from types import TracebackType
 
-from rich.console import Console
-from rich.logging import RichHandler
-from rich.markup import escape
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
+from rich.style import Style
+from rich.table import Table
+from rich.text import Text
 
-from batchline.batch import progress
-from batchline.cli.terminal import duration
+from batchline.batch.progress import Progress
+from batchline.cli.messages import Level, log
+from batchline.cli.progress_text import GAP, bar_text, duration
+
+_STYLES: dict[Level, str] = {"info": "dim", "warning": "yellow", "error": "red"}
+_MIN_BAR, _MAX_BAR = 10, 40
+_SPINNER_WIDTH = 2
 
 
 class LiveBar:
-    """A `batch.progress.Reporter` for terminals. Use as a context manager."""
+    """A `batch.progress.Reporter` and a `messages.Display` for terminals. Use as a context manager."""
 
     def __init__(self) -> None:
-        self._console = Console(stderr=True)
-        self._bar = Progress(
-            SpinnerColumn(),
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=None),
-            TextColumn("{task.fields[counts]}"),
-            TextColumn("{task.fields[rates]}"),
-            console=self._console,
-            transient=True,
-        )
-        self._task = self._bar.add_task("Starting", total=None, counts="", rates="")
-        self._handler = RichHandler(console=self._console, show_path=False, level=logging.WARNING)
+        self._console = _Console(stderr=True, highlight=False)
+        self._line = _Line()
+        self._live = Live(self._line, console=self._console, transient=True, redirect_stdout=False)
 
     def __enter__(self) -> LiveBar:
-        logging.getLogger().addHandler(self._handler)
-        self._bar.start()
+        self._live.start()
         return self
 
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         with suppress(OSError, ValueError):  # a terminal that is gone
-            self._bar.stop()
-        logging.getLogger().removeHandler(self._handler)
+            self._live.stop()
 
     def phase(self, text: str) -> None:
-        """Shown before the bar, and left standing above it."""
-        self._console.print(escape(text), style="dim", highlight=False)
-        self._bar.update(self._task, description=escape(text))
+        """Left standing above the bar, and shown in it until there is progress."""
+        log(text)
+        self._line.begin(text)
 
     def warn(self, text: str) -> None:
         """Shown above the bar."""
-        self._console.print(f"[yellow]Warning:[/] {escape(text)}", highlight=False)
+        log(text, "warning")
 
-    def progress(self, progress: progress.Progress) -> None:
+    def progress(self, progress: Progress) -> None:
         """The bar's new state."""
-        rates = (
-            f"{progress.failed:,} failed  {progress.requests_per_s:,.1f} req/s  "
-            f"{progress.prompt_tokens_per_s:,.0f} prompt tok/s  {progress.output_tokens_per_s:,.0f} output tok/s"
-        )
-        if progress.eta_s is not None:
-            rates += f"  {duration(progress.eta_s)} left"
-        counts = f"{progress.done:,}/{progress.total:,}"
-        self._bar.update(self._task, total=progress.total, completed=progress.done, counts=counts, rates=rates)
+        self._line.latest = progress
+
+    def show(self, line: str, level: Level) -> None:
+        """Print a line above the bar, for the terminal to wrap: a path in it can still be copied."""
+        self._console.print(Text(line, style=_STYLES[level]), soft_wrap=True)
+
+    def leave(self) -> None:
+        """Draw nothing any more. Takes no lock."""
+        self._line.is_over = True
+
+
+class _Console(Console):
+    """A console that leaves the cursor as it is."""
+
+    def show_cursor(self, show: bool = True) -> bool:
+        """Whether it did anything: never."""
+        return False
+
+
+class _Line:
+    """What is shown: the phase and how long it takes, or the progress."""
+
+    def __init__(self) -> None:
+        self.latest: Progress | None = None
+        self.is_over = False
+        self._phase = "Starting"
+        self._since = time.monotonic()
+        self._spinners = {is_ascii: Spinner("line" if is_ascii else "dots") for is_ascii in (True, False)}
+
+    def begin(self, phase: str) -> None:
+        """A new phase, of which there is no progress yet."""
+        if self.latest is None or self.latest.done == self.latest.total:
+            self.latest = None
+        self._phase, self._since = phase, time.monotonic()
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if self.is_over:
+            return
+        width = max(1, options.max_width - 1)  # a cursor behind the last column wraps on some terminals
+        room = width - _SPINNER_WIDTH
+        if room < 1:
+            return
+        grid = Table.grid(padding=0, pad_edge=False)
+        cells = [self._spinners[options.ascii_only], Text(" "), *self._cells(room)]
+        grid.add_row(*cells)
+        yield grid
+
+    def _cells(self, room: int) -> Iterator[ProgressBar | Text]:
+        if self.latest is None:
+            elapsed = f"{GAP}{duration(time.monotonic() - self._since)}"
+            phase = self._phase.partition("\n")[0]
+            yield _one_line(phase[: max(0, room - len(elapsed))] + elapsed, room)
+            return
+        text = bar_text(self.latest, room)
+        bar_width = min(_MAX_BAR, room - len(text) - len(GAP))
+        if bar_width >= _MIN_BAR:
+            yield ProgressBar(
+                total=max(self.latest.total, 1),
+                completed=self.latest.done,
+                width=bar_width,
+                complete_style=Style(color="cyan"),
+                finished_style=Style(color="cyan"),
+            )
+            text = GAP + text
+        yield _one_line(text, room)
+
+
+def _one_line(text: str, room: int) -> Text:
+    return Text(text[:room], no_wrap=True, overflow="crop")

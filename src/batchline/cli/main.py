@@ -21,11 +21,11 @@ import typer
 from batchline import __version__
 from batchline.cli.check import check
 from batchline.cli.command_line import CheckedCommand, ModelCommand
+from batchline.cli.messages import configure, tell
 from batchline.cli.plan import plan
 from batchline.cli.run_batch import run_batch
 from batchline.cli.serve import serve
 from batchline.cli.split_merge import merge, split
-from batchline.cli.terminal import tell
 from batchline.cli.upload import upload
 from batchline.errors import BatchlineError, RunInterrupted, UsageError
 
@@ -77,7 +77,7 @@ def command(arguments: Sequence[str] | None = None) -> NoReturn:
     except SystemExit as exc:
         code = exc.code if isinstance(exc.code, int) else int(exc.code is not None)
         if isinstance(exc.code, str):
-            tell(exc.code)
+            tell(exc.code, is_result=True)
     else:
         code = 0
     logging.shutdown()
@@ -98,10 +98,14 @@ def _open_missing_streams() -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit. arguments: without the program's name; None takes the process's own."""
+    configure()
     try:
         app(args=None if arguments is None else list(arguments), prog_name="batchline")
     except BatchlineError as exc:
-        tell(f"Error: {exc}" if not isinstance(exc, RunInterrupted) else str(exc))
+        if isinstance(exc, RunInterrupted):
+            tell(str(exc), is_result=True)
+        else:
+            tell(str(exc), "error")
         sys.exit(exit_code(exc))
 
 

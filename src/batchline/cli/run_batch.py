@@ -9,11 +9,12 @@ from typing import Annotated
 import typer
 
 from batchline.cli.config_file import takes_config_file
+from batchline.cli.messages import LogFormatOption, QuietOption, configure, last_words
 from batchline.cli.model_options import ModelOptions, takes_model_options
 from batchline.cli.option_groups import takes_options
 from batchline.cli.run_options import RunFileOptions
 from batchline.cli.summary import print_summary
-from batchline.cli.terminal import open_reporter, tell
+from batchline.cli.terminal import open_reporter
 
 _METRICS = "Metrics"
 
@@ -32,8 +33,11 @@ def run_batch(
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="Port of the metrics server.", rich_help_panel=_METRICS)
     ] = 8000,
+    log_format: LogFormatOption = "text",
+    quiet: QuietOption = False,
 ) -> None:
     """Run every request of a batch file and write one result for each. Run it again to resume."""
+    configure(log_format, quiet=quiet)
     from batchline.batch.api import open_in_process, run_blocking  # numpy and an HTTP client: not for --help
 
     engines = model_options.engines(strict=run_file.strict)
@@ -52,5 +56,5 @@ def run_batch(
 
 def _stop_at_once() -> None:
     """Leave without waiting for threads: the journal is whole at every moment."""
-    tell("Stopped. Finished results are saved; run the same command again to resume.")
+    last_words("Stopped. Finished results are saved; run the same command again to resume.")
     os._exit(130)

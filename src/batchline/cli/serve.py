@@ -7,11 +7,12 @@ import ipaddress
 import logging
 import sys
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from batchline.cli.config_file import takes_config_file
+from batchline.cli.messages import LogFormatOption, QuietOption, configure, log, log_formatter
 from batchline.cli.model_options import ModelOptions
 from batchline.cli.option_groups import takes_options
 from batchline.cli.server_options import ServingOptions
@@ -35,23 +36,24 @@ def serve(
         str | None, typer.Argument(metavar="MODEL", help="Model folder or Hugging Face id.", show_default=False)
     ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Unknown request fields are errors.")] = False,
+    log_format: LogFormatOption = "text",
+    quiet: QuietOption = False,
 ) -> None:
     """Serve one or more models over an OpenAI-compatible API."""
+    configure(log_format, quiet=quiet)
     models = _models(context, model_argument, model_options.model)
     model_options = dataclasses.replace(model_options, model=models)
     max_running = len(models) * model_options.max_num_seqs
     together(partial(model_options.engines, strict=strict), partial(serving.server, max_running=max_running))
     engines, options = model_options.engines(strict=strict), serving.server(max_running=max_running)
-    logging.basicConfig(
-        level=serving.log_level.upper(),
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        handlers=[SparingHandler(sys.stderr)],
-    )
+    handler = SparingHandler(sys.stderr)
+    handler.setFormatter(log_formatter())
+    logging.basicConfig(level="ERROR" if quiet else serving.log_level.upper(), handlers=[handler])
     if not options.api_keys and options.uds is None and not _is_loopback(options.host):
-        typer.echo("Warning: anyone who reaches this address can use the server; set --api-key.", err=True)
+        log("anyone who reaches this address can use the server; set --api-key.", "warning")
     _check_address(options)
     first, *others = models
-    typer.echo(f"Loading {first}" + (f"; when first asked for: {', '.join(others)}" if others else ""), err=True)
+    log(f"Loading {first}" + (f"; when first asked for: {', '.join(others)}" if others else ""))
 
     from batchline.backends.in_process import InProcessBackend  # imports torch and transformers
     from batchline.server.run import run
@@ -63,15 +65,15 @@ def serve(
         for record in (model.record for model in backend.models()):
             if record is not None:
                 _show(record)
-        typer.echo(f"Serving {names} at {url}", err=True)
+        log(f"Serving {names} at {url}", url=url)
 
     run(backend, options, say_ready)
 
 
 def _show(record: ModelRecord) -> None:
-    typer.echo(record.text, err=True)
+    log(record.text, **dict[str, Any](record.labels()))
     if record.warning is not None:
-        typer.echo(f"Warning: {record.name}: {record.warning}.", err=True)
+        log(f"{record.name}: {record.warning}.", "warning")
 
 
 def _models(context: typer.Context, argument: str | None, options: list[str]) -> list[str]:

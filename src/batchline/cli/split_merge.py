@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from batchline.cli.limits import LimitPreset, MaxFileSize, MaxRequests, limits_of
+from batchline.cli.messages import tell
 
 
 def split(
@@ -37,9 +38,9 @@ def merge(
     from batchline.batch.split import merge_files
 
     summary = merge_files(results, output_file, input_file)
-    typer.echo(f"{summary.results:,} results in {output_file}", err=True)
+    tell(f"{summary.results:,} results in {output_file}")
     if summary.unmatched:
-        typer.echo(f"{summary.unmatched:,} results left out: their custom_id is not in the input", err=True)
+        tell(f"{summary.unmatched:,} results left out: their custom_id is not in the input")
     if summary.missing:
-        typer.echo(f"{summary.missing:,} lines of the input have no result", err=True)
+        tell(f"{summary.missing:,} lines of the input have no result")
         raise typer.Exit(3)

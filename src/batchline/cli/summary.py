@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 from datetime import datetime
 
 from batchline.batch.summary import FailureMessage, RunSummary
-from batchline.cli.terminal import duration, tell
+from batchline.cli.messages import is_plain_text, tell
+from batchline.cli.progress_text import duration
 
 
 def print_summary(summary: RunSummary) -> None:
-    """The end of a run, for people."""
-    for line in summary_lines(summary):
-        tell(line)
+    """The end of a run: for people, or as one JSON object, or under `--quiet` in one line."""
+    if is_plain_text():
+        for line in summary_lines(summary):
+            tell(line)
+        return
+    failed = f", {summary.failed:,} failed" if summary.failed else ""
+    text = f"{summary.requests:,} requests{failed}: {summary.output}"
+    tell(text, is_result=True, **dataclasses.asdict(summary))
 
 
 def summary_lines(summary: RunSummary) -> list[str]:

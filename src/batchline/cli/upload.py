@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from batchline.cli.messages import tell
+
 
 def upload(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="File to send.", exists=True, dir_okay=False)],
@@ -23,4 +25,4 @@ def upload(
     if location.kind not in ("http", "fsspec"):
         raise UsageError(f"{url!r} is not a URL to upload to.")
     asyncio.run(upload_file(file, location))
-    typer.echo(f"Sent {file} to {location.display}", err=True)
+    tell(f"Sent {file} to {location.display}")

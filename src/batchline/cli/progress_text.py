@@ -1,0 +1,85 @@
+"""How the numbers of a run read: in a line of a log, and in a bar of any width."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from batchline.batch.progress import Progress
+
+GAP = "  "
+
+
+def progress_text(progress: Progress) -> str:
+    """`120/500 done, 2 failed, 34.1 requests/s, ...`."""
+    parts = [
+        f"{progress.done:,}/{progress.total:,} done",
+        f"{progress.failed:,} failed",
+        f"{progress.requests_per_s:,.1f} requests/s",
+        f"{progress.prompt_tokens_per_s:,.0f} prompt tokens/s",
+        f"{progress.output_tokens_per_s:,.0f} output tokens/s",
+    ]
+    if progress.stops_in_s is not None:
+        parts.append(f"{_stopping(progress)}")
+    elif progress.eta_s is not None and progress.done < progress.total:
+        parts.append(f"{duration(progress.eta_s)} left")
+    return ", ".join(parts)
+
+
+def bar_text(progress: Progress, width: int) -> str:
+    """What fits into `width` columns: how far the run is, failures and the time left first, then rates."""
+    first = _first_parts(progress, is_short=False)
+    if len(GAP.join(first)) > width:
+        first = _first_parts(progress, is_short=True)
+    rates = [
+        f"{progress.requests_per_s:,.1f} req/s",
+        f"{progress.output_tokens_per_s:,.0f} output tok/s",
+        f"{progress.prompt_tokens_per_s:,.0f} prompt tok/s",
+    ]
+    return GAP.join(_fitting([*first, *rates], width))
+
+
+def duration(seconds: float) -> str:
+    """`1:02:03`, `2:03`, or `1.2 s` below a minute."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def short_number(number: int) -> str:
+    """`999`, `12k`, `1.2M`: at most four characters."""
+    for divisor, unit in ((10**9, "G"), (10**6, "M"), (10**3, "k")):
+        if number >= divisor:
+            value = number / divisor
+            return f"{int(value * 10) / 10:.1f}{unit}" if value < 10 else f"{int(value)}{unit}"
+    return str(number)
+
+
+def _first_parts(progress: Progress, *, is_short: bool) -> list[str]:
+    """What a person who waits wants to know, the most important first."""
+    done, total, failed = progress.done, progress.total, progress.failed
+    counts = f"{short_number(done)}/{short_number(total)}" if is_short else f"{done:,}/{total:,}"
+    parts = [counts, f"{100 * done // max(total, 1)}%"]
+    if progress.stops_in_s is not None:
+        parts.insert(0, _stopping(progress))
+    if failed:
+        parts.append(f"{short_number(failed) if is_short else f'{failed:,}'} failed")
+    if progress.stops_in_s is None and progress.eta_s is not None and done < total:
+        parts.append(f"{duration(progress.eta_s)} left")
+    return parts
+
+
+def _stopping(progress: Progress) -> str:
+    seconds = max(0.0, progress.stops_in_s or 0.0)
+    return f"stopping: {progress.num_running:,} running, cut in {seconds:.0f} s"
+
+
+def _fitting(parts: Sequence[str], width: int) -> list[str]:
+    """The first parts, as many as fit; the very first one in any case, cut if it has to be."""
+    fitting = [parts[0][:width]]
+    for part in parts[1:]:
+        if len(GAP.join([*fitting, part])) > width:
+            break
+        fitting.append(part)
+    return fitting

@@ -1,0 +1,124 @@
+"""What commands print on standard error: with times, as JSON objects, or next to nothing."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from test_serve_command import TINY_CHAT, serving
+
+from batchline.batch import api
+from batchline.cli import messages
+from batchline.cli.main import main
+from batchline.testing import FakeBackend
+
+STAMP = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d "
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Any:
+    """Runs a file of two good lines and a bad one; returns exit code and what it says."""
+    body = {"model": "fake", "prompt": "hello"}
+    lines = [{"custom_id": f"r{n}", "method": "POST", "url": "/v1/completions", "body": body} for n in range(2)]
+    (tmp_path / "in").write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines) + b"bad\n")
+
+    async def before_answer(_request: object) -> None:
+        logging.getLogger("batchline.test").warning("%s is odd", "that", extra={"request_id": "r7"})
+
+    monkeypatch.setattr(api, "open_in_process", lambda _engines: FakeBackend(before_answer=before_answer))
+
+    def run_with(*options: str, output: str = "out") -> tuple[int, list[str]]:
+        arguments = ["run-batch", "-i", str(tmp_path / "in"), "-o", str(tmp_path / output), "--model", "fake"]
+        try:
+            main([*arguments, *options])
+        except SystemExit as exc:
+            return int(exc.code or 0), capfd.readouterr().err.splitlines()
+        raise AssertionError("it must exit")
+
+    yield run_with
+    messages.configure()
+
+
+def test_lines_of_the_log_carry_the_time_and_the_summary_does_not(run: Any) -> None:
+    code, lines = run()
+    summary = lines.index("Requests       3")
+    assert code == 0
+    assert all(re.match(STAMP, line) for line in lines[:summary])
+    assert not any(re.match(STAMP, line) for line in lines[summary:])
+    assert any(re.fullmatch(STAMP + "Warning: 1 bad line, .*", line) for line in lines)
+    assert any(re.fullmatch(STAMP + r"WARNING batchline\.test: that is odd", line) for line in lines)
+
+
+def test_json_is_one_object_per_line_with_the_numbers_in_fields(run: Any) -> None:
+    code, lines = run("--log-format", "json")
+    said = [json.loads(line) for line in lines]
+    assert code == 0
+    assert all({"time", "level", "message"} <= set(entry) for entry in said)
+    assert all(re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d+\+00:00", entry["time"]) for entry in said)
+    (finding,) = [entry for entry in said if "bad line" in entry["message"]]
+    assert (finding["level"], finding["message"].startswith("1 bad line")) == ("warning", True)
+    logged = next(entry for entry in said if entry.get("logger") == "batchline.test")
+    assert (logged["message"], logged["request_id"]) == ("that is odd", "r7")
+    assert [(e["done"], e["total"]) for e in said if "eta_s" in e][-1] == (3, 3)
+    assert (said[-1]["requests"], said[-1]["failed"]) == (3, 1)
+    assert said[-1]["failures_by_code"] == {"invalid_json_line": 1}
+
+
+def test_an_error_is_json_too(run: Any) -> None:
+    code, lines = run("--log-format", "json", "--strict")
+    assert code == 2
+    last = json.loads(lines[-1])
+    assert (last["level"], last["message"].startswith("Stopped by --strict")) == ("error", True)
+
+
+def test_quiet_leaves_errors_and_one_line_for_the_result(run: Any, tmp_path: Path) -> None:
+    assert run("--quiet") == (0, [f"3 requests, 1 failed: {tmp_path / 'out'}"])
+    code, lines = run("--quiet", "--strict", output="other")
+    assert (code, len(lines), lines[0].startswith("Error: Stopped by --strict")) == (2, 1, True)
+
+
+def test_an_exception_in_the_log_is_a_field() -> None:
+    messages.configure("json")
+    try:
+        raise ValueError("why")
+    except ValueError:
+        record = logging.getLogger("x").makeRecord("x", logging.ERROR, "f", 1, "it failed", (), _exc_info())
+    entry = json.loads(messages.log_formatter().format(record))
+    messages.configure()
+    assert (entry["message"], entry["level"]) == ("it failed", "error")
+    assert "ValueError: why" in entry["exception"]
+
+
+def _exc_info() -> Any:
+    return sys.exc_info()
+
+
+def test_a_quiet_server_says_errors_alone() -> None:
+    options = ["--host", "0.0.0.0", "--ssl-certfile", "none.pem"]
+    command = [sys.executable, "-m", "batchline", "serve", str(TINY_CHAT), *options]
+    loud = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120).stderr.splitlines()
+    quiet = subprocess.run([*command, "--quiet"], capture_output=True, text=True, check=False, timeout=120)
+    assert [line for line in loud if "anyone who reaches this address" in line]
+    assert (quiet.returncode, quiet.stderr.splitlines()) == (2, loud[-1:])
+    assert loud[-1].startswith("Error: ")
+
+
+def test_a_server_logs_json() -> None:
+    said: list[str] = []
+    model = [str(TINY_CHAT), "--kv-cache-memory-bytes", "32MB"]
+    with serving(*model, "--log-format", "json", said=said) as (process, _url):
+        process.send_signal(signal.SIGTERM)
+        assert process.stderr is not None
+        entries = [json.loads(line) for line in [*said, *process.stderr]]
+    assert [entry["message"] for entry in entries[:1]] == [f"Loading {TINY_CHAT}"]
+    (ready,) = [entry for entry in entries if entry["message"].startswith("Serving ")]
+    assert ready["url"].startswith("http://127.0.0.1:")
+    assert all({"time", "level", "message"} <= set(entry) for entry in entries)
