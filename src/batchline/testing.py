@@ -12,9 +12,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from dataclasses import replace
 from typing import Any
 
+import orjson
+
 from batchline.backends.base import Answer, BackendStats, EndpointRequest, ServedModel, unknown_path
 from batchline.engine.request import FinishReason, GenerationOutput, GenerationRequest, TokenLogprobs
-from batchline.errors import BadRequest, NotFound, RequestError
+from batchline.errors import BackendUnavailable, BadRequest, NotFound, RequestError
 from batchline.openai_api.endpoint_table import CHAT, COMPLETIONS, EMBEDDINGS
 
 FAKE_ENDPOINTS = (CHAT, COMPLETIONS, EMBEDDINGS)
@@ -25,6 +27,7 @@ class FakeBackend:
 
     model: the one name it serves. before_answer: awaited with every request first; what it raises is the fate of the
     request. between_chunks: the same after each chunk of a stream.
+    wants_raw_bodies: take and give bodies as JSON bytes, as a backend does that passes them on.
     requests: every request that was asked for, in the order of asking.
     """
 
@@ -34,30 +37,32 @@ class FakeBackend:
         *,
         before_answer: Callable[[EndpointRequest], Awaitable[None]] | None = None,
         between_chunks: Callable[[EndpointRequest], Awaitable[None]] | None = None,
+        wants_raw_bodies: bool = False,
     ) -> None:
+        self.wants_raw_bodies = wants_raw_bodies
         self.requests: list[EndpointRequest] = []
         self.is_dead = False
         self._between_chunks = between_chunks
         self.is_started = False
         self.is_closed = False
         self._model = model
+        self._served = ServedModel(name=model, endpoints=FAKE_ENDPOINTS)
         self._before_answer = before_answer
         self._prompt_tokens = 0
         self._output_tokens = 0
 
     async def start(self) -> None:
-        """Make ready."""
+        """Make ready, also again after it was closed."""
         self.is_started = True
+        self.is_closed = False
 
-    def models(self) -> Sequence[ServedModel]:
+    async def models(self) -> Sequence[ServedModel]:
         """The one model."""
-        return (ServedModel(name=self._model, endpoints=FAKE_ENDPOINTS),)
+        return (self._served,)
 
     async def stream(self, request: EndpointRequest) -> AsyncIterator[Mapping[str, Any]]:
-        """The echo in chunks of one word. Raises: NotFound, BadRequest."""
-        self.requests.append(request)
-        if self._before_answer is not None:
-            await self._before_answer(request)
+        """The echo in chunks of one word. Raises: NotFound, BadRequest, BackendUnavailable."""
+        await self._begin(request)
         body = self._body(request)
         if request.url == EMBEDDINGS:
             raise BadRequest(f"stream: {EMBEDDINGS} gives whole answers only", param="stream")
@@ -79,15 +84,15 @@ class FakeBackend:
         return not (self.is_dead or self.is_closed)
 
     async def answer(self, request: EndpointRequest) -> Answer:
-        """The echo, or the error of an unknown model or path."""
-        self.requests.append(request)
-        if self._before_answer is not None:
-            await self._before_answer(request)
+        """The echo, or the error of an unknown model or path. Raises: BackendUnavailable once it is closed."""
+        await self._begin(request)
+        status_code = 200
         try:
             body = self._body(request)
         except RequestError as error:
-            return Answer(status_code=error.status_code, body=error.body(), request_id=request.request_id)
-        return Answer(status_code=200, body=body, request_id=request.request_id)
+            status_code, body = error.status_code, error.body()
+        written = orjson.dumps(body) if self.wants_raw_bodies else body
+        return Answer(status_code=status_code, body=written, request_id=request.request_id)
 
     def stats(self) -> BackendStats:
         """Words in and words out, counted as tokens."""
@@ -97,9 +102,16 @@ class FakeBackend:
         """Stop."""
         self.is_closed = True
 
+    async def _begin(self, request: EndpointRequest) -> None:
+        if self.is_closed:
+            raise BackendUnavailable("The fake backend is closed.")
+        self.requests.append(request)
+        if self._before_answer is not None:
+            await self._before_answer(request)
+
     def _body(self, request: EndpointRequest) -> dict[str, Any]:
         if request.url not in FAKE_ENDPOINTS:
-            raise unknown_path(request.url, self.models())
+            raise unknown_path(request.url, [self._served])
         model = request.body.get("model")
         if model != self._model:
             message = f"The model `{model}` does not exist; served is `{self._model}`."

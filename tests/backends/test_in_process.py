@@ -148,7 +148,7 @@ async def test_numbers_that_are_not_finite_are_a_500_that_says_so(
 
 
 async def test_a_loaded_model_tells_its_context_length(backend: InProcessBackend) -> None:
-    (served,) = backend.models()
+    (served,) = await backend.models()
     assert (served.name, served.aliases) == ("tiny", ("alias",))
     assert served.max_model_len == 2048
     assert CHAT in served.endpoints
@@ -191,7 +191,7 @@ async def assert_tokens_come_and_go_back(backend: InProcessBackend, name: str, p
         return dict(answer.body)
 
     whole = await ask("/tokenize", prompt=prompt, return_token_strs=True)
-    (max_model_len,) = [served.max_model_len for served in backend.models() if served.name == name]
+    (max_model_len,) = [served.max_model_len for served in await backend.models() if served.name == name]
     assert (whole["count"], whole["max_model_len"]) == (len(whole["tokens"]), max_model_len)
     assert (await ask("/detokenize", tokens=whole["tokens"]))["prompt"] == "".join(whole["token_strs"])
     bare = await ask("/tokenize", prompt=prompt, add_special_tokens=False)

@@ -33,10 +33,10 @@ def config(name: str, **settings: Any) -> EngineConfig:
 
 async def record_of(name: str, **settings: Any) -> ModelRecord:
     backend = InProcessBackend([config(name, **settings)])
-    assert [model.record for model in backend.models()] == [None], "nothing is in memory yet"
+    assert [model.record for model in await backend.models()] == [None], "nothing is in memory yet"
     try:
         await backend.start()
-        (served,) = backend.models()
+        (served,) = await backend.models()
     finally:
         await backend.close()
     assert served.record is not None
@@ -128,7 +128,7 @@ SERIES = (
 
 def test_metrics_of_a_server_carry_the_record() -> None:
     models = [ServedModel(name="a", record=RECORD), ServedModel(name="asleep")]
-    lines = Metrics(BackendStats, lambda: models).render().decode().splitlines()
+    lines = Metrics(BackendStats).render(models).decode().splitlines()
     (line,) = [line for line in lines if line.startswith("batchline_model_info{")]
     assert line.endswith("} 1.0")
     assert all(label in line for label in SERIES)

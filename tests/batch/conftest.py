@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from batch_files import RecordingReporter
 
-from batchline.backends.base import Backend
+from batchline.backends.base import Backend, running
 from batchline.batch.journal import Disk
 from batchline.batch.options import RunOptions
 from batchline.batch.run import run
@@ -37,7 +37,13 @@ def run_file() -> RunFile:
         run_options = RunOptions(input_file=str(input_file), output_file=str(output_file), **options)
         answering = backend or FakeBackend()
         return asyncio.run(
-            run(run_options, lambda: answering, reporter or RecordingReporter(), stop or asyncio.Event(), disk)
+            run(
+                run_options,
+                lambda: running(lambda: answering),
+                reporter or RecordingReporter(),
+                stop or asyncio.Event(),
+                disk,
+            )
         )
 
     return run_once

@@ -196,8 +196,8 @@ def test_a_request_that_ends_the_engine_for_good_is_answered_with_an_error_after
 
 def test_a_second_model_that_was_never_loaded_accuses_nobody(tmp_path: Path, run_file: Run) -> None:
     class TwoModels(FakeBackend):
-        def models(self) -> list[ServedModel]:
-            return [*super().models(), ServedModel(name="missing", endpoints=("/v1/chat/completions",))]
+        async def models(self) -> list[ServedModel]:
+            return [*await super().models(), ServedModel(name="missing", endpoints=("/v1/chat/completions",))]
 
     async def load(_: EndpointRequest) -> None:
         raise ModelLoadError("missing", "there is no such folder")

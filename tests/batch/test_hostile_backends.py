@@ -193,3 +193,64 @@ def test_the_backend_says_how_many_requests_run_at_once_unless_the_run_does(
 
     run_file(batch, tmp_path / "out", backend=WantingBackend(before_answer=before_answer), max_inflight=given)
     assert most == given or (given is None and most == 5)
+
+
+class PassingOnBackend(FakeBackend):
+    """Gives back the JSON that it is given, as a backend that only passes bodies on."""
+
+    def __init__(self, rewrite: Callable[[bytes | None], Any] = lambda raw: raw) -> None:
+        super().__init__(wants_raw_bodies=True)
+        self._rewrite = rewrite
+
+    async def answer(self, request: EndpointRequest) -> Answer:
+        return Answer(status_code=200, body=self._rewrite(request.raw_body), request_id=request.request_id)
+
+
+RAW_BODIES = [
+    b'{"model":"fake","messages":[], "n": 123456789012345678901234567890, "x":1.50, "e":"\\u00e9", "e2":"\xc3\xa9"}',
+    b'{ "model" : "fake" ,\t"messages" :[{"a":"}]\\"{"}],"body":{"model":1},"dup":1,"dup":2, "d":1E40 }',
+    b'{"messages":[],"model":"fake","deep":' + b"[" * 200 + b"]" * 200 + b"}",
+]
+
+
+@pytest.mark.parametrize("raw", RAW_BODIES)
+@pytest.mark.parametrize("model", [b'"body" : %b', b'"\\u0062ody":{"old":1},"body":%b', b'"a":{"body":{}},"body":\r%b'])
+def test_bodies_pass_through_a_backend_as_they_were_written(
+    tmp_path: Path, run_file: Run, raw: bytes, model: bytes
+) -> None:
+    """They were parsed and written anew: large integers became floats, and of equal names one was left."""
+    line = b'{"custom_id":"a","method":"POST", "url":"/v1/chat/completions" ,%b , "z":[1]}' % (model % raw)
+    run_file(write_lines(tmp_path / "in", [line]), tmp_path / "out", backend=PassingOnBackend())
+    assert b'"body":' + raw + b"}" in (tmp_path / "out").read_bytes()
+
+
+def test_a_body_that_the_run_has_changed_is_not_given_as_it_was_written(tmp_path: Path, run_file: Run) -> None:
+    line = chat_line("a")
+    del line["body"]["model"]
+    given: list[bytes | None] = []
+
+    def note(raw: bytes | None) -> bytes:
+        given.append(raw)
+        return b"{}"
+
+    path = write_lines(tmp_path / "in", [line])
+    run_file(path, tmp_path / "out", backend=PassingOnBackend(note), default_model="fake")
+    assert given == [None]
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"x", b"[1]", b'{"a":NaN}', b'{"a":1}{', b'{"a":"\n"}', b"\xff", b'{"a":1},"b":{']
+)
+def test_bytes_that_are_no_json_object_are_an_error_of_their_line(tmp_path: Path, run_file: Run, body: bytes) -> None:
+    path = write_lines(tmp_path / "in", [chat_line("a"), chat_line("b", "two")])
+    run_file(path, tmp_path / "out", backend=PassingOnBackend(lambda _: body))
+    assert [result["response"]["status_code"] for result in read_lines(tmp_path / "out")] == [500, 500]
+
+
+def test_an_answer_over_several_lines_is_one_result_line_and_its_tokens_count(tmp_path: Path, run_file: Run) -> None:
+    body = b'{\n  "usage": {"prompt_tokens": 7,\r\n "completion_tokens": 2}\n}\n'
+    path = write_lines(tmp_path / "in", [chat_line("a")])
+    summary = run_file(path, tmp_path / "out", backend=PassingOnBackend(lambda _: body))
+    assert (summary.prompt_tokens, summary.output_tokens) == (7, 2)
+    (result,) = read_lines(tmp_path / "out")
+    assert result["response"]["body"] == {"usage": {"prompt_tokens": 7, "completion_tokens": 2}}

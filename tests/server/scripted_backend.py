@@ -60,10 +60,12 @@ class ScriptedBackend:
             executor=self._executor,
         )
 
+    wants_raw_bodies = False
+
     async def start(self) -> None:
         """Nothing to load."""
 
-    def models(self) -> Sequence[ServedModel]:
+    async def models(self) -> Sequence[ServedModel]:
         return (ServedModel(name="scripted", endpoints=tuple(ANSWERS)),)
 
     async def answer(self, request: EndpointRequest) -> Answer:

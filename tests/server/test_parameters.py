@@ -53,8 +53,8 @@ class SharedBackend(Backend):
     async def start(self) -> None:
         """It runs already."""
 
-    def models(self) -> Sequence[ServedModel]:
-        return self._backend.models()
+    async def models(self) -> Sequence[ServedModel]:
+        return await self._backend.models()
 
     def identity(self) -> Mapping[str, str]:
         return self._backend.identity()

@@ -205,7 +205,7 @@ class StuckBackend(FakeBackend):
         super().__init__()
         self.is_cancelled = False
 
-    def models(self) -> list[ServedModel]:
+    async def models(self) -> list[ServedModel]:
         return [ServedModel(name="stuck", endpoints=("/v1/responses",))]
 
     async def answer(self, request: EndpointRequest) -> Answer:

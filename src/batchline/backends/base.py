@@ -7,9 +7,13 @@ that can answer nobody raises `BackendUnavailable`.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+import orjson
 
 from batchline.engine.sequence_metrics import SequenceCounts
 from batchline.errors import NotFound
@@ -25,26 +29,38 @@ class EndpointRequest:
     """One request to one endpoint. url: the endpoint's path, e.g. `/v1/chat/completions`. body: untrusted JSON.
 
     priority: smaller goes first, and takes the seat of a greater one that runs; 0 for whoever waits for the answer.
+    raw_body: the JSON of `body` as it was written, for a backend that passes it on; None where it is not kept.
     """
 
     url: str
     body: Mapping[str, Any]
     request_id: str
     priority: int = 0
+    raw_body: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     """Status code and JSON body, as the same request would get over HTTP.
 
+    body: a mapping, or JSON bytes, which reach the output as they are.
     is_transient: the same request may soon get a better answer (no memory now, too many requests). A run asks again a
     few times before it keeps such an answer; a server passes it on.
     """
 
     status_code: int
-    body: Mapping[str, Any]
+    body: Mapping[str, Any] | bytes
     request_id: str
     is_transient: bool = False
+
+    def parsed_body(self) -> Mapping[str, Any]:
+        """The body's values. Raises: ValueError for bytes that are no JSON object."""
+        if not isinstance(self.body, bytes):
+            return self.body
+        body = orjson.loads(self.body)
+        if not isinstance(body, dict):
+            raise ValueError("a body that is no JSON object")
+        return body
 
     @property
     def is_error(self) -> bool:
@@ -91,13 +107,21 @@ class BackendStats:
 
 
 class Backend(Protocol):
-    """Who answers."""
+    """Who answers. Whoever makes a backend starts and closes it (`running`); those who are given one only ask it.
+
+    wants_raw_bodies: whether batch lines' bodies are to be kept as they were written (`EndpointRequest.raw_body`).
+    """
+
+    wants_raw_bodies: bool
 
     async def start(self) -> None:
         """Make ready to answer. Raises: ModelLoadError, UsageError."""
 
-    def models(self) -> Sequence[ServedModel]:
-        """The models that can be named in a request. May be called before `start`."""
+    async def models(self) -> Sequence[ServedModel]:
+        """The models that can be named in a request; before `start`, as far as they are known.
+
+        Raises: BackendUnavailable.
+        """
 
     def identity(self) -> Mapping[str, str]:
         """Names and values of all that decides its answers: an unfinished run is continued only by a backend with the
@@ -131,3 +155,18 @@ class Backend(Protocol):
 
     async def close(self) -> None:
         """Stop and free everything. Idempotent."""
+
+
+OpenBackend = Callable[[], AbstractAsyncContextManager[Backend]]
+"""Gives a running backend until the block ends. `lambda: nullcontext(backend)` lends one that others use, too."""
+
+
+@asynccontextmanager
+async def running(make: Callable[[], Backend]) -> AsyncIterator[Backend]:
+    """A backend that is made, on a thread, and started for the block, and closed after it. Raises: as `start`."""
+    backend = await asyncio.to_thread(make)  # importing an engine takes seconds
+    try:
+        await backend.start()
+        yield backend
+    finally:
+        await backend.close()

@@ -55,6 +55,8 @@ MAX_SHOWN_NAME = 200
 class InProcessBackend:
     """One or more models in this process."""
 
+    wants_raw_bodies = False
+
     def __init__(self, engines: Sequence[EngineConfig]) -> None:
         """Look at the models' small files; loads nothing yet. Raises: ModelLoadError, UsageError."""
         self._by_name: dict[str, EngineConfig] = {}
@@ -67,6 +69,7 @@ class InProcessBackend:
         self._unloaded: dict[str, BackendStats] = {}
         self._has_started = False
         self._has_loaded = False
+        self._is_closed = False
 
     async def start(self) -> None:
         """Load the first model, so that a model that cannot be loaded is heard of now. Raises: ModelLoadError."""
@@ -74,9 +77,9 @@ class InProcessBackend:
             async with self._residency.use(self._loadables[self._engines[0].model.names[0]]):
                 self._has_started = True
 
-    def models(self) -> Sequence[ServedModel]:
+    async def models(self) -> Sequence[ServedModel]:
         """The models, in the order they were given."""
-        return [self._served(config) for config in self._engines]
+        return self._served_models()
 
     def identity(self) -> Mapping[str, str]:
         """The settings that change results. Reads the models' folders."""
@@ -137,8 +140,8 @@ class InProcessBackend:
             yield error.body()
 
     def is_alive(self) -> bool:
-        """Whether every model can be asked: False while one that has run before is given up."""
-        return not any(self._residency.is_refused(name) for name in self._loadables)
+        """Whether every model can be asked: False while one that has run before is given up, and after `close`."""
+        return not self._is_closed and not any(self._residency.is_refused(name) for name in self._loadables)
 
     def stats(self) -> BackendStats:
         """Counters of all models since the start, whether they are still in memory or not."""
@@ -149,6 +152,7 @@ class InProcessBackend:
 
     async def close(self) -> None:
         """Unload everything. Idempotent."""
+        self._is_closed = True
         await self._residency.close()
 
     def _register(self, config: EngineConfig) -> None:
@@ -185,6 +189,9 @@ class InProcessBackend:
         name = model.record.name
         self._unloaded[name] = _sum([self._unloaded.get(name, BackendStats()), replace(model.stats(), gauges={})])
 
+    def _served_models(self) -> list[ServedModel]:
+        return [self._served(config) for config in self._engines]
+
     def _served(self, config: EngineConfig) -> ServedModel:
         name, *aliases = config.model.names
         resident = self._residency.resident(name)
@@ -200,7 +207,7 @@ class InProcessBackend:
         """The request's turns on the model that is to answer. Raises: NotFound, BadRequest."""
         endpoint = ENDPOINTS.get(request.url)
         if endpoint is None:
-            raise unknown_path(request.url, self.models())
+            raise unknown_path(request.url, self._served_models())
         name, config = self._named(request.body.get("model"))
         task = self._tasks[config.model.names[0]]
         if task not in endpoint.tasks:

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-from batchline.backends.base import Backend
+from batchline.backends.base import Backend, running
 from batchline.backends.identity import refuse_missing_folder, result_settings
 from batchline.batch.journal import Disk
 from batchline.batch.options import DEFAULT_GRACE_PERIOD_S, Limits, OutputOrder, RunOptions
@@ -49,7 +49,8 @@ def run_batch(
 ) -> RunSummary:
     """Run a batch file and write one result line for every line of it.
 
-    model: a folder, a hub id or a whole `EngineConfig`, or several of them; alternatively `backend` answers.
+    model: a folder, a hub id or a whole `EngineConfig`, or several of them; alternatively `backend` answers: it
+    is started for the run and closed after it.
     served_model_name: the name that requests use for each model, in the same order; without it, a model's name is its
     folder or id as given. state_dir: where records of finished runs are kept, if not in the user's folder for state; a
     run with a `backend` keeps one only if it is given.
@@ -97,6 +98,7 @@ def run_blocking(
 ) -> RunSummary:
     """`run` on an event loop of its own, stopped by signals.
 
+    open_backend: makes a backend, which is started for the run and closed after it.
     stop_at_once: what the second signal does, if not raise KeyboardInterrupt. disk: as for `run`.
     """
 
@@ -104,15 +106,15 @@ def run_blocking(
 
     async def run_until_stopped() -> RunSummary:
         with stopper.attached() as stop:
-            return await run(options, open_backend, reporter, stop, disk)
+            return await run(options, lambda: running(open_backend), reporter, stop, disk)
 
     with stop_on_signals(stopper.stop, stop_at_once or _interrupt):
         if not _is_in_event_loop():
             return asyncio.run(run_until_stopped())
         with ThreadPoolExecutor(1) as pool:
-            running = pool.submit(asyncio.run, run_until_stopped())
+            result = pool.submit(asyncio.run, run_until_stopped())
             try:
-                return running.result()
+                return result.result()
             except KeyboardInterrupt:
                 stopper.cancel()
                 raise
@@ -152,7 +154,10 @@ def _path(given: str | os.PathLike[str] | None) -> Path | None:
 
 def _default_model(engines: Sequence[EngineConfig], backend: Backend | None) -> str | None:
     """The model of requests that name none: the only one there is."""
-    names = [engine.model.names[0] for engine in engines] if backend is None else [m.name for m in backend.models()]
+    names = [engine.model.names[0] for engine in engines]
+    if backend is not None:
+        with ThreadPoolExecutor(1) as pool:  # an event loop may be running on this thread
+            names = [model.name for model in pool.submit(lambda: asyncio.run(backend.models())).result()]
     return names[0] if len(names) == 1 else None
 
 

@@ -58,7 +58,7 @@ def record_lethal_requests(
         body = error_body(batch_line.url, error.body())
         answer = Answer(status_code=error.status_code, body=body, request_id=lines.new_id())
         outcome = Outcome(position, str(error.status_code))
-        line = lines.answer_line(lines.new_id(), batch_line.custom_id, answer, lines.encode_body(answer.body))
+        line = lines.answer_line(lines.new_id(), batch_line.custom_id, answer, lines.encode_body(answer.parsed_body()))
         records += encode_record(outcome, line)
         outcomes.append(outcome)
         lines_given_up.append((batch_line.custom_id, span.line_number))

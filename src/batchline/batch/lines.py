@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from json import JSONDecoder
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -23,6 +24,8 @@ MAX_LINE_BYTES = 256 * 1024 * 1024
 """A longer line is answered with an error and never held in memory whole."""
 
 _TRUE_WORDS = frozenset({"true", "t", "1", "yes", "y", "on"})
+_JSON = JSONDecoder(parse_int=str, parse_float=str)  # only where values end matters
+_BETWEEN_TOKENS = re.compile(r"[ \t\n\r,:]*")
 _CUSTOM_ID = re.compile(rb'"custom_id"\s*:\s*("(?:[^"\\]|\\.){1,1000}")')
 
 
@@ -81,6 +84,31 @@ def check_fields(value: object, default_model: str | None = None) -> tuple[str, 
         body["model"] = default_model
     _check_body(body, url)
     return custom_id, url, body
+
+
+def raw_body(raw: bytes, body: Mapping[str, Any]) -> bytes | None:
+    """The very bytes of the body in a valid batch line; None if `body` is not what they say (a default model)."""
+    text = raw.decode()
+    found = None
+    position = _skipped(text, text.index("{") + 1)
+    try:
+        while text[position] != "}":
+            name, position = _JSON.raw_decode(text, position)
+            start = _skipped(text, position)
+            _, end = _JSON.raw_decode(text, start)
+            if name == "body":
+                found = text[start:end].encode()
+            position = _skipped(text, end)
+    except RecursionError:  # nested deeper than this parser goes
+        return None
+    return found if found is not None and orjson.loads(found) == body else None
+
+
+def _skipped(text: str, position: int) -> int:
+    """Where the next token of an object begins."""
+    between = _BETWEEN_TOKENS.match(text, position)
+    assert between is not None  # it matches the empty text
+    return between.end()
 
 
 def url_path(url: str) -> str:

@@ -11,11 +11,11 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from batchline.backends.base import Backend, BackendStats
+from batchline.backends.base import Backend, BackendStats, OpenBackend, ServedModel
 from batchline.batch import sink, source
 from batchline.batch.check import CheckReport, check_file, findings_of, refuse_over_limits
 from batchline.batch.commit import GroupCommit
@@ -47,15 +47,15 @@ _PROGRESS_INTERVAL_S = 0.5
 
 async def run(
     options: RunOptions,
-    open_backend: Callable[[], Backend],
+    open_backend: OpenBackend,
     reporter: Reporter,
     stop: asyncio.Event,
     disk: Disk | None = None,
 ) -> RunSummary:
     """Run a batch file to its end.
 
-    open_backend: makes the backend, called only when there is something to compute. stop: set it to stop the run so
-    that it can be resumed. disk: what the journal is written with, if not the system's own calls.
+    open_backend: gives a running backend; asked only when there is something to compute. stop: set it to stop the run
+    so that it can be resumed. disk: what the journal is written with, if not the system's own calls.
     Raises: UsageError (nothing was run), RunInterrupted, RunFailed, ModelLoadError.
     """
     started = time.monotonic()
@@ -134,7 +134,7 @@ class BatchRun:
         """Whether the journal may hold what cannot be made again in seconds."""
         return self._state is None or self._state.is_worth_keeping
 
-    async def execute(self, open_backend: Callable[[], Backend]) -> RunSummary:
+    async def execute(self, open_backend: OpenBackend) -> RunSummary:
         """Every step, in order. Raises: as `run`."""
         try:
             checked = await self._check(await self._stage())
@@ -215,7 +215,7 @@ class BatchRun:
             self._reporter.warn("The input has no lines; the output will be empty.")
         self._reporter.phase(f"Checked {report.num_lines:,} lines")
 
-    async def _answer_all(self, checked: CheckedInput, state: RunState, open_backend: Callable[[], Backend]) -> None:
+    async def _answer_all(self, checked: CheckedInput, state: RunState, open_backend: OpenBackend) -> None:
         """Raises: RunInterrupted where it stopped before the last line."""
         try:
             await self._answer_rest(checked, state, open_backend)
@@ -224,7 +224,7 @@ class BatchRun:
         if state.tally.done < state.tally.total:
             raise RunInterrupted("Interrupted.")
 
-    async def _answer_rest(self, checked: CheckedInput, state: RunState, open_backend: Callable[[], Backend]) -> None:
+    async def _answer_rest(self, checked: CheckedInput, state: RunState, open_backend: OpenBackend) -> None:
         reader = LineReader(checked.path, checked.index, self._options.default_model)
         self._open_files.callback(reader.close)
         plan = await self._plan(checked)
@@ -235,17 +235,15 @@ class BatchRun:
         self._reporter.phase("Loading the model")
         with watched(self._workspace.path) as in_flight:
             self._pace.begin_loading()
-            backend = await asyncio.to_thread(open_backend)  # importing an engine takes seconds
-            try:
-                await unless_stopped(backend.start(), self._stop)
+            async with contextlib.AsyncExitStack() as stack:
+                backend = await unless_stopped(stack.enter_async_context(open_backend()), self._stop)
                 self._pace.begin_running(state.tally)
-                self._tell_models(backend)
+                await self._tell_models(backend)
                 self._reporter.phase(f"Running {state.tally.total - state.tally.done:,} requests")
                 for items in _in_groups(plan, state):
-                    await self._run_requests(backend, Feeder(items, reader), state, in_flight)
+                    feeder = Feeder(items, reader, keeps_raw=backend.wants_raw_bodies)
+                    await self._run_requests(backend, feeder, state, in_flight)
                 self._pace.end(state.tally)
-            finally:
-                await backend.close()
 
     async def _plan(self, checked: CheckedInput) -> Plan:
         try:
@@ -279,21 +277,21 @@ class BatchRun:
         try:
             await runner.run(self._stop, self._options.grace_period_s)
         except RunFailed as exc:
-            if _may_be_a_requests_fault(exc.__cause__, backend):
+            if await _may_be_a_requests_fault(exc.__cause__, backend):
                 with contextlib.suppress(OSError):  # a full disk: the next run has no suspects
                     await asyncio.to_thread(note_crash, state, in_flight.crash(str(exc)))
             raise
         finally:
             ticker.cancel()
-            self._report(backend, state.tally, in_flight)
+            await self._report(backend, state.tally, in_flight)
 
     async def _report_progress(self, backend: Backend, tally: Tally, in_flight: InFlight) -> None:
         while True:
-            self._report(backend, tally, in_flight)
+            await self._report(backend, tally, in_flight)
             await asyncio.sleep(_PROGRESS_INTERVAL_S)
 
-    def _report(self, backend: Backend, tally: Tally, in_flight: InFlight) -> None:
-        self._tell_models(backend)
+    async def _report(self, backend: Backend, tally: Tally, in_flight: InFlight) -> None:
+        await self._tell_models(backend)
         models = tuple(self._models.values())
         progress = tally.snapshot(_stats(backend), models, num_running=len(in_flight), stops_in_s=self._stops_in_s())
         self._reporter.progress(progress)
@@ -307,9 +305,9 @@ class BatchRun:
             self._cut_at = now + self._options.grace_period_s
         return max(0.0, self._cut_at - now)
 
-    def _tell_models(self, backend: Backend) -> None:
+    async def _tell_models(self, backend: Backend) -> None:
         """Say what runs, of each model once it is loaded."""
-        for model in backend.models():
+        for model in await _models(backend):
             if model.record is None or model.name in self._models:
                 continue
             self._models[model.name] = model.record
@@ -378,11 +376,20 @@ def _in_groups(plan: Plan, state: RunState) -> Iterator[Iterator[WorkItem]]:
     yield (item for item in plan.items(state.done) if item.position not in suspects)
 
 
-def _may_be_a_requests_fault(cause: BaseException | None, backend: Backend) -> bool:
+async def _may_be_a_requests_fault(cause: BaseException | None, backend: Backend) -> bool:
     """Whether a run ended because an engine did, or a model that had run cannot be loaded again."""
     if isinstance(cause, ModelLoadError):
-        return cause.ran_before or len(backend.models()) == 1  # `start` had loaded the only one
+        return cause.ran_before or len(await _models(backend)) == 1  # `start` had loaded the only one
     return isinstance(cause, EngineLost)
+
+
+async def _models(backend: Backend) -> Sequence[ServedModel]:
+    """A backend's models; none where it cannot tell them, which is no reason to end a run."""
+    try:
+        return await backend.models()
+    except Exception:
+        logger.warning("the backend's models cannot be read", exc_info=True)
+        return ()
 
 
 def _stats(backend: Backend) -> BackendStats:

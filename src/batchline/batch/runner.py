@@ -61,7 +61,9 @@ class ReadyRequest:
 class Feeder:
     """Gives workers the next request, read and parsed a little ahead of them, off the event loop."""
 
-    def __init__(self, items: Iterator[WorkItem], reader: LineReader) -> None:
+    def __init__(self, items: Iterator[WorkItem], reader: LineReader, *, keeps_raw: bool = False) -> None:
+        """keeps_raw: give each request its body as it was written, too."""
+        self._keeps_raw = keeps_raw
         self._items = items
         self._reader = reader
         self._ahead: deque[ReadyRequest] = deque()
@@ -91,7 +93,11 @@ class Feeder:
     def _ready(self, item: WorkItem) -> ReadyRequest:
         line, span = self._reader.batch_line(item.position)
         copies = ((position, self._reader.batch_line(position)[0].custom_id) for position in item.copies)
-        return ReadyRequest(line.request(lines.new_id()), span.length, ((item.position, line.custom_id), *copies))
+        request = line.request(lines.new_id())
+        if self._keeps_raw:
+            raw, _ = self._reader.read(item.position)
+            request = replace(request, raw_body=lines.raw_body(raw, line.body))
+        return ReadyRequest(request, span.length, ((item.position, line.custom_id), *copies))
 
 
 class ByteBudget:
@@ -198,7 +204,7 @@ class Runner:
         error: RequestError
         try:
             if not is_batch_url(request.url):  # also where a backend answers it to a server, as `/tokenize`
-                raise unknown_path(request.url, self._backend.models())
+                raise unknown_path(request.url, await self._backend.models())
             return _checked(await self._backend.answer(request), request.request_id)
         except (BackendUnavailable, ModelLoadError):
             raise
@@ -214,7 +220,7 @@ class Runner:
     def _counted_tokens(self, answer: Answer) -> tuple[int, int, int]:
         """(prompt, cached, output) tokens of an answer; zeros, and one warning, where its usage is no count."""
         try:
-            return _usage(answer.body)
+            return _usage(answer.parsed_body())
         except ValueError as exc:
             if not self._has_warned_of_usage:
                 self._has_warned_of_usage = True
@@ -223,15 +229,21 @@ class Runner:
 
 
 def _checked(answer: Answer, request_id: str) -> tuple[Answer, bytes]:
-    """An answer that a result line can hold, and its body as JSON. request_id: instead of one that is no plain text.
+    """An answer that a result line can hold, its body parsed, and the body as JSON. request_id: instead of one that is
+    no plain text.
 
     Raises: TypeError, ValueError, RecursionError for an answer that no line can hold.
     """
     if type(answer.status_code) is not int or not 100 <= answer.status_code <= 599:
         raise ValueError(f"status code {answer.status_code!r}")
-    if not isinstance(answer.body, Mapping):
-        raise TypeError(f"a body of type {type(answer.body).__name__}")
-    body = lines.encode_body(answer.body)
+    body = answer.body
+    if isinstance(body, bytes):
+        answer = replace(answer, body=answer.parsed_body())
+        body = body.replace(b"\n", b" ").replace(b"\r", b" ")  # white space: JSON has neither inside strings
+    elif isinstance(body, Mapping):
+        body = lines.encode_body(body)
+    else:
+        raise TypeError(f"a body of type {type(body).__name__}")
     if len(body) > MAX_BODY_BYTES:
         raise ValueError(f"a body of {len(body):,} bytes")
     if not isinstance(answer.request_id, str) or not answer.request_id.isascii():

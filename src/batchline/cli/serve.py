@@ -6,11 +6,13 @@ import dataclasses
 import ipaddress
 import logging
 import sys
+from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any
 
 import typer
 
+from batchline.backends.base import ServedModel
 from batchline.cli.config_file import takes_config_file
 from batchline.cli.messages import LogFormatOption, QuietOption, configure, log, log_formatter
 from batchline.cli.model_options import ModelOptions
@@ -61,10 +63,10 @@ def serve(
     names = ", ".join(name for engine in engines for name in engine.model.names)
     backend = InProcessBackend(engines)
 
-    def say_ready(url: str) -> None:
-        for record in (model.record for model in backend.models()):
-            if record is not None:
-                _show(record)
+    def say_ready(url: str, models: Sequence[ServedModel]) -> None:
+        for model in models:
+            if model.record is not None:
+                _show(model.record)
         log(f"Serving {names} at {url}", url=url)
 
     run(backend, options, say_ready)

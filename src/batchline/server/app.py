@@ -37,7 +37,7 @@ def create_app(backend: Backend, options: ServerOptions) -> FastAPI:
         redoc_url=None,
         openapi_url="/openapi.json" if options.docs else None,
     )
-    metrics = Metrics(backend.stats, backend.models)
+    metrics = Metrics(backend.stats)
     inference = Inference(backend, metrics, options.max_request_bytes)
     responses = ResponsesApi(backend, inference, max_running=options.max_in_flight)
     _add_inference(app, inference, responses)

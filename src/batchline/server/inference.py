@@ -41,7 +41,9 @@ class Inference:
     async def look_up(self, request: Request) -> Response:
         """The backend's answer to a question in the query, about the first model unless it names one."""
         body = dict(request.query_params)
-        body.setdefault("model", self._backend.models()[0].name)
+        models = await self._backend.models()
+        if models:
+            body.setdefault("model", models[0].name)
         url = route_path(request.scope)
         answer = await self.answer_of(request, EndpointRequest(url=url, body=body, request_id=request.state.request_id))
         return await written(answer.body, answer.status_code)
@@ -55,7 +57,7 @@ class Inference:
     async def answer_of(self, request: Request, endpoint_request: EndpointRequest) -> Answer:
         """The backend's answer, as long as the client waits for it. Raises: EngineLost, ClientDisconnect."""
         answer = await while_connected(request.receive, self._backend.answer(endpoint_request))
-        request.state.usage = answer.body.get("usage")
+        request.state.usage = answer.parsed_body().get("usage")
         return answer
 
     async def begin_stream(

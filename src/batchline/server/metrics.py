@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -38,12 +38,10 @@ class Metrics:
     num_in_flight: requests that do work, queued or running. body_bytes: what the bodies of all requests take.
     """
 
-    def __init__(
-        self, backend_stats: Callable[[], BackendStats], models: Callable[[], Iterable[ServedModel]] = tuple
-    ) -> None:
-        """models: those that the backend serves."""
+    def __init__(self, backend_stats: Callable[[], BackendStats]) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(_BackendCollector(backend_stats, models))
+        self._collector = _BackendCollector(backend_stats)
+        self._registry.register(self._collector)
         self.num_in_flight = 0
         Gauge(
             "batchline_requests_in_flight", "Requests being answered, waiting ones included", registry=self._registry
@@ -105,8 +103,9 @@ class Metrics:
             if isinstance(chunks, AsyncGenerator):
                 await chunks.aclose()
 
-    def render(self) -> bytes:
-        """All of it in Prometheus' text format."""
+    def render(self, models: Sequence[ServedModel] = ()) -> bytes:
+        """All of it in Prometheus' text format. models: those that the backend serves now."""
+        self._collector.models = models
         return generate_latest(self._registry)
 
 
@@ -123,9 +122,9 @@ def _adds_to_first_choice(chunk: Mapping[str, Any]) -> bool:
 class _BackendCollector(Collector):
     """The backend's own numbers, asked for when they are read."""
 
-    def __init__(self, stats: Callable[[], BackendStats], models: Callable[[], Iterable[ServedModel]]) -> None:
+    def __init__(self, stats: Callable[[], BackendStats]) -> None:
         self._stats = stats
-        self._models = models
+        self.models: Sequence[ServedModel] = ()
 
     def collect(self) -> Iterable[Metric]:
         stats = self._stats()
@@ -141,7 +140,7 @@ class _BackendCollector(Collector):
             yield GaugeMetricFamily(f"batchline_{name}", f"The backend's {name.replace('_', ' ')}", value)
         yield from _sequence_metrics(stats.by_model)
         yield from vllm_metrics(stats.by_model)
-        yield _model_info(self._models())
+        yield _model_info(self.models)
 
 
 def _sequence_metrics(by_model: Mapping[str, BackendStats]) -> Iterable[Metric]:

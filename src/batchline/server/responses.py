@@ -25,9 +25,10 @@ class JsonResponse(Response):
         return content if isinstance(content, bytes) else orjson.dumps(content)
 
 
-async def written(body: Mapping[str, Any], status_code: int = 200) -> JsonResponse:
+async def written(body: Mapping[str, Any] | bytes, status_code: int = 200) -> JsonResponse:
     """A response; a large one is written on a thread, and in parts: nothing else can run while JSON is written."""
-    return JsonResponse(body if is_small(body) else await asyncio.to_thread(json_in_parts, body), status_code)
+    is_ready = isinstance(body, bytes) or is_small(body)
+    return JsonResponse(body if is_ready else await asyncio.to_thread(json_in_parts, body), status_code)
 
 
 def json_in_parts(value: Any) -> bytes:

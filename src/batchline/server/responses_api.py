@@ -55,7 +55,7 @@ class ResponsesApi:
         given = await off_loop_if_large(body, partial(_given_input, body.get("input")))
         call = self._call(body, given, owner_of(request))
         if body.get("background") is True:
-            self._check_in_background(call)
+            await self._check_in_background(call)
             await off_loop_if_large(body, partial(check_without_model, call.request.body))
             return JsonResponse(self._start(call))
         if body.get("stream") is True:
@@ -63,7 +63,7 @@ class ResponsesApi:
             return await self._inference.begin_stream(request, RESPONSES, chunks)
         with call.keeping(self._kept):
             answer = await self._inference.answer_of(request, call.request)
-            told = answer.body if answer.is_error else call.finish(answer.body, self._kept)
+            told = answer.body if answer.is_error else call.finish(answer.parsed_body(), self._kept)
         return await written(told, answer.status_code)
 
     async def input_tokens(self, request: Request) -> Response:
@@ -129,11 +129,11 @@ class ResponsesApi:
             num_bytes += len(orjson.dumps(items[index]))
         return _Input(items, num_bytes)
 
-    def _check_in_background(self, call: _Call) -> None:
+    async def _check_in_background(self, call: _Call) -> None:
         """What can be told at once is. Raises: BadRequest, NotFound."""
         if call.body.get("stream") or call.body.get("store") is False:
             raise BadRequest("background: it cannot be combined with stream: true or store: false", param="background")
-        check_supported(self._backend.models(), call.body.get("model"), RESPONSES)
+        check_supported(await self._backend.models(), call.body.get("model"), RESPONSES)
 
     def _start(self, call: _Call) -> JsonObject:
         """Begin to make a response in the background; returns it as it stands. Raises: Overloaded."""
@@ -149,11 +149,12 @@ class ResponsesApi:
         kept.response = kept.response | {"status": "in_progress"}
         try:
             answer = await self._backend.answer(call.request)
-            error = answer.body["error"] if answer.is_error else None
+            made = answer.parsed_body()
+            error = made["error"] if answer.is_error else None
         except Exception as exc:
             error = as_request_error(exc).body()["error"]
         if error is None:
-            kept.response = call.told(answer.body) | {"background": True}
+            kept.response = call.told(made) | {"background": True}
         else:
             told = {"code": str(error["code"]), "message": error["message"]}
             kept.response = kept.response | {"status": "failed", "error": told}

@@ -13,37 +13,38 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 
 import uvicorn
 
-from batchline.backends.base import Backend
+from batchline.backends.base import Backend, ServedModel, running
 from batchline.server.app import create_app
 from batchline.server.connections import Connections, allow_reuse, bind, raise_file_limit, unusable
 from batchline.server.http_protocol import BoundedProtocol, ConnectionTimes
 from batchline.server.options import ServerOptions
 from batchline.server.tls import check_certificate
 
+OnReady = Callable[[str, Sequence[ServedModel]], None]
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-async def serve(backend: Backend, options: ServerOptions, on_ready: Callable[[str], None]) -> None:
-    """Serve until a SIGINT or SIGTERM; a second one ends the process. on_ready: is given the server's URL.
+async def serve(backend: Backend, options: ServerOptions, on_ready: OnReady) -> None:
+    """Serve until a SIGINT or SIGTERM; a second one ends the process. The backend is started and closed.
+
+    on_ready: is given the server's URL and the models.
 
     Raises: UsageError (address or certificate), ModelLoadError.
     """
     max_connections = raise_file_limit(options.max_connections)
     with bind(options.host, options.port, max_connections, options.uds) as listener:
-        server = Server(uvicorn_config(backend, options, listener.connections), on_ready)
-        try:
-            await backend.start()
+        config = uvicorn_config(backend, options, listener.connections)
+        async with running(lambda: backend):
+            models = await backend.models()
             gc.collect()
             # libraries and models, until one is unloaded: walking them again would stop all streams for half a second
             gc.freeze()
-            await server.serve([listener])
-        finally:
-            await backend.close()
+            await Server(config, lambda url: on_ready(url, models)).serve([listener])
 
 
 def uvicorn_config(backend: Backend, options: ServerOptions, connections: Connections) -> uvicorn.Config:
@@ -122,6 +123,6 @@ def url_of(listener: socket.socket, *, is_tls: bool) -> str:
     return f"{'https' if is_tls else 'http'}://{shown}:{port}"
 
 
-def run(backend: Backend, options: ServerOptions, on_ready: Callable[[str], None]) -> None:
+def run(backend: Backend, options: ServerOptions, on_ready: OnReady) -> None:
     """`serve` on an event loop of its own."""
     asyncio.run(serve(backend, options, on_ready))

@@ -28,13 +28,13 @@ class Service:
 
     async def models(self, request: Request) -> Response:
         """Every name that requests may use as a model."""
-        data = [self._model(name, model) for name, model in models_by_name(self._backend.models()).items()]
+        data = [self._model(name, model) for name, model in models_by_name(await self._backend.models()).items()]
         return JsonResponse({"object": "list", "data": data})
 
     async def model(self, request: Request) -> Response:
         """One model by any of its names. Raises: NotFound."""
         name = request.path_params["model_id"]
-        return JsonResponse(self._model(name, find_model(self._backend.models(), name)))
+        return JsonResponse(self._model(name, find_model(await self._backend.models(), name)))
 
     async def health(self, request: Request) -> Response:
         """200 while requests can be answered, 503 when the engine has died."""
@@ -50,7 +50,7 @@ class Service:
 
     async def metrics(self, request: Request) -> Response:
         """What Prometheus scrapes."""
-        return Response(self._metrics.render(), headers={"Content-Type": METRICS_TYPE})
+        return Response(self._metrics.render(await self._backend.models()), headers={"Content-Type": METRICS_TYPE})
 
     def _model(self, name: str, served: ServedModel) -> dict[str, Any]:
         """A model object. root: the name that answers carry."""
