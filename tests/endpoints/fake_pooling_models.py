@@ -54,7 +54,9 @@ class FakeEmbedder:
     async def cut(self, texts: Sequence[str], max_tokens: int) -> list[str]:
         return [text[:max_tokens] for text in texts]
 
-    async def tokenize_messages(self, messages: Sequence[Mapping[str, Any]]) -> TokenSequence:
+    async def tokenize_messages(
+        self, messages: Sequence[Mapping[str, Any]], *, add_special_tokens: bool = False
+    ) -> TokenSequence:
         if messages[0].get("role") == "nobody":
             raise BadRequest("messages: the template refuses it", param="messages")
         return TokenSequence(token_ids=tuple(str(messages[0]["content"]).encode()))

@@ -556,3 +556,8 @@ async def test_truncation_takes_tokens_away_on_the_side_that_is_asked_for() -> N
         )
     prompts = [bytes(request.prompt_token_ids) for request in engine_of(model).requests]
     assert prompts == [b"6789", b"0123", b"6789"]
+
+
+async def test_there_are_at_most_so_many_beams_as_can_be_ranked_in_time() -> None:
+    with pytest.raises(BadRequest, match="n: there can be 128 beams at most"):
+        await choice_of(model_saying("x"), use_beam_search=True, n=129)

@@ -154,6 +154,8 @@ def test_more_sequences_than_the_limit_are_a_400() -> None:
     """Bug: one request of 1,000 prompts with 128 choices each held everybody up for over a minute."""
     with pytest.raises(BadRequest, match=r"^n: it has 128,000 sequences .*at most 1,024"):
         parse_body(CompletionRequest, {"prompt": ["x"] * 1000, "n": 128}, strict=False)
+    with pytest.raises(BadRequest, match=r"^best_of: it has 1,025 sequences .*at most 1,024"):
+        parse_body(CompletionRequest, {"prompt": "x", "n": 2, "best_of": 1025}, strict=False)
 
 
 @pytest.mark.parametrize(

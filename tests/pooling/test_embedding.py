@@ -11,7 +11,8 @@ import torch
 from sentence_transformers import SentenceTransformer
 from tiny_pooling_models import MAX_TOKENS, change_json, make_backbone, save_backbone, save_sentence_transformer, texts
 
-from batchline.config import ModelConfig
+from batchline.config import ModelConfig, TextConfig
+from batchline.endpoints.loading import message_renderer
 from batchline.errors import BadRequest, EngineDead, ModelLoadError
 from batchline.pooling.embedding import EmbeddingModel, load_embedding_model
 
@@ -285,3 +286,20 @@ async def test_vectors_are_normalised_unless_the_models_own_layers_do_it(tmp_pat
         np.testing.assert_array_equal(await encode(model, ["a b"]), await encode(model, ["a b"], normalises=True))
         with pytest.raises(BadRequest, match=r"use_activation: the last layer of .* normalises"):
             await encode(model, ["a b"], normalises=False)
+
+
+async def test_messages_are_embedded_by_the_chat_template_that_the_operator_gives(tmp_path: Path) -> None:
+    """Bug: `--chat-template` had no effect on embedding models, which refused messages."""
+    folder = save_sentence_transformer(tmp_path, make_backbone("bert"))
+    messages = [{"role": "user", "content": "a b"}]
+    with loaded(folder) as model:
+        with pytest.raises(BadRequest, match=r"messages: .* has no chat template; send input, or give one with"):
+            await model.tokenize_messages(messages)
+        text = TextConfig(chat_template="{{ messages[0].role }} {{ messages[0].content }}")
+        model.render_messages = message_renderer(ModelConfig(model=folder), text, model.transformers_tokenizer)
+        bare = await model.tokenize_messages(messages)
+        special = await model.tokenize_messages(messages, add_special_tokens=True)
+        assert [bare] == await model.tokenize(["user a b"], add_special_tokens=False)
+        assert [special] == await model.tokenize(["user a b"])
+        with pytest.raises(BadRequest, match="Input should be a string or a list of parts"):
+            await model.tokenize_messages([{"role": "user", "content": 5}])

@@ -232,6 +232,8 @@ def scoring_cases() -> list[Case]:
             {"truncation_side": "left"},
             lambda new, old: not same(new, old),
         ),
+        Case("encoding_format", SCORE_URL, score, {"encoding_format": "float"}, same),
+        Case("encoding_format", SCORE_URL, score, {"encoding_format": "base64"}, refused("encoding_format")),
         Case("cache_salt", SCORE_URL, score, {"cache_salt": ""}, refused("cache_salt")),
         Case("query", RERANK_URL, rerank, {"query": "Who are you?"}, lambda new, old: new["results"] != old["results"]),
         Case(

@@ -41,6 +41,9 @@ CODE = "x[0-9]{1,3}y"
 IS_CODE = re.compile(CODE)
 IS_TAGGED = re.compile(r"([^<]|<(?!f))*(<f=a>7</f>([^<]|<(?!f))*)*")
 
+SCHEMA_FORMAT = {"type": "json_schema", "json_schema": {"name": "n", "schema": CLOSED}}
+"""guidance sends it together with `guided_json`, which was a 400."""
+
 SPELLINGS: list[tuple[dict[str, Any], re.Pattern[str]]] = [
     ({"guided_json": CLOSED}, IS_CLOSED),
     ({"guided_json": json.dumps(CLOSED)}, IS_CLOSED),
@@ -51,6 +54,10 @@ SPELLINGS: list[tuple[dict[str, Any], re.Pattern[str]]] = [
     ({"guided_choice": ["Yes", "No, never"]}, IS_CHOICE),
     ({"guided_grammar": GBNF}, IS_CODE),
     ({"guided_grammar": LARK}, IS_CODE),
+    ({"response_format": SCHEMA_FORMAT, "guided_json": CLOSED}, IS_CLOSED),
+    ({"response_format": SCHEMA_FORMAT, "structured_outputs": {"json": json.dumps(CLOSED, indent=2)}}, IS_CLOSED),
+    ({"response_format": {"type": "json_object"}, "guided_json_object": True}, IS_OBJECT),
+    ({"guided_regex": CODE, "regex": CODE, "structured_outputs": {"regex": CODE}}, IS_CODE),
     ({"json_schema": CLOSED}, IS_CLOSED),
     ({"json_schema": json.dumps(CLOSED)}, IS_CLOSED),
     ({"regex": CODE}, IS_CODE),
@@ -160,13 +167,21 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"regex": "("}, "regex", "invalid regular expression: unclosed group at character 1"),
     ({"ebnf": "root ::= ("}, "ebnf", r"Expected '\)' at line 1"),
     ({"regex": "a", "ebnf": GBNF}, "ebnf", "regex and ebnf: .* one constraint"),
+    ({"response_format": SCHEMA_FORMAT, "guided_json": {}}, "guided_json", "one constraint only"),
+    (
+        {"guided_grammar": 'root ::= ("a"*)+'},
+        "guided_grammar",
+        "a repetition of a repetition, .* needs a rule",
+    ),
+    ({"guided_regex": "[a&&b]"}, "guided_regex", "no text of this model can satisfy it: nothing could follow"),
+    ({"guided_json": {"$ref": "http://x/y"}}, "guided_json", "the reference to 'http://x/y' leads out of the schema$"),
     ({"guided_choice": []}, "guided_choice", "at least 1 item"),
     ({"guided_choice": [1]}, "guided_choice[0]", "valid string"),
     ({"guided_grammar": "root ::= ("}, "guided_grammar", r"Expected '\)' at line 1"),
     ({"guided_grammar": 'start: "a" foo'}, "guided_grammar", 'unknown name: "foo"'),
     ({"guided_grammar": "nonsense"}, "guided_grammar", "invalid grammar"),
     ({"response_format": {"type": "xml"}}, "response_format", "'text', 'json_object', 'json_schema'"),
-    ({"response_format": {}}, "response_format", "discriminator"),
+    ({"response_format": {}}, "response_format", "Its type is required"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "Field required"),
     (
         {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"not": {}}}}},

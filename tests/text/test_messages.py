@@ -115,3 +115,24 @@ def test_an_unknown_part_type_is_answered_with_the_known_ones() -> None:
 def test_media_parts_are_refused_by_name(kind: str) -> None:
     with pytest.raises(BadRequest, match=f"parts of type {kind} are not supported by this model"):
         normal({"role": "user", "content": [{"type": kind, kind: {"url": "x"}}]})
+
+
+@pytest.mark.parametrize(
+    ("part", "text"),
+    [
+        ({"type": "output_text", "text": "said", "annotations": []}, "said"),
+        ({"type": "thinking", "thinking": "thought"}, "thought"),
+        ({"type": "input_text", "text": "asked"}, "asked"),
+    ],
+)
+def test_parts_of_other_apis_are_text(part: dict[str, Any], text: str) -> None:
+    """Bug: a history with the parts of a response or of a message that thinks was refused."""
+    assert normal({"role": "assistant", "content": [part]})["content"] == text
+
+
+def test_other_keys_of_a_part_reach_the_template() -> None:
+    part = {"type": "input_text", "text": "Hi", "cache_control": {"type": "ephemeral"}, "name": "n"}
+    (message,) = normalise_messages([{"role": "user", "content": [part]}], "openai", knows_developer=True)
+    assert message["content"] == [
+        {"type": "text", "text": "Hi", "cache_control": {"type": "ephemeral"}, "name": "n"},
+    ]

@@ -27,7 +27,7 @@ from batchline.endpoints.completion_stream import completion_chunks
 from batchline.endpoints.completions import completion
 from batchline.endpoints.embedders import Embedder, EngineEmbedder
 from batchline.endpoints.embeddings import embeddings
-from batchline.endpoints.loading import load_text
+from batchline.endpoints.loading import load_text, message_renderer
 from batchline.endpoints.messages import counted_tokens, message, message_events
 from batchline.endpoints.model import GenerativeModel
 from batchline.endpoints.rerank import rerank
@@ -237,6 +237,7 @@ def _load_embedding_model(config: EngineConfig) -> LoadedModel:
     with ExitStack() as parts:
         model = load_embedding_model(config.model)
         parts.callback(model.close)
+        model.render_messages = message_renderer(config.model, config.text, model.transformers_tokenizer)
         return _pooling_model(model, SimilarityScorer(model), model, parts, config)
 
 

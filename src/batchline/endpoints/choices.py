@@ -49,6 +49,9 @@ _NEUTRAL_IN_BEAM_SEARCH: Mapping[str, tuple[object, ...]] = {
 }
 """Fields that steer sampling, which beam search does not do, with the values of each that ask for nothing."""
 
+MAX_BEAMS = 128
+"""Each step of a beam search ranks the square of their number."""
+
 USUAL_LENGTH = 1024
 """Tokens that every output with log-probabilities may have where the request does not say how many."""
 
@@ -88,6 +91,8 @@ def check_choices(body: GenerationBody) -> None:
         raise BadRequest(f"best_of: {body.best_of} is less than n, which is {body.n}", param="best_of")
     if body.length_penalty != 1.0 and not body.use_beam_search:
         raise BadRequest("length_penalty: it requires use_beam_search: true", param="length_penalty")
+    if body.use_beam_search and body.n > MAX_BEAMS:
+        raise BadRequest(f"n: there can be {MAX_BEAMS} beams at most", param="n")
     if body.use_beam_search:
         for field, neutral in _NEUTRAL_IN_BEAM_SEARCH.items():
             value = getattr(body, field)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,7 +28,8 @@ _ANY_OBJECT = '{"type": "object"}'
 
 def requested_constraint(body: GenerationBody) -> Constraint | None:
     """The one constraint that a request has, None if it has none. Raises: BadRequest."""
-    constraints = [*_response_format(body), *_structured_outputs(body.structured_outputs), *_guided(body)]
+    found = [*_response_format(body), *_structured_outputs(body.structured_outputs), *_guided(body)]
+    constraints = list({_meaning(constraint): constraint for constraint in reversed(found)}.values())[::-1]
     if len(constraints) > 1:
         fields = " and ".join(constraint.field for constraint in constraints)
         raise BadRequest(f"{fields}: an answer can have one constraint only", param=constraints[1].field)
@@ -37,6 +40,15 @@ def requested_constraint(body: GenerationBody) -> Constraint | None:
     if constraint is not None and body.use_beam_search:
         raise BadRequest(f"{constraint.field}: it cannot be combined with use_beam_search", param=constraint.field)
     return constraint
+
+
+def _meaning(constraint: Constraint) -> Constraint:
+    """Equal for one constraint that is given in two spellings, as some clients do."""
+    source = constraint.source
+    if constraint.kind not in ("regex", "grammar"):
+        with suppress(ValueError, RecursionError):  # compiling it says what is wrong
+            source = json.dumps(json.loads(source))
+    return replace(constraint, field="", source=source)
 
 
 async def compiled(

@@ -57,7 +57,9 @@ class Embedder(Protocol):
     async def cut(self, texts: Sequence[str], max_tokens: int) -> list[str]:
         """The texts' beginnings, of at most so many tokens. Raises: BadRequest."""
 
-    async def tokenize_messages(self, messages: Sequence[Mapping[str, Any]]) -> TokenSequence:
+    async def tokenize_messages(
+        self, messages: Sequence[Mapping[str, Any]], *, add_special_tokens: bool = False
+    ) -> TokenSequence:
         """A conversation through the chat template. Raises: BadRequest, also where there is no template."""
 
     def from_token_ids(
@@ -131,7 +133,9 @@ class EngineEmbedder:
 
         return await self._model.off_loop(lambda: [cut_one(text) for text in texts])
 
-    async def tokenize_messages(self, messages: Sequence[Mapping[str, Any]]) -> TokenSequence:
+    async def tokenize_messages(
+        self, messages: Sequence[Mapping[str, Any]], *, add_special_tokens: bool = False
+    ) -> TokenSequence:
         """A conversation through the model's chat template, with no prompt for an answer. Raises: BadRequest."""
         template = self._model.text.chat_template
         if template is None:
@@ -145,7 +149,7 @@ class EngineEmbedder:
         def encode() -> tuple[int, ...]:
             rendered = model.render(template, prompt)
             check_text("messages", rendered.text, model.config.limits)
-            return rendered.token_ids(model.tokenizer, add_special_tokens=False)
+            return rendered.token_ids(model.tokenizer, add_special_tokens=add_special_tokens)
 
         return TokenSequence(token_ids=await model.off_loop(encode))
 

@@ -96,10 +96,12 @@ async def _tokenize(request: EmbeddingsRequest, model: Embedder) -> list[TokenSe
     max_tokens = resolve_truncation(
         request.truncate_prompt_tokens,
         max_model_len=model.max_model_len,
-        num_special_tokens=model.num_special_tokens if request.add_special_tokens else 0,
+        num_special_tokens=model.num_special_tokens if request.add_special_tokens is not False else 0,
     )
     if request.messages is not None:
-        conversation = await model.tokenize_messages(request.messages)
+        conversation = await model.tokenize_messages(
+            request.messages, add_special_tokens=bool(request.add_special_tokens)
+        )
         sequences = [model.from_token_ids(conversation.token_ids, max_tokens=max_tokens, side=request.truncation_side)]
     else:
         sequences = await _tokenize_input(request.input or (), request, model, max_tokens)
@@ -120,7 +122,7 @@ async def _tokenize_input(
     if texts:
         return await model.tokenize(
             texts,
-            add_special_tokens=request.add_special_tokens,
+            add_special_tokens=request.add_special_tokens is not False,
             max_tokens=max_tokens,
             side=request.truncation_side,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -11,10 +11,11 @@ from batchline.checkpoints.files import read_json
 from batchline.config import ModelConfig, TextConfig
 from batchline.endpoints.model import GenerationDefaults, TextParts, fields_not_honoured, generation_defaults
 from batchline.errors import ModelLoadError, UsageError
-from batchline.text.chat_template import ChatTemplate, compile_template, own_template, read_template
+from batchline.openai_api.limits import check_text
+from batchline.text.chat_template import ChatPrompt, ChatTemplate, compile_template, own_template, read_template
 from batchline.text.control_tokens import ControlTokens
 from batchline.text.reasoning import detect_reasoning_parser, reasoning_parser
-from batchline.text.tokenizer import Tokenizer, load_tokenizer
+from batchline.text.tokenizer import load_tokenizer
 from batchline.text.tool_parsers import (
     ToolCallParser,
     detect_tool_parser,
@@ -39,8 +40,8 @@ def load_text(model: ModelConfig, text: TextConfig) -> TextParts:
     chat_source, tool_source = (_template_source(text, templates, with_tools=wanted) for wanted in (False, True))
     return TextParts(
         tokenizer=tokenizer,
-        chat_template=_template(model, text, tokenizer, chat_source),
-        tool_template=_template(model, text, tokenizer, tool_source),
+        chat_template=_template(model, text, tokenizer.special_tokens, chat_source),
+        tool_template=_template(model, text, tokenizer.special_tokens, tool_source),
         defaults=_defaults(model, text),
         control_tokens=ControlTokens(
             tokenizer, filter(None, (chat_source, tool_source)), text.special_tokens_in_content
@@ -48,6 +49,26 @@ def load_text(model: ModelConfig, text: TextConfig) -> TextParts:
         tool_parser=_tool_parser(model, text, tool_source),
         reasoning_parser=_named(text.reasoning_parser or detect_reasoning_parser(chat_source or ""), reasoning_parser),
     )
+
+
+def message_renderer(
+    model: ModelConfig, text: TextConfig, tokenizer: Any
+) -> Callable[[Sequence[Mapping[str, Any]]], str] | None:
+    """What writes a conversation as the text that an embedding model embeds: the option's template, else its own.
+
+    tokenizer: of transformers. Raises: ModelLoadError, UsageError.
+    """
+    source = _template_source(text, tokenizer.chat_template, with_tools=False)
+    template = _template(model, text, tokenizer.special_tokens_map, source)
+    if template is None:
+        return None
+
+    def render(messages: Sequence[Mapping[str, Any]]) -> str:
+        rendered = template.render(ChatPrompt(messages=messages, add_generation_prompt=False))
+        check_text("messages", rendered, text.limits)
+        return rendered
+
+    return render
 
 
 def _tool_parser(model: ModelConfig, text: TextConfig, source: str | None) -> type[ToolCallParser] | None:
@@ -79,12 +100,14 @@ def _template_source(text: TextConfig, templates: str | Mapping[str, str] | None
     return own_template(templates, with_tools=with_tools)
 
 
-def _template(model: ModelConfig, text: TextConfig, tokenizer: Tokenizer, source: str | None) -> ChatTemplate | None:
+def _template(
+    model: ModelConfig, text: TextConfig, special_tokens: Mapping[str, str], source: str | None
+) -> ChatTemplate | None:
     """A template that does not compile is the option's fault, or the model's."""
     if source is None:
         return None
     try:
-        return compile_template(source, text.chat_template_content_format, tokenizer.special_tokens)
+        return compile_template(source, text.chat_template_content_format, special_tokens)
     except UsageError as exc:
         if text.chat_template is not None:
             raise

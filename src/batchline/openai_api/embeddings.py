@@ -26,7 +26,8 @@ class EmbeddingsRequest(WireModel):
     """The body of an embeddings request. Messages are checked in depth when they are rendered.
 
     embed_dtype, endianness: of the numbers in base64. use_activation, normalize: two names of one switch, whether
-    vectors have the L2 norm 1; None leaves it to the model.
+    vectors have the L2 norm 1; None leaves it to the model. add_special_tokens: by default true for `input` and false
+    for messages, whose template writes them.
     """
 
     model: str | None = None
@@ -41,7 +42,7 @@ class EmbeddingsRequest(WireModel):
     truncate_prompt_tokens: TruncatePromptTokens | None = None
     truncation_side: TruncationSide | None = None
     cache_salt: CacheSalt | None = None
-    add_special_tokens: bool = True
+    add_special_tokens: bool | None = None
 
     @property
     def normalises(self) -> bool | None:

@@ -6,6 +6,7 @@ nothing but the value are checked here; what needs the model (its vocabulary, it
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, ConfigDict, Field, PlainValidator
@@ -22,13 +23,12 @@ from batchline.openai_api.common import (
 from batchline.openai_api.limits import Limited, longest_text
 from batchline.openai_api.structured_outputs import ConstrainedBody
 
-MAX_CHOICES = 128
-"""OpenAI's cap on `n`; also ours on `best_of`."""
+_TOKEN_ID = re.compile(r"[0-9]{1,19}")
 
 Int32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
 Int64 = Annotated[int, Field(ge=-MAX_INT64 - 1, le=MAX_INT64)]
 TokenId = Annotated[int, Field(ge=0)]
-NumChoices = Annotated[int, Field(ge=1, le=MAX_CHOICES)]
+NumChoices = Annotated[int, Field(ge=1)]
 NumLogprobs = Annotated[int, Field(ge=-1)]
 """How many alternatives to report; -1 is the whole vocabulary."""
 
@@ -45,8 +45,12 @@ def _logit_bias(value: Any) -> dict[int, float]:
         raise PydanticCustomError("logit_bias", "Input should be an object of token ids and biases")
     biases: dict[int, float] = {}
     for key, bias in value.items():
-        if not (isinstance(key, int) or (isinstance(key, str) and key.isdecimal() and len(key) < 20)):
+        if not (isinstance(key, int) or (isinstance(key, str) and _TOKEN_ID.fullmatch(key))):
             raise PydanticCustomError("logit_bias", "Each key should be a token id")
+        if int(key) in biases:
+            raise PydanticCustomError(
+                "logit_bias", "Each token id should be there once: {id} is twice", {"id": int(key)}
+            )
         if isinstance(bias, bool) or not isinstance(bias, (int, float)) or not -100 <= bias <= 100:
             raise PydanticCustomError("logit_bias", "Each bias should be a number from -100 to 100")
         biases[int(key)] = float(bias)

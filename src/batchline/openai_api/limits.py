@@ -103,7 +103,8 @@ def check_limits(schema: type[BaseModel], body: Mapping[str, Any], limits: Reque
         for rule in rules if value is not None else ():
             _check(field, rule.count(value), rule.name, rule.noun, limits)
     if "n" in schema.model_fields:
-        _check("n", num_sequences(body), "sequences", "sequences (prompts times choices)", limits)
+        field = "best_of" if _choices(body, "best_of") > _choices(body, "n") else "n"
+        _check(field, num_sequences(body), "sequences", "sequences (prompts times choices)", limits)
 
 
 def check_text(field: str, text: str, limits: RequestLimits) -> None:
@@ -138,8 +139,12 @@ def _rules(annotation: Any) -> tuple[Limited, ...]:
 
 def num_sequences(body: Mapping[str, Any]) -> int:
     """How many sequences a body that may be wrong asks the engine for: prompts times choices, at least one."""
-    choices = [value for value in (body.get("n"), body.get("best_of")) if type(value) is int]
-    return max(1, num_prompts(body.get("prompt"))) * max([1, *choices])
+    return max(1, num_prompts(body.get("prompt"))) * max(_choices(body, "n"), _choices(body, "best_of"))
+
+
+def _choices(body: Mapping[str, Any], field: str) -> int:
+    value = body.get(field)
+    return max(1, value) if type(value) is int else 1
 
 
 def _members(messages: Any, key: str) -> Iterator[Any]:

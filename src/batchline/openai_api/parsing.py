@@ -278,6 +278,10 @@ def _fault(detail: ErrorDetails) -> str:
     cause = detail.get("ctx", {}).get("error")
     if detail["type"] == "value_error" and cause is not None:
         return str(cause)
+    if detail["type"] == "union_tag_not_found":
+        return "Its type is required"
+    if detail["type"] == "union_tag_invalid":
+        return f"Its type should be one of {detail['ctx']['expected_tags']}"
     return "Input should be a JSON object" if detail["type"] in _NO_OBJECT else detail["msg"]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from batchline.errors import BadRequest
 from batchline.openai_api.common import CacheSalt, Strings, TruncatePromptTokens, TruncationSide, Usage, WireModel
@@ -38,6 +38,7 @@ class ScoreRequest(WireModel):
     documents: Texts = None
     data_1: Texts = None
     data_2: Texts = None
+    encoding_format: Literal["float"] = "float"
     truncate_prompt_tokens: TruncatePromptTokens | None = None
     truncation_side: TruncationSide | None = None
     use_activation: bool | None = None

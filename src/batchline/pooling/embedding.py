@@ -7,7 +7,7 @@ further layers, its default prompt in front of texts, and its own `truncate_dim`
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ class EmbeddingModel:
     """An embedding model that runs on its own thread, for callers on any event loop.
 
     name: the name in answers. max_model_len: in tokens. matryoshka: None if vectors must not be shortened.
+    render_messages: the chat template, None if there is none; raises BadRequest.
     transformers_tokenizer: not safe to share; copy it before use.
     """
 
@@ -40,6 +41,7 @@ class EmbeddingModel:
         self.vocab_size = loaded.vocab_size
         self.transformers_tokenizer = loaded.tokenizer
         self.matryoshka = matryoshka
+        self.render_messages: Callable[[Sequence[Mapping[str, Any]]], str] | None = None
         self._own_size: int | None = module.truncate_dim
         self._normalises = any(isinstance(part, Normalize) for part in module)
         self._prompts: dict[str, str] = dict(module.prompts)
@@ -74,9 +76,21 @@ class EmbeddingModel:
         """The texts' beginnings, of at most so many tokens. Raises: BadRequest."""
         return await asyncio.to_thread(self._tokenizer.cut, texts, max_tokens)
 
-    async def tokenize_messages(self, messages: Sequence[Mapping[str, Any]]) -> TokenSequence:
-        """Embedding models take texts. Raises: BadRequest, always."""
-        raise BadRequest(f"messages: {self.name} has no chat template; send input instead", param="messages")
+    async def tokenize_messages(
+        self, messages: Sequence[Mapping[str, Any]], *, add_special_tokens: bool = False
+    ) -> TokenSequence:
+        """A conversation as `render_messages` writes it. Raises: BadRequest, also without a chat template."""
+        render = self.render_messages
+        if render is None:
+            raise BadRequest(
+                f"messages: {self.name} has no chat template; send input, or give one with --chat-template",
+                param="messages",
+            )
+
+        def encode() -> TokenSequence:
+            return self._tokenizer.encode([render(messages)], add_special_tokens=add_special_tokens)[0]
+
+        return await asyncio.to_thread(encode)
 
     def from_token_ids(
         self, token_ids: Sequence[int], *, max_tokens: int | None = None, side: Side | None = None

@@ -248,3 +248,24 @@ def test_whatever_a_schema_lets_through_it_validates(schema: dict[str, Any], see
         matcher.accept(token_id)
     if len(written) < 400:
         jsonschema.validate(json.loads(written), schema, cls=jsonschema.Draft202012Validator)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"enum": [{"a": number} for number in range(2500)]},
+        {"anyOf": [{"type": "array", "prefixItems": [{"const": n}], "minItems": 1} for n in range(2500)]},
+    ],
+    ids=["enum", "anyOf"],
+)
+def test_more_than_two_thousand_alternatives_are_followed(schema: Any) -> None:
+    """Bug: more than 2,000 were compiled, and then failed while the output was written."""
+    assert accepts(constraint("json_schema", schema), '{"a": 2499}' if "enum" in schema else "[2499]")
+
+
+def test_a_larger_enum_is_refused_before_anything_is_written() -> None:
+    schema = {"properties": {"x": {"enum": [[number] for number in range(20_001)]}}}
+    with pytest.raises(
+        BadRequest, match=r"at properties\.x: its enum has 20,001 objects and lists; the limit is 20,000"
+    ):
+        BYTES.compile(constraint("json_schema", schema), end_token_ids=frozenset())

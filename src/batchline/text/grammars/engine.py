@@ -6,8 +6,13 @@ import llguidance
 
 from batchline.text.grammars.lark import Grammar, lark
 
-LIMITS = llguidance.LLParserLimits(verbose_errors=False)
-"""What a grammar may take, the engine's defaults; its messages do not repeat the grammar."""
+MAX_ALTERNATIVES = 20_000
+
+LIMITS = llguidance.LLParserLimits(
+    verbose_errors=False, max_items_in_row=MAX_ALTERNATIVES + 100, step_max_items=10 * MAX_ALTERNATIVES
+)
+"""What a grammar may take: the engine's defaults, but for how many alternatives there may be at one place of the text.
+Its messages do not repeat the grammar."""
 
 _BYTES = llguidance.LLTokenizer("byte")
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from batchline.errors import BadRequest
 from batchline.text.grammars.constraint import Constraint
-from batchline.text.grammars.engine import engine_regex, matches_nothing_but, refusal
+from batchline.text.grammars.engine import MAX_ALTERNATIVES, engine_regex, matches_nothing_but, refusal
 from batchline.text.grammars.lark import Grammar, lark
 from batchline.text.grammars.patterns import json_pattern, short_reason
 
@@ -128,6 +128,7 @@ class _Strictness:
         if self._num_schemas > MAX_SUBSCHEMAS:
             message = f"{self._field}: the schema has more than {MAX_SUBSCHEMAS:,} subschemas"
             raise BadRequest(message, param=self._field)
+        self._refuse_large_enums(schema, path)
         strict = dict(schema)
         for keyword, key, below in subschemas(schema):
             if not isinstance(below, dict):
@@ -145,6 +146,14 @@ class _Strictness:
         if "anyOf" not in strict and _are_different_constants(strict.get("oneOf")):
             strict["anyOf"] = strict.pop("oneOf")  # the same, and the engine takes it
         return strict
+
+    def _refuse_large_enums(self, schema: Mapping[str, Any], path: str) -> None:
+        """Strings and numbers become one terminal, so that any number of them is fine; objects and lists do not."""
+        values = schema.get("enum")
+        num_containers = sum(isinstance(value, (dict, list)) for value in values) if isinstance(values, list) else 0
+        if num_containers > MAX_ALTERNATIVES:
+            message = f"{self._field}: at {path}: its enum has {num_containers:,} objects and lists"
+            raise BadRequest(f"{message}; the limit is {MAX_ALTERNATIVES:,}", param=self._field)
 
     def _refuse_countless_properties(self, schema: Mapping[str, Any], path: str) -> None:
         """Keys that the schema does not name may come twice, so more than one of them cannot be counted on."""

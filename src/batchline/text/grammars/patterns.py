@@ -82,6 +82,20 @@ def short_reason(message: str) -> str:
     return f"{reason[1].strip()}{place}"
 
 
+_PLAIN_WORDS = {
+    r"<non-verbose/>": "",
+    r"\b(Parser|Lexer) Error: ": "",
+    r"\bNoExtensionBias\b": "nothing could follow what is written so far",
+    r"Current row has .* items; max is (\d+);.*": r"it has more than \1 alternatives at one place",
+    r"Resource ('.*?') is not present in a registry and .*": r"the reference to \1 leads out of the schema",
+    r"Failed to convert the grammar from GBNF to Lark: ": "",
+}
+"""What the engine says in words of its own, as regular expressions, and what that means."""
+
+
 def one_line(message: str) -> str:
-    """A message of several lines, bounded, as one."""
-    return " ".join(message.split())[:300]
+    """A message of the engine as one line, bounded, in plain words."""
+    line = " ".join(message.split())
+    for pattern, plain in _PLAIN_WORDS.items():
+        line = re.sub(pattern, plain, line)
+    return line.strip()[:300]
