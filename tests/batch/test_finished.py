@@ -56,7 +56,7 @@ def test_a_finished_run_repeated_computes_nothing(tmp_path: Path, again: Again) 
     written = (tmp_path / "out").stat()
     summary, backend, reporter = again()
     assert not backend.is_started
-    assert reporter.phases[-1] == "Already complete"
+    assert reporter.phases[-1].startswith("Already complete: finished on 20")
     assert reporter.warnings == []
     assert first.finished_before is None
     assert summary.finished_before is not None

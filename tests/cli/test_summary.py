@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from datetime import datetime
+
 from batchline.batch.summary import FailureMessage, RunSummary
 from batchline.cli.summary import summary_lines
 
@@ -67,6 +69,20 @@ def test_the_summary_tells_rates_times_savings_and_why_lines_failed() -> None:
     )
     text = "\n".join(summary_lines(summary))
     assert "Rates          0.1 requests/s, 1,200 prompt tokens/s, 800 output tokens/s\n" in text
-    assert "Tokens saved   1,750: 250 by the prefix cache, 1,500 by running identical requests once\n" in text
+    assert "Tokens saved   250 by the prefix cache, 1,500 by running identical requests once\n" in text
     assert "Wall time      1:20 (3.2 s loading, 1:15 running)\n" in text
     assert "\n  7 x 400: Too long (lines 1, 2, 3, 4, 5, ...)\n  1 x invalid_url: without a message (line 9)" in text
+
+
+def test_the_summary_of_a_run_that_was_complete_tells_no_times_of_the_earlier_one() -> None:
+    summary = RunSummary(
+        requests=3, succeeded=3, failed=0, output="out", run_time_s=7, wall_time_s=0.1, finished_before=datetime.now()
+    )
+    assert [line.split("  ")[0] for line in summary_lines(summary)] == [
+        "Requests",
+        "Succeeded",
+        "Failed",
+        "Prompt tokens",
+        "Output tokens",
+        "Output",
+    ]

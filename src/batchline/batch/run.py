@@ -195,8 +195,11 @@ class BatchRun:
         if self._workspace.journal_path.exists():
             return None  # a run that was begun later, of which nothing must be lost
         summary = await self._finished_runs.find(identity)
-        if summary is not None:
-            self._reporter.phase("Already complete")
+        if summary is not None and summary.finished_before is not None:
+            when = summary.finished_before.astimezone().strftime("%Y-%m-%d %H:%M")
+            self._reporter.phase(
+                f"Already complete: finished on {when}, the output is unchanged. --overwrite computes it again"
+            )
         return summary
 
     def _tell_findings(self, report: CheckReport) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from datetime import datetime
 
 from batchline.batch.summary import FailureMessage, RunSummary
 from batchline.cli.messages import is_plain_text, tell
@@ -24,32 +23,15 @@ def print_summary(summary: RunSummary) -> None:
 def summary_lines(summary: RunSummary) -> list[str]:
     """The summary's lines; what is zero is left out."""
     codes = ", ".join(f"{count:,} x {code}" for code, count in summary.failures_by_code.items())
-    lines = [] if summary.finished_before is None else [_already_complete(summary.finished_before)]
-    lines += [
+    lines = [
         f"Requests       {summary.requests:,}",
         f"Succeeded      {summary.succeeded:,}",
         f"Failed         {summary.failed:,}" + (f" ({codes})" if codes else ""),
         f"Prompt tokens  {summary.prompt_tokens:,} ({summary.prefix_cache_hit_rate:.1%} from the prefix cache)",
         f"Output tokens  {summary.output_tokens:,}",
     ]
-    if summary.run_time_s:
-        lines.append(
-            f"Rates          {summary.requests_per_s:,.1f} requests/s, {summary.prompt_tokens_per_s:,.0f} prompt "
-            f"tokens/s, {summary.output_tokens_per_s:,.0f} output tokens/s"
-        )
-    saved = summary.cached_tokens + summary.deduplicated_tokens
-    if saved:
-        lines.append(
-            f"Tokens saved   {saved:,}: {summary.cached_tokens:,} by the prefix cache, "
-            f"{summary.deduplicated_tokens:,} by running identical requests once"
-        )
-    if summary.deduplicated:
-        lines.append(f"Deduplicated   {summary.deduplicated:,} requests served by an identical one's answer")
-    if summary.resumed:
-        lines.append(f"Resumed        {summary.resumed:,} requests done by an earlier run")
-    lines += [f"Model          {model.text}" for model in summary.models]
-    times = f" ({duration(summary.load_time_s)} loading, {duration(summary.run_time_s)} running)"
-    lines.append(f"Wall time      {duration(summary.wall_time_s)}{times if summary.run_time_s else ''}")
+    if summary.finished_before is None:
+        lines += _work_lines(summary)
     lines.append(f"Output         {'standard output' if summary.output == '-' else summary.output}")
     if summary.error_file:
         lines.append(f"Failed lines   {summary.error_file}")
@@ -59,9 +41,26 @@ def summary_lines(summary: RunSummary) -> list[str]:
     return lines
 
 
-def _already_complete(finished_at: datetime) -> str:
-    when = finished_at.astimezone().strftime("%Y-%m-%d %H:%M")
-    return f"Already complete: finished on {when}, the output is unchanged. --overwrite computes it again."
+def _work_lines(summary: RunSummary) -> list[str]:
+    """What this run did, what it was spared, and how long it took."""
+    lines = []
+    if summary.run_time_s:
+        lines.append(
+            f"Rates          {summary.requests_per_s:,.1f} requests/s, {summary.prompt_tokens_per_s:,.0f} prompt "
+            f"tokens/s, {summary.output_tokens_per_s:,.0f} output tokens/s"
+        )
+    saved = {"the prefix cache": summary.cached_tokens, "running identical requests once": summary.deduplicated_tokens}
+    if any(saved.values()):
+        parts = ", ".join(f"{count:,} by {reason}" for reason, count in saved.items() if count)
+        lines.append(f"Tokens saved   {parts}")
+    if summary.deduplicated:
+        lines.append(f"Deduplicated   {summary.deduplicated:,} requests served by an identical one's answer")
+    if summary.resumed:
+        lines.append(f"Resumed        {summary.resumed:,} requests done by an earlier run")
+    lines += [f"Model          {model.text}" for model in summary.models]
+    times = f" ({duration(summary.load_time_s)} loading, {duration(summary.run_time_s)} running)"
+    lines.append(f"Wall time      {duration(summary.wall_time_s)}{times if summary.run_time_s else ''}")
+    return lines
 
 
 def _failure(failure: FailureMessage) -> str:
