@@ -17,7 +17,7 @@ import batchline
 from batchline import Progress, RunSummary, run_batch
 from batchline.backends.base import EndpointRequest
 from batchline.batch.progress_bar import ProgressBar
-from batchline.errors import BackendUnavailable, ResumeRefused, RunFailed, RunInterrupted, UsageError
+from batchline.errors import BackendUnavailable, NoModelServed, ResumeRefused, RunFailed, RunInterrupted, UsageError
 from batchline.testing import FakeBackend
 
 TINY_CHAT = Path(__file__).parents[2] / "examples/models/tiny-chat"
@@ -200,6 +200,22 @@ def test_served_names_are_one_for_each_model(batch: Path, tmp_path: Path) -> Non
     models = [str(TINY_CHAT), str(TINY_CHAT.with_name("tiny-embed"))]
     with pytest.raises(UsageError, match="1 names for 2 models"):
         run_batch(batch, tmp_path / "out.jsonl", model=models, served_model_name="one")
+
+
+def test_a_model_takes_the_names_that_the_refusal_of_a_file_shows(
+    batch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`a,b` was one name with a comma in it, other than on the command line."""
+    monkeypatch.setattr("batchline.batch.api.open_in_process", lambda engines: FakeBackend())
+    write_lines(batch, [chat_line("a"), chat_line("b", model="other")])
+    with pytest.raises(NoModelServed) as caught:
+        run_batch(batch, tmp_path / "out", model=str(TINY_CHAT))
+    (names,) = str(caught.value.option).split()[1:]
+    assert names == "fake,other"
+    summary = run_batch(batch, tmp_path / "out", model=str(TINY_CHAT), served_model_name=names)
+    assert summary.succeeded == 1  # the fake knows one name; the check let both pass
+    with pytest.raises(UsageError, match="'a,' holds an empty name"):
+        run_batch(batch, tmp_path / "out", model=str(TINY_CHAT), served_model_name="a,")
 
 
 def test_importing_it_loads_no_model_library() -> None:

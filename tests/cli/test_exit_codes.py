@@ -137,7 +137,7 @@ def test_a_finished_run_repeated_ends_with_0_and_says_so(
     num_requests = len(backend.requests)
     ended = command(*arguments)
     assert (ended.code, len(backend.requests)) == (0, num_requests)
-    assert re.search(r"^Already complete: finished on 20\d\d-\d\d-\d\d \d\d:\d\d, the output is", ended.err, re.M)
+    assert re.search(r"Already complete: finished on 20\d\d-\d\d-\d\d \d\d:\d\d, the output is unchanged", ended.err)
     assert re.search(r"Requests +3\nSucceeded +3\nFailed +0\n", ended.err)
     assert command(*arguments, "--no-overwrite").code == 0
     assert len(backend.requests) == num_requests

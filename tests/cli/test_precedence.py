@@ -95,6 +95,7 @@ OF_RUN_BATCH = [
     ),
     Case("max-inflight", "1", 2, "--max-inflight 3", (None, 1, 2, 3)),
     Case("dedup", "no", True, "--no-dedup", (True, False, True, False)),
+    Case("overwrite", "no", True, "--no-overwrite", (None, False, True, False)),
     Case(
         "grace-period", "1.5", 2.5, "--grace-period 3.5", (DEFAULT_GRACE_PERIOD_S, 1.5, 2.5, 3.5), read="grace_period_s"
     ),

@@ -51,9 +51,10 @@ def run_batch(
 
     model: a folder, a hub id or a whole `EngineConfig`, or several of them; alternatively `backend` answers: it
     is started for the run and closed after it.
-    served_model_name: the name that requests use for each model, in the same order; without it, a model's name is its
-    folder or id as given. state_dir: where records of finished runs are kept, if not in the user's folder for state; a
-    run with a `backend` keeps one only if it is given.
+    served_model_name: the name that requests use for each model, in the same order, or several names separated by
+    commas; without it, a model's name is its folder or id as given.
+    state_dir: where records of finished runs are kept, if not in the user's folder for state; a run with a `backend`
+    keeps one only if it is given.
 
     show_progress: whether to show a bar; None shows one in terminals and notebooks. Without a bar, warnings are logged.
     on_progress: called with a `Progress` about twice a second, on the thread of the run. reporter: shows the run
@@ -161,8 +162,12 @@ def _default_model(engines: Sequence[EngineConfig], backend: Backend | None) -> 
     return names[0] if len(names) == 1 else None
 
 
-def _served_as(engine: EngineConfig, name: str) -> EngineConfig:
-    return replace(engine, model=replace(engine.model, served_names=(name,)))
+def _served_as(engine: EngineConfig, given: str) -> EngineConfig:
+    """given: `name,alias,alias`, as on the command line. Raises: UsageError."""
+    names = tuple(name.strip() for name in given.split(","))
+    if not all(names):
+        raise UsageError(f"served_model_name: {given!r} holds an empty name.")
+    return replace(engine, model=replace(engine.model, served_names=names))
 
 
 def _interrupt() -> None:
