@@ -6,8 +6,11 @@ import dataclasses
 import json
 import re
 import shlex
+import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -129,17 +132,55 @@ def test_the_page_on_python_works_from_its_first_block_to_its_last(tmp_path: Pat
 
 @pytest.mark.parametrize("guide", sorted((ROOT / "docs" / "howto").glob("*.md")), ids=lambda path: path.stem)
 def test_a_guide_works_from_its_first_block_to_its_last(guide: Path, tmp_path: Path) -> None:
+    """A server that a guide starts runs until the guide's end, on a free port in place of the guide's 8000."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    blocks = re.findall(r"```(python|sh)\n(.*?)```", guide.read_text(encoding="utf-8"), re.DOTALL)
+    text = guide.read_text(encoding="utf-8").replace("8000", str(_free_port()))
+    blocks = re.findall(r"```(python|sh)\n(.*?)```", text, re.DOTALL)
     assert {language for language, _ in blocks} == {"python", "sh"}
-    for language, code in blocks:
-        commands = [[*shlex.split(line)] for line in code.splitlines()] if language == "sh" else [["-c", code]]
-        for arguments in commands:
-            words = ["-m", *arguments] if language == "sh" else arguments
-            finished = subprocess.run(
-                [sys.executable, *words], cwd=tmp_path, capture_output=True, text=True, check=False
-            )
-            assert finished.returncode == 0, f"{code}\n{finished.stderr}"
+    with ExitStack() as servers:
+        for language, code in blocks:
+            commands = [_command(line) for line in code.splitlines()] if language == "sh" else [_python("-c", code)]
+            for command in commands:
+                if command[1:4] == ["-m", "batchline", "serve"]:
+                    servers.enter_context(_serving(command, tmp_path))
+                    continue
+                finished = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+                assert finished.returncode == 0, f"{code}\n{finished.stderr}"
+
+
+def _python(*arguments: str) -> list[str]:
+    return [sys.executable, *arguments]
+
+
+def _command(line: str) -> list[str]:
+    """A line of a shell, run as a module. The harness is in the clients' environment (`make clients`)."""
+    program, *arguments = shlex.split(line)
+    if program != "lm_eval":
+        return _python("-m", program, *arguments)
+    python = ROOT / ".venv-clients" / "bin" / "python"
+    if not python.exists():
+        pytest.skip("lm_eval is installed by `make clients`")
+    return [str(python), "-m", program, *arguments]
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+@contextmanager
+def _serving(command: list[str], folder: Path) -> Iterator[None]:
+    """Run a server until the end of `with`; it says when it is ready."""
+    with subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True) as server:
+        assert server.stderr is not None
+        said = iter(server.stderr.readline, "")
+        try:
+            assert any("http://" in line for line in said)
+            yield
+        finally:
+            server.terminate()
+            server.communicate()
 
 
 @pytest.mark.parametrize("name", ["chat", "embeddings", "score"])
