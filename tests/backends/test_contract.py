@@ -20,6 +20,7 @@ from batchline.backends.in_process import InProcessBackend
 from batchline.batch.options import RunOptions
 from batchline.batch.progress import SilentReporter
 from batchline.batch.run import run
+from batchline.batch.stopping import Stop
 from batchline.config import CacheConfig, EngineConfig, ModelConfig
 from batchline.errors import BackendUnavailable, RequestError
 from batchline.openai_api.endpoint_table import is_batch_url
@@ -184,7 +185,7 @@ async def test_runs_that_are_lent_a_running_backend_leave_it_running(backend: Ba
 
     async def run_to(name: str) -> int:
         options = RunOptions(input_file=str(tmp_path / "in"), output_file=str(tmp_path / name))
-        return (await run(options, lambda: nullcontext(backend), SilentReporter(), asyncio.Event())).succeeded
+        return (await run(options, lambda: nullcontext(backend), SilentReporter(), Stop())).succeeded
 
     assert await asyncio.gather(run_to("first"), run_to("second")) == [len(TEXTS)] * 2
     first, second = (

@@ -14,6 +14,7 @@ from batchline.backends.base import Backend, running
 from batchline.batch.journal import Disk
 from batchline.batch.options import RunOptions
 from batchline.batch.run import run
+from batchline.batch.stopping import Stop
 from batchline.batch.summary import RunSummary
 from batchline.testing import FakeBackend
 
@@ -30,7 +31,7 @@ def run_file() -> RunFile:
         *,
         backend: Backend | None = None,
         reporter: RecordingReporter | None = None,
-        stop: asyncio.Event | None = None,
+        stop: Stop | None = None,
         disk: Disk | None = None,
         **options: Any,
     ) -> RunSummary:
@@ -41,7 +42,7 @@ def run_file() -> RunFile:
                 run_options,
                 lambda: running(lambda: answering),
                 reporter or RecordingReporter(),
-                stop or asyncio.Event(),
+                stop or Stop(),
                 disk,
             )
         )

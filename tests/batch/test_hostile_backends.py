@@ -12,6 +12,7 @@ from batch_files import chat_line, contents, read_lines, write_lines
 
 from batchline.backends.base import Answer, EndpointRequest
 from batchline.batch import runner
+from batchline.batch.stopping import Stop
 from batchline.errors import BackendUnavailable, RunFailed, RunInterrupted
 from batchline.testing import FakeBackend
 
@@ -90,7 +91,7 @@ def test_a_transient_answer_is_never_kept_by_a_run_that_is_stopped(
     batch: Path, tmp_path: Path, run_file: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runner, "RETRY_DELAYS_S", (3600.0,))
-    stop = asyncio.Event()
+    stop = Stop()
 
     async def answer_busy_and_stop(request: EndpointRequest) -> Answer:
         asyncio.get_running_loop().call_soon(stop.set)
@@ -136,7 +137,7 @@ def test_an_exception_out_of_the_contract_is_an_error_of_its_line(
 def test_a_request_that_is_never_answered_costs_a_stopped_run_no_other_result(
     batch: Path, tmp_path: Path, run_file: Run
 ) -> None:
-    stop = asyncio.Event()
+    stop = Stop()
     was_cancelled = []
 
     async def hang(_request: EndpointRequest) -> Answer:

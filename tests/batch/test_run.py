@@ -20,6 +20,7 @@ from batchline.backends.base import Answer, EndpointRequest
 from batchline.batch import sink
 from batchline.batch.options import Limits
 from batchline.batch.sink import StagedFile
+from batchline.batch.stopping import Stop
 from batchline.batch.workspace import Workspace
 from batchline.errors import (
     BackendUnavailable,
@@ -322,7 +323,7 @@ def test_a_model_that_cannot_be_loaded_leaves_nothing_but_what_was_done(
 def test_a_stop_finishes_what_runs_takes_nothing_new_and_can_be_resumed(
     batch: Path, tmp_path: Path, run_file: Run
 ) -> None:
-    stop = asyncio.Event()
+    stop = Stop()
     asked = 0
 
     async def before_answer(_request: EndpointRequest) -> None:
@@ -337,6 +338,50 @@ def test_a_stop_finishes_what_runs_takes_nothing_new_and_can_be_resumed(
     assert 5 <= asked <= 8
     summary = run_file(batch, tmp_path / "out")
     assert summary.resumed == asked
+    assert len(read_lines(tmp_path / "out")) == 20
+
+
+@pytest.mark.parametrize("reason", ["batch_cancelled", "batch_expired"])
+def test_a_run_that_is_ended_for_good_keeps_what_is_done_and_names_what_was_not_run(
+    batch: Path, tmp_path: Path, run_file: Run, reason: Any
+) -> None:
+    """A run could only be stopped to be resumed; nothing could cancel one and still deliver its results."""
+    stop = Stop()
+    asked = 0
+
+    async def before_answer(_request: EndpointRequest) -> None:
+        nonlocal asked
+        asked += 1
+        if asked == 5:
+            stop.end(reason)
+
+    options: dict[str, Any] = {"error_file": str(tmp_path / "errors"), "state_dir": tmp_path / "state"}
+    summary = run_file(
+        batch,
+        tmp_path / "out",
+        backend=FakeBackend(before_answer=before_answer),
+        max_inflight=1,
+        stop=stop,
+        **options,
+    )
+    assert (summary.succeeded, summary.failures_by_code) == (5, {reason: 15})
+    done, unrun = read_lines(tmp_path / "out"), read_lines(tmp_path / "errors")
+    assert len(contents(done)) == 5
+    assert {result["custom_id"] for result in done + unrun} == {f"r{n}" for n in range(20)}
+    assert all(result["response"] is None and result["error"]["code"] == reason for result in unrun)
+    assert all(unrun_line["error"]["line"] == int(unrun_line["custom_id"][1:]) + 1 for unrun_line in unrun)
+    assert not (tmp_path / "out.partial").exists()
+    assert run_file(batch, tmp_path / "out", **options).succeeded == 20, "it does not count as complete"
+
+
+def test_a_run_that_was_interrupted_can_still_be_ended_for_good(batch: Path, tmp_path: Path, run_file: Run) -> None:
+    with pytest.raises(RunFailed):
+        run_file(batch, tmp_path / "out", backend=dying_after(8, EngineLost("gone")))
+    stop, backend = Stop(), FakeBackend()
+    stop.end("batch_cancelled")
+    stop.end("batch_expired")
+    summary = run_file(batch, tmp_path / "out", backend=backend, stop=stop)
+    assert (summary.resumed, summary.failures_by_code, backend.is_started) == (8, {"batch_cancelled": 12}, False)
     assert len(read_lines(tmp_path / "out")) == 20
 
 
@@ -359,7 +404,7 @@ def test_the_first_request_runs_alone(batch: Path, tmp_path: Path, run_file: Run
 def test_what_does_not_finish_within_the_grace_period_is_given_up_and_run_again(
     batch: Path, tmp_path: Path, run_file: Run
 ) -> None:
-    stop = asyncio.Event()
+    stop = Stop()
     asked = itertools.count(1)
     cancelled: list[str] = []
 
@@ -386,7 +431,7 @@ def test_what_does_not_finish_within_the_grace_period_is_given_up_and_run_again(
 
 
 def test_a_stop_while_the_model_loads_ends_the_loading(batch: Path, tmp_path: Path, run_file: Run) -> None:
-    stop = asyncio.Event()
+    stop = Stop()
 
     class SlowBackend(FakeBackend):
         async def start(self) -> None:
@@ -400,7 +445,7 @@ def test_a_stop_while_the_model_loads_ends_the_loading(batch: Path, tmp_path: Pa
 
 
 def test_a_stop_before_anything_was_counted_says_how_to_go_on(batch: Path, tmp_path: Path, run_file: Run) -> None:
-    stop = asyncio.Event()
+    stop = Stop()
     stop.set()
     os.mkfifo(tmp_path / "pipe")
     writer = os.open(tmp_path / "pipe", os.O_RDWR)

@@ -70,6 +70,28 @@ def record_lethal_requests(
     return lines_given_up
 
 
+def record_unrun_lines(error: LineError, reader: LineReader, journal: Journal, tally: Tally) -> None:
+    """Write `error` as the result of every line that has none yet, and count it. Raises: RunFailed."""
+    done = PositionSet()
+    records = bytearray()
+    outcomes: list[Outcome] = []
+    try:
+        for entry in journal.entries():
+            done.add(entry.outcome.position)
+        for position in (position for position in range(tally.total) if position not in done):
+            batch_line, span = reader.batch_line(position)
+            records += encode_record(
+                Outcome(position, error.code),
+                lines.error_line(lines.new_id(), batch_line.custom_id, error, span.line_number),
+            )
+            outcomes.append(Outcome(position, error.code))
+            if len(records) >= _GROUP_BYTES:
+                _commit(records, outcomes, journal, tally)
+        _commit(records, outcomes, journal, tally)
+    except OSError as exc:
+        raise RunFailed(f"The lines that were not run cannot be noted: {exc.strerror or exc}.") from exc
+
+
 def _commit(records: bytearray, outcomes: list[Outcome], journal: Journal, tally: Tally) -> None:
     if outcomes:
         journal.append(bytes(records))

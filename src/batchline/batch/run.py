@@ -21,7 +21,7 @@ from batchline.batch.check import CheckReport, check_file, findings_of, refuse_o
 from batchline.batch.commit import GroupCommit
 from batchline.batch.crashes import LETHAL_CRASHES, InFlight, alternate_stacks, watched
 from batchline.batch.failure_messages import frequent_failures
-from batchline.batch.failures import record_failed_lines, record_lethal_requests
+from batchline.batch.failures import record_failed_lines, record_lethal_requests, record_unrun_lines
 from batchline.batch.fingerprint import run_identity
 from batchline.batch.finished import FinishedRuns
 from batchline.batch.index import LineIndex, LineReader
@@ -34,7 +34,7 @@ from batchline.batch.plan import Plan, Planner, WorkItem
 from batchline.batch.progress import GuardedReporter, Pace, Reporter, Tally
 from batchline.batch.recovery import RunState, note_crash, recover
 from batchline.batch.runner import Feeder, Runner
-from batchline.batch.stopping import unless_stopped
+from batchline.batch.stopping import Stop, unless_stopped
 from batchline.batch.summary import RunSummary
 from batchline.batch.workspace import Workspace, workspace_path
 from batchline.errors import EngineLost, ModelLoadError, RunFailed, RunInterrupted, UsageError
@@ -49,13 +49,13 @@ async def run(
     options: RunOptions,
     open_backend: OpenBackend,
     reporter: Reporter,
-    stop: asyncio.Event,
+    stop: Stop,
     disk: Disk | None = None,
 ) -> RunSummary:
     """Run a batch file to its end.
 
-    open_backend: gives a running backend; asked only when there is something to compute. stop: set it to stop the run
-    so that it can be resumed. disk: what the journal is written with, if not the system's own calls.
+    open_backend: gives a running backend; asked only when there is something to compute. stop: ends the run, to be
+    resumed or for good. disk: what the journal is written with, if not the system's own calls.
     Raises: UsageError (nothing was run), RunInterrupted, RunFailed, ModelLoadError.
     """
     started = time.monotonic()
@@ -114,7 +114,7 @@ class BatchRun:
         options: RunOptions,
         workspace: Workspace,
         reporter: Reporter,
-        stop: asyncio.Event,
+        stop: Stop,
         disk: Disk | None = None,
     ) -> None:
         self._options = options
@@ -126,6 +126,7 @@ class BatchRun:
         self._open_files = contextlib.ExitStack()
         self._state: RunState | None = None
         self._cut_at: float | None = None
+        self._is_cut_short = False
         self._finished_runs = FinishedRuns(options)
         self._pace = Pace()
 
@@ -158,7 +159,8 @@ class BatchRun:
                 await self._answer_all(checked, state, open_backend)
             await self._deliver(state)
             summary = await asyncio.to_thread(self._summary, state, checked.index)
-            await self._finished_runs.add(identity, summary, self._reporter)
+            if not self._is_cut_short:
+                await self._finished_runs.add(identity, summary, self._reporter)
         except RunInterrupted as exc:
             raise RunInterrupted(f"{exc} {_saved(self._state)}") from exc
         return summary
@@ -170,8 +172,8 @@ class BatchRun:
     async def _stage(self) -> Path:
         location = self._options.input
         self._reporter.phase(f"Reading {location.display}")
-        work = source.stage_input(location, self._workspace.scratch, self._stop.is_set)
-        return await unless_stopped(work, self._stop)
+        work = source.stage_input(location, self._workspace.scratch, self._stop.shutdown.is_set)
+        return await unless_stopped(work, self._stop.shutdown)
 
     async def _check(self, path: Path) -> CheckedInput:
         scratch = self._workspace.scratch
@@ -186,7 +188,7 @@ class BatchRun:
             scratch=scratch,
             default_model=self._options.default_model,
             observer=planner.add,
-            should_stop=self._stop.is_set,
+            should_stop=self._stop.shutdown.is_set,
         )
         refuse_over_limits(report, self._options.limits)
         return CheckedInput(path, index, report, planner)
@@ -219,17 +221,25 @@ class BatchRun:
         self._reporter.phase(f"Checked {report.num_lines:,} lines")
 
     async def _answer_all(self, checked: CheckedInput, state: RunState, open_backend: OpenBackend) -> None:
-        """Raises: RunInterrupted where it stopped before the last line."""
-        try:
-            await self._answer_rest(checked, state, open_backend)
-        except RunFailed as exc:
-            raise RunFailed(f"{exc}\n{_saved(state)}") from exc
-        if state.tally.done < state.tally.total:
-            raise RunInterrupted("Interrupted.")
-
-    async def _answer_rest(self, checked: CheckedInput, state: RunState, open_backend: OpenBackend) -> None:
+        """Raises: RunInterrupted where it stopped before the last line, to be resumed."""
         reader = LineReader(checked.path, checked.index, self._options.default_model)
         self._open_files.callback(reader.close)
+        try:
+            await self._answer_rest(checked, state, reader, open_backend)
+            if state.tally.done < state.tally.total:
+                raise RunInterrupted("Interrupted.")
+        except RunFailed as exc:
+            raise RunFailed(f"{exc}\n{_saved(state)}") from exc
+        except RunInterrupted:
+            error = self._stop.unrun_error()
+            if error is None:
+                raise
+            await asyncio.to_thread(record_unrun_lines, error, reader, state.journal, state.tally)
+            self._is_cut_short = True
+
+    async def _answer_rest(
+        self, checked: CheckedInput, state: RunState, reader: LineReader, open_backend: OpenBackend
+    ) -> None:
         plan = await self._plan(checked)
         await asyncio.to_thread(record_failed_lines, checked.report, reader, state.journal, state.done, state.tally)
         await asyncio.to_thread(self._give_up_lethal_requests, plan, reader, state)
@@ -338,10 +348,10 @@ class BatchRun:
             output=output,
             error_file=error_file,
             scratch=self._workspace.scratch,
-            should_stop=self._stop.is_set,
+            should_stop=self._stop.shutdown.is_set,
         )
         for file in missing:
-            await unless_stopped(sink.deliver(file), self._stop, options.grace_period_s)
+            await unless_stopped(sink.deliver(file), self._stop.shutdown, options.grace_period_s)
             if file.location.is_remote:
                 with contextlib.suppress(OSError):  # on a full disk: no reason to fail, now that the results are there
                     await asyncio.to_thread(state.write_note, marks[file])

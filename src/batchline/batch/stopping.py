@@ -9,15 +9,48 @@ import asyncio
 import contextlib
 import signal
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
-from batchline.errors import RunInterrupted
+from batchline.errors import LineError, RunInterrupted
 
 T = TypeVar("T")
 
+EndReason = Literal["batch_cancelled", "batch_expired"]
+_UNRUN: Mapping[EndReason, str] = {
+    "batch_cancelled": "This request was not run: the batch was cancelled.",
+    "batch_expired": "This request was not run: the batch expired before its turn.",
+}
+
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Stop(asyncio.Event):
+    """Asks a run to stop, and says why. shutdown: set where the process is to end.
+
+    A shutdown leaves the run to be resumed. Cancelled or expired, it ends for good: what is done is delivered, and each
+    line that was not run gets an error of its own. Of those reasons the first one counts.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shutdown = asyncio.Event()
+        self._ended_by: EndReason | None = None
+
+    def set(self) -> None:
+        """Shut down."""
+        super().set()
+        self.shutdown.set()
+
+    def end(self, reason: EndReason) -> None:
+        """Start nothing new, and end the run for good."""
+        self._ended_by = self._ended_by or reason
+        super().set()
+
+    def unrun_error(self) -> LineError | None:
+        """The result of lines that were not run; None if the run is to be resumed."""
+        return None if self._ended_by is None else LineError(self._ended_by, _UNRUN[self._ended_by])
 
 
 class Stopper:
@@ -31,10 +64,10 @@ class Stopper:
         self._is_wanted = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[Any] | None = None
-        self._event = asyncio.Event()
+        self._event = Stop()
 
     @contextlib.contextmanager
-    def attached(self) -> Iterator[asyncio.Event]:
+    def attached(self) -> Iterator[Stop]:
         """For the run, in its loop: the event that is set when it is to stop."""
         self._task = asyncio.current_task()
         self._loop = asyncio.get_running_loop()
