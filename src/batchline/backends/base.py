@@ -1,8 +1,8 @@
-"""The one interface between those who never lose a request and those who answer it.
+"""The interface between the callers, which never lose a request, and the backends, which answer it.
 
-A backend answers any endpoint's request. It knows nothing of batch files, journals or HTTP servers; its callers know
-nothing of engines. A request that is wrong is an `Answer` with an error status, never an exception: only a backend
-that can answer nobody raises `BackendUnavailable`.
+A backend answers any endpoint's request. It knows nothing about batch files, journals or HTTP servers; its callers know
+nothing about engines. An invalid request gets an `Answer` with an error status, never an exception. A backend raises
+`BackendUnavailable` only if it cannot answer any request.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from batchline.errors import NotFound
 from batchline.model_record import ModelRecord
 
 BATCH_PRIORITY = 1 << 32
-"""The priority of batch work, behind every interactive request: the 32 bits of a body's own `priority`, which is added,
-order requests of one kind and never lift one above the other kind."""
+"""The priority of batch work, after every interactive request. A body's own 32-bit `priority` is added to it, so it
+orders requests of one kind but never puts batch work before interactive work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointRequest:
     """One request to one endpoint. url: the endpoint's path, e.g. `/v1/chat/completions`. body: untrusted JSON.
 
-    priority: smaller goes first, and takes the seat of a greater one that runs; 0 for whoever waits for the answer.
-    raw_body: the JSON of `body` as it was written, for a backend that passes it on; None where it is not kept.
+    priority: a smaller number runs first, and preempts a running request with a larger one; 0 for interactive requests.
+    raw_body: the JSON of `body` as it was written, for a backend that passes it on; None if it is not kept.
     """
 
     url: str
@@ -41,11 +41,11 @@ class EndpointRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """Status code and JSON body, as the same request would get over HTTP.
+    """Status code and JSON body, as for the same request over HTTP.
 
-    body: a mapping, or JSON bytes, which reach the output as they are.
-    is_transient: the same request may soon get a better answer (no memory now, too many requests). A run asks again a
-    few times before it keeps such an answer; a server passes it on.
+    body: a mapping, or JSON bytes, which are written to the output unchanged.
+    is_transient: whether the same request may soon get a better answer (no memory now, too many requests). A run asks
+    again a few times before it keeps such an answer; a server passes it on.
     """
 
     status_code: int
@@ -54,7 +54,7 @@ class Answer:
     is_transient: bool = False
 
     def parsed_body(self) -> Mapping[str, Any]:
-        """The body's values. Raises: ValueError for bytes that are no JSON object."""
+        """The body's values. Raises: ValueError for bytes that are not a JSON object."""
         if not isinstance(self.body, bytes):
             return self.body
         body = orjson.loads(self.body)
@@ -72,7 +72,7 @@ class Answer:
 class ServedModel:
     """A model that a backend serves: its name, its other names, its context length and the endpoints it can answer.
 
-    record: what runs, of a model that is in memory here.
+    record: how it runs, for a model that is in this process's memory.
     """
 
     name: str
@@ -83,7 +83,7 @@ class ServedModel:
 
 
 def unknown_path(url: str, models: Iterable[ServedModel]) -> NotFound:
-    """What a request to no endpoint is answered with: it names those that `models` serve."""
+    """The error for a request to an unknown path; it names the endpoints that `models` serve."""
     served = sorted({endpoint for model in models for endpoint in model.endpoints})
     return NotFound(f"Unknown path {url}. Served here: {', '.join(served)}", param="url")
 
@@ -92,9 +92,9 @@ def unknown_path(url: str, models: Iterable[ServedModel]) -> NotFound:
 class BackendStats:
     """Counters since the start, for progress and summaries.
 
-    cached_tokens: prompt tokens that the prefix cache spared. preemptions: how often a sequence lost its place.
-    gauges: backend-specific numbers (queue, cache use). sequences: of those that generate.
-    by_model: the same of each model, by its name; empty for a backend that does not tell them apart.
+    cached_tokens: prompt tokens from the prefix cache. preemptions: how often a sequence was preempted.
+    gauges: backend-specific numbers (queue, cache use). sequences: counters of generating sequences.
+    by_model: the same counters by model name; empty if the backend does not count by model.
     """
 
     prompt_tokens: int = 0
@@ -107,63 +107,63 @@ class BackendStats:
 
 
 class Backend(Protocol):
-    """Who answers. Whoever makes a backend starts and closes it (`running`); those who are given one only ask it.
+    """Answers requests. Whoever creates a backend starts and closes it (`running`); others only send it requests.
 
-    wants_raw_bodies: whether batch lines' bodies are to be kept as they were written (`EndpointRequest.raw_body`).
+    wants_raw_bodies: whether to keep the bodies of batch lines as they were written (`EndpointRequest.raw_body`).
     """
 
     wants_raw_bodies: bool
 
     async def start(self) -> None:
-        """Make ready to answer. Raises: ModelLoadError, UsageError."""
+        """Get ready to answer. Raises: ModelLoadError, UsageError."""
 
     async def models(self) -> Sequence[ServedModel]:
-        """The models that can be named in a request; before `start`, as far as they are known.
+        """The models that a request may name; before `start`, those that are already known.
 
         Raises: BackendUnavailable.
         """
 
     def identity(self) -> Mapping[str, str]:
-        """Names and values of all that decides its answers: an unfinished run is continued only by a backend with the
-        same ones. Equal for every process that is configured alike. May be called before `start`."""
+        """Names and values of all settings that change its answers. Only a backend with an equal identity continues an
+        unfinished run. Equal for every process with the same configuration. May be called before `start`."""
 
     def concurrency(self) -> int:
-        """How many requests a run should keep in flight so that it is never idle; at least 1. May be called before
-        `start`."""
+        """How many requests a run should keep in flight so that the backend is never idle; at least 1. May be called
+        before `start`."""
 
     async def answer(self, request: EndpointRequest) -> Answer:
-        """The answer to a request. Cancelling the call frees what it holds.
+        """The answer to a request. Cancelling the call frees its resources.
 
         Raises: BackendUnavailable; ModelLoadError for a model that is loaded on first use, or again. Both end a run.
         """
 
     def stream(self, request: EndpointRequest) -> AsyncIterator[Mapping[str, Any]]:
-        """The answer to a request whose body says `stream`, in chunks: the JSON object of one event each.
+        """The answer to a request with `stream` in its body, in chunks: each is the JSON object of one event.
 
-        An error after the first chunk is a last chunk, `{"error": ...}`. Closing the iterator (`aclose`, where it has
-        one) or cancelling the reader frees what the request holds.
+        An error after the first chunk is a last chunk, `{"error": ...}`. Closing the iterator (`aclose`, if it has one)
+        or cancelling the reader frees the request's resources.
 
-        Raises: RequestError, BackendUnavailable, ModelLoadError, all before the first chunk alone.
+        Raises: RequestError, BackendUnavailable, ModelLoadError, all only before the first chunk.
         """
 
     def is_alive(self) -> bool:
-        """Whether requests can be answered: False while a model whose engine has ended cannot be loaded again; cheap,
-        callable at any time."""
+        """Whether requests can be answered: False while a model whose engine has ended cannot be loaded again. Cheap;
+        may be called at any time."""
 
     def stats(self) -> BackendStats:
-        """Counters since the start; cheap, callable at any time."""
+        """Counters since the start. Cheap; may be called at any time."""
 
     async def close(self) -> None:
         """Stop and free everything. Idempotent."""
 
 
 OpenBackend = Callable[[], AbstractAsyncContextManager[Backend]]
-"""Gives a running backend until the block ends. `lambda: nullcontext(backend)` lends one that others use, too."""
+"""Provides a running backend until the block ends. `lambda: nullcontext(backend)` provides one that others also use."""
 
 
 @asynccontextmanager
 async def running(make: Callable[[], Backend]) -> AsyncIterator[Backend]:
-    """A backend that is made, on a thread, and started for the block, and closed after it. Raises: as `start`."""
+    """Create a backend on a thread, start it for the block, and close it afterwards. Raises: see `start`."""
     backend = await asyncio.to_thread(make)  # importing an engine takes seconds
     try:
         await backend.start()

@@ -1,6 +1,7 @@
-"""What the embedded engine's answers depend on: a run is resumed only under equal settings. And models not there.
+"""The settings that the embedded engine's answers depend on, and the check for missing models.
 
-Left out is what changes speed alone: device memory, batch sizes, threads, prefix caching.
+A run resumes only with equal settings. Those that only change speed are left out: device memory, batch sizes, threads,
+prefix caching.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _TEXTS_FOR_PEOPLE = frozenset({".md", ".png", ".jpg", ".jpeg", ".gif", ".svg", "
 
 
 def result_settings(engines: Sequence[EngineConfig]) -> Mapping[str, str]:
-    """Option names and values to compare, one engine's after the other's."""
+    """Option names and values to compare, of all engines."""
     settings = {}
     for number, engine in enumerate(engines):
         suffix = f" ({engine.model.names[0]})" if number else ""
@@ -33,9 +34,9 @@ def result_settings(engines: Sequence[EngineConfig]) -> Mapping[str, str]:
 
 
 def refuse_missing_folder(model: str) -> None:
-    """Refuse at once a model that is written as a path and is not there. Raises: UsageError.
+    """Refuse a model at once if it is written as a path that does not exist. Raises: UsageError.
 
-    Anything else may be a hub id, which only loading can tell.
+    Anything else may be a hub id, which only loading can check.
     """
     if model.startswith(("/", "./", "../", "~")) and not Path(model).exists():
         hint = " A ~ inside quotes or a configuration file is not expanded." if model.startswith("~") else ""
@@ -88,13 +89,13 @@ def _generation_stamp(source: str) -> str | None:
 
 
 def _changed_limits(limits: RequestLimits) -> str:
-    """Those that are not the default ones."""
+    """The settings that differ from the defaults."""
     pairs = ((field.name, getattr(limits, field.name), field.default) for field in dataclasses.fields(limits))
     return " ".join(f"{name}={value}" for name, value, default in pairs if value != default)
 
 
 def _model_stamp(model: str) -> str:
-    """A hub id as it is; a local folder by what is in it, so that a copy of it is the same model."""
+    """A hub id as it is; a local folder by its contents, so that a copy of it is the same model."""
     folder = Path(model)
     if not folder.is_dir():
         return model
@@ -106,13 +107,13 @@ def _model_stamp(model: str) -> str:
 
 
 def _is_of_model(path: Path) -> bool:
-    """Whether a file of a model's folder may change results: not hidden ones, caches and texts for people."""
+    """Whether a file of a model's folder may change results: hidden files, caches and documents do not."""
     is_hidden = any(part.startswith((".", "__pycache__")) for part in path.parts)
     return not is_hidden and path.suffix.lower() not in _TEXTS_FOR_PEOPLE
 
 
 def _digest_samples(path: Path, digest: hashlib._Hash) -> None:
-    """Digest a small file whole, and of a large one its start (where safetensors have their header) and samples: other
+    """Digest a small file whole; of a large one, its start (the header of safetensors) and samples, because different
     weights of the same shapes differ almost everywhere."""
     with path.open("rb", buffering=0) as file:
         digest.update(file.read(_WHOLE_FILE_BYTES))
@@ -123,7 +124,7 @@ def _digest_samples(path: Path, digest: hashlib._Hash) -> None:
 
 
 def _text_stamp(text_or_path: str | None) -> str | None:
-    """A text in short, whether it was given inline or as a path."""
+    """A digest of a text, given inline or as a path."""
     if text_or_path is None:
         return None
     try:

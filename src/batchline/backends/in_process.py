@@ -1,7 +1,7 @@
 """The embedded engine as a backend: routes a request to the model it names and the endpoint it asks for.
 
-Holds the one mapping of exceptions to answers of this process. Models are loaded on first use (`residency`), the
-first one at the start. Knows no batch files and no HTTP.
+Holds the only mapping from exceptions to answers. Models are loaded on first use (`residency`), the first one at the
+start. Knows no batch files and no HTTP.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MIN_CONCURRENCY = 512
-"""Requests in flight that keep engines of the usual sizes busy, and the threads that tokenize ahead of them."""
+"""This many requests in flight keep engines of usual sizes busy, and the threads that tokenize ahead of them."""
 
 MAX_SHOWN_NAME = 200
-"""Characters that an error repeats of an unknown model's name."""
+"""How many characters of an unknown model's name an error repeats."""
 
 
 class InProcessBackend:
@@ -58,7 +58,7 @@ class InProcessBackend:
     wants_raw_bodies = False
 
     def __init__(self, engines: Sequence[EngineConfig]) -> None:
-        """Look at the models' small files; loads nothing yet. Raises: ModelLoadError, UsageError."""
+        """Read the models' small files; loads no model yet. Raises: ModelLoadError, UsageError."""
         self._by_name: dict[str, EngineConfig] = {}
         self._tasks: dict[str, Task] = {}
         self._loadables: dict[str, Loadable[LoadedModel]] = {}
@@ -72,13 +72,13 @@ class InProcessBackend:
         self._is_closed = False
 
     async def start(self) -> None:
-        """Load the first model, so that a model that cannot be loaded is heard of now. Raises: ModelLoadError."""
+        """Load the first model, so that a failure to load is reported now. Raises: ModelLoadError."""
         if self._engines:
             async with self._residency.use(self._loadables[self._engines[0].model.names[0]]):
                 self._has_started = True
 
     async def models(self) -> Sequence[ServedModel]:
-        """The models, in the order they were given."""
+        """The models, in the order in which they were given."""
         return self._served_models()
 
     def identity(self) -> Mapping[str, str]:
@@ -90,7 +90,7 @@ class InProcessBackend:
         return max(MIN_CONCURRENCY, *(2 * config.scheduler.max_num_seqs for config in self._engines))
 
     async def answer(self, request: EndpointRequest) -> Answer:
-        """The answer to a request, run again when the engine ends under it.
+        """The answer to a request. If the engine ends meanwhile, the request runs again.
 
         Raises: EngineLost, ModelLoadError.
         """
@@ -115,7 +115,7 @@ class InProcessBackend:
             )
 
     async def stream(self, request: EndpointRequest) -> AsyncGenerator[Mapping[str, Any], None]:
-        """The answer in chunks, run again when the engine ends before the first one.
+        """The answer in chunks. If the engine ends before the first one, the request runs again.
 
         Raises: RequestError, EngineLost, ModelLoadError, all before the first chunk.
         """
@@ -140,7 +140,7 @@ class InProcessBackend:
             yield error.body()
 
     def is_alive(self) -> bool:
-        """Whether every model can be asked: False while one that has run before is given up, and after `close`."""
+        """Whether every model can answer: False while one that has run before cannot be loaded, and after `close`."""
         return not self._is_closed and not any(self._residency.is_refused(name) for name in self._loadables)
 
     def stats(self) -> BackendStats:
@@ -185,7 +185,7 @@ class InProcessBackend:
         return replace(model, close=partial(_close, model.close))
 
     def _keep_counts(self, model: LoadedModel) -> None:
-        """A model has left the memory: what it counted stays counted."""
+        """Keep the counts of a model that was unloaded."""
         name = model.record.name
         self._unloaded[name] = _sum([self._unloaded.get(name, BackendStats()), replace(model.stats(), gauges={})])
 
@@ -204,7 +204,7 @@ class InProcessBackend:
         )
 
     def _attempts(self, request: EndpointRequest) -> Attempts[LoadedModel]:
-        """The request's turns on the model that is to answer. Raises: NotFound, BadRequest."""
+        """The request's turns on its model. Raises: NotFound, BadRequest."""
         endpoint = ENDPOINTS.get(request.url)
         if endpoint is None:
             raise unknown_path(request.url, self._served_models())
@@ -216,7 +216,7 @@ class InProcessBackend:
         return Attempts(self._residency, self._loadables[config.model.names[0]], request)
 
     def _named(self, name: object) -> tuple[str, EngineConfig]:
-        """The model of a request's `model`. Raises: BadRequest where that is no name, NotFound."""
+        """The model that a request names. Raises: BadRequest if `model` is not a name, NotFound."""
         served = f"Served here: {', '.join(sorted(self._by_name))}"
         if not isinstance(name, str):
             raise BadRequest(f"model: it must be the name of a model. {served}", param="model")
@@ -229,34 +229,33 @@ class InProcessBackend:
 
 @contextmanager
 def _few_collections() -> Iterator[None]:
-    """No collection of garbage while libraries are imported and a model is loaded, and what they made is not looked
-    through again: a second of processor time, and a part of every later collection. Unloading takes that back.
+    """Collect no garbage while libraries are imported and a model is loaded, and exclude their objects from later
+    collections. This saves a second of processor time, and a part of every later collection. Unloading reverts it.
 
-    For the first load only: it changes the whole process, and what other models have in use meanwhile is to be
-    collected."""
+    For the first load only: it affects the whole process, and garbage of other models in use must be collected."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
-        gc.freeze()  # not what a load that fails leaves: it is garbage
+        gc.freeze()  # not after a failed load, whose objects are garbage
     finally:
         if was_enabled:
             gc.enable()
 
 
 def _close(close: Callable[[], None]) -> None:
-    gc.unfreeze()  # parts of a model refer to each other, so only a collection that looks at them frees them
+    gc.unfreeze()  # parts of a model refer to each other, so only a collection that includes them frees them
     close()
 
 
 def _as_answered(request: EndpointRequest) -> EndpointRequest:
-    """The request under the path that answers it. Raises: BadRequest."""
+    """The request with the path of the endpoint that answers it. Raises: BadRequest."""
     path = answering_path(request.url, request.body)
     return request if path == request.url else replace(request, url=path)
 
 
 def _request_error(request: EndpointRequest, exc: Exception) -> RequestError:
-    """What the one who asked is told of an exception."""
+    """The client's error for an exception."""
     if isinstance(exc, RequestError):
         return exc
     if isinstance(exc, (ConstraintFailed, RequestRefused)):
@@ -270,7 +269,7 @@ def _request_error(request: EndpointRequest, exc: Exception) -> RequestError:
 
 
 def _chunks(model: LoadedModel, request: EndpointRequest) -> AsyncGenerator[dict[str, Any], None]:
-    """Raises: BadRequest where the endpoint has no chunks."""
+    """Raises: BadRequest if the endpoint cannot stream."""
     endpoint = model.streams.get(request.url)
     if endpoint is None:
         raise BadRequest(f"stream: {request.url} gives whole answers only", param="stream")
@@ -292,7 +291,7 @@ def _sum(parts: Iterable[BackendStats]) -> BackendStats:
 
 
 def _sum_of_gauges(first: Mapping[str, float], second: Mapping[str, float]) -> dict[str, float]:
-    """Counts are added; of shares of a cache, each model having its own, the fullest one's is told."""
+    """Add the counts. For the cache usage, which each model has for itself, take the largest."""
     gauges = {name: first.get(name, 0) + second.get(name, 0) for name in {**first, **second}}
     if "kv_cache_usage" in gauges:
         gauges["kv_cache_usage"] = max(first.get("kv_cache_usage", 0), second.get("kv_cache_usage", 0))

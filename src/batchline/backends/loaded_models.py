@@ -1,4 +1,4 @@
-"""One configured model in memory, whatever its kind, and the functions that answer its endpoints.
+"""One configured model of any kind in memory, and the functions that answer its endpoints.
 
 Imports torch and transformers, which takes seconds: `in_process` does so when it loads its first model.
 """
@@ -65,7 +65,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NUM_TEXT_THREADS = 2
-"""Threads that render and tokenize, ahead of the engine. Tokenizers release the interpreter lock."""
+"""Threads that render and tokenize ahead of the engine. Tokenizers release the interpreter lock."""
 
 Body = Mapping[str, Any]
 
@@ -78,7 +78,7 @@ StreamingEndpoint = Callable[[EndpointRequest], AsyncGenerator[dict[str, Any], N
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """A model that answers requests. endpoints: by path, those of its kind. max_model_len: in tokens.
+    """A model that answers requests. endpoints: by path, for its kind of model. max_model_len: in tokens.
 
     streams: by path, the endpoints that can also answer in chunks. is_alive: whether its thread still runs.
     company: which requests may run on it together.
@@ -95,7 +95,7 @@ class LoadedModel:
 
 
 def load(config: EngineConfig, task: Task, memory: CacheMemory | None) -> LoadedModel:
-    """Load a model as what `task` (not `auto`) says it is. memory: for its KV cache.
+    """Load a model for `task` (not `auto`). memory: for its KV cache.
 
     Raises: ModelLoadError, UsageError.
     """
@@ -112,7 +112,7 @@ def _load_generative_model(config: EngineConfig, memory: CacheMemory | None) -> 
         text = load_text(config.model, config.text)
         reranker = find_reranker(config.model, text)
         executor = ThreadPoolExecutor(NUM_TEXT_THREADS, thread_name_prefix="batchline-text")
-        # what is under way on it ends by itself: to cancel it would look to requests as if they were cancelled
+        # running work may finish: cancelling it would look like a cancelled request
         parts.callback(executor.shutdown, wait=False)
         engine = AsyncEngine(config, memory)
         parts.callback(engine.close)

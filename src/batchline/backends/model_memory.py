@@ -1,7 +1,7 @@
-"""Whether a model fits in memory beside those that are loaded, from the heads of its weight files.
+"""Finds whether a model fits in memory next to the loaded ones, from the headers of its weight files.
 
-Counts the files that would be loaded and no others (folders often hold the same weights in several formats), in the
-data type that the model will have, against what is free on its device.
+Counts only the files that would be loaded (folders often hold the same weights in several formats), in the data type
+that the model will have, and compares them with the free memory of its device.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from batchline.config import EngineConfig, ModelConfig, Task
 from batchline.engine.memory import free_bytes
 
 MEMORY_PER_WEIGHT = 1.5
-"""Memory that a model needs at least, as a multiple of its weights: weights, some cache, activations."""
+"""The memory that a model needs at least, as a multiple of its weights: weights, some cache, activations."""
 
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
-"""In the order in which loaders look for them; each may be cut into several files with an index."""
+"""In the order in which loaders look for them; each may be split into several files with an index."""
 
 ITEM_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def fits_in_memory(config: EngineConfig, task: Task) -> bool:
-    """Whether there is room for the model. False where its size is not known before it is downloaded."""
+    """Whether the model fits. False if its size is not known before it is downloaded."""
     num_bytes = weight_bytes(config.model, task)
     if num_bytes is None:
         return False
@@ -37,7 +37,7 @@ def fits_in_memory(config: EngineConfig, task: Task) -> bool:
 
 
 def weight_bytes(model: ModelConfig, task: Task) -> int | None:
-    """Bytes of the model's weights once they are loaded; None for a hub id that is not on this machine."""
+    """Bytes of the model's weights in memory; None for a hub id that is not on this machine."""
     folder = _local_folder(model)
     if folder is None:
         return None
@@ -55,7 +55,7 @@ def _local_folder(model: ModelConfig) -> Path | None:
 
 
 def _parts(folder: Path) -> list[Path]:
-    """The folder, and those of the modules of a sentence-transformers model that has more than one."""
+    """The folder, and the module folders of a sentence-transformers model with several modules."""
     try:
         modules = json.loads((folder / "modules.json").read_text(encoding="utf-8"))
         return sorted({folder / module["path"] for module in modules} | {folder})
@@ -64,7 +64,7 @@ def _parts(folder: Path) -> list[Path]:
 
 
 def _weight_files(folder: Path) -> Iterator[Path]:
-    """The files that a loader reads: of the first format that there is."""
+    """The files that a loader reads: those of the first existing format."""
     for name in WEIGHT_FILES:
         index = folder / f"{name}.index.json"
         if (folder / name).is_file():
@@ -83,7 +83,7 @@ def _names_in(index: Path) -> set[str]:
 
 
 def _file_bytes(path: Path, item_size: int) -> int:
-    """Elements of a safetensors file times their size in memory; other formats do not tell their elements."""
+    """Elements of a safetensors file times their size in memory; for other formats, the size of the file."""
     if path.suffix != ".safetensors":
         return path.stat().st_size
     try:

@@ -1,14 +1,14 @@
-"""Which models are in memory: loads each when it is first asked for, and one after another where they do not fit
-together.
+"""Manages which models are in memory: loads each on first use, and one after another if they do not fit together.
 
-Knows nothing of what a model does; it is given a loader. A *life* is one stay of a model in memory, and only moves on:
+Knows nothing about what a model does; callers give it a loader. A *life* is one stay of a model in memory. Its states
+only move forward:
 
-    waiting (for its turn and for room) -> loading -> resident -> leaving (no new users) -> gone
+    waiting (for its turn and for memory) -> loading -> resident -> leaving (no new users) -> gone
 
-Each life is a task of its own that all users share, so whoever stops waiting neither stops a load nor loses its result.
-A model in use is never unloaded, unless its engine has ended. One load runs at a time, in the order of asking, and
-users of other models in memory do not wait for it. A model that has to make room takes no new users: they wait for its
-next life, so that no model is starved.
+Each life is a task that all its users share, so a user who stops waiting neither stops a load nor loses its result. A
+model in use is never unloaded, unless its engine has ended. One load runs at a time, in the order of the requests, and
+users of other models in memory do not wait for it. A model that must be unloaded takes no new users: they wait for its
+next life, so that no model starves.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from batchline.errors import BatchlineError, EngineLost, ModelLoadError
 logger = logging.getLogger(__name__)
 
 RELOAD_DELAYS_S = (1.0, 5.0)
-"""Pauses before the second and third attempt to load a model again that has run before."""
+"""Pauses before the second and third attempt to reload a model that has run before."""
 
 MAX_FRUITLESS_ENDS = 20
-"""How often a model's engine may end in a row without one good answer; every request that ends it is given up after a
-few times, so this many mean that it ends whatever it is asked. An end that finds a culprit is not one of them."""
+"""How often a model's engine may end in a row without a good answer. A request that ends it is not tried more than a
+few times, so this many ends mean that it ends on any request. An end that finds a culprit does not count."""
 
 MAX_CULPRITS = 100
-"""How many requests in a row may be found guilty without one good answer: more mean the same."""
+"""How many requests in a row may be found guilty without a good answer; more mean that it ends on any request."""
 
 FIRST_REFUSAL_S, LONGEST_REFUSAL_S = 1.0, 60.0
-"""How long a model that could not be loaded is not tried again; doubles each time."""
+"""How long to wait before loading is tried again after it failed; doubles each time."""
 
 
 class Residing(Protocol):
@@ -62,7 +62,7 @@ T = TypeVar("T")
 class Loadable(Generic[ModelT]):
     """A model that can be loaded. Both functions run on a thread.
 
-    load: may take minutes. fits: whether there is memory for it beside the models that are loaded.
+    load: may take minutes. fits: whether there is memory for it next to the loaded models.
     """
 
     name: str
@@ -72,7 +72,7 @@ class Loadable(Generic[ModelT]):
 
 @dataclass(slots=True, eq=False)
 class _Life(Generic[ModelT]):
-    """One stay in memory. users: who uses it or waits for it. last_use: a number that grows with each use.
+    """One stay in memory. users: how many use it or wait for it. last_use: a number that grows with each use.
 
     model: None until it is resident.
     """
@@ -86,22 +86,23 @@ class _Life(Generic[ModelT]):
 
     @property
     def has_ended(self) -> bool:
-        """Whether its engine has, so that there is no use in waiting for its users."""
+        """Whether its engine has ended, so that waiting for its users is pointless."""
         return self.model is not None and not self.model.is_alive()
 
     @property
     def takes_users(self) -> bool:
-        """Whether one more may use it or wait for it."""
+        """Whether it accepts another user."""
         return not (self.is_leaving or self.has_ended or (self.loading.done() and self.model is None))
 
 
 @dataclass(slots=True)
 class _Record:
-    """What became of a model's lives so far. fruitless_ends: engines that ended since the last good answer, less the
+    """The history of a model's lives. fruitless_ends: engines that ended since the last good answer, without the
     `culprits` found since then.
 
-    refusals: times in a row that it was given up. refused_until: when it may be loaded again, on the monotonic clock.
-    refusal: why it was given up, until it is loaded again. retrying: loads it again without being asked.
+    refusals: how often in a row loading failed for good. refused_until: when loading may be tried again, on the
+    monotonic clock. refusal: why it failed, until the model is loaded again. retrying: the task that loads it without a
+    request.
     """
 
     was_loaded: bool = False
@@ -116,7 +117,7 @@ class _Record:
 class ModelResidency(Generic[ModelT]):
     """The models in memory.
 
-    on_gone: gets each model that has been closed, in the same turn of the event loop that takes it off the list.
+    on_gone: called with each closed model, in the same turn of the event loop that removes it from the list.
     """
 
     def __init__(
@@ -139,9 +140,9 @@ class ModelResidency(Generic[ModelT]):
 
     @asynccontextmanager
     async def use(self, wanted: Loadable[ModelT]) -> AsyncIterator[ModelT]:
-        """The loaded model, kept in memory until the block ends, or until its engine ends.
+        """The loaded model, kept in memory until the block or its engine ends.
 
-        Raises: BatchlineError, as the loader; ModelLoadError for whatever else it raises; EngineLost.
+        Raises: BatchlineError from the loader; ModelLoadError for any other exception of the loader; EngineLost.
         """
         life = self._life(wanted)
         life.users += 1
@@ -156,12 +157,12 @@ class ModelResidency(Generic[ModelT]):
             self._someone_left.set()
 
     def note_good_answer(self, name: str) -> None:
-        """The model has done what it is for: what happened before does not count against it any more."""
+        """Note that the model gave a good answer: earlier failures no longer count against it."""
         record = self._records[name]
         record.fruitless_ends = record.culprits = 0
 
     def note_culprit(self, name: str) -> None:
-        """The engine's last end is the fault of a request that was alone and is given up."""
+        """Note that the engine's last end is the fault of a request that ran alone and is not tried again."""
         record = self._records[name]
         record.fruitless_ends -= 1
         record.culprits += 1
@@ -176,12 +177,12 @@ class ModelResidency(Generic[ModelT]):
         return None if life is None else life.model
 
     def is_refused(self, name: str) -> bool:
-        """Whether a model that has run before was given up, and has not been loaded again since."""
+        """Whether a model that has run before could not be loaded again, and has not been since."""
         record = self._records.get(name)
         return record is not None and record.was_loaded and record.refusal is not None
 
     async def close(self) -> None:
-        """Unload everything, in use or not. A load that runs is waited for: threads cannot be stopped. Idempotent."""
+        """Unload all models, in use or not. Waits for a running load, because threads cannot be stopped. Idempotent."""
         self._closed.set()
         self._someone_left.set()
         await asyncio.gather(
@@ -193,7 +194,7 @@ class ModelResidency(Generic[ModelT]):
             await self._unload(life)
 
     def _life(self, wanted: Loadable[ModelT]) -> _Life[ModelT]:
-        """The model's present life, or its next one. Raises: BatchlineError where it may have none now."""
+        """The model's current life, or its next one. Raises: BatchlineError if it cannot have one now."""
         self._raise_if_closed()
         life = self._newest.get(wanted.name)
         if life is not None and life.takes_users:
@@ -203,7 +204,7 @@ class ModelResidency(Generic[ModelT]):
             self._note_end(wanted, record)
             life.is_leaving = True
         if record.refusal is not None and self._clock() < record.refused_until:
-            raise record.refusal.with_traceback(None)  # of earlier raises, which would add up
+            raise record.refusal.with_traceback(None)  # tracebacks of earlier raises would add up
         life = self._newest[wanted.name] = _Life(wanted)
         life.loading = asyncio.create_task(self._load(life, record), name=f"loading {wanted.name}")
         return life
@@ -213,7 +214,7 @@ class ModelResidency(Generic[ModelT]):
         logger.warning("the engine of %s has ended; its model is loaded again", wanted.name)
         if record.fruitless_ends >= MAX_FRUITLESS_ENDS or record.culprits >= MAX_CULPRITS:
             record.fruitless_ends = record.culprits = 0
-            self._refuse(wanted, record, EngineLost(f"the engine of {wanted.name} ends whatever it is asked"))
+            self._refuse(wanted, record, EngineLost(f"the engine of {wanted.name} ends on every request"))
 
     def _refuse(self, wanted: Loadable[ModelT], record: _Record, error: BatchlineError) -> None:
         delay_s = min(LONGEST_REFUSAL_S, FIRST_REFUSAL_S * 2**record.refusals)
@@ -225,21 +226,21 @@ class ModelResidency(Generic[ModelT]):
             record.retrying = asyncio.create_task(self._retry(wanted, record), name=f"retrying {wanted.name}")
 
     async def _retry(self, wanted: Loadable[ModelT], record: _Record) -> None:
-        """Load a model again that was given up, without a request: a server that reports itself unwell gets none.
+        """Load a refused model again without a request, because a server that reports itself unhealthy gets none.
 
-        While other models have its memory, it is left to a request to take that from them.
+        If other models use its memory, only a request can unload them.
         """
         while record.refusal is not None and not self._closed.is_set():
             await self._pause(record.refused_until - self._clock())
             if not self._closed.is_set() and await self._has_room_beside_others(wanted):
-                with contextlib.suppress(BatchlineError):  # which is the next refusal
+                with contextlib.suppress(BatchlineError):  # recorded as the next refusal
                     async with self.use(wanted):
                         break
             else:
                 await self._pause(LONGEST_REFUSAL_S)
 
     async def _has_room_beside_others(self, wanted: Loadable[ModelT]) -> bool:
-        async with self._line:  # behind loads that have been asked for
+        async with self._line:  # after loads that were requested earlier
             if all(resident.has_ended or resident.is_leaving for resident in self._residents):
                 return True
             with contextlib.suppress(BatchlineError):
@@ -247,15 +248,15 @@ class ModelResidency(Generic[ModelT]):
         return False
 
     async def _pause(self, delay_s: float) -> None:
-        """Wait, but no longer than until the end."""
+        """Wait, at most until `close`."""
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._closed.wait(), delay_s)
 
     async def _load(self, life: _Life[ModelT], record: _Record) -> None:
-        """A life's way into memory. Raises: BatchlineError."""
+        """Load a life's model. Raises: BatchlineError."""
         async with self._line:
             if not life.users:
-                return  # all of them went away before its turn came
+                return  # all users left before its turn came
             try:
                 await self._make_room(life)
                 life.model = await self._loaded(life.wanted, record)
@@ -270,13 +271,13 @@ class ModelResidency(Generic[ModelT]):
         record.refusal = None
 
     async def _loaded(self, wanted: Loadable[ModelT], record: _Record) -> ModelT:
-        """The model. One that has run before gets more than one try: what it lacks now, it may have in a moment."""
+        """The loaded model. One that has run before gets several attempts, since a shortage may be temporary."""
         for delay_s in self._reload_delays_s if record.was_loaded else ():
             self._raise_if_closed()
             try:
                 return await _in_own_thread(wanted.name, wanted.load)
             except BatchlineError as exc:
-                logger.warning("%s could not be loaded again; there will be another try: %s", wanted.name, exc)
+                logger.warning("%s could not be loaded again; another attempt follows: %s", wanted.name, exc)
             await self._pause(delay_s)
         self._raise_if_closed()
         return await _in_own_thread(wanted.name, wanted.load)
@@ -292,8 +293,8 @@ class ModelResidency(Generic[ModelT]):
             await self._unload(resident)
 
     async def _in_the_way(self, life: _Life[ModelT]) -> _Life[ModelT] | None:
-        """A resident that has to go first: one that has ended or is leaving already, else, where memory lacks, the one
-        that was asked for least lately, idle ones before others. None: there is room."""
+        """A resident that must be unloaded first: one that has ended or is already leaving; otherwise, if memory is
+        short, the least recently used one, idle ones first. None if there is room."""
         for resident in self._residents:
             if resident.has_ended or resident.is_leaving:
                 return resident
@@ -319,11 +320,11 @@ class ModelResidency(Generic[ModelT]):
 
 
 async def _in_own_thread(name: str, work: Callable[[], T]) -> T:
-    """What `work` for the model `name` returns, called on a thread that ends with it. Raises: BatchlineError.
+    """Run `work` for the model `name` on a thread that ends with it. Raises: BatchlineError.
 
-    OpenMP keeps a team for every thread that computes, as long as that thread lives. While the teams together are more
-    than the cores, all of them sleep at their barriers instead of spinning, which costs the engine's thread a tenth of
-    its speed: so the thread that loads must not stay, as those of asyncio's pool do.
+    OpenMP keeps a team for every computing thread as long as that thread lives. If the teams have more threads than
+    there are cores, they sleep at barriers instead of spinning, which costs the engine's thread a tenth of its speed.
+    So the loading thread must not stay alive, as the threads of asyncio's pool do.
     """
 
     def guarded() -> T:
@@ -332,7 +333,7 @@ async def _in_own_thread(name: str, work: Callable[[], T]) -> T:
             return work()
         except BatchlineError as exc:
             failure = exc
-        except BaseException as exc:  # the code of models raises whatever it likes, `SystemExit` too
+        except BaseException as exc:  # models' code may raise anything, even `SystemExit`
             logger.exception("loading %s failed", name)
             failure = ModelLoadError(name, f"it failed with a {type(exc).__name__}; the log has the details")
             failure.__cause__ = exc
@@ -347,7 +348,7 @@ async def _in_own_thread(name: str, work: Callable[[], T]) -> T:
 
 
 def _free_what_it_made(failure: BaseException | None) -> None:
-    """Forget the calls that failed, whose variables are half a model maybe: whoever keeps the error would keep that."""
+    """Clear the variables of failed calls. They may hold half a model, which the exception would keep alive."""
     while failure is not None:
         traceback.clear_frames(failure.__traceback__)  # for those who have kept it, a log maybe
         failure.__traceback__ = None

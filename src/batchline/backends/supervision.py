@@ -1,8 +1,8 @@
-"""What happens to requests when the engine under them ends: they run again on a new one, until one is found guilty.
+"""Runs requests again on a new engine when their engine ends, until the request at fault is found.
 
-A request that has seen `MAX_ENDS` engines end is given up. So that none is given up for its neighbour's fault, requests
-run only beside those that have seen as many ends: all together first, then a few at a time, then each alone. An
-innocent request sees at most two ends by others, and the third by nobody but itself.
+A request that has seen `MAX_ENDS` engines end fails. To protect the innocent, requests run only together with those
+that have seen as many ends: first all together, then a few at a time, then each alone. So other requests can end an
+innocent request's engine at most twice.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from batchline.openai_api.endpoint_table import ENDPOINTS
 logger = logging.getLogger(__name__)
 
 COMPANY_SIZES = (None, 16, 1)
-"""How many requests run together that have seen no engine end, one, and two; None is any number."""
+"""How many requests run together after zero, one and two engine ends; None is any number."""
 
 MAX_ENDS = len(COMPANY_SIZES)
 
-GIVEN_UP = "The model's engine ended each time that it worked on this request"
+GIVEN_UP = "The model's engine ended each time it worked on this request"
 STREAM_BROKEN_OFF = "The model's engine ended while it worked on this stream; send the request again"
 
 
 class Company:
-    """Which requests run together on one model in memory. Suspects go before all others, the most suspected first."""
+    """Decides which requests run together on one model in memory. The most suspect come first."""
 
     def __init__(self) -> None:
         self._num_ends = 0
@@ -41,7 +41,7 @@ class Company:
 
     @asynccontextmanager
     async def join(self, num_ends: int) -> AsyncIterator[None]:
-        """A turn beside others that have seen as many engines end. The block is the turn."""
+        """A turn together with others that have seen as many engine ends. The block is the turn."""
         if any(self._waiting) or not self._has_place(num_ends):
             await self._wait(num_ends)
         else:
@@ -82,7 +82,7 @@ class Company:
         self._admit_waiting()
 
     def _admit_waiting(self) -> None:
-        """Let in whoever may come now; nobody passes a greater suspect."""
+        """Admit waiting requests; no request passes one that has seen more engine ends."""
         for num_ends in reversed(range(len(COMPANY_SIZES))):
             waiting = self._waiting[num_ends]
             while waiting and self._has_place(num_ends):
@@ -99,15 +99,15 @@ class Supervised(Residing, Protocol):
 
     @property
     def company(self) -> Company:
-        """Of this life of the model."""
+        """The company of this life of the model."""
 
 
 SupervisedT = TypeVar("SupervisedT", bound=Supervised)
 
 
 class Attempts(Generic[SupervisedT]):
-    """The turns of one request on a model. has_begun: set it when part of the answer is out, so that it cannot run
-    again."""
+    """The turns of one request on a model. has_begun: must be set when a part of the answer was sent, so that the
+    request cannot run again."""
 
     def __init__(
         self, residency: ModelResidency[SupervisedT], wanted: Loadable[SupervisedT], request: EndpointRequest
@@ -121,10 +121,11 @@ class Attempts(Generic[SupervisedT]):
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[SupervisedT]:
-        """A turn on a model that is alive. If its engine ends, the block ends there, to be entered again.
+        """A turn on a live model. If its engine ends, the block ends without an error, and the caller starts another
+        turn.
 
-        Raises: InternalServerError once too many engines have ended; ServiceUnavailable where the answer has begun;
-        what `ModelResidency.use` raises.
+        Raises: InternalServerError once too many engines have ended; ServiceUnavailable if the answer has begun; the
+        exceptions of `ModelResidency.use`.
         """
         while True:
             async with self._residency.use(self._wanted) as model, self._place_in(model.company):
@@ -134,7 +135,7 @@ class Attempts(Generic[SupervisedT]):
                     yield model
                 except RequestError:
                     raise
-                except Exception as exc:  # also what else an engine that ends may look like
+                except Exception as exc:  # an engine that ends may cause other exceptions too
                     if model.is_alive():
                         raise
                     self._note_end(exc)
@@ -144,7 +145,7 @@ class Attempts(Generic[SupervisedT]):
                 return
 
     def _place_in(self, company: Company) -> AbstractAsyncContextManager[None]:
-        """A request that the tokenizer alone answers waits for no other."""
+        """A request that needs only the tokenizer does not wait for others."""
         return company.join(self._num_ends) if self._needs_engine else nullcontext()
 
     def _note_end(self, exc: Exception) -> None:
@@ -153,6 +154,6 @@ class Attempts(Generic[SupervisedT]):
         if self.has_begun:
             raise ServiceUnavailable(STREAM_BROKEN_OFF, code="engine_ended") from exc
         if self._num_ends >= MAX_ENDS:
-            logger.error("request %s ended %d engines and is given up", self._request.request_id, MAX_ENDS)
+            logger.error("request %s ended %d engines and is not tried again", self._request.request_id, MAX_ENDS)
             self._residency.note_culprit(self._wanted.name)
             raise InternalServerError(GIVEN_UP) from exc
