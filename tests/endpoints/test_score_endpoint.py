@@ -10,6 +10,8 @@ from fake_pooling_models import FakeEmbedder, FakePairModel
 from batchline.endpoints.score import score
 from batchline.endpoints.scorers import PairScorer, SimilarityScorer
 from batchline.errors import BadRequest, EngineDead, EngineError, InternalServerError
+from batchline.openai_api.parsing import parse_body
+from batchline.openai_api.score import ScoreRequest
 
 
 def sigmoid(logit: float) -> float:
@@ -68,7 +70,7 @@ async def test_truncation_cuts_a_pair() -> None:
 @pytest.mark.parametrize(
     ("body", "param", "words"),
     [
-        ({}, "text_1", "text_1 and text_2, or queries and documents, or data_1 and data_2"),
+        ({}, "text_1", "text_1 and text_2, or queries and documents, or queries and items, or data_1"),
         ({"text_1": "a", "text_2": "b", "queries": "c"}, "text_1", "one of these pairs"),
         ({"text_1": "a"}, "text_2", "at least one text is needed"),
         ({"documents": "a"}, "queries", "at least one text is needed"),
@@ -76,8 +78,8 @@ async def test_truncation_cuts_a_pair() -> None:
         ({"queries": "a", "documents": []}, "documents", "at least one text"),
         ({"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_1", "2 texts cannot be scored against 3"),
         ({"text_1": ["a", "b"], "text_2": "a"}, "text_1", "1:1, 1:N or N:N"),
-        ({"text_1": 3, "text_2": "a"}, "text_1", "string or a list of strings"),
-        ({"text_1": "a", "text_2": ["a", 3]}, "text_2", "string or a list of strings"),
+        ({"text_1": 3, "text_2": "a"}, "text_1", "string, an object with a text"),
+        ({"text_1": "a", "text_2": ["a", 3]}, "text_2", "string, an object with a text"),
         ({"text_1": "a", "text_2": "\ud800"}, "text_2", "Unicode"),
         ({"text_1": "a", "text_2": ["b", "b" * 40]}, "text_2[1]", "maximum context length is 32 tokens"),
         ({"text_1": "a", "text_2": "b", "truncate_prompt_tokens": 33}, "truncate_prompt_tokens", "length of 32"),
@@ -144,3 +146,29 @@ async def test_score_that_is_not_a_number_is_a_500() -> None:
 
     with pytest.raises(InternalServerError, match="not a number"):
         await scores_of({"text_1": "a", "text_2": "b"}, Broken())
+
+
+@pytest.mark.parametrize("seconds", [["ab", "c"], [{"text": "ab"}, {"content": [{"type": "text", "text": "c"}]}]])
+def test_items_are_documents_and_texts_may_be_in_parts(seconds: list[Any]) -> None:
+    query = {"content": [{"type": "text", "text": "q"}]}
+    both = [
+        parse_body(ScoreRequest, {"queries": query, name: seconds}, strict=True).texts()
+        for name in ("documents", "items")
+    ]
+    assert [(texts.firsts, texts.seconds, texts.are_queries) for texts in both] == [(("q",), ("ab", "c"), True)] * 2
+    assert both[1].names == ("queries", "items")
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"queries": "q", "documents": "d", "items": "i"}, "text_1"),
+        ({"items": "i"}, "queries"),
+        ({"queries": "q", "documents": [{"type": "image_url", "image_url": {"url": "x"}}]}, "documents"),
+        ({"queries": "q", "documents": {"content": []}}, "documents"),
+    ],
+)
+def test_sides_that_do_not_go_together_are_refused(body: dict[str, Any], param: str) -> None:
+    with pytest.raises(BadRequest) as caught:
+        parse_body(ScoreRequest, body, strict=True).texts()
+    assert caught.value.param == param

@@ -31,6 +31,7 @@ BOUNDED_ELSEWHERE = {
     "model": "looked up in a table; errors show its beginning",
     "request_id": "has a length of its own",
     "include": "has a length of its own",
+    "embedding_types": "has a length of its own",
     "cache_salt": "has a length of its own",
     "function_call": "a name that is looked up among the functions",
     "previous_response_id": "looked up in a table; errors show its beginning",

@@ -215,6 +215,7 @@ def scoring_cases() -> list[Case]:
         Case("text_2", SCORE_URL, score, {"text_2": [PARIS, MADRID]}, lambda new, old: len(scores(new)) == 2),
         Case("text_1", SCORE_URL, score, {"text_1": [ASKED, ASKED]}, refused("text_1")),
         spelled("queries", "documents"),
+        spelled("queries", "items"),
         spelled("data_1", "data_2"),
         Case(
             "model",

@@ -20,6 +20,7 @@ VALID: dict[str, dict[str, Any]] = {
     "/v1/messages": {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2},
     "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "Hi"}]},
     "/v1/embeddings": {"input": "Hi"},
+    "/v2/embed": {"texts": ["Hi"]},
     "/v1/score": {"text_1": "Hi", "text_2": "Ho"},
     "/v1/rerank": {"query": "Hi", "documents": ["Ho"]},
     "/invocations": {"prompt": "Hi", "max_tokens": 2},

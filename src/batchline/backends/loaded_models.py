@@ -25,6 +25,7 @@ from batchline.endpoints.chat import chat_completion
 from batchline.endpoints.chat_stream import chat_completion_chunks
 from batchline.endpoints.completion_stream import completion_chunks
 from batchline.endpoints.completions import completion
+from batchline.endpoints.embed import embed
 from batchline.endpoints.embedders import Embedder, EngineEmbedder
 from batchline.endpoints.embeddings import embeddings
 from batchline.endpoints.loading import load_text, message_renderer
@@ -46,6 +47,7 @@ from batchline.openai_api.endpoint_table import (
     COMPLETIONS,
     COUNT_TOKENS,
     DETOKENIZE,
+    EMBED,
     EMBEDDINGS,
     INPUT_TOKENS,
     MESSAGES,
@@ -298,9 +300,13 @@ def _tokenized_pooling(model: EmbeddingModel | CrossEncoderModel, config: Engine
 def _pooling_endpoints(scorer: Scorer, embedder: Embedder | None, *, text: TextConfig) -> dict[str, Endpoint]:
     """Score and rerank by the scorer; embeddings where there is an embedder."""
 
-    async def embed(request: EndpointRequest) -> dict[str, Any]:
+    async def openai_embeddings(request: EndpointRequest) -> dict[str, Any]:
         assert embedder is not None  # the table below has the endpoint only where there is one
         return await embeddings(request.body, request.request_id, embedder, text=text, priority=request.priority)
+
+    async def cohere_embed(request: EndpointRequest) -> dict[str, Any]:
+        assert embedder is not None
+        return await embed(request.body, request.request_id, embedder, text=text, priority=request.priority)
 
     async def score_pairs(request: EndpointRequest) -> dict[str, Any]:
         return await score(request.body, request.request_id, scorer, text=text, priority=request.priority)
@@ -316,7 +322,7 @@ def _pooling_endpoints(scorer: Scorer, embedder: Embedder | None, *, text: TextC
         )
 
     endpoints: dict[str, Endpoint] = {**dict.fromkeys(SCORE, score_pairs), **dict.fromkeys(RERANK, rank)}
-    return endpoints if embedder is None else {EMBEDDINGS: embed, **endpoints}
+    return endpoints if embedder is None else {EMBEDDINGS: openai_embeddings, EMBED: cohere_embed, **endpoints}
 
 
 def _engine_stats(engine: AsyncEngine) -> BackendStats:

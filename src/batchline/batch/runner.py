@@ -281,10 +281,11 @@ def _raise_first(results: list[BaseException | None]) -> None:
 def _usage(body: Mapping[str, Any]) -> tuple[int, int, int]:
     """(prompt, cached, output) tokens of an answer; zeros where it has none. Responses and messages have names
     of their own, and the `input_tokens` of a message are those that no cache had.
+    Cohere's API bills units.
 
     Raises: ValueError for what is there and is no count.
     """
-    usage = body.get("usage")
+    usage = body.get("usage") or _of(body.get("meta") or {}, "billed_units")
     if usage is None:
         return 0, 0, 0
     details = _of(usage, "prompt_tokens_details") or _of(usage, "input_tokens_details") or {}

@@ -40,17 +40,15 @@ async def embeddings(
     """The response body. text: its limits, and whether unknown fields are errors. Raises: RequestError, EngineDead."""
     request = await off_loop_if_large(body, partial(_read, body, model, text))
     sequences = await _tokenize(request, model)
-    with engine_errors_answered():
-        vectors = await model.embed(
-            salted(sequences, request.cache_salt),
-            dimensions=request.dimensions,
-            normalises=request.normalises,
-            priority=priority,
-        )
-    if not are_finite(vectors):
-        raise InternalServerError("The model's embedding is not a number; a wider dtype may help")
+    vectors = await finite_vectors(
+        salted(sequences, request.cache_salt),
+        model,
+        dimensions=request.dimensions,
+        normalises=request.normalises,
+        priority=priority,
+    )
     is_base64 = request.encoding_format == "base64"
-    write = partial(encode_base64, dtype=request.embed_dtype, order=request.endianness) if is_base64 else _numbers
+    write = partial(encode_base64, dtype=request.embed_dtype, order=request.endianness) if is_base64 else numbers
     is_large = vectors.size > LARGE_ANSWER
     return embeddings_object(
         embeddings_id=f"embd-{request_id}",
@@ -61,18 +59,34 @@ async def embeddings(
     )
 
 
+async def finite_vectors(
+    sequences: Sequence[TokenSequence],
+    model: Embedder,
+    *,
+    dimensions: int | None,
+    normalises: bool | None = None,
+    priority: int,
+) -> Vectors:
+    """(num_sequences, size) float32. Raises: BadRequest, InternalServerError, EngineDead."""
+    with engine_errors_answered():
+        vectors = await model.embed(sequences, dimensions=dimensions, normalises=normalises, priority=priority)
+    if not are_finite(vectors):
+        raise InternalServerError("The model's embedding is not a number; a wider dtype may help")
+    return vectors
+
+
 def _read(body: Mapping[str, Any], model: Embedder, text: TextConfig) -> EmbeddingsRequest:
     """The checked request. Raises: BadRequest."""
     request = parse_body(EmbeddingsRequest, body, strict=text.strict, limits=text.limits)
     request.check()
-    _check_dimensions(request.dimensions, model)
+    check_dimensions(request.dimensions, model, "dimensions")
     for prompt in request.input or ():
         if not isinstance(prompt, str):
             check_vocabulary(prompt, model.vocab_size, "input")
     return request
 
 
-def _numbers(vectors: Vectors) -> list[list[float]]:
+def numbers(vectors: Vectors) -> list[list[float]]:
     """Row by row: nothing else can run while numpy makes numbers of an array."""
     return [row.tolist() for row in vectors]
 
@@ -130,17 +144,17 @@ async def _tokenize_input(
     return [model.from_token_ids(row, max_tokens=max_tokens, side=request.truncation_side) for row in rows]
 
 
-def _check_dimensions(dimensions: int | None, model: Embedder) -> None:
+def check_dimensions(dimensions: int | None, model: Embedder, field: str) -> None:
     """Only a matryoshka model's vectors may be cut, and to the sizes it was trained for. Raises: BadRequest."""
     if dimensions is None:
         return
     if model.matryoshka is None:
         raise BadRequest(
-            f"dimensions: {model.name} is not known to be a matryoshka model, so its vectors cannot be cut",
-            param="dimensions",
+            f"{field}: {model.name} is not known to be a matryoshka model, so its vectors cannot be cut",
+            param=field,
         )
     if not model.matryoshka.allows(dimensions):
         raise BadRequest(
-            f"dimensions: {dimensions} is not one of the sizes of {model.name}: {model.matryoshka.describe()}",
-            param="dimensions",
+            f"{field}: {dimensions} is not one of the sizes of {model.name}: {model.matryoshka.describe()}",
+            param=field,
         )

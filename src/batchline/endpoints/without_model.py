@@ -18,11 +18,13 @@ from batchline.endpoints.completions import parse_completion
 from batchline.endpoints.constraints import requested_constraint
 from batchline.openai_api.chat import ChatCompletionRequest
 from batchline.openai_api.completions import CompletionRequest
+from batchline.openai_api.embed import EmbedRequest
 from batchline.openai_api.embeddings import EmbeddingsRequest
 from batchline.openai_api.endpoint_table import (
     CHAT,
     COMPLETIONS,
     COUNT_TOKENS,
+    EMBED,
     EMBEDDINGS,
     INVOCATIONS,
     MESSAGES,
@@ -85,6 +87,12 @@ def _embeddings(body: Body, config: TextConfig) -> EmbeddingsRequest:
     return request
 
 
+def _embed(body: Body, config: TextConfig) -> EmbedRequest:
+    request = parse_body(EmbedRequest, body, strict=config.strict, limits=config.limits)
+    request.check()
+    return request
+
+
 def _score(body: Body, config: TextConfig) -> ScoreRequest:
     request = parse_body(ScoreRequest, body, strict=config.strict, limits=config.limits)
     request.texts()
@@ -111,6 +119,7 @@ CHECKS: Mapping[str, Callable[[Body, TextConfig], BaseModel]] = {
     MESSAGES: _message,
     COUNT_TOKENS: _counted_message,
     EMBEDDINGS: _embeddings,
+    EMBED: _embed,
     **dict.fromkeys(SCORE, _score),
     **dict.fromkeys(RERANK, _rerank),
     INVOCATIONS: _invocation,

@@ -70,6 +70,39 @@ def _one_or_many(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+def text_of(value: Any) -> str:
+    """The text of an input: a string, an object with a `text`, or one with a `content` of such objects.
+
+    Raises: PydanticCustomError, also for parts that are no text.
+    """
+    if isinstance(value, str):
+        return _valid_unicode(value)
+    parts = value.get("content", [value]) if isinstance(value, dict) else None
+    texts = [_part_text(part) for part in parts] if isinstance(parts, list) and parts else [None]
+    if not all(isinstance(text, str) for text in texts):
+        raise PydanticCustomError(
+            "text_input", "Input should be a string, an object with a text or with a list of text parts as its content"
+        )
+    return _valid_unicode("\n".join(map(str, texts)))
+
+
+def _part_text(part: Any) -> Any:
+    is_text = isinstance(part, dict) and part.get("type", "text") in ("text", "input_text")
+    return part.get("text") if is_text else None
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    values = value if isinstance(value, list) else [value]
+    return tuple(map(text_of, values))
+
+
+TextInput = Annotated[str, PlainValidator(text_of)]
+"""A field that takes a text, which may also be in parts."""
+
+TextInputs = Annotated[tuple[str, ...], PlainValidator(_texts)]
+"""A field that takes one such text or several."""
+
+
 def _strings(value: Any) -> tuple[str, ...]:
     values = _one_or_many(value)
     if not isinstance(values, list) or not all(isinstance(item, str) for item in values):

@@ -17,6 +17,7 @@ from batchline.errors import BadRequest
 from batchline.openai_api.chat import ChatCompletionRequest
 from batchline.openai_api.common import WireModel
 from batchline.openai_api.completions import CompletionRequest
+from batchline.openai_api.embed import EmbedRequest, cohere_error
 from batchline.openai_api.embeddings import EmbeddingsRequest
 from batchline.openai_api.messages import CountTokensRequest, MessagesRequest, message_error
 from batchline.openai_api.rerank import RerankRequest
@@ -31,6 +32,7 @@ INPUT_TOKENS = "/v1/responses/input_tokens"
 MESSAGES = "/v1/messages"
 COUNT_TOKENS = "/v1/messages/count_tokens"
 EMBEDDINGS = "/v1/embeddings"
+EMBED = "/v2/embed"
 SCORE = ("/v1/score", "/score")
 COHERE_RERANK = "/v2/rerank"
 RERANK = ("/v1/rerank", COHERE_RERANK, "/rerank")
@@ -121,6 +123,7 @@ ENDPOINTS: Mapping[str, ApiEndpoint] = {
             error_body=message_error,
         ),
         ApiEndpoint(path=EMBEDDINGS, tasks=EMBEDS, schema=EmbeddingsRequest),
+        ApiEndpoint(path=EMBED, tasks=EMBEDS, schema=EmbedRequest, error_body=cohere_error),
         *_rows(SCORE, SCORES, ScoreRequest),
         *_rows(RERANK, SCORES, RerankRequest),
         ApiEndpoint(path="/v1/audio/transcriptions"),
@@ -166,7 +169,7 @@ _INVOKED: tuple[tuple[tuple[str, ...], str], ...] = (
     (("prompt",), COMPLETIONS),
     (("query", "documents"), RERANK[0]),
     (("input",), EMBEDDINGS),
-    *(((field,), SCORE[0]) for field, _ in SPELLINGS),
+    *(((field,), SCORE[0]) for field in dict.fromkeys(first for first, _ in SPELLINGS)),
 )
 """Which endpoint a body is for, by the fields that it has."""
 

@@ -34,13 +34,15 @@ def num_prompts(value: Any) -> int:
 
 
 def longest_text(value: Any) -> int:
-    """Characters of a string, or of the longest of several, which may also be objects with a `text`."""
-    if isinstance(value, str):
-        return len(value)
-    if not isinstance(value, list):
-        return 0
-    texts = (item.get("text") if isinstance(item, dict) else item for item in value)
-    return max((len(text) for text in texts if isinstance(text, str)), default=0)
+    """Characters of a text, or of the longest of several, which may also be objects with a `text` or in parts."""
+    return max(map(_num_characters, value if isinstance(value, list) else [value]), default=0)
+
+
+def _num_characters(value: Any) -> int:
+    if isinstance(value, dict):
+        parts = value.get("content")
+        return sum(map(_num_characters, parts)) if isinstance(parts, list) else _num_characters(value.get("text"))
+    return len(value) if isinstance(value, str) else 0
 
 
 def num_parts(messages: Any) -> int:

@@ -6,26 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field
-from pydantic_core import PydanticCustomError
+from pydantic import Field
 
 from batchline.openai_api.common import (
     CacheSalt,
-    Text,
+    TextInput,
     TruncatePromptTokens,
     TruncationSide,
     Usage,
     WireModel,
 )
 from batchline.openai_api.limits import TEXT, Limited
-
-
-def _document(value: Any) -> str:
-    """The text of a document: a string, or an object with `text`."""
-    text = value.get("text") if isinstance(value, dict) else value
-    if not isinstance(text, str):
-        raise PydanticCustomError("document_type", "A document should be a string or an object with a text")
-    return text
 
 
 class RerankRequest(WireModel):
@@ -35,10 +26,8 @@ class RerankRequest(WireModel):
     """
 
     model: str | None = None
-    query: Annotated[Text, TEXT]
-    documents: Annotated[
-        list[Annotated[Text, BeforeValidator(_document)]], Field(min_length=1), Limited("documents"), TEXT
-    ]
+    query: Annotated[TextInput, TEXT]
+    documents: Annotated[list[TextInput], Field(min_length=1), Limited("documents"), TEXT]
     top_n: Annotated[int, Field(ge=0)] = 0
     return_documents: bool = True
     max_tokens_per_doc: Annotated[int, Field(ge=1)] | None = None

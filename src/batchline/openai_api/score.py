@@ -1,4 +1,4 @@
-"""`/v1/score`: its request fields, in three spellings, and the shape of its answer."""
+"""`/v1/score`: its request fields, in four spellings, and the shape of its answer."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 from batchline.errors import BadRequest
-from batchline.openai_api.common import CacheSalt, Strings, TruncatePromptTokens, TruncationSide, Usage, WireModel
+from batchline.openai_api.common import CacheSalt, TextInputs, TruncatePromptTokens, TruncationSide, Usage, WireModel
 from batchline.openai_api.limits import TEXT, Limited
 
-SPELLINGS = (("text_1", "text_2"), ("queries", "documents"), ("data_1", "data_2"))
+SPELLINGS = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
 
 
-Texts = Annotated[Strings | None, Limited("documents"), TEXT]
+Texts = Annotated[TextInputs | None, Limited("documents"), TEXT]
 
 
 class TextsToScore(NamedTuple):
@@ -36,6 +36,7 @@ class ScoreRequest(WireModel):
     text_2: Texts = None
     queries: Texts = None
     documents: Texts = None
+    items: Texts = None
     data_1: Texts = None
     data_2: Texts = None
     encoding_format: Literal["float"] = "float"
@@ -46,8 +47,9 @@ class ScoreRequest(WireModel):
 
     def texts(self) -> TextsToScore:
         """Both sides. Raises: BadRequest when a side is missing or empty, spellings mix or the numbers do not fit."""
-        given = [pair for pair in SPELLINGS if any(getattr(self, name) is not None for name in pair)]
-        if len(given) != 1:
+        used = {name for pair in SPELLINGS for name in pair if getattr(self, name) is not None}
+        given = [pair for pair in SPELLINGS if used and used.issubset(pair)]
+        if not given:
             spellings = ", or ".join(f"{first} and {second}" for first, second in SPELLINGS)
             raise BadRequest(f"A score request needs {spellings}: one of these pairs", param="text_1")
         names = given[0]

@@ -16,10 +16,15 @@ from batchline.pooling.batching import TokenSequence
 Side = Literal["left", "right"]
 """Where a sequence that is too long is cut."""
 
-Role = Literal["query", "document"]
+Role = Literal["query", "document", "classification", "clustering"]
 """The role of a text in a search; a model may have a prompt for each."""
 
-ROLE_PROMPTS: dict[Role, tuple[str, ...]] = {"query": ("query",), "document": ("document", "passage", "corpus")}
+ROLE_PROMPTS: dict[Role, tuple[str, ...]] = {
+    "query": ("query",),
+    "document": ("document", "passage", "corpus"),
+    "classification": ("classification",),
+    "clustering": ("clustering",),
+}
 """Prompt names by role. The first that a model has is used, as in `encode_query` and `encode_document`."""
 
 

@@ -1,0 +1,76 @@
+"""Cohere's `/v2/embed`: its request fields and the shape of its answer and of its errors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from batchline.errors import BadRequest
+from batchline.openai_api.common import Text, TextInput, WireModel
+from batchline.openai_api.generation import Int32
+from batchline.openai_api.limits import TEXT, Limited
+
+JsonObject = dict[str, Any]
+EmbeddingType = Literal["float", "int8", "uint8", "binary", "ubinary", "base64"]
+InputType = Literal["search_query", "search_document", "classification", "clustering"]
+
+
+class EmbedRequest(WireModel):
+    """The body of an embed request. input_type: chooses the model's prompt of that purpose, where it has one.
+
+    max_tokens: of one text; None is the model's context length.
+    """
+
+    model: str | None = None
+    input_type: InputType | None = None
+    texts: Annotated[Annotated[list[Text], Field(min_length=1)] | None, Limited("inputs"), TEXT] = None
+    inputs: Annotated[Annotated[list[TextInput], Field(min_length=1)] | None, Limited("inputs"), TEXT] = None
+    images: Annotated[list[Any] | None, Limited("inputs")] = None
+    embedding_types: Annotated[list[EmbeddingType], Field(min_length=1, max_length=8)] = Field(
+        default_factory=lambda: list[EmbeddingType](("float",))
+    )
+    truncate: Literal["NONE", "START", "END"] = "END"
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    output_dimension: Annotated[int, Field(ge=1)] | None = None
+    priority: Int32 = 0
+
+    @property
+    def field(self) -> Literal["texts", "inputs"]:
+        """Where the texts stand."""
+        return "inputs" if self.texts is None else "texts"
+
+    @property
+    def given_texts(self) -> Sequence[str]:
+        """What is to be embedded."""
+        return self.texts or self.inputs or ()
+
+    def check(self) -> None:
+        """What fields say together. Raises: BadRequest."""
+        if self.images:
+            raise BadRequest("images: no model here sees images", param="images")
+        if (self.texts is None) == (self.inputs is None):
+            raise BadRequest("texts: exactly one of texts and inputs is required", param="texts")
+
+
+def embed_object(
+    *, embed_id: str, embeddings: Mapping[str, Sequence[Any]], texts: Sequence[str] | None, num_tokens: int
+) -> JsonObject:
+    """The whole answer. embeddings: by type. texts: as the request gave them, None where it gave inputs."""
+    return {
+        "response_type": "embeddings_by_type",
+        "id": embed_id,
+        "embeddings": dict(embeddings),
+        "texts": None if texts is None else list(texts),
+        "meta": {
+            "api_version": {"version": "2"},
+            "billed_units": {"input_tokens": num_tokens},
+            "tokens": {"input_tokens": num_tokens},
+        },
+    }
+
+
+def cohere_error(body: Mapping[str, Any]) -> JsonObject:
+    """An error envelope with the `message` that Cohere's clients read. body: `RequestError.body()`."""
+    return {"message": body["error"]["message"], **body}
