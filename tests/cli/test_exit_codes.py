@@ -7,15 +7,18 @@ import json
 import re
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import orjson
 import pytest
 
-from batchline.batch import api
+from batchline.backends.base import ServedModel
+from batchline.batch import api, rates
 from batchline.cli.main import main
 from batchline.errors import EngineLost, ModelLoadError
+from batchline.model_record import ModelRecord
 from batchline.testing import FakeBackend
 
 TINY_CHAT = Path(__file__).parents[2] / "examples" / "models" / "tiny-chat"
@@ -351,6 +354,43 @@ def test_plan_shows_groups_without_running_them(command: Command, tmp_path: Path
     assert ended.out.startswith("3 requests in 1 groups\n2 of them are served by an identical one's answer\n")
     overview = json.loads(command("plan", path, "--json").out)
     assert (overview["num_requests"], overview["num_copies"], overview["tokens"]) == (3, 2, None)
+
+
+def test_plan_says_what_a_run_takes_once_one_was_measured(
+    command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It counted groups, and nothing that helps to decide whether to run the file tonight."""
+    record = ModelRecord(
+        name="fake", architecture="Fake", dtype="float32", device="cpu", kernels="none", quantization="none",
+        num_threads=1, max_model_len=64,
+    )  # fmt: skip
+
+    class Measured(FakeBackend):
+        async def models(self) -> list[ServedModel]:
+            return [replace(model, record=record) for model in await super().models()]
+
+    monkeypatch.setattr(api, "open_in_process", lambda _engines: Measured())
+    monkeypatch.setattr(rates, "MIN_RUN_TIME_S", 0.0)
+    path = write(tmp_path / "in", *(line(str(n), max_tokens=50) for n in range(10)))
+    model = ["--model", TINY_CHAT]
+    before = command("plan", path, *model)
+    assert "Time           unknown: no run of the model on this machine is known; run a part of the file" in before.out
+    assert "Output tokens  at most 500" in before.out
+    assert re.search(r"^Memory +\d+ MiB for the model's weights", before.out, re.MULTILINE)
+    assert command("run-batch", "-i", path, "-o", tmp_path / "out", *model, "--served-model-name", "fake").code == 0
+    after = command("plan", path, *model)
+    assert re.search(r"^Output tokens  about \d+ \(at most 500\)$", after.out, re.MULTILINE)
+    assert re.search(
+        r"^Time +about [\d.]+ s, at the rates of the run of .* \(float32 on cpu, ", after.out, re.MULTILINE
+    )
+    small = json.loads(command("plan", path, *model, "--json").out)["estimate"]
+    write(path, *(line(str(n), max_tokens=50) for n in range(100)))
+    large = json.loads(command("plan", path, *model, "--json").out)["estimate"]
+    assert large["output_tokens"] == pytest.approx(10 * small["output_tokens"], abs=5)
+    assert large["time_s"] > small["time_s"]
+    guessed = command("plan", path)
+    assert "from their characters; --model counts them" in guessed.out
+    assert "name the model with --model" in guessed.out
 
 
 def test_split_and_merge_go_there_and_back(command: Command, good: Path, tmp_path: Path) -> None:

@@ -46,11 +46,11 @@ def refuse_missing_folder(model: str) -> None:
 def _settings(engine: EngineConfig) -> dict[str, str]:
     model, text = engine.model, engine.text
     values = {
-        "--model": _model_stamp(model.model),
+        "--model": model_stamp(model.model),
         "--served-model-name": " ".join(model.names),
         "--task": model.task,
         "--scoring": model.scoring,
-        "--tokenizer": None if model.tokenizer is None else _model_stamp(model.tokenizer),
+        "--tokenizer": None if model.tokenizer is None else model_stamp(model.tokenizer),
         "--revision": model.revision,
         "--dtype": model.dtype,
         "--quantization": model.quantization,
@@ -94,7 +94,7 @@ def _changed_limits(limits: RequestLimits) -> str:
     return " ".join(f"{name}={value}" for name, value, default in pairs if value != default)
 
 
-def _model_stamp(model: str) -> str:
+def model_stamp(model: str) -> str:
     """A hub id as it is; a local folder by its contents, so that a copy of it is the same model."""
     folder = Path(model)
     if not folder.is_dir():

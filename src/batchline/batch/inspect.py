@@ -21,7 +21,7 @@ from batchline.batch.check import CheckReport, LineFault, LineObserver, check_fi
 from batchline.batch.index import LineIndex, LineReader
 from batchline.batch.locations import parse_location
 from batchline.batch.plan import PlannedGroup, Planner
-from batchline.batch.request_traits import prompt_content
+from batchline.batch.request_traits import prompt_text
 from batchline.batch.source import refuse_unreadable, stage_input
 from batchline.batch.tokens import TokenCounter
 from batchline.config import TextConfig
@@ -183,7 +183,7 @@ def _group_overview(
     group: PlannedGroup, reader: LineReader, count_tokens: Callable[[str], int] | None
 ) -> GroupOverview:
     sampled = [reader.batch_line(position)[0] for position in group.samples]
-    texts = [_prompt_text(line.body) for line in sampled]
+    texts = [prompt_text(line.body) for line in sampled]
     prefix = _common_start(texts) if len(texts) > 1 else ""
     return GroupOverview(
         model=sampled[0].model,
@@ -201,12 +201,3 @@ def _common_start(texts: list[str]) -> str:
     first, last = min(texts), max(texts)
     length = next((n for n, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
     return first[:length]
-
-
-def _prompt_text(body: dict[str, Any]) -> str:
-    """The prompt's text for people to read: message contents one after another."""
-    content = prompt_content(body)
-    if isinstance(content, str):
-        return content
-    parts = content if isinstance(content, list) else [content]
-    return "\n".join(str(part.get("content")) if isinstance(part, dict) else str(part) for part in parts)

@@ -43,6 +43,15 @@ def prompt_content(body: dict[str, Any]) -> Any:
     return next((body[name] for name in _PROMPT_FIELDS if name in body), None)
 
 
+def prompt_text(body: dict[str, Any]) -> str:
+    """The prompt's text for people to read: message contents one after another."""
+    content = prompt_content(body)
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else [content]
+    return "\n".join(str(part.get("content")) if isinstance(part, dict) else str(part) for part in parts)
+
+
 def prefix_hashes(prompt: bytes) -> list[int]:
     """CRC-32 of the prompt's first bytes, at each of `PREFIX_LENGTHS`."""
     hashes: list[int] = []

@@ -32,6 +32,7 @@ from batchline.batch.options import RunOptions
 from batchline.batch.output_places import account_for_older_outputs
 from batchline.batch.plan import Plan, Planner, WorkItem
 from batchline.batch.progress import GuardedReporter, Pace, Reporter, Tally
+from batchline.batch.rates import keep_measurement
 from batchline.batch.recovery import RunState, note_crash, recover
 from batchline.batch.runner import Feeder, Runner
 from batchline.batch.stopping import Stop, unless_stopped
@@ -161,6 +162,7 @@ class BatchRun:
             summary = await asyncio.to_thread(self._summary, state, checked.index)
             if not self._is_cut_short:
                 await self._finished_runs.add(identity, summary, self._reporter)
+                await asyncio.to_thread(keep_measurement, self._options, summary)
         except RunInterrupted as exc:
             raise RunInterrupted(f"{exc} {_saved(self._state)}") from exc
         return summary

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from batchline.batch.request_traits import output_limit
+from batchline.batch.request_traits import output_limit, prompt_text
 from batchline.config import TextConfig
 from batchline.endpoints.prompts import num_reserved, resolve_max_tokens, truncate
 from batchline.endpoints.without_model import CHECKS, checked_request
@@ -28,6 +28,9 @@ from batchline.text.tokenizer import load_tokenizer
 
 TokenIds = tuple[int, ...]
 
+CHARACTERS_PER_TOKEN = 4
+"""Of English text, with the usual tokenizers."""
+
 _UNBOUNDED = 2**62
 _DEFAULTS = TextConfig()
 
@@ -36,8 +39,9 @@ _DEFAULTS = TextConfig()
 class TokenCounts:
     """Sums over the good lines. output_limit: the most that requests with a limit may produce.
 
-    unlimited: generating requests without a limit. uncounted: requests whose prompt the template or tokenizer refuses.
-    with_control_tokens: requests whose messages hold control tokens; control_token_example: where the first one does.
+    limited, unlimited: generating requests with and without a limit. uncounted: requests whose prompt the template or
+    tokenizer refuses. with_control_tokens: requests whose messages hold control tokens; control_token_example: where
+    the first one does.
     """
 
     prompt: int = 0
@@ -47,6 +51,29 @@ class TokenCounts:
     uncounted: int = 0
     with_control_tokens: int = 0
     control_token_example: str | None = None
+    limited: int = 0
+
+    def add_output(self, url: str, body: dict[str, Any]) -> None:
+        """Count what a request may produce."""
+        if generates(url):
+            limit = output_limit(url, body)
+            self.output_limit += limit or 0
+            self.unlimited += limit is None
+            self.limited += limit is not None
+
+
+class CharacterCounter:
+    """A `check.LineObserver` that guesses tokens from characters, without a tokenizer."""
+
+    def __init__(self) -> None:
+        self.counts = TokenCounts()
+
+    def __call__(self, position: int, url: str, body: dict[str, Any]) -> None:
+        """Count one line."""
+        num_tokens = -(-len(prompt_text(body)) // CHARACTERS_PER_TOKEN)
+        self.counts.prompt += num_tokens
+        self.counts.longest_prompt = max(self.counts.longest_prompt, num_tokens)
+        self.counts.add_output(url, body)
 
 
 class TokenCounter:
@@ -82,10 +109,7 @@ class TokenCounter:
         counts = self.counts
         counts.prompt += sum(map(len, prompts))
         counts.longest_prompt = max([counts.longest_prompt, *map(len, prompts)])
-        if generates(url):
-            limit = output_limit(url, body)
-            counts.output_limit += limit or 0
-            counts.unlimited += limit is None
+        counts.add_output(url, body)
         if isinstance(request, ChatCompletionRequest):
             self._note_control_tokens(position, request)
 

@@ -1,0 +1,105 @@
+"""How fast this machine ran each model last time, and from that how long a batch file will take.
+
+One small record for each model, data type and device in the user's state folder, written at the end of a run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ValidationError
+
+from batchline.batch.options import RunOptions
+from batchline.batch.summary import RunSummary
+from batchline.batch.user_state import write_record
+
+logger = logging.getLogger(__name__)
+
+MAX_RECORDS = 200
+MIN_RUN_TIME_S = 1.0
+"""A shorter run tells nothing about a long one."""
+
+OUTPUT_TOKEN_COST = 4.0
+"""The time of an output token, in prompt tokens. A rule of thumb; it cancels out if a run is like the last one."""
+
+
+class MeasuredRun(BaseModel):
+    """What one run took. model: a hub id, or the stamp of a folder. Tokens and requests: without an earlier run's."""
+
+    version: Literal[1] = 1
+    model: str
+    dtype: str
+    quantization: str
+    device: str
+    requests: float
+    prompt_tokens: float
+    output_tokens: float
+    run_time_s: float
+    load_time_s: float
+    measured_at: datetime
+
+    @property
+    def output_tokens_per_request(self) -> float:
+        """The mean length of an answer."""
+        return self.output_tokens / self.requests if self.requests else 0.0
+
+    def time_s(self, prompt_tokens: float, output_tokens: float) -> float:
+        """How long a run of so many tokens takes, loading included."""
+        work = prompt_tokens + OUTPUT_TOKEN_COST * output_tokens
+        measured = self.prompt_tokens + OUTPUT_TOKEN_COST * self.output_tokens
+        return self.load_time_s + self.run_time_s * work / measured
+
+
+def keep_measurement(options: RunOptions, summary: RunSummary) -> None:
+    """Write down how fast a run was, where it had one model and was long enough. Costs a run nothing if it fails."""
+    model = options.settings.get("--model")
+    if options.state_dir is None or model is None or len(summary.models) != 1:
+        return
+    record, time_s = summary.models[0], summary.run_time_s
+    run = MeasuredRun(
+        model=model,
+        dtype=record.dtype,
+        quantization=record.quantization,
+        device=record.device,
+        requests=summary.requests_per_s * time_s,
+        prompt_tokens=summary.prompt_tokens_per_s * time_s,
+        output_tokens=summary.output_tokens_per_s * time_s,
+        run_time_s=time_s,
+        load_time_s=summary.load_time_s,
+        measured_at=datetime.now(timezone.utc),
+    )
+    if time_s < MIN_RUN_TIME_S or not run.prompt_tokens + run.output_tokens:
+        return
+    variant = f"{run.dtype}\0{run.quantization}\0{run.device}"
+    path = _folder(options.state_dir) / f"{_tag(model)}-{_tag(variant)}.json"
+    try:
+        write_record(path, run.model_dump_json().encode(), max_records=MAX_RECORDS)
+    except OSError as exc:
+        logger.info("the rates of this run cannot be kept: %s", exc)
+
+
+def latest_measurement(state_dir: Path | None, model: str) -> MeasuredRun | None:
+    """The latest run of a model on this machine. model: a hub id, or the stamp of a folder."""
+    paths = [] if state_dir is None else _folder(state_dir).glob(f"{_tag(model)}-*.json")
+    runs = [run for path in paths if (run := _read(path)) is not None and run.model == model]
+    return max(runs, key=lambda run: run.measured_at, default=None)
+
+
+def _read(path: Path) -> MeasuredRun | None:
+    try:
+        return MeasuredRun.model_validate_json(path.read_bytes())
+    except (OSError, ValidationError) as exc:
+        logger.warning("The record %s is ignored: it cannot be read (%s).", path, type(exc).__name__)
+        return None
+
+
+def _folder(state_dir: Path) -> Path:
+    return state_dir / "rates"
+
+
+def _tag(text: str) -> str:
+    return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:12]

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from batchline.batch.options import RunOptions
+from batchline.batch.rates import keep_measurement, latest_measurement
+from batchline.batch.summary import RunSummary
+from batchline.model_record import ModelRecord
+
+
+def record(dtype: str = "float32") -> ModelRecord:
+    return ModelRecord(
+        name="m",
+        architecture="A",
+        dtype=dtype,
+        device="cpu",
+        kernels="none",
+        quantization="none",
+        num_threads=2,
+        max_model_len=2048,
+    )
+
+
+def summary(*models: ModelRecord, run_time_s: float = 10.0, requests_per_s: float = 2.0) -> RunSummary:
+    return RunSummary(
+        requests=20,
+        succeeded=20,
+        failed=0,
+        load_time_s=3.0,
+        run_time_s=run_time_s,
+        requests_per_s=requests_per_s,
+        prompt_tokens_per_s=100.0,
+        output_tokens_per_s=50.0,
+        models=models,
+    )
+
+
+def options(folder: Path | None, model: str = "org/model") -> RunOptions:
+    return RunOptions(input_file="in", output_file="out", state_dir=folder, settings={"--model": model})
+
+
+def test_a_run_like_the_last_one_takes_as_long_and_one_twice_as_large_twice_as_long(tmp_path: Path) -> None:
+    keep_measurement(options(tmp_path), summary(record()))
+    measured = latest_measurement(tmp_path, "org/model")
+    assert measured is not None
+    assert measured.output_tokens_per_request == pytest.approx(25.0)
+    assert measured.time_s(1000, 500) == pytest.approx(3.0 + 10.0)
+    assert measured.time_s(2000, 1000) == pytest.approx(3.0 + 20.0)
+
+
+def test_the_latest_run_of_the_model_counts_whatever_its_data_type(tmp_path: Path) -> None:
+    keep_measurement(options(tmp_path), summary(record("float32")))
+    keep_measurement(options(tmp_path), summary(record("bfloat16"), requests_per_s=4.0))
+    keep_measurement(options(tmp_path, "another"), summary(record("float16")))
+    measured = latest_measurement(tmp_path, "org/model")
+    assert measured is not None
+    assert (measured.dtype, measured.requests) == ("bfloat16", pytest.approx(40.0))
+    assert len(list((tmp_path / "rates").iterdir())) == 3
+
+
+def test_runs_that_tell_nothing_are_not_kept(tmp_path: Path) -> None:
+    keep_measurement(options(tmp_path), summary())
+    keep_measurement(options(tmp_path), summary(record(), record("bfloat16")))
+    keep_measurement(options(tmp_path), summary(record(), run_time_s=0.01))
+    keep_measurement(options(None), summary(record()))
+    assert list(tmp_path.iterdir()) == []
+    assert latest_measurement(tmp_path, "org/model") is None
+    assert latest_measurement(None, "org/model") is None
+
+
+def test_a_damaged_record_is_ignored_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    keep_measurement(options(tmp_path), summary(record()))
+    (damaged,) = (tmp_path / "rates").iterdir()
+    damaged.write_bytes(b"{")
+    assert latest_measurement(tmp_path, "org/model") is None
+    assert "is ignored" in caplog.text
+
+
+def test_a_folder_that_cannot_be_written_costs_the_run_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    keep_measurement(options(tmp_path / "file"), summary(record()))
