@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -13,11 +12,13 @@ from aiohttp.test_utils import TestServer
 from batch_files import RecordingReporter, chat_line, contents, read_lines, write_lines
 from fsspec.implementations.memory import MemoryFileSystem
 
+from batchline.backends.base import running
 from batchline.batch import finished
 from batchline.batch.locations import parse_location
 from batchline.batch.options import RunOptions
 from batchline.batch.output_places import exists, is_unchanged, stamp
 from batchline.batch.run import run
+from batchline.batch.stopping import Stop
 from batchline.batch.summary import RunSummary
 from batchline.batch.user_state import user_state_dir
 from batchline.errors import EngineLost, OutputUnwritable, ResumeRefused, RunFailed
@@ -303,7 +304,7 @@ async def test_what_a_server_says_of_an_output_decides(batch: Path, state: Path,
         async def run_to(path: str, reporter: RecordingReporter, **options: Any) -> None:
             options |= {"state_dir": state, "settings": {"--model": "m"}, "tmp_dir": tmp_path}
             run_options = RunOptions(input_file=str(batch), output_file=str(server.make_url(path)), **options)
-            await run(run_options, FakeBackend, reporter, asyncio.Event())
+            await run(run_options, lambda: running(FakeBackend), reporter, Stop())
 
         for path in ("/kept", "/kept", "/weak", "/weak", "/secret", "/secret"):
             await run_to(path, RecordingReporter())

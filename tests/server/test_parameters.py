@@ -10,7 +10,8 @@ import asyncio
 import base64
 import json
 import struct
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,11 +24,11 @@ from parameter_cases import MODELS, Case, Json, num_generated, text
 from pydantic import BaseModel
 from threaded_server import ThreadedServer
 
-from batchline.backends.base import Answer, Backend, BackendStats, EndpointRequest, ServedModel
 from batchline.backends.in_process import InProcessBackend
 from batchline.batch.options import OutputOrder, RunOptions
 from batchline.batch.progress import SilentReporter
 from batchline.batch.run import run
+from batchline.batch.stopping import Stop
 from batchline.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, TextConfig
 from batchline.openai_api.chat import ChatCompletionRequest
 from batchline.openai_api.completions import CompletionRequest
@@ -42,40 +43,6 @@ TRIED_ELSEWHERE = {"stream", "stream_options", "priority"}
 
 Answers = list[tuple[Json, Json]]
 """Of each case: the answer's body with the parameter, and without it."""
-
-
-class SharedBackend(Backend):
-    """A backend that is started and closed by someone else."""
-
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
-
-    async def start(self) -> None:
-        """It runs already."""
-
-    async def models(self) -> Sequence[ServedModel]:
-        return await self._backend.models()
-
-    def identity(self) -> Mapping[str, str]:
-        return self._backend.identity()
-
-    def concurrency(self) -> int:
-        return self._backend.concurrency()
-
-    async def answer(self, request: EndpointRequest) -> Answer:
-        return await self._backend.answer(request)
-
-    def stream(self, request: EndpointRequest) -> AsyncIterator[Mapping[str, Any]]:
-        return self._backend.stream(request)
-
-    def is_alive(self) -> bool:
-        return self._backend.is_alive()
-
-    def stats(self) -> BackendStats:
-        return self._backend.stats()
-
-    async def close(self) -> None:
-        """It goes on."""
 
 
 def engine(folder: str, *names: str, **text_options: Any) -> EngineConfig:
@@ -122,7 +89,7 @@ def run_file(
     (folder / "in.jsonl").write_text("\n".join(lines))
     paths = {"input_file": str(folder / "in.jsonl"), "output_file": str(folder / "out.jsonl")}
     options = RunOptions(**paths, output_order=output_order, dedup=False)
-    work = run(options, lambda: SharedBackend(server.backend), SilentReporter(), asyncio.Event())
+    work = run(options, lambda: nullcontext(server.backend), SilentReporter(), Stop())
     asyncio.run_coroutine_threadsafe(work, server.loop).result(600)
     return [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
 
