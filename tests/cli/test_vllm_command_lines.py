@@ -191,6 +191,8 @@ REFUSED = [
     ("--enforce-eager=maybe", "--enforce-eager: it takes no value, or true or false, not 'maybe'"),
     ("--max-model-len", "--max-model-len: it needs a value"),
     ("-tp", "-tp: it needs a value"),
+    ("--api-key --port 8000", "--api-key: it needs a value"),
+    ("--max-model-len ٣", "is not a whole number"),
     ("--max-model-lan 5", "No such option: --max-model-lan. Did you mean --max-model-len?"),
     ("-z", "No such option: -z."),
     ("two three", "There is nothing to do with 'two three'"),
@@ -200,6 +202,11 @@ REFUSED = [
 @pytest.mark.parametrize(("options", "message"), REFUSED, ids=[case[0] for case in REFUSED])
 def test_what_cannot_be_done_is_refused_in_a_sentence(options: str, message: str) -> None:
     assert message in refusal(f"serve model {options}")
+
+
+def test_help_has_its_usual_short_form(capfd: pytest.CaptureFixture[str]) -> None:
+    app(["serve", "-h"], standalone_mode=False)
+    assert "Serve one or more models" in capfd.readouterr().out
 
 
 def test_every_problem_of_a_line_is_reported_at_once() -> None:

@@ -151,7 +151,9 @@ class ArgumentReader:
 
     def _short(self, token: str) -> None:
         name, is_given, value = token.partition("=")
-        if token[:2] in self._own:
+        if token == "-h":
+            self._read.append(("--help", []))
+        elif token[:2] in self._own:
             option = self._own[token[:2]]
             self._take_own(token[:2], option, token[2:].removeprefix("=") if len(token) > 2 else None)
         elif (found := find(name, self._vllm_options)) is not None:
@@ -223,11 +225,16 @@ class ArgumentReader:
         return [self._left.popleft().lower() if option.takes == "flag" else self._left.popleft()] if is_value else []
 
     def _value(self, name: str, value: str | None) -> str | None:
-        """The value, or the next token; None, and a problem, at the end."""
-        if value is None and not self._left:
+        """The value, or the next token; None, and a problem, where an option or nothing follows."""
+        if value is None and (not self._left or self._is_option(self._left[0])):
             self.problems.append(f"{name}: it needs a value.")
             return None
         return self._left.popleft() if value is None else value
+
+    def _is_option(self, token: str) -> bool:
+        """Whether it is a long option: `--api-key --port 1` must not make a key of the name."""
+        name = token.partition("=")[0].replace("_", "-")
+        return token.startswith("--") and (name in self._own or find(name, self._vllm_options) is not None)
 
     def _values(self) -> list[str]:
         """All tokens up to the next option."""

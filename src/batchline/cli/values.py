@@ -17,7 +17,7 @@ from batchline.errors import BadRequest, UsageError
 JSON = "JSON"
 """How the help calls the values of options that take a JSON object."""
 
-_NUMBER = re.compile(r"(\d+(?:\.\d+)?)(k|m|g|t|(?:[KMGT]i?))?")
+_NUMBER = re.compile(r"([0-9]+(?:\.[0-9]+)?)(k|m|g|t|(?:[KMGT]i?))?")
 _GENERATION_DEFAULTS = {
     **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")},
     "max_new_tokens": "max_tokens",
