@@ -3,7 +3,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+RUNTIME := $(VENV)/.runtime
 STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 CLIENTS := .venv-clients
 CLIENT_PINS := tests/server/clients/requirements.txt
 NPM_PINS := $(wildcard tests/server/clients/package*.json)
@@ -19,12 +21,24 @@ export TOKENIZERS_PARALLELISM := false
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt $(wildcard setup.py src/batchline/native/*.cpp src/batchline/native/*.h)
-	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
-	rm -f src/batchline/native/*.so
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "setuptools>=77" wheel
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e ".[dev]"
-	touch $@
+INSTALLED_FROM := pyproject.toml constraints.txt $(wildcard setup.py src/batchline/native/*.cpp src/batchline/native/*.h)
+
+# $(1): what pip installs. Bytecode is left to the first run, which needs a small part of it.
+define install
+	@echo "Setting up $(VENV) with $(1): downloads, once, and then the native kernels are compiled."
+	@test -d $(VENV) || $(PYTHON) -m venv $(VENV)
+	@rm -f src/batchline/native/*.so
+	@$(PIP) --quiet "setuptools>=77" wheel
+	$(PIP) --no-compile --no-build-isolation -e "$(1)"
+endef
+
+$(RUNTIME): $(INSTALLED_FROM)
+	$(call install,.)
+	@touch $@
+
+$(STAMP): $(INSTALLED_FROM)
+	$(call install,.[dev])
+	@touch $(RUNTIME) $@
 
 clients: $(CLIENTS)/.installed $(CLIENTS)/npm/.installed  ## other people's clients, which the server is tried with
 
@@ -38,7 +52,7 @@ $(CLIENTS)/npm/.installed: $(NPM_PINS)
 	@if command -v npm > /dev/null; then cd $(@D) && npm ci --silent --no-audit --no-fund && touch .installed; \
 	else echo "There is no npm on this machine: the tests of its clients will be skipped"; fi
 
-run: setup  ## run the shipped example and show the answers
+run: $(RUNTIME)  ## run the shipped example and show the answers
 	@mkdir -p $(OUT)
 	$(BIN)/batchline run-batch -i examples/chat.jsonl -o $(OUT)/chat.jsonl --model examples/models/tiny-chat --served-model-name tiny-chat
 	@$(BIN)/python examples/show_results.py examples/chat.jsonl $(OUT)/chat.jsonl
@@ -95,6 +109,6 @@ lock:  ## pin what is installed in .venv
 	$(BIN)/python .ci/lock.py > constraints.txt
 
 clean:  ## remove what was built, written and cached; the environments stay, and `make` builds the kernels anew
-	rm -rf $(OUT) build dist src/*.egg-info src/batchline/native/*.so $(STAMP)
+	rm -rf $(OUT) build dist src/*.egg-info src/batchline/native/*.so $(RUNTIME) $(STAMP)
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
 	find . -path "./$(VENV)*" -prune -o -name __pycache__ -prune -exec rm -rf {} +

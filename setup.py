@@ -5,7 +5,10 @@ which of them run is decided when it is loaded, so no flag here depends on the m
 library through ctypes, so one wheel serves every version of Python.
 """
 
+import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
@@ -15,7 +18,22 @@ NATIVE = Path("src/batchline/native")
 
 
 class BuildKernels(build_ext):
-    """Names the library without a version of Python, since it uses none."""
+    """Compiles the sources side by side; names the library without a version of Python, since it uses none."""
+
+    def build_extension(self, ext: Extension) -> None:
+        """Build it with one compiler for each core."""
+        compile_one_by_one = self.compiler.compile
+
+        def compile_together(sources: list[str], **options: Any) -> list[str]:
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                objects = pool.map(lambda source: compile_one_by_one([source], **options), sources)
+                return [path for paths in objects for path in paths]
+
+        self.compiler.compile = compile_together
+        try:
+            super().build_extension(ext)
+        finally:
+            self.compiler.compile = compile_one_by_one
 
     def get_ext_filename(self, fullname: str) -> str:
         """The path of an extension module below the build folder."""

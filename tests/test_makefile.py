@@ -1,0 +1,28 @@
+"""What the targets of the Makefile would do, without doing it."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+def commands(target: str, tmp_path: Path) -> str:
+    """The commands of a target on a machine without an environment."""
+    command = ["make", "--dry-run", "--always-make", target, f"VENV={tmp_path / 'venv'}"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
+def test_make_run_installs_what_running_needs_and_shows_it(tmp_path: Path) -> None:
+    """It installed every tool of development, in silence."""
+    [install] = [line for line in commands("run", tmp_path).splitlines() if " -e " in line]
+    assert install.endswith('-e "."')
+    assert "--quiet" not in install
+
+
+def test_what_checks_and_tests_need_is_installed_once(tmp_path: Path) -> None:
+    lines = commands("test", tmp_path).splitlines()
+    [install] = [line for line in lines if " -e " in line]
+    assert install.endswith('-e ".[dev]"')
+    assert lines.index(install) < next(number for number, line in enumerate(lines) if "ruff check" in line)
