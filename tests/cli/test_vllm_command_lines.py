@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 from collections.abc import Callable
@@ -158,9 +159,20 @@ def test_a_line_for_vllm_runs(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     assert read(*settings_of(line)) == value
-    warnings = [said for said in capfd.readouterr().err.splitlines() if "of vLLM" in said]
-    expected = [f"Warning: These options of vLLM have no effect here: {without_effect}."] if without_effect else []
+    lines = [said for said in capfd.readouterr().err.splitlines() if "of vLLM" in said]
+    warnings = [line.partition("Warning: ")[2] for line in lines]
+    expected = [f"These options of vLLM have no effect here: {without_effect}."] if without_effect else []
     assert warnings == expected
+
+
+def test_the_warning_of_options_without_effect_obeys_the_options_of_the_log(
+    settings_of: Callable[[str], Settings], capfd: pytest.CaptureFixture[str]
+) -> None:
+    settings_of("serve M --swap-space 4 --quiet")
+    assert "--swap-space" not in capfd.readouterr().err
+    settings_of("serve M --swap-space 4 --log-format json")
+    [warning] = [line for line in capfd.readouterr().err.splitlines() if "--swap-space" in line]
+    assert json.loads(warning)["level"] == "warning"
 
 
 REFUSED = [

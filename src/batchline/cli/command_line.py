@@ -18,7 +18,7 @@ import typer
 
 from batchline.cli.config_file import TRANSLATION, is_set_elsewhere
 from batchline.cli.grouped_help import GroupedCommand
-from batchline.cli.messages import log
+from batchline.cli.messages import configure, log
 from batchline.cli.values import JSON, listed
 from batchline.cli.vllm_options import VLLM_OPTIONS, Ours, Translation, VllmOption, find
 from batchline.errors import UsageError
@@ -57,6 +57,7 @@ class CheckedCommand(GroupedCommand):
             raise failures[0]
         if problems:
             raise UsageError(f"{listed(problems)}\nTry '{ctx.command_path} --help' for help.")
+        configure(ctx.params.get("log_format", "text"), quiet=ctx.params.get("quiet", False))
         _put_into_effect(reader.translation)
         ctx.args = []
         return []
