@@ -241,7 +241,7 @@ def test_check_lets_requests_leave_the_model_out_unless_several_are_served(comma
     ended = command("check", path)
     assert (ended.code, "(no model named)" in ended.out) == (0, True)
     ended = command("check", path, "--model", "m", "--model", "n")
-    assert (ended.code, "It may be left out only where one model is served." in ended.out) == (3, True)
+    assert (ended.code, "It may be left out only if one model is served." in ended.out) == (3, True)
 
 
 def test_check_names_requests_over_a_limit_which_an_option_changes(command: Command, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """One batch file in, one result file out, with nothing lost.
 
-A batch line's way: `source` (plain bytes on disk) -> `check` (every line parsed, counted, indexed) -> `plan` (order and
-duplicates) -> `runner` (bounded in flight, through a backend) -> `journal` (durable) -> `sink` (in input order, renamed
-into place or uploaded). `run` calls them in that order. Knows backends only through `backends.base`; prints nothing.
+The path of a batch line: `source` (plain bytes on disk) -> `check` (every line parsed, counted, indexed) -> `plan`
+(order and duplicates) -> `runner` (bounded in flight, through a backend) -> `journal` (durable) -> `sink` (in input
+order, renamed into place or uploaded). `run` calls them in that order. Knows backends only through `backends.base`;
+prints nothing.
 """

@@ -22,7 +22,7 @@ from batchline.batch.user_state import user_state_dir
 from batchline.config import EngineConfig, ModelConfig
 from batchline.errors import UsageError
 
-STOPPING = "Stopping: what is running may finish, nothing new starts. A second signal stops at once."
+STOPPING = "Stopping: running requests may finish, and no new ones start. A second signal stops at once."
 
 
 def run_batch(
@@ -47,21 +47,21 @@ def run_batch(
     on_progress: Callable[[Progress], None] | None = None,
     reporter: Reporter | None = None,
 ) -> RunSummary:
-    """Run a batch file and write one result line for every line of it.
+    """Run a batch file and write one result line for each of its lines.
 
-    model: a folder, a hub id or a whole `EngineConfig`, or several of them; alternatively `backend` answers: it
-    is started for the run and closed after it.
+    model: a folder, a hub id or a whole `EngineConfig`, or several of them. Or give a `backend`, which is started for
+    the run and closed after it.
     served_model_name: the name that requests use for each model, in the same order, or several names separated by
     commas; without it, a model's name is its folder or id as given.
-    state_dir: where records of finished runs are kept, if not in the user's folder for state; a run with a `backend`
-    keeps one only if it is given.
+    state_dir: the folder for records of finished runs; by default the user's folder for state, or none with a
+    `backend`.
 
     show_progress: whether to show a bar; None shows one in terminals and notebooks. Without a bar, warnings are logged.
     on_progress: called with a `Progress` about twice a second, on the thread of the run. reporter: shows the run
     instead of the bar. The other arguments are those of `RunOptions`.
 
-    Ctrl-C and SIGTERM stop the run, as interrupting a notebook does: what runs may finish, and the same call resumes
-    it. A second one raises KeyboardInterrupt at once. Signals need the main thread.
+    Ctrl-C and SIGTERM stop the run, and so does interrupting a notebook: running requests may finish, and the same call
+    resumes the run. A second signal raises KeyboardInterrupt at once. Signals work only in the main thread.
 
     Raises: UsageError (nothing was run), ModelLoadError, RunFailed and RunInterrupted (the same call resumes).
     """
@@ -97,10 +97,10 @@ def run_blocking(
     stop_at_once: Callable[[], None] | None = None,
     disk: Disk | None = None,
 ) -> RunSummary:
-    """`run` on an event loop of its own, stopped by signals.
+    """`run` on a new event loop, stopped by signals.
 
     open_backend: makes a backend, which is started for the run and closed after it.
-    stop_at_once: what the second signal does, if not raise KeyboardInterrupt. disk: as for `run`.
+    stop_at_once: called on the second signal; by default it raises KeyboardInterrupt. disk: see `run`.
     """
 
     stopper = Stopper(lambda: reporter.warn(STOPPING))
@@ -154,7 +154,7 @@ def _path(given: str | os.PathLike[str] | None) -> Path | None:
 
 
 def _default_model(engines: Sequence[EngineConfig], backend: Backend | None) -> str | None:
-    """The model of requests that name none: the only one there is."""
+    """The model for requests that name none: the only one that is served."""
     names = [engine.model.names[0] for engine in engines]
     if backend is not None:
         with ThreadPoolExecutor(1) as pool:  # an event loop may be running on this thread

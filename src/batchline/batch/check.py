@@ -1,7 +1,7 @@
 """The check pass: one read of the whole input before any model is loaded.
 
 Parses every line once, counts requests by model and endpoint, finds duplicate `custom_id`s exactly (by sorted 128-bit
-hashes), digests the input, and leaves an index of where every line is. Faults are kept up to a cap, counted beyond it.
+hashes), digests the input, and writes an index of all lines. Faults are stored up to a limit, and counted beyond it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _STOP_CHECK_LINES = 4096
 
 @dataclass(frozen=True, slots=True)
 class LineFault:
-    """What is wrong with one batch line. line_number counts from 1."""
+    """The error of one batch line. line_number counts from 1."""
 
     line_number: int
     custom_id: str | None
@@ -59,11 +59,11 @@ class RequestGroup:
 
 @dataclass(slots=True)
 class CheckReport:
-    """What the check pass found.
+    """The result of the check pass.
 
-    num_lines: non-blank lines, the number of results to come. faults: the first `MAX_FAULTS_KEPT` bad lines;
-    num_faults: how many there are. bad: the positions of all of them. duplicates: those that are bad for their
-    `custom_id` alone. groups: by (model, url), as far as there are not absurdly many. unknown_fields: of the requests.
+    num_lines: non-blank lines, which is the number of results. faults: the first `MAX_FAULTS_KEPT` bad lines.
+    num_faults: how many there are. bad: the positions of all of them. duplicates: those that are bad only because of
+    their `custom_id`. groups: by (model, url), up to a limit. unknown_fields: of the requests.
     """
 
     num_lines: int = 0
@@ -83,7 +83,7 @@ class CheckReport:
 
     @property
     def num_requests(self) -> int:
-        """How many lines are requests in themselves, those with a duplicate `custom_id` included."""
+        """How many lines are valid requests, including those with a duplicate `custom_id`."""
         return self.num_lines - self.num_faults + len(self.duplicates)
 
     def add_fault(self, position: int, line_number: int, custom_id: str | None, error: LineError) -> None:
@@ -135,7 +135,7 @@ def check_file(
 
 
 def refuse_over_limits(report: CheckReport, limits: Limits) -> None:
-    """Raises: UsageError for an input over the limits, naming what cuts it into parts."""
+    """Raises: UsageError for an input over the limits; the message names the command that splits it."""
     if limits.max_requests is not None and report.num_lines > limits.max_requests:
         excess = f"{report.num_lines:,} requests, over the limit of {limits.max_requests:,}"
     elif limits.max_file_bytes is not None and report.num_bytes > limits.max_file_bytes:
@@ -146,7 +146,7 @@ def refuse_over_limits(report: CheckReport, limits: Limits) -> None:
 
 
 def findings_of(report: CheckReport, served_models: Sequence[str] | None) -> list[str]:
-    """What will fail, in sentences: bad lines, unknown endpoints, and models not in `served_models` (None: any)."""
+    """The expected failures, in sentences: bad lines, unknown endpoints, models not in `served_models` (None: any)."""
     found = []
     if report.num_faults:
         first = report.faults[0]

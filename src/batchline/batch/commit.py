@@ -1,8 +1,8 @@
 """Group commit: results that end together become durable together, off the event loop.
 
-Whoever finishes a line hands its record over and goes on; one task writes and syncs what has gathered, again and again.
-An outcome is reported only once it is on disk. The backlog is bounded in bytes, so a slow disk slows the run down
-instead of filling the memory.
+Workers hand over the record of a finished line and continue. One task repeatedly writes and syncs all collected
+records. An outcome is reported only once it is on disk. The backlog is bounded in bytes, so a slow disk slows the run
+down instead of filling the memory.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from batchline.errors import RunFailed
 
 MAX_BACKLOG_BYTES = 64 * 1024 * 1024
 COMMIT_INTERVAL_S = 0.05
-"""The least time between two syncs: at most this much finished work is lost with the power."""
+"""The shortest time between two syncs, so a power failure loses at most this much finished work."""
 
 
 class GroupCommit:
-    """Writes records to a journal in groups. `run` is a task of its own, until `close`."""
+    """Writes records to a journal in groups. `run` is a separate task, until `close`."""
 
     def __init__(self, journal: Journal, on_durable: Callable[[Outcome], None]) -> None:
         self._journal = journal
@@ -33,7 +33,7 @@ class GroupCommit:
         self._is_closing = False
 
     async def put(self, outcome: Outcome, result_line: bytes) -> None:
-        """Take over one finished line; waits only while the backlog is full."""
+        """Accept one finished line; waits only while the backlog is full."""
         record = encode_record(outcome, result_line)
         self._records.append(record)
         self._outcomes.append(outcome)
@@ -53,7 +53,7 @@ class GroupCommit:
                 await asyncio.sleep(COMMIT_INTERVAL_S)
 
     def close(self) -> None:
-        """Let `run` end as soon as everything handed over is durable."""
+        """Let `run` end as soon as all accepted records are durable."""
         self._is_closing = True
         self._has_work.set()
 

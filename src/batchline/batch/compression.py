@@ -24,7 +24,7 @@ Codec = Literal["gzip", "bzip2", "xz", "zstd"]
 
 MAX_EXPANSION = 1000
 FREE_EXPANSION_BYTES = 64 * 1024 * 1024
-"""Below this size any expansion is fine; above it, at most `MAX_EXPANSION` times the compressed bytes read so far."""
+"""Up to this size any expansion is fine; above it, at most `MAX_EXPANSION` times the compressed bytes read so far."""
 
 _MAGIC: dict[re.Pattern[bytes], Codec] = {
     re.compile(rb"\x1f\x8b\x08"): "gzip",
@@ -35,11 +35,11 @@ _MAGIC: dict[re.Pattern[bytes], Codec] = {
 _SUFFIXES: dict[str, Codec] = {".gz": "gzip", ".bz2": "bzip2", ".xz": "xz", ".zst": "zstd"}
 _READ_BYTES = 1 << 18
 MAGIC_BYTES = 10
-"""How many first bytes tell the codec."""
+"""How many first bytes identify the codec."""
 
 
 def codec_of_bytes(start: bytes) -> Codec | None:
-    """The codec of data that starts with `start`, whatever its name says; no batch line can start like one of them."""
+    """The codec of data that starts with `start`, regardless of its name. No batch line can start like a codec."""
     return next((codec for magic, codec in _MAGIC.items() if magic.match(start)), None)
 
 
@@ -56,7 +56,9 @@ def decompressed_chunks(file: BinaryIO, codec: Codec | None, location: str) -> I
         for chunk in _plain_chunks(counted, codec):
             num_bytes += len(chunk)
             if num_bytes > FREE_EXPANSION_BYTES and num_bytes > MAX_EXPANSION * counted.num_bytes:
-                reason = f"it expands to over {MAX_EXPANSION} times its size; decompress it yourself if that is meant"
+                reason = (
+                    f"it expands to over {MAX_EXPANSION} times its size; decompress it yourself if this is intended"
+                )
                 raise InputUnreadable(location, reason)
             yield chunk
     except (EOFError, zlib.error, lzma.LZMAError, zstandard.ZstdError, gzip.BadGzipFile) as exc:

@@ -1,15 +1,15 @@
-"""Which requests were in flight when a process died of a fault, and what that says about them.
+"""Records which requests are in flight, so that those that crash the process can be found.
 
-Two small files in the workspace outlive the process, because what it has written to them is the system's, not its own:
-`in-flight` has the position of every request that has no durable result yet, and `fault` has what `faulthandler` writes
-when the process dies of a fault in native code (a segmentation fault, an abort). SIGKILL, SIGTERM and power loss leave
-no fault, so they accuse nobody. The kernel kills a process for lack of memory by SIGKILL, too, but counts it: `fault`
-begins with that count, where the control group of the process has one that can be read.
+Two small files in the workspace survive the process, because their written pages belong to the system. `in-flight` has
+the position of every request without a durable result. `fault` has the output of `faulthandler` if the process dies of
+a fault in native code (a segmentation fault, an abort). SIGKILL, SIGTERM and power loss leave no fault, so no request
+is suspected. The kernel also uses SIGKILL when memory runs out, but counts such kills: `fault` begins with that count,
+if the process's control group has a readable one.
 
-An engine that ends for good ends the run and not the process. It counts as a crash too: the run itself notes it.
+An engine that ends for good ends the run but not the process. The run itself notes that as a crash.
 
 A request that was in flight at a crash is a suspect. Suspects run before all others: in small groups after one crash,
-alone after two. After the third crash a request is answered with an error. So every batch can be finished.
+alone after two. After the third crash a request gets an error as its answer. So every batch can be finished.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from batchline.batch.journal import Note
 from batchline.batch.plan import WorkItem
 
 LETHAL_CRASHES = 3
-"""A request that was in flight at so many crashes, the last time alone, is not tried again."""
+"""A request that was in flight at this many crashes, the last time alone, is not tried again."""
 
 CGROUP = Path("/sys/fs/cgroup")
 PROC_CGROUP = Path("/proc/self/cgroup")
@@ -53,7 +53,7 @@ class Crash:
     positions: tuple[int, ...]
 
     def note(self) -> Note:
-        """What the journal keeps of it."""
+        """The crash as a note for the journal."""
         return Note("crashed", " ".join([self.token, *map(str, self.positions)]))
 
 
@@ -88,14 +88,14 @@ def _oom_kills() -> str:
 
 
 def _have_grown(before: str) -> bool:
-    """Whether there are more such kills in the same control group than `before`."""
+    """Whether the same control group now counts more kills than `before`."""
     group, _, count = before.partition(" ")
     group_now, _, count_now = _oom_kills().partition(" ")
     return bool(group) and group == group_now and int(count_now) > int(count)
 
 
 def forget_crash(folder: Path) -> None:
-    """Remove what `last_crash` would read."""
+    """Remove the files that `last_crash` reads."""
     for name in (_FAULT, _IN_FLIGHT):
         (folder / name).unlink(missing_ok=True)
 
@@ -115,12 +115,12 @@ class Suspects:
             self.num_crashes.update(map(int, positions))
 
     def lethal(self, items: Iterable[WorkItem]) -> list[WorkItem]:
-        """Those of `items` that are not to be tried again."""
+        """The `items` that must not be tried again."""
         return [item for item in items if self.num_crashes[item.position] >= LETHAL_CRASHES]
 
     def groups(self, items: Iterable[WorkItem]) -> Iterator[Sequence[WorkItem]]:
-        """The suspects among `items` in groups, each to be durable before the next starts: the most suspicious alone,
-        then the others, in groups that weigh the work lost by one more crash against running few at a time."""
+        """The suspects among `items` in groups; each group must be durable before the next starts. The most suspicious
+        run alone. Larger groups run faster, but lose more work in a crash; the groups of the others balance the two."""
         suspects = [item for item in items if item.position in self.num_crashes]
         yield from ([item] for item in suspects if self.num_crashes[item.position] == LETHAL_CRASHES - 1)
         others = [item for item in suspects if self.num_crashes[item.position] < LETHAL_CRASHES - 1]
@@ -131,7 +131,7 @@ class Suspects:
 class InFlight:
     """The file of positions in flight. Writes are not synced: the page cache survives the process.
 
-    A seat keeps its position until another takes it: who reads the file knows from the journal what is durable.
+    A seat keeps its position until another request takes it. The reader knows from the journal which are durable.
     """
 
     def __init__(self, path: Path) -> None:
@@ -144,7 +144,7 @@ class InFlight:
         """A request starts. position: of its first line."""
         seat = self._free.pop() if self._free else len(self._seats)
         self._seats[position] = seat
-        with suppress(OSError):  # on a full disk: then a crash accuses one request less
+        with suppress(OSError):  # on a full disk, a crash has one suspect fewer
             os.pwrite(self._fd, _SEAT.pack(position + 1), seat * _SEAT.size)
 
     def leave(self, position: int) -> None:
@@ -154,7 +154,7 @@ class InFlight:
             self._free.append(seat)
 
     def crash(self, fault: str) -> Crash:
-        """A crash that this process outlives. A fault that may still follow has the same token: both count as one."""
+        """A crash that this process survives. A later fault of the process has the same token, so both count as one."""
         return Crash(self.token, fault, tuple(sorted(self._seats)))
 
     def __len__(self) -> int:
@@ -170,7 +170,7 @@ def watched(folder: Path) -> Iterator[InFlight]:
     """Until the block ends, a fault of this process is reported in the workspace `folder`, with what is in flight.
 
     On threads, an overflow of the stack is reported only if they were started under `alternate_stacks`.
-    faulthandler has one file only: if it was on, it goes on with standard error afterwards.
+    faulthandler has only one file: if it was on before, it continues with standard error afterwards.
     """
     (folder / _FAULT).unlink(missing_ok=True)  # before the seats: a fault must never be read with another's seats
     in_flight = InFlight(folder / _IN_FLIGHT)
@@ -206,8 +206,8 @@ _stacks: dict[int, Any] = {}
 def alternate_stacks() -> Iterator[None]:
     """Give threads that start in the block a stack for signal handlers.
 
-    Without it, nothing can be reported when a thread overflows its own; faulthandler gives one to the main thread only.
-    A profile function is the one hook that Python runs first in every new thread.
+    Without it, a thread's stack overflow cannot be reported; faulthandler provides one only for the main thread. A
+    profile function is the only hook that Python runs first in every new thread.
     """
     if sys.platform != "linux" or threading.getprofile() is not None:
         yield

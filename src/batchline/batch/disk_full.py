@@ -1,7 +1,7 @@
-"""A full disk, told apart from everything else that goes wrong while the input is read.
+"""Distinguishes a full disk from other errors while the input is read.
 
-Reading an input also writes: staged copies, indexes, keys. When that fails for want of space the input is fine, and the
-same command works once there is room.
+Reading an input also writes: staged copies, indexes, keys. If that fails for lack of space, the input is fine, and the
+same command works once there is space.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 def is_disk_full(exc: BaseException) -> bool:
-    """Whether it says that there is no room to write."""
+    """Whether the exception says that the disk is full."""
     return isinstance(exc, OSError) and exc.errno in _FULL
 
 

@@ -1,7 +1,7 @@
-"""HTTP GET of a batch file: streamed to disk, and taken up again with Range where the connection broke.
+"""Downloads a batch file by HTTP GET: streams it to disk, and continues with Range after a broken connection.
 
-A part is appended only to what it belongs to: the same ETag or modification time, the right start, the announced
-length. Anything else starts over.
+A part is appended only if it fits: the same ETag or modification time, the right start, the announced length. Otherwise
+the download starts over.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Received:
-    """What has arrived so far. validator: the strong ETag or the modification time it belongs to."""
+    """The data so far. validator: its strong ETag or modification time."""
 
     num_bytes: int = 0
     total: int | None = None
@@ -32,7 +32,7 @@ class _Received:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all announced bytes are there; a length that was never announced is taken on trust."""
+        """Whether all announced bytes are there; without an announced length, assumed to be true."""
         return self.total is None or self.num_bytes == self.total
 
 

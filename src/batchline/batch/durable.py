@@ -1,4 +1,4 @@
-"""Names that survive power loss: a file's bytes are durable after its own sync, its name after its folder's."""
+"""Makes file names survive power loss: a file's bytes are durable after its own sync, its name after its folder's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why lines failed: the most frequent messages of a finished run, read from the result lines in its journal."""
+"""The most frequent error messages of a finished run, read from the result lines in its journal."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _SHOWN_LINES = 5
 _MAX_MESSAGES = 1000
 _MAX_MESSAGE_CHARS = 300
 _MAX_LINE_BYTES = 1 << 20
-"""The error of a longer result line is not read."""
+"""Result lines longer than this are not read."""
 
 _DETAILS = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")
-"""What differs between equal faults: quoted values and numbers."""
+"""The parts that may differ between messages of the same fault: quoted values and numbers."""
 
 
 def frequent_failures(journal: Journal, index: LineIndex) -> tuple[FailureMessage, ...]:
-    """The most frequent messages, the first of them first. Messages that differ in values alone count as one.
+    """The most frequent messages, most frequent first. Messages that differ only in values count as one.
 
     Raises: OSError.
     """

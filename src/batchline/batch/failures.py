@@ -1,5 +1,5 @@
-"""Result lines that no backend has a part in: of batch lines that cannot be requests, and of requests that have ended
-the engine or its process too often to be tried again."""
+"""Writes result lines without a backend: for invalid batch lines, and for requests that have ended the engine or its
+process too often to be tried again."""
 
 from __future__ import annotations
 

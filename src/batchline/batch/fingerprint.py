@@ -1,4 +1,4 @@
-"""What identifies a run, so that two different ones are never mixed in one result file."""
+"""Identifies a run, so that two different ones are never mixed in one result file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def run_identity(options: RunOptions, report: CheckReport) -> dict[str, str]:
 
 
 def refuse_other_run(found: Mapping[str, str], wanted: Mapping[str, str], num_done: int) -> None:
-    """Raises: ResumeRefused, naming what differs and the way out."""
+    """Raises: ResumeRefused, which says what differs and what to do."""
     changes = [
         _change(name, found.get(name), wanted.get(name))
         for name in {**found, **wanted}
@@ -26,7 +26,7 @@ def refuse_other_run(found: Mapping[str, str], wanted: Mapping[str, str], num_do
     if changes:
         raise ResumeRefused(
             f"An unfinished run with {num_done:,} finished results is beside this output, but it differs: "
-            f"{'; '.join(changes)}. Go on with what it had, or pass --no-resume to discard it and start over."
+            f"{'; '.join(changes)}. Use its input and settings to resume it, or pass --no-resume to start over."
         )
 
 

@@ -1,7 +1,7 @@
-"""Which runs are finished, so that repeating one computes nothing: one record for each output, in the state folder.
+"""Records of finished runs in the state folder, one for each output, so that repeating a run computes nothing.
 
-A record holds what identifies the run (the journal's fingerprint), the order and places of its results, a stamp of each
-place, and the summary. It counts only while all of that still holds.
+A record holds the run's identity (the journal's fingerprint), the order and places of its results, a stamp of each
+place, and the summary. It is valid only as long as all of these are unchanged.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class FinishedRuns:
         self._path = None if options.state_dir is None else options.state_dir / "runs" / f"{_tag(options.output)}.json"
 
     async def find(self, run: Mapping[str, str]) -> RunSummary | None:
-        """The summary of this very run, if it is finished, its results are unchanged, and nobody wants them anew.
+        """The summary of this run, if it is finished, its results are unchanged, and `overwrite` is not set.
 
         run: the fingerprint.
         """
@@ -62,7 +62,7 @@ class FinishedRuns:
         return replace(record.summary, finished_before=record.finished_at)
 
     async def add(self, run: Mapping[str, str], summary: RunSummary, reporter: Reporter) -> None:
-        """Note that the run is finished and delivered. One that only failed is worth another try and gets no record."""
+        """Record that the run is finished and delivered. A run in which every request failed gets no record."""
         if self._path is None or summary.has_only_failures:
             return
         outputs: dict[str, dict[str, str]] = {}

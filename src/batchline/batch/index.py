@@ -1,7 +1,7 @@
 """Where every batch line is: a file of (offset, length, line number, hash), and sets of line positions as bitmaps.
 
 A *position* counts the non-blank lines of the input from 0; a *line number* counts all lines from 1, as an editor does.
-Nothing here grows in memory by more than one bit a line.
+The memory in use grows by at most one bit per line.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FLUSH_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class LineSpan:
-    """Where a line stands in the input: byte offset, length in bytes (line end included), line number from 1."""
+    """A line's place in the input: byte offset, length in bytes (including the line end), line number from 1."""
 
     offset: int
     length: int
@@ -42,7 +42,7 @@ class PositionSet:
         self._count = 0
 
     def add(self, position: int) -> bool:
-        """Put `position` in. Returns whether it was new."""
+        """Add `position`. Returns whether it was new."""
         byte, bit = position >> 3, 1 << (position & 7)
         if byte >= len(self._bits):
             self._bits.extend(bytes(max(1024, byte + 1 - len(self._bits))))
@@ -74,14 +74,14 @@ class LineIndex:
         self._count = 0
 
     def append(self, offset: int, length: int, line_number: int, raw: bytes) -> None:
-        """Add the next position. raw: what a `LineReader` must find there."""
+        """Add the next position. raw: the line that a `LineReader` must find there."""
         self._pending += _ENTRY.pack(offset, length, line_number, hash(raw))
         self._count += 1
         if len(self._pending) >= _FLUSH_BYTES:
             self.flush()
 
     def flush(self) -> None:
-        """Write what is buffered, so that it can be read."""
+        """Write the buffered entries, so that they can be read."""
         while self._pending:
             del self._pending[: self._file.write(self._pending)]
 
@@ -95,7 +95,7 @@ class LineIndex:
         return self._count
 
     def close(self) -> None:
-        """Close the file; it is scratch and stays for its owner to remove."""
+        """Close the file. The owner of the scratch folder removes it."""
         self._file.close()
 
 

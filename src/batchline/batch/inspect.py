@@ -1,4 +1,4 @@
-"""Looking at a batch file without running it: what `batchline check` and `batchline plan` show.
+"""Inspects a batch file without running it, for `batchline check` and `batchline plan`.
 
 Works on any input a run takes, in a temporary folder, and leaves nothing behind.
 """
@@ -30,7 +30,7 @@ from batchline.errors import BadRequest, LineError, NotFound, RequestError
 from batchline.openai_api.endpoint_table import is_batch_url
 
 NO_MODEL_NAMED = "(no model named)"
-"""Stands for the model of requests that name none: fine if only one model is served, which nobody says here."""
+"""Stands for the model of requests that name none. They are valid if one model is served, which is not known here."""
 
 _TOP_GROUPS = 20
 _SHOWN_CHARS = 400

@@ -1,4 +1,4 @@
-"""The journal: an append-only file beside the output, the only truth about what is done.
+"""The journal: an append-only file beside the output. It alone decides which lines are done.
 
 One record is one line of text, so that half a run can be read with ordinary tools:
 
@@ -30,7 +30,7 @@ _VERSION = 2
 _CRC_WIDTH = 8
 _MAX_HEADER_BYTES = 1 << 20
 _TORN_HEADER = re.compile(rb"([0-9a-f]{0,8}|[0-9a-f]{8} (\{[^\n]*)?)\0*")
-"""What a header can look like that was cut while it was written; a file system may fill the rest with zeros."""
+"""A header that was cut off while it was written; a file system may fill the rest with zeros."""
 
 _OUTCOME = re.compile(rb"(\d{1,18}) ([!-~]+) (\d{1,18}) (\d{1,18}) (\d{1,18}) ([01]) ")
 _NOTE = re.compile(rb"(delivered|crashed) ([ -~]*)")
@@ -53,7 +53,7 @@ class Outcome:
 
     @property
     def is_answer(self) -> bool:
-        """Whether a backend answered, be it with an error."""
+        """Whether a backend answered, even with an error."""
         return self.status.isdigit()
 
     @property
@@ -64,7 +64,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class JournalEntry:
-    """An outcome and where its result line (without line end) stands in the journal."""
+    """An outcome and the place of its result line (without line end) in the journal."""
 
     outcome: Outcome
     offset: int
@@ -73,14 +73,14 @@ class JournalEntry:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """What a resumed run must know besides results. kind: `delivered` or `crashed`. text: one line of ASCII."""
+    """Information for a resumed run besides results. kind: `delivered` or `crashed`. text: one line of ASCII."""
 
     kind: str
     text: str
 
 
 class Disk(Protocol):
-    """The calls that can fail when a disk is full or dying; a test puts a failing one here."""
+    """The system calls that can fail on a full or broken disk; tests replace them by failing ones."""
 
     def write(self, fd: int, data: bytes | memoryview) -> int:
         """As `os.write`."""
@@ -109,7 +109,7 @@ class OsDisk:
 
 
 class Journal:
-    """An open journal. One process writes it; reading it back is for the same process, between appends."""
+    """An open journal. One process writes it; only the same process may read it, between appends."""
 
     def __init__(self, path: Path, fd: int, run: Mapping[str, str], disk: Disk) -> None:
         self.path = path
@@ -120,10 +120,10 @@ class Journal:
 
     @classmethod
     def open(cls, path: Path, run: Mapping[str, str], disk: Disk | None = None) -> Journal:
-        """Open the journal at `path`, or start one for `run` where there is none or its header was never whole.
+        """Open the journal at `path`, or start one for `run` if there is none or its header was never complete.
 
-        The journal's own `run` may differ from the one given: comparing them is the caller's.
-        Raises: OSError; ResumeRefused where the header is damaged or of another version, though results follow it.
+        The journal's own `run` may differ from the given one; the caller compares them.
+        Raises: OSError; ResumeRefused if the header is damaged or from another version, and results follow it.
         """
         disk = disk or OsDisk()
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
@@ -150,7 +150,7 @@ class Journal:
             raise OSError(errno.ENOENT, "it was removed or replaced while the run was writing it")
 
     def is_in_place(self) -> bool:
-        """Whether the file is still found by its name: a folder may be deleted while a run writes in it."""
+        """Whether the file still exists under its name: its folder may be deleted during a run."""
         try:
             return os.path.samestat(os.stat(self._absolute_path), os.fstat(self._fd))
         except FileNotFoundError:

@@ -1,7 +1,7 @@
 """One batch line: bytes to a request or a `LineError`, and an answer or an error to one result line.
 
-The only place that knows the shape of both lines and the mapping from `LineError` to a result line. Knows nothing of
-files, order or backends' insides. Any bytes whatever give exactly one of: a `BatchLine`, a `LineError`.
+The only place that knows the form of both lines and the mapping from `LineError` to a result line. Knows nothing about
+files, order or backends' internals. Any bytes give exactly one of: a `BatchLine`, a `LineError`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from batchline.errors import LineError
 from batchline.openai_api.endpoint_table import CHAT, MESSAGES
 
 MAX_LINE_BYTES = 256 * 1024 * 1024
-"""A longer line is answered with an error and never held in memory whole."""
+"""A longer line gets an error and is never held in memory as a whole."""
 
 _TRUE_WORDS = frozenset({"true", "t", "1", "yes", "y", "on"})
 _JSON = JSONDecoder(parse_int=str, parse_float=str)  # only where values end matters
@@ -31,7 +31,7 @@ _CUSTOM_ID = re.compile(rb'"custom_id"\s*:\s*("(?:[^"\\]|\\.){1,1000}")')
 
 @dataclass(frozen=True, slots=True)
 class BatchLine:
-    """A batch line that can be turned into a request. url: a path; body: untrusted beyond what the check looks at."""
+    """A valid batch line. url: a path; body: untrusted except for the fields that the check covers."""
 
     custom_id: str
     url: str
@@ -87,7 +87,7 @@ def check_fields(value: object, default_model: str | None = None) -> tuple[str, 
 
 
 def raw_body(raw: bytes, body: Mapping[str, Any]) -> bytes | None:
-    """The very bytes of the body in a valid batch line; None if `body` is not what they say (a default model)."""
+    """The exact bytes of the body in a valid batch line; None if `body` differs from them (a default model)."""
     text = raw.decode()
     found = None
     position = _skipped(text, text.index("{") + 1)
@@ -122,7 +122,7 @@ def url_path(url: str) -> str:
 
 
 def readable_custom_id(raw: bytes) -> str | None:
-    """The `custom_id` of a line that cannot be a request, as far as one can be read; for damaged JSON, by its look."""
+    """The `custom_id` of an invalid line, if it can be read; for damaged JSON, found by a pattern."""
     try:
         value = orjson.loads(raw)
     except orjson.JSONDecodeError:
@@ -131,7 +131,7 @@ def readable_custom_id(raw: bytes) -> str | None:
 
 
 def custom_id_of(value: object) -> str | None:
-    """The usable `custom_id` of a parsed line, whatever else is wrong with it."""
+    """The usable `custom_id` of a parsed line, even if the line has other errors."""
     custom_id = value.get("custom_id") if isinstance(value, dict) else None
     return custom_id if isinstance(custom_id, str) and custom_id else None
 
@@ -153,7 +153,7 @@ def new_id() -> str:
 
 
 def encode_body(body: Mapping[str, Any]) -> bytes:
-    """A response body as JSON. Raises: TypeError, RecursionError where it holds what JSON cannot."""
+    """A response body as JSON. Raises: TypeError, RecursionError if JSON cannot express it."""
     try:
         return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
     except TypeError:
@@ -173,8 +173,8 @@ def error_line(hex_id: str, custom_id: str | None, error: LineError, line_number
 
 
 def _readable(value: Any) -> Any:
-    """The same value with what every JSON reader takes: half a surrogate pair becomes U+FFFD, an integer beyond 64 bits
-    a float, as `orjson` itself reads it."""
+    """The value in a form that every JSON reader accepts: a lone surrogate becomes U+FFFD, and an integer beyond 64
+    bits a float, as `orjson` itself reads it."""
     if isinstance(value, str):
         return value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
     if isinstance(value, Mapping):
@@ -189,7 +189,7 @@ def _readable(value: Any) -> Any:
 def _check_body(body: dict[str, Any], url: str) -> None:
     model = body.get("model")
     if model is None:
-        message = "The request's model is missing: 'body.model'. It may be left out only where one model is served."
+        message = "The request's model is missing: 'body.model'. It may be left out only if one model is served."
         raise LineError("invalid_request", message, param="body.model")
     if type(model) is not str or not model:
         message = "The request's model must be a non-empty string: 'body.model'."

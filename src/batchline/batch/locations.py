@@ -1,7 +1,7 @@
-"""Where input and output live: standard streams, local paths, http(s) URLs, and everything that fsspec reaches.
+"""Locations of input and output: standard streams, local paths, http(s) URLs, and everything that fsspec supports.
 
-Parses what the user wrote, nothing more; opening is for `source` and `sink`. A location is shown to people through
-`display`, which leaves out the query and the credentials of a URL: a presigned URL is a secret.
+Only parses the user's text; `source` and `sink` open the location. Messages show `display`, which omits the query and
+the credentials of a URL, because a presigned URL is a secret.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Location:
 
     @property
     def is_remote(self) -> bool:
-        """Whether it is reached over the network."""
+        """Whether it is accessed over the network."""
         return self.kind in ("http", "fsspec")
 
     @property
@@ -75,7 +75,7 @@ class Location:
 
     @property
     def place(self) -> str:
-        """What tells two remote locations apart: not who may reach them, nor until when.
+        """The identity of a remote location, without credentials and expiry.
 
         Two presigned URLs of one object are one place; `?id=1` and `?id=2` are two.
         """
@@ -108,7 +108,7 @@ def _unsigned(query: str) -> str:
 def parse_location(text: str) -> Location:
     """The location that `text` names: `-`, `http(s)://...`, `<scheme>://...`, or a path (`file://` included).
 
-    Raises: UsageError for what looks like a URL and is none.
+    Raises: UsageError for a text that looks like a URL but is not valid.
     """
     if text == STDIO:
         return Location(text, "stdio")
@@ -120,7 +120,7 @@ def parse_location(text: str) -> Location:
     try:
         urlsplit(text)
     except ValueError as exc:
-        raise UsageError(f"A location that begins with {scheme}:// is not a valid URL: look at its host.") from exc
+        raise UsageError(f"A location that begins with {scheme}:// is not a valid URL: check its host.") from exc
     if scheme.lower() in ("http", "https"):
         return Location(text, "http")
     return Location(text, "fsspec")

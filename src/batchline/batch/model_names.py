@@ -1,7 +1,7 @@
-"""Requests that name a model which is not served: the commonest mistake in a batch file, and the option that mends it.
+"""Finds requests that name an unserved model, the commonest mistake in a batch file, and the option that fixes it.
 
 Works on the counts of the check pass. A file in which no request names a served model is refused before a model is
-loaded; a file in which some do is run, with one warning.
+loaded. If only some requests name an unserved model, the file runs with one warning.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class UnservedModel:
 
 
 def unserved_models(report: CheckReport, served: ServedNames) -> list[UnservedModel]:
-    """The names that nothing served has, the most frequent first."""
+    """The model names in the file that are not served, the most frequent first."""
     groups: dict[str, list[tuple[int, int]]] = {}
     for group in report.unknown_models([name for names in served for name in names]):
         groups.setdefault(group.model, []).append((group.count, group.first_line))

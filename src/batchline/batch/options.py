@@ -1,4 +1,4 @@
-"""What a run is asked to do, apart from who answers: frozen, built once by the command line or the Python API."""
+"""The options of a run, except its backend: frozen, built once by the command line or the Python API."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ class Limits:
 
 
 HOSTED_LIMITS = Limits(max_requests=50_000, max_file_bytes=100_000_000)
-"""What hosted batch services commonly take."""
+"""The usual limits of hosted batch services."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
     """One batch run.
 
-    input_file, output_file, error_file: a path, `-`, or a URL; error_file takes the failed lines where it is given.
-    tmp_dir: where the journal and staged files live; None is beside the output.
+    input_file, output_file, error_file: a path, `-`, or a URL. error_file, if given, gets the failed lines.
+    tmp_dir: the folder for the journal and staged files; None is beside the output.
     max_inflight: how many requests run at once; None leaves it to the backend.
-    resume: continue what an earlier run left; False starts over. overwrite: True computes a finished run again; False
-    refuses an output that exists and is of another run; None leaves a finished run as it is and replaces any other.
-    state_dir: where records of finished runs are kept; None keeps none.
+    resume: whether to continue an unfinished run; False starts over. overwrite: True computes a finished run again;
+    False refuses to replace another run's output; None skips a finished run and replaces another run's output.
+    state_dir: the folder for records of finished runs; None keeps no records.
     strict: any bad line stops the run before compute.
     dedup: run identical deterministic requests once. grace_period_s: how long a stop waits for what is in flight.
     settings: named settings that change results; a run is not resumed under others.

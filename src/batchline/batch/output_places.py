@@ -1,6 +1,7 @@
-"""What is at the places where results go: whether something is there, and a stamp that changes when it does.
+"""Finds whether an output already exists, and its stamp, which changes when the output does.
 
-Some places do not tell: standard output, a pipe, a presigned URL that allows a PUT only. Their stamp is None.
+This cannot be found for some outputs: standard output, a pipe, a presigned URL that only allows PUT. Their stamp is
+None.
 """
 
 from __future__ import annotations
