@@ -35,10 +35,10 @@ def test_the_latest_progress_is_served_while_the_run_lasts() -> None:
         with pytest.raises(urllib.error.HTTPError, match="404") as caught:
             get(port, "/other")
         caught.value.close()
-    assert "# TYPE batchline_run_requests_done_total counter\nbatchline_run_requests_done_total 5\n" in text
-    assert "batchline_run_requests 9\n" in text
-    assert "batchline_run_requests_failed_total 2\n" in text
-    assert "batchline_run_output_tokens_total 77\n" in text
+    assert "# TYPE batchline_run_requests_done_total counter\nbatchline_run_requests_done_total 5.0\n" in text
+    assert "batchline_run_requests 9.0\n" in text
+    assert "batchline_run_requests_failed_total 2.0\n" in text
+    assert "batchline_run_output_tokens_total 77.0\n" in text
     with pytest.raises(urllib.error.URLError):
         get(port, "/metrics")
 

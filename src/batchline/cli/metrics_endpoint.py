@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from batchline.batch.progress import Progress, Reporter
 from batchline.errors import UsageError
-from batchline.model_record import ModelRecord
 from batchline.server.connections import allow_reuse, bind
+from batchline.server.metrics import RunMetric, run_metrics_text
 
 MAX_CONNECTIONS = 32
 """Scrapes at once; more are closed."""
@@ -43,24 +43,20 @@ class MetricsReporter:
         self._latest = progress
         self._inner.progress(progress)
 
-    def metrics_text(self) -> str:
+    def metrics_text(self) -> bytes:
         """The latest progress in Prometheus' text format; empty before requests run."""
         latest = self._latest
         if latest is None:
-            return ""
-        lines: list[str] = []
-        for name, kind, text, value in (
-            ("requests", "gauge", "Requests of the batch file.", latest.total),
-            ("requests_done_total", "counter", "Requests whose result is on disk.", latest.done),
-            ("requests_failed_total", "counter", "Requests that ended with an error.", latest.failed),
-            ("prompt_tokens_total", "counter", "Prompt tokens of this process.", latest.prompt_tokens),
-            ("cached_tokens_total", "counter", "Prompt tokens from the prefix cache.", latest.cached_tokens),
-            ("output_tokens_total", "counter", "Output tokens of this process.", latest.output_tokens),
-        ):
-            full = f"batchline_run_{name}"
-            lines += [f"# HELP {full} {text}", f"# TYPE {full} {kind}", f"{full} {value}"]
-        lines += _model_lines(latest.models)
-        return "\n".join(lines) + "\n"
+            return b""
+        values = (
+            RunMetric("requests", "gauge", "Requests of the batch file.", latest.total),
+            RunMetric("requests_done", "counter", "Requests whose result is on disk.", latest.done),
+            RunMetric("requests_failed", "counter", "Requests that ended with an error.", latest.failed),
+            RunMetric("prompt_tokens", "counter", "Prompt tokens of this process.", latest.prompt_tokens),
+            RunMetric("cached_tokens", "counter", "Prompt tokens from the prefix cache.", latest.cached_tokens),
+            RunMetric("output_tokens", "counter", "Output tokens of this process.", latest.output_tokens),
+        )
+        return run_metrics_text(values, latest.models)
 
 
 class _BoundedServer(ThreadingHTTPServer):
@@ -91,20 +87,6 @@ class _BoundedServer(ThreadingHTTPServer):
         """Say nothing of clients that go away."""
 
 
-def _model_lines(models: Iterable[ModelRecord]) -> list[str]:
-    """A gauge of value 1 whose labels tell what runs, one for each model."""
-    name = "batchline_model_info"
-    lines = [f"# HELP {name} What runs, by labels.", f"# TYPE {name} gauge"]
-    for model in models:
-        labels = ",".join(f'{key}="{_escaped(value)}"' for key, value in model.labels().items())
-        lines.append(f"{name}{{{labels}}} 1")
-    return lines
-
-
-def _escaped(value: str) -> str:
-    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-
-
 @contextmanager
 def serve_metrics(inner: Reporter, host: str, port: int) -> Iterator[MetricsReporter]:
     """A reporter whose numbers are served on `host:port` until the block ends. Raises: UsageError."""
@@ -115,7 +97,7 @@ def serve_metrics(inner: Reporter, host: str, port: int) -> Iterator[MetricsRepo
 
         def do_GET(self) -> None:
             is_known = self.path.partition("?")[0] == "/metrics"
-            body = reporter.metrics_text().encode() if is_known else b"Not found: see /metrics\n"
+            body = reporter.metrics_text() if is_known else b"Not found: see /metrics\n"
             self.send_response(200 if is_known else 404)
             self.send_header("Content-Type", _CONTENT_TYPE)
             self.send_header("Content-Length", str(len(body)))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from time import perf_counter
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from batchline.backends.base import BackendStats, ServedModel
+from batchline.model_record import ModelRecord
 from batchline.server.vllm_metrics import histogram_family, vllm_metrics
 
 _REQUEST_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
@@ -140,7 +141,7 @@ class _BackendCollector(Collector):
             yield GaugeMetricFamily(f"batchline_{name}", f"The backend's {name.replace('_', ' ')}", value)
         yield from _sequence_metrics(stats.by_model)
         yield from vllm_metrics(stats.by_model)
-        yield _model_info(self.models)
+        yield _model_info(model.record for model in self.models if model.record is not None)
 
 
 def _sequence_metrics(by_model: Mapping[str, BackendStats]) -> Iterable[Metric]:
@@ -156,11 +157,39 @@ def _sequence_metrics(by_model: Mapping[str, BackendStats]) -> Iterable[Metric]:
         yield histogram_family(f"batchline_sequence_{name}", text, name, ["model"], by_model)
 
 
-def _model_info(models: Iterable[ServedModel]) -> Metric:
+def _model_info(models: Iterable[ModelRecord]) -> Metric:
     """A gauge of value 1 whose labels tell what runs, one for each model in memory."""
-    records = [model.record for model in models if model.record is not None]
+    records = list(models)
     labels = list(records[0].labels()) if records else []
     family = GaugeMetricFamily("batchline_model_info", "What runs, by labels", labels=labels)
     for record in records:
         family.add_metric(list(record.labels().values()), 1)
     return family
+
+
+class RunMetric(NamedTuple):
+    """A number of a batch run. name: behind `batchline_run_`."""
+
+    name: str
+    kind: Literal["gauge", "counter"]
+    text: str
+    value: float
+
+
+class _RunCollector(Collector):
+    """The numbers of a batch run at one moment."""
+
+    def __init__(self, metrics: Iterable[RunMetric], models: Iterable[ModelRecord]) -> None:
+        self._metrics = metrics
+        self._models = models
+
+    def collect(self) -> Iterable[Metric]:
+        for metric in self._metrics:
+            family = GaugeMetricFamily if metric.kind == "gauge" else CounterMetricFamily
+            yield family(f"batchline_run_{metric.name}", metric.text, metric.value)
+        yield _model_info(self._models)
+
+
+def run_metrics_text(metrics: Iterable[RunMetric], models: Iterable[ModelRecord]) -> bytes:
+    """The numbers of a batch run, and what runs, in Prometheus' text format."""
+    return generate_latest(_RunCollector(metrics, models))
