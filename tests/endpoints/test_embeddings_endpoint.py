@@ -327,3 +327,9 @@ async def test_the_salt_goes_with_every_sequence() -> None:
     await vectors_of({"input": ["a", "b"], "cache_salt": "mine"}, model)
     await vectors_of({"input": "a"}, model)
     assert model.cache_keys == ["mine", "mine", None]
+
+
+async def test_the_request_has_an_id_and_a_priority_of_its_own() -> None:
+    model = FakeEmbedder()
+    answer = await embeddings({"input": "a", "request_id": "mine", "priority": -3}, "r", model, priority=10)
+    assert (answer["id"], model.priorities) == ("embd-mine", [7])

@@ -45,13 +45,13 @@ async def embeddings(
         model,
         dimensions=request.dimensions,
         normalises=request.normalises,
-        priority=priority,
+        priority=priority + request.priority,
     )
     is_base64 = request.encoding_format == "base64"
     write = partial(encode_base64, dtype=request.embed_dtype, order=request.endianness) if is_base64 else numbers
     is_large = vectors.size > LARGE_ANSWER
     return embeddings_object(
-        embeddings_id=f"embd-{request_id}",
+        embeddings_id=f"embd-{request.request_id or request_id}",
         created=int(time.time()),
         model=model.name,
         embeddings=await asyncio.to_thread(write, vectors) if is_large else write(vectors),

@@ -42,11 +42,11 @@ async def rerank(
         cache_salt=request.cache_salt,
         max_tokens_per_doc=request.max_tokens_per_doc or (COHERE_MAX_TOKENS_PER_DOC if cuts_long_documents else None),
         cuts_to_fit=cuts_long_documents or request.max_tokens_per_doc is not None,
-        priority=priority,
+        priority=priority + request.priority,
     )
     scores = await model.score(task)
     return rerank_object(
-        rerank_id=f"rerank-{request_id}",
+        rerank_id=f"rerank-{request.request_id or request_id}",
         model=model.name,
         results=_rank(request, scores.values),
         usage=Usage(prompt_tokens=scores.num_prompt_tokens),

@@ -30,11 +30,11 @@ async def score(
         truncation_side=request.truncation_side,
         use_activation=request.use_activation,
         cache_salt=request.cache_salt,
-        priority=priority,
+        priority=priority + request.priority,
     )
     scores = await model.score(task)
     return score_object(
-        score_id=f"score-{request_id}",
+        score_id=f"score-{request.request_id or request_id}",
         created=int(time.time()),
         model=model.name,
         scores=scores.values,

@@ -137,6 +137,13 @@ CacheSalt = Annotated[str, Field(min_length=1, max_length=1024)]
 """Requests share cached prefixes only with requests of an equal salt, which keeps tenants apart."""
 
 
+RequestId = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[!-~]+$")]
+"""The suffix of the answer's id."""
+
+Priority = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
+"""Requests of a smaller one run earlier."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
     """Exact token counts of one answered request."""

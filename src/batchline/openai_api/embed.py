@@ -8,8 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from batchline.errors import BadRequest
-from batchline.openai_api.common import Text, TextInput, WireModel
-from batchline.openai_api.generation import Int32
+from batchline.openai_api.common import Priority, Text, TextInput, WireModel
 from batchline.openai_api.limits import TEXT, Limited
 
 JsonObject = dict[str, Any]
@@ -34,7 +33,7 @@ class EmbedRequest(WireModel):
     truncate: Literal["NONE", "START", "END"] = "END"
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     output_dimension: Annotated[int, Field(ge=1)] | None = None
-    priority: Int32 = 0
+    priority: Priority = 0
 
     @property
     def field(self) -> Literal["texts", "inputs"]:

@@ -10,7 +10,9 @@ from pydantic import Field
 from batchline.errors import BadRequest
 from batchline.openai_api.common import (
     CacheSalt,
+    Priority,
     Prompts,
+    RequestId,
     TruncatePromptTokens,
     TruncationSide,
     Usage,
@@ -42,6 +44,8 @@ class EmbeddingsRequest(WireModel):
     truncate_prompt_tokens: TruncatePromptTokens | None = None
     truncation_side: TruncationSide | None = None
     cache_salt: CacheSalt | None = None
+    priority: Priority = 0
+    request_id: RequestId | None = None
     add_special_tokens: bool | None = None
 
     @property

@@ -15,6 +15,8 @@ from pydantic_core import PydanticCustomError
 from batchline.openai_api.common import (
     MAX_INT64,
     CacheSalt,
+    Priority,
+    RequestId,
     Strings,
     TruncatePromptTokens,
     TruncationSide,
@@ -25,7 +27,6 @@ from batchline.openai_api.structured_outputs import ConstrainedBody
 
 _TOKEN_ID = re.compile(r"[0-9]{1,19}")
 
-Int32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
 Int64 = Annotated[int, Field(ge=-MAX_INT64 - 1, le=MAX_INT64)]
 TokenId = Annotated[int, Field(ge=0)]
 NumChoices = Annotated[int, Field(ge=1)]
@@ -112,8 +113,8 @@ class GenerationBody(ConstrainedBody):
     use_beam_search: bool = False
     length_penalty: Annotated[float, Field(ge=-5, le=5)] = 1.0
     echo: bool = False
-    priority: Int32 = 0
-    request_id: Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[!-~]+$")] | None = None
+    priority: Priority = 0
+    request_id: RequestId | None = None
     return_tokens_as_token_ids: bool = False
     return_token_ids: bool = False
     stream: bool = False

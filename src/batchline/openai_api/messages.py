@@ -10,8 +10,8 @@ from pydantic import Field
 
 from batchline.errors import BadRequest
 from batchline.openai_api.chat import refuse_chat_fields
-from batchline.openai_api.common import Usage, WireModel
-from batchline.openai_api.generation import Int32, NonEmptyStrings
+from batchline.openai_api.common import Priority, Usage, WireModel
+from batchline.openai_api.generation import NonEmptyStrings
 from batchline.openai_api.limits import MESSAGES, TEXT, Limited, longest_text
 
 JsonObject = dict[str, Any]
@@ -85,7 +85,7 @@ class MessagesRequest(CountTokensRequest):
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None
     stream: bool = False
-    priority: Int32 = 0
+    priority: Priority = 0
 
 
 def refuse_other_fields(body: Mapping[str, Any], schema: type[CountTokensRequest]) -> None:

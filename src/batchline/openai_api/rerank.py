@@ -10,6 +10,8 @@ from pydantic import Field
 
 from batchline.openai_api.common import (
     CacheSalt,
+    Priority,
+    RequestId,
     TextInput,
     TruncatePromptTokens,
     TruncationSide,
@@ -35,6 +37,8 @@ class RerankRequest(WireModel):
     truncation_side: TruncationSide | None = None
     use_activation: bool | None = None
     cache_salt: CacheSalt | None = None
+    priority: Priority = 0
+    request_id: RequestId | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,16 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 from batchline.errors import BadRequest
-from batchline.openai_api.common import CacheSalt, TextInputs, TruncatePromptTokens, TruncationSide, Usage, WireModel
+from batchline.openai_api.common import (
+    CacheSalt,
+    Priority,
+    RequestId,
+    TextInputs,
+    TruncatePromptTokens,
+    TruncationSide,
+    Usage,
+    WireModel,
+)
 from batchline.openai_api.limits import TEXT, Limited
 
 SPELLINGS = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
@@ -44,6 +53,8 @@ class ScoreRequest(WireModel):
     truncation_side: TruncationSide | None = None
     use_activation: bool | None = None
     cache_salt: CacheSalt | None = None
+    priority: Priority = 0
+    request_id: RequestId | None = None
 
     def texts(self) -> TextsToScore:
         """Both sides. Raises: BadRequest when a side is missing or empty, spellings mix or the numbers do not fit."""

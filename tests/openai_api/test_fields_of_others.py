@@ -1,0 +1,105 @@
+"""Every request field of OpenAI, vLLM and SGLang is honoured, refused by name, or listed as without behaviour.
+
+The names are those of their request schemas: of the `openai` client's parameters, of vLLM's `protocol.py` files and of
+SGLang's. That honoured fields have their effect is shown in `tests/server/test_parameters.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from batchline.endpoints.response_input import read_request
+from batchline.errors import BadRequest
+from batchline.openai_api.endpoint_table import (
+    CHAT,
+    COMPLETIONS,
+    EMBEDDINGS,
+    INPUT_TOKENS,
+    REQUEST_SCHEMAS,
+    RERANK,
+    RESPONSES,
+    SCORE,
+)
+from batchline.openai_api.parsing import NO_BEHAVIOUR, parse_body
+
+DOCS = (Path(__file__).parents[2] / "docs/requests.md").read_text(encoding="utf-8")
+
+_SAMPLING = """
+    frequency_penalty logit_bias logprobs max_tokens model n presence_penalty seed stop stream stream_options
+    temperature top_p user
+"""
+_VLLM = """
+    allowed_token_ids add_special_tokens bad_words cache_salt ec_transfer_params echo ignore_eos
+    include_stop_str_in_output kv_transfer_params length_penalty logprob_token_ids min_p min_tokens priority
+    prompt_logprobs repetition_detection repetition_penalty request_id response_format return_mm_kwargs
+    return_token_ids return_token_offsets return_tokens_as_token_ids routed_experts_prompt_start session_id
+    skip_special_tokens spaces_between_special_tokens stop_token_ids stream_interval structured_outputs
+    thinking_token_budget top_k truncate_prompt_tokens truncation_side use_beam_search vllm_xargs watermarking
+    guided_json guided_regex guided_choice guided_grammar guided_decoding_backend guided_whitespace_pattern
+    logits_processors best_of
+"""
+_SGLANG = """
+    bootstrap_host bootstrap_port bootstrap_room custom_labels custom_logit_processor custom_params data_parallel_rank
+    disagg_prefill_dp_rank ebnf extra_key images_config lora_path ngram_corpus_id no_stop_trim regex
+    return_cached_tokens_details return_hidden_states return_routed_experts rid routed_dp_rank
+    routed_experts_start_len session_params stop_regex
+"""
+_POOLING = """
+    model user truncate_prompt_tokens truncation_side padding request_id priority mm_processor_kwargs cache_salt
+"""
+_OPENAI_RESPONSES = """
+    input instructions model parallel_tool_calls previous_response_id reasoning text tool_choice tools truncation
+    conversation
+"""
+FIELDS: Mapping[str, str] = {
+    CHAT: f"""
+        {_SAMPLING} {_VLLM} {_SGLANG}
+        messages audio function_call functions max_completion_tokens metadata modalities moderation parallel_tool_calls
+        prediction prompt_cache_key prompt_cache_options prompt_cache_retention reasoning_effort safety_identifier
+        service_tier store tool_choice tools top_logprobs verbosity web_search_options
+        add_generation_prompt chat_template chat_template_kwargs continue_final_message documents include_reasoning
+        media_io_kwargs mm_processor_kwargs return_prompt_text
+        input_ids max_dynamic_patch min_dynamic_patch return_meta_info return_prompt_token_ids separate_reasoning
+        stream_reasoning use_audio_in_video prompt_token_ids
+    """,
+    COMPLETIONS: f"{_SAMPLING} {_VLLM} {_SGLANG} prompt suffix prompt_embeds json_schema prompt_token_ids",
+    RESPONSES: f"""
+        {_OPENAI_RESPONSES}
+        access_programs background background_options context_management image include max_output_tokens max_tool_calls
+        metadata moderation prompt prompt_cache_key prompt_cache_options prompt_cache_retention safety_identifier
+        service_tier store stream stream_options temperature top_logprobs top_p user
+        cache_salt enable_response_messages ignore_eos include_stop_str_in_output logit_bias mm_processor_kwargs
+        previous_input_messages previous_response priority repetition_penalty request_id seed skip_special_tokens stop
+        structured_outputs top_k vllm_xargs frequency_penalty presence_penalty min_p
+    """,
+    INPUT_TOKENS: f"{_OPENAI_RESPONSES} personality",
+    EMBEDDINGS: f"""
+        {_POOLING} input dimensions encoding_format embed_dtype endianness use_activation normalize add_special_tokens
+        messages add_generation_prompt continue_final_message chat_template chat_template_kwargs media_io_kwargs
+    """,
+    **dict.fromkeys(SCORE, f"{_POOLING} use_activation data_1 data_2 queries documents text_1 text_2 encoding_format"),
+    **dict.fromkeys(RERANK, f"{_POOLING} use_activation query documents top_n max_tokens_per_doc return_documents"),
+}
+"""By path."""
+
+CASES = [(path, name) for path, names in FIELDS.items() for name in dict.fromkeys(names.split())]
+
+
+@pytest.mark.parametrize(("path", "name"), CASES)
+def test_a_field_is_honoured_refused_or_listed_as_without_behaviour(path: str, name: str) -> None:
+    schema = REQUEST_SCHEMAS[path]
+    declared = {field.alias or declared for declared, field in schema.model_fields.items()}
+    if name in declared:
+        return
+    if name in NO_BEHAVIOUR:
+        assert f"| `{name}` |" in DOCS
+        return
+    read = read_request if path in (RESPONSES, INPUT_TOKENS) else partial(parse_body, schema)
+    with pytest.raises(BadRequest) as refused:
+        read({"input": "x", name: {"some": "value"}}, strict=False)
+    assert refused.value.param == name
+    assert name in refused.value.message
