@@ -10,7 +10,7 @@ from batch_files import chat_line, write_lines
 from batchline.batch.inspect import checked_input, plan_overview
 from batchline.batch.tokens import TokenCounter
 from batchline.config import TextConfig
-from batchline.endpoints.without_model import checked_request
+from batchline.endpoints.without_model import CHECKS, checked_request
 from batchline.errors import InputUnreadable
 
 TINY_CHAT = Path(__file__).parents[2] / "examples" / "models" / "tiny-chat"
@@ -58,6 +58,33 @@ def test_a_response_counts_as_the_conversation_that_it_is() -> None:
     messages = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
     chat = lengths(counter, "/v1/chat/completions", {"messages": messages})
     assert lengths(counter, "/v1/responses", {"input": messages}) == chat
+
+
+MESSAGES = {"model": "m", "messages": [{"role": "user", "content": "one"}]}
+RERANK = {"query": "one", "documents": ["two"]}
+SCORE = {"text_1": "one", "text_2": "two"}
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": MESSAGES,
+    "/v1/completions": {"prompt": "one"},
+    "/v1/responses": {"input": "one"},
+    "/v1/messages": {**MESSAGES, "max_tokens": 4},
+    "/v1/messages/count_tokens": MESSAGES,
+    "/v1/embeddings": {"input": "one"},
+    "/v2/embed": {"texts": ["one"]},
+    "/v1/score": SCORE,
+    "/score": SCORE,
+    "/v1/rerank": RERANK,
+    "/v2/rerank": RERANK,
+    "/rerank": RERANK,
+}
+
+
+@pytest.mark.parametrize("path", CHECKS)
+def test_the_tokens_of_every_endpoint_can_be_counted(path: str) -> None:
+    """An endpoint that the counter did not know ended the check with a traceback."""
+    counter = TokenCounter(str(TINY_CHAT), max_model_len=64)
+    counter.count(0, path, BODIES[path], checked_request(path, BODIES[path], TextConfig()))
+    assert counter.counts.prompt > 0
 
 
 def test_prompt_tokens_are_counted_with_the_models_template(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from batchline.errors import BadRequest, RequestError
 from batchline.openai_api.chat import ChatCompletionRequest
 from batchline.openai_api.common import Prompt
 from batchline.openai_api.completions import CompletionRequest
+from batchline.openai_api.embed import EmbedRequest
 from batchline.openai_api.embeddings import EmbeddingsRequest
 from batchline.openai_api.endpoint_table import generates
 from batchline.openai_api.generation import GenerationBody
@@ -134,6 +135,8 @@ class TokenCounter:
                 kept = truncate(prompt, keep, limit, num_reserved(wanted, None, limit))
                 resolve_max_tokens(len(kept), wanted, None, limit)
             return
+        if isinstance(request, EmbedRequest) and request.truncate != "NONE":
+            return
         longest = max(map(len, prompts), default=0)
         if keep is None and longest > limit:
             raise BadRequest(
@@ -177,6 +180,8 @@ def _texts(request: BaseModel) -> Sequence[Prompt]:
         return request.input or ()
     if isinstance(request, RerankRequest):
         return (request.query, *request.documents)
+    if isinstance(request, EmbedRequest):
+        return request.given_texts
     assert isinstance(request, ScoreRequest)
     texts = request.texts()
     return (*texts.firsts, *texts.seconds)
