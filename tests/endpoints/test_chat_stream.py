@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from batchline.endpoints.chat_stream import chat_completion_chunks
 from batchline.endpoints.model import GenerativeModel
 from batchline.engine.request import GenerationRequest
 from batchline.errors import BadRequest
-from batchline.testing import ByteTokenizer
+from batchline.testing import ByteTokenizer, ScriptedEngine
 
 EOS = ByteTokenizer.EOS
 MESSAGES = [{"role": "user", "content": "Hi"}]
@@ -120,6 +121,17 @@ async def test_logprobs_come_with_their_tokens_even_where_no_text_does() -> None
     entries = [e for c in chunks for e in (c["choices"][0]["logprobs"] or {"content": []})["content"]]
     assert entries == (await whole(model, logprobs=True, top_logprobs=1))["choices"][0]["logprobs"]["content"]
     assert [len((c["choices"][0]["logprobs"] or {"content": []})["content"]) for c in chunks] == [0, 1, 1, 1]
+
+
+async def test_the_token_that_ends_a_choice_shares_no_chunk_with_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens that come together shared a chunk; Guidance, which reads tokens, took `</s>` for text."""
+    at_once = ScriptedEngine.generate
+    monkeypatch.setattr(ScriptedEngine, "generate", lambda self, req: at_once(self, replace(req, stream=False)))
+    chunks = await chunks_of(scripted_model("Hi"), logprobs=True, top_logprobs=1)
+    choices = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["logprobs"]]
+    told = [(c["delta"].get("content"), [e["token"] for e in c["logprobs"]["content"]]) for c in choices]
+    assert told == [("H", ["H"]), ("i", ["i"]), (None, ["</s>"])]
+    assert [choice["finish_reason"] for choice in choices] == [None, None, "stop"]
 
 
 async def test_token_ids_and_the_prompts_come_on_request() -> None:

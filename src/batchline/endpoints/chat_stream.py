@@ -20,7 +20,7 @@ from batchline.endpoints.chat import (
     encode_chat,
 )
 from batchline.endpoints.choices import stream_jobs
-from batchline.endpoints.generation import GeneratedText
+from batchline.endpoints.generation import GeneratedText, by_token
 from batchline.endpoints.logprobs import LogprobFormat
 from batchline.endpoints.message_reader import MessageDelta, MessageReader
 from batchline.endpoints.model import GenerativeModel
@@ -58,10 +58,22 @@ class _ChatChunks:
         self._created = int(time.time())
         self._style = LogprobFormat(model.tokenizer, as_token_ids=request.return_tokens_as_token_ids)
         self._usage = StreamUsage(request.stream_options, len(chat.job.prompt.token_ids))
+        self._num_characters = [0] * request.n
         self._is_open = False
 
     def push(self, choice: int, delta: GeneratedText) -> Iterable[Chunk]:
-        """What a choice's delta becomes: nothing while its text is held back and nothing else is to be told."""
+        """What a choice's delta becomes: nothing while its text is held back and nothing else is to be told.
+
+        With log-probabilities, a choice's last tokens get chunks of their own: the token that ends it adds no text, and
+        clients that put the text together from tokens skip a chunk without text.
+        """
+        is_split = self._request.logprobs and delta.finish_reason is not None
+        parts = by_token(delta, self._num_characters[choice]) if is_split else [delta]
+        self._num_characters[choice] += len(delta.text)
+        for part in parts:
+            yield from self._push_part(choice, part)
+
+    def _push_part(self, choice: int, delta: GeneratedText) -> Iterable[Chunk]:
         message = self._readers[choice].push(delta)
         num_reasoning_tokens = message.num_reasoning_tokens
         self._usage.count(delta, prompt=0, choice=choice, num_reasoning_tokens=num_reasoning_tokens)
