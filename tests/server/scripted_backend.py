@@ -79,6 +79,12 @@ class ScriptedBackend:
     def stream(self, request: EndpointRequest) -> AsyncIterator[Mapping[str, Any]]:
         return STREAMS[request.url](request.body, request.request_id, self._model)
 
+    def identity(self) -> Mapping[str, str]:
+        return {"backend": "scripted"}
+
+    def concurrency(self) -> int:
+        return 8
+
     def is_alive(self) -> bool:
         return True
 
