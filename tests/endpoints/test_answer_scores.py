@@ -185,7 +185,7 @@ def test_prompt_of_qwen3_can_be_asked_for_with_two_answers_only(tmp_path: Path) 
 
 def test_tokenizer_without_the_answers_is_refused_by_name(tmp_path: Path) -> None:
     folder = make_reranker(tmp_path / "Qwen3-Reranker-0.6B", answers=("maybe",))
-    with pytest.raises(UnsupportedModel, match="cannot score by yes or no: 'no' is not one token"):
+    with pytest.raises(UnsupportedModel, match="cannot score by yes or no: 'no' is not a single token"):
         scores(folder)
 
 

@@ -389,7 +389,7 @@ async def test_content_can_be_constrained_while_tools_may_be_called() -> None:
     await choice_of(model, tools=TOOLS, response_format={"type": "json_object"})
     assert engine_of(model).requests[0].constraint is not None
     bare = model_saying("1", tool_parser=Markerless)
-    with pytest.raises(BadRequest, match="writes calls of tools without a marker"):
+    with pytest.raises(BadRequest, match="writes tool calls without a marker"):
         await choice_of(bare, tools=TOOLS, response_format={"type": "json_object"})
 
 
@@ -559,5 +559,5 @@ async def test_truncation_takes_tokens_away_on_the_side_that_is_asked_for() -> N
 
 
 async def test_there_are_at_most_so_many_beams_as_can_be_ranked_in_time() -> None:
-    with pytest.raises(BadRequest, match="n: there can be 128 beams at most"):
+    with pytest.raises(BadRequest, match="n: beam search allows at most 128 beams"):
         await choice_of(model_saying("x"), use_beam_search=True, n=129)

@@ -1,7 +1,7 @@
-"""How one chat request's answer is to be written and read: reasoning, content, calls of tools.
+"""How the answer to one chat request is constrained and parsed: reasoning, content, tool calls.
 
-The format is settled before the model runs, from the request, the model's parsers and the prompt's end. It says what
-the text must be (a constraint, where one is asked for or a call is demanded), and how what comes is taken apart.
+The format is decided before the model runs, from the request, the model's parsers and the end of the prompt. It says
+what the text must match (a constraint, if the request has one or demands a call), and how the text is parsed.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from batchline.text.tool_parsers.enforced import ArgumentsParser, CallListParser
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerFormat:
-    """constraint: what the text must be, in its surroundings; not compiled yet.
+    """constraint: what the text must match, with its surroundings; not compiled yet.
 
-    kept_special_ids: special tokens that are markup to the parsers.
-    reasoning, tools: parsers, None where there is nothing of the kind to read. make_call_id: for a call without an id.
-    shows_reasoning: whether the message tells it. call_reason: the finish_reason of an answer with calls; `stop` where
-    the request itself chose the call. is_single_call: a second call ends the message before it begins.
+    kept_special_ids: special tokens that are markers for the parsers.
+    reasoning, tools: parsers; None if there is nothing to parse. make_call_id: makes the id of a call without one.
+    shows_reasoning: whether the message has it. call_reason: the finish_reason of an answer with calls; `stop` if the
+    request itself chose the call. is_single_call: whether the message ends before a second call.
     """
 
     constraint: Constraint | None
@@ -74,7 +74,7 @@ def _call_reason(request: ChatCompletionRequest) -> str:
 
 
 def _reasoning(request: ChatCompletionRequest, model: GenerativeModel, prompt: str) -> ReasoningParser | None:
-    """The parser for what follows the prompt. A message that is continued is past its reasoning."""
+    """The parser for the text after the prompt; None for a continued message, whose reasoning has ended."""
     parser = model.text.reasoning_parser
     return None if parser is None or request.continue_final_message else parser(prompt)
 
@@ -86,7 +86,7 @@ def _preamble(reasoning: ReasoningParser | None) -> Preamble | None:
 
 
 def _tool_parser(request: ChatCompletionRequest, model: GenerativeModel) -> ToolCallParser | None:
-    """Raises: BadRequest where the model's format of calls is not known but needed."""
+    """Raises: BadRequest if the model's format of calls is needed but not known."""
     if request.tool_mode == "none":
         return None
     if isinstance(request.tool_choice, NamedToolChoice):
@@ -96,7 +96,7 @@ def _tool_parser(request: ChatCompletionRequest, model: GenerativeModel) -> Tool
     parser = model.text.tool_parser
     if parser is None:
         raise BadRequest(
-            "tool_choice: it is not known how this model writes calls of tools, so it cannot be auto; name the format "
+            "tool_choice: it cannot be auto, because this model's format of tool calls is not known; name the format "
             "with --tool-call-parser, or set tool_choice to required, none or a function",
             param="tool_choice",
         )
@@ -109,9 +109,9 @@ def _tool_parser(request: ChatCompletionRequest, model: GenerativeModel) -> Tool
 
 
 def _constraint(request: ChatCompletionRequest) -> Constraint | None:
-    """What the request asks for, or what the calls it demands must be.
+    """The request's constraint, or that of the calls that it demands.
 
-    A response_format is about the content, of which an answer that must be a call has none.
+    A response_format applies to the content, and an answer that must be a call has no content.
     """
     wanted = requested_constraint(request)
     if request.tool_mode not in ("required", "named"):
@@ -141,11 +141,11 @@ def _parameters(tool: Tool, index: int) -> dict[str, Any]:
 
 
 def _escapes(tools: ToolCallParser, constraint: Constraint) -> tuple[str, ...]:
-    """Markers by which the model calls a tool instead of giving the content that the constraint is about."""
+    """Markers that begin a call instead of the constrained content."""
     if not tools.openings:
         raise BadRequest(
-            f"{constraint.field}: this model writes calls of tools without a marker, so its content cannot be "
-            "constrained while it may call; set tool_choice to none or required",
+            f"{constraint.field}: this model writes tool calls without a marker, so its content cannot be "
+            "constrained while it may call tools; set tool_choice to none or required",
             param=constraint.field,
         )
     return tools.openings

@@ -1,7 +1,7 @@
-"""Rerankers that are generative models: the score of a pair is how much likelier "yes" is than "no" as its answer.
+"""Rerankers that are generative models: the score of a pair is how much likelier the answer "yes" is than "no".
 
-`find_reranker` recognises such a model and how it wants a pair written. `AnswerScorer` computes the last hidden state
-of the prompt in the engine, and from it the logits of the two answers alone, not of the whole vocabulary.
+`find_reranker` recognises such a model and the form of its prompt. `AnswerScorer` computes the prompt's last hidden
+state in the engine, and from it only the logits of the two answers, not of the whole vocabulary.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ QWEN3_FLAGS = ("is_original_qwen3_reranker", "is_qwen3_rerank")
 
 
 class PairFormat(Protocol):
-    """How a model wants a pair of texts written.
+    """The form of a model's prompt for a pair of texts.
 
-    num_special_tokens: what every prompt has around the texts. can_cut: whether a prompt can be cut to a length.
+    num_special_tokens: tokens of every prompt besides the texts. can_cut: whether a prompt can be truncated.
     """
 
     @property
@@ -54,7 +54,7 @@ class PairFormat(Protocol):
 
 
 class Qwen3Format:
-    """As on the model card of Qwen3-Reranker, parts tokenized one by one. Cutting takes the document's end."""
+    """As on the model card of Qwen3-Reranker, with parts tokenized one by one. Truncation cuts the document's end."""
 
     can_cut = True
 
@@ -74,7 +74,7 @@ class Qwen3Format:
 
 
 class TemplateFormat:
-    """As sentence-transformers does: the chat template, given a message `query` and a message `document`."""
+    """As in sentence-transformers: the chat template renders a message `query` and a message `document`."""
 
     num_special_tokens = 0
     can_cut = False
@@ -101,7 +101,7 @@ class TemplateFormat:
 class Reranker:
     """How a generative model scores. yes, no: token ids; without a `no` the logit of `yes` is the score.
 
-    is_activated: whether scores are put through a sigmoid unless a request says otherwise.
+    is_activated: whether scores go through a sigmoid unless a request says otherwise.
     """
 
     format: PairFormat
@@ -126,7 +126,7 @@ class UnknownReranker:
 
 
 def find_reranker(config: ModelConfig, text: TextParts) -> Reranker | UnknownReranker | None:
-    """How the model scores pairs, None where it is no reranker. Raises: UnsupportedModel."""
+    """How the model scores pairs; None if it is not a reranker. Raises: UnsupportedModel."""
     if config.scoring == "similarity":
         return None
     saved = _saved_by_sentence_transformers(config, text)
@@ -183,12 +183,12 @@ def _logit_score_path(modules: Mapping[str, Any] | None) -> str | None:
 def _token_id(config: ModelConfig, text: TextParts, answer: str) -> int:
     token_ids = text.tokenizer.encode(answer, add_special_tokens=False)
     if len(token_ids) != 1 or text.tokenizer.token_bytes(token_ids[0], is_first=True) != answer.encode():
-        raise UnsupportedModel(config.model, f"it cannot score by yes or no: {answer!r} is not one token of its own")
+        raise UnsupportedModel(config.model, f"it cannot score by yes or no: {answer!r} is not a single token")
     return token_ids[0]
 
 
 class AnswerScorer:
-    """Scores by the logits of "yes" and "no" behind the prompt."""
+    """Scores by the logits of "yes" and "no" after the prompt."""
 
     def __init__(
         self, model: GenerativeModel, embedder: EngineEmbedder, reranker: Reranker, head: NDArray[np.float32]
@@ -201,7 +201,7 @@ class AnswerScorer:
         self._direction = head[0] if reranker.no is None else head[0] - head[1]
 
     async def score(self, task: ScoringTask) -> Scores:
-        """The chance of "yes", or with `use_activation: false` how much larger its logit is.
+        """The probability of "yes", or with `use_activation: false` the difference of the logits.
 
         Raises: BadRequest, InternalServerError.
         """

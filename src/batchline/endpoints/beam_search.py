@@ -1,9 +1,9 @@
-"""Beam search over an engine that knows nothing of it: each step runs every beam for one token.
+"""Beam search on top of the engine: each step runs every beam for one token.
 
-Gives what `transformers` gives for `generate(num_beams=n, do_sample=False, early_stopping=False)`, whose rules these
-are: the best (1 + number of end tokens) x n continuations are looked at, those among the first n that end are finished,
-the best n that do not end go on, and the search stops when no running beam can beat the worst finished one. Scores are
-float32 sums, as there. The engine's prefix cache keeps the repeated prompts cheap.
+The results equal `transformers`' `generate(num_beams=n, do_sample=False, early_stopping=False)`, and so do the rules.
+Each step takes the best (1 + number of end tokens) x n continuations. Those among the first n that end are finished,
+and the best n that do not end continue. The search stops when no running beam can beat the worst finished one. Scores
+are float32 sums. The engine's prefix cache keeps the repeated prompts cheap.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class BeamSearchParams:
 
     @property
     def num_continuations(self) -> int:
-        """How many continuations each step looks at: enough that n are left if the others all end."""
+        """How many continuations each step takes: enough that n are left if all others end."""
         return max(2, 1 + len(self.end_token_ids)) * self.num_beams
 
 

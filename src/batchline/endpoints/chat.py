@@ -62,7 +62,7 @@ def parse_chat(body: Mapping[str, Any], config: TextConfig) -> ChatCompletionReq
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedChat:
-    """A checked request, its conversation as what is to be run, and the format of its answer."""
+    """A checked request, its conversation in the form to run, and the format of its answer."""
 
     request: ChatCompletionRequest
     job: PromptJob
@@ -99,17 +99,17 @@ def reported_logprobs(request: ChatCompletionRequest) -> ReportedLogprobs:
 
 
 def chat_completion_id(request: ChatCompletionRequest, request_id: str) -> str:
-    """The answer's id: the body's own `request_id` goes before the caller's."""
+    """The answer's id: the body's own `request_id` overrides the caller's."""
     return f"chatcmpl-{request.request_id or request_id}"
 
 
 def answered_role(request: ChatCompletionRequest) -> str:
-    """Whose message the answer is: a new one is the assistant's, a continued one keeps its role."""
+    """The role of the answer's message: `assistant` for a new one; a continued one keeps its role."""
     return "assistant" if request.add_generation_prompt else str(request.messages[-1]["role"])
 
 
 def echoed_text(request: ChatCompletionRequest) -> str:
-    """What `echo` puts before the answer: the beginning of the message that is continued."""
+    """The text that `echo` puts before the answer: the beginning of the continued message."""
     last = request.messages[-1]
     return message_text(last) if request.echo and last["role"] == answered_role(request) else ""
 
@@ -137,7 +137,7 @@ def encoded_chat(request: ChatCompletionRequest, model: GenerativeModel) -> Enco
 
 
 def _call_watcher(wanted: AnswerFormat) -> Callable[[GeneratedText], bool]:
-    """Tells where a second call begins. The text is read twice, which only requests for a single call pay for."""
+    """Finds where a second call begins. The text is parsed twice, but only for requests that allow a single call."""
     reader = MessageReader(wanted)
 
     def is_over(delta: GeneratedText) -> bool:
@@ -189,7 +189,7 @@ def _hints(request: ChatCompletionRequest, template: ChatTemplate | RequestTempl
 
 
 def chat_template(request: ChatCompletionRequest, model: GenerativeModel) -> ChatTemplate | RequestTemplate:
-    """The request's own template where that is allowed, else the model's. Raises: BadRequest."""
+    """The request's own template if that is allowed, else the model's. Raises: BadRequest."""
     reserved = RESERVED_VARIABLES.intersection(request.chat_template_kwargs)
     if reserved:
         name = sorted(reserved)[0]
@@ -197,7 +197,7 @@ def chat_template(request: ChatCompletionRequest, model: GenerativeModel) -> Cha
     if request.chat_template is not None:
         if not model.config.allow_request_chat_template:
             raise BadRequest(
-                "chat_template: requests may bring a template only under --trust-request-chat-template",
+                "chat_template: requests may set a template only with --trust-request-chat-template",
                 param="chat_template",
             )
         return RequestTemplate(
@@ -254,12 +254,12 @@ def _choices(
 
 
 def _content(content: str, message: MessageDelta) -> str | None:
-    """None where the message is something else alone."""
+    """The message's content; None if the message only has other parts."""
     return content if content or not (message.reasoning or message.calls) else None
 
 
 def _calls(message: MessageDelta, request: ChatCompletionRequest) -> dict[str, Any]:
-    """The message's calls in the form that the request asked for; nothing where there are none."""
+    """The message's calls in the requested form; nothing if there are none."""
     calls = assemble(message.calls).calls
     if not calls:
         return {}

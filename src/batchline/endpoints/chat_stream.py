@@ -1,8 +1,8 @@
 """`/v1/chat/completions` in chunks: the same message as in a whole answer, piece by piece.
 
-The first chunk of each choice says whose message it is (and what `echo` shows); later ones add text; the one with a
-`finish_reason` is the choice's last. Nothing is sent before the engine's first output, so that whatever is wrong with a
-request is still an ordinary error.
+The first chunk of each choice has the message's role (and the text of `echo`). Later ones add text, and the one with a
+`finish_reason` is the choice's last. Nothing is sent before the engine's first output, so that an invalid request still
+gets an ordinary error.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class _ChatChunks:
 
 
 def _added(message: MessageDelta, request: ChatCompletionRequest) -> Chunk:
-    """What a chunk's `delta` says: only what there is."""
+    """A chunk's `delta`, with only the fields that have a value."""
     added: Chunk = {"content": message.content} if message.content else {}
     if message.reasoning:
         added |= {"reasoning": message.reasoning, "reasoning_content": message.reasoning}

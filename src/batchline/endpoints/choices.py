@@ -1,7 +1,7 @@
 """The choices of each prompt: `n` sequences, the best of several, or beams.
 
-A request may have many sequences. `GenerativeModel.max_request_sequences` of them are in the engine at once, the others
-follow as these end: requests that come later find their place between them.
+A request may have many sequences. At most `GenerativeModel.max_request_sequences` of them are in the engine at once.
+The others follow as these end, so that later requests can run in between.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _NEUTRAL_IN_BEAM_SEARCH: Mapping[str, tuple[object, ...]] = {
 """Fields that steer sampling, which beam search does not do, with the values of each that ask for nothing."""
 
 MAX_BEAMS = 128
-"""Each step of a beam search ranks the square of their number."""
+"""Largest number of beams. Each step of a beam search ranks the square of their number."""
 
 USUAL_LENGTH = 1024
 """Tokens that every output with log-probabilities may have where the request does not say how many."""
@@ -69,7 +69,7 @@ class PromptChoices:
 
     @property
     def usage(self) -> Usage:
-        """The prompt is counted once, whatever the number of choices."""
+        """The usage. It counts the prompt once, for any number of choices."""
         return Usage(
             prompt_tokens=len(self.prompt.token_ids),
             completion_tokens=self.num_generated,
@@ -86,13 +86,13 @@ class ReportedLogprobs:
 
 
 def check_choices(body: GenerationBody) -> None:
-    """What the fields about choices say together. Raises: BadRequest."""
+    """Check the fields about choices together. Raises: BadRequest."""
     if body.best_of is not None and body.best_of < body.n:
         raise BadRequest(f"best_of: {body.best_of} is less than n, which is {body.n}", param="best_of")
     if body.length_penalty != 1.0 and not body.use_beam_search:
         raise BadRequest("length_penalty: it requires use_beam_search: true", param="length_penalty")
     if body.use_beam_search and body.n > MAX_BEAMS:
-        raise BadRequest(f"n: there can be {MAX_BEAMS} beams at most", param="n")
+        raise BadRequest(f"n: beam search allows at most {MAX_BEAMS} beams", param="n")
     if body.use_beam_search:
         for field, neutral in _NEUTRAL_IN_BEAM_SEARCH.items():
             value = getattr(body, field)

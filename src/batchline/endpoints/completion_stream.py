@@ -63,7 +63,7 @@ class _CompletionChunks:
         self._begun: set[int] = set()
 
     def push(self, prompt: int, choice: int, delta: GeneratedText) -> list[Chunk]:
-        """What a choice's delta becomes: nothing while its text is held back and nothing else is to be told."""
+        """The chunk of a choice's delta; none while its text is held back and there is nothing else to report."""
         self._usage.count(delta, prompt=prompt, choice=choice)
         index = prompt * self._request.n + choice
         is_first = index not in self._begun

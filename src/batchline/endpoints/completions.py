@@ -93,7 +93,7 @@ async def encode_completion(
 
 
 def completion_id(request: CompletionRequest, request_id: str) -> str:
-    """The answer's id: the body's own `request_id` goes before the caller's."""
+    """The answer's id: the body's own `request_id` overrides the caller's."""
     return f"cmpl-{request.request_id or request_id}"
 
 

@@ -1,6 +1,6 @@
-"""How much work may be in the house: more is refused at once, so that none waits without end.
+"""Limits the work in the server: more is refused at once, so that no request waits for ever.
 
-Work is counted in sequences. A request counts as one until its body has been read and says how many it asks for.
+Work is counted in sequences. A request counts as one until its body has been read, which says how many it has.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from batchline.server.root_path import route_path
 RETRY_AFTER_S = 1
 
 TEXTS_PER_SEQUENCE = 64
-"""Texts that are embedded, scored or ranked and count as one sequence: none of them is a loop of steps."""
+"""This many texts to embed, score or rank count as one sequence, because each needs only one forward pass."""
 
 
 def num_places(path: str, body: Mapping[str, Any]) -> int:
-    """What a request counts as. body: not yet checked. Raises: BadRequest where it is for no endpoint."""
+    """How many sequences a request counts as. body: not yet checked. Raises: BadRequest if no endpoint takes it."""
     endpoint = ENDPOINTS[answering_path(path, body)]
     if endpoint.generates or endpoint.schema is None:
         return num_sequences(body)
@@ -38,7 +38,7 @@ class Places:
         self._admission = admission
 
     def hold(self, number: int) -> None:
-        """Hold so many places in all. Raises: Overloaded; BadRequest where there are not as many at all."""
+        """Hold this many places in total. Raises: Overloaded; BadRequest if the server never has as many."""
         if number > self._admission.max_in_flight:
             raise BadRequest(
                 f"The request has {number:,} sequences (prompts times choices), and this server never takes more than "
@@ -50,7 +50,7 @@ class Places:
         self.num_held = number
 
     def release(self) -> None:
-        """Give all of them back."""
+        """Release all of them."""
         self._admission.num_in_flight -= self.num_held
         self.num_held = 0
 

@@ -1,4 +1,4 @@
-"""API keys: if the operator has set any, every path needs one, except the few that tell nothing of the work.
+"""API keys: if the operator has set any, every path needs one, except a few that show nothing about requests.
 
 A request's key is checked before its body is read, and decides whose stored objects it sees (`owner_of`).
 """
@@ -17,11 +17,11 @@ from batchline.errors import Unauthorized
 from batchline.server.root_path import route_path
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/", "/docs"})
-"""The page at /docs is the same for every server; what it shows, it asks for with the key that is entered there."""
+"""The page at /docs is the same for every server. It requests its contents with the key that the user enters."""
 
 
 def owner_of(request: Request) -> str:
-    """Who made the request, as far as the server can tell: a name for its key, empty where there are no keys."""
+    """The owner of a request: a name for its key; empty if the server has no keys."""
     owner: str = getattr(request.state, "owner", "")
     return owner
 
@@ -53,12 +53,12 @@ class ApiKeys:
         given = _digest(key.encode("latin-1"))
         matches = [hmac.compare_digest(given, digest) for digest in self._digests]
         if not any(matches):
-            raise Unauthorized("The API key is not known here", code="invalid_api_key")
+            raise Unauthorized("The API key is not valid", code="invalid_api_key")
         return given.hex()
 
 
 def _key_in(headers: Headers) -> str:
-    """The key that a request carries, empty where there is none. Anthropic's clients send it as `X-Api-Key`."""
+    """The key of a request; empty if it has none. Anthropic's clients send it as `X-Api-Key`."""
     if "authorization" not in headers:
         return headers.get("x-api-key", "").strip()
     scheme, _, key = headers["authorization"].partition(" ")

@@ -1,7 +1,7 @@
-"""Around every request: its id, its place in the metrics, limits on its body, and an answer whatever happens inside.
+"""Wraps every request: sets its id, counts it in the metrics, limits its body, and answers any exception inside.
 
-The outermost part of the application but for CORS. Nothing raised inside passes it, so that every error has the
-envelope and none shows a traceback.
+The outermost part of the application except for CORS. No exception passes it, so every error has the API's envelope,
+and none shows a traceback.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 access_logger = logging.getLogger("batchline.access")
 
 CLIENT_GONE = 499
-"""The status under which requests of clients that hung up are counted; nobody receives it."""
+"""The status that counts requests whose client disconnected; no client receives it."""
 
 _VALID_ID = re.compile(r"[!-~]{1,256}")
 
@@ -42,7 +42,7 @@ class RequestBoundary:
     def __init__(
         self, app: ASGIApp, metrics: Metrics, bodies: Bodies, paths: Container[str], *, logs_access: bool
     ) -> None:
-        """paths: those that metrics tell apart."""
+        """paths: the paths that metrics count separately."""
         self._app = app
         self._metrics = metrics
         self._bodies = bodies
@@ -70,7 +70,7 @@ class RequestBoundary:
         except ClientDisconnect:
             sender.status = CLIENT_GONE
         except asyncio.CancelledError:
-            # the grace period of a shutdown is over: the one thing left to do is to say so
+            # the grace period of a shutdown is over: tell the client
             await self._answer(SHUTTING_DOWN, scope, receive, sender)
         except Exception as exc:
             await self._answer(as_request_error(exc), scope, receive, sender)
@@ -82,13 +82,13 @@ class RequestBoundary:
                 _log_access(scope, sender.status, seconds, streams)
 
     def _endpoint(self, scope: Scope) -> str:
-        """The path as metrics tell it: without ids, which would never end."""
-        route = scope.get("route")  # None where the request has not come that far
+        """The path for the metrics: without ids, which are unbounded."""
+        route = scope.get("route")  # None if the request has not been routed
         path = route.path_format if isinstance(route, APIRoute) else route_path(scope)
         return path if path in self._paths else "other"
 
     async def _answer(self, error: RequestError, scope: Scope, receive: Receive, sender: _Sender) -> None:
-        """The error, unless an answer has begun: that one then ends without its end, which the client notices."""
+        """Send the error, unless an answer has begun. That answer is cut off, which the client notices."""
         if not sender.has_begun:
             await error_response(error, route_path(scope))(scope, receive, sender)
 
@@ -122,7 +122,7 @@ def _log_access(scope: Scope, status: int, seconds: float, streams: list[StreamU
 class _Sender:
     """Passes messages on, with the request's id in the headers; remembers the status.
 
-    An answer that comes before the request's body has been read ends the connection: the rest is not waited for.
+    An answer before the request's body has been read closes the connection, since the rest is not awaited.
     """
 
     def __init__(self, send: Send, request_id: str, body: IncomingBody) -> None:

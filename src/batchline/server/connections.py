@@ -1,9 +1,9 @@
-"""The connections that clients hold open: how many there may be, and which give way to new ones.
+"""Limits the number of open connections, and decides which are closed for new ones.
 
-Anyone may open connections, so those that carry no request (idle, in a TLS handshake, with half a head) are worth
-nothing: when there are too many, the one that has waited longest is ended for a new one. Connections that carry
-requests are never ended. Beyond them there is a reserve, which is told apart (`is_crowded`), so that a server full of
-requests still answers a health check.
+Anyone may open connections, so connections without a request (idle, in a TLS handshake, with half a head) have no claim
+to stay: when there are too many, the one that has waited longest is closed for a new one. Connections with requests are
+never closed. There is a reserve beyond the limit (`is_crowded`), so that a server full of requests still answers a
+health check.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ if sys.platform != "win32":
     import resource
 
 RESERVE = 64
-"""Connections beyond the limit, for health checks and for answers that refuse."""
+"""Connections beyond the limit, for health checks and refusals."""
 OTHER_FILES = 256
-"""File descriptors kept for everything that is no client's connection."""
+"""File descriptors reserved for everything except clients' connections."""
 _PAUSE_S = 0.5
 _OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
@@ -59,25 +59,25 @@ class Connections:
         return time.monotonic() < self._evicted_at + _PAUSE_S
 
     def opened(self, connection: _Connection) -> None:
-        """A new one, which waits for its first request. Where there are enough, it takes the place of another."""
+        """Add a new connection, which waits for its first request. At the limit, it replaces another one."""
         self.num_open += 1
         if self.num_open > self.max_open:
             self.evict()
         self._waiting[connection.fileno()] = connection
 
     def closed(self, file_number: int) -> None:
-        """It is gone."""
+        """Remove a closed connection."""
         self.num_open -= 1
         self._waiting.pop(file_number, None)
         self._carrying.pop(file_number, None)
 
     def carry(self, file_number: int) -> None:
-        """It carries a request from now on."""
+        """Note that it now carries a request."""
         if (connection := self._waiting.pop(file_number, None)) is not None:
             self._carrying[file_number] = connection
 
     def wait(self, file_number: int) -> None:
-        """It carries none any more."""
+        """Note that it no longer carries a request."""
         if (connection := self._carrying.pop(file_number, None)) is not None:
             self._waiting[file_number] = connection
 
@@ -86,13 +86,13 @@ class Connections:
         if self._waiting:
             _, connection = self._waiting.popitem(last=False)
             self._evicted_at = time.monotonic()
-            logger.warning("too many connections: the one idle longest is closed (--max-connections)")
+            logger.warning("too many connections: closing the one that has been idle longest (--max-connections)")
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
 
 
 class _Connection(socket.socket):
-    """An accepted socket that tells when it is closed."""
+    """An accepted socket that reports when it is closed."""
 
     connections: Connections | None = None
 
@@ -134,7 +134,7 @@ class Listener(socket.socket):
             raise
         if is_full:
             accepted.close()
-            logger.warning("too many connections: a new one is closed at once (--max-connections)")
+            logger.warning("too many connections: closing a new one at once (--max-connections)")
             raise BlockingIOError
         connection = _Connection(accepted.family, accepted.type, accepted.proto, fileno=accepted.detach())
         self.connections.opened(connection)
@@ -211,7 +211,7 @@ def allow_reuse(listener: socket.socket) -> None:
 
 
 def unusable(host: str, port: int, exc: Exception) -> UsageError:
-    """What is told of an address that cannot be had."""
+    """The error for an address that cannot be used."""
     reason = exc.strerror if isinstance(exc, OSError) else None
     return UsageError(f"Cannot serve at {host} port {port}: {reason or exc}")
 

@@ -46,7 +46,7 @@ def error_response(error: RequestError, path: str = "") -> JsonResponse:
 
 
 def as_request_error(exc: Exception) -> RequestError:
-    """What a client is told of an exception; what is not its own fault is logged, with its traceback."""
+    """The client's error for an exception. Those that are not its fault are logged with their traceback."""
     if isinstance(exc, RequestError):
         return exc
     logger.error("a request failed", exc_info=exc)
@@ -58,7 +58,7 @@ def as_request_error(exc: Exception) -> RequestError:
 
 
 def unrouted(request: Request, exc: HTTPException, served: Iterable[str], methods: Iterable[str]) -> RequestError:
-    """What the router finds wrong: an unknown path, or a path by a method that is none of `methods`."""
+    """The error of the router: an unknown path, or a method other than `methods`."""
     if exc.status_code == MethodNotAllowed.status_code:
         allowed = ", ".join(methods)
         return MethodNotAllowed(f"{request.method} is not allowed here; allowed: {allowed}", allowed=allowed)

@@ -1,8 +1,8 @@
 """An answer in server-sent events: `data: {json}` for each chunk and `data: [DONE]` at the end.
 
-Chunks that are events with a `type` of their own have it as the event's name, and the last of them is the end.
-Whatever breaks a stream off is told in its last chunk. The next chunk is asked for when the one before is in the
-connection's buffer: a slow reader slows its own stream alone.
+Chunks with a `type` have it as the event's name, and the last of them ends the stream. If an exception ends a stream,
+its last chunk reports the error. The next chunk is requested when the previous one is in the connection's buffer, so a
+slow reader only slows its own stream.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _DONE = b"data: [DONE]\n\n"
 
 
 class EventStream(Response):
-    """The chunks of a stream whose first chunk has come already. Closes the stream, however the response ends."""
+    """The chunks of a stream whose first chunk has already arrived. Closes the stream in any case."""
 
     media_type = "text/event-stream"
 
@@ -53,7 +53,7 @@ class EventStream(Response):
         await send(self._end())
 
     async def _chunks(self) -> AsyncIterator[Chunk]:
-        """What is to be sent; an exception is told in a last chunk."""
+        """The bytes to send. An exception becomes a last chunk."""
         if self._first is not None:
             yield self._first
         try:

@@ -1,4 +1,4 @@
-"""What Prometheus is told: requests and times as the server sees them, tokens and queues as the backend counts them."""
+"""The metrics for Prometheus: requests and times measured by the server, tokens and queues counted by the backend."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _SEQUENCE_HISTOGRAMS: Mapping[str, str] = {
 
 
 class Metrics:
-    """The metrics of one server, in a registry of their own.
+    """The metrics of one server, in a separate registry.
 
     num_in_flight: requests that do work, queued or running. body_bytes: what the bodies of all requests take.
     """
@@ -45,11 +45,11 @@ class Metrics:
         self._registry.register(self._collector)
         self.num_in_flight = 0
         Gauge(
-            "batchline_requests_in_flight", "Requests being answered, waiting ones included", registry=self._registry
+            "batchline_requests_in_flight", "Requests in the server, running and waiting", registry=self._registry
         ).set_function(lambda: self.num_in_flight)
         self.body_bytes = Gauge(
             "batchline_request_body_bytes",
-            "What the bodies of requests take that are being received or answered, small ones aside",
+            "Bytes of the bodies of requests that are being received or answered, without small ones",
             registry=self._registry,
         )
         self._requests = Counter(
@@ -78,7 +78,7 @@ class Metrics:
         )
 
     def observe_request(self, endpoint: str, status: int, seconds: float) -> None:
-        """A request has ended. endpoint: of a bounded set of paths."""
+        """Count a finished request. endpoint: from a bounded set of paths."""
         self._requests.labels(endpoint, str(status)).inc()
         self._seconds.labels(endpoint).observe(seconds)
 
@@ -131,11 +131,11 @@ class _BackendCollector(Collector):
         stats = self._stats()
         yield CounterMetricFamily("batchline_prompt_tokens", "Prompt tokens of answered requests", stats.prompt_tokens)
         yield CounterMetricFamily(
-            "batchline_cached_prompt_tokens", "Prompt tokens that the prefix cache spared", stats.cached_tokens
+            "batchline_cached_prompt_tokens", "Prompt tokens from the prefix cache", stats.cached_tokens
         )
         yield CounterMetricFamily("batchline_output_tokens", "Tokens generated", stats.output_tokens)
         yield CounterMetricFamily(
-            "batchline_preemptions", "How often a running sequence lost its place in the cache", stats.preemptions
+            "batchline_preemptions", "How often a running sequence was preempted", stats.preemptions
         )
         for name, value in stats.gauges.items():
             yield GaugeMetricFamily(f"batchline_{name}", f"The backend's {name.replace('_', ' ')}", value)

@@ -1,4 +1,4 @@
-"""How the server is set up: frozen, built once by the command line."""
+"""The server's options: frozen, built once by the command line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorsOptions:
-    """Which web pages of other origins may call; without origins there are no CORS headers at all."""
+    """Which web pages of other origins may call the server. Without origins there are no CORS headers."""
 
     allow_origins: tuple[str, ...] = ()
     allow_methods: tuple[str, ...] = ("*",)
@@ -38,15 +38,14 @@ class BodyLimits:
 class ServerOptions:
     """One server.
 
-    port: 0 takes a free one. uds: path of a Unix socket to serve on, instead of host and port. root_path: the prefix
-    that a proxy in front takes away. api_keys: none leaves the server open. metrics_need_key: whether /metrics is
-    guarded too. max_in_flight: sequences that run or wait; more are refused with 503. grace_period_s: how long a stop
-    waits for running requests. docs: whether /docs and /openapi.json exist.
+    port: 0 picks a free one. uds: path of a Unix socket to serve on, instead of host and port. root_path: the path
+    prefix stripped by a reverse proxy. api_keys: without any, every client may call. metrics_need_key: whether /metrics
+    needs a key too. max_in_flight: limit of sequences that run or wait; more are refused with 503. grace_period_s: how
+    long a stop waits for running requests. docs: whether /docs and /openapi.json exist.
 
-    Against clients that take without asking for anything: max_connections that are open; head_timeout_s for a request's
-    head; body_timeout_s and max_body_memory: see `incoming_body.py`; write_timeout_s until a client that has stopped
-    reading its answer goes on; keep_alive_s that an idle connection stays open, longer than the usual proxy's, which
-    must be the one to close it.
+    Limits for misbehaving clients: max_connections: open ones. head_timeout_s: for a request's head. body_timeout_s and
+    max_body_memory: see `incoming_body.py`. write_timeout_s: for a client that has stopped reading its answer.
+    keep_alive_s: how long an idle connection stays open; longer than a usual proxy's, so that the proxy closes it.
     """
 
     host: str = "127.0.0.1"

@@ -1,6 +1,6 @@
-"""A server's life: take the address, start the backend, serve until told to stop, finish what runs, close.
+"""Runs a server: bind the address, start the backend, serve until a signal, finish running requests, close.
 
-The address is taken before a model is loaded, so that a port in use is heard of at once.
+The address is bound before a model is loaded, so that a port in use is reported at once.
 """
 
 from __future__ import annotations
@@ -124,5 +124,5 @@ def url_of(listener: socket.socket, *, is_tls: bool) -> str:
 
 
 def run(backend: Backend, options: ServerOptions, on_ready: OnReady) -> None:
-    """`serve` on an event loop of its own."""
+    """`serve` on a new event loop."""
     asyncio.run(serve(backend, options, on_ready))
