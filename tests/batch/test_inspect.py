@@ -69,6 +69,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/responses": {"input": "one"},
     "/v1/messages": {**MESSAGES, "max_tokens": 4},
     "/v1/messages/count_tokens": MESSAGES,
+    "/invocations": MESSAGES,
     "/v1/embeddings": {"input": "one"},
     "/v2/embed": {"texts": ["one"]},
     "/v1/score": SCORE,
