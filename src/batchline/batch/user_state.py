@@ -6,9 +6,10 @@ A record is a convenience. One that is missing, damaged or cannot be written cos
 from __future__ import annotations
 
 import os
-import sys
 from contextlib import suppress
 from pathlib import Path
+
+from platformdirs import user_state_path
 
 from batchline.batch.durable import move_into_place
 
@@ -19,13 +20,10 @@ def user_state_dir() -> Path | None:
     """`$BATCHLINE_STATE_DIR`, or the platform's folder for a program's state; None for a user without a home."""
     if os.environ.get(STATE_DIR_VARIABLE):
         return Path(os.environ[STATE_DIR_VARIABLE])
-    if sys.platform == "win32":
-        folder = Path(os.environ.get("LOCALAPPDATA") or Path("~/AppData/Local").expanduser())
-    elif sys.platform == "darwin":
-        folder = Path(os.path.expanduser("~/Library/Application Support"))
-    else:
-        folder = Path(os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state"))
-    return folder / "batchline" if folder.is_absolute() else None
+    try:
+        return user_state_path("batchline", appauthor=False)
+    except RuntimeError:
+        return None
 
 
 def write_record(path: Path, content: bytes, *, max_records: int) -> None:
