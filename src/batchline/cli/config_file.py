@@ -36,7 +36,7 @@ _NOT_IN_A_FILE = {"config", "help"}
 
 
 def takes_config_file(command: Callable[..., None]) -> Callable[..., None]:
-    """The command with a `--config` option; it and the environment give values to the options not on the line."""
+    """The command with a `--config` option. The file and the environment set options that are not on the line."""
 
     @functools.wraps(command)
     def configured(**values: Any) -> None:
@@ -60,7 +60,7 @@ def takes_config_file(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _load(context: typer.Context, path: Path | None) -> Path | None:
-    """Runs before any other option is looked at, wherever it stands."""
+    """Runs before any other option is processed, regardless of their order."""
     options = _long_options(context.command)
     _warn_of_unknown_variables(context)
     if path is None and os.environ.get(_CONFIG_VARIABLE):
@@ -86,7 +86,7 @@ class Setting:
     read: Callable[[], Any]
 
     def value(self, context: typer.Context) -> Any:
-        """For the option, which asks only where nothing goes before this. Raises: UsageError saying where it stands."""
+        """The option's value; only called if nothing overrides it. Raises: UsageError, with the variable or key."""
         value = self.read()
         try:
             self.parameter.process_value(context, value)
@@ -96,7 +96,7 @@ class Setting:
 
 
 def _default(setting: Setting, context: typer.Context) -> Callable[[], Any]:
-    """A function, of which `--help` tells nothing: a partial call's description would hold the value, a key maybe."""
+    """The value as a function, because `--help` would show a value, which may be a secret key."""
     return lambda: setting.value(context)
 
 
@@ -159,7 +159,7 @@ def _from_text(parameter: Any, text: str, variable: str) -> Any:
 
 
 def file_settings(options: Mapping[str, Any], path: Path, translation: Translation | None = None) -> list[Setting]:
-    """What a configuration file says of `options` by long name. Raises: UsageError naming the keys that are none.
+    """A configuration file's settings for `options` by long name. Raises: UsageError, which names unknown keys.
 
     translation: takes keys that are options of vLLM. What these become yields to the file's own keys.
     """

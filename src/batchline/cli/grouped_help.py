@@ -1,7 +1,7 @@
 """`--help` in groups of options, readable at any width.
 
-Typer's own tables are as wide as the terminal and cut the names of options to fit: at 80 columns several of them cannot
-be read. Here a long name has a line of its own, and its text stands below.
+Typer's own tables are as wide as the terminal and shorten the names of options to fit: at 80 columns several of them
+are unreadable. Here a long name is on a separate line, with its text below.
 """
 
 from __future__ import annotations

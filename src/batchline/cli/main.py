@@ -2,7 +2,7 @@
 
 0    finished (failed lines are in the output and counted on standard error)
 1    could not finish; the same command resumes it
-2    wrong use or an unreadable input; nothing was run
+2    a wrong command, option or input; nothing was run
 3    finished, but every line failed, or any line under --fail-on-error; or `check` found bad lines
 130  interrupted; the same command resumes it
 """
@@ -68,8 +68,8 @@ app.command("upload", cls=CheckedCommand)(upload)
 def command(arguments: Sequence[str] | None = None) -> NoReturn:
     """`main` as a whole process, which ends with it.
 
-    The interpreter is not taken apart: with a model's libraries loaded that takes more than a second, and by then
-    everything that matters is on disk.
+    It skips the interpreter's shutdown, which takes more than a second with a model's libraries. Everything that
+    matters is already on disk.
     """
     _open_missing_streams()
     try:

@@ -1,4 +1,4 @@
-"""The one place that prints what a command has to say: to standard error, as text, as JSON objects, or errors alone.
+"""The only place that prints a command's messages: to standard error, as text, as JSON objects, or only errors.
 
 Standard output may be the result file. A standard error that is closed or full costs nothing.
 """
@@ -89,9 +89,9 @@ def tell(text: str, level: Level = "info", *, is_result: bool = False, **fields:
 
 
 def last_words(text: str) -> None:
-    """Say it from a signal handler, just before the process ends at once.
+    """Print a message from a signal handler, just before the process ends at once.
 
-    No lock is taken, of a display or a stream: the thread that holds it may be the interrupted one.
+    Takes no lock of a display or a stream, because the interrupted thread may hold it.
     """
     line = _line(text, text, "info", {})
     if _output.display is not None:
@@ -107,7 +107,7 @@ def log_handler() -> logging.Handler:
 
 
 def log_formatter() -> logging.Formatter:
-    """A formatter for handlers with a stream of their own."""
+    """A formatter for handlers with a separate stream."""
     if _output.log_format == "json":
         return _JsonFormatter()
     return logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", TIME_FORMAT)

@@ -63,7 +63,7 @@ class _BoundedServer(ThreadingHTTPServer):
     """Answers on threads, a bounded number of them."""
 
     def __init__(self, listener: socket.socket, handler: type[BaseHTTPRequestHandler]) -> None:
-        """listener: is taken over."""
+        """listener: owned by this server from now on."""
         super().__init__(("", 0), handler, bind_and_activate=False)
         self.socket.close()
         self.socket = socket.socket(fileno=listener.detach())

@@ -125,10 +125,16 @@ def _constraint(request: ChatCompletionRequest) -> Constraint | None:
         index, tool = next((i, t) for i, t in tools.items() if t.function.name == choice.function.name)
         schema = json.dumps(_parameters(tool, index))
         return Constraint(kind="json_schema", field=f"tools[{index}].function.parameters", source=schema)
-    places = tuple(tools) if len(tools) < len(request.tool_list) else ()
+    tool_indices = tuple(tools) if len(tools) < len(request.tool_list) else ()
     schemas = {tool.function.name: _parameters(tool, index) for index, tool in tools.items()}
     is_single = not request.parallel_tool_calls
-    return Constraint(kind="tool_calls", field="tools", source=json.dumps(schemas), places=places, is_single=is_single)
+    return Constraint(
+        kind="tool_calls",
+        field="tools",
+        source=json.dumps(schemas),
+        tool_indices=tool_indices,
+        is_single=is_single,
+    )
 
 
 def _parameters(tool: Tool, index: int) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""uvicorn's HTTP protocol with limits on what a connection may cost before, between and after its requests.
+"""uvicorn's HTTP protocol, with limits on the size and time of everything on a connection except bodies.
 
-uvicorn reads a head, trailers and chunk extensions of any length, waits for them for any time, and takes trailers for
-headers. Here each of them ends the connection, with an answer where one can still be read. What a request may cost once
-its head is whole is the application's matter (`incoming_body.py`).
+uvicorn reads heads, trailers and chunk extensions of any length, waits for them without a limit, and treats trailers as
+headers. Here each of these closes the connection, with an answer if the client can still read it. The application
+limits bodies (`incoming_body.py`).
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from batchline.errors import BadRequest, HeadTooLarge, RequestError, RequestTime
 from batchline.server.connections import Connections
 
 MAX_HEAD_BYTES = 64 * 1024
-"""Of a request's first line and headers; of its trailers too, and of anything else between two parts of a body."""
+"""Limit of a request's first line and headers, of its trailers, and of anything else between two parts of a body."""
 
 MAX_PIPELINED = 32
-"""Requests that may wait on one connection for the answers to those before them."""
+"""How many requests may wait on one connection for earlier answers."""
 
 LINGER_S = 5.0
-"""How long a connection stays open after an answer that came before the end of its request. Closing it at once would
-take the answer away from a client that is still sending."""
+"""How long a connection stays open after an answer before the end of its request. If it were closed at once, a client
+that is still sending would lose the answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionTimes:
-    """Seconds. head_s: for a whole head. write_s: for a client that reads nothing of its answer to go on reading."""
+    """Time limits in seconds. head_s: for a whole head. write_s: for a client that reads nothing of its answer."""
 
     head_s: float
     write_s: float
@@ -47,7 +47,7 @@ class _Refused(Exception):
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """One connection. Tells `connections` when it carries a request and when it merely waits for one."""
+    """One connection. Informs `connections` when it carries a request and when it waits for one."""
 
     def __init__(self, *, connections: Connections, times: ConnectionTimes, **of_uvicorn: Any) -> None:
         super().__init__(**of_uvicorn)

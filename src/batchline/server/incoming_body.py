@@ -1,9 +1,8 @@
-"""A request's body while it arrives: in time, and within the memory that all bodies together may take.
+"""Receives a request's body within a time limit and within the memory for all bodies together.
 
-Bodies count from their first byte until their request has been answered. When there is no room, the one that has been
-arriving longest gives way, so that clients that stop in the middle take nothing from others. Small bodies always fit,
-and large ones together leave a part of the memory to the others: a few of them that wait for the model stop no
-ordinary request.
+Bodies count from their first byte until their request has been answered. If there is no memory left, the body that has
+been arriving longest is dropped, so that clients that stop in the middle do not block others. Small bodies always fit.
+Large ones may not use all of the memory, so a few of them that wait for the model block no ordinary request.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from batchline.errors import Overloaded, RequestTimeout
 from batchline.server.options import BYTES_IN_TIME, BodyLimits
 
 SMALL_BODY_BYTES = 64 * 1024
-"""What a body may have without being counted."""
+"""The first bytes of a body, which are not counted."""
 
 LARGE_BODY_BYTES = 1024 * 1024
-"""What a body counts as when it is a large one."""
+"""A body over this size counts as large."""
 
 
 class Bodies:
-    """The bodies of all requests that are being received or answered. num_bytes: what they take, small ones aside."""
+    """The bodies of all requests that are being received or answered. num_bytes: their memory, without small ones."""
 
     def __init__(self, limits: BodyLimits) -> None:
         self.limits = limits
@@ -59,7 +58,7 @@ class Bodies:
         body.num_counted = 0
 
     def _make_room(self, body: IncomingBody, others: Iterable[IncomingBody]) -> None:
-        """The one that has been arriving longest gives way. Raises: Overloaded if that is the body itself."""
+        """Drop the body that has been arriving longest. Raises: Overloaded if that is the new body itself."""
         oldest = next(iter(others))
         oldest.give_way()
         if oldest is body:
@@ -102,7 +101,7 @@ class IncomingBody:
         return message
 
     def give_way(self) -> None:
-        """Free what it takes; whoever reads it gets an Overloaded."""
+        """Free its memory; a reader gets an Overloaded."""
         self._has_given_way = True
         self.close()
         if self._waiting is not None:

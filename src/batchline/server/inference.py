@@ -1,4 +1,4 @@
-"""The routes that do work: a JSON body goes to the backend, its answer or its chunks come back."""
+"""The routes that do work: pass a JSON body to the backend, and return its answer or its chunks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Inference:
         self._max_request_bytes = max_request_bytes
 
     async def answer(self, request: Request) -> Response:
-        """The backend's answer, streamed where the body says so. Raises: RequestError, EngineLost, ClientDisconnect."""
+        """The backend's answer, streamed if the body says so. Raises: RequestError, EngineLost, ClientDisconnect."""
         endpoint_request = EndpointRequest(
             url=route_path(request.scope),
             body=await self.read_body(request),
@@ -63,7 +63,7 @@ class Inference:
     async def begin_stream(
         self, request: Request, endpoint: str, chunks: AsyncIterator[Mapping[str, Any]]
     ) -> EventStream:
-        """Wait for the first chunk, so that what is wrong with the request is an ordinary error."""
+        """Wait for the first chunk, so that an invalid request gets an ordinary error."""
         timed = self._metrics.timed(endpoint, chunks)
         try:
             first = await while_connected(request.receive, _first_of(timed))

@@ -1,4 +1,4 @@
-"""A request's JSON body, read within bounds: its size, its type, how deep it is nested."""
+"""Reads a request's JSON body within limits: size, type, depth."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from starlette.requests import Request
 from batchline.errors import BadRequest, PayloadTooLarge, UnsupportedMediaType
 
 MAX_DEPTH = 128
-"""Nesting that templates and schemas can be walked with."""
+"""The deepest nesting that recursive code for templates and schemas can handle."""
 
 SMALL_BODY = 1 << 16
-"""Bytes of a body that is parsed in less time than it takes to wake up a thread for it."""
+"""A body of up to this size is parsed in less time than waking up a thread takes."""
 
 MAX_VALUES = 1 << 22
-"""Values of a body: token ids of a full embeddings request, 0.1 s to parse; 0.4 s if they are objects."""
+"""Limit of values in a body: the token ids of a full embeddings request. Parsing takes 0.1 s; 0.4 s for objects."""
 
 MAX_CONTAINERS = 1 << 18
-"""Arrays and objects of a body. The garbage collector walks them while the parser holds the interpreter: 0.1 s."""
+"""Limit of arrays and objects in a body. The garbage collector walks them while the parser holds the lock: 0.1 s."""
 
 _SEPARATORS = (b",", b"[", b"{")
 _BRACKETS = _SEPARATORS[1:]
@@ -54,7 +54,7 @@ def _parsed(raw: bytes) -> dict[str, Any]:
 
 
 async def _read(request: Request, max_bytes: int) -> bytes:
-    """All of the body; refused by its announced length, or as soon as it is longer than allowed."""
+    """All of the body. It is refused by its announced length, or as soon as it exceeds the limit."""
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced) > max_bytes:
         raise _too_large(max_bytes)

@@ -1,9 +1,9 @@
 """Responses that the server keeps in memory, so that later requests can continue, read and cancel them.
 
-Each response belongs to its owner; to any other owner it does not exist. A response in progress is never dropped: when
-only those in the background are left, new ones there are refused. Those in the foreground are as many as the requests
-that wait for them, and count only once they are finished. Finished ones are dropped, oldest first, once there are too
-many or their JSON is too large. A restart forgets everything. Knows nothing of HTTP.
+Each response belongs to its owner; for any other owner it does not exist. Finished responses are dropped, oldest first,
+once there are too many or their JSON is too large. A response in progress is never dropped. If only background
+responses are left, new ones in the background are refused. Foreground responses are limited by the requests that wait
+for them, and count only once they are finished. A restart drops everything. Knows nothing about HTTP.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ JsonObject = dict[str, Any]
 class KeptResponse:
     """A response in its current state, with all the input items that led to it.
 
-    num_input_bytes: the size of those items' JSON. owner: whose API key it was made with; empty where the server has
-    no keys. task: what makes it in the background.
+    num_input_bytes: the size of those items' JSON. owner: of the API key that it was made with; empty if the server has
+    no keys. task: the task that makes it in the background.
     """
 
     response: JsonObject

@@ -1,8 +1,8 @@
-"""The routes of `/v1/responses`: made by the backend like any answer, and kept here for the key that asked for them.
+"""The routes of `/v1/responses`: the backend makes a response like any answer, and the server keeps it for its API key.
 
-`previous_response_id` and references to items are resolved here, into the input; the backend sees a request that stands
-for itself. `background` is a task here, which a later request may look at or cancel. Ids of responses are random: a
-client's `X-Request-Id` is echoed in the header only, because two requests may carry the same one.
+The server resolves `previous_response_id` and references to items, so the backend gets a self-contained request. A
+`background` response is a task here, which later requests may read or cancel. Ids of responses are random: a client's
+`X-Request-Id` is only echoed in the header, because two requests may have the same one.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ class ResponsesApi:
             return await self._inference.begin_stream(request, RESPONSES, chunks)
         with call.keeping(self._kept):
             answer = await self._inference.answer_of(request, call.request)
-            told = answer.body if answer.is_error else call.finish(answer.parsed_body(), self._kept)
-        return await written(told, answer.status_code)
+            shown = answer.body if answer.is_error else call.finish(answer.parsed_body(), self._kept)
+        return await written(shown, answer.status_code)
 
     async def input_tokens(self, request: Request) -> Response:
-        """How many tokens an input has, with the response that it continues. Raises: RequestError, EngineLost."""
+        """The number of tokens of an input, including previous responses. Raises: RequestError, EngineLost."""
         body = await self._inference.read_body(request)
         given = await off_loop_if_large(body, partial(_given_input, body.get("input")))
         call = self._call(body, given, owner_of(request))
@@ -75,7 +75,7 @@ class ResponsesApi:
         return await written(answer.body, answer.status_code)
 
     async def retrieve(self, request: Request) -> Response:
-        """A kept response as it stands. Raises: NotFound, BadRequest."""
+        """The current state of a kept response. Raises: NotFound, BadRequest."""
         if request.query_params.get("stream", "false") != "false":
             raise BadRequest("stream: a stored response cannot be streamed; leave stream out", param="stream")
         _refuse_include(request)
@@ -93,13 +93,13 @@ class ResponsesApi:
         return JsonResponse(self._kept.cancel(request.path_params["response_id"], owner_of(request)))
 
     async def delete(self, request: Request) -> Response:
-        """Forget a response. Raises: NotFound."""
+        """Delete a response. Raises: NotFound."""
         response_id = request.path_params["response_id"]
         self._kept.forget(response_id, owner_of(request))
         return JsonResponse({"id": response_id, "object": "response", "deleted": True})
 
     def _call(self, body: JsonObject, given: _Input | None, owner: str) -> _Call:
-        """The request as the backend gets it: whole, under a random id. Raises: RequestError."""
+        """The request for the backend: self-contained, with a random id. Raises: RequestError."""
         previous_id = body.get("previous_response_id")
         sent = {key: value for key, value in body.items() if key != "background" or value is not True}
         if given is not None and any(map(_is_reference, given.items)):
@@ -130,13 +130,13 @@ class ResponsesApi:
         return _Input(items, num_bytes)
 
     async def _check_in_background(self, call: _Call) -> None:
-        """What can be told at once is. Raises: BadRequest, NotFound."""
+        """Report the errors that are known at once. Raises: BadRequest, NotFound."""
         if call.body.get("stream") or call.body.get("store") is False:
             raise BadRequest("background: it cannot be combined with stream: true or store: false", param="background")
         check_supported(await self._backend.models(), call.body.get("model"), RESPONSES)
 
     def _start(self, call: _Call) -> JsonObject:
-        """Begin to make a response in the background; returns it as it stands. Raises: Overloaded."""
+        """Start a response in the background, and return its current state. Raises: Overloaded."""
         if self._kept.num_in_background >= self._max_running:
             raise Overloaded("Too many responses are being made in the background; try again later")
         kept = call.begun("queued")
@@ -145,7 +145,7 @@ class ResponsesApi:
         return kept.response
 
     async def _make(self, kept: KeptResponse, call: _Call) -> None:
-        """The task in the background; its outcome, good or bad, is the kept response."""
+        """The background task. Its result or its error becomes the kept response."""
         kept.response = kept.response | {"status": "in_progress"}
         try:
             answer = await self._backend.answer(call.request)
@@ -154,23 +154,23 @@ class ResponsesApi:
         except Exception as exc:
             error = as_request_error(exc).body()["error"]
         if error is None:
-            kept.response = call.told(made) | {"background": True}
+            kept.response = call.shown(made) | {"background": True}
         else:
-            told = {"code": str(error["code"]), "message": error["message"]}
-            kept.response = kept.response | {"status": "failed", "error": told}
+            reported = {"code": str(error["code"]), "message": error["message"]}
+            kept.response = kept.response | {"status": "failed", "error": reported}
         self._kept.finish(kept)
 
 
 @dataclass(frozen=True, slots=True)
 class _Input:
-    """What a response is made from. num_bytes: the size of the items' JSON."""
+    """The input of a response. num_bytes: the size of the items' JSON."""
 
     items: list[JsonObject]
     num_bytes: int
 
 
 class _Call:
-    """A request for a response: as the client sent it, as the backend gets it, and the items it stands for."""
+    """A request for a response: as the client sent it, as the backend gets it, and all its input items."""
 
     def __init__(self, body: JsonObject, request: EndpointRequest, given: _Input, owner: str) -> None:
         self.body = body
@@ -178,13 +178,13 @@ class _Call:
         self._input = given
         self._owner = owner
 
-    def told(self, response: Mapping[str, Any]) -> JsonObject:
-        """A response with what only the server knows."""
+    def shown(self, response: Mapping[str, Any]) -> JsonObject:
+        """A response with the fields that only the server knows."""
         previous_id = self.body.get("previous_response_id")
         return {**response, "id": self._response_id, "previous_response_id": previous_id}
 
     def begun(self, status: Status) -> KeptResponse:
-        """The response without output yet."""
+        """The response, still without output."""
         return self._to_keep(
             response_object(
                 self.body,
@@ -209,11 +209,11 @@ class _Call:
             kept.abandon(self._response_id)
 
     def finish(self, response: Mapping[str, Any], kept: KeptResponses) -> JsonObject:
-        """The finished response as it is told, kept unless the request says not to store it."""
-        told = self.told(response)
+        """The finished response as clients see it; stored unless the request says otherwise."""
+        shown = self.shown(response)
         if self._is_stored:
-            kept.finish(self._to_keep(told))
-        return told
+            kept.finish(self._to_keep(shown))
+        return shown
 
     def _to_keep(self, response: JsonObject) -> KeptResponse:
         return KeptResponse(response, self._input.items, self._input.num_bytes, self._owner)
@@ -235,7 +235,7 @@ async def _keeping(
         with call.keeping(kept):
             async for event in events:
                 if "response" in event:
-                    response = call.told(event["response"])
+                    response = call.shown(event["response"])
                     if response["status"] != "in_progress":
                         call.finish(response, kept)
                     event = {**event, "response": response}

@@ -1,4 +1,4 @@
-"""What a request asks of its output's text, as given: not yet a grammar."""
+"""A request's constraint on its output's text, as given: not yet a grammar."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ ConstraintKind = Literal["json_schema", "regex", "choice", "grammar", "structura
 class Constraint:
     """One constraint. Hashable: equal constraints share a compiled grammar.
 
-    field: the request's field that it comes from, for messages. source: JSON text of a schema, of a list of choices,
-    of structural tags, or of an object of tools' parameter schemas by name; else a regular expression or a grammar.
-    whitespace_pattern: regular expression of the white space between JSON tokens, None for a bounded amount of any.
-    is_compact: no white space there at all.
-    places: where in the field each of the tools stands, where the source has not all of them.
-    is_single: one tool call and no more.
+    field: the request's field that it comes from, for error messages. source: JSON text of a schema, of a list of
+    choices, of structural tags, or of an object of tools' parameter schemas by name; else a regular expression or a
+    grammar. whitespace_pattern: regular expression of the white space between JSON tokens, None for a bounded amount of
+    any. is_compact: whether there is no white space at all.
+    tool_indices: the index in the field of each tool in the source, if the source does not have all of them.
+    is_single: whether only one tool call is allowed.
     """
 
     kind: ConstraintKind
@@ -25,12 +25,12 @@ class Constraint:
     source: str
     whitespace_pattern: str | None = None
     is_compact: bool = False
-    places: tuple[int, ...] = ()
+    tool_indices: tuple[int, ...] = ()
     is_single: bool = False
 
     def field_of(self, schema: int) -> str:
-        """The field that holds the constraint's schema of that number; a tool call has one for each function."""
+        """The path of the constraint's schema with this number; tool calls have one for each function."""
         if self.kind != "tool_calls":
             return self.field
-        place = self.places[schema] if self.places else schema
-        return f"{self.field}[{place}].function.parameters"
+        index = self.tool_indices[schema] if self.tool_indices else schema
+        return f"{self.field}[{index}].function.parameters"

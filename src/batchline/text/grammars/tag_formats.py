@@ -60,11 +60,11 @@ class _Rules:
             return self._part(node, path)
         if kind == "sequence":
             last = len(node["elements"]) - 1
-            places = enumerate(node["elements"])
-            return " ".join(self.of(n, f"{path}.elements[{i}]", is_last=is_last and i == last) for i, n in places)
+            elements = enumerate(node["elements"])
+            return " ".join(self.of(n, f"{path}.elements[{i}]", is_last=is_last and i == last) for i, n in elements)
         if kind == "or":
-            places = enumerate(node["elements"])
-            return self._rule(" | ".join(self.of(n, f"{path}.elements[{i}]", is_last=is_last) for i, n in places))
+            elements = enumerate(node["elements"])
+            return self._rule(" | ".join(self.of(n, f"{path}.elements[{i}]", is_last=is_last) for i, n in elements))
         if kind == "tag":
             return self._rule(f"{self._optional(node['begin'])} {self._rest_of_tag(node, path, is_last=is_last)}")
         if kind == "tags_with_separator":

@@ -94,7 +94,7 @@ def trial_argument(constraint: Constraint, surroundings: Surroundings, vocabular
 def read_trial_argument(argument: list[Any]) -> tuple[Constraint, Surroundings, str]:
     """The opposite of `trial_argument`."""
     constraint, surroundings, vocabulary = argument
-    constraint["places"] = tuple(constraint["places"])
+    constraint["tool_indices"] = tuple(constraint["tool_indices"])
     preamble = surroundings["preamble"]
     if preamble is not None:
         preamble = Preamble(tuple(preamble["starts"]), tuple(preamble["ends"]), preamble["is_open"])
