@@ -1,6 +1,6 @@
 """Kernels in C++ for what torch does badly on CPUs: attention, linear layers and the steps between them.
 
-`library` loads them and calls those of decoders, `int8` those of linear layers in 8 bits, `encoder` those of encoders;
-`packing` puts weights into their order. Nothing outside needs them: where they were not built, or are turned off,
-everything runs on torch alone.
+`library` loads them and calls the kernels for decoders, `int8` those for 8-bit linear layers, and `encoder` those for
+encoders. `packing` reorders weights for them. They are optional: if they were not built, or are turned off, everything
+runs on torch.
 """

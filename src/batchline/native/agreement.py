@@ -1,12 +1,12 @@
-"""Tells rounding from wrong arithmetic: is what the kernels compute as near to exact numbers as what torch computes?
+"""Distinguishes rounding from wrong arithmetic: are the kernels' results as close to exact numbers as torch's?
 
-An absolute limit cannot tell: thirty random layers in bfloat16 differ by more than a wrong attention in two trained
-ones. So both ways of computing are compared with a reference in float32: one that only rounds errs about as much as the
-other. Where both compute in float32, hardly anything is rounded at all.
+An absolute limit cannot decide this: thirty random layers in bfloat16 differ by more than a wrong attention in two
+trained ones. So the kernels' and torch's results are both compared with a reference in float32. If the kernels only
+round, their errors are about as large as torch's. In float32, hardly anything is rounded at all.
 
-Rows (a token each) are judged one by one, by the length of their error relative to their own. A few rows may err
-more than the rest: one may be nearly zero and hence all rounding, or rounding may send a token to another expert; none
-may be plainly wrong.
+Each row (a token) is checked separately, by the length of its error relative to the row's own length. A few rows may
+have larger errors: one may be nearly zero, so that it is all rounding, or rounding may send a token to another expert.
+No row may be clearly wrong.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ import torch
 from torch import Tensor, nn
 
 SAME_NOISE, MOST_ROUNDED = 2.0, 0.75
-"""How many times as much as torch's own rounding an error may be, and for which share of the rows."""
+"""An error may be this many times as large as torch's own rounding, and this share of the rows must meet the limit."""
 
 MORE_NOISE, PLAINLY_WRONG = 6.0, 0.5
-"""An error that is more than so many times torch's own, and more than so much, no row may have."""
+"""No row's error may exceed both this many times torch's own and this absolute amount."""
 
 EXACT, MOST_EXACT, NEARLY_EXACT = 1e-4, 0.9, 1e-2
-"""The error in float32 with another order of additions, for which share of the rows, and for every row."""
+"""Allowed errors in float32 from another order of additions: for this share of the rows, and for every row."""
 
 UNMEASURED = {torch.float32: 1e-4, torch.bfloat16: 4e-3, torch.float16: 5e-4}
-"""What a format's rounding may do without torch's own showing it: about one unit in the last place of a result."""
+"""A format's rounding that torch's own errors may not show: about one unit in the last place of a result."""
 
 
 def agree(actual: Tensor, own: Tensor, reference: Tensor) -> bool:
-    """Whether what was computed in another way than torch's differs by rounding alone. own: of torch, in the same
-    format; reference: in float32, perhaps `own` itself. All of them (rows, dim)."""
+    """Whether `actual` differs from torch's result only by rounding. own: torch's result, in the same format;
+    reference: in float32, perhaps `own` itself. All of them (rows, dim)."""
     errors = row_errors(actual, reference)
     return is_exact(errors) if reference is own else only_rounds(errors, row_errors(own, reference), own.dtype)
 
 
 def row_errors(actual: Tensor, reference: Tensor) -> Tensor:
-    """(..., dim) twice. Returns the length of each row's difference, relative to the reference row's; a row that is
-    hardly more than zero is taken relative to the typical one. Float64; NaN or infinite where a row is not finite."""
+    """(..., dim) twice. Returns the length of each row's difference, relative to the reference row's length, or to the
+    typical length for a row that is almost zero. Float64; NaN or infinite if a row is not finite."""
     wide = reference.double()
     lengths = wide.norm(dim=-1).flatten()
     floor = 1e-3 * lengths.median() + torch.finfo(torch.float64).tiny
@@ -49,8 +49,8 @@ def row_errors(actual: Tensor, reference: Tensor) -> Tensor:
 
 
 def only_rounds(errors: Tensor, own: Tensor, dtype: torch.dtype) -> bool:
-    """Whether errors are those of rounding to the dtype. errors: of what is checked; own: of torch in the same format,
-    for the same rows."""
+    """Whether the errors are those of rounding to the dtype. errors: of the checked results; own: of torch in the same
+    format, for the same rows."""
     typical = own.median()
     noise = own.maximum(typical) + UNMEASURED[dtype]
     is_typical = bool(errors.median() <= SAME_NOISE * typical + UNMEASURED[dtype])
@@ -60,14 +60,14 @@ def only_rounds(errors: Tensor, own: Tensor, dtype: torch.dtype) -> bool:
 
 
 def is_exact(errors: Tensor) -> bool:
-    """Whether errors are those of another order of additions in float32."""
+    """Whether the errors are those of another order of additions in float32."""
     return float((errors <= EXACT).double().mean()) >= MOST_EXACT and bool((errors <= NEARLY_EXACT).all())
 
 
 @contextmanager
 def widened(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Inside, the model computes in a wider dtype: a module's weights are widened while it runs, and no longer, so
-    that no second copy of the model is ever in memory."""
+    """Inside the block, the model computes in a wider dtype. Each module's weights are widened only while it runs, so
+    there is never a second copy of the model in memory."""
     handles = []
     for module in model.modules():
         narrow = {name: p for name, p in module._parameters.items() if p is not None and _is_narrower(p, dtype)}
@@ -102,7 +102,7 @@ def _widen_while_running(module: nn.Module, narrow: dict[str, Any], dtype: torch
 
 @contextmanager
 def with_first_layers(model: nn.Module, num_layers: int, count: int) -> Iterator[None]:
-    """Inside, a model of num_layers has its first `count` alone, where it keeps them in one list."""
+    """Inside the block, a model of num_layers has only its first `count`, if it stores its layers in one list."""
     found = [
         (parent, name, child)
         for parent in model.modules()

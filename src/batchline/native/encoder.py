@@ -1,7 +1,7 @@
 """Encoders of the BERT family in one native call: weights in the kernels' order, and the call.
 
-`encoder_kernels.h` holds the structures mirrored here. A call holds the interpreter lock no longer than it takes to
-pass pointers: the whole forward pass runs without it.
+This module mirrors the structures of `encoder_kernels.h`. A call holds the interpreter lock only while it passes
+pointers; the whole forward pass runs without it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ Norm = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderLayer:
-    """One post-normalised layer. qkv has the outputs of query, key and value projections, one after another; every
-    linear layer has a bias."""
+    """One post-normalised layer. qkv has the concatenated outputs of the query, key and value projections. Every linear
+    layer has a bias."""
 
     qkv: PackedLinear
     attention_out: PackedLinear
@@ -105,9 +105,9 @@ class NativeEncoder:
         """Last hidden states, (num_sequences, longest, hidden), zero where there is padding.
 
         token_ids, positions, types: (num_sequences, longest) int64, contiguous, padded on the right; types None: all
-        zero. lengths: (num_sequences,) int64, each at least 1. What is in the padding makes no difference.
+        zero. lengths: (num_sequences,) int64, each at least 1. The contents of the padding do not matter.
 
-        Raises: IndexError where an id, position or type lies outside its table, or a length outside the sequence;
+        Raises: IndexError if an id, position or type is outside its table, or a length outside the sequence;
         torch.OutOfMemoryError.
         """
         weights = self._weights
@@ -138,7 +138,7 @@ class NativeEncoder:
 
 
 def open_encoder(isa: Isa, weights: EncoderWeights) -> NativeEncoder:
-    """An encoder on an instruction set that this processor has: the `isa` of opened `NativeKernels`."""
+    """An encoder for an instruction set that this processor supports: the `isa` of opened `NativeKernels`."""
     library = _library()
     assert library is not None, "kernels that are open have a library"
     return NativeEncoder(library, isa, weights)

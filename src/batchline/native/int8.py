@@ -1,8 +1,8 @@
-"""Int8 linear layers: how numbers become bytes, weights in the kernels' order, and the call of the kernels.
+"""Int8 linear layers: quantizes numbers, reorders weights for the kernels, and calls the kernels.
 
-A weight's outputs have a scale each (its largest magnitude is 127), and so has every row of activations when it
-arrives. Products are sums of integers, hence exact: a row's result depends neither on the rows around it nor on the
-instruction set. `int8_kernels.h` holds the structure mirrored here.
+Each output of a weight has a scale (so that its largest magnitude is 127), and each row of activations gets one at run
+time. Products are sums of integers and so exact: a row's result depends neither on the other rows nor on the
+instruction set. This module mirrors a structure of `int8_kernels.h`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from batchline.native.library import DTYPES, check, load_library, opened, run_pa
 from batchline.native.packing import alternating, in_panels, padded
 
 LARGEST = 127
-"""-128 is not used: it would have no opposite."""
+"""-128 is not used, because it has no positive counterpart."""
 
 SMALLEST_RANGE = 1e-30
-"""Rows of smaller numbers count as zero; their factor would not be finite."""
+"""Rows with only smaller numbers count as zero, because their factor would not be finite."""
 
 
 class Int8Isa(enum.IntEnum):
@@ -41,7 +41,7 @@ BEST_ISA = {
     "avx512_bf16": Int8Isa.AVX512_VNNI,
     "auto": Int8Isa.AVX512_VNNI,
 }
-"""The most that a choice of kernels allows, by the width of its registers."""
+"""The best int8 instruction set that a choice of kernels allows, by the width of its registers."""
 
 
 class Int8LinearArgs(ctypes.Structure):
@@ -56,13 +56,13 @@ class Int8LinearArgs(ctypes.Structure):
 def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """x: (rows, columns). Returns int8 of the same shape and float32 scales, (rows, 1): x is about their product.
 
-    The kernels' rule to the last bit. A row that is not finite becomes zeros with a scale that is no number.
+    Equal to the kernels' results to the last bit. A row that is not finite becomes zeros with NaN as its scale.
     """
     x = x.float()
     largest = x.abs().amax(1, keepdim=True)
     is_finite = largest.isfinite()
     largest = largest.clamp_min(SMALLEST_RANGE)
-    factor = largest.new_tensor(LARGEST) / largest  # a number over a tensor would be rounded twice
+    factor = largest.new_tensor(LARGEST) / largest  # dividing a number by a tensor would round twice
     values = torch.where(is_finite, x * factor, 0.0).round().to(torch.int8)
     return values, torch.where(is_finite, largest / LARGEST, torch.nan)
 
@@ -70,7 +70,7 @@ def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 @dataclass(frozen=True, slots=True)
 class PackedInt8Linear:
     """panels: int8, (num_panels, fours, PANEL, 4). For each of their columns: scales (float32), sums of the weights
-    (int32), bias (float32) or None. num_outputs: columns of the result, for a gated pair those of one of the two."""
+    (int32), bias (float32) or None. num_outputs: columns of the result; for a gated pair, those of one of the two."""
 
     panels: torch.Tensor
     scales: torch.Tensor
@@ -93,7 +93,7 @@ def pack_int8(values: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | N
 
 
 def pack_int8_gated(gate: PackedInt8Linear, up: PackedInt8Linear) -> PackedInt8Linear:
-    """Both projections as one; they have the same shape, and both or none of them a bias."""
+    """Both projections as one. They have the same shape, and both or neither have a bias."""
     bias = None
     if gate.bias is not None and up.bias is not None:
         bias = alternating(gate.bias, up.bias)
@@ -136,7 +136,7 @@ class Int8Kernels:
 
 
 def open_int8_kernels(wanted: CpuKernels) -> Int8Kernels | None:
-    """The best int8 kernels that this processor has and `wanted` allows; None where the library was not built."""
+    """The best int8 kernels that this processor supports and `wanted` allows; None if the library was not built."""
     library = _library()
     if wanted == "off" or library is None:
         return None
@@ -144,7 +144,7 @@ def open_int8_kernels(wanted: CpuKernels) -> Int8Kernels | None:
 
 
 def supported_isas() -> list[Int8Isa]:
-    """What this build and processor have."""
+    """The instruction sets that this build and processor support."""
     library = _library()
     return [] if library is None else [isa for isa in Int8Isa if library.batchline_int8_is_supported(int(isa))]
 

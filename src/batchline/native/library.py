@@ -1,8 +1,8 @@
-"""Loads the compiled kernels, and calls those of decoder layers with tensors.
+"""Loads the compiled kernels, and calls those for decoder layers.
 
-`arguments.h` holds the structures mirrored here (`int8` and `encoder` have their own). Tensors are passed as pointers
-and strides, never copied. Kernels run on torch's own OpenMP threads (see `parallel.h`) and write into tensors that the
-caller allocated.
+This module mirrors the structures of `arguments.h` (`int8` and `encoder` have their own). Tensors are passed as
+pointers and strides, never copied. Kernels run on torch's own OpenMP threads (see `parallel.h`) and write to tensors
+that the caller has allocated.
 """
 
 from __future__ import annotations
@@ -216,15 +216,15 @@ class NativeKernels:
 
 
 def isa_name(wanted: CpuKernels) -> str:
-    """The instruction set that `open_kernels` takes, as options name it; `none` where it takes none."""
+    """The name of the instruction set that `open_kernels` uses, as in options; `none` if there is none."""
     kernels = open_kernels(wanted)
     return "none" if kernels is None else kernels.isa.name.lower()
 
 
 def open_kernels(wanted: CpuKernels) -> NativeKernels | None:
-    """The kernels asked for: `auto` takes the best that this processor has, `off` none.
+    """The requested kernels: `auto` is the best instruction set that this processor supports, `off` is None.
 
-    None where the library was not built, or where the processor lacks the instruction set that was asked for.
+    None if the library was not built, or if the processor does not support the requested instruction set.
     """
     library = None if wanted == "off" else load_library()
     if library is None:
@@ -238,10 +238,10 @@ def open_kernels(wanted: CpuKernels) -> NativeKernels | None:
 
 @functools.cache
 def load_library() -> ctypes.CDLL | None:
-    """The compiled kernels; None where the package was installed without a compiler."""
+    """The compiled kernels; None if the package was installed without a compiler."""
     spec = importlib.util.find_spec("batchline.native._kernels")
     if spec is None or spec.origin is None or not Path(spec.origin).exists():
-        logger.info("the native kernels were not built; running on torch alone")
+        logger.info("the native kernels were not built; running on torch only")
         return None
     library = ctypes.CDLL(spec.origin)
     library.batchline_open.restype = ctypes.c_void_p
@@ -252,7 +252,7 @@ def load_library() -> ctypes.CDLL | None:
 
 
 def run_parallel() -> Any:
-    """`GOMP_parallel` of the OpenMP runtime that torch has loaded, whichever that is; None where it has none."""
+    """`GOMP_parallel` of the OpenMP runtime that torch has loaded; None if it has none."""
     try:
         return ctypes.cast(ctypes.CDLL(None).GOMP_parallel, ctypes.c_void_p)
     except (AttributeError, OSError, TypeError):
@@ -261,18 +261,18 @@ def run_parallel() -> Any:
 
 
 def opened(runtime: int | None, isa: enum.IntEnum) -> ctypes.c_void_p:
-    """What the library opened for an instruction set, where it did."""
+    """The runtime that the library opened for an instruction set. Raises: RuntimeError if it did not."""
     if runtime is None:
         raise RuntimeError(f"this build or processor does not have the {isa.name} kernels")
     return ctypes.c_void_p(runtime)
 
 
 def check(status: int) -> None:
-    """`Status` in `parallel.h`. Raises: IndexError, torch.OutOfMemoryError."""
+    """Check a `Status` of `parallel.h`. Raises: IndexError, torch.OutOfMemoryError."""
     if status == OUT_OF_RANGE:
         raise IndexError("a token id, position, type or length is out of range")
     if status == OUT_OF_MEMORY:
-        raise torch.OutOfMemoryError("the native kernels found no memory to work in")
+        raise torch.OutOfMemoryError("the native kernels could not allocate memory")
 
 
 def _pointer(tensor: torch.Tensor | None) -> int | None:

@@ -1,8 +1,8 @@
-"""Weights of linear layers in the order in which the native kernels read them.
+"""Packs weights of linear layers in the order in which the native kernels read them.
 
-A panel is 16 outputs: for each pair of inputs (one input in float32) its 16 columns lie together. The last panel is
-padded with zeros. Gate and up projections are packed together, a panel of one after a panel of the other, so that the
-kernel has both at hand and writes their activated product only.
+A panel is 16 outputs: for each pair of inputs (one input in float32), its 16 columns are contiguous. The last panel is
+padded with zeros. Gate and up projections are packed with alternating panels, so that the kernel has both at hand and
+writes only their activated product.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ PANEL = 16
 @dataclass(frozen=True, slots=True)
 class PackedLinear:
     """panels: (num_panels, pairs, PANEL, pair); bias: (num_panels * PANEL,) or None; num_outputs: columns of the
-    result, for a gated pair those of one of the two."""
+    result; for a gated pair, those of one of the two."""
 
     panels: torch.Tensor
     bias: torch.Tensor | None
@@ -32,7 +32,7 @@ def pack(weight: torch.Tensor, bias: torch.Tensor | None) -> PackedLinear:
 
 
 def pack_gated(gate: PackedLinear, up: PackedLinear) -> PackedLinear:
-    """Both projections as one; they have the same shape, and both or none of them a bias."""
+    """Both projections as one. They have the same shape, and both or neither have a bias."""
     panels = torch.stack((gate.panels, up.panels), 1).flatten(0, 1)
     bias = None
     if gate.bias is not None and up.bias is not None:
@@ -51,12 +51,12 @@ def in_panels(weight: torch.Tensor) -> torch.Tensor:
 
 
 def padded(columns: torch.Tensor, num_panels: int) -> torch.Tensor:
-    """A number for each output, with zeros for the columns that fill the last panel."""
+    """A number for each output, with zeros for the padding of the last panel."""
     filled = columns.new_zeros(num_panels * PANEL)
     filled[: len(columns)] = columns
     return filled
 
 
 def alternating(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """A number for each column, a panel's of one after a panel's of the other."""
+    """A number for each column, with panels of gate and up alternating."""
     return torch.stack((gate.view(-1, PANEL), up.view(-1, PANEL)), 1).flatten()
