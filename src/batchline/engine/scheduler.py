@@ -82,9 +82,7 @@ class Scheduler:
         self._waiting: list[Sequence] = []  # in reverse order, because removing the last one is cheap
         self.num_preemptions = 0
         self._preempted: list[Sequence] = []
-        self._seated: dict[
-            Sequence, int | None
-        ] = {}  # sequences that the last step seated -> their num_cached_tokens before
+        self._seated: dict[Sequence, int | None] = {}  # by the last step -> their num_cached_tokens before it
         self._blocks_to_clear: list[int] = []
         self._unseatable: Sequence | None = None
         self._keeps_reserve = True
