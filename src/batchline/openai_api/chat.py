@@ -66,7 +66,7 @@ class ChatCompletionRequest(GenerationBody):
             return self
         field = "function_call" if self.functions is None else "functions"
         if self.tools or self.tool_choice is not None or self.functions is None:
-            raise BadRequest(f"{field}: it goes with functions and function_call alone, not with tools", param=field)
+            raise BadRequest(f"{field}: it is valid only with functions and function_call, not with tools", param=field)
         chosen = self.function_call
         changes: JsonObject = {
             "tools": [{"type": "function", "function": given} for given in self.functions],
@@ -92,7 +92,7 @@ class ChatCompletionRequest(GenerationBody):
 
     @property
     def tool_mode(self) -> Literal["none", "auto", "required", "named"]:
-        """How tools are used, whatever the request leaves unsaid."""
+        """How tools are used, with the defaults for omitted fields."""
         if isinstance(self.tool_choice, NamedToolChoice):
             return "named"
         if not self.tools or self.tool_choice == "none":
@@ -202,7 +202,7 @@ def chat_choice(
 ) -> JsonObject:
     """One choice. calls: `tool_calls` or `function_call`, nothing where there are none.
 
-    Reasoning is told under both of the names that clients know.
+    Reasoning appears under both names that clients know.
     """
     message: JsonObject = {
         "role": role,

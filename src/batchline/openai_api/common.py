@@ -42,14 +42,18 @@ def normalise_prompts(value: Any) -> tuple[Prompt, ...]:
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise PydanticCustomError("prompt_type", "A list of prompts should hold strings alone or token ids alone")
+        raise PydanticCustomError(
+            "prompt_type", "A list of prompts should contain either only strings or only token ids"
+        )
     return _valid_unicode(value)
 
 
 def _token_ids(value: Any) -> tuple[int, ...]:
     is_list_of_ints = isinstance(value, list) and all(type(token_id) is int for token_id in value)
     if not is_list_of_ints:
-        raise PydanticCustomError("prompt_type", "A list of prompts should hold strings alone or token ids alone")
+        raise PydanticCustomError(
+            "prompt_type", "A list of prompts should contain either only strings or only token ids"
+        )
     if not value:
         raise PydanticCustomError("prompt_empty", "A list of token ids should not be empty")
     return tuple(value)
@@ -127,7 +131,7 @@ def _not_zero(value: int) -> int:
 
 
 TruncatePromptTokens = Annotated[int, Field(ge=-1, le=MAX_INT64), AfterValidator(_not_zero)]
-"""Keep so many tokens of the prompt; -1 stands for what fits the model's context length."""
+"""Keep this many tokens of the prompt; -1 means as many as fit the model's context length."""
 
 
 TruncationSide = Literal["left", "right"]

@@ -65,7 +65,7 @@ class ApiEndpoint:
     default_max_tokens: the limit of output tokens of a request that sets none; None is all that the context leaves.
     has_named_events: whether the events of its streams have a `type`, which is also their name.
     in_batch_file: whether a batch line may name it; `/v1/models` lists only these paths as a model's endpoints.
-    needs_engine: False where the tokenizer alone answers, beside an engine of any state.
+    needs_engine: False if only the tokenizer answers, regardless of the engine's state.
     error_body: makes an error's body in its own API's shape of `RequestError.body()`; None where they are the same.
     error_event: the same for an error in the middle of a stream.
     """
@@ -89,7 +89,7 @@ def _rows(paths: tuple[str, ...], tasks: tuple[Task, ...], schema: type[BaseMode
 
 
 def _tokenizing(path: str, schema: type[BaseModel], tasks: tuple[Task, ...] = SCORES) -> ApiEndpoint:
-    """An endpoint of the server that the tokenizer answers, by default whatever the model's kind."""
+    """An endpoint of the server that the tokenizer answers, by default for models of any kind."""
     return ApiEndpoint(path=path, tasks=tasks, schema=schema, in_batch_file=False, needs_engine=False)
 
 

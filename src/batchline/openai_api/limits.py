@@ -1,4 +1,4 @@
-"""How much one request may hold: what is counted in which field, against `RequestLimits`.
+"""Checks how much one request may contain: counts the items of its fields, and compares with `RequestLimits`.
 
 A schema annotates each of its lists and strings with what is counted of it (`Limited`). The body is counted before it
 is validated: validation takes longer, and finds a fault in each item of a long list of wrong ones. A body may be of any

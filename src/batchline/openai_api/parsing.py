@@ -230,7 +230,7 @@ def known_fields(schema: type[BaseModel]) -> frozenset[str]:
 
 
 def described_field(schema: type[BaseModel], name: str) -> str:
-    """`'temprature' (did you mean 'temperature'?)`, or the name alone if no field of the schema is like it."""
+    """`'temprature' (did you mean 'temperature'?)`, or only the name if no field of the schema is similar."""
     names = [field.alias or declared for declared, field in schema.model_fields.items()]
     close = get_close_matches(name[:MAX_SHOWN_INPUT], names, n=1)
     return f"{_shown(name)} (did you mean {close[0]!r}?)" if close else _shown(name)
@@ -309,7 +309,7 @@ def _path(detail: ErrorDetails, body: Mapping[str, Any]) -> str:
 
 
 def _shown(value: Any) -> str:
-    """A short form of an untrusted value: containers by type alone, long or invalid text cut and escaped."""
+    """A short form of an untrusted value: containers only by type, long or invalid text cut and escaped."""
     if isinstance(value, (list, tuple, dict)):
         return "an object" if isinstance(value, dict) else "a list"
     if isinstance(value, bool):

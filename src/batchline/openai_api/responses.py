@@ -154,7 +154,7 @@ class ResponsesRequest(WireModel):
         """What only a server can do, and what this build cannot. Raises: BadRequest."""
         for field in ("background", "previous_response_id"):
             if getattr(self, field):
-                raise BadRequest(f"{field}: responses are kept by a server alone, for its own clients", param=field)
+                raise BadRequest(f"{field}: only a server keeps responses, for its own clients", param=field)
 
 
 def refuse_other_fields(body: Mapping[str, Any]) -> None:
@@ -168,7 +168,7 @@ def refuse_other_fields(body: Mapping[str, Any]) -> None:
 def response_object(
     request: JsonObject, *, response_id: str, created_at: int, model: str | None, status: Status
 ) -> JsonObject:
-    """A response without output. request: the body, whose settings are told again. created_at: Unix seconds."""
+    """A response without output. request: the body, whose settings the response repeats. created_at: Unix seconds."""
     return {
         "id": response_id,
         "object": "response",

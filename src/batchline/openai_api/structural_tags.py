@@ -25,7 +25,7 @@ class Structure(WireModel):
 
 
 class FormatNode(WireModel):
-    """Base of the formats: what is not known of one would be left out, so it is refused."""
+    """Base of the formats: unknown fields are refused, because they would have no effect."""
 
     model_config = ConfigDict(extra="forbid")
 

@@ -82,7 +82,7 @@ def _tool_choice(value: Any) -> str | NamedToolChoice | AllowedToolsChoice:
 
 
 ToolChoice = Annotated[str | NamedToolChoice | AllowedToolsChoice, PlainValidator(_tool_choice)]
-"""How tools are used: freely, not at all, at least once, one named function, or some of them alone."""
+"""How tools are used: freely, not at all, at least once, one named function, or only some of them."""
 
 
 def _function_call(value: Any) -> str | ChosenFunction:
