@@ -110,7 +110,7 @@ async def test_priority_reaches_the_model() -> None:
         ({}, "input", "exactly one of input and messages"),
         ({"input": "a", "messages": [{"role": "user", "content": "b"}]}, "input", "exactly one"),
         ({"input": []}, "input", "non-empty"),
-        ({"input": ["a", 3]}, "input", "strings alone"),
+        ({"input": ["a", 3]}, "input", "only strings"),
         ({"input": [[]]}, "input", "not be empty"),
         ({"input": {"text": "a"}}, "input", "string"),
         ({"input": "\ud800"}, "input", "Unicode"),

@@ -131,7 +131,7 @@ async def _tokenize(request: EmbeddingsRequest, model: Embedder) -> list[TokenSe
 async def _tokenize_input(
     prompts: Sequence[Prompt], request: EmbeddingsRequest, model: Embedder, max_tokens: int | None
 ) -> list[TokenSequence]:
-    """Prompts are texts alone or token ids alone, as the schema has seen to."""
+    """All prompts are texts, or all are token ids; the schema has checked that."""
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     if texts:
         return await model.tokenize(
