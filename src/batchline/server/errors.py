@@ -63,7 +63,8 @@ def unrouted(request: Request, exc: HTTPException, served: Iterable[str], method
         allowed = ", ".join(methods)
         return MethodNotAllowed(f"{request.method} is not allowed here; allowed: {allowed}", allowed=allowed)
     if exc.status_code == NotFound.status_code:
-        return NotFound(f"Unknown path {_shown(route_path(request.scope))}. Served here: {', '.join(sorted(served))}")
+        paths = sorted({path.rstrip("/") or "/" for path in served})
+        return NotFound(f"Unknown path {_shown(route_path(request.scope))}. Served here: {', '.join(paths)}")
     return InternalServerError("Internal server error")
 
 

@@ -20,16 +20,16 @@ class Callees:
     """The functions that may be called, and whether their calls are shown while they are written.
 
     names: the tools' names; empty if they are unknown. is_eager: whether to show their calls while they are written.
-    are_all: whether only these functions can be called; a call of any other is content.
+    only_these: whether only these functions can be called; a call of any other is content.
     """
 
     names: frozenset[str] = frozenset()
     is_eager: bool = False
-    are_all: bool = False
+    only_these: bool = False
 
     def allow(self, name: str) -> bool:
         """Whether a function of that name may be called."""
-        return not self.are_all or name in self.names
+        return not self.only_these or name in self.names
 
     def show_at_once(self, name: str) -> bool:
         """Whether a call of it is shown before it is complete."""
