@@ -20,12 +20,13 @@ from batchline.batch import sink, source
 from batchline.batch.check import CheckReport, check_file, findings_of, refuse_over_limits
 from batchline.batch.commit import GroupCommit
 from batchline.batch.crashes import LETHAL_CRASHES, InFlight, alternate_stacks, watched
+from batchline.batch.delivery import deliver_results
 from batchline.batch.failure_messages import frequent_failures
 from batchline.batch.failures import record_failed_lines, record_lethal_requests, record_unrun_lines
 from batchline.batch.fingerprint import run_identity
 from batchline.batch.finished import FinishedRuns
 from batchline.batch.index import LineIndex, LineReader
-from batchline.batch.journal import Disk, Note, Outcome
+from batchline.batch.journal import Disk, Outcome
 from batchline.batch.locations import Location
 from batchline.batch.model_names import refuse_unserved_file, unserved_warning
 from batchline.batch.options import RunOptions
@@ -158,7 +159,7 @@ class BatchRun:
                 await account_for_older_outputs(self._options, self._reporter)
             if state.tally.done < state.tally.total:
                 await self._answer_all(checked, state, open_backend)
-            await self._deliver(state)
+            await deliver_results(state, self._options, self._workspace, self._reporter, self._stop)
             summary = await asyncio.to_thread(self._summary, state, checked.index)
             if not self._is_cut_short:
                 await self._finished_runs.add(identity, summary, self._reporter)
@@ -330,34 +331,6 @@ class BatchRun:
             if model.record.warning is not None:
                 self._reporter.warn(f"{model.name}: {model.record.warning}.")
 
-    async def _deliver(self, state: RunState) -> None:
-        options, folder = self._options, self._workspace.path
-        output = sink.StagedFile.for_location(options.output, folder)
-        error_file = sink.StagedFile.for_location(options.error_output, folder) if options.error_output else None
-        content = "all results" if error_file is None else "succeeded"
-        marks = {output: _delivery_note(output, content, options)}
-        if error_file is not None:
-            marks[error_file] = _delivery_note(error_file, "failed", options)
-        missing = [file for file, mark in marks.items() if mark.text not in state.delivered]
-        if not missing:
-            return  # an upload had succeeded, and the process died before it could tidy up
-        self._reporter.phase(f"Writing {' and '.join(file.location.display for file in missing)}")
-        await asyncio.to_thread(
-            sink.write_results,
-            state.journal,
-            num_lines=state.tally.total,
-            order=options.output_order,
-            output=output,
-            error_file=error_file,
-            scratch=self._workspace.scratch,
-            should_stop=self._stop.shutdown.is_set,
-        )
-        for file in missing:
-            await unless_stopped(sink.deliver(file), self._stop.shutdown, options.grace_period_s)
-            if file.location.is_remote:
-                with contextlib.suppress(OSError):  # on a full disk: no reason to fail, now that the results are there
-                    await asyncio.to_thread(state.write_note, marks[file])
-
     def _summary(self, state: RunState, index: LineIndex) -> RunSummary:
         tally, pace, error_output = state.tally, self._pace, self._options.error_output
         return RunSummary(
@@ -414,12 +387,6 @@ def _stats(backend: Backend) -> BackendStats:
     except Exception:
         logger.warning("the backend's counters cannot be read", exc_info=True)
         return BackendStats()
-
-
-def _delivery_note(file: sink.StagedFile, content: str, options: RunOptions) -> Note:
-    """That a remote file has arrived, for a process that dies before it has tidied up. It names all that decides the
-    file's bytes besides the journal: another command may send other lines there."""
-    return Note("delivered", f"{file.location.tag} {content} in {options.output_order} order")
 
 
 def _saved(state: RunState | None) -> str:
