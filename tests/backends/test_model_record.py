@@ -137,6 +137,8 @@ def test_metrics_of_a_server_carry_the_record() -> None:
 def test_metrics_of_a_run_carry_the_record() -> None:
     reporter = MetricsReporter(SilentReporter())
     reporter.progress(Progress(done=0, total=1, failed=0, resumed=0, models=(RECORD,)))
-    (line,) = [line for line in reporter.metrics_text().splitlines() if line.startswith("batchline_model_info{")]
-    assert line.endswith("} 1")
+    (line,) = [
+        line for line in reporter.metrics_text().decode().splitlines() if line.startswith("batchline_model_info{")
+    ]
+    assert line.endswith("} 1.0")
     assert all(label in line for label in SERIES)

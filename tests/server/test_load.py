@@ -40,6 +40,9 @@ IDLE_TIMEOUT_S = 60
 POOLED_THREADS = 32
 """Pools start threads when all they have are busy, up to this many (asyncio's): not each is there after the warm-up."""
 
+CLOCK_TICK_S = 0.01
+"""What the system counts a thread's processor time in: a run of seconds may have a third without one."""
+
 SOAK_MINUTES = 5
 """From here on, a run is long enough to compare its ends."""
 
@@ -147,7 +150,7 @@ class Course:
 
 
 def _rate(begin: tuple[float, float, int], end: tuple[float, float, int], unit: int) -> float:
-    return round((end[2] - begin[2]) / (end[unit] - begin[unit]), 1)
+    return round((end[2] - begin[2]) / max(end[unit] - begin[unit], CLOCK_TICK_S), 1)
 
 
 @dataclass(frozen=True, slots=True)
