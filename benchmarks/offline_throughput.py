@@ -141,7 +141,7 @@ def run_command(files: WorkloadFiles, more: Sequence[str]) -> Run:
         process.returncode = status  # reaped here, for its resource usage
         if status != 0:
             raise SystemExit("run-batch failed:\n" + "".join(line for _, line in messages))
-        loaded_s = next(at for at, line in messages if line.startswith("Running ")) - start
+        loaded_s = next(at for at, line in messages if "Running " in line) - start
         return Run(total_s, loaded_s, startup_s, *_usage(output), memory_mib=usage.ru_maxrss / 1024)
 
 

@@ -100,7 +100,7 @@ def _run_command(workload: PoolingWorkload, options: argparse.Namespace, output:
         end = time.perf_counter()
     if status != 0:
         raise SystemExit("run-batch failed:\n" + "".join(line for _, line in messages))
-    loaded = next(at for at, line in messages if line.startswith("Running "))
+    loaded = next(at for at, line in messages if "Running " in line)
     return Run(total_s=end - start, run_s=end - loaded)
 
 

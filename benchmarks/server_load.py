@@ -92,7 +92,7 @@ def _offline(files: WorkloadFiles) -> float:
         assert process.stderr is not None
         started = time.perf_counter()
         for line in process.stderr:
-            if line.startswith("Running "):
+            if "Running " in line:
                 started = time.perf_counter()
         if process.wait() != 0:
             raise SystemExit("run-batch failed")
@@ -130,7 +130,7 @@ def _server(files: WorkloadFiles) -> Iterator[tuple[psutil.Process, str]]:
     assert process.stderr is not None
     try:
         for line in process.stderr:
-            if line.startswith("Serving "):
+            if "Serving " in line:
                 yield psutil.Process(process.pid), line.split()[-1]
                 return
         raise SystemExit("the server did not start")
