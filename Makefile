@@ -17,7 +17,7 @@ MINUTES := 5
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: setup clients run test check unit soak sanitize bench docs docs-site wheels lock clean
+.PHONY: setup clients run test check unit thorough soak sanitize bench docs docs-site wheels lock clean
 
 setup: $(STAMP)
 
@@ -66,6 +66,9 @@ check: setup  ## lint, format and types
 
 unit: setup clients
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+thorough: setup clients  ## the whole suite with every case of its longest tests, of which `make test` takes a sample
+	$(BIN)/python -m pytest -n 2 --dist loadfile --thorough
 
 soak: setup  ## the server's load check for minutes instead of seconds
 	$(BIN)/python -m pytest -s tests/server/test_load.py --load-minutes $(MINUTES)

@@ -17,8 +17,22 @@ if shutil.which("nvidia-smi") is None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """How long the load check of the server lasts."""
+    """How much is tried: the suite that each change passes takes a sample of its longest tests."""
+    parser.addoption("--thorough", action="store_true", help="every case of the long tests, not a sample of them")
     parser.addoption("--load-minutes", type=float, default=0.1, help="minutes that tests/server/test_load.py takes")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--thorough"):
+        left_out = [item for item in items if item.get_closest_marker("thorough")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]
+
+
+@pytest.fixture(scope="session")
+def share(request: pytest.FixtureRequest) -> int:
+    """Of a long test's cases, one in so many is tried."""
+    return 1 if request.config.getoption("--thorough") else 4
 
 
 @pytest.fixture(autouse=True)

@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 from transformers import AutoTokenizer
 
 from batchline.backends.base import EndpointRequest
 from batchline.backends.in_process import InProcessBackend
 from batchline.config import EngineConfig, ModelConfig
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 MODELS = Path(__file__).parents[2] / "examples" / "models"
 NEW = "<|never trained|>"
@@ -42,7 +45,7 @@ def configs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, EngineConfig]
     return configs
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def backend(configs: dict[str, EngineConfig]) -> AsyncIterator[InProcessBackend]:
     backend = InProcessBackend(list(configs.values()))
     yield backend
@@ -107,12 +110,14 @@ async def test_encoders_answer_a_token_that_they_lack_with_a_400(
 
 
 async def test_loading_says_once_what_the_tokenizer_has_and_the_model_lacks(
-    backend: InProcessBackend, caplog: pytest.LogCaptureFixture
+    configs: dict[str, EngineConfig], caplog: pytest.LogCaptureFixture
 ) -> None:
+    backend = InProcessBackend(list(configs.values()))
     with caplog.at_level(logging.WARNING, logger="batchline"):
         for _ in range(2):
             await ask(backend, "/v1/chat/completions", "tiny-chat", **chat("hello"))
             await ask(backend, "/v1/embeddings", "tiny-embed", input="hello")
+    await backend.close()
     warnings = [record.getMessage() for record in caplog.records if "embeddings for" in record.getMessage()]
     assert [message.split(":")[0] for message in warnings] == ["tiny-chat", "tiny-embed"]
     assert any("end tokens outside its vocabulary" in record.getMessage() for record in caplog.records)

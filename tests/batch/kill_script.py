@@ -1,11 +1,11 @@
 """Runs a batch in child processes that SIGKILL themselves at chosen moments, then finishes it undisturbed.
 
-    python kill_script.py FOLDER {every|chain|edit} OUTPUT
+    python kill_script.py FOLDER {every|chain|edit} OUTPUT SHARE
 
-`every`: one run for each moment there is, killed there, then finished. `chain`: one run killed again and again at
-random moments until it gets through. `edit`: one run for each moment from the upload on, killed there; then the input
-is edited and the same command run again, which may refuse. A moment is any opening, renaming or removing of a file, any
-write, sync or truncation of the journal, any connection. Prints one JSON object a finished run.
+`every`: one run for each moment there is, or one in SHARE of them, killed there, then finished. `chain`: one run killed
+again and again at random moments until it gets through. `edit`: one run for each moment from the upload on, killed
+there; then the input is edited and the same command run again, which may refuse. A moment is any opening, renaming or
+removing of a file, any write, sync or truncation of the journal, any connection. Prints one JSON object a finished run.
 Children are forked, so that imports are paid once.
 """
 
@@ -105,7 +105,7 @@ def tell(folder: Path, output: str, kills: int, durable: int) -> None:
     print(json.dumps({"kills": kills, "durable": durable, "asked": asked, "output": content, "left": left}), flush=True)
 
 
-def kill_at_every_moment(folder: Path, output: str) -> None:
+def kill_at_every_moment(folder: Path, output: str, share: int) -> None:
     moment, is_through = 0, False
     while not is_through:
         Path(output).unlink(missing_ok=True)
@@ -114,19 +114,19 @@ def kill_at_every_moment(folder: Path, output: str) -> None:
             durable = num_durable(folder, output)
             assert child(folder, output, None)
             tell(folder, output, 1, durable)
-        moment += 1
+        moment += share
 
 
-def kill_again_and_again(folder: Path, output: str) -> None:
+def kill_again_and_again(folder: Path, output: str, share: int) -> None:
     rng = random.Random(0)
-    for _ in range(15):
+    for _ in range(16 // share):
         kills = 0
         while not child(folder, output, rng.randrange(70)):
             kills += 1
         tell(folder, output, kills, 0)
 
 
-def edit_the_input_after_a_kill(folder: Path, output: str) -> None:
+def edit_the_input_after_a_kill(folder: Path, output: str, share: int) -> None:
     path = folder / "in.jsonl"
     original = path.read_text()
     moment, is_through = 0, False
@@ -139,9 +139,9 @@ def edit_the_input_after_a_kill(folder: Path, output: str) -> None:
             print(json.dumps({"moment": moment, "has_run": has_run}), flush=True)
             for partial in folder.glob("*.partial"):
                 shutil.rmtree(partial)
-        moment += 1
+        moment += share
 
 
 if __name__ == "__main__":
     modes = {"every": kill_at_every_moment, "chain": kill_again_and_again, "edit": edit_the_input_after_a_kill}
-    modes[sys.argv[2]](Path(sys.argv[1]), sys.argv[3])
+    modes[sys.argv[2]](Path(sys.argv[1]), sys.argv[3], int(sys.argv[4]))

@@ -24,8 +24,8 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def killed_runs(folder: Path, how: str, output: str) -> list[dict[str, Any]]:
-    command = [sys.executable, str(SCRIPT), str(folder), how, output]
+def killed_runs(folder: Path, how: str, output: str, share: int) -> list[dict[str, Any]]:
+    command = [sys.executable, str(SCRIPT), str(folder), how, output, str(share)]
     finished = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert finished.returncode == 0, finished.stderr
     return [json.loads(line) for line in finished.stdout.splitlines()]
@@ -40,9 +40,9 @@ def assert_is_whole(output: str) -> None:
     assert [r["custom_id"] for r in results if r["response"]] == list(GOOD)
 
 
-def test_a_run_killed_at_any_moment_is_finished_by_the_same_command(folder: Path) -> None:
-    runs = killed_runs(folder, "every", str(folder / "out.jsonl"))
-    assert len(runs) > 30
+def test_a_run_killed_at_any_moment_is_finished_by_the_same_command(folder: Path, share: int) -> None:
+    runs = killed_runs(folder, "every", str(folder / "out.jsonl"), share)
+    assert len(runs) > 30 // share
     for run in runs:
         assert_is_whole(run["output"])
         assert {"in.jsonl", "out.jsonl"} <= set(run["left"]) <= {"in.jsonl", "out.jsonl", "asked", "journal.copy"}
@@ -50,28 +50,30 @@ def test_a_run_killed_at_any_moment_is_finished_by_the_same_command(folder: Path
     assert {run["durable"] for run in runs} >= {0, 2, 42}
 
 
-def test_a_run_killed_again_and_again_gets_through_in_the_end(folder: Path) -> None:
-    runs = killed_runs(folder, "chain", str(folder / "out.jsonl"))
-    assert sum(run["kills"] for run in runs) > 10
+def test_a_run_killed_again_and_again_gets_through_in_the_end(folder: Path, share: int) -> None:
+    runs = killed_runs(folder, "chain", str(folder / "out.jsonl"), share)
+    assert sum(run["kills"] for run in runs) > 10 // share
     for run in runs:
         assert_is_whole(run["output"])
 
 
-def test_a_run_killed_at_any_moment_of_an_upload_is_finished_by_the_same_command(folder: Path) -> None:
+def test_a_run_killed_at_any_moment_of_an_upload_is_finished_by_the_same_command(folder: Path, share: int) -> None:
     with UploadServer() as server:
-        runs = killed_runs(folder, "every", f"{server.url}/out.jsonl?sig=1")
-        assert len(server.bodies) >= len(runs) > 30
+        runs = killed_runs(folder, "every", f"{server.url}/out.jsonl?sig=1", share)
+        assert len(server.bodies) >= len(runs) > 30 // share
         for body in server.bodies:
             assert_is_whole(body.decode())
     for run in runs:
         assert set(run["left"]) <= {"in.jsonl", "asked", "journal.copy"}
 
 
-def test_an_input_edited_after_a_kill_at_any_moment_of_an_upload_is_uploaded_or_refused(folder: Path) -> None:
+def test_an_input_edited_after_a_kill_at_any_moment_of_an_upload_is_uploaded_or_refused(
+    folder: Path, share: int
+) -> None:
     """Killed between removing the journal and the mark of a delivery, the next run computed all and sent nothing."""
     write_lines(folder / "in.jsonl", [chat_line(f"r{n}", f"text {n}") for n in range(3)])
     with UploadServer() as server:
-        runs = killed_runs(folder, "edit", f"{server.url}/out.jsonl")
+        runs = killed_runs(folder, "edit", f"{server.url}/out.jsonl", share)
         uploads = b"".join(server.bodies).decode()
     assert {run["has_run"] for run in runs} == {True, False}
     for run in runs:

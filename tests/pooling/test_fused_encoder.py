@@ -65,20 +65,34 @@ def embed(folder: str, inputs: list[str], **settings: object) -> np.ndarray:
         model.close()
 
 
-@pytest.mark.parametrize("cpu_kernels", KERNELS)
-def test_vectors_of_minilm_equal_sentence_transformers_with_all_kernels(minilm: str, cpu_kernels: CpuKernels) -> None:
+@pytest.fixture(scope="module")
+def peer_vectors(minilm: str) -> np.ndarray:
     peer = SentenceTransformer(minilm, device="cpu")
     peer.max_seq_length = 512
-    vectors = embed(minilm, INPUTS, cpu_kernels=cpu_kernels, max_model_len=512)
-    np.testing.assert_allclose(vectors, peer.encode(INPUTS), atol=1e-5)
+    return peer.encode(INPUTS)
+
+
+@pytest.fixture(scope="module")
+def rounded_peer_vectors(minilm: str) -> np.ndarray:
+    vectors = SentenceTransformer(minilm, device="cpu", model_kwargs={"dtype": torch.bfloat16}).encode(INPUTS[:4])
+    return np.asarray(vectors, dtype=np.float32)
 
 
 @pytest.mark.parametrize("cpu_kernels", KERNELS)
-def test_vectors_in_bfloat16_are_as_near_as_sentence_transformers_own(minilm: str, cpu_kernels: CpuKernels) -> None:
-    exact = SentenceTransformer(minilm, device="cpu").encode(INPUTS[:4])
-    rounded = SentenceTransformer(minilm, device="cpu", model_kwargs={"dtype": torch.bfloat16}).encode(INPUTS[:4])
+def test_vectors_of_minilm_equal_sentence_transformers_with_all_kernels(
+    minilm: str, cpu_kernels: CpuKernels, peer_vectors: np.ndarray
+) -> None:
+    vectors = embed(minilm, INPUTS, cpu_kernels=cpu_kernels, max_model_len=512)
+    np.testing.assert_allclose(vectors, peer_vectors, atol=1e-5)
+
+
+@pytest.mark.parametrize("cpu_kernels", KERNELS)
+def test_vectors_in_bfloat16_are_as_near_as_sentence_transformers_own(
+    minilm: str, cpu_kernels: CpuKernels, peer_vectors: np.ndarray, rounded_peer_vectors: np.ndarray
+) -> None:
+    exact = peer_vectors[:4]
     vectors = embed(minilm, INPUTS[:4], cpu_kernels=cpu_kernels, dtype="bfloat16")
-    assert np.abs(vectors - exact).max() <= 1.5 * np.abs(np.asarray(rounded, dtype=np.float32) - exact).max()
+    assert np.abs(vectors - exact).max() <= 1.5 * np.abs(rounded_peer_vectors - exact).max()
     np.testing.assert_allclose((vectors * exact).sum(1), 1, atol=1e-3)
 
 

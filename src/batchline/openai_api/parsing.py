@@ -56,7 +56,7 @@ NO_BEHAVIOUR: Mapping[str, str] = {
     "user_profile_id": "whom a hosted service books the request on",
     "workspace_id": "whom a hosted service books the request on",
     "stream_options.include_obfuscation": "padding of a hosted service's chunks against eavesdroppers",
-    "thinking.budget_tokens": "a limit of its own for thinking; `max_tokens` limits thinking and text together",
+    "thinking.budget_tokens": "a separate limit for thinking; here `max_tokens` limits thinking and text together",
     "image_url.detail": "a resolution hint for a hosted service's models (inside a message part)",
 }
 """Fields that carry no behaviour here: accepted and dropped without a warning. Names with a dot are nested ones."""

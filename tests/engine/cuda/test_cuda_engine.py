@@ -105,7 +105,7 @@ def greedy_tokens(engine: Engine, prompts: list[tuple[int, ...]], *, num_urgent:
     return [tokens[str(index)] for index in range(len(prompts))]
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("mistral", marks=pytest.mark.thorough), "gemma2"])
 def test_tokens_equal_those_of_generate_with_padded_decodes_and_without(
     family: str, tmp_path: Path, recorder: RepeatedCalls
 ) -> None:

@@ -18,7 +18,7 @@ COMPILER = Path(__file__).with_name("compile_for_target.py")
 @pytest.mark.parametrize(
     ("capability", "shared_memory"),
     [
-        pytest.param(80, 163 * 1024, id="Ampere"),
+        pytest.param(80, 163 * 1024, id="Ampere", marks=pytest.mark.thorough),
         pytest.param(90, 227 * 1024, id="Hopper"),
     ],
 )
