@@ -22,6 +22,7 @@ from workload import CHAT, MODEL_NAME, make_workload
 from batchline.backends.base import Backend
 from batchline.backends.in_process import InProcessBackend
 from batchline.batch.api import run_blocking
+from batchline.batch.files import RunFiles
 from batchline.batch.journal import OsDisk
 from batchline.batch.options import RunOptions
 from batchline.batch.progress import SilentReporter
@@ -99,8 +100,7 @@ def _run(batch: Path, output: Path, model: Path, disk: TimedDisk) -> float:
         config = ModelConfig(model=str(model), served_names=(MODEL_NAME,))
         return Timed([EngineConfig(model=config, cache=CacheConfig(num_bytes=2 << 30))])
 
-    run_options = RunOptions(input_file=str(batch), output_file=str(output))
-    run_blocking(run_options, open_backend, SilentReporter(), disk=disk)
+    run_blocking(RunFiles.named(str(batch), str(output)), RunOptions(), open_backend, SilentReporter(), disk=disk)
     return time.perf_counter() - started
 
 

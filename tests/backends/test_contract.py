@@ -17,6 +17,7 @@ import pytest_asyncio
 
 from batchline.backends.base import Answer, Backend, BackendStats, EndpointRequest, running
 from batchline.backends.in_process import InProcessBackend
+from batchline.batch.files import RunFiles
 from batchline.batch.options import RunOptions
 from batchline.batch.progress import SilentReporter
 from batchline.batch.run import run
@@ -184,8 +185,8 @@ async def test_runs_that_are_lent_a_running_backend_leave_it_running(backend: Ba
     (tmp_path / "in").write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))
 
     async def run_to(name: str) -> int:
-        options = RunOptions(input_file=str(tmp_path / "in"), output_file=str(tmp_path / name))
-        return (await run(options, lambda: nullcontext(backend), SilentReporter(), Stop())).succeeded
+        files = RunFiles.named(str(tmp_path / "in"), str(tmp_path / name))
+        return (await run(files, RunOptions(), lambda: nullcontext(backend), SilentReporter(), Stop())).succeeded
 
     assert await asyncio.gather(run_to("first"), run_to("second")) == [len(TEXTS)] * 2
     first, second = (

@@ -11,6 +11,7 @@ import pytest
 from batch_files import RecordingReporter
 
 from batchline.backends.base import Backend, running
+from batchline.batch.files import RunFiles
 from batchline.batch.journal import Disk
 from batchline.batch.options import RunOptions
 from batchline.batch.run import run
@@ -35,11 +36,13 @@ def run_file() -> RunFile:
         disk: Disk | None = None,
         **options: Any,
     ) -> RunSummary:
-        run_options = RunOptions(input_file=str(input_file), output_file=str(output_file), **options)
+        error_file, tmp_dir = options.pop("error_file", None), options.pop("tmp_dir", None)
+        files = RunFiles.named(str(input_file), str(output_file), error_file, tmp_dir)
         answering = backend or FakeBackend()
         return asyncio.run(
             run(
-                run_options,
+                files,
+                RunOptions(**options),
                 lambda: running(lambda: answering),
                 reporter or RecordingReporter(),
                 stop or Stop(),

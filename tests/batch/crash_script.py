@@ -23,6 +23,7 @@ from batch_files import RecordingReporter
 from batchline.backends.base import EndpointRequest
 from batchline.batch import crashes
 from batchline.batch.api import run_blocking
+from batchline.batch.files import RunFiles
 from batchline.batch.options import RunOptions
 from batchline.testing import FakeBackend
 
@@ -73,13 +74,13 @@ class TellingReporter(RecordingReporter):
         (folder / "warnings").write_text(json.dumps(self.warnings))
 
 
-def child(options: RunOptions) -> dict[str, Any]:
+def child(files: RunFiles) -> dict[str, Any]:
     for name in ("asked", "warnings"):
         (folder / name).write_text("[]")
     pid = os.fork()
     if pid == 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        run_blocking(options, lambda: FakeBackend(before_answer=before_answer), TellingReporter())
+        run_blocking(files, RunOptions(), lambda: FakeBackend(before_answer=before_answer), TellingReporter())
         os._exit(0)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     told = {name: json.loads((folder / name).read_text()) for name in ("asked", "warnings")}
@@ -90,8 +91,8 @@ if __name__ == "__main__":
     folder = Path(sys.argv[1])
     crashes.CGROUP, crashes.PROC_CGROUP = folder, folder / "cgroup"
     asked: list[str] = []
-    run_options = RunOptions(input_file=str(folder / "in.jsonl"), output_file=str(folder / "out.jsonl"))
+    run_files = RunFiles.named(str(folder / "in.jsonl"), str(folder / "out.jsonl"))
     children: list[dict[str, Any]] = []
     while len(children) < MAX_CHILDREN and not (children and children[-1]["code"] == 0):
-        children.append(child(run_options))
+        children.append(child(run_files))
     print(json.dumps(children))

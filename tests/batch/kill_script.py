@@ -21,10 +21,10 @@ from contextlib import closing
 from pathlib import Path
 
 from batchline.batch.api import run_blocking
+from batchline.batch.files import RunFiles
 from batchline.batch.journal import Journal, OsDisk
 from batchline.batch.options import RunOptions
 from batchline.batch.progress import SilentReporter
-from batchline.batch.workspace import workspace_path
 from batchline.testing import FakeBackend
 
 MOMENTS = frozenset({"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree", "socket.connect"})
@@ -76,21 +76,22 @@ def child(folder: Path, output: str, moments: int | None, start: str | None = No
         countdown = Countdown(moments, start)
         sys.addaudithook(countdown.audit)
         backend = FakeBackend()
-        options = RunOptions(input_file=str(folder / "in.jsonl"), output_file=output, tmp_dir=tmp_dir(folder, output))
-        run_blocking(options, lambda: backend, SilentReporter(), disk=KillingDisk(countdown))
+        run_blocking(
+            run_files(folder, output), RunOptions(), lambda: backend, SilentReporter(), disk=KillingDisk(countdown)
+        )
         (folder / "asked").write_text(str(len(backend.requests)))
         os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
-def tmp_dir(folder: Path, output: str) -> Path | None:
-    return None if output.startswith("/") else folder
+def run_files(folder: Path, output: str) -> RunFiles:
+    tmp_dir = None if output.startswith("/") else folder
+    return RunFiles.named(str(folder / "in.jsonl"), output, tmp_dir=tmp_dir)
 
 
 def num_durable(folder: Path, output: str) -> int:
     """How many results the journal of the killed run holds."""
-    options = RunOptions(input_file=str(folder / "in.jsonl"), output_file=output)
-    journal_path = workspace_path(options.output, options.input, tmp_dir(folder, output)) / "journal"
+    journal_path = run_files(folder, output).job_folder / "journal"
     if not journal_path.exists():
         return 0
     copy = shutil.copy(journal_path, folder / "journal.copy")

@@ -14,12 +14,13 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from batchline.backends.base import running
 from batchline.batch import finished
+from batchline.batch.files import RunFiles
 from batchline.batch.locations import parse_location
 from batchline.batch.options import RunOptions
-from batchline.batch.output_places import exists, is_unchanged, stamp
 from batchline.batch.run import run
 from batchline.batch.stopping import Stop
 from batchline.batch.summary import RunSummary
+from batchline.batch.targets import FileTarget, target_at
 from batchline.batch.user_state import user_state_dir
 from batchline.errors import EngineLost, OutputUnwritable, ResumeRefused, RunFailed
 from batchline.testing import FakeBackend
@@ -230,7 +231,7 @@ def test_no_overwrite_takes_a_finished_run_and_a_place_that_is_free(tmp_path: Pa
 
 def test_no_overwrite_resumes_a_run_that_died_with_its_output_in_place(tmp_path: Path, again: Again) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(finished, "stamp", _die)
+        patch.setattr(FileTarget, "stamp", _die)
         with pytest.raises(KeyboardInterrupt):
             again(overwrite=False)
     summary, backend, _ = again(overwrite=False)
@@ -302,9 +303,9 @@ async def test_what_a_server_says_of_an_output_decides(batch: Path, state: Path,
     async with TestServer(app) as server:
 
         async def run_to(path: str, reporter: RecordingReporter, **options: Any) -> None:
-            options |= {"state_dir": state, "settings": {"--model": "m"}, "tmp_dir": tmp_path}
-            run_options = RunOptions(input_file=str(batch), output_file=str(server.make_url(path)), **options)
-            await run(run_options, lambda: running(FakeBackend), reporter, Stop())
+            files = RunFiles.named(str(batch), str(server.make_url(path)), tmp_dir=tmp_path)
+            run_options = RunOptions(**options, state_dir=state, settings={"--model": "m"})
+            await run(files, run_options, lambda: running(FakeBackend), reporter, Stop())
 
         for path in ("/kept", "/kept", "/weak", "/weak", "/secret", "/secret"):
             await run_to(path, RecordingReporter())
@@ -318,8 +319,8 @@ async def test_what_a_server_says_of_an_output_decides(batch: Path, state: Path,
         reporter = RecordingReporter()
         await run_to("/free", reporter, overwrite=False)
         assert len(reporter.warnings) == 1  # the bad line
-        gone = parse_location(str(server.make_url("/kept")))
-    assert (await exists(gone), await stamp(gone), await is_unchanged(gone, {"etag": '"2"'})) == (None, None, False)
+        gone = target_at(parse_location(str(server.make_url("/kept"))), tmp_path)
+    assert (await gone.exists(), await gone.stamp(), await gone.is_unchanged({"etag": '"2"'})) == (None, None, False)
 
 
 def test_the_state_folder_is_the_users_unless_a_variable_moves_it(

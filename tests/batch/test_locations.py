@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from batchline.batch.files import job_folder_for
 from batchline.batch.locations import parse_location
-from batchline.batch.workspace import workspace_path
 from batchline.errors import UsageError
 
 
@@ -111,7 +111,7 @@ def test_whatever_url_a_user_writes_names_a_folder_for_the_run_or_is_refused(sch
     except UsageError:
         return
     assert location.display
-    folder = workspace_path(location, source, Path("/tmp"))
+    folder = job_folder_for(location, source, Path("/tmp"))
     assert folder.parent == Path("/tmp")
     assert "\0" not in folder.name
     assert len(folder.name.encode(errors="surrogatepass")) < 255

@@ -20,9 +20,9 @@ from batchline.batch import compression
 from batchline.batch.index import LineIndex, LineReader
 from batchline.batch.locations import parse_location
 from batchline.batch.options import Limits
-from batchline.batch.sink import StagedFile
 from batchline.batch.source import stage_input
 from batchline.batch.split import merge_files, split_file
+from batchline.batch.targets import target_at
 from batchline.errors import InputUnreadable, OutputUnwritable, RunFailed, UsageError
 from batchline.testing import FakeBackend
 
@@ -57,7 +57,7 @@ def test_an_input_with_the_name_of_a_staged_output_is_not_overwritten(tmp_path: 
 def test_runs_with_other_working_folders_do_not_write_one_staged_file(tmp_path: Path) -> None:
     """Two runs for one output, with different --output-tmp-dir, wrote their results into one file."""
     output = parse_location(str(tmp_path / "out"))
-    staged = {StagedFile.for_location(output, tmp_path / name).path for name in ("a", "b")}
+    staged = {target_at(output, tmp_path / name).staged for name in ("a", "b")}
     assert len(staged) == 2
     assert {path.parent for path in staged} == {tmp_path}
 

@@ -38,7 +38,7 @@ def summary(*models: ModelRecord, run_time_s: float = 10.0, requests_per_s: floa
 
 
 def options(folder: Path | None, model: str = "org/model") -> RunOptions:
-    return RunOptions(input_file="in", output_file="out", state_dir=folder, settings={"--model": model})
+    return RunOptions(state_dir=folder, settings={"--model": model})
 
 
 def test_a_run_like_the_last_one_takes_as_long_and_one_twice_as_large_twice_as_long(tmp_path: Path) -> None:

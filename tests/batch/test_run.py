@@ -17,11 +17,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from batchline.backends.base import Answer, EndpointRequest
-from batchline.batch import sink
+from batchline.batch.job_folder import JobFolder
 from batchline.batch.options import Limits
-from batchline.batch.sink import StagedFile
 from batchline.batch.stopping import Stop
-from batchline.batch.workspace import Workspace
+from batchline.batch.targets import FileTarget
 from batchline.errors import (
     BackendUnavailable,
     BadRequest,
@@ -45,10 +44,10 @@ def batch(tmp_path: Path) -> Path:
     return write_lines(tmp_path / "in.jsonl", [chat_line(f"r{n}", f"text {n}") for n in range(20)])
 
 
-async def deliver_output_alone(staged: StagedFile, deliver: Any = sink.deliver) -> None:
-    if staged.location.name == "err":
+async def commit_output_only(target: FileTarget, commit: Any = FileTarget.commit) -> None:
+    if target.path.name == "err":
         raise KeyboardInterrupt
-    await deliver(staged)
+    await commit(target)
 
 
 def dying_after(count: int, error: Exception) -> FakeBackend:
@@ -189,7 +188,7 @@ def test_an_output_that_was_in_place_before_a_kill_is_put_there_again(
     batch: Path, tmp_path: Path, run_file: Run
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("batchline.batch.sink.deliver", deliver_output_alone)
+        patch.setattr(FileTarget, "commit", commit_output_only)
         with pytest.raises(KeyboardInterrupt):
             run_file(batch, tmp_path / "out", error_file=str(tmp_path / "err"))
     run_file(batch, tmp_path / "out", error_file=str(tmp_path / "err"))
@@ -488,7 +487,7 @@ def test_a_run_without_an_answer_leaves_nothing_for_a_corrected_command_to_trip_
         run_file(path, tmp_path / "out", backend=UnloadableBackend(), settings={"--model": "typo"})
     assert [p.name for p in tmp_path.iterdir()] == ["in"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Workspace, "start_over", lambda _workspace: None)
+        patch.setattr(JobFolder, "start_over", lambda _job_folder: None)
         with pytest.raises(ModelLoadError):
             run_file(path, tmp_path / "out", backend=UnloadableBackend(), settings={"--model": "typo"})
     reporter = RecordingReporter()
@@ -567,7 +566,7 @@ def test_a_changed_input_is_noticed(batch: Path, tmp_path: Path, run_file: Run) 
 def test_a_second_run_on_the_same_output_is_refused(batch: Path, tmp_path: Path, run_file: Run) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "out")
     for name in ("out", "link"):
-        with Workspace(tmp_path / "out.partial"), pytest.raises(ResumeRefused, match=f"process {os.getpid()}"):
+        with JobFolder(tmp_path / "out.partial"), pytest.raises(ResumeRefused, match=f"process {os.getpid()}"):
             run_file(batch, tmp_path / name)
 
 

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 
 from batchline.batch import sink
+from batchline.batch.files import refuse_unwritable
 from batchline.batch.journal import Journal, Outcome, encode_record
 from batchline.batch.locations import parse_location
+from batchline.batch.targets import LocationTarget, target_at
 from batchline.errors import OutputUnwritable, RunFailed, RunInterrupted
 
 RECORDS = [(3, "200"), (0, "404"), (2, "200"), (1, "200"), (2, "200")]
@@ -22,17 +24,17 @@ def journal(tmp_path: Path) -> Any:
         yield journal
 
 
-def staged(tmp_path: Path, name: str) -> sink.StagedFile:
-    return sink.StagedFile.for_location(parse_location(str(tmp_path / name)), tmp_path)
+def target(tmp_path: Path, name: str) -> LocationTarget:
+    return target_at(parse_location(str(tmp_path / name)), tmp_path)
 
 
 def write(tmp_path: Path, journal: Journal, **options: Any) -> tuple[list[str], list[str]]:
-    output, errors = staged(tmp_path, "out"), staged(tmp_path, "err")
-    defaults: dict[str, Any] = {"num_lines": 4, "order": "input", "error_file": None, "scratch": tmp_path}
+    output, errors = target(tmp_path, "out"), target(tmp_path, "err")
+    defaults: dict[str, Any] = {"num_lines": 4, "order": "input", "error_output": None, "scratch": tmp_path}
     if options.pop("with_error_file", False):
-        defaults["error_file"] = errors
+        defaults["error_output"] = errors
     sink.write_results(journal, output=output, **(defaults | options))
-    return output.path.read_text().split(), errors.path.read_text().split() if errors.path.exists() else []
+    return output.staged.read_text().split(), errors.staged.read_text().split() if errors.staged.exists() else []
 
 
 def test_results_are_written_in_input_order_each_once_the_first_one_counting(tmp_path: Path, journal: Journal) -> None:
@@ -59,31 +61,32 @@ def test_a_stop_interrupts_the_writing(tmp_path: Path, journal: Journal, monkeyp
 
 
 def test_a_full_disk_is_named(tmp_path: Path, journal: Journal) -> None:
-    output = sink.StagedFile(Path("/dev/full"), parse_location(str(tmp_path / "out")))
+    output = target(tmp_path, "out")
+    output.staged.symlink_to("/dev/full")
     with pytest.raises(RunFailed, match="No space left on device"):
-        sink.write_results(journal, num_lines=4, order="input", output=output, error_file=None, scratch=tmp_path)
+        sink.write_results(journal, num_lines=4, order="input", output=output, error_output=None, scratch=tmp_path)
 
 
 async def test_a_staged_file_takes_the_place_of_an_older_output(tmp_path: Path) -> None:
     (tmp_path / "out").write_text("older")
-    file = staged(tmp_path, "out")
-    file.path.write_text("newer")
-    await sink.deliver(file)
+    file = target(tmp_path, "out")
+    file.staged.write_text("newer")
+    await file.commit()
     assert (tmp_path / "out").read_text() == "newer"
-    assert not file.path.exists()
+    assert not file.staged.exists()
 
 
 async def test_a_file_that_cannot_be_moved_stays_and_is_named(tmp_path: Path) -> None:
-    file = staged(tmp_path, "out")
-    file.path.write_text("results")
+    file = target(tmp_path, "out")
+    file.staged.write_text("results")
     (tmp_path / "out").mkdir()
     with pytest.raises(RunFailed, match="They are complete in") as caught:
-        await sink.deliver(file)
-    assert str(file.path) in str(caught.value)
-    assert file.path.read_text() == "results"
+        await file.commit()
+    assert str(file.staged) in str(caught.value)
+    assert file.staged.read_text() == "results"
 
 
 def test_a_name_that_no_file_can_have_is_refused(tmp_path: Path) -> None:
     location = parse_location(str(tmp_path / ("x" * 300)))
     with pytest.raises(OutputUnwritable, match="File name too long"):
-        sink.refuse_unwritable(location, parse_location("-"))
+        refuse_unwritable(location, parse_location("-"))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -85,7 +86,7 @@ OF_SERVE = [
     Case("root-path", "/e", "/f", "--root-path /l", ("", "/e", "/f", "/l")),
 ]
 OF_RUN_BATCH = [
-    Case("output-tmp-dir", "e", "f", "--output-tmp-dir l", (None, Path("e"), Path("f"), Path("l")), read="tmp_dir"),
+    Case("output-tmp-dir", "e", "f", "--output-tmp-dir l", (Path(), Path("e"), Path("f"), Path("l")), read="tmp_dir"),
     Case(
         "output-order",
         "completion",
@@ -111,8 +112,9 @@ def settings_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, Any
         got[:] = [*backend._engines, options]
         raise Stopped
 
-    def run(options: Any, open_backend: Callable[[], Any], *_: object, **__: object) -> None:
-        got[:] = [*open_backend()._engines, options]
+    def run(files: Any, options: Any, open_backend: Callable[[], Any], *_: object, **__: object) -> None:
+        own = {field.name: getattr(options, field.name) for field in fields(options)}
+        got[:] = [*open_backend()._engines, SimpleNamespace(**own, tmp_dir=files.job_folder.parent)]
         raise Stopped
 
     monkeypatch.setattr("batchline.server.run.run", serve)
@@ -141,6 +143,7 @@ def test_what_is_nearer_to_the_user_goes_first(
     monkeypatch.chdir(tmp_path)
     for folder in "efl":
         Path(folder).mkdir()
+    Path("in.jsonl").touch()
     Path("config.yaml").write_text(yaml.safe_dump({case.option: case.file}), encoding="utf-8")
     default, from_environment, from_file, from_line = case.values
     file, line = ["--config", "config.yaml"], case.line.split()

@@ -35,7 +35,7 @@ def settings_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Settings]:
         got[:] = [*backend._engines, options]
         raise Stopped
 
-    def run(options: Any, open_backend: Callable[[], Any], *_: object, **__: object) -> None:
+    def run(files: Any, options: Any, open_backend: Callable[[], Any], *_: object, **__: object) -> None:
         got[:] = [*open_backend()._engines, options]
         raise Stopped
 
@@ -140,7 +140,7 @@ ACCEPTED: list[tuple[str, Callable[[Any, Any], Any], Any, str]] = [
         "-O, --compilation-config, --cudagraph-capture-sizes, --no-async-scheduling",
     ),
     (
-        "run-batch -i in.jsonl -o out.jsonl --model M --disable-log-stats --uvicorn-log-level info "
+        "run-batch -i - -o out.jsonl --model M --disable-log-stats --uvicorn-log-level info "
         "--max-parallel-loading-workers 2 --enforce-eager",
         lambda e, _: e.model.enforce_eager,
         True,

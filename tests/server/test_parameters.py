@@ -25,6 +25,7 @@ from pydantic import BaseModel
 from threaded_server import ThreadedServer
 
 from batchline.backends.in_process import InProcessBackend
+from batchline.batch.files import RunFiles
 from batchline.batch.options import OutputOrder, RunOptions
 from batchline.batch.progress import SilentReporter
 from batchline.batch.run import run
@@ -87,9 +88,9 @@ def run_file(
         for index, (url, body) in enumerate(requests)
     ]
     (folder / "in.jsonl").write_text("\n".join(lines))
-    paths = {"input_file": str(folder / "in.jsonl"), "output_file": str(folder / "out.jsonl")}
-    options = RunOptions(**paths, output_order=output_order, dedup=False)
-    work = run(options, lambda: nullcontext(server.backend), SilentReporter(), Stop())
+    files = RunFiles.named(str(folder / "in.jsonl"), str(folder / "out.jsonl"))
+    options = RunOptions(output_order=output_order, dedup=False)
+    work = run(files, options, lambda: nullcontext(server.backend), SilentReporter(), Stop())
     asyncio.run_coroutine_threadsafe(work, server.loop).result(600)
     return [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
 

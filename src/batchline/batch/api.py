@@ -11,6 +11,7 @@ from pathlib import Path
 
 from batchline.backends.base import Backend, running
 from batchline.backends.identity import refuse_missing_folder, result_settings
+from batchline.batch.files import RunFiles
 from batchline.batch.journal import Disk
 from batchline.batch.options import DEFAULT_GRACE_PERIOD_S, Limits, OutputOrder, RunOptions
 from batchline.batch.progress import Progress, Reporter
@@ -68,11 +69,13 @@ def run_batch(
     engines = _engines(model, served_model_name)
     if bool(engines) == (backend is not None):
         raise UsageError("Give either a model or a backend.")
+    files = RunFiles.named(
+        os.fspath(input_file),
+        os.fspath(output_file),
+        None if error_file is None else os.fspath(error_file),
+        _path(tmp_dir),
+    )
     options = RunOptions(
-        input_file=os.fspath(input_file),
-        output_file=os.fspath(output_file),
-        error_file=None if error_file is None else os.fspath(error_file),
-        tmp_dir=_path(tmp_dir),
         max_inflight=max_inflight,
         output_order=output_order,
         resume=resume,
@@ -87,10 +90,11 @@ def run_batch(
         default_model=_default_model(engines, backend),
     )
     with shown_progress(show_progress, on_progress, reporter) as shown:
-        return run_blocking(options, lambda: backend or open_in_process(engines), shown)
+        return run_blocking(files, options, lambda: backend or open_in_process(engines), shown)
 
 
 def run_blocking(
+    files: RunFiles,
     options: RunOptions,
     open_backend: Callable[[], Backend],
     reporter: Reporter,
@@ -107,7 +111,7 @@ def run_blocking(
 
     async def run_until_stopped() -> RunSummary:
         with stopper.attached() as stop:
-            return await run(options, lambda: running(open_backend), reporter, stop, disk)
+            return await run(files, options, lambda: running(open_backend), reporter, stop, disk)
 
     with stop_on_signals(stopper.stop, stop_at_once or _interrupt):
         if not _is_in_event_loop():

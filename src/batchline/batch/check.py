@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from batchline.batch import lines
-from batchline.batch.disk_full import input_failure
+from batchline.batch.disk import input_failure
 from batchline.batch.index import LineIndex, LineReader, PositionSet, open_regular
 from batchline.batch.options import Limits
 from batchline.batch.sorting import RecordSorter, column

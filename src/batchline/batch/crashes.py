@@ -1,6 +1,6 @@
 """Records which requests are in flight, so that those that crash the process can be found.
 
-Two small files in the workspace survive the process, because their written pages belong to the system. `in-flight` has
+Two small files in the job folder survive the process, because their written pages belong to the system. `in-flight` has
 the position of every request without a durable result. `fault` has the output of `faulthandler` if the process dies of
 a fault in native code (a segmentation fault, an abort). SIGKILL, SIGTERM and power loss leave no fault, so no request
 is suspected. The kernel also uses SIGKILL when memory runs out, but counts such kills: `fault` begins with that count,
@@ -58,7 +58,7 @@ class Crash:
 
 
 def last_crash(folder: Path) -> Crash | None:
-    """The crash of the last process that was `watched` in this workspace; None if it ended in any other way."""
+    """The crash of the last process that was `watched` in this job folder; None if it ended in any other way."""
     try:
         head, _, report = (folder / _FAULT).read_text(errors="replace").partition("\n")
         seats = (folder / _IN_FLIGHT).read_bytes()
@@ -167,7 +167,7 @@ class InFlight:
 
 @contextmanager
 def watched(folder: Path) -> Iterator[InFlight]:
-    """Until the block ends, a fault of this process is reported in the workspace `folder`, with what is in flight.
+    """Until the block ends, a fault of this process is reported in the job folder `folder`, with what is in flight.
 
     On threads, an overflow of the stack is reported only if they were started under `alternate_stacks`.
     faulthandler has only one file: if it was on before, it continues with standard error afterwards.

@@ -14,9 +14,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ValidationError
 
-from batchline.batch.locations import Location
+from batchline.batch.files import RunFiles
 from batchline.batch.options import OutputOrder, RunOptions
-from batchline.batch.output_places import is_unchanged, stamp
 from batchline.batch.progress import Reporter
 from batchline.batch.summary import RunSummary
 from batchline.batch.user_state import write_record
@@ -41,9 +40,10 @@ class FinishedRun(BaseModel):
 class FinishedRuns:
     """The record of a run's output, in the state folder that its options name; without one, there is none."""
 
-    def __init__(self, options: RunOptions) -> None:
+    def __init__(self, files: RunFiles, options: RunOptions) -> None:
+        self._targets = files.targets
         self._options = options
-        self._path = None if options.state_dir is None else options.state_dir / "runs" / f"{_tag(options.output)}.json"
+        self._path = None if options.state_dir is None else options.state_dir / "runs" / f"{files.output.tag}.json"
 
     async def find(self, run: Mapping[str, str]) -> RunSummary | None:
         """The summary of this run, if it is finished, its results are unchanged, and `overwrite` is not set.
@@ -54,10 +54,10 @@ class FinishedRuns:
         record = None if options.overwrite or not options.resume else self._read()
         if record is None or record.run != run or record.output_order != options.output_order:
             return None
-        if list(record.outputs) != [_tag(location) for location in options.outputs]:
+        if list(record.outputs) != [target.tag for target in self._targets]:
             return None
-        for location in options.outputs:
-            if not await is_unchanged(location, record.outputs[_tag(location)]):
+        for target in self._targets:
+            if not await target.is_unchanged(record.outputs[target.tag]):
                 return None
         return replace(record.summary, finished_before=record.finished_at)
 
@@ -66,11 +66,11 @@ class FinishedRuns:
         if self._path is None or summary.has_only_failures:
             return
         outputs: dict[str, dict[str, str]] = {}
-        for location in self._options.outputs:
-            found = await stamp(location)
+        for target in self._targets:
+            found = await target.stamp()
             if found is None:
                 return  # nobody could tell whether the results are still there
-            outputs[_tag(location)] = dict(found)
+            outputs[target.tag] = dict(found)
         record = FinishedRun(
             run=dict(run),
             output_order=self._options.output_order,
@@ -98,8 +98,3 @@ class FinishedRuns:
             reason = (exc.strerror or str(exc)) if isinstance(exc, OSError) else "it is damaged"
             logger.warning("The record of a finished run %s is ignored: %s", self._path, reason)
             return None
-
-
-def _tag(location: Location) -> str:
-    """A name of the place, the same from every folder."""
-    return location.tag if location.path is None else Location(str(location.path.resolve()), "path").tag

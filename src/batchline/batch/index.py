@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from batchline.batch.durable import refuse_windows
+from batchline.batch.disk import refuse_windows
 from batchline.batch.lines import MAX_LINE_BYTES, BatchLine, parse_line
 from batchline.errors import InputChanged
 

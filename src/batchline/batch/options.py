@@ -1,4 +1,4 @@
-"""The options of a run, except its backend: frozen, built once by the command line or the Python API."""
+"""How a run goes, without its files and its backend: frozen, built once by the command line or the Python API."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
-
-from batchline.batch.locations import Location, parse_location
 
 OutputOrder = Literal["input", "completion"]
 
@@ -28,10 +26,8 @@ HOSTED_LIMITS = Limits(max_requests=50_000, max_file_bytes=100_000_000)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
-    """One batch run.
+    """The options of one run.
 
-    input_file, output_file, error_file: a path, `-`, or a URL. error_file, if given, gets the failed lines.
-    tmp_dir: the folder for the journal and staged files; None is beside the output.
     max_inflight: how many requests run at once; None leaves it to the backend.
     resume: whether to continue an unfinished run; False starts over. overwrite: True computes a finished run again;
     False refuses to replace another run's output; None skips a finished run and replaces another run's output.
@@ -43,10 +39,6 @@ class RunOptions:
     default_model: answers requests that name no model; None makes them errors.
     """
 
-    input_file: str
-    output_file: str
-    error_file: str | None = None
-    tmp_dir: Path | None = None
     max_inflight: int | None = None
     output_order: OutputOrder = "input"
     resume: bool = True
@@ -59,23 +51,3 @@ class RunOptions:
     settings: Mapping[str, str] = field(default_factory=dict)
     served_models: tuple[tuple[str, ...], ...] | None = None
     default_model: str | None = None
-
-    @property
-    def input(self) -> Location:
-        """Where the batch file is."""
-        return parse_location(self.input_file)
-
-    @property
-    def output(self) -> Location:
-        """Where the results go."""
-        return parse_location(self.output_file)
-
-    @property
-    def error_output(self) -> Location | None:
-        """Where failed lines go, if not to the output."""
-        return None if self.error_file is None else parse_location(self.error_file)
-
-    @property
-    def outputs(self) -> list[Location]:
-        """Every place that gets results, the result file first."""
-        return [self.output] + ([self.error_output] if self.error_output else [])

@@ -9,10 +9,10 @@ from batchline.batch.check import CheckReport
 from batchline.batch.crashes import LETHAL_CRASHES, Crash, Suspects, last_crash
 from batchline.batch.fingerprint import refuse_other_run, run_identity
 from batchline.batch.index import PositionSet
+from batchline.batch.job_folder import JobFolder
 from batchline.batch.journal import Disk, Journal, JournalEntry, Note, encode_note
 from batchline.batch.options import RunOptions
 from batchline.batch.progress import Reporter, Tally
-from batchline.batch.workspace import Workspace
 from batchline.errors import RunFailed
 
 
@@ -55,18 +55,18 @@ class RunState:
 def recover(
     options: RunOptions,
     report: CheckReport,
-    workspace: Workspace,
+    job_folder: JobFolder,
     reporter: Reporter,
     open_files: ExitStack,
     disk: Disk | None = None,
 ) -> RunState:
     """Open the journal and count what it holds. open_files: closes it. Raises: ResumeRefused, RunFailed."""
-    if not options.resume or not workspace.journal_path.exists():
-        workspace.start_over()
+    if not options.resume or not job_folder.journal_path.exists():
+        job_folder.start_over()
     identity = run_identity(options, report)
 
     def open_state() -> RunState:
-        journal = Journal.open(workspace.journal_path, identity, disk)
+        journal = Journal.open(job_folder.journal_path, identity, disk)
         open_files.callback(journal.close)
         state = RunState(journal, Tally(report.num_lines))
         state.read_journal()
@@ -76,10 +76,10 @@ def recover(
         state = open_state()
         if state.journal.run != identity and not state.tally.answered:
             reporter.phase("Starting over: the unfinished run found here differs and has no answers")
-            workspace.start_over()
+            job_folder.start_over()
             state = open_state()
         refuse_other_run(state.journal.run, identity, state.tally.done)
-        _count_last_crash(state, last_crash(workspace.path), reporter)
+        _count_last_crash(state, last_crash(job_folder.path), reporter)
     except OSError as exc:
         raise RunFailed(f"The journal cannot be opened: {exc.strerror or exc}.") from exc
     if state.tally.done:

@@ -16,29 +16,28 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from batchline.backends.base import Backend, BackendStats, OpenBackend, ServedModel
-from batchline.batch import sink, source
+from batchline.batch import source
 from batchline.batch.check import CheckReport, check_file, findings_of, refuse_over_limits
 from batchline.batch.commit import GroupCommit
 from batchline.batch.crashes import LETHAL_CRASHES, InFlight, alternate_stacks, watched
-from batchline.batch.delivery import deliver_results
 from batchline.batch.failure_messages import frequent_failures
 from batchline.batch.failures import record_failed_lines, record_lethal_requests, record_unrun_lines
+from batchline.batch.files import RunFiles
 from batchline.batch.fingerprint import run_identity
 from batchline.batch.finished import FinishedRuns
 from batchline.batch.index import LineIndex, LineReader
+from batchline.batch.job_folder import JobFolder
 from batchline.batch.journal import Disk, Outcome
-from batchline.batch.locations import Location
 from batchline.batch.model_names import refuse_unserved_file, unserved_warning
 from batchline.batch.options import RunOptions
-from batchline.batch.output_places import account_for_older_outputs
 from batchline.batch.plan import Plan, Planner, WorkItem
 from batchline.batch.progress import GuardedReporter, Pace, Reporter, Tally
 from batchline.batch.rates import keep_measurement
 from batchline.batch.recovery import RunState, note_crash, recover
 from batchline.batch.runner import Feeder, Runner
+from batchline.batch.sink import account_for_older_outputs, deliver_results
 from batchline.batch.stopping import Stop, unless_stopped
 from batchline.batch.summary import RunSummary
-from batchline.batch.workspace import Workspace, workspace_path
 from batchline.errors import EngineLost, ModelLoadError, RunFailed, RunInterrupted, UsageError
 from batchline.model_record import ModelRecord
 
@@ -48,6 +47,7 @@ _PROGRESS_INTERVAL_S = 0.5
 
 
 async def run(
+    files: RunFiles,
     options: RunOptions,
     open_backend: OpenBackend,
     reporter: Reporter,
@@ -61,41 +61,22 @@ async def run(
     Raises: UsageError (nothing was run), RunInterrupted, RunFailed, ModelLoadError.
     """
     started = time.monotonic()
-    refuse(options)
-    with alternate_stacks(), Workspace(workspace_path(options.output, options.input, options.tmp_dir)) as workspace:
-        batch_run = BatchRun(options, workspace, GuardedReporter(reporter), stop, disk)
+    if options.max_inflight is not None and options.max_inflight < 1:
+        raise UsageError("--max-inflight must be at least 1.")
+    with alternate_stacks(), JobFolder(files.job_folder) as job_folder:
+        batch_run = BatchRun(files, options, job_folder, GuardedReporter(reporter), stop, disk)
         try:
             summary = await batch_run.execute(open_backend)
         except BaseException as exc:
             if not batch_run.is_worth_keeping:
-                workspace.start_over()  # nothing was computed: leave nothing that a corrected command would trip over
+                job_folder.start_over()  # nothing was computed: leave nothing that a corrected command would trip over
             if isinstance(exc, OSError):  # no file descriptors left, or a folder that was removed
                 raise RunFailed(f"The run cannot go on: {exc}.") from exc
             raise
         finally:
             batch_run.close()
-        workspace.remove()
+        job_folder.remove()
     return replace(summary, wall_time_s=time.monotonic() - started)
-
-
-def refuse(options: RunOptions) -> None:
-    """Refuse at once what could never work. Raises: UsageError."""
-    outputs = options.outputs
-    source.refuse_unreadable(options.input)
-    for location in outputs:
-        sink.refuse_unwritable(location, options.input)
-    if len(outputs) == 2 and _are_same(*outputs):
-        raise UsageError("--error-file names the same place as the output.")
-    if options.max_inflight is not None and options.max_inflight < 1:
-        raise UsageError("--max-inflight must be at least 1.")
-
-
-def _are_same(first: Location, second: Location) -> bool:
-    if first.path is not None and second.path is not None:
-        is_one_name = first.path.resolve() == second.path.resolve()
-        # a hard link, or a name in other letters where case makes no difference
-        return is_one_name or (first.path.exists() and second.path.exists() and first.path.samefile(second.path))
-    return first.place == second.place
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,19 +90,21 @@ class CheckedInput:
 
 
 class BatchRun:
-    """The steps of one run in a locked workspace. `close` frees what they hold open."""
+    """The steps of one run in a locked job_folder. `close` frees what they hold open."""
 
     def __init__(
         self,
+        files: RunFiles,
         options: RunOptions,
-        workspace: Workspace,
+        job_folder: JobFolder,
         reporter: Reporter,
         stop: Stop,
         disk: Disk | None = None,
     ) -> None:
+        self._files = files
         self._options = options
         self._disk = disk
-        self._workspace = workspace
+        self._job_folder = job_folder
         self._reporter = reporter
         self._models: dict[str, ModelRecord] = {}
         self._stop = stop
@@ -129,7 +112,7 @@ class BatchRun:
         self._state: RunState | None = None
         self._cut_at: float | None = None
         self._is_cut_short = False
-        self._finished_runs = FinishedRuns(options)
+        self._finished_runs = FinishedRuns(files, options)
         self._pace = Pace()
 
     @property
@@ -150,16 +133,17 @@ class BatchRun:
                 recover,
                 self._options,
                 checked.report,
-                self._workspace,
+                self._job_folder,
                 self._reporter,
                 self._open_files,
                 self._disk,
             )
             if not 0 < state.tally.total == state.tally.resumed:  # or it ended with its results in place
-                await account_for_older_outputs(self._options, self._reporter)
+                await account_for_older_outputs(self._files, self._options, self._reporter)
             if state.tally.done < state.tally.total:
                 await self._answer_all(checked, state, open_backend)
-            await deliver_results(state, self._options, self._workspace, self._reporter, self._stop)
+            scratch = self._job_folder.scratch
+            await deliver_results(state, self._files, self._options, scratch, self._reporter, self._stop)
             summary = await asyncio.to_thread(self._summary, state, checked.index)
             if not self._is_cut_short:
                 await self._finished_runs.add(identity, summary, self._reporter)
@@ -173,13 +157,13 @@ class BatchRun:
         self._open_files.close()
 
     async def _stage(self) -> Path:
-        location = self._options.input
+        location = self._files.input
         self._reporter.phase(f"Reading {location.display}")
-        work = source.stage_input(location, self._workspace.scratch, self._stop.shutdown.is_set)
+        work = source.stage_input(location, self._job_folder.scratch, self._stop.shutdown.is_set)
         return await unless_stopped(work, self._stop.shutdown)
 
     async def _check(self, path: Path) -> CheckedInput:
-        scratch = self._workspace.scratch
+        scratch = self._job_folder.scratch
         index = LineIndex(scratch / "index")
         self._open_files.callback(index.close)
         planner = Planner(scratch, dedup=self._options.dedup)
@@ -197,7 +181,7 @@ class BatchRun:
         return CheckedInput(path, index, report, planner)
 
     async def _already_complete(self, identity: Mapping[str, str]) -> RunSummary | None:
-        if self._workspace.journal_path.exists():
+        if self._job_folder.journal_path.exists():
             return None  # a run that was begun later, of which nothing must be lost
         summary = await self._finished_runs.find(identity)
         if summary is not None and summary.finished_before is not None:
@@ -249,7 +233,7 @@ class BatchRun:
         if next(plan.items(state.done), None) is None or self._stop.is_set():
             return
         self._reporter.phase("Loading the model")
-        with watched(self._workspace.path) as in_flight:
+        with watched(self._job_folder.path) as in_flight:
             self._pace.begin_loading()
             async with contextlib.AsyncExitStack() as stack:
                 backend = await unless_stopped(stack.enter_async_context(open_backend()), self._stop)
@@ -332,7 +316,7 @@ class BatchRun:
                 self._reporter.warn(f"{model.name}: {model.record.warning}.")
 
     def _summary(self, state: RunState, index: LineIndex) -> RunSummary:
-        tally, pace, error_output = state.tally, self._pace, self._options.error_output
+        tally, pace, error_output = state.tally, self._pace, self._files.error_output
         return RunSummary(
             requests=tally.total,
             succeeded=tally.total - tally.failed,
@@ -351,7 +335,7 @@ class BatchRun:
             prompt_tokens_per_s=pace.prompt_tokens_per_s,
             output_tokens_per_s=pace.output_tokens_per_s,
             models=tuple(self._models.values()),
-            output=self._options.output.display,
+            output=self._files.output.display,
             error_file=error_output.display if error_output else None,
         )
 

@@ -1,107 +1,84 @@
-"""From the journal to the result file: in order, whole, and only then at its place.
+"""From the journal to the result targets: every result once, in order, and only then visible at its place.
 
-`write_results` writes complete local files from a complete journal; `deliver` brings one to where the user wants it: a
-path by rename (an older file there stays untouched until then), standard output, one PUT, or a multipart upload.
-Order is restored through offsets, sorted in bounded memory; results themselves are never held.
+Order is restored through offsets, sorted in bounded memory; results themselves are never held. A commit can be noted in
+the journal, so that a process that dies before it has removed its job folder does not upload the same file again.
 """
 
 from __future__ import annotations
 
 import asyncio
-import errno
-import hashlib
-import io
 import os
-import select
-import shutil
-import stat
 import struct
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from batchline.batch.compression import Codec, codec_of_name, compressing_writer
-from batchline.batch.durable import move_into_place
+from batchline.batch.files import RunFiles
 from batchline.batch.index import PositionSet
-from batchline.batch.journal import Journal
-from batchline.batch.locations import Location
-from batchline.batch.options import OutputOrder
-from batchline.batch.remote import file_system, refuse_unknown_host
+from batchline.batch.journal import Journal, Note
+from batchline.batch.options import OutputOrder, RunOptions
+from batchline.batch.progress import Reporter
+from batchline.batch.recovery import RunState
 from batchline.batch.sorting import RecordSorter
-from batchline.batch.upload import upload_file
-from batchline.batch.workspace import RESULTS_PREFIX, is_special
+from batchline.batch.stopping import Stop, unless_stopped
+from batchline.batch.targets import HttpTarget, ResultTarget
 from batchline.errors import OutputUnwritable, RunFailed, RunInterrupted
-
-if sys.platform != "win32":
-    import fcntl
-    import termios
 
 _ENTRY = struct.Struct(">QQI?")
 """Position, offset, length and whether it failed; big-endian, so that its bytes sort by position."""
 
 _STOP_CHECK_RESULTS = 4096
-_READER_WAIT_MS = 2000
-
-STAGED_NAME_CHARS = 40
-"""Of an output's name, its beginning names the staged file: no file system may find that name too long."""
 
 
-@dataclass(frozen=True, slots=True)
-class StagedFile:
-    """A local file that holds results, or will, and the location they are for."""
+async def deliver_results(
+    state: RunState, files: RunFiles, options: RunOptions, scratch: Path, reporter: Reporter, stop: Stop
+) -> None:
+    """Write the results to every target that does not have them yet, and commit them. scratch: as for `write_results`.
 
-    path: Path
-    location: Location
-
-    @classmethod
-    def for_location(cls, location: Location, workspace: Path) -> StagedFile:
-        """Beside the file it will become, so that a rename brings it there; for all else in the run's workspace.
-
-        The name has the workspace in it: runs with other workspaces may be writing the same output.
-        """
-        if location.path is not None and not is_special(location.path):
-            target = location.path.resolve()
-            owner = hashlib.sha256(os.fsencode(workspace.resolve() / target.name)).hexdigest()[:8]
-            return cls(target.with_name(f"{target.name[:STAGED_NAME_CHARS]}.{owner}.incomplete"), location)
-        return cls(workspace / f"{RESULTS_PREFIX}{location.tag}{''.join(Path(location.name).suffixes[-2:])}", location)
-
-    @property
-    def codec(self) -> Codec | None:
-        """How the results are compressed, by the location's name."""
-        return codec_of_name(self.location.name)
-
-
-def refuse_unwritable(location: Location, source: Location) -> None:
-    """Refuse at once an output that could never be written. Raises: OutputUnwritable, UsageError."""
-    if location.kind == "http":
-        refuse_unknown_host(location)
-    elif location.kind == "fsspec":
-        file_system(location)
-    elif location.kind == "stdio" and sys.stdout is None:
-        raise OutputUnwritable(location.text, "standard output is closed.")
-    if location.is_remote and location.place == source.place:
-        raise OutputUnwritable(location.display, "it is the same place as the input.")
-    if location.path is None:
+    Raises: OutputUnwritable, RunFailed, RunInterrupted.
+    """
+    notes = {target: _delivery_note(target, files, options.output_order) for target in files.targets}
+    delivered = {target for target, note in notes.items() if note.text in state.delivered}
+    missing = [target for target in notes if target not in delivered]
+    if not missing:
         return
+    reporter.phase(f"Writing {' and '.join(target.display for target in missing)}")
     try:
-        _refuse_unwritable_path(location, location.path, source)
-    except OSError as exc:  # a name that is too long, or a folder that may not be looked into
-        raise OutputUnwritable(location.text, f"{exc.strerror or exc}.") from exc
+        await asyncio.to_thread(
+            write_results,
+            state.journal,
+            num_lines=state.tally.total,
+            order=options.output_order,
+            output=files.output,
+            error_output=files.error_output,
+            delivered=delivered,
+            scratch=scratch,
+            should_stop=stop.shutdown.is_set,
+        )
+    except BaseException:
+        for target in missing:
+            target.discard()
+        raise
+    for target in missing:
+        await unless_stopped(_commit(target), stop.shutdown, options.grace_period_s)
+        if target.notes_commit:
+            with suppress(OSError):  # on a full disk: no reason to fail, because the results have arrived
+                await asyncio.to_thread(state.write_note, notes[target])
 
 
-def _refuse_unwritable_path(location: Location, path: Path, source: Location) -> None:
-    folder = path.parent
-    if path.is_dir():
-        raise OutputUnwritable(location.text, "it is a folder; give a file name in it.")
-    if not folder.is_dir():
-        raise OutputUnwritable(location.text, f"the folder {str(folder)!r} does not exist.")
-    if not os.access(path if is_special(path) else folder, os.W_OK):
-        raise OutputUnwritable(location.text, "permission denied.")
-    if source.path is not None and path.exists() and source.path.exists() and path.samefile(source.path):
-        raise OutputUnwritable(location.text, "it is the same file as the input.")
+def _delivery_note(target: ResultTarget, files: RunFiles, order: OutputOrder) -> Note:
+    """Names what decides the bytes of the file besides the journal: another command may send other lines there."""
+    content = "all results" if files.error_output is None else "succeeded" if target is files.output else "failed"
+    return Note("delivered", f"{target.tag} {content} in {order} order")
+
+
+async def _commit(target: ResultTarget) -> None:
+    try:
+        await target.commit()
+    except OSError as exc:
+        reason = exc.strerror or exc
+        raise RunFailed(f"The results cannot be written to {target.display}: {reason}.") from exc
 
 
 def write_results(
@@ -109,19 +86,25 @@ def write_results(
     *,
     num_lines: int,
     order: OutputOrder,
-    output: StagedFile,
-    error_file: StagedFile | None,
+    output: ResultTarget,
+    error_output: ResultTarget | None,
     scratch: Path,
+    delivered: Collection[ResultTarget] = (),
     should_stop: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Write every result line once, failed ones to `error_file` where there is one, and sync both files.
+    """Write every result line once, failed ones to `error_output` if there is one, without committing them.
 
+    delivered: targets that have their results already. scratch: an existing folder for temporary files.
     Raises: RunFailed when the disk fails, RunInterrupted when `should_stop`.
     """
+
+    def writer(target: ResultTarget) -> AbstractContextManager[BinaryIO]:
+        return open(os.devnull, "wb") if target in delivered else target.open()
+
     try:
         with ExitStack() as stack:
-            write_ok = stack.enter_context(_synced_writer(output)).write
-            write_failed = stack.enter_context(_synced_writer(error_file)).write if error_file else write_ok
+            write_ok = stack.enter_context(writer(output)).write
+            write_failed = stack.enter_context(writer(error_output)).write if error_output else write_ok
             entries = _in_input_order(journal, scratch) if order == "input" else _in_completion_order(journal)
             count = 0
             for offset, length, is_failure in entries:
@@ -134,65 +117,33 @@ def write_results(
         kept = "All results are saved; fix the problem and run the same command again."
         lost = "The journal with all results is gone: was its folder removed?"
         raise RunFailed(
-            f"Cannot write the results to {output.path}: {reason}. {kept if journal.is_in_place() else lost}"
+            f"Cannot write the results for {output.display}: {reason}. {kept if journal.is_in_place() else lost}"
         ) from exc
     if count != num_lines:
         raise RunFailed(f"The journal holds {count} results for {num_lines} lines; pass --no-resume to start over.")
 
 
-async def deliver(staged: StagedFile) -> None:
-    """Bring a complete staged file to its location. Raises: RunFailed; then the staged file stays where it is."""
-    location = staged.location
-    try:
-        if location.path is not None and not is_special(location.path):
-            move_into_place(staged.path, location.path.resolve())
-        elif location.kind in ("path", "stdio"):
-            await asyncio.to_thread(_copy_out, staged)
-        else:
-            await upload_file(staged.path, location)
-    except OSError as exc:
-        reason = exc.strerror or str(exc)
-        raise RunFailed(
-            f"The results cannot be written to {location.display}: {reason}. They are complete in {staged.path}."
-        ) from exc
+async def account_for_older_outputs(files: RunFiles, options: RunOptions, reporter: Reporter) -> None:
+    """Report which outputs of other runs this one will replace. Raises: OutputUnwritable if it must not."""
+    for target in files.targets:
+        if options.overwrite is False:
+            await _refuse_to_replace(target, reporter)
+            continue
+        is_worth_asking = options.overwrite is None and not isinstance(target, HttpTarget)  # few URLs tell
+        if is_worth_asking and await target.exists():
+            reporter.phase(
+                f"{target.display} exists and is not the result of this run. It is replaced when the new results are "
+                "complete"
+            )
 
 
-def _copy_out(staged: StagedFile) -> None:
-    """Raises: OSError, also where a pipe's reader has left before it had read everything."""
-    with ExitStack() as stack:
-        file = stack.enter_context(staged.path.open("rb"))
-        path = staged.location.path
-        target = sys.stdout.buffer if path is None else stack.enter_context(path.open("wb"))
-        shutil.copyfileobj(file, target, 1 << 20)
-        target.flush()
-        with suppress(io.UnsupportedOperation):  # a stream that is no file, put in the place of standard output
-            _refuse_lost_tail(target.fileno())
-
-
-def _refuse_lost_tail(fd: int) -> None:
-    """Give a pipe's reader a moment to read what is still in the pipe. Raises: BrokenPipeError if it leaves instead.
-
-    A reader that only takes its time is trusted to go on.
-    """
-    if not stat.S_ISFIFO(os.fstat(fd).st_mode):
-        return
-    poll = select.poll()
-    poll.register(fd, 0)
-    for _ in range(_READER_WAIT_MS // 10):
-        if not int.from_bytes(fcntl.ioctl(fd, termios.FIONREAD, bytes(4)), sys.byteorder):
-            return
-        if poll.poll(10):
-            raise BrokenPipeError(errno.EPIPE, "its reader has left before it had read everything")
-
-
-@contextmanager
-def _synced_writer(staged: StagedFile) -> Iterator[BinaryIO]:
-    """A writer into a staged file, compressed by its location's name; after a clean exit the file is on disk."""
-    with staged.path.open("wb", buffering=1 << 20) as file:
-        with compressing_writer(file, staged.codec) as writer:
-            yield writer
-        file.flush()
-        os.fsync(file.fileno())
+async def _refuse_to_replace(target: ResultTarget, reporter: Reporter) -> None:
+    is_there = await target.exists()
+    if is_there:
+        reason = "it exists and is not the result of this run. Give another output, or leave out --no-overwrite."
+        raise OutputUnwritable(target.display, reason)
+    if is_there is None:
+        reporter.warn(f"Cannot find out whether {target.display} exists. If it does, it is replaced.")
 
 
 def _in_input_order(journal: Journal, scratch: Path) -> Iterator[tuple[int, int, bool]]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 from batchline.batch.compression import MAGIC_BYTES, codec_of_bytes, decompressed_chunks
-from batchline.batch.disk_full import input_failure, is_disk_full
+from batchline.batch.disk import input_failure, is_disk_full
 from batchline.batch.download import download
 from batchline.batch.file_format import refuse_foreign_format
 from batchline.batch.index import open_regular

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from batchline.batch import lines
-from batchline.batch.durable import move_into_place
+from batchline.batch.disk import write_lines
+from batchline.batch.files import refuse_unwritable
 from batchline.batch.locations import STDIO, Location, parse_location
 from batchline.batch.options import Limits
-from batchline.batch.sink import STAGED_NAME_CHARS, refuse_unwritable
 from batchline.batch.sorting import RecordSorter
 from batchline.batch.source import refuse_unreadable, stage_input
 from batchline.errors import InputUnreadable, LineError, OutputUnwritable, UsageError
@@ -69,7 +69,7 @@ def split_file(input_file: str, folder: Path, limits: Limits) -> list[Part]:
         path = asyncio.run(stage_input(location, Path(scratch), should_stop=lambda: False))
         for part_lines in _parts(path, limits, location.display):
             target = folder / f"{stem}-{len(parts) + 1:05}.jsonl"
-            parts.append(Part(target, write_whole(target, part_lines)))
+            parts.append(Part(target, write_lines(target, part_lines)))
     return parts
 
 
@@ -135,7 +135,7 @@ def merge_files(results: Sequence[Path], output: Path, input_file: str | None = 
         files: list[BinaryIO] = [stack.enter_context(path.open("rb")) for path in results]
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="batchline-")))
         if input_file is None:
-            return MergeSummary(write_whole(output, _lines_without_duplicates(files, scratch)))
+            return MergeSummary(write_lines(output, _lines_without_duplicates(files, scratch)))
         return _merge_in_order(input_file, files, output, scratch)
 
 
@@ -155,7 +155,7 @@ def _merge_in_order(input_file: str, files: list[BinaryIO], output: Path, scratc
     duplicates = _Duplicates(files)
     num_unmatched = _match(matches, ordered, duplicates)
     duplicates.refuse()
-    count = write_whole(output, _ordered_lines(ordered, files))
+    count = write_lines(output, _ordered_lines(ordered, files))
     return MergeSummary(count, missing=num_lines - count, unmatched=num_unmatched)
 
 
@@ -268,22 +268,3 @@ def _hash(custom_id: str | None) -> bytes:
 
 
 _NO_CUSTOM_ID = _hash(None)
-
-
-def write_whole(target: Path, content: Iterator[bytes]) -> int:
-    """Write lines to `target` by way of a rename, or nothing at all. Returns how many."""
-    incomplete = target.with_name(f"{target.name[:STAGED_NAME_CHARS]}.{os.urandom(4).hex()}.incomplete")
-    count = 0
-    try:
-        with incomplete.open("xb", buffering=1 << 20) as file:
-            for line in content:
-                file.write(line)
-                count += 1
-            file.flush()
-            os.fsync(file.fileno())
-        move_into_place(incomplete, target)
-    except OSError as exc:
-        raise OutputUnwritable(str(target), f"{exc.strerror or exc}.") from exc
-    finally:
-        incomplete.unlink(missing_ok=True)
-    return count

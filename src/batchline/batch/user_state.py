@@ -11,7 +11,7 @@ from pathlib import Path
 
 from platformdirs import user_state_path
 
-from batchline.batch.durable import move_into_place
+from batchline.batch.disk import whole_file
 
 STATE_DIR_VARIABLE = "BATCHLINE_STATE_DIR"
 
@@ -29,17 +29,8 @@ def user_state_dir() -> Path | None:
 def write_record(path: Path, content: bytes, *, max_records: int) -> None:
     """Write a record atomically, and remove the oldest ones of its folder beyond `max_records`. Raises: OSError."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    staged = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        with staged.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        move_into_place(staged, path)
-    except OSError:
-        with suppress(OSError):
-            staged.unlink(missing_ok=True)
-        raise
+    with whole_file(path) as file:
+        file.write(content)
     _remove_oldest(path.parent, max_records)
 
 

@@ -95,21 +95,21 @@ def _findings(report: CheckReport, served_models: list[str] | None, limits: Limi
 
 def _refuse_unwritable(bad_lines: Path, input_file: str) -> None:
     """Raises: UsageError."""
+    from batchline.batch.files import refuse_unwritable
     from batchline.batch.locations import Location, parse_location
-    from batchline.batch.sink import refuse_unwritable
 
     refuse_unwritable(Location(str(bad_lines), "path", bad_lines), source=parse_location(input_file))
 
 
 def _write_bad_lines(target: Path, checked: InputFile, judge: RequestJudge) -> None:
+    from batchline.batch.disk import write_lines
     from batchline.batch.inspect import bad_lines
-    from batchline.batch.split import write_whole
 
     def encoded() -> Iterator[bytes]:
         for fault in bad_lines(checked, judge):
             yield orjson.dumps(fault, option=orjson.OPT_APPEND_NEWLINE)
 
-    write_whole(target, encoded())
+    write_lines(target, encoded())
 
 
 def _print_report(report: CheckReport, found: list[str], counts: TokenCounts | None, bad_lines: Path | None) -> None:

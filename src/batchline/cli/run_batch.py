@@ -41,14 +41,14 @@ def run_batch(
     from batchline.batch.api import open_in_process, run_blocking  # numpy and an HTTP client: not for --help
 
     engines = model_options.engines(strict=run_file.strict)
-    options = run_file.run_options(engines)
+    files, options = run_file.run_files(), run_file.run_options(engines)
     with ExitStack() as stack:
         reporter = stack.enter_context(open_reporter())
         if enable_metrics:
             from batchline.cli.metrics_endpoint import serve_metrics  # an HTTP server, for this option alone
 
             reporter = stack.enter_context(serve_metrics(reporter, host, port))
-        summary = run_blocking(options, lambda: open_in_process(engines), reporter, stop_at_once=_stop_at_once)
+        summary = run_blocking(files, options, lambda: open_in_process(engines), reporter, stop_at_once=_stop_at_once)
     print_summary(summary)
     if summary.has_only_failures or (run_file.fail_on_error and summary.failed):
         raise typer.Exit(3)

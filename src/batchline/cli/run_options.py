@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from batchline.batch.options import DEFAULT_GRACE_PERIOD_S, OutputOrder, RunOptions
 from batchline.cli.limits import LimitPreset, MaxFileSize, MaxRequests, limits_of
 from batchline.config import EngineConfig
+
+if TYPE_CHECKING:
+    from batchline.batch.files import RunFiles
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,16 +83,18 @@ class RunFileOptions:
     max_file_size: MaxFileSize = None
     limits: LimitPreset = "none"
 
+    def run_files(self) -> RunFiles:
+        """The files of the run. Raises: UsageError for what can never work."""
+        from batchline.batch.files import RunFiles  # an HTTP client: not for --help
+
+        return RunFiles.named(self.input_file, self.output_file, self.error_file, self.output_tmp_dir)
+
     def run_options(self, engines: Sequence[EngineConfig]) -> RunOptions:
         """The run that is asked for, answered by `engines`."""
         from batchline.backends.identity import result_settings  # reads model folders: not for --help
         from batchline.batch.user_state import user_state_dir
 
         return RunOptions(
-            input_file=self.input_file,
-            output_file=self.output_file,
-            error_file=self.error_file,
-            tmp_dir=self.output_tmp_dir,
             max_inflight=self.max_inflight,
             output_order=self.output_order,
             resume=self.resume,

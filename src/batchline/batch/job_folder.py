@@ -1,7 +1,7 @@
-"""The folder beside the output where an unfinished run lives: `<output>.partial`, with its journal and lock.
+"""The locked job folder of a run, with its journal and temporary files.
 
-Owns names, the lock that keeps a second run on the same output away, and tidying up. Knows nothing of the files'
-insides.
+Owns the names in the folder, the lock that keeps a second run out, and the clean-up. Does not know what is in the
+files.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import sys
 from pathlib import Path
 
 from batchline.batch.crashes import forget_crash
-from batchline.batch.durable import refuse_windows, sync_folder
-from batchline.batch.locations import Location
+from batchline.batch.disk import refuse_windows, sync_folder
+from batchline.batch.targets import RESULTS_PREFIX
 from batchline.errors import OutputUnwritable, ResumeRefused
 
 if sys.platform != "win32":
@@ -23,36 +23,10 @@ if sys.platform != "win32":
 
 _JOURNAL = "journal"
 _LOCK = "lock"
-RESULTS_PREFIX = "results."
-"""How the names of finished results begin that wait in the folder to be uploaded."""
-
-_REMOTE_NAME_CHARS = 60
-"""Of a URL's last part, its end names the folder: more than a file system takes would be no reason to refuse it."""
 
 
-def workspace_path(output: Location, source: Location, tmp_dir: Path | None) -> Path:
-    """Where the unfinished run for an output lives: beside it, or for outputs that are no path, in the current folder.
-
-    source: the input, which tells runs to standard output apart. tmp_dir: where it lives instead. The name is the same
-    for the same output, whatever a URL's query says.
-    """
-    if output.path is not None and not is_special(output.path):
-        # A link is not the output: the file behind it is, under whatever name a second run writes it.
-        target = output.path.resolve() if output.path.is_symlink() else output.path
-        folder = tmp_dir or target.parent
-        tag = "" if tmp_dir is None else f".{Location(str(target.resolve()), 'path').tag}"
-        return folder / f"{target.name}{tag}.partial"
-    name = f"stdout.{source.tag}" if output.kind == "stdio" else f"{output.name[-_REMOTE_NAME_CHARS:]}.{output.tag}"
-    return (tmp_dir or Path()) / f"{name}.partial"
-
-
-def is_special(path: Path) -> bool:
-    """Whether `path` is there and neither a file nor a folder: `/dev/null`, a pipe."""
-    return path.exists() and not path.is_file() and not path.is_dir()
-
-
-class Workspace:
-    """A locked folder for one run. Use as a context manager; leaving it releases the lock and keeps the folder."""
+class JobFolder:
+    """A locked job folder. Use as a context manager; leaving it releases the lock. An unfinished run's folder stays."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -68,7 +42,7 @@ class Workspace:
         """A folder for files that can be made again at any time."""
         return self.path / "scratch"
 
-    def __enter__(self) -> Workspace:
+    def __enter__(self) -> JobFolder:
         """Make and lock the folder. Raises: OutputUnwritable, ResumeRefused when another run holds it."""
         try:
             self._lock()

@@ -5,19 +5,20 @@ from pathlib import Path
 
 import pytest
 
+from batchline.batch.files import job_folder_for
+from batchline.batch.job_folder import JobFolder
 from batchline.batch.locations import parse_location
-from batchline.batch.workspace import Workspace, workspace_path
 from batchline.errors import OutputUnwritable, ResumeRefused
 
 IN = parse_location("in.jsonl")
 
 
 def test_an_unfinished_run_lives_beside_its_output(tmp_path: Path) -> None:
-    assert workspace_path(parse_location("some/out.jsonl"), IN, None) == Path("some/out.jsonl.partial")
+    assert job_folder_for(parse_location("some/out.jsonl"), IN, None) == Path("some/out.jsonl.partial")
 
 
 def test_a_temporary_folder_keeps_outputs_of_one_name_apart(tmp_path: Path) -> None:
-    first, second = (workspace_path(parse_location(f"{name}/out.jsonl"), IN, tmp_path) for name in "ab")
+    first, second = (job_folder_for(parse_location(f"{name}/out.jsonl"), IN, tmp_path) for name in "ab")
     assert first.parent == second.parent == tmp_path
     assert first != second
 
@@ -25,73 +26,73 @@ def test_a_temporary_folder_keeps_outputs_of_one_name_apart(tmp_path: Path) -> N
 def test_an_output_that_is_a_link_has_the_folder_of_its_target(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "b" / "out.jsonl")
     by_link, by_name = (parse_location(str(tmp_path / name)) for name in ("link", "b/out.jsonl"))
-    assert workspace_path(by_link, IN, None) == workspace_path(by_name, IN, None)
-    assert workspace_path(by_link, IN, tmp_path) == workspace_path(by_name, IN, tmp_path)
+    assert job_folder_for(by_link, IN, None) == job_folder_for(by_name, IN, None)
+    assert job_folder_for(by_link, IN, tmp_path) == job_folder_for(by_name, IN, tmp_path)
 
 
 def test_a_url_has_the_same_folder_whatever_its_signature(tmp_path: Path) -> None:
-    first, second = (workspace_path(parse_location(f"https://h/o.jsonl?sig={n}"), IN, tmp_path) for n in (1, 2))
+    first, second = (job_folder_for(parse_location(f"https://h/o.jsonl?sig={n}"), IN, tmp_path) for n in (1, 2))
     assert first == second
     assert first.name.startswith("o.jsonl.")
 
 
 def test_a_folder_without_a_journal_is_gone_afterwards(tmp_path: Path) -> None:
-    with Workspace(tmp_path / "w") as workspace:
-        assert workspace.scratch.is_dir()
+    with JobFolder(tmp_path / "w") as job_folder:
+        assert job_folder.scratch.is_dir()
     assert not (tmp_path / "w").exists()
 
 
 def test_a_folder_with_a_journal_stays_without_its_scratch(tmp_path: Path) -> None:
-    with Workspace(tmp_path / "w") as workspace:
-        workspace.journal_path.touch()
-        (workspace.scratch / "index").touch()
+    with JobFolder(tmp_path / "w") as job_folder:
+        job_folder.journal_path.touch()
+        (job_folder.scratch / "index").touch()
     assert sorted(path.name for path in (tmp_path / "w").iterdir()) == ["journal", "lock"]
 
 
 def test_scratch_of_a_killed_run_is_cleared(tmp_path: Path) -> None:
     (tmp_path / "w" / "scratch").mkdir(parents=True)
     (tmp_path / "w" / "scratch" / "old").touch()
-    with Workspace(tmp_path / "w") as workspace:
-        assert list(workspace.scratch.iterdir()) == []
+    with JobFolder(tmp_path / "w") as job_folder:
+        assert list(job_folder.scratch.iterdir()) == []
 
 
 def test_the_second_of_two_is_refused_with_the_first_ones_process(tmp_path: Path) -> None:
-    with Workspace(tmp_path / "w"):
-        with pytest.raises(ResumeRefused, match=f"process {os.getpid()}"), Workspace(tmp_path / "w"):
+    with JobFolder(tmp_path / "w"):
+        with pytest.raises(ResumeRefused, match=f"process {os.getpid()}"), JobFolder(tmp_path / "w"):
             pass
         assert (tmp_path / "w" / "lock").exists()
 
 
 def test_the_lock_is_free_again_after_the_run(tmp_path: Path) -> None:
     for _ in range(2):
-        with Workspace(tmp_path / "w") as workspace:
-            workspace.journal_path.touch()
+        with JobFolder(tmp_path / "w") as job_folder:
+            job_folder.journal_path.touch()
 
 
 def test_a_folder_that_cannot_be_made_is_an_unwritable_output(tmp_path: Path) -> None:
-    with pytest.raises(OutputUnwritable), Workspace(tmp_path / "none" / "w"):
+    with pytest.raises(OutputUnwritable), JobFolder(tmp_path / "none" / "w"):
         pass
 
 
 def test_starting_over_forgets_the_journal_and_the_crash_that_ended_it(tmp_path: Path) -> None:
-    with Workspace(tmp_path / "w") as workspace:
+    with JobFolder(tmp_path / "w") as job_folder:
         for name in ("journal", "fault", "in-flight"):
-            (workspace.path / name).touch()
-        workspace.start_over()
-        assert sorted(path.name for path in workspace.path.iterdir()) == ["lock", "scratch"]
+            (job_folder.path / name).touch()
+        job_folder.start_over()
+        assert sorted(path.name for path in job_folder.path.iterdir()) == ["lock", "scratch"]
 
 
 def test_a_users_own_files_in_a_folder_of_that_name_stay(tmp_path: Path) -> None:
     """A finished run removed the whole folder, whatever was in it."""
     (tmp_path / "w").mkdir()
     (tmp_path / "w" / "notes.txt").write_text("mine")
-    with Workspace(tmp_path / "w") as workspace:
-        workspace.journal_path.touch()
-        workspace.remove()
+    with JobFolder(tmp_path / "w") as job_folder:
+        job_folder.journal_path.touch()
+        job_folder.remove()
     assert [path.name for path in (tmp_path / "w").iterdir()] == ["notes.txt"]
 
 
 def test_runs_of_different_inputs_to_standard_output_do_not_meet() -> None:
-    first, second = (workspace_path(parse_location("-"), parse_location(name), None) for name in ("a", "b"))
+    first, second = (job_folder_for(parse_location("-"), parse_location(name), None) for name in ("a", "b"))
     assert first != second
     assert first.name.startswith("stdout.")

@@ -1,0 +1,93 @@
+"""Files on the local disk: written whole or not at all, with names that survive power loss, and full disks told apart.
+
+A file's bytes are durable after its own sync, its name after its folder's.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from batchline.errors import BatchlineError, InputUnreadable, OutputUnwritable, RunFailed, UsageError
+
+STAGED_NAME_CHARS = 40
+"""How much of a file's name the staged file's name begins with, so that no file system finds that name too long."""
+
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+
+
+def refuse_windows() -> None:
+    """Raises: UsageError on a system without what a run's files need: locks, reads at a position, synced folders."""
+    if sys.platform == "win32":
+        raise UsageError("Batch files are processed on Linux and macOS only. On Windows, use WSL.")
+
+
+def sync_folder(folder: Path, fsync: Callable[[int], None] = os.fsync) -> None:
+    """Make new, renamed and removed names in `folder` durable. Raises: OSError."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def move_into_place(staged: Path, target: Path) -> None:
+    """Rename a synced file to `target`, durably. An older file there is replaced in the same instant."""
+    os.replace(staged, target)
+    sync_folder(target.parent)
+
+
+@contextmanager
+def synced_file(path: Path) -> Iterator[BinaryIO]:
+    """A writer for a new file, whose content is on disk after a clean exit. Raises: OSError."""
+    with path.open("wb", buffering=1 << 20) as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@contextmanager
+def whole_file(target: Path) -> Iterator[BinaryIO]:
+    """A writer for a file that appears at `target` after a clean exit, or not at all. Raises: OSError."""
+    staged = target.with_name(f"{target.name[:STAGED_NAME_CHARS]}.{os.urandom(4).hex()}.incomplete")
+    try:
+        with synced_file(staged) as file:
+            yield file
+        move_into_place(staged, target)
+    finally:
+        staged.unlink(missing_ok=True)
+
+
+def write_lines(target: Path, lines: Iterable[bytes]) -> int:
+    """Write lines to a whole file. Returns how many. Raises: OutputUnwritable."""
+    count = 0
+    try:
+        with whole_file(target) as file:
+            for line in lines:
+                file.write(line)
+                count += 1
+    except OSError as exc:
+        raise OutputUnwritable(str(target), f"{exc.strerror or exc}.") from exc
+    return count
+
+
+def is_disk_full(exc: BaseException) -> bool:
+    """Whether the exception says that the disk is full."""
+    return isinstance(exc, OSError) and exc.errno in _FULL
+
+
+def input_failure(location: str, exc: OSError) -> BatchlineError:
+    """What to raise for an error while an input is read. location: as messages show it.
+
+    Reading an input also writes: staged copies, indexes, keys. If that fails because the disk is full, the input is
+    fine, and the same command works once there is space.
+    """
+    reason = exc.strerror or str(exc)
+    if is_disk_full(exc):
+        return RunFailed(f"The working files cannot be written: {reason}.")
+    return InputUnreadable(location, f"{reason}.")

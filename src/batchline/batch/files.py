@@ -1,0 +1,112 @@
+"""The files of a run: its batch file, its result targets and its job folder.
+
+Files that a user has named are refused here at once if they could never work, before anything is read or loaded.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from batchline.batch.locations import Location, parse_location
+from batchline.batch.remote import file_system, refuse_unknown_host
+from batchline.batch.source import refuse_unreadable
+from batchline.batch.targets import ResultTarget, is_special, target_at
+from batchline.errors import OutputUnwritable, UsageError
+
+_REMOTE_NAME_CHARS = 60
+"""Of a URL's last part, its end names the folder: more than a file system takes would be no reason to refuse it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFiles:
+    """What one run reads and writes.
+
+    input: the batch file. output: gets the results. error_output: gets the failed lines, if it is given. job_folder:
+    holds the journal and temporary files until the results are delivered; the run makes, locks and removes it.
+    """
+
+    input: Location
+    output: ResultTarget
+    error_output: ResultTarget | None = None
+    job_folder: Path
+
+    @classmethod
+    def named(
+        cls, input_file: str, output_file: str, error_file: str | None = None, tmp_dir: Path | None = None
+    ) -> RunFiles:
+        """The files that a user has named: paths, `-`, or URLs.
+
+        tmp_dir: the folder for the job folder; None is beside the output. Raises: UsageError for what can never work.
+        """
+        source = parse_location(input_file)
+        outputs = [parse_location(text) for text in (output_file, error_file) if text is not None]
+        refuse_unreadable(source)
+        for location in outputs:
+            refuse_unwritable(location, source)
+        if len(outputs) == 2 and _are_same(*outputs):
+            raise UsageError("--error-file names the same place as the output.")
+        job_folder = job_folder_for(outputs[0], source, tmp_dir)
+        output, *errors = [target_at(location, job_folder) for location in outputs]
+        return cls(input=source, output=output, error_output=errors[0] if errors else None, job_folder=job_folder)
+
+    @property
+    def targets(self) -> list[ResultTarget]:
+        """Every target of the run, the one of the results first."""
+        return [self.output] + ([self.error_output] if self.error_output else [])
+
+
+def job_folder_for(output: Location, source: Location, tmp_dir: Path | None) -> Path:
+    """The job folder of a run to an output: beside it, or for outputs that are no path, in the current folder.
+
+    source: the input, which distinguishes runs to standard output. tmp_dir: the folder to use instead. The name is the
+    same for the same output, whatever a URL's query says.
+    """
+    if output.path is not None and not is_special(output.path):
+        # A link is not the output: the file behind it is, under whatever name a second run writes it.
+        target = output.path.resolve() if output.path.is_symlink() else output.path
+        folder = tmp_dir or target.parent
+        tag = "" if tmp_dir is None else f".{Location(str(target.resolve()), 'path').tag}"
+        return folder / f"{target.name}{tag}.partial"
+    name = f"stdout.{source.tag}" if output.kind == "stdio" else f"{output.name[-_REMOTE_NAME_CHARS:]}.{output.tag}"
+    return (tmp_dir or Path()) / f"{name}.partial"
+
+
+def refuse_unwritable(location: Location, source: Location) -> None:
+    """Refuse at once an output that could never be written. Raises: OutputUnwritable, UsageError."""
+    if location.kind == "http":
+        refuse_unknown_host(location)
+    elif location.kind == "fsspec":
+        file_system(location)
+    elif location.kind == "stdio" and sys.stdout is None:
+        raise OutputUnwritable(location.text, "standard output is closed.")
+    if location.is_remote and location.place == source.place:
+        raise OutputUnwritable(location.display, "it is the same place as the input.")
+    if location.path is None:
+        return
+    try:
+        _refuse_unwritable_path(location, location.path, source)
+    except OSError as exc:  # a name that is too long, or a folder that may not be looked into
+        raise OutputUnwritable(location.text, f"{exc.strerror or exc}.") from exc
+
+
+def _refuse_unwritable_path(location: Location, path: Path, source: Location) -> None:
+    folder = path.parent
+    if path.is_dir():
+        raise OutputUnwritable(location.text, "it is a folder; give a file name in it.")
+    if not folder.is_dir():
+        raise OutputUnwritable(location.text, f"the folder {str(folder)!r} does not exist.")
+    if not os.access(path if is_special(path) else folder, os.W_OK):
+        raise OutputUnwritable(location.text, "permission denied.")
+    if source.path is not None and path.exists() and source.path.exists() and path.samefile(source.path):
+        raise OutputUnwritable(location.text, "it is the same file as the input.")
+
+
+def _are_same(first: Location, second: Location) -> bool:
+    if first.path is not None and second.path is not None:
+        is_one_name = first.path.resolve() == second.path.resolve()
+        # a hard link, or a name in other letters where case makes no difference
+        return is_one_name or (first.path.exists() and second.path.exists() and first.path.samefile(second.path))
+    return first.place == second.place

@@ -1,0 +1,299 @@
+"""Where results go. A result target is a place for one file, which appears there whole or not at all.
+
+Paths, streams and URLs are targets. Any other place, such as a file store, is one too if it implements `ResultTarget`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import hashlib
+import io
+import logging
+import os
+import select
+import shutil
+import stat
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from batchline.batch.compression import codec_of_name, compressing_writer
+from batchline.batch.disk import STAGED_NAME_CHARS, move_into_place, synced_file
+from batchline.batch.locations import Location
+from batchline.batch.remote import file_system, head, object_version
+from batchline.batch.upload import upload_file
+from batchline.errors import RunFailed
+
+if sys.platform != "win32":
+    import fcntl
+    import termios
+
+logger = logging.getLogger(__name__)
+
+Stamp = Mapping[str, str]
+"""Names and values that change when the content at a place does."""
+
+RESULTS_PREFIX = "results."
+"""How the names of staged results begin in a job folder."""
+
+_BLOCK_BYTES = 1 << 20
+_READER_WAIT_MS = 2000
+
+
+class ResultTarget(ABC):
+    """A place for one file of results.
+
+    A run opens it, writes all results, and commits them. A run that fails or is stopped before that discards them. When
+    it is resumed, it opens the target anew.
+    display: the place as messages show it. tag: a short name of the place, the same in every process. Neither holds a
+    secret. notes_commit: whether a commit is noted in the journal, so that a resumed run does not commit again.
+    """
+
+    display: str
+    tag: str
+    notes_commit = True
+
+    @abstractmethod
+    def open(self) -> AbstractContextManager[BinaryIO]:
+        """A writer. After a clean exit of the block, what was written is on disk. Opening the target drops what was
+        written before and not committed. Called on a thread. Raises: OSError."""
+
+    @abstractmethod
+    async def commit(self) -> None:
+        """Put what was written in its place. If that fails or is cancelled, it is kept to be committed again.
+
+        A process may die after a commit, before it is noted. A resumed run then writes and commits the same again.
+        Raises: RunFailed, OSError.
+        """
+
+    @abstractmethod
+    def discard(self) -> None:
+        """Drop what was written and not committed. Idempotent."""
+
+    async def exists(self) -> bool | None:
+        """Whether something is there that a commit would replace; None if the place does not tell."""
+        return None
+
+    async def stamp(self) -> Stamp | None:
+        """The stamp of what is there now; None if nothing is, or the place does not tell."""
+        return None
+
+    async def is_unchanged(self, before: Stamp) -> bool:
+        """Whether the content still has the stamp `before`."""
+        return await self.stamp() == before
+
+
+class LocationTarget(ResultTarget):
+    """A target that the user has named. Results are first written to a staged local file, compressed if the location's
+    name says so."""
+
+    def __init__(self, location: Location, job_folder: Path) -> None:
+        self.location = location
+        self.display = location.display
+        self.tag = location.tag
+        self._job_folder = job_folder
+
+    @property
+    def staged(self) -> Path:
+        """The local file with the results before they are committed."""
+        return self._job_folder / f"{RESULTS_PREFIX}{self.tag}{''.join(Path(self.location.name).suffixes[-2:])}"
+
+    @contextmanager
+    def open(self) -> Iterator[BinaryIO]:
+        """A writer of the staged file."""
+        with synced_file(self.staged) as file, compressing_writer(file, codec_of_name(self.location.name)) as writer:
+            yield writer
+
+    async def commit(self) -> None:
+        """Raises: RunFailed; then the staged file stays where it is."""
+        try:
+            await self._deliver()
+        except OSError as exc:
+            reason = exc.strerror or str(exc)
+            raise RunFailed(
+                f"The results cannot be written to {self.display}: {reason}. They are complete in {self.staged}."
+            ) from exc
+
+    def discard(self) -> None:
+        """Remove the staged file."""
+        with suppress(OSError):
+            self.staged.unlink(missing_ok=True)
+
+    @abstractmethod
+    async def _deliver(self) -> None:
+        """Bring the staged file to its place. Raises: RunFailed, OSError."""
+
+
+class FileTarget(LocationTarget):
+    """A local file. It is staged beside its place and renamed, so an older file there stays untouched until then."""
+
+    notes_commit = False  # repeating it is cheap, and restores a file that was removed meanwhile
+
+    def __init__(self, location: Location, path: Path, job_folder: Path) -> None:
+        super().__init__(location, job_folder)
+        self.path = path
+        self.tag = Location(str(path.resolve()), "path").tag
+
+    @property
+    def staged(self) -> Path:
+        """The name contains the job folder: runs with other folders may be writing the same output."""
+        target = self.path.resolve()
+        owner = hashlib.sha256(os.fsencode(self._job_folder.resolve() / target.name)).hexdigest()[:8]
+        return target.with_name(f"{target.name[:STAGED_NAME_CHARS]}.{owner}.incomplete")
+
+    async def _deliver(self) -> None:
+        move_into_place(self.staged, self.path.resolve())
+
+    async def exists(self) -> bool:
+        """Whether there is a file."""
+        return self.path.is_file()
+
+    async def stamp(self) -> Stamp | None:
+        """Size, time and digest."""
+        return await asyncio.to_thread(_file_stamp, self.path)
+
+    async def is_unchanged(self, before: Stamp) -> bool:
+        """A file of another time is read whole only if its size is the same: it may have been copied or touched."""
+        return await asyncio.to_thread(_is_unchanged_file, self.path, before)
+
+
+class StreamTarget(LocationTarget):
+    """Standard output, a pipe or a device: complete results are copied to it."""
+
+    notes_commit = False
+
+    async def exists(self) -> bool:
+        """Nothing is replaced."""
+        return False
+
+    async def _deliver(self) -> None:
+        await asyncio.to_thread(self._copy)
+
+    def _copy(self) -> None:
+        """Raises: OSError, also where a pipe's reader has left before it had read everything."""
+        with ExitStack() as stack:
+            file = stack.enter_context(self.staged.open("rb"))
+            path = self.location.path
+            target = sys.stdout.buffer if path is None else stack.enter_context(path.open("wb"))
+            shutil.copyfileobj(file, target, _BLOCK_BYTES)
+            target.flush()
+            with suppress(io.UnsupportedOperation):  # a stream that is no file, put in the place of standard output
+                _refuse_lost_tail(target.fileno())
+
+
+class HttpTarget(LocationTarget):
+    """An http(s) URL: one PUT."""
+
+    async def exists(self) -> bool | None:
+        """As the answer to a HEAD request says; few servers tell for a presigned URL."""
+        status, _ = await head(self.location)
+        return True if status == 200 else False if status in (404, 410) else None
+
+    async def stamp(self) -> Stamp | None:
+        """The strong ETag."""
+        status, etag = await head(self.location)
+        return {"etag": etag} if status == 200 and etag else None
+
+    async def _deliver(self) -> None:
+        await upload_file(self.staged, self.location)
+
+
+class ObjectTarget(LocationTarget):
+    """An object in a remote file system that fsspec supports."""
+
+    async def exists(self) -> bool | None:
+        """As the file system says."""
+        return await asyncio.to_thread(_object_exists, self.location)
+
+    async def stamp(self) -> Stamp | None:
+        """What the file system tells; size alone is no stamp."""
+        return await asyncio.to_thread(_object_stamp, self.location)
+
+    async def _deliver(self) -> None:
+        await upload_file(self.staged, self.location)
+
+
+def is_special(path: Path) -> bool:
+    """Whether `path` is there and neither a file nor a folder: `/dev/null`, a pipe."""
+    return path.exists() and not path.is_file() and not path.is_dir()
+
+
+def target_at(location: Location, job_folder: Path) -> LocationTarget:
+    """The target that a location names. job_folder: the run's."""
+    if location.path is not None and not is_special(location.path):
+        return FileTarget(location, location.path, job_folder)
+    if location.kind == "http":
+        return HttpTarget(location, job_folder)
+    return (ObjectTarget if location.kind == "fsspec" else StreamTarget)(location, job_folder)
+
+
+def _refuse_lost_tail(fd: int) -> None:
+    """Give a pipe's reader a moment to read what is still in the pipe. Raises: BrokenPipeError if it leaves instead.
+
+    A reader that only takes its time is trusted to go on.
+    """
+    if not stat.S_ISFIFO(os.fstat(fd).st_mode):
+        return
+    poll = select.poll()
+    poll.register(fd, 0)
+    for _ in range(_READER_WAIT_MS // 10):
+        if not int.from_bytes(fcntl.ioctl(fd, termios.FIONREAD, bytes(4)), sys.byteorder):
+            return
+        if poll.poll(10):
+            raise BrokenPipeError(errno.EPIPE, "its reader has left before it had read everything")
+
+
+def _file_stamp(path: Path) -> Stamp | None:
+    try:
+        if not path.is_file():
+            return None
+        size, mtime_ns = _size_and_time(path)
+        return {"size": size, "mtime_ns": mtime_ns, "sha256": _digest(path)}
+    except OSError:
+        return None
+
+
+def _is_unchanged_file(path: Path, before: Stamp) -> bool:
+    try:
+        size, mtime_ns = _size_and_time(path)
+        if not path.is_file() or size != before.get("size"):
+            return False
+        return mtime_ns == before.get("mtime_ns") or _digest(path) == before.get("sha256")
+    except OSError:
+        return False
+
+
+def _size_and_time(path: Path) -> tuple[str, str]:
+    found = path.stat()
+    return str(found.st_size), str(found.st_mtime_ns)
+
+
+def _digest(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        while block := file.read(_BLOCK_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _object_exists(location: Location) -> bool | None:
+    try:
+        fs, path = file_system(location)
+        return bool(fs.exists(path))
+    except Exception:  # each cloud client has an exception tree of its own
+        logger.debug("cannot tell whether %s exists", location.display, exc_info=True)
+        return None
+
+
+def _object_stamp(location: Location) -> Stamp | None:
+    try:
+        version = object_version(*file_system(location))
+    except Exception:  # each cloud client has an exception tree of its own
+        logger.debug("cannot tell what is at %s", location.display, exc_info=True)
+        return None
+    known = {name: str(value) for name, value in version.items() if value is not None}
+    return known if known.keys() - {"size"} else None
