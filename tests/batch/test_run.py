@@ -251,7 +251,7 @@ def test_no_more_requests_than_asked_for_are_in_flight_and_all_of_those_are(tmp_
 def test_large_lines_are_not_all_in_flight_at_once(
     tmp_path: Path, run_file: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("batchline.batch.runner.MAX_INFLIGHT_BYTES", 25_000)
+    monkeypatch.setattr("batchline.batch.capacity.MAX_INFLIGHT_BYTES", 25_000)
     in_flight = most = 0
 
     async def before_answer(_request: EndpointRequest) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from batchline.backends.base import Backend, BackendStats, OpenBackend, ServedModel
 from batchline.batch import source
+from batchline.batch.capacity import Capacity
 from batchline.batch.check import CheckReport, check_file, findings_of, refuse_over_limits
 from batchline.batch.commit import GroupCommit
 from batchline.batch.crashes import LETHAL_CRASHES, InFlight, alternate_stacks, watched
@@ -53,18 +54,20 @@ async def run(
     reporter: Reporter,
     stop: Stop,
     disk: Disk | None = None,
+    capacity: Capacity | None = None,
 ) -> RunSummary:
     """Run a batch file to its end.
 
-    open_backend: gives a running backend; asked only when there is something to compute. stop: ends the run, to be
-    resumed or for good. disk: what the journal is written with, if not the system's own calls.
+    open_backend: provides a running backend; called only when there is something to compute. stop: ends the run, to be
+    resumed or for good. disk: writes the journal, instead of the system's own calls. capacity: shared by runs on the
+    same backend; a run alone has all of the backend's concurrency.
     Raises: UsageError (nothing was run), RunInterrupted, RunFailed, ModelLoadError.
     """
     started = time.monotonic()
     if options.max_inflight is not None and options.max_inflight < 1:
         raise UsageError("--max-inflight must be at least 1.")
     with alternate_stacks(), JobFolder(files.job_folder) as job_folder:
-        batch_run = BatchRun(files, options, job_folder, GuardedReporter(reporter), stop, disk)
+        batch_run = BatchRun(files, options, job_folder, GuardedReporter(reporter), stop, disk, capacity)
         try:
             summary = await batch_run.execute(open_backend)
         except BaseException as exc:
@@ -100,10 +103,12 @@ class BatchRun:
         reporter: Reporter,
         stop: Stop,
         disk: Disk | None = None,
+        capacity: Capacity | None = None,
     ) -> None:
         self._files = files
         self._options = options
         self._disk = disk
+        self._capacity = capacity
         self._job_folder = job_folder
         self._reporter = reporter
         self._models: dict[str, ModelRecord] = {}
@@ -266,11 +271,14 @@ class BatchRun:
             state.tally.add(outcome)
             in_flight.leave(outcome.position)
 
+        max_inflight = self._options.max_inflight or max(1, backend.concurrency())
+        capacity = self._capacity or Capacity(max_inflight)
         runner = Runner(
             feeder=feeder,
             backend=backend,
             commit=GroupCommit(state.journal, on_durable),
-            max_inflight=self._options.max_inflight or max(1, backend.concurrency()),
+            share=capacity.share(),
+            max_inflight=min(max_inflight, capacity.num_places),
             in_flight=in_flight,
         )
         ticker = asyncio.create_task(self._report_progress(backend, state.tally, in_flight))

@@ -12,12 +12,13 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from batchline.backends.base import Answer, Backend, EndpointRequest, unknown_path
 from batchline.batch import lines
+from batchline.batch.capacity import Share
 from batchline.batch.commit import GroupCommit
 from batchline.batch.crashes import InFlight
 from batchline.batch.index import LineReader
@@ -36,9 +37,6 @@ RETRY_DELAYS_S = (1.0, 5.0, 25.0)
 
 READ_AHEAD_LINES = 256
 READ_AHEAD_BYTES = 32 * 1024 * 1024
-MAX_INFLIGHT_BYTES = 256 * 1024 * 1024
-"""Of batch lines, so that a file of images does not fill the memory; one request is always let through."""
-
 MAX_BODY_BYTES = 1 << 30
 """Of one answer, as JSON. A longer one is replaced by an error."""
 
@@ -100,39 +98,26 @@ class Feeder:
         return ReadyRequest(request, span.length, ((item.position, line.custom_id), *copies))
 
 
-class ByteBudget:
-    """How many bytes may be in flight at once. A single holder may have more than all of them."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._used = 0
-        self._freed = asyncio.Event()
-
-    async def acquire(self, num_bytes: int) -> None:
-        """Wait until there is room."""
-        while self._used and self._used + num_bytes > self._limit:
-            self._freed.clear()
-            await self._freed.wait()
-        self._used += num_bytes
-
-    def release(self, num_bytes: int) -> None:
-        """Give back what was acquired."""
-        self._used -= num_bytes
-        self._freed.set()
-
-
 class Runner:
     """Runs everything a feeder gives through a backend, into a group commit."""
 
     def __init__(
-        self, *, feeder: Feeder, backend: Backend, commit: GroupCommit, max_inflight: int, in_flight: InFlight
+        self,
+        *,
+        feeder: Feeder,
+        backend: Backend,
+        commit: GroupCommit,
+        share: Share,
+        max_inflight: int,
+        in_flight: InFlight,
     ) -> None:
+        """share: of the backend's capacity; closed by `run`. max_inflight: of this run's requests."""
         self._feeder = feeder
+        self._share = share
         self._in_flight = in_flight
         self._backend = backend
         self._commit = commit
         self._max_inflight = max_inflight
-        self._budget = ByteBudget(MAX_INFLIGHT_BYTES)
         self._lead_is_over = asyncio.Event()
         self._has_warned_of_usage = False
 
@@ -147,9 +132,10 @@ class Runner:
         workers += [asyncio.create_task(self._follow(stop), name=f"worker {n}") for n in range(1, self._max_inflight)]
         lead = asyncio.get_running_loop().call_later(MAX_LEAD_S, self._lead_is_over.set)
         try:
-            await _until_stopped_or_failed([*workers], commit_task, stop, grace_period_s)
+            await _until_stopped_or_failed(workers, commit_task, stop, grace_period_s, on_stop=self._share.close)
         finally:
             lead.cancel()
+            self._share.close()
             for worker in workers:
                 worker.cancel()
             results = await asyncio.gather(*workers, return_exceptions=True)
@@ -161,14 +147,13 @@ class Runner:
     async def _work(self, stop: asyncio.Event) -> None:
         while not stop.is_set():
             item = await self._feeder.next()
-            if item is None:
+            if item is None or not await self._share.take(item.num_bytes):
                 break
-            await self._budget.acquire(item.num_bytes)
             self._in_flight.take(item.served[0][0])
             try:
                 await self._answer(item, stop)
             finally:
-                self._budget.release(item.num_bytes)
+                self._share.give_back(item.num_bytes)
                 self._lead_is_over.set()
         self._lead_is_over.set()
 
@@ -252,7 +237,11 @@ def _checked(answer: Answer, request_id: str) -> tuple[Answer, bytes]:
 
 
 async def _until_stopped_or_failed(
-    workers: list[asyncio.Task[None]], commit_task: asyncio.Task[None], stop: asyncio.Event, grace_period_s: float
+    workers: list[asyncio.Task[None]],
+    commit_task: asyncio.Task[None],
+    stop: asyncio.Event,
+    grace_period_s: float,
+    on_stop: Callable[[], None],
 ) -> None:
     """Wait until all workers are done, one or the journal has failed, or the grace period after a stop ends."""
     working = asyncio.create_task(_until_first_failure(workers))
@@ -260,6 +249,7 @@ async def _until_stopped_or_failed(
     try:
         await asyncio.wait({working, commit_task, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if stopping.done() and not working.done() and not commit_task.done():
+            on_stop()
             await asyncio.wait({working, commit_task}, timeout=grace_period_s, return_when=asyncio.FIRST_COMPLETED)
     finally:
         working.cancel()

@@ -1,0 +1,115 @@
+"""Shares a backend among the runs on it: how many requests may be in flight at once, and how many bytes of them.
+
+The run that has the fewest requests in flight gets the next free place, so no run starves. All runs that share a
+capacity are on one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+MAX_INFLIGHT_BYTES = 256 * 1024 * 1024
+"""Of batch lines, so that a file of images does not fill the memory; one request is always let through."""
+
+
+class Capacity:
+    """The places at one backend.
+
+    num_places: how many requests it takes at once. num_bytes: of all their lines, by default `MAX_INFLIGHT_BYTES`.
+    """
+
+    def __init__(self, num_places: int, num_bytes: int | None = None) -> None:
+        self.num_places = num_places
+        self._num_bytes = MAX_INFLIGHT_BYTES if num_bytes is None else num_bytes
+        self._used_places = 0
+        self._used_bytes = 0
+        self._num_grants = 0
+        self._shares: list[Share] = []
+
+    def share(self) -> Share:
+        """The share of one more run."""
+        share = Share(self)
+        self._shares.append(share)
+        return share
+
+    def leave(self, share: Share) -> None:
+        """A run ends. Places that it still has are free once it gives them back."""
+        if share in self._shares:
+            self._shares.remove(share)
+        self.grant()
+
+    def add(self, num_places: int, num_bytes: int) -> None:
+        """Count places in use; negative numbers for those given back."""
+        self._used_places += num_places
+        self._used_bytes += num_bytes
+
+    def grant(self) -> None:
+        """Give free places to those who wait, as far as they reach. A large request is not passed by smaller ones."""
+        while self._used_places < self.num_places:
+            waiting = [share for share in self._shares if share.is_waiting()]
+            if not waiting:
+                return
+            share = min(waiting, key=lambda share: (share.num_held, share.last_grant))
+            if self._used_bytes and self._used_bytes + share.next_bytes > self._num_bytes:
+                return
+            self._num_grants += 1
+            share.grant(self._num_grants)
+
+
+class Share:
+    """One run's part of a capacity. num_held: its requests in flight."""
+
+    def __init__(self, capacity: Capacity) -> None:
+        self.num_held = 0
+        self.last_grant = 0
+        self._capacity = capacity
+        self._waiting: deque[tuple[int, asyncio.Future[bool]]] = deque()
+        self._is_closed = False
+
+    def is_waiting(self) -> bool:
+        """Whether a request waits for a place."""
+        while self._waiting and self._waiting[0][1].done():  # cancelled
+            self._waiting.popleft()
+        return bool(self._waiting)
+
+    @property
+    def next_bytes(self) -> int:
+        """The length of the request that has waited longest."""
+        return self._waiting[0][0]
+
+    async def take(self, num_bytes: int) -> bool:
+        """Wait for a place for a request. Returns whether it got one, which is False once the share is closed."""
+        if self._is_closed:
+            return False
+        place: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._waiting.append((num_bytes, place))
+        self._capacity.grant()
+        try:
+            return await place
+        except asyncio.CancelledError:
+            if not place.cancelled() and place.result():
+                self.give_back(num_bytes)
+            self._capacity.grant()  # others may have waited behind a large request
+            raise
+
+    def give_back(self, num_bytes: int) -> None:
+        """Free the place of a request."""
+        self.num_held -= 1
+        self._capacity.add(-1, -num_bytes)
+        self._capacity.grant()
+
+    def grant(self, number: int) -> None:
+        """Give a place to the request that has waited longest. number: counts all grants of the capacity."""
+        num_bytes, place = self._waiting.popleft()
+        self.num_held += 1
+        self.last_grant = number
+        self._capacity.add(1, num_bytes)
+        place.set_result(True)
+
+    def close(self) -> None:
+        """Take no more places. Who waits for one gets none. Idempotent."""
+        self._is_closed = True
+        while self.is_waiting():
+            self._waiting.popleft()[1].set_result(False)
+        self._capacity.leave(self)

@@ -1,0 +1,196 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, nullcontext
+from pathlib import Path
+
+import pytest
+from batch_files import RecordingReporter, chat_line, contents, read_lines, write_lines
+
+from batchline.backends.base import Backend, EndpointRequest
+from batchline.batch import runner
+from batchline.batch.capacity import Capacity, Share
+from batchline.batch.files import RunFiles
+from batchline.batch.options import RunOptions
+from batchline.batch.progress import Progress
+from batchline.batch.run import run
+from batchline.batch.stopping import Stop
+from batchline.errors import RunInterrupted
+from batchline.testing import FakeBackend
+
+NUM_PLACES = 6
+
+
+async def turn() -> None:
+    """Let every task that can go on do so."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def waiting_for(share: Share, count: int, num_bytes: int = 1) -> list[asyncio.Task[bool]]:
+    return [asyncio.create_task(share.take(num_bytes)) for _ in range(count)]
+
+
+async def test_a_run_alone_has_all_places_and_never_more() -> None:
+    share = Capacity(3).share()
+    tasks = waiting_for(share, 5)
+    await turn()
+    assert [task.done() for task in tasks] == [True] * 3 + [False] * 2
+    share.give_back(1)
+    await turn()
+    assert [task.done() for task in tasks] == [True] * 4 + [False]
+    share.close()
+    assert await tasks[4] is False
+
+
+async def test_a_second_run_gets_the_places_that_become_free_until_both_have_as_many() -> None:
+    capacity = Capacity(4)
+    first, second = capacity.share(), capacity.share()
+    waiting_for(first, 20)
+    await turn()
+    late = waiting_for(second, 20)
+    await turn()
+    held = []
+    for _ in range(4):
+        first.give_back(1)
+        await turn()
+        held.append((first.num_held, second.num_held))
+    assert held == [(3, 1), (2, 2), (2, 2), (2, 2)]
+    assert sum(task.done() for task in late) == 2
+    second.close()
+    second.give_back(1)
+    second.give_back(1)
+    await turn()
+    assert (first.num_held, second.num_held) == (4, 0)
+    first.close()
+
+
+async def test_runs_take_turns_at_the_only_place() -> None:
+    capacity = Capacity(1)
+    order: list[str] = []
+
+    async def work(name: str, share: Share) -> None:
+        for _ in range(3):
+            assert await share.take(1)
+            order.append(name)
+            await asyncio.sleep(0)
+            share.give_back(1)
+
+    await asyncio.gather(work("a", capacity.share()), work("b", capacity.share()))
+    assert order == ["a", "b"] * 3
+
+
+async def test_a_large_request_is_not_passed_for_ever_by_small_ones_and_one_is_always_let_through() -> None:
+    share = Capacity(10, num_bytes=100).share()
+    small, large, later = waiting_for(share, 2, 40), waiting_for(share, 1, 400), waiting_for(share, 1, 10)
+    await turn()
+    assert [task.done() for task in (*small, *large, *later)] == [True, True, False, False]
+    share.give_back(40)
+    share.give_back(40)
+    await turn()
+    assert (large[0].done(), later[0].done()) == (True, False)
+    share.give_back(400)
+    await turn()
+    assert later[0].done()
+
+
+async def test_a_cancelled_wait_costs_no_place_and_blocks_nobody() -> None:
+    capacity = Capacity(2, num_bytes=100)
+    first, second = capacity.share(), capacity.share()
+    held, large = waiting_for(first, 1, 60), waiting_for(first, 1, 80)
+    await turn()
+    behind = waiting_for(second, 1, 70)
+    await turn()
+    large[0].cancel()
+    first.give_back(60)  # in the same turn: the place must not go to the cancelled wait
+    await turn()
+    assert (held[0].done(), large[0].cancelled(), behind[0].done()) == (True, True, True)
+
+
+async def test_a_place_that_is_granted_to_a_cancelled_wait_is_free_again() -> None:
+    share = Capacity(1).share()
+    waiting_for(share, 1)
+    await turn()
+    (cancelled,) = waiting_for(share, 1)
+    await turn()
+    share.give_back(1)
+    cancelled.cancel()
+    await turn()
+    assert (cancelled.cancelled(), share.num_held) == (True, 0)
+    assert await share.take(1)
+
+
+@pytest.fixture
+def batch(tmp_path: Path) -> Path:
+    return write_lines(tmp_path / "in", [chat_line(f"r{n}", f"text {n}") for n in range(40)])
+
+
+class CrowdedBackend(FakeBackend):
+    """Notes whose requests are in flight, by the first letter of their text, each time that one begins."""
+
+    def __init__(self) -> None:
+        super().__init__(before_answer=self._hold)
+        self.in_flight: list[str] = []
+        self.seen: list[tuple[int, int]] = []
+
+    def concurrency(self) -> int:
+        return NUM_PLACES
+
+    async def _hold(self, request: EndpointRequest) -> None:
+        owner = request.body["messages"][0]["content"][0]
+        self.in_flight.append(owner)
+        self.seen.append((self.in_flight.count("a"), self.in_flight.count("b")))
+        await turn()
+        self.in_flight.remove(owner)
+
+
+async def test_two_runs_on_one_backend_share_its_concurrency_fairly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each run kept as many requests in flight as the backend takes, so two runs kept twice as many."""
+    monkeypatch.setattr(runner, "MAX_LEAD_S", 0.0)
+    backend = CrowdedBackend()
+    capacity = Capacity(backend.concurrency())
+    num_ready = 0
+    are_ready = asyncio.Event()
+
+    @asynccontextmanager
+    async def lent() -> AsyncIterator[Backend]:
+        nonlocal num_ready
+        num_ready += 1
+        if num_ready == 2:
+            are_ready.set()
+        await are_ready.wait()
+        yield backend
+
+    async def run_one(name: str) -> None:
+        lines = [chat_line(f"{name}{n}", f"{name} {n}") for n in range(60)]
+        files = RunFiles.named(str(write_lines(tmp_path / f"{name}-in", lines)), str(tmp_path / name))
+        await run(files, RunOptions(), lent, RecordingReporter(), Stop(), capacity=capacity)
+        assert contents(read_lines(tmp_path / name)) == {f"{name}{n}": f"{name} {n}" for n in range(60)}
+
+    await asyncio.gather(run_one("a"), run_one("b"))
+    assert max(a + b for a, b in backend.seen) == NUM_PLACES
+    both = [(a, b) for a, b in backend.seen if a and b]
+    assert len(both) > 60
+    crowded = [(a, b) for a, b in both if a + b == NUM_PLACES]
+    assert sum(abs(a - b) <= 1 for a, b in crowded) > len(crowded) * 0.8
+
+
+async def test_a_stopped_run_does_not_wait_for_places_that_another_run_holds(tmp_path: Path, batch: Path) -> None:
+    capacity = Capacity(1)
+    other = capacity.share()
+    assert await other.take(1)
+    stop, backend = Stop(), FakeBackend()
+
+    class StoppingReporter(RecordingReporter):
+        def progress(self, progress: Progress) -> None:
+            stop.set()
+
+    files = RunFiles.named(str(batch), str(tmp_path / "out"))
+    options = RunOptions(grace_period_s=600)
+    work = run(files, options, lambda: nullcontext(backend), StoppingReporter(), stop, capacity=capacity)
+    with pytest.raises(RunInterrupted):
+        await asyncio.wait_for(work, 60)
+    assert backend.requests == []
