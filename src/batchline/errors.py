@@ -3,6 +3,7 @@
     BatchlineError
     ├── UsageError                  a wrong command, option or input; nothing was run (exit code 2)
     │   ├── InputUnreadable         the batch file cannot be read
+    │   ├── InputTooLarge           the batch file is over a limit
     │   ├── OutputUnwritable        the result file cannot be written
     │   ├── ResumeRefused           this command cannot continue the unfinished run beside the output
     │   ├── NoModelServed           no request of the batch file names a served model
@@ -14,6 +15,7 @@
     ├── ModelLoadError              a model folder or id cannot be loaded
     │   └── UnsupportedModel        this engine cannot run the model
     ├── LineError                   a batch line cannot be turned into a request
+    ├── InvalidAnswer               a backend's answer cannot be a result
     ├── BackendUnavailable          the backend cannot answer any request now; ends a run, resumable (exit code 1)
     │   └── EngineLost              the embedded engine has ended, and the backend does not restart it for now
     ├── RequestError                a request gets an error as its answer
@@ -44,6 +46,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 
@@ -71,6 +74,19 @@ class OutputUnwritable(UsageError):
         super().__init__(f"Cannot write the output {location!r}: {reason}")
         self.location = location
         self.reason = reason
+
+
+class InputTooLarge(UsageError):
+    """The batch file is over a limit. size, limit: in `unit`, "requests" or "bytes"."""
+
+    def __init__(self, size: int, limit: int, unit: str) -> None:
+        super().__init__(
+            f"The input has {size:,} {unit}, over the limit of {limit:,}; "
+            "`batchline split` cuts it into parts within the limits."
+        )
+        self.size = size
+        self.limit = limit
+        self.unit = unit
 
 
 class ResumeRefused(UsageError):
@@ -119,12 +135,54 @@ class PluginLoadError(UsageError):
         self.reason = reason
 
 
+@dataclass(frozen=True, slots=True)
+class SavedResults:
+    """What a run that ended early leaves: the results of `num_done` of its `num_requests`.
+
+    are_lost: whether somebody removed the journal that held them.
+    """
+
+    num_done: int
+    num_requests: int
+    are_lost: bool = False
+
+    def __str__(self) -> str:
+        if self.are_lost:
+            return f"The results of {self.num_done:,} of {self.num_requests:,} requests were in it and are lost."
+        return (
+            f"{self.num_done:,} of {self.num_requests:,} requests are done and saved. "
+            "Run the same command again to do the rest."
+        )
+
+
 class RunInterrupted(BatchlineError):
-    """A signal stopped the run. Finished results are on disk, and the same command resumes it."""
+    """The run was stopped. Finished results are on disk, and the same command resumes it.
+
+    saved: what is on disk; None if the run was stopped before anything was counted.
+    """
+
+    def __init__(self, reason: str = "Interrupted.") -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.saved: SavedResults | None = None
+
+    def __str__(self) -> str:
+        return f"{self.reason} {self.saved or 'Run the same command again.'}"
 
 
 class RunFailed(BatchlineError):
-    """The run could not finish. Finished results are on disk, and the same command resumes it."""
+    """The run could not finish. Finished results are on disk, and the same command resumes it.
+
+    saved: what is on disk, for a run that failed while requests ran.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.saved: SavedResults | None = None
+
+    def __str__(self) -> str:
+        return self.reason if self.saved is None else f"{self.reason}\n{self.saved}"
 
 
 class InputChanged(RunFailed):
@@ -164,6 +222,14 @@ class LineError(BatchlineError):
         self.message = message
         self.param = param
         self.line = line
+
+
+class InvalidAnswer(BatchlineError):
+    """A backend's answer breaks its contract, so it cannot be a result. reason: what is wrong with it."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"The backend's answer is invalid: {reason}")
+        self.reason = reason
 
 
 class BackendUnavailable(BatchlineError):

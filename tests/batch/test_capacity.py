@@ -1,14 +1,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 from batch_files import RecordingReporter, chat_line, contents, read_lines, write_lines
 
-from batchline.backends.base import Backend, EndpointRequest
+from batchline.backends.base import EndpointRequest
 from batchline.batch import runner
 from batchline.batch.capacity import Capacity, Share
 from batchline.batch.files import RunFiles
@@ -127,10 +126,14 @@ def batch(tmp_path: Path) -> Path:
 
 
 class CrowdedBackend(FakeBackend):
-    """Notes whose requests are in flight, by the first letter of their text, each time that one begins."""
+    """Notes whose requests are in flight, by the first letter of their text, each time that one begins.
+
+    The first request of each run is held until both runs have begun.
+    """
 
     def __init__(self) -> None:
         super().__init__(before_answer=self._hold)
+        self._both_have_begun = asyncio.Event()
         self.in_flight: list[str] = []
         self.seen: list[tuple[int, int]] = []
 
@@ -141,6 +144,9 @@ class CrowdedBackend(FakeBackend):
         owner = request.body["messages"][0]["content"][0]
         self.in_flight.append(owner)
         self.seen.append((self.in_flight.count("a"), self.in_flight.count("b")))
+        if {"a", "b"} <= set(self.in_flight):
+            self._both_have_begun.set()
+        await self._both_have_begun.wait()
         await turn()
         self.in_flight.remove(owner)
 
@@ -149,25 +155,14 @@ async def test_two_runs_on_one_backend_share_its_concurrency_fairly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each run kept as many requests in flight as the backend takes, so two runs kept twice as many."""
-    monkeypatch.setattr(runner, "MAX_LEAD_S", 0.0)
+    monkeypatch.setattr(runner, "MAX_LEAD_S", 600.0)
     backend = CrowdedBackend()
     capacity = Capacity(backend.concurrency())
-    num_ready = 0
-    are_ready = asyncio.Event()
-
-    @asynccontextmanager
-    async def lent() -> AsyncIterator[Backend]:
-        nonlocal num_ready
-        num_ready += 1
-        if num_ready == 2:
-            are_ready.set()
-        await are_ready.wait()
-        yield backend
 
     async def run_one(name: str) -> None:
         lines = [chat_line(f"{name}{n}", f"{name} {n}") for n in range(60)]
         files = RunFiles.named(str(write_lines(tmp_path / f"{name}-in", lines)), str(tmp_path / name))
-        await run(files, RunOptions(), lent, RecordingReporter(), Stop(), capacity=capacity)
+        await run(files, RunOptions(), lambda: nullcontext(backend), RecordingReporter(), Stop(), capacity=capacity)
         assert contents(read_lines(tmp_path / name)) == {f"{name}{n}": f"{name} {n}" for n in range(60)}
 
     await asyncio.gather(run_one("a"), run_one("b"))

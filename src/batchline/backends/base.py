@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import orjson
 
 from batchline.engine.sequence_metrics import SequenceCounts
-from batchline.errors import NotFound
+from batchline.errors import InvalidAnswer, NotFound
 from batchline.model_record import ModelRecord
 
 BATCH_PRIORITY = 1 << 32
@@ -54,12 +54,15 @@ class Answer:
     is_transient: bool = False
 
     def parsed_body(self) -> Mapping[str, Any]:
-        """The body's values. Raises: ValueError for bytes that are not a JSON object."""
+        """The body's values. Raises: InvalidAnswer for bytes that are not a JSON object."""
         if not isinstance(self.body, bytes):
             return self.body
-        body = orjson.loads(self.body)
+        try:
+            body = orjson.loads(self.body)
+        except orjson.JSONDecodeError as exc:
+            raise InvalidAnswer("its body is not JSON") from exc
         if not isinstance(body, dict):
-            raise ValueError("a body that is no JSON object")
+            raise InvalidAnswer("its body is not a JSON object")
         return body
 
     @property

@@ -23,7 +23,7 @@ from batchline.batch.index import LineIndex, LineReader, PositionSet, open_regul
 from batchline.batch.options import Limits
 from batchline.batch.sorting import RecordSorter, column
 from batchline.batch.unknown_fields import UnknownFields
-from batchline.errors import LineError, RunInterrupted, UsageError
+from batchline.errors import InputTooLarge, LineError, RunInterrupted
 from batchline.openai_api.endpoint_table import is_batch_url
 
 MAX_FAULTS_KEPT = 1000
@@ -135,14 +135,11 @@ def check_file(
 
 
 def refuse_over_limits(report: CheckReport, limits: Limits) -> None:
-    """Raises: UsageError for an input over the limits; the message names the command that splits it."""
+    """Raises: InputTooLarge."""
     if limits.max_requests is not None and report.num_lines > limits.max_requests:
-        excess = f"{report.num_lines:,} requests, over the limit of {limits.max_requests:,}"
-    elif limits.max_file_bytes is not None and report.num_bytes > limits.max_file_bytes:
-        excess = f"{report.num_bytes:,} bytes, over the limit of {limits.max_file_bytes:,}"
-    else:
-        return
-    raise UsageError(f"The input has {excess}; `batchline split` cuts it into parts within the limits.")
+        raise InputTooLarge(report.num_lines, limits.max_requests, "requests")
+    if limits.max_file_bytes is not None and report.num_bytes > limits.max_file_bytes:
+        raise InputTooLarge(report.num_bytes, limits.max_file_bytes, "bytes")
 
 
 def findings_of(report: CheckReport, served_models: Sequence[str] | None) -> list[str]:

@@ -1,6 +1,6 @@
 """Records of finished runs in the state folder, one for each output, so that repeating a run computes nothing.
 
-A record holds the run's identity (the journal's fingerprint), the order and places of its results, a stamp of each
+A record holds the run's identity (as in its journal), the order and places of its results, a stamp of each
 place, and the summary. It is valid only as long as all of these are unchanged.
 """
 
@@ -48,7 +48,7 @@ class FinishedRuns:
     async def find(self, run: Mapping[str, str]) -> RunSummary | None:
         """The summary of this run, if it is finished, its results are unchanged, and `overwrite` is not set.
 
-        run: the fingerprint.
+        run: its identity.
         """
         options = self._options
         record = None if options.overwrite or not options.resume else self._read()

@@ -1,18 +1,20 @@
-"""Counting a run while it goes on: what is durable, how fast it grows, how long is left.
+"""The progress of a run: how much is durable, how fast it grows, and how long the rest takes.
 
-Owns the numbers and the interface of whoever shows them; shows nothing itself.
+Owns the numbers and the interface of the reporters that show them. Shows nothing itself.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Sequence, Sized
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from batchline.backends.base import BackendStats
+from batchline.backends.base import Backend, BackendStats, ServedModel
 from batchline.batch.journal import Outcome
 from batchline.model_record import ModelRecord
 
@@ -21,6 +23,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _WINDOW_S = 30.0
+_INTERVAL_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,3 +211,72 @@ class Pace:
         counts = (tally.done, tally.prompt_tokens, tally.output_tokens)
         rates = [(now - before) / self.run_time_s for now, before in zip(counts, self._before, strict=True)]
         self.requests_per_s, self.prompt_tokens_per_s, self.output_tokens_per_s = rates
+
+
+class BackendWatch:
+    """Reports how a run goes while a backend answers its requests, and which models the backend has loaded."""
+
+    def __init__(self, reporter: Reporter, stop: asyncio.Event, grace_period_s: float) -> None:
+        self.models: dict[str, ModelRecord] = {}
+        self._reporter = reporter
+        self._stop = stop
+        self._grace_period_s = grace_period_s
+        self._cut_at: float | None = None
+
+    @asynccontextmanager
+    async def reporting(self, backend: Backend, tally: Tally, in_flight: Sized) -> AsyncIterator[None]:
+        """Report about twice a second until the block ends, and once at its end."""
+        ticker = asyncio.create_task(self._report_again_and_again(backend, tally, in_flight))
+        try:
+            yield
+        finally:
+            ticker.cancel()
+            await self._report(backend, tally, in_flight)
+
+    async def report_models(self, backend: Backend) -> None:
+        """Report each model once it is loaded."""
+        for model in await models_of(backend):
+            if model.record is None or model.name in self.models:
+                continue
+            self.models[model.name] = model.record
+            self._reporter.phase(model.record.text)
+            if model.record.warning is not None:
+                self._reporter.warn(f"{model.name}: {model.record.warning}.")
+
+    async def _report_again_and_again(self, backend: Backend, tally: Tally, in_flight: Sized) -> None:
+        while True:
+            await self._report(backend, tally, in_flight)
+            await asyncio.sleep(_INTERVAL_S)
+
+    async def _report(self, backend: Backend, tally: Tally, in_flight: Sized) -> None:
+        await self.report_models(backend)
+        models = tuple(self.models.values())
+        progress = tally.snapshot(_stats(backend), models, num_running=len(in_flight), stops_in_s=self._stops_in_s())
+        self._reporter.progress(progress)
+
+    def _stops_in_s(self) -> float | None:
+        """Once the run is being stopped, the seconds until running requests are cancelled."""
+        if not self._stop.is_set():
+            return None
+        now = time.monotonic()
+        if self._cut_at is None:
+            self._cut_at = now + self._grace_period_s
+        return max(0.0, self._cut_at - now)
+
+
+async def models_of(backend: Backend) -> Sequence[ServedModel]:
+    """A backend's models; none if it cannot list them, which is no reason to end a run."""
+    try:
+        return await backend.models()
+    except Exception:
+        logger.warning("the backend's models cannot be read", exc_info=True)
+        return ()
+
+
+def _stats(backend: Backend) -> BackendStats:
+    """A backend's counters; zeros if it cannot read them, which is no reason to end a run."""
+    try:
+        return backend.stats()
+    except Exception:
+        logger.warning("the backend's counters cannot be read", exc_info=True)
+        return BackendStats()

@@ -1,19 +1,24 @@
-"""What an earlier process left of a run: its journal, read once, and the crash that may have ended it."""
+"""What an earlier process left of a run: its journal, read once, and the crash that may have ended it.
+
+A journal belongs to one run, identified by its input and settings. Results of different runs are never mixed.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
 from batchline.batch.check import CheckReport
 from batchline.batch.crashes import LETHAL_CRASHES, Crash, Suspects, last_crash
-from batchline.batch.fingerprint import refuse_other_run, run_identity
 from batchline.batch.index import PositionSet
 from batchline.batch.job_folder import JobFolder
 from batchline.batch.journal import Disk, Journal, JournalEntry, Note, encode_note
 from batchline.batch.options import RunOptions
 from batchline.batch.progress import Reporter, Tally
-from batchline.errors import RunFailed
+from batchline.errors import ResumeRefused, RunFailed, SavedResults
+
+_INPUT = "input"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +35,10 @@ class RunState:
     def is_worth_keeping(self) -> bool:
         """Whether it holds more than a new run can make in seconds."""
         return self.tally.answered > 0 or bool(self.suspects.tokens)
+
+    def saved(self) -> SavedResults:
+        """What a run that ends now leaves."""
+        return SavedResults(self.tally.done, self.tally.total, are_lost=not self.journal.is_in_place())
 
     def write_note(self, note: Note) -> None:
         """Put a note into the journal and count it. Raises: OSError."""
@@ -78,7 +87,7 @@ def recover(
             reporter.phase("Starting over: the unfinished run found here differs and has no answers")
             job_folder.start_over()
             state = open_state()
-        refuse_other_run(state.journal.run, identity, state.tally.done)
+        _refuse_other_run(state.journal.run, identity, state.tally.done)
         _count_last_crash(state, last_crash(job_folder.path), reporter)
     except OSError as exc:
         raise RunFailed(f"The journal cannot be opened: {exc.strerror or exc}.") from exc
@@ -107,3 +116,28 @@ def _count_last_crash(state: RunState, crash: Crash | None, reporter: Reporter) 
         "They run again first, a few at a time. "
         f"A request that ends the process {LETHAL_CRASHES} times is answered with an error."
     )
+
+
+def run_identity(options: RunOptions, report: CheckReport) -> dict[str, str]:
+    """Names and values that must be equal for a run to be resumed: the input's digest and the result's settings."""
+    return {_INPUT: f"sha256:{report.digest}, {report.num_bytes} bytes", **options.settings}
+
+
+def _refuse_other_run(found: Mapping[str, str], wanted: Mapping[str, str], num_done: int) -> None:
+    """Raises: ResumeRefused, which says what differs and what to do."""
+    changes = [
+        _change(name, found.get(name), wanted.get(name))
+        for name in {**found, **wanted}
+        if found.get(name) != wanted.get(name)
+    ]
+    if changes:
+        raise ResumeRefused(
+            f"An unfinished run with {num_done:,} finished results is beside this output, but it differs: "
+            f"{'; '.join(changes)}. Use its input and settings to resume it, or pass --no-resume to start over."
+        )
+
+
+def _change(name: str, before: str | None, now: str | None) -> str:
+    if name == _INPUT:
+        return "the input file has changed"
+    return f"{name} was {before or 'not set'}, is now {now or 'not set'}"

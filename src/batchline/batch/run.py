@@ -9,22 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from batchline.backends.base import Backend, BackendStats, OpenBackend, ServedModel
+from batchline.backends.base import Backend, OpenBackend
 from batchline.batch import source
 from batchline.batch.capacity import Capacity
 from batchline.batch.check import CheckReport, check_file, findings_of, refuse_over_limits
 from batchline.batch.commit import GroupCommit
 from batchline.batch.crashes import LETHAL_CRASHES, InFlight, alternate_stacks, watched
-from batchline.batch.failure_messages import frequent_failures
 from batchline.batch.failures import record_failed_lines, record_lethal_requests, record_unrun_lines
 from batchline.batch.files import RunFiles
-from batchline.batch.fingerprint import run_identity
 from batchline.batch.finished import FinishedRuns
 from batchline.batch.index import LineIndex, LineReader
 from batchline.batch.job_folder import JobFolder
@@ -32,19 +29,14 @@ from batchline.batch.journal import Disk, Outcome
 from batchline.batch.model_names import refuse_unserved_file, unserved_warning
 from batchline.batch.options import RunOptions
 from batchline.batch.plan import Plan, Planner, WorkItem
-from batchline.batch.progress import GuardedReporter, Pace, Reporter, Tally
+from batchline.batch.progress import BackendWatch, GuardedReporter, Pace, Reporter, models_of
 from batchline.batch.rates import keep_measurement
-from batchline.batch.recovery import RunState, note_crash, recover
+from batchline.batch.recovery import RunState, note_crash, recover, run_identity
 from batchline.batch.runner import Feeder, Runner
 from batchline.batch.sink import account_for_older_outputs, deliver_results
 from batchline.batch.stopping import Stop, unless_stopped
-from batchline.batch.summary import RunSummary
+from batchline.batch.summary import RunSummary, summarize
 from batchline.errors import EngineLost, ModelLoadError, RunFailed, RunInterrupted, UsageError
-from batchline.model_record import ModelRecord
-
-logger = logging.getLogger(__name__)
-
-_PROGRESS_INTERVAL_S = 0.5
 
 
 async def run(
@@ -93,7 +85,7 @@ class CheckedInput:
 
 
 class BatchRun:
-    """The steps of one run in a locked job_folder. `close` frees what they hold open."""
+    """The steps of one run in a locked job folder. `close` frees what they hold open."""
 
     def __init__(
         self,
@@ -111,14 +103,13 @@ class BatchRun:
         self._capacity = capacity
         self._job_folder = job_folder
         self._reporter = reporter
-        self._models: dict[str, ModelRecord] = {}
         self._stop = stop
         self._open_files = contextlib.ExitStack()
         self._state: RunState | None = None
-        self._cut_at: float | None = None
         self._is_cut_short = False
         self._finished_runs = FinishedRuns(files, options)
         self._pace = Pace()
+        self._watch = BackendWatch(reporter, stop, options.grace_period_s)
 
     @property
     def is_worth_keeping(self) -> bool:
@@ -149,12 +140,14 @@ class BatchRun:
                 await self._answer_all(checked, state, open_backend)
             scratch = self._job_folder.scratch
             await deliver_results(state, self._files, self._options, scratch, self._reporter, self._stop)
-            summary = await asyncio.to_thread(self._summary, state, checked.index)
+            models = self._watch.models.values()
+            summary = await asyncio.to_thread(summarize, state, checked.index, self._files, self._pace, models)
             if not self._is_cut_short:
                 await self._finished_runs.add(identity, summary, self._reporter)
                 await asyncio.to_thread(keep_measurement, self._options, summary)
         except RunInterrupted as exc:
-            raise RunInterrupted(f"{exc} {_saved(self._state)}") from exc
+            exc.saved = None if self._state is None else self._state.saved()
+            raise
         return summary
 
     def close(self) -> None:
@@ -219,9 +212,10 @@ class BatchRun:
         try:
             await self._answer_rest(checked, state, reader, open_backend)
             if state.tally.done < state.tally.total:
-                raise RunInterrupted("Interrupted.")
+                raise RunInterrupted
         except RunFailed as exc:
-            raise RunFailed(f"{exc}\n{_saved(state)}") from exc
+            exc.saved = state.saved()
+            raise
         except RunInterrupted:
             error = self._stop.unrun_error()
             if error is None:
@@ -243,7 +237,7 @@ class BatchRun:
             async with contextlib.AsyncExitStack() as stack:
                 backend = await unless_stopped(stack.enter_async_context(open_backend()), self._stop)
                 self._pace.begin_running(state.tally)
-                await self._tell_models(backend)
+                await self._watch.report_models(backend)
                 self._reporter.phase(f"Running {state.tally.total - state.tally.done:,} requests")
                 for items in _in_groups(plan, state):
                     feeder = Feeder(items, reader, keeps_raw=backend.wants_raw_bodies)
@@ -281,71 +275,14 @@ class BatchRun:
             max_inflight=min(max_inflight, capacity.num_places),
             in_flight=in_flight,
         )
-        ticker = asyncio.create_task(self._report_progress(backend, state.tally, in_flight))
         try:
-            await runner.run(self._stop, self._options.grace_period_s)
+            async with self._watch.reporting(backend, state.tally, in_flight):
+                await runner.run(self._stop, self._options.grace_period_s)
         except RunFailed as exc:
             if await _may_be_a_requests_fault(exc.__cause__, backend):
                 with contextlib.suppress(OSError):  # a full disk: the next run has no suspects
-                    await asyncio.to_thread(note_crash, state, in_flight.crash(str(exc)))
+                    await asyncio.to_thread(note_crash, state, in_flight.crash(exc.reason))
             raise
-        finally:
-            ticker.cancel()
-            await self._report(backend, state.tally, in_flight)
-
-    async def _report_progress(self, backend: Backend, tally: Tally, in_flight: InFlight) -> None:
-        while True:
-            await self._report(backend, tally, in_flight)
-            await asyncio.sleep(_PROGRESS_INTERVAL_S)
-
-    async def _report(self, backend: Backend, tally: Tally, in_flight: InFlight) -> None:
-        await self._tell_models(backend)
-        models = tuple(self._models.values())
-        progress = tally.snapshot(_stats(backend), models, num_running=len(in_flight), stops_in_s=self._stops_in_s())
-        self._reporter.progress(progress)
-
-    def _stops_in_s(self) -> float | None:
-        """Once the run is being stopped, the seconds until what still runs is cut."""
-        if not self._stop.is_set():
-            return None
-        now = time.monotonic()
-        if self._cut_at is None:
-            self._cut_at = now + self._options.grace_period_s
-        return max(0.0, self._cut_at - now)
-
-    async def _tell_models(self, backend: Backend) -> None:
-        """Say what runs, of each model once it is loaded."""
-        for model in await _models(backend):
-            if model.record is None or model.name in self._models:
-                continue
-            self._models[model.name] = model.record
-            self._reporter.phase(model.record.text)
-            if model.record.warning is not None:
-                self._reporter.warn(f"{model.name}: {model.record.warning}.")
-
-    def _summary(self, state: RunState, index: LineIndex) -> RunSummary:
-        tally, pace, error_output = state.tally, self._pace, self._files.error_output
-        return RunSummary(
-            requests=tally.total,
-            succeeded=tally.total - tally.failed,
-            failed=tally.failed,
-            failures_by_code=dict(sorted(tally.failures_by_code.items())),
-            prompt_tokens=tally.prompt_tokens,
-            cached_tokens=tally.cached_tokens,
-            output_tokens=tally.output_tokens,
-            deduplicated=tally.copies,
-            deduplicated_tokens=tally.spared_tokens,
-            resumed=tally.resumed,
-            frequent_failures=frequent_failures(state.journal, index) if tally.failed else (),
-            load_time_s=pace.load_time_s,
-            run_time_s=pace.run_time_s,
-            requests_per_s=pace.requests_per_s,
-            prompt_tokens_per_s=pace.prompt_tokens_per_s,
-            output_tokens_per_s=pace.output_tokens_per_s,
-            models=tuple(self._models.values()),
-            output=self._files.output.display,
-            error_file=error_output.display if error_output else None,
-        )
 
 
 def _in_groups(plan: Plan, state: RunState) -> Iterator[Iterator[WorkItem]]:
@@ -359,33 +296,5 @@ def _in_groups(plan: Plan, state: RunState) -> Iterator[Iterator[WorkItem]]:
 async def _may_be_a_requests_fault(cause: BaseException | None, backend: Backend) -> bool:
     """Whether a run ended because an engine did, or a model that had run cannot be loaded again."""
     if isinstance(cause, ModelLoadError):
-        return cause.ran_before or len(await _models(backend)) == 1  # `start` had loaded the only one
+        return cause.ran_before or len(await models_of(backend)) == 1  # `start` had loaded the only one
     return isinstance(cause, EngineLost)
-
-
-async def _models(backend: Backend) -> Sequence[ServedModel]:
-    """A backend's models; none where it cannot tell them, which is no reason to end a run."""
-    try:
-        return await backend.models()
-    except Exception:
-        logger.warning("the backend's models cannot be read", exc_info=True)
-        return ()
-
-
-def _stats(backend: Backend) -> BackendStats:
-    """A backend's counters; zeros where it cannot tell them, which is no reason to end a run."""
-    try:
-        return backend.stats()
-    except Exception:
-        logger.warning("the backend's counters cannot be read", exc_info=True)
-        return BackendStats()
-
-
-def _saved(state: RunState | None) -> str:
-    """What a run that ends early leaves, and what to do. state: None before anything was counted."""
-    if state is None:
-        return "Run the same command again."
-    tally = state.tally
-    if not state.journal.is_in_place():
-        return f"The results of {tally.done:,} of {tally.total:,} requests were in it and are lost."
-    return f"{tally.done:,} of {tally.total:,} requests are done and saved. Run the same command again to do the rest."

@@ -24,7 +24,15 @@ from batchline.batch.crashes import InFlight
 from batchline.batch.index import LineReader
 from batchline.batch.journal import Outcome
 from batchline.batch.plan import WorkItem
-from batchline.errors import BackendUnavailable, InternalServerError, LineError, ModelLoadError, RequestError, RunFailed
+from batchline.errors import (
+    BackendUnavailable,
+    InternalServerError,
+    InvalidAnswer,
+    LineError,
+    ModelLoadError,
+    RequestError,
+    RunFailed,
+)
 from batchline.openai_api.endpoint_table import error_body, is_batch_url
 
 logger = logging.getLogger(__name__)
@@ -206,10 +214,10 @@ class Runner:
         """(prompt, cached, output) tokens of an answer; zeros, and one warning, where its usage is no count."""
         try:
             return _usage(answer.parsed_body())
-        except ValueError as exc:
+        except InvalidAnswer as exc:
             if not self._has_warned_of_usage:
                 self._has_warned_of_usage = True
-                logger.warning("an answer has a usage that is no count of tokens (%s); such count as 0", exc)
+                logger.warning("an answer has a usage that is no count of tokens (%s); such count as 0", exc.reason)
             return 0, 0, 0
 
 
@@ -217,10 +225,10 @@ def _checked(answer: Answer, request_id: str) -> tuple[Answer, bytes]:
     """An answer that a result line can hold, its body parsed, and the body as JSON. request_id: instead of one that is
     no plain text.
 
-    Raises: TypeError, ValueError, RecursionError for an answer that no line can hold.
+    Raises: InvalidAnswer, and TypeError or RecursionError for a body that JSON cannot express.
     """
     if type(answer.status_code) is not int or not 100 <= answer.status_code <= 599:
-        raise ValueError(f"status code {answer.status_code!r}")
+        raise InvalidAnswer(f"its status code is {answer.status_code!r}")
     body = answer.body
     if isinstance(body, bytes):
         answer = replace(answer, body=answer.parsed_body())
@@ -228,9 +236,9 @@ def _checked(answer: Answer, request_id: str) -> tuple[Answer, bytes]:
     elif isinstance(body, Mapping):
         body = lines.encode_body(body)
     else:
-        raise TypeError(f"a body of type {type(body).__name__}")
+        raise InvalidAnswer(f"its body is of type {type(body).__name__}")
     if len(body) > MAX_BODY_BYTES:
-        raise ValueError(f"a body of {len(body):,} bytes")
+        raise InvalidAnswer(f"its body has {len(body):,} bytes")
     if not isinstance(answer.request_id, str) or not answer.request_id.isascii():
         answer = replace(answer, request_id=request_id)
     return answer, body
@@ -273,7 +281,7 @@ def _usage(body: Mapping[str, Any]) -> tuple[int, int, int]:
     of their own, and the `input_tokens` of a message are those that no cache had.
     Cohere's API bills units.
 
-    Raises: ValueError for what is there and is no count.
+    Raises: InvalidAnswer for what is there and is no count.
     """
     usage = body.get("usage") or _of(body.get("meta") or {}, "billed_units")
     if usage is None:
@@ -289,7 +297,7 @@ def _usage(body: Mapping[str, Any]) -> tuple[int, int, int]:
 
 def _of(value: Any, name: str) -> Any:
     if not isinstance(value, Mapping):
-        raise ValueError(f"a value of type {type(value).__name__}")
+        raise InvalidAnswer(f"a value of type {type(value).__name__}")
     return value.get(name)
 
 
@@ -297,5 +305,5 @@ def _count(value: Any) -> int:
     if value is None:
         return 0
     if type(value) is not int or not 0 <= value < _MAX_COUNT:
-        raise ValueError(f"a value of type {type(value).__name__}")
+        raise InvalidAnswer(f"a value of type {type(value).__name__}")
     return value

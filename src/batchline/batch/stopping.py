@@ -142,7 +142,7 @@ async def unless_stopped(work: Coroutine[Any, Any, T], stop: asyncio.Event, grac
             task.cancel()
             await asyncio.wait({task})
         if task.cancelled():
-            raise RunInterrupted("Interrupted.")
+            raise RunInterrupted
         return task.result()
     finally:
         stopping.cancel()

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING
 
-from batchline.batch.summary import FailureMessage, RunSummary
 from batchline.cli.messages import is_plain_text, tell
 from batchline.cli.progress_text import duration
+
+if TYPE_CHECKING:
+    from batchline.batch.summary import FailureMessage, RunSummary
 
 
 def print_summary(summary: RunSummary) -> None:
