@@ -77,11 +77,11 @@ class OutputUnwritable(UsageError):
 
 
 class InputTooLarge(UsageError):
-    """The batch file is over a limit. size, limit: in `unit`, "requests" or "bytes"."""
+    """The batch file is over a limit. size, limit: in `unit`, "request" or "byte"."""
 
     def __init__(self, size: int, limit: int, unit: str) -> None:
         super().__init__(
-            f"The input has {size:,} {unit}, over the limit of {limit:,}; "
+            f"The input has {counted(size, unit)}, over the limit of {limit:,}; "
             "`batchline split` cuts it into parts within the limits."
         )
         self.size = size
@@ -396,3 +396,8 @@ class ConstraintFailed(EngineError):
 def first_line(error: BaseException) -> str:
     """The first line of a library's message, at most 300 characters."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+
+
+def counted(count: int, noun: str) -> str:
+    """`1 request`, `2 requests`."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import gzip
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import orjson
@@ -23,6 +26,18 @@ def results(path: Path, *names: str) -> Path:
 
 def custom_ids(path: Path) -> list[str]:
     return [line["custom_id"] for line in read_lines(path)]
+
+
+@contextmanager
+def piped(file: Path) -> Iterator[Path]:
+    """A pipe that a file is written into."""
+    read_end, write_end = os.pipe()
+    os.write(write_end, file.read_bytes())
+    os.close(write_end)
+    try:
+        yield Path(f"/dev/fd/{read_end}")
+    finally:
+        os.close(read_end)
 
 
 def test_a_file_is_cut_into_parts_of_so_many_requests(batch: Path, tmp_path: Path) -> None:
@@ -132,6 +147,19 @@ def test_a_result_file_that_is_not_json_is_named(batch: Path, tmp_path: Path) ->
     (tmp_path / "1").write_bytes(b"oops\n")
     with pytest.raises(InputUnreadable, match="is not JSON"):
         merge_files([tmp_path / "1"], tmp_path / "out", str(batch))
+
+
+@pytest.mark.parametrize("with_input", [False, True])
+def test_results_come_from_pipes_and_compressed_files_too(batch: Path, tmp_path: Path, with_input: bool) -> None:
+    """A pipe failed with "Illegal seek" once it had to be read at a place, and .gz results were no JSON."""
+    source = str(batch) if with_input else None
+    first, second = results(tmp_path / "1", "r1", "r2"), results(tmp_path / "2", "r0")
+    (tmp_path / "2.gz").write_bytes(gzip.compress(second.read_bytes()))
+    with piped(first) as pipe:
+        assert merge_files([pipe, tmp_path / "2.gz"], tmp_path / "out", source).results == 3
+    assert custom_ids(tmp_path / "out") == (["r0", "r1", "r2"] if with_input else ["r1", "r2", "r0"])
+    with piped(first) as pipe, pytest.raises(UsageError, match=r"'r1' \(again in /dev/fd/\d+\)"):
+        merge_files([first, pipe], tmp_path / "none", source)
 
 
 def test_the_output_may_not_be_one_of_the_parts(tmp_path: Path) -> None:

@@ -218,7 +218,7 @@ def test_a_finished_part_is_told_when_a_run_is_resumed(
     ended = command(*run_args(good, tmp_path / "out"), "--max-inflight", 1)
     assert ended.code == 0
     assert "Resuming: 1 of 3 requests were done before" in ended.err
-    assert "Resumed        1 requests done by an earlier run" in ended.err
+    assert "Resumed        1 request done by an earlier run" in ended.err
 
 
 def test_check_ends_with_0_for_a_good_file(command: Command, good: Path) -> None:
@@ -303,8 +303,11 @@ def test_check_counts_bad_lines_by_code_and_tells_where_the_rest_is(command: Com
     assert re.search(r"^ +30  400\n +1  invalid_json_line\n  line 1: 400: top_p: ", ended.out, re.MULTILINE)
     assert "... and 11 more; --bad-lines FILE writes all of them" in ended.out
     ended = command("check", path, "--bad-lines", tmp_path / "bad")
-    assert f"31 bad lines are in {tmp_path / 'bad'}" in ended.out
+    assert f"31 bad lines written to {tmp_path / 'bad'}" in ended.out
     assert len((tmp_path / "bad").read_bytes().splitlines()) == 31
+    one = command("check", write(tmp_path / "one.jsonl", b"bad"), "--bad-lines", tmp_path / "bad")
+    assert one.out.startswith("1 request, 4 bytes\n1 bad line, the first")  # it said "1 requests"
+    assert f"1 bad line written to {tmp_path / 'bad'}" in one.out
     ended = command("check", path, "--bad-lines", path)
     assert (ended.code, "same file as the input" in ended.err) == (2, True)
 
@@ -351,7 +354,7 @@ def test_plan_shows_groups_without_running_them(command: Command, tmp_path: Path
     write(path, *(orjson.dumps(line("x", temperature=0) | {"custom_id": str(n)}) for n in range(3)))
     ended = command("plan", path)
     assert ended.code == 0
-    assert ended.out.startswith("3 requests in 1 groups\n2 of them are served by an identical one's answer\n")
+    assert ended.out.startswith("3 requests in 1 group\n2 duplicates among them, served by an identical one's answer\n")
     overview = json.loads(command("plan", path, "--json").out)
     assert (overview["num_requests"], overview["num_copies"], overview["tokens"]) == (3, 2, None)
 

@@ -23,7 +23,7 @@ from batchline.batch.index import LineIndex, LineReader, PositionSet, open_regul
 from batchline.batch.options import Limits
 from batchline.batch.sorting import RecordSorter, column
 from batchline.batch.unknown_fields import UnknownFields
-from batchline.errors import InputTooLarge, LineError, RunInterrupted
+from batchline.errors import InputTooLarge, LineError, RunInterrupted, counted
 from batchline.openai_api.endpoint_table import is_batch_url
 
 MAX_FAULTS_KEPT = 1000
@@ -137,9 +137,9 @@ def check_file(
 def refuse_over_limits(report: CheckReport, limits: Limits) -> None:
     """Raises: InputTooLarge."""
     if limits.max_requests is not None and report.num_lines > limits.max_requests:
-        raise InputTooLarge(report.num_lines, limits.max_requests, "requests")
+        raise InputTooLarge(report.num_lines, limits.max_requests, "request")
     if limits.max_file_bytes is not None and report.num_bytes > limits.max_file_bytes:
-        raise InputTooLarge(report.num_bytes, limits.max_file_bytes, "bytes")
+        raise InputTooLarge(report.num_bytes, limits.max_file_bytes, "byte")
 
 
 def findings_of(report: CheckReport, served_models: Sequence[str] | None) -> list[str]:
@@ -159,11 +159,6 @@ def findings_of(report: CheckReport, served_models: Sequence[str] | None) -> lis
             for group in report.unknown_models(served_models)
         ]
     return found
-
-
-def counted(count: int, noun: str) -> str:
-    """`1 request`, `2 requests`."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 class _CheckPass:

@@ -10,8 +10,8 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from batchline.batch.check import CheckReport, counted
-from batchline.errors import NoModelServed
+from batchline.batch.check import CheckReport
+from batchline.errors import NoModelServed, counted
 
 ServedNames = Sequence[Sequence[str]]
 """The names of each served model, in the order of the models."""

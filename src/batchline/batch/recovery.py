@@ -16,7 +16,7 @@ from batchline.batch.job_folder import JobFolder
 from batchline.batch.journal import Disk, Journal, JournalEntry, Note, encode_note
 from batchline.batch.options import RunOptions
 from batchline.batch.progress import Reporter, Tally
-from batchline.errors import ResumeRefused, RunFailed, SavedResults
+from batchline.errors import ResumeRefused, RunFailed, SavedResults, counted
 
 _INPUT = "input"
 
@@ -110,10 +110,9 @@ def _count_last_crash(state: RunState, crash: Crash | None, reporter: Reporter) 
     num_suspects = 0 if crash is None else note_crash(state, crash)
     if crash is None or not num_suspects:
         return
-    requests = "1 request" if num_suspects == 1 else f"{num_suspects:,} requests"
     reporter.warn(
-        f"The process that ran this before ended with a crash ({crash.fault}) while {requests} ran. "
-        "They run again first, a few at a time. "
+        f"The process that ran this before ended with a crash ({crash.fault}) while "
+        f"{counted(num_suspects, 'request')} ran. They run again first, a few at a time. "
         f"A request that ends the process {LETHAL_CRASHES} times is answered with an error."
     )
 

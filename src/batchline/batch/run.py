@@ -36,7 +36,7 @@ from batchline.batch.runner import Feeder, Runner
 from batchline.batch.sink import account_for_older_outputs, deliver_results
 from batchline.batch.stopping import Stop, unless_stopped
 from batchline.batch.summary import RunSummary, summarize
-from batchline.errors import EngineLost, ModelLoadError, RunFailed, RunInterrupted, UsageError
+from batchline.errors import EngineLost, ModelLoadError, RunFailed, RunInterrupted, UsageError, counted
 
 
 async def run(
@@ -203,7 +203,7 @@ class BatchRun:
             raise UsageError("Stopped by --strict before any request was run: " + findings[0])
         if not report.num_lines:
             self._reporter.warn("The input has no lines; the output will be empty.")
-        self._reporter.phase(f"Checked {report.num_lines:,} lines")
+        self._reporter.phase(f"Checked {counted(report.num_lines, 'line')}")
 
     async def _answer_all(self, checked: CheckedInput, state: RunState, open_backend: OpenBackend) -> None:
         """Raises: RunInterrupted where it stopped before the last line, to be resumed."""
@@ -238,7 +238,7 @@ class BatchRun:
                 backend = await unless_stopped(stack.enter_async_context(open_backend()), self._stop)
                 self._pace.begin_running(state.tally)
                 await self._watch.report_models(backend)
-                self._reporter.phase(f"Running {state.tally.total - state.tally.done:,} requests")
+                self._reporter.phase(f"Running {counted(state.tally.total - state.tally.done, 'request')}")
                 for items in _in_groups(plan, state):
                     feeder = Feeder(items, reader, keeps_raw=backend.wants_raw_bodies)
                     await self._run_requests(backend, feeder, state, in_flight)

@@ -66,7 +66,7 @@ def split_file(input_file: str, folder: Path, limits: Limits) -> list[Part]:
     stem = location.name.partition(".")[0].removeprefix(STDIO) or "part"
     parts: list[Part] = []
     with tempfile.TemporaryDirectory(prefix="batchline-") as scratch:
-        path = asyncio.run(stage_input(location, Path(scratch), should_stop=lambda: False))
+        path = _plain_bytes(location, Path(scratch) / "input")
         for part_lines in _parts(path, limits, location.display):
             target = folder / f"{stem}-{len(parts) + 1:05}.jsonl"
             parts.append(Part(target, write_lines(target, part_lines)))
@@ -122,9 +122,9 @@ class _Peekable:
 
 
 def merge_files(results: Sequence[Path], output: Path, input_file: str | None = None) -> MergeSummary:
-    """Join result files into `output`, in the order of `input_file` where it is given.
+    """Join result files into `output`, in the order of `input_file` if it is given.
 
-    Raises: UsageError, also where a line has two results.
+    results: files, pipes, or compressed files. Raises: UsageError, also where a line has two results.
     """
     refuse_unwritable(Location(str(output), "path", output), source=parse_location(input_file or STDIO))
     for path in results:
@@ -132,17 +132,38 @@ def merge_files(results: Sequence[Path], output: Path, input_file: str | None = 
         if output.exists() and output.samefile(path):
             raise OutputUnwritable(str(output), "it is one of the files to merge.")
     with ExitStack() as stack:
-        files: list[BinaryIO] = [stack.enter_context(path.open("rb")) for path in results]
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="batchline-")))
+        files = []
+        for number, path in enumerate(results):
+            plain = _plain_bytes(Location(str(path), "path", path), scratch / str(number))
+            files.append(_ResultFile(str(path), stack.enter_context(plain.open("rb"))))
         if input_file is None:
             return MergeSummary(write_lines(output, _lines_without_duplicates(files, scratch)))
         return _merge_in_order(input_file, files, output, scratch)
 
 
-def _merge_in_order(input_file: str, files: list[BinaryIO], output: Path, scratch: Path) -> MergeSummary:
+@dataclass(frozen=True, slots=True)
+class _ResultFile:
+    """An open result file. name: as the user wrote it."""
+
+    name: str
+    file: BinaryIO
+
+    def read(self, offset: int, length: int) -> bytes:
+        """A part of its plain bytes."""
+        return os.pread(self.file.fileno(), length, offset)
+
+
+def _plain_bytes(location: Location, folder: Path) -> Path:
+    """A local file with the plain bytes of a location; pipes and compressed files are copied to a new folder."""
+    folder.mkdir()
+    return asyncio.run(stage_input(location, folder, should_stop=lambda: False))
+
+
+def _merge_in_order(input_file: str, files: list[_ResultFile], output: Path, scratch: Path) -> MergeSummary:
     location = parse_location(input_file)
     refuse_unreadable(location)
-    path = asyncio.run(stage_input(location, scratch, should_stop=lambda: False))
+    path = _plain_bytes(location, scratch / "input")
     matches = RecordSorter(scratch, "matches", _MATCH.size)
     num_lines = 0
     with path.open("rb") as source:
@@ -183,27 +204,27 @@ def _match(matches: RecordSorter, ordered: RecordSorter, duplicates: _Duplicates
     return num_unmatched
 
 
-def _ordered_lines(ordered: RecordSorter, files: list[BinaryIO]) -> Iterator[bytes]:
+def _ordered_lines(ordered: RecordSorter, files: list[_ResultFile]) -> Iterator[bytes]:
     for rows in ordered.sorted_blocks():
         for _position, number, offset, length in _RESULT.iter_unpack(rows.tobytes()):
-            yield os.pread(files[number].fileno(), length, offset).rstrip(b"\r\n") + b"\n"
+            yield files[number].read(offset, length).rstrip(b"\r\n") + b"\n"
 
 
 def _result_lines(file: BinaryIO) -> Iterator[bytes]:
     return (line.rstrip(b"\r\n") + b"\n" for line in file if not line.isspace())
 
 
-def _numbered_results(files: Sequence[BinaryIO]) -> Iterator[tuple[int, int, bytes]]:
+def _numbered_results(files: Sequence[_ResultFile]) -> Iterator[tuple[int, int, bytes]]:
     """(number of the file, offset, line) of every result."""
-    for number, file in enumerate(files):
+    for number, result_file in enumerate(files):
         offset = 0
-        for line in file:
+        for line in result_file.file:
             if not line.isspace():
                 yield number, offset, line
             offset += len(line)
 
 
-def _lines_without_duplicates(files: Sequence[BinaryIO], scratch: Path) -> Iterator[bytes]:
+def _lines_without_duplicates(files: Sequence[_ResultFile], scratch: Path) -> Iterator[bytes]:
     """Every result as it comes. Raises: UsageError at the end, where a `custom_id` has two of them."""
     named = RecordSorter(scratch, "results", _NAMED.size)
     for number, offset, line in _numbered_results(files):
@@ -225,7 +246,7 @@ def _lines_without_duplicates(files: Sequence[BinaryIO], scratch: Path) -> Itera
 class _Duplicates:
     """Results for lines that have a result already: how many there are, and the first few of them."""
 
-    def __init__(self, files: Sequence[BinaryIO]) -> None:
+    def __init__(self, files: Sequence[_ResultFile]) -> None:
         self._files = files
         self._count = 0
         self._shown: list[str] = []
@@ -235,7 +256,7 @@ class _Duplicates:
         self._count += 1
         if len(self._shown) < _SHOWN_DUPLICATES:
             file = self._files[number]
-            custom_id = lines.readable_custom_id(os.pread(file.fileno(), length, offset))
+            custom_id = lines.readable_custom_id(file.read(offset, length))
             self._shown.append(f"{custom_id!r} (again in {file.name})")
 
     def refuse(self) -> None:
@@ -255,11 +276,11 @@ def _is_of_duplicate_line(result: Any) -> bool:
     return isinstance(error, dict) and error.get("code") == "duplicate_custom_id"
 
 
-def _parsed(line: bytes, name: object) -> object:
+def _parsed(line: bytes, name: str) -> object:
     try:
         return lines.load_json(line)
     except LineError as exc:
-        raise InputUnreadable(str(name), f"a line is not JSON: {exc.message}") from exc
+        raise InputUnreadable(name, f"a line is not JSON: {exc.message}") from exc
 
 
 def _hash(custom_id: str | None) -> bytes:

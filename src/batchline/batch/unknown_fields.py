@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+from batchline.errors import counted
 from batchline.openai_api.endpoint_table import REQUEST_SCHEMAS
 from batchline.openai_api.parsing import described_field, known_fields, warned_elsewhere
 
@@ -65,8 +66,6 @@ class UnknownFields:
 
 
 def _warning(name: str, found: _UnknownField) -> str:
-    requests = "1 request" if found.count == 1 else f"{found.count:,} requests"
-    return (
-        f"Unknown field {described_field(REQUEST_SCHEMAS[found.url], name)} in {requests}, first on line "
-        f"{found.line_number} ({found.custom_id!r})."
-    )
+    field = described_field(REQUEST_SCHEMAS[found.url], name)
+    requests = counted(found.count, "request")
+    return f"Unknown field {field} in {requests}, first on line {found.line_number} ({found.custom_id!r})."

@@ -13,7 +13,7 @@ import typer
 from batchline.cli.limits import LimitPreset, MaxFileSize, MaxRequests, limits_of
 from batchline.cli.values import parse_request_limits
 from batchline.config import TextConfig
-from batchline.errors import UsageError
+from batchline.errors import UsageError, counted
 
 if TYPE_CHECKING:
     from batchline.batch.check import CheckReport
@@ -113,7 +113,7 @@ def _write_bad_lines(target: Path, checked: InputFile, judge: RequestJudge) -> N
 
 
 def _print_report(report: CheckReport, found: list[str], counts: TokenCounts | None, bad_lines: Path | None) -> None:
-    typer.echo(f"{report.num_lines:,} requests, {report.num_bytes:,} bytes")
+    typer.echo(f"{counted(report.num_lines, 'request')}, {counted(report.num_bytes, 'byte')}")
     for group in report.groups.values():
         typer.echo(f"  {group.count:>12,}  {group.url}  {group.model}")
     if counts is not None:
@@ -129,19 +129,19 @@ def _print_report(report: CheckReport, found: list[str], counts: TokenCounts | N
     if report.num_faults > _SHOWN_FAULTS and bad_lines is None:
         typer.echo(f"  ... and {report.num_faults - _SHOWN_FAULTS:,} more; --bad-lines FILE writes all of them")
     if bad_lines is not None:
-        typer.echo(f"{report.num_faults:,} bad lines are in {bad_lines}")
+        typer.echo(f"{counted(report.num_faults, 'bad line')} written to {bad_lines}")
     if not found:
         typer.echo("Nothing is wrong with it." if not report.unknown_fields.warnings() else "Nothing else is wrong.")
 
 
 def _print_tokens(counts: TokenCounts) -> None:
-    typer.echo(f"{counts.prompt:,} prompt tokens, the longest prompt has {counts.longest_prompt:,}")
-    typer.echo(f"at most {counts.output_limit:,} output tokens where requests set a limit")
+    typer.echo(f"{counted(counts.prompt, 'prompt token')}, the longest prompt has {counts.longest_prompt:,}")
+    typer.echo(f"at most {counted(counts.output_limit, 'output token')} where requests set a limit")
     if counts.unlimited:
-        typer.echo(f"{counts.unlimited:,} requests set no limit of output tokens")
+        typer.echo(f"without a limit of output tokens: {counted(counts.unlimited, 'request')}")
     if counts.with_control_tokens:
         typer.echo(
-            f"{counts.with_control_tokens:,} requests hold control tokens in their messages, the first is "
+            f"with control tokens in their messages: {counted(counts.with_control_tokens, 'request')}, the first is "
             f"{counts.control_token_example} (see --special-tokens-in-content of run-batch)"
         )
 

@@ -10,6 +10,7 @@ import orjson
 import typer
 
 from batchline.cli.progress_text import duration
+from batchline.errors import counted
 
 if TYPE_CHECKING:
     from batchline.batch.inspect import PlanOverview
@@ -63,9 +64,9 @@ def plan(
         return
     _print_numbers(overview, estimate, counter.counts, model)
     for group in overview.largest:
-        shared = f"{group.prefix_chars:,} characters shared" if group.prefix_chars else "no shared prefix"
+        shared = f"{counted(group.prefix_chars, 'character')} shared" if group.prefix_chars else "no shared prefix"
         if group.prefix_tokens is not None:
-            shared += f", about {group.prefix_tokens:,} tokens"
+            shared += f", about {counted(group.prefix_tokens, 'token')}"
         typer.echo(f"{group.num_requests:>12,}  {group.url}  {group.model}  ({shared})")
         if group.prefix:
             typer.echo(f"              {' '.join(group.prefix.split())[:100]}")
@@ -111,9 +112,9 @@ def _weight_bytes(model: str, measured: MeasuredRun | None) -> int | None:
 
 
 def _print_numbers(overview: PlanOverview, estimate: Estimate, counts: TokenCounts, model: str | None) -> None:
-    typer.echo(f"{overview.num_requests:,} requests in {overview.num_groups:,} groups")
+    typer.echo(f"{counted(overview.num_requests, 'request')} in {counted(overview.num_groups, 'group')}")
     if overview.num_copies:
-        typer.echo(f"{overview.num_copies:,} of them are served by an identical one's answer")
+        typer.echo(f"{counted(overview.num_copies, 'duplicate')} among them, served by an identical one's answer")
     if estimate.are_prompt_tokens_counted:
         typer.echo(f"Prompt tokens  {estimate.prompt_tokens:,}")
     else:
@@ -126,7 +127,9 @@ def _print_numbers(overview: PlanOverview, estimate: Estimate, counts: TokenCoun
 
 def _output_text(estimate: Estimate, counts: TokenCounts) -> str:
     limit = (
-        f"at most {counts.output_limit:,}" if not counts.unlimited else f"{counts.unlimited:,} requests set no limit"
+        f"at most {counts.output_limit:,}"
+        if not counts.unlimited
+        else f"{counted(counts.unlimited, 'request')} without a limit"
     )
     return limit if estimate.output_tokens is None else f"about {estimate.output_tokens:,} ({limit})"
 

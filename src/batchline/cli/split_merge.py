@@ -9,6 +9,7 @@ import typer
 
 from batchline.cli.limits import LimitPreset, MaxFileSize, MaxRequests, limits_of
 from batchline.cli.messages import tell
+from batchline.errors import counted
 
 
 def split(
@@ -19,7 +20,6 @@ def split(
     limits: LimitPreset = "hosted",
 ) -> None:
     """Cut a batch file into parts within limits. Prints the name of each part, a tab and how many lines it has."""
-    from batchline.batch.check import counted
     from batchline.batch.split import split_file
 
     for part in split_file(input_file, output_dir, limits_of(limits, max_requests, max_file_size)):
@@ -38,9 +38,9 @@ def merge(
     from batchline.batch.split import merge_files
 
     summary = merge_files(results, output_file, input_file)
-    tell(f"{summary.results:,} results in {output_file}")
+    tell(f"{counted(summary.results, 'result')} in {output_file}")
     if summary.unmatched:
-        tell(f"{summary.unmatched:,} results left out: their custom_id is not in the input")
+        tell(f"{counted(summary.unmatched, 'result')} left out: no line of the input has the custom_id")
     if summary.missing:
-        tell(f"{summary.missing:,} lines of the input have no result")
+        tell(f"{counted(summary.missing, 'line')} of the input without a result")
         raise typer.Exit(3)

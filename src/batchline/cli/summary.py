@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from batchline.cli.messages import is_plain_text, tell
 from batchline.cli.progress_text import duration
+from batchline.errors import counted
 
 if TYPE_CHECKING:
     from batchline.batch.summary import FailureMessage, RunSummary
@@ -19,7 +20,7 @@ def print_summary(summary: RunSummary) -> None:
             tell(line)
         return
     failed = f", {summary.failed:,} failed" if summary.failed else ""
-    text = f"{summary.requests:,} requests{failed}: {summary.output}"
+    text = f"{counted(summary.requests, 'request')}{failed}: {summary.output}"
     tell(text, is_result=True, **dataclasses.asdict(summary))
 
 
@@ -57,9 +58,9 @@ def _work_lines(summary: RunSummary) -> list[str]:
         parts = ", ".join(f"{count:,} by {reason}" for reason, count in saved.items() if count)
         lines.append(f"Tokens saved   {parts}")
     if summary.deduplicated:
-        lines.append(f"Deduplicated   {summary.deduplicated:,} requests served by an identical one's answer")
+        lines.append(f"Deduplicated   {counted(summary.deduplicated, 'request')} served by an identical one's answer")
     if summary.resumed:
-        lines.append(f"Resumed        {summary.resumed:,} requests done by an earlier run")
+        lines.append(f"Resumed        {counted(summary.resumed, 'request')} done by an earlier run")
     lines += [f"Model          {model.text}" for model in summary.models]
     times = f" ({duration(summary.load_time_s)} loading, {duration(summary.run_time_s)} running)"
     lines.append(f"Wall time      {duration(summary.wall_time_s)}{times if summary.run_time_s else ''}")
