@@ -21,7 +21,7 @@ from batchline.endpoints.generation import (
 )
 from batchline.engine.request import GenerationOutput, GenerationRequest, SamplingParams, TokenLogprobs
 from batchline.testing import ByteTokenizer, ScriptedEngine
-from batchline.text.stop_strings import StopStrings
+from batchline.text.detokenizer import StopStrings
 
 TOKENIZER = ByteTokenizer()
 EOS = TOKENIZER.EOS

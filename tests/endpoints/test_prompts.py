@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from scripted_models import scripted_model
 
-from batchline.endpoints.prompts import EncodedPrompt, encode_prompt
+from batchline.endpoints.engine_input import EncodedPrompt, encode_prompt
 from batchline.errors import BadRequest
 from batchline.openai_api.completions import CompletionRequest
 from batchline.openai_api.parsing import parse_body

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from scripted_models import scripted_model
 
+from batchline.endpoints.engine_input import bad_words_ids, choice_params, derived_seed, sampling_params
 from batchline.endpoints.model import GenerationDefaults, GenerativeModel, generation_defaults
-from batchline.endpoints.sampling import bad_words_ids, choice_params, derived_seed, sampling_params
 from batchline.engine.request import SamplingParams
 from batchline.errors import BadRequest
 from batchline.openai_api.completions import CompletionRequest

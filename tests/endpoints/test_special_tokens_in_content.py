@@ -11,10 +11,10 @@ from transformers import AutoTokenizer
 
 from batchline.config import ModelConfig, SpecialTokensInContent, TextConfig
 from batchline.endpoints.chat import encode_chat
+from batchline.endpoints.choices import check_whole
 from batchline.endpoints.completions import encode_completion
 from batchline.endpoints.loading import load_text
 from batchline.endpoints.model import GenerativeModel
-from batchline.endpoints.streaming import check_whole
 from batchline.endpoints.tokenizing import generative, tokenized
 from batchline.errors import BadRequest
 from batchline.testing import ScriptedEngine

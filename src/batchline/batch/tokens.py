@@ -10,7 +10,7 @@ from pydantic import BaseModel
 
 from batchline.batch.request_traits import output_limit, prompt_text
 from batchline.config import TextConfig
-from batchline.endpoints.prompts import num_reserved, resolve_max_tokens, truncate
+from batchline.endpoints.engine_input import num_reserved, resolve_max_tokens, truncate
 from batchline.endpoints.without_model import CHECKS, checked_request
 from batchline.errors import BadRequest, RequestError
 from batchline.openai_api.chat import ChatCompletionRequest

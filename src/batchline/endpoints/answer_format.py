@@ -1,22 +1,26 @@
 """How the answer to one chat request is constrained and parsed: reasoning, content, tool calls.
 
 The format is decided before the model runs, from the request, the model's parsers and the end of the prompt. It says
-what the text must match (a constraint, if the request has one or demands a call), and how the text is parsed.
+what the text must match (a constraint, if the request has one or demands a call), and how the text is parsed. A
+`MessageReader` then parses the text as it arrives, for whole answers and streams alike.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from batchline.endpoints.constraints import requested_constraint
+from batchline.endpoints.generation import GeneratedText
 from batchline.endpoints.model import GenerativeModel
 from batchline.errors import BadRequest
 from batchline.openai_api.chat import ChatCompletionRequest
 from batchline.openai_api.tools import AllowedToolsChoice, NamedToolChoice, Tool
 from batchline.text.grammars import Constraint, Preamble, Surroundings
+from batchline.text.message_parts import ContentDelta, MessagePart, PartStream, ReasoningDelta, ToolCallDelta
 from batchline.text.reasoning import ReasoningParser
 from batchline.text.tokenizer import special_token_ids
 from batchline.text.tool_parsers import ToolCallParser, ToolDefinition
@@ -155,3 +159,79 @@ def _escapes(tools: ToolCallParser, constraint: Constraint) -> tuple[str, ...]:
             param=constraint.field,
         )
     return tools.openings
+
+
+class MessageReader:
+    """Reads one choice's text as a message. Mutable; nothing may be pushed after a delta with a finish_reason.
+
+    is_over: a second call began in a message that may have only one; nothing after the first call is reported.
+    """
+
+    def __init__(self, answer_format: AnswerFormat) -> None:
+        self._format = answer_format
+        self._reasoning = None if answer_format.reasoning is None else answer_format.reasoning.stream()
+        self._tools = None if answer_format.tools is None else answer_format.tools.stream()
+        self._undecided: deque[int] = deque()  # text offsets of tokens that may yet turn out to be reasoning
+        self._has_calls = False
+        self.is_over = False
+
+    def push(self, delta: GeneratedText) -> GeneratedText:
+        """The delta with the parts that it adds to the message, and the message's finish_reason."""
+        parts = self._parts(delta.text, is_last=delta.finish_reason is not None)
+        return GeneratedText(  # not by `replace`, which takes several times as long
+            text=delta.text,
+            token_ids=delta.token_ids,
+            text_offsets=delta.text_offsets,
+            logprobs=delta.logprobs,
+            prompt_logprobs=delta.prompt_logprobs,
+            stop_reason=delta.stop_reason,
+            num_cached_tokens=delta.num_cached_tokens,
+            parts=parts,
+            num_reasoning_tokens=self._count_reasoning(delta.text_offsets),
+            finish_reason=self._finish_reason(delta.finish_reason),
+        )
+
+    def _parts(self, text: str, *, is_last: bool) -> list[MessagePart]:
+        parts: list[MessagePart] = [ContentDelta(text)] if text else []
+        if self._reasoning is not None:
+            parts = [*self._reasoning.push(text), *(self._reasoning.finish() if is_last else [])]
+            if not self._format.shows_reasoning:
+                parts = [part for part in parts if not isinstance(part, ReasoningDelta)]
+        return parts if self._tools is None else self._with_calls(self._tools, parts, is_last=is_last)
+
+    def _with_calls(self, tools: PartStream, parts: Iterable[MessagePart], *, is_last: bool) -> list[MessagePart]:
+        """The parts with content split into content and calls."""
+        found: list[MessagePart] = []
+        for part in parts:
+            found += tools.push(part.text) if isinstance(part, ContentDelta) else [part]
+        found += tools.finish() if is_last else []
+        shown = [self._with_id(part) for part in found if self._is_shown(part)]
+        self._has_calls = self._has_calls or any(isinstance(part, ToolCallDelta) for part in shown)
+        return shown
+
+    def _is_shown(self, part: MessagePart) -> bool:
+        """False from the second call on if the message may have only one."""
+        if self._format.is_single_call and isinstance(part, ToolCallDelta) and part.index > 0:
+            self.is_over = True
+        return not self.is_over
+
+    def _with_id(self, part: MessagePart) -> MessagePart:
+        if not isinstance(part, ToolCallDelta) or part.name is None or part.id is not None:
+            return part
+        return replace(part, id=self._format.make_call_id())
+
+    def _count_reasoning(self, text_offsets: Sequence[int]) -> int:
+        """How many more tokens are known to be reasoning. A token is reasoning if its text begins inside of it."""
+        if self._reasoning is None:
+            return 0
+        self._undecided.extend(text_offsets)
+        num_tokens = 0
+        while self._undecided and self._undecided[0] < self._reasoning.reasoning_end:
+            self._undecided.popleft()
+            num_tokens += 1
+        return num_tokens
+
+    def _finish_reason(self, reason: str | None) -> str | None:
+        if self.is_over and reason == "length":  # the limit cut text that is not shown
+            reason = "stop"
+        return self._format.call_reason if self._has_calls and reason == "stop" else reason

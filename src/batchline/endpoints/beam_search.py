@@ -8,7 +8,7 @@ are float32 sums. The engine's prefix cache keeps the repeated prompts cheap.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -17,6 +17,38 @@ import numpy as np
 from batchline.endpoints.generation import gather_or_cancel
 from batchline.endpoints.model import GenerationEngine
 from batchline.engine.request import GenerationOutput, GenerationRequest, SamplingParams, TokenLogprobs
+from batchline.errors import BadRequest
+from batchline.openai_api.generation import GenerationBody
+
+MAX_BEAMS = 128
+"""Largest number of beams. Each step of a beam search ranks the square of their number."""
+
+_NEUTRAL_IN_BEAM_SEARCH: Mapping[str, tuple[object, ...]] = {
+    "best_of": (),
+    "temperature": (0, 1),
+    "top_p": (1,),
+    "top_k": (0, -1),
+    "min_p": (0,),
+    "repetition_penalty": (1,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "stop": ((),),
+    "min_tokens": (0,),
+    "logit_bias": ({},),
+    "allowed_token_ids": (),
+    "bad_words": ((),),
+}
+"""Fields that steer sampling, which beam search does not do, with the values of each that ask for nothing."""
+
+
+def check_beam_search(body: GenerationBody) -> None:
+    """Raises: BadRequest for fields that cannot be combined with `use_beam_search`."""
+    if body.n > MAX_BEAMS:
+        raise BadRequest(f"n: beam search allows at most {MAX_BEAMS} beams", param="n")
+    for field_name, neutral in _NEUTRAL_IN_BEAM_SEARCH.items():
+        value = getattr(body, field_name)
+        if value is not None and value not in neutral:
+            raise BadRequest(f"{field_name}: it cannot be combined with use_beam_search", param=field_name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +81,28 @@ class _Beam:
     @property
     def token_ids(self) -> tuple[int, ...]:
         return tuple(token.token_id for token in self.tokens)
+
+
+async def requested_beams(
+    engine: GenerationEngine, request: GenerationRequest, body: GenerationBody
+) -> list[GenerationOutput]:
+    """The beams that a request's body asks for, best first, each in the form of a sequence that the engine ran."""
+    sampling = request.sampling
+    params = BeamSearchParams(
+        num_beams=body.n,
+        max_tokens=sampling.max_tokens,
+        length_penalty=body.length_penalty,
+        end_token_ids=sampling.eos_token_ids | sampling.stop_token_ids,
+        num_logprobs=sampling.logprobs,
+        num_prompt_logprobs=sampling.prompt_logprobs,
+    )
+    return [_with_stop_reason(output, sampling) for output in await beam_search(engine, request, params)]
+
+
+def _with_stop_reason(output: GenerationOutput, sampling: SamplingParams) -> GenerationOutput:
+    """The stop reason of a beam that a stop token id ended, as a sampled sequence has it."""
+    is_stop_token = output.finish_reason == "stop" and output.token_ids[-1] not in sampling.eos_token_ids
+    return replace(output, stop_reason=output.token_ids[-1]) if is_stop_token else output
 
 
 async def beam_search(

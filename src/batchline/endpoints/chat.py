@@ -9,24 +9,22 @@ from functools import partial
 from typing import Any
 
 from batchline.config import TextConfig
-from batchline.endpoints.answer_format import AnswerFormat, answer_format
+from batchline.endpoints.answer_format import AnswerFormat, MessageReader, answer_format
 from batchline.endpoints.choices import (
     PromptChoices,
     PromptJob,
     ReportedLogprobs,
     check_choices,
+    check_whole,
     is_long,
     prompt_jobs,
     run_jobs,
 )
 from batchline.endpoints.constraints import compiled
+from batchline.endpoints.engine_input import check_num_logprobs, encode_prompt
 from batchline.endpoints.generation import GeneratedText
 from batchline.endpoints.logprobs import LogprobFormat
-from batchline.endpoints.message_reader import MessageDelta, MessageReader
 from batchline.endpoints.model import GenerativeModel
-from batchline.endpoints.prompts import encode_prompt
-from batchline.endpoints.sampling import check_num_logprobs
-from batchline.endpoints.streaming import check_whole
 from batchline.errors import BadRequest
 from batchline.openai_api.chat import ChatCompletionRequest, chat_choice, chat_completion_object
 from batchline.openai_api.parsing import parse_body, warn_once
@@ -216,13 +214,13 @@ def _answer(chat: EncodedChat, result: PromptChoices, model: GenerativeModel, re
     if request.prompt_logprobs is not None:
         prompt_logprobs = style.prompt(result.choices[0].prompt_logprobs or (), request.prompt_logprobs)
     messages = [MessageReader(chat.answer_format).push(choice) for choice in result.choices]
-    num_reasoning_tokens = sum(message.num_reasoning_tokens for message in messages)
+    usage = replace(result.usage, reasoning_tokens=sum(message.num_reasoning_tokens for message in messages))
     answer = chat_completion_object(
         completion_id=chat_completion_id(request, request_id),
         created=int(time.time()),
         model=model.name,
-        choices=_choices(request, result, messages, style),
-        usage=replace(result.usage, reasoning_tokens=num_reasoning_tokens),
+        choices=_choices(request, messages, style),
+        usage=usage,
         prompt_logprobs=prompt_logprobs,
     )
     if request.return_token_ids:
@@ -231,12 +229,12 @@ def _answer(chat: EncodedChat, result: PromptChoices, model: GenerativeModel, re
 
 
 def _choices(
-    request: ChatCompletionRequest, result: PromptChoices, messages: Sequence[MessageDelta], style: LogprobFormat
+    request: ChatCompletionRequest, messages: Sequence[GeneratedText], style: LogprobFormat
 ) -> list[dict[str, Any]]:
     role, echoed = answered_role(request), echoed_text(request)
     choices = []
-    for index, (choice, message) in enumerate(zip(result.choices, messages, strict=True)):
-        logprobs = style.chat(choice.logprobs, request.top_logprobs or 0) if request.logprobs else None
+    for index, message in enumerate(messages):
+        logprobs = style.chat(message.logprobs, request.top_logprobs or 0) if request.logprobs else None
         wire = chat_choice(
             index=index,
             role=role,
@@ -245,24 +243,24 @@ def _choices(
             calls=_calls(message, request),
             logprobs=logprobs,
             finish_reason=message.finish_reason or "abort",
-            stop_reason=choice.stop_reason,
+            stop_reason=message.stop_reason,
         )
         if request.return_token_ids:
-            wire["token_ids"] = list(choice.token_ids)
+            wire["token_ids"] = list(message.token_ids)
         choices.append(wire)
     return choices
 
 
-def _content(content: str, message: MessageDelta) -> str | None:
+def _content(content: str, message: GeneratedText) -> str | None:
     """The message's content; None if the message only has other parts."""
     return content if content or not (message.reasoning or message.calls) else None
 
 
-def _calls(message: MessageDelta, request: ChatCompletionRequest) -> dict[str, Any]:
+def _calls(message: GeneratedText, request: ChatCompletionRequest) -> dict[str, Any]:
     """The message's calls in the requested form; nothing if there are none."""
-    calls = assemble(message.calls).calls
-    if not calls:
+    if not message.calls:
         return {}
+    calls = assemble(message.calls).calls
     if request.functions is not None:
         return {"function_call": {"name": calls[0].name, "arguments": calls[0].arguments_json}}
     return {

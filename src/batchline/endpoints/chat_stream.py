@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import aclosing
 from typing import Any
 
+from batchline.endpoints.answer_format import MessageReader
 from batchline.endpoints.chat import (
     EncodedChat,
     answered_role,
@@ -19,12 +20,11 @@ from batchline.endpoints.chat import (
     echoed_text,
     encode_chat,
 )
-from batchline.endpoints.choices import stream_jobs
+from batchline.endpoints.choices import check_streamed, stream_jobs
 from batchline.endpoints.generation import GeneratedText, by_token
 from batchline.endpoints.logprobs import LogprobFormat
-from batchline.endpoints.message_reader import MessageDelta, MessageReader
 from batchline.endpoints.model import GenerativeModel
-from batchline.endpoints.streaming import StreamUsage, check_streamed
+from batchline.endpoints.streaming import StreamUsage
 from batchline.openai_api.chat import ChatCompletionRequest, chat_chunk_choice, chat_completion_chunk
 from batchline.openai_api.tools import tool_call_delta
 
@@ -75,15 +75,14 @@ class _ChatChunks:
 
     def _push_part(self, choice: int, delta: GeneratedText) -> Iterable[Chunk]:
         message = self._readers[choice].push(delta)
-        num_reasoning_tokens = message.num_reasoning_tokens
-        self._usage.count(delta, prompt=0, choice=choice, num_reasoning_tokens=num_reasoning_tokens)
+        self._usage.count(message, prompt=0, choice=choice)
         if not self._is_open:
             self._is_open = True
             yield from self._opening()
-        is_told = self._request.logprobs or self._request.return_token_ids
+        reports_tokens = self._request.logprobs or self._request.return_token_ids
         added = _added(message, self._request)
-        if added or delta.finish_reason is not None or (is_told and delta.token_ids):
-            yield self._usage.in_chunk(self._chunk([self._choice(choice, delta, message, added)]))
+        if added or message.finish_reason is not None or (reports_tokens and message.token_ids):
+            yield self._usage.in_chunk(self._chunk([self._choice(choice, message, added)]))
 
     def finish(self) -> Iterable[Chunk]:
         """The chunk of the usage, where that is asked for."""
@@ -98,16 +97,16 @@ class _ChatChunks:
                 chunk["prompt_token_ids"] = list(self._prompt.token_ids)
             yield self._usage.in_chunk(chunk)
 
-    def _choice(self, choice: int, delta: GeneratedText, message: MessageDelta, added: Chunk) -> Chunk:
+    def _choice(self, choice: int, message: GeneratedText, added: Chunk) -> Chunk:
         request = self._request
         wire = chat_chunk_choice(
             index=choice,
             delta=added,
-            logprobs=self._style.chat(delta.logprobs, request.top_logprobs or 0) if request.logprobs else None,
+            logprobs=self._style.chat(message.logprobs, request.top_logprobs or 0) if request.logprobs else None,
             finish_reason=message.finish_reason,
-            stop_reason=delta.stop_reason,
+            stop_reason=message.stop_reason,
         )
-        return wire | {"token_ids": list(delta.token_ids)} if request.return_token_ids else wire
+        return wire | {"token_ids": list(message.token_ids)} if request.return_token_ids else wire
 
     def _chunk(self, choices: list[Chunk]) -> Chunk:
         return chat_completion_chunk(
@@ -115,18 +114,18 @@ class _ChatChunks:
         )
 
 
-def _added(message: MessageDelta, request: ChatCompletionRequest) -> Chunk:
+def _added(message: GeneratedText, request: ChatCompletionRequest) -> Chunk:
     """A chunk's `delta`, with only the fields that have a value."""
-    added: Chunk = {"content": message.content} if message.content else {}
-    if message.reasoning:
-        added |= {"reasoning": message.reasoning, "reasoning_content": message.reasoning}
-    if message.calls and request.functions is not None:
-        first = message.calls[0]
-        name = {} if first.name is None else {"name": first.name}
-        added["function_call"] = {**name, "arguments": "".join(call.arguments_fragment for call in message.calls)}
-    elif message.calls:
+    content, reasoning, calls = message.content, message.reasoning, message.calls
+    added: Chunk = {"content": content} if content else {}
+    if reasoning:
+        added |= {"reasoning": reasoning, "reasoning_content": reasoning}
+    if calls and request.functions is not None:
+        name = {} if calls[0].name is None else {"name": calls[0].name}
+        added["function_call"] = {**name, "arguments": "".join(call.arguments_fragment for call in calls)}
+    elif calls:
         added["tool_calls"] = [
             tool_call_delta(index=call.index, call_id=call.id, name=call.name, arguments=call.arguments_fragment)
-            for call in message.calls
+            for call in calls
         ]
     return added

@@ -6,13 +6,14 @@ The others follow as these end, so that later requests can run in between.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 
-from batchline.endpoints.beam_search import BeamSearchParams, beam_search
+from batchline.endpoints.beam_search import check_beam_search, requested_beams
+from batchline.endpoints.engine_input import EncodedPrompt, check_min_tokens, choice_params, sampling_params
 from batchline.endpoints.generation import (
     LONG_OUTPUT,
     GeneratedText,
@@ -25,32 +26,10 @@ from batchline.endpoints.generation import (
 )
 from batchline.endpoints.merging import merge
 from batchline.endpoints.model import GenerativeModel
-from batchline.endpoints.prompts import EncodedPrompt
-from batchline.endpoints.sampling import check_min_tokens, choice_params, sampling_params
-from batchline.engine.request import GenerationOutput, GenerationRequest, SamplingParams, TokenConstraint
+from batchline.engine.request import GenerationRequest, SamplingParams, TokenConstraint
 from batchline.errors import BadRequest
 from batchline.openai_api.common import Usage
 from batchline.openai_api.generation import GenerationBody
-
-_NEUTRAL_IN_BEAM_SEARCH: Mapping[str, tuple[object, ...]] = {
-    "best_of": (),
-    "temperature": (0, 1),
-    "top_p": (1,),
-    "top_k": (0, -1),
-    "min_p": (0,),
-    "repetition_penalty": (1,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "stop": ((),),
-    "min_tokens": (0,),
-    "logit_bias": ({},),
-    "allowed_token_ids": (),
-    "bad_words": ((),),
-}
-"""Fields that steer sampling, which beam search does not do, with the values of each that ask for nothing."""
-
-MAX_BEAMS = 128
-"""Largest number of beams. Each step of a beam search ranks the square of their number."""
 
 USUAL_LENGTH = 1024
 """Tokens that every output with log-probabilities may have where the request does not say how many."""
@@ -91,13 +70,26 @@ def check_choices(body: GenerationBody) -> None:
         raise BadRequest(f"best_of: {body.best_of} is less than n, which is {body.n}", param="best_of")
     if body.length_penalty != 1.0 and not body.use_beam_search:
         raise BadRequest("length_penalty: it requires use_beam_search: true", param="length_penalty")
-    if body.use_beam_search and body.n > MAX_BEAMS:
-        raise BadRequest(f"n: beam search allows at most {MAX_BEAMS} beams", param="n")
     if body.use_beam_search:
-        for field, neutral in _NEUTRAL_IN_BEAM_SEARCH.items():
-            value = getattr(body, field)
-            if value is not None and value not in neutral:
-                raise BadRequest(f"{field}: it cannot be combined with use_beam_search", param=field)
+        check_beam_search(body)
+
+
+def check_whole(body: GenerationBody) -> None:
+    """The request wants one whole answer. Raises: BadRequest."""
+    if body.stream:
+        raise BadRequest("stream: a batch line or a call for one answer cannot be streamed", param="stream")
+    if body.stream_options is not None:
+        raise BadRequest("stream_options: it requires stream: true", param="stream_options")
+
+
+def check_streamed(body: GenerationBody) -> None:
+    """What is only known at the end cannot be streamed. Raises: BadRequest."""
+    if body.use_beam_search:
+        raise BadRequest("use_beam_search: beams are known at the end only and cannot be streamed", param="stream")
+    if body.best_of is not None and body.best_of > body.n:
+        raise BadRequest("best_of: the best are known at the end only; with stream it must equal n", param="best_of")
+    if body.prompt_logprobs is not None:
+        raise BadRequest("prompt_logprobs: they cannot be streamed", param="prompt_logprobs")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -297,20 +289,5 @@ async def _run_beams(
 async def _beams_of(
     model: GenerativeModel, request: GenerationRequest, rules: TextRules, body: GenerationBody
 ) -> Sequence[GeneratedText]:
-    sampling = request.sampling
-    params = BeamSearchParams(
-        num_beams=body.n,
-        max_tokens=sampling.max_tokens,
-        length_penalty=body.length_penalty,
-        end_token_ids=sampling.eos_token_ids | sampling.stop_token_ids,
-        num_logprobs=sampling.logprobs,
-        num_prompt_logprobs=sampling.prompt_logprobs,
-    )
-    outputs = await beam_search(model.engine, request, params)
-    return [SequenceText(model.tokenizer, rules).push(_with_stop_reason(output, sampling)) for output in outputs]
-
-
-def _with_stop_reason(output: GenerationOutput, sampling: SamplingParams) -> GenerationOutput:
-    """A beam that a stop token id ended says so, as a sampled sequence does."""
-    is_stop_token = output.finish_reason == "stop" and output.token_ids[-1] not in sampling.eos_token_ids
-    return replace(output, stop_reason=output.token_ids[-1]) if is_stop_token else output
+    outputs = await requested_beams(model.engine, request, body)
+    return [SequenceText(model.tokenizer, rules).push(output) for output in outputs]

@@ -12,7 +12,7 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any
 
-from batchline.endpoints.choices import stream_jobs
+from batchline.endpoints.choices import check_streamed, stream_jobs
 from batchline.endpoints.completions import (
     Echo,
     EncodedCompletion,
@@ -23,7 +23,7 @@ from batchline.endpoints.completions import (
 from batchline.endpoints.generation import GeneratedText
 from batchline.endpoints.logprobs import LogprobFormat
 from batchline.endpoints.model import GenerativeModel
-from batchline.endpoints.streaming import StreamUsage, check_streamed
+from batchline.endpoints.streaming import StreamUsage
 from batchline.openai_api.completions import completion_chunk, completion_chunk_choice
 
 Chunk = dict[str, Any]

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from batchline.config import TextConfig
 from batchline.endpoints.embedders import Embedder
+from batchline.endpoints.engine_input import check_vocabulary
 from batchline.endpoints.pooling_limits import (
     DEFAULT_TEXT,
     check_sequences,
@@ -22,7 +23,6 @@ from batchline.endpoints.pooling_limits import (
     resolve_truncation,
     salted,
 )
-from batchline.endpoints.prompts import check_vocabulary
 from batchline.errors import BadRequest, InternalServerError
 from batchline.openai_api.common import Prompt, Usage
 from batchline.openai_api.embeddings import ByteOrder, EmbeddingsRequest, EmbedDtype, embeddings_object

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 from batchline.endpoints.model import GenerationEngine
 from batchline.engine.request import GenerationOutput, GenerationRequest, TokenLogprobs
 from batchline.openai_api.generation import GenerationBody
-from batchline.text.detokenizer import Detokenizer
-from batchline.text.stop_strings import StopMatch, StopStringMatcher, StopStrings
+from batchline.text.detokenizer import Detokenizer, StopMatch, StopStringMatcher, StopStrings
+from batchline.text.message_parts import ContentDelta, MessagePart, ReasoningDelta, ToolCallDelta
 from batchline.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -61,6 +61,8 @@ class GeneratedText:
     token_ids: up to and including the one that completed a stop string or was a stop token, even if their text is cut.
     text_offsets: for each token, how many characters of the sequence's text came before it.
     finish_reason: None while more will come. stop_reason: the stop string or stop token id, None for eos and length.
+    parts, num_reasoning_tokens: of a message, filled in by its reader. The first part of each call has the name and an
+    id. The number is how many more tokens are known to be reasoning or its markers.
     """
 
     text: str = ""
@@ -71,6 +73,23 @@ class GeneratedText:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0
+    parts: Sequence[MessagePart] = ()
+    num_reasoning_tokens: int = 0
+
+    @property
+    def reasoning(self) -> str:
+        """The reasoning in its parts."""
+        return "".join(part.text for part in self.parts if isinstance(part, ReasoningDelta))
+
+    @property
+    def content(self) -> str:
+        """The content in its parts."""
+        return "".join(part.text for part in self.parts if isinstance(part, ContentDelta))
+
+    @property
+    def calls(self) -> Sequence[ToolCallDelta]:
+        """What its parts add to calls."""
+        return [part for part in self.parts if isinstance(part, ToolCallDelta)]
 
     @property
     def mean_logprob(self) -> float:

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from batchline.endpoints.answer_format import MessageReader
 from batchline.endpoints.chat import EncodedChat, constrained_chat, encoded_chat, parse_chat, render_chat
 from batchline.endpoints.chat_form import ChatForm
 from batchline.endpoints.choices import is_long, run_jobs, stream_jobs
 from batchline.endpoints.generation import GeneratedText
 from batchline.endpoints.message_input import chat_form, read_conversation, read_message
-from batchline.endpoints.message_reader import MessagePart, MessageReader
 from batchline.endpoints.model import GenerativeModel
 from batchline.endpoints.streaming import StreamUsage
 from batchline.errors import BadRequest
@@ -33,8 +33,7 @@ from batchline.openai_api.messages import (
     tool_use_block,
     written_block,
 )
-from batchline.text.reasoning import ReasoningDelta
-from batchline.text.tool_parsers import ToolCallDelta
+from batchline.text.message_parts import MessagePart, ReasoningDelta, ToolCallDelta
 
 JsonObject = dict[str, Any]
 
@@ -116,7 +115,7 @@ class _MessageWriter:
     def push(self, delta: GeneratedText) -> Iterator[JsonObject]:
         """The events of a delta."""
         read = self._reader.push(delta)
-        self._usage.count(delta, prompt=0, choice=0, num_reasoning_tokens=read.num_reasoning_tokens)
+        self._usage.count(read, prompt=0, choice=0)
         if not self._has_begun:
             self._has_begun = True
             yield {"type": "message_start", "message": self._beginning()}

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from batchline.config import TextConfig
-from batchline.endpoints.prompts import check_vocabulary
+from batchline.endpoints.engine_input import check_vocabulary
 from batchline.errors import BadRequest, EngineDead, EngineError, InternalServerError, RequestRefused
 from batchline.openai_api.parsing import is_small
 from batchline.pooling.batching import TokenSequence

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
-from batchline.endpoints.message_reader import MessageDelta
+from batchline.endpoints.generation import GeneratedText
 from batchline.endpoints.model import GenerativeModel
 from batchline.openai_api.responses import (
     ENCRYPTED_REASONING,
@@ -26,8 +26,7 @@ from batchline.openai_api.responses import (
     response_object,
     response_usage,
 )
-from batchline.text.reasoning import ReasoningDelta
-from batchline.text.tool_parsers import ContentDelta, ToolCallDelta
+from batchline.text.message_parts import ContentDelta, ReasoningDelta, ToolCallDelta
 
 JsonObject = dict[str, Any]
 
@@ -164,8 +163,8 @@ class ResponseWriter:
         yield self._event("created", response=self._base)
         yield self._event("in_progress", response=self._base)
 
-    def push(self, message: MessageDelta, logprobs: Sequence[JsonObject]) -> Iterator[JsonObject]:
-        """What a delta adds. logprobs: of its tokens; those of reasoning and of calls are not told."""
+    def push(self, message: GeneratedText, logprobs: Sequence[JsonObject]) -> Iterator[JsonObject]:
+        """What a delta adds. logprobs: of its tokens; those of reasoning and of calls are not reported."""
         self._logprobs += logprobs
         del self._logprobs[: message.num_reasoning_tokens]
         for part in message.parts:

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from batchline.endpoints.answer_format import MessageReader
 from batchline.endpoints.chat import EncodedChat, constrained_chat, encoded_chat, parse_chat, render_chat
 from batchline.endpoints.chat_form import ChatForm
 from batchline.endpoints.choices import is_long, run_jobs, stream_jobs
 from batchline.endpoints.generation import GeneratedText, by_token
 from batchline.endpoints.logprobs import LogprobFormat
-from batchline.endpoints.message_reader import MessageReader
 from batchline.endpoints.model import GenerativeModel
 from batchline.endpoints.response_input import chat_form, later_starts, read_request, without_oldest
 from batchline.endpoints.response_output import ResponseWriter
@@ -141,7 +141,7 @@ class _Events:
         self._finish_reason = "abort"
 
     def push(self, delta: GeneratedText) -> Iterator[JsonObject]:
-        """What a delta becomes. With log-probabilities it is read by the token, so that each is told with its text."""
+        """What a delta becomes. With log-probabilities it is read token by token, so that each comes with its text."""
         if self._num_characters is None:
             self._num_characters = 0
             yield from self._writer.opening()
@@ -156,8 +156,8 @@ class _Events:
 
     def _push_part(self, delta: GeneratedText) -> Iterator[JsonObject]:
         message = self._reader.push(delta)
-        self._usage.count(delta, prompt=0, choice=0, num_reasoning_tokens=message.num_reasoning_tokens)
+        self._usage.count(message, prompt=0, choice=0)
         self._finish_reason = message.finish_reason or self._finish_reason
-        is_told = self._request.logprobs
-        logprobs = self._style.chat(delta.logprobs, self._request.top_logprobs or 0)["content"] if is_told else ()
+        num_top, is_reported = self._request.top_logprobs or 0, self._request.logprobs
+        logprobs = self._style.chat(message.logprobs, num_top)["content"] if is_reported else ()
         return self._writer.push(message, logprobs)

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 from batchline.config import RequestLimits
 from batchline.endpoints.chat import render_chat
+from batchline.endpoints.engine_input import check_vocabulary
 from batchline.endpoints.model import GenerativeModel
-from batchline.endpoints.prompts import check_vocabulary
 from batchline.openai_api.chat import ChatCompletionRequest
 from batchline.openai_api.limits import check_text
 from batchline.openai_api.parsing import parse_body

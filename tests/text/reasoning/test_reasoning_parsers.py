@@ -9,13 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchline.errors import UnknownParser
+from batchline.text.message_parts import ContentDelta, ReasoningDelta
+from batchline.text.parser_registry import load_plugin
 from batchline.text.reasoning import (
-    ContentDelta,
     ParsedReasoning,
-    ReasoningDelta,
     ReasoningParser,
     detect_reasoning_parser,
-    load_plugin,
     reasoning_parser,
     reasoning_parser_names,
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from batchline.text import reasoning, tool_parsers
+from batchline.text.message_parts import MessagePart, ReasoningDelta
 from batchline.text.reasoning import ReasoningParser, reasoning_parser
 from batchline.text.tool_parsers import ParsedToolCalls, ToolCall, ToolCallParser, assemble, tool_parser
 
@@ -16,10 +16,10 @@ def chained(thinker: ReasoningParser, caller: ToolCallParser, text: str) -> tupl
     """Reasoning and calls of a text that comes character by character through both streams."""
     thoughts, calls = thinker.stream(), caller.stream()
     shown: list[str] = []
-    deltas: list[tool_parsers.Delta] = []
+    deltas: list[MessagePart] = []
     for part in [*(thoughts.push(character) for character in text), thoughts.finish()]:
         for delta in part:
-            if isinstance(delta, reasoning.ReasoningDelta):
+            if isinstance(delta, ReasoningDelta):
                 shown.append(delta.text)
             else:
                 deltas += calls.push(delta.text)

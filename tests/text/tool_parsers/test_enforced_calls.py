@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchline.text.tool_parsers import Delta, ParsedToolCalls, ToolCall, ToolCallParser, assemble
+from batchline.text.tool_parsers import MessagePart, ParsedToolCalls, ToolCall, ToolCallParser, assemble
 from batchline.text.tool_parsers.enforced import ArgumentsParser, CallListParser
 
 FIRST, SECOND = '{"a": "\\"]}é"}', '{"b": [{}, null]}'
@@ -28,7 +28,7 @@ def call_by_call(text: str) -> ParsedToolCalls:
 
 def streamed(parser: ToolCallParser, text: str) -> ParsedToolCalls:
     stream = parser.stream()
-    deltas: list[Delta] = [delta for character in text for delta in stream.push(character)]
+    deltas: list[MessagePart] = [delta for character in text for delta in stream.push(character)]
     return assemble([*deltas, *stream.finish()])
 
 

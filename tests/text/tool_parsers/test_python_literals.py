@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchline.text.tool_parsers.python_literals import python_to_json
+from batchline.text.tool_parsers.literals import python_to_json
 
 LITERALS: st.SearchStrategy[Any] = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),

@@ -5,8 +5,7 @@ loosened: what cannot be enforced as it is written is refused.
 """
 
 from batchline.text.grammars.compiler import GrammarCompiler
-from batchline.text.grammars.constraint import Constraint, ConstraintKind
-from batchline.text.grammars.lark import NOTHING_ELSE, Preamble, Surroundings
+from batchline.text.grammars.grammar import NOTHING_ELSE, Constraint, ConstraintKind, Preamble, Surroundings
 from batchline.text.grammars.matcher import CompiledGrammar, GrammarMatcher
 
 __all__ = [

@@ -15,9 +15,15 @@ from typing import Any
 import llguidance
 
 from batchline.errors import BadRequest
-from batchline.text.grammars.constraint import Constraint
-from batchline.text.grammars.engine import LIMITS, refusal
-from batchline.text.grammars.lark import NOTHING_ELSE, Grammar, Surroundings, surrounded
+from batchline.text.grammars.grammar import (
+    LIMITS,
+    NOTHING_ELSE,
+    Constraint,
+    Grammar,
+    Surroundings,
+    refusal,
+    surrounded,
+)
 from batchline.text.grammars.matcher import CompiledGrammar
 from batchline.text.grammars.patterns import one_line, short_reason
 from batchline.text.grammars.schema_errors import schema_error

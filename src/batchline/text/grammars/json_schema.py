@@ -14,9 +14,15 @@ from functools import lru_cache
 from typing import Any
 
 from batchline.errors import BadRequest
-from batchline.text.grammars.constraint import Constraint
-from batchline.text.grammars.engine import MAX_ALTERNATIVES, engine_regex, matches_nothing_but, refusal
-from batchline.text.grammars.lark import Grammar, lark
+from batchline.text.grammars.grammar import (
+    MAX_ALTERNATIVES,
+    Constraint,
+    Grammar,
+    engine_regex,
+    lark,
+    matches_nothing_but,
+    refusal,
+)
 from batchline.text.grammars.patterns import json_pattern, short_reason
 
 MAX_DEPTH = 100

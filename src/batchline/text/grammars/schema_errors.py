@@ -10,9 +10,9 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from batchline.text.grammars.engine import refusal as engine_refusal
+from batchline.text.grammars.grammar import Grammar
+from batchline.text.grammars.grammar import refusal as engine_refusal
 from batchline.text.grammars.json_schema import OPTIONS, path_below, subschemas
-from batchline.text.grammars.lark import Grammar
 from batchline.text.grammars.patterns import one_line
 
 MAX_TRIES = 200

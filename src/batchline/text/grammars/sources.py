@@ -10,10 +10,17 @@ from typing import Any
 import llguidance
 
 from batchline.errors import BadRequest
-from batchline.text.grammars.constraint import Constraint
-from batchline.text.grammars.engine import engine_regex
+from batchline.text.grammars.grammar import (
+    Constraint,
+    Grammar,
+    Part,
+    SpecialTokens,
+    calls,
+    choices,
+    engine_regex,
+    lark,
+)
 from batchline.text.grammars.json_schema import strict_schema
-from batchline.text.grammars.lark import Grammar, Part, SpecialTokens, calls, choices, lark
 from batchline.text.grammars.patterns import one_line
 from batchline.text.grammars.tag_formats import format_grammar, tags_of_structures
 

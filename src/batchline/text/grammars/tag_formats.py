@@ -12,10 +12,19 @@ from dataclasses import replace
 from typing import Any
 
 from batchline.errors import BadRequest
-from batchline.text.grammars.constraint import Constraint
-from batchline.text.grammars.engine import engine_regex, refusal
+from batchline.text.grammars.grammar import (
+    ANY_TEXT,
+    Constraint,
+    Grammar,
+    Part,
+    SpecialTokens,
+    engine_regex,
+    free_text_up_to,
+    lark,
+    refusal,
+    written,
+)
 from batchline.text.grammars.json_schema import strict_schema
-from batchline.text.grammars.lark import ANY_TEXT, Grammar, Part, SpecialTokens, free_text_up_to, lark, written
 from batchline.text.grammars.patterns import short_reason
 from batchline.text.grammars.schema_errors import schema_error
 

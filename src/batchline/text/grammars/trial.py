@@ -4,7 +4,7 @@ The grammar engine's compiler recurses as deeply as a grammar's rules or a schem
 patterns keep it busy for hours. Neither can be ended from outside of it. So whatever is not plainly harmless is tried
 where a crash or a kill costs nothing (`isolation.py`); what passes there passes here, on a larger stack.
 
-Following a text needs no such care: the engine's parser and lexer do that without recursion, within `engine.LIMITS`.
+Following a text needs no such care: the engine's parser and lexer do that without recursion, within `grammar.LIMITS`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from dataclasses import asdict
 from typing import Any
 
 from batchline.errors import BadRequest
-from batchline.text.grammars.constraint import Constraint
+from batchline.text.grammars.grammar import Constraint, Preamble, Surroundings
 from batchline.text.grammars.json_schema import subschemas
-from batchline.text.grammars.lark import Preamble, Surroundings
 from batchline.text.tokenizer import VocabularyTokenizer
 
 MAX_CHARACTERS = 4 * 1024 * 1024

@@ -4,43 +4,43 @@ Knows no wire schema and no tokens: text in, content and calls out, at once or i
 removes the reasoning before.
 """
 
+from batchline.text.message_parts import ContentDelta, MessagePart, ToolCallDelta
 from batchline.text.parser_registry import load_plugin
-from batchline.text.tool_parsers.base import ToolCallParser, ToolCallStream
-from batchline.text.tool_parsers.calls import (
-    ContentDelta,
-    Delta,
+from batchline.text.tool_parsers.base import (
+    CallSink,
     ParsedToolCalls,
     ToolCall,
-    ToolCallDelta,
-    ToolDefinition,
+    ToolCallParser,
     assemble,
-)
-from batchline.text.tool_parsers.deepseek_v3 import DeepSeekV3ToolParser
-from batchline.text.tool_parsers.granite import GraniteToolParser
-from batchline.text.tool_parsers.hermes import HermesToolParser
-from batchline.text.tool_parsers.internlm import InternLmToolParser
-from batchline.text.tool_parsers.jamba import JambaToolParser
-from batchline.text.tool_parsers.llama3_json import Llama3JsonToolParser
-from batchline.text.tool_parsers.mistral import MistralToolParser
-from batchline.text.tool_parsers.phi4_mini_json import Phi4MiniJsonToolParser
-from batchline.text.tool_parsers.pythonic import PythonicToolParser
-from batchline.text.tool_parsers.qwen3_coder import Qwen3CoderToolParser
-from batchline.text.tool_parsers.registry import (
     detect_tool_parser,
     register_tool_parser,
     tool_parser,
     tool_parser_names,
 )
+from batchline.text.tool_parsers.json_formats import (
+    DeepSeekV3ToolParser,
+    GraniteToolParser,
+    HermesToolParser,
+    InternLmToolParser,
+    JambaToolParser,
+    Llama3JsonToolParser,
+    MistralToolParser,
+    Phi4MiniJsonToolParser,
+)
+from batchline.text.tool_parsers.pythonic import PythonicToolParser
+from batchline.text.tool_parsers.qwen3_coder import Qwen3CoderToolParser
+from batchline.text.tool_parsers.schema_types import ToolDefinition
 
 __all__ = [
+    "CallSink",
     "ContentDelta",
     "DeepSeekV3ToolParser",
-    "Delta",
     "GraniteToolParser",
     "HermesToolParser",
     "InternLmToolParser",
     "JambaToolParser",
     "Llama3JsonToolParser",
+    "MessagePart",
     "MistralToolParser",
     "ParsedToolCalls",
     "Phi4MiniJsonToolParser",
@@ -49,7 +49,6 @@ __all__ = [
     "ToolCall",
     "ToolCallDelta",
     "ToolCallParser",
-    "ToolCallStream",
     "ToolDefinition",
     "assemble",
     "detect_tool_parser",

@@ -1,4 +1,4 @@
-"""The base class of tool-call parsers, and the stream that one runs in.
+"""The base class of tool-call parsers, the calls that they find, and the sink that they report to.
 
 A format is implemented once, as a reader of text that arrives in pieces; a complete text is one piece. So the deltas of
 a stream always add up to the result for the whole text. Anything that is not a complete call becomes content: no text
@@ -9,13 +9,143 @@ from __future__ import annotations
 
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
+from batchline.text.message_parts import ContentDelta, MessagePart, PartSink, PartStream, ToolCallDelta
+from batchline.text.parser_registry import TOOL_PARSERS, ParserRegistry
 from batchline.text.text_cursor import Markers, Reading, TextCursor, UnexpectedText
-from batchline.text.tool_parsers.calls import Delta, ParsedToolCalls, ToolDefinition, assemble
-from batchline.text.tool_parsers.schema_types import ArgumentTypes
-from batchline.text.tool_parsers.sink import Callees, CallSink
+from batchline.text.tool_parsers.literals import strict_loads
+from batchline.text.tool_parsers.schema_types import ArgumentTypes, ToolDefinition
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call that the model wrote. id: as the model wrote it; None if its format has no ids."""
+
+    name: str
+    arguments_json: str
+    id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedToolCalls:
+    """A parsed text. content: all text that belongs to no call; None if there is none."""
+
+    content: str | None
+    calls: tuple[ToolCall, ...]
+
+
+def assemble(deltas: Iterable[MessagePart]) -> ParsedToolCalls:
+    """Join the deltas of one stream, as a client does."""
+    content: list[str] = []
+    heads: list[ToolCallDelta] = []
+    arguments: list[list[str]] = []
+    for delta in deltas:
+        if not isinstance(delta, ToolCallDelta):
+            content.append(delta.text)
+            continue
+        if delta.index == len(heads):
+            heads.append(delta)
+            arguments.append([])
+        arguments[delta.index].append(delta.arguments_fragment)
+    calls = [
+        ToolCall(head.name or "", "".join(fragments), head.id) for head, fragments in zip(heads, arguments, strict=True)
+    ]
+    return ParsedToolCalls("".join(content) or None, tuple(calls))
+
+
+@dataclass(frozen=True, slots=True)
+class Callees:
+    """The functions that may be called, and whether their calls are shown while they are written.
+
+    names: the tools' names; empty if they are unknown. is_eager: whether to show their calls while they are written.
+    only_these: whether only these functions can be called; a call of any other is content.
+    """
+
+    names: frozenset[str] = frozenset()
+    is_eager: bool = False
+    only_these: bool = False
+
+    def allow(self, name: str) -> bool:
+        """Whether a function of that name may be called."""
+        return not self.only_these or name in self.names
+
+    def show_at_once(self, name: str) -> bool:
+        """Whether a call of it is shown before it is complete."""
+        return self.is_eager and (not self.names or name in self.names)
+
+
+class CallSink(PartSink):
+    """Turns content and calls into parts, and decides when each is certain. Sets the cursor's mark after final text.
+
+    White space next to a call is markup and is dropped; other white space is content. A call is held back until it is
+    complete and its arguments are a JSON object, so that a malformed one can still become content. An eager sink shows
+    a call while it is written, once its name is known to be a tool's.
+    """
+
+    def __init__(self, cursor: TextCursor, callees: Callees) -> None:
+        super().__init__(cursor)
+        self._callees = callees
+        self._is_shown = False  # the open call, as it grows
+        self._space: list[str] = []
+        self._open: list[ToolCallDelta] | None = None
+        self._num_calls = 0
+
+    def content(self, text: str) -> None:
+        """Add text that belongs to no call."""
+        visible = text.rstrip()
+        if visible:
+            self._parts.append(ContentDelta("".join(self._space) + visible))
+            self._space.clear()
+        self._space.append(text[len(visible) :])
+
+    def open_call(self, name: str, call_id: str | None = None) -> None:
+        """Begin a call. Raises: UnexpectedText if `name` is not a possible function name."""
+        if not name or not name.isprintable() or not self._callees.allow(name):
+            raise UnexpectedText("not a function's name")
+        self._open = []
+        self._is_shown = self._callees.show_at_once(name)
+        if self._is_shown:
+            self._space.clear()
+        self._add(ToolCallDelta(self._num_calls, name, call_id))
+
+    def arguments(self, fragment: str) -> None:
+        """Add to the open call's arguments."""
+        self._add(ToolCallDelta(self._num_calls, arguments_fragment=fragment))
+
+    def close_call(self) -> None:
+        """End the open call. Raises: UnexpectedText if it was held back and its arguments are not a JSON object."""
+        assert self._open is not None
+        if not self._is_shown:
+            if not isinstance(strict_loads("".join(delta.arguments_fragment for delta in self._open)), dict):
+                raise UnexpectedText("the arguments are not an object")
+            self._parts += self._open
+            self._space.clear()
+        self._open = None
+        self._num_calls += 1
+        self._cursor.set_mark()
+
+    def abandon_call(self) -> bool:
+        """Break the open call off, if there is one. True if it was shown, and so stays a call."""
+        was_shown = self._open is not None and self._is_shown
+        self._open = None
+        self._num_calls += was_shown
+        return was_shown
+
+    def finish(self) -> None:
+        """End the text."""
+        space = "".join(self._space)
+        if space and not self._num_calls:
+            self._parts.append(ContentDelta(space))
+
+    def _add(self, delta: ToolCallDelta) -> None:
+        if self._is_shown:
+            self._parts.append(delta)
+            self._cursor.set_mark()
+        elif self._open is not None:
+            self._open.append(delta)
 
 
 class ToolCallParser(ABC):
@@ -51,9 +181,11 @@ class ToolCallParser(ABC):
         stream = self.stream()
         return assemble([*stream.push(text), *stream.finish()])
 
-    def stream(self) -> ToolCallStream:
-        """A stream for one text that arrives in pieces."""
-        return ToolCallStream(self, self._callees)
+    def stream(self) -> PartStream:
+        """A stream for one text that arrives in pieces: its content and calls."""
+        cursor = TextCursor()
+        sink = CallSink(cursor, self._callees)
+        return PartStream(cursor, sink, self.read(cursor, sink))
 
     @classmethod
     def recognizes(cls, template: str) -> bool:
@@ -93,23 +225,9 @@ class ToolCallParser(ABC):
                 sink.content(opening)
 
 
-class ToolCallStream:
-    """Parses one text that arrives in pieces. Mutable, one per text."""
+_REGISTRY: ParserRegistry[type[ToolCallParser]] = ParserRegistry("tool-call parser", TOOL_PARSERS)
 
-    def __init__(self, parser: ToolCallParser, callees: Callees) -> None:
-        self._cursor = TextCursor()
-        self._sink = CallSink(self._cursor, callees)
-        self._reading = parser.read(self._cursor, self._sink)
-
-    def push(self, delta_text: str) -> list[Delta]:
-        """Add text. Returns the deltas that are now certain."""
-        self._cursor.push(delta_text)
-        next(self._reading, None)
-        return self._sink.drain()
-
-    def finish(self) -> list[Delta]:
-        """End the text. Returns the deltas that were held back."""
-        self._cursor.end()
-        next(self._reading, None)
-        self._sink.finish()
-        return self._sink.drain()
+register_tool_parser = _REGISTRY.register
+tool_parser = _REGISTRY.get
+tool_parser_names = _REGISTRY.names
+detect_tool_parser = _REGISTRY.detect

@@ -1,7 +1,7 @@
 """Parsers for calls that a grammar forces into one format, regardless of the model's own.
 
 With `tool_choice` "required", the text is a JSON list of calls, `{"name": ..., "parameters": {...}}` each, as
-`batchline.text.grammars.lark.calls` spells them. If a function was chosen, the text is only its arguments. Calls are
+`batchline.text.grammars.grammar.calls` spells them. If a function was chosen, the text is only its arguments. Calls are
 streamed as they are written, since they cannot turn out to be content. If the text breaks off (at the token limit or a
 stop string), a call with a known name stays a call with the arguments so far, and no text is content.
 """
@@ -9,10 +9,9 @@ stop string), a call with a known name stays a call with the arguments so far, a
 from __future__ import annotations
 
 from batchline.text.text_cursor import Reading, TextCursor, UnexpectedText
-from batchline.text.tool_parsers.base import ToolCallParser
+from batchline.text.tool_parsers.base import CallSink, ToolCallParser
 from batchline.text.tool_parsers.json_calls import read_arguments, read_container, read_value
-from batchline.text.tool_parsers.json_text import strict_loads
-from batchline.text.tool_parsers.sink import CallSink
+from batchline.text.tool_parsers.literals import strict_loads
 
 
 class EnforcedParser(ToolCallParser):

@@ -10,8 +10,8 @@ from __future__ import annotations
 import re
 
 from batchline.text.text_cursor import Emit, Reading, TextCursor, UnexpectedText
-from batchline.text.tool_parsers.json_text import strict_loads
-from batchline.text.tool_parsers.sink import CallSink
+from batchline.text.tool_parsers.base import CallSink
+from batchline.text.tool_parsers.literals import strict_loads
 
 MAX_DEPTH = 128
 

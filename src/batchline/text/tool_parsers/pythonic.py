@@ -11,11 +11,8 @@ from __future__ import annotations
 import re
 
 from batchline.text.text_cursor import Reading, TextCursor, UnexpectedText
-from batchline.text.tool_parsers.base import ToolCallParser
-from batchline.text.tool_parsers.json_text import json_string, strict_loads
-from batchline.text.tool_parsers.python_literals import read_items, read_literal
-from batchline.text.tool_parsers.registry import register_tool_parser
-from batchline.text.tool_parsers.sink import CallSink
+from batchline.text.tool_parsers.base import CallSink, ToolCallParser, register_tool_parser
+from batchline.text.tool_parsers.literals import json_string, read_items, read_literal, strict_loads
 
 _NAME = re.compile(r"[\w.\-]*")
 _KEYWORD = re.compile(r"\w*")

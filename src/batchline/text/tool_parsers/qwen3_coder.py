@@ -10,10 +10,8 @@ from __future__ import annotations
 import re
 
 from batchline.text.text_cursor import Markers, Reading, TextCursor, UnexpectedText
-from batchline.text.tool_parsers.base import ToolCallParser
-from batchline.text.tool_parsers.json_text import json_string
-from batchline.text.tool_parsers.registry import register_tool_parser
-from batchline.text.tool_parsers.sink import CallSink
+from batchline.text.tool_parsers.base import CallSink, ToolCallParser, register_tool_parser
+from batchline.text.tool_parsers.literals import json_string
 
 _FUNCTION = "<function="
 _FUNCTION_END = "</function>"

@@ -1,4 +1,4 @@
-"""Converts arguments in plain text to JSON of the types in the tools' schemas.
+"""The tools of a request, and arguments in plain text converted to JSON of the types in their schemas.
 
 A text that fits none of the types becomes a string, so that the client sees the model's mistake.
 """
@@ -6,12 +6,19 @@ A text that fits none of the types becomes a string, so that the client sees the
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from batchline.text.text_cursor import UnexpectedText
-from batchline.text.tool_parsers.calls import ToolDefinition
-from batchline.text.tool_parsers.json_text import json_string, strict_loads
-from batchline.text.tool_parsers.python_literals import python_to_json
+from batchline.text.tool_parsers.literals import json_string, python_to_json, strict_loads
+
+
+@dataclass(frozen=True, slots=True)
+class ToolDefinition:
+    """A function that the model may call. parameters: JSON Schema of its arguments object."""
+
+    name: str
+    parameters: Mapping[str, Any] = field(default_factory=dict)
 
 
 class ArgumentTypes:

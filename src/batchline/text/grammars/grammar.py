@@ -1,8 +1,8 @@
-"""Grammars put together from parts, in the grammar engine's dialect of Lark.
+"""A request's constraint as it is given, and the grammars that constraints become, in the engine's dialect of Lark.
 
-A part is one of the engine's grammars, `{"lark_grammar": ...}` or `{"json_schema": ...}`; parts refer to each other by
-name, `@name`, the first being the whole. Markup that a tokenizer holds as a special token is no text to the engine, so
-it is named by its token id.
+A part is one of the engine's grammars, `{"lark_grammar": ...}` or `{"json_schema": ...}`. Parts refer to each other by
+name (`@name`); the first is the whole grammar. To the engine, markup that a tokenizer encodes as a special token is not
+text, so grammars name it by its token id.
 """
 
 from __future__ import annotations
@@ -10,7 +10,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
+
+import llguidance
+
+ConstraintKind = Literal["json_schema", "regex", "choice", "grammar", "structural_tag", "tool_calls"]
 
 Part = Mapping[str, Any]
 SpecialTokens = Callable[[str], tuple[int, ...]]
@@ -21,6 +25,45 @@ ANY_TEXT = r"/(?s:.*)/"
 _WITHOUT_FORCING = '%llguidance {"no_forcing": true}'
 """Otherwise the engine lets text that it knows beforehand be written in one way, as the tokenizer would write it alone;
 which is wrong for tokenizers that put a space before a text, and asks Python from the engine's threads."""
+
+MAX_ALTERNATIVES = 20_000
+
+LIMITS = llguidance.LLParserLimits(
+    verbose_errors=False, max_items_in_row=MAX_ALTERNATIVES + 100, step_max_items=10 * MAX_ALTERNATIVES
+)
+"""The engine's default limits of a grammar, with more alternatives at one place of the text. Its messages do not repeat
+the grammar."""
+
+_BYTES = llguidance.LLTokenizer("byte")
+"""For questions to the engine that need no model's tokenizer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constraint:
+    """One constraint. Hashable: equal constraints share a compiled grammar.
+
+    field: the request's field that it comes from, for error messages. source: JSON text of a schema, of a list of
+    choices, of structural tags, or of an object of tools' parameter schemas by name; else a regular expression or a
+    grammar. whitespace_pattern: regular expression of the white space between JSON tokens, None for a bounded amount of
+    any. is_compact: whether there is no white space at all.
+    tool_indices: the index in the field of each tool in the source, if the source does not have all of them.
+    is_single: whether only one tool call is allowed.
+    """
+
+    kind: ConstraintKind
+    field: str
+    source: str
+    whitespace_pattern: str | None = None
+    is_compact: bool = False
+    tool_indices: tuple[int, ...] = ()
+    is_single: bool = False
+
+    def field_of(self, schema: int) -> str:
+        """The path of the constraint's schema with this number; tool calls have one for each function."""
+        if self.kind != "tool_calls":
+            return self.field
+        index = self.tool_indices[schema] if self.tool_indices else schema
+        return f"{self.field}[{index}].function.parameters"
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,3 +181,21 @@ def free_text_up_to(rule: str, end: str, special: SpecialTokens) -> str:
 def written(text: str, special: SpecialTokens) -> str:
     """A text, by token ids where the tokenizer holds it as special tokens."""
     return " ".join(f"<[{token_id}]>" for token_id in special(text)) or literal(text)
+
+
+def refusal(source: str, tokenizer: llguidance.LLTokenizer = _BYTES) -> str | None:
+    """Why the engine refuses a grammar, None if it takes it. A warning counts: it tells of what would be left out."""
+    _, messages = llguidance.LLMatcher.validate_grammar_with_warnings(source, tokenizer, limits=LIMITS)
+    return messages[0] if messages else None
+
+
+def engine_regex(pattern: str) -> str:
+    """A regular expression as it stands between slashes in a grammar; `\\d`, `\\w` and their opposites are ASCII."""
+    return str(llguidance.regex_to_lark(pattern, use_ascii="dw"))
+
+
+def matches_nothing_but(pattern: str, allowed: str) -> bool:
+    """Whether every text that a valid `pattern` matches is matched by `allowed` too."""
+    more = Grammar(lark(f"start: MORE\nMORE: /{engine_regex(pattern)}/ & ~/{allowed}/")).serialised()
+    state = llguidance.LLMatcher(_BYTES, more, log_level=0, limits=LIMITS)
+    return state.is_error() or not any(state.compute_bitmask()) or state.is_error()

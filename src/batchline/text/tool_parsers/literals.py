@@ -1,7 +1,7 @@
-"""Converts Python literals in a model's text to JSON text: strings, numbers, True, False, None, lists and dicts.
+"""JSON text as strictly as clients read it, and Python literals in a model's text converted to it.
 
-It does not use Python's parser, which needs the whole text at once, warns about unknown escapes, and refuses things
-that models really write: `true`, `null`, line breaks in strings.
+Python's own parser is not used: it needs the whole text at once, warns about unknown escapes, and refuses things that
+models really write: `true`, `null`, line breaks in strings.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import json
 import re
 from collections import deque
 from collections.abc import Callable
+from typing import Any, NoReturn
 
 from batchline.text.text_cursor import Reading, TextCursor, UnexpectedText
-from batchline.text.tool_parsers.json_text import json_string
 
 MAX_DEPTH = 64
 
@@ -23,6 +23,24 @@ _PYTHON_INTEGER = re.compile(r"[-+]?(0[xXoObB][0-9a-fA-F_]+|[0-9_]+)")
 _PLAIN = {'"': re.compile(r'[^"\\]*'), "'": re.compile(r"[^'\\]*")}
 _ESCAPE = re.compile(r"\\(\n|[\\'\"abfnrtv]|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|[0-7]{1,3})")
 _ESCAPED = {"\n": "", "a": "\a", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", "v": "\v"}
+
+
+def strict_loads(text: str) -> Any:
+    """The value of a JSON text. Raises: UnexpectedText if it is not JSON; NaN and infinities are not."""
+    try:
+        return json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError) as exc:
+        raise UnexpectedText("not JSON") from exc
+
+
+def json_string(text: str) -> str:
+    """A string as JSON text that can be encoded: lone surrogates are escaped, other characters stay readable."""
+    has_surrogates = any("\ud800" <= character <= "\udfff" for character in text)
+    return json.dumps(text, ensure_ascii=has_surrogates)
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise UnexpectedText(f"{constant} is not JSON")
 
 
 def python_to_json(text: str) -> str | None:

@@ -1,0 +1,247 @@
+"""Formats whose calls are JSON objects, or names and JSON arguments, between a model's own markers."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import string
+
+from batchline.text.text_cursor import Reading, TextCursor
+from batchline.text.tool_parsers.base import CallSink, ToolCallParser, register_tool_parser
+from batchline.text.tool_parsers.json_calls import read_arguments, read_call_list, read_call_object, read_calls
+
+_CALLS_BEGIN, _CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+_CALL_BEGIN, _CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+_SEPARATOR = "<｜tool▁sep｜>"
+_FENCE = "```"
+_WORD = re.compile(r"[^<{\n]*")
+
+
+@register_tool_parser("deepseek_v3")
+class DeepSeekV3ToolParser(ToolCallParser):
+    """DeepSeek V3, R1 and V3.1: calls between special tokens, all of them between `_CALLS_BEGIN` and `_CALLS_END`.
+
+    Format: DeepSeek's chat templates. V3 and R1 write `<｜tool▁call▁begin｜>function<｜tool▁sep｜>name`, a Markdown
+    block of JSON with the arguments, and `<｜tool▁call▁end｜>`. V3.1 writes the name before `<｜tool▁sep｜>` and bare
+    JSON after it. This parser reads both; vLLM has `deepseek_v3` and `deepseek_v31`.
+    """
+
+    openings = (_CALLS_BEGIN, _CALL_BEGIN)
+    special_tokens = (_CALLS_BEGIN, _CALLS_END, _CALL_BEGIN, _CALL_END, _SEPARATOR)
+
+    @classmethod
+    def recognizes(cls, template: str) -> bool:
+        return _CALL_BEGIN in template
+
+    def read_block(self, cursor: TextCursor, sink: CallSink, opening: str) -> Reading[None]:
+        if opening == _CALLS_BEGIN:
+            yield from cursor.space()
+            yield from cursor.expect(_CALL_BEGIN)
+        while True:
+            yield from self._read_call(cursor, sink)
+            if not (yield from cursor.optional(_CALL_BEGIN)):
+                break
+        yield from cursor.optional(_CALLS_END)
+
+    def _read_call(self, cursor: TextCursor, sink: CallSink) -> Reading[None]:
+        name = yield from cursor.run(_WORD)
+        yield from cursor.expect(_SEPARATOR)
+        is_fenced = (yield from cursor.peek()) != "{"
+        if is_fenced:
+            name = yield from cursor.run(_WORD)
+            yield from cursor.space()
+            yield from cursor.literal(f"{_FENCE}json")
+            yield from cursor.space()
+        yield from read_arguments(cursor, sink, name.strip())
+        if is_fenced:
+            yield from cursor.optional(_FENCE)
+        yield from cursor.optional(_CALL_END)
+
+
+@register_tool_parser("granite")
+class GraniteToolParser(ToolCallParser):
+    """Granite 3 and 4: `<|tool_call|>` and a JSON list of calls.
+
+    Format: IBM's chat templates, "respond only with <|tool_call|> followed by a JSON list of tools used" (3.0 to 3.3);
+    `<tool_call>` as text in 3.1; an object between `<tool_call>` tags in 4.0; vLLM's `granite` parser, which also takes
+    a list at the beginning of the text without any marker.
+    """
+
+    openings = ("<|tool_call|>", "<tool_call>")
+    bare_openings = ("[",)
+    special_tokens = ("<|tool_call|>", "<tool_call>", "</tool_call>")
+
+    @classmethod
+    def recognizes(cls, template: str) -> bool:
+        has_marker = any(marker in template for marker in cls.openings)
+        return "<|start_of_role|>" in template and has_marker
+
+    def read_block(self, cursor: TextCursor, sink: CallSink, opening: str) -> Reading[None]:
+        yield from read_calls(cursor, sink, needs_arguments=not opening)
+        yield from cursor.optional("</tool_call>")
+
+
+@register_tool_parser("hermes")
+class HermesToolParser(ToolCallParser):
+    """Hermes: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, a block for each call.
+
+    Format: the chat templates of NousResearch Hermes 2 Pro and 3, Qwen 2.5 and Qwen 3; vLLM's `hermes` parser. The
+    closing tag may be missing, since models leave it out at the end of a turn.
+    """
+
+    openings = ("<tool_call>",)
+    special_tokens = ("<tool_call>", "</tool_call>")
+
+    @classmethod
+    def recognizes(cls, template: str) -> bool:
+        others = ("<function=", "<arg_key>", "<tool_calls>", "<|start_of_role|>", "<|tool_call|>")
+        return "<tool_call>" in template and not any(marker in template for marker in others)
+
+    def read_block(self, cursor: TextCursor, sink: CallSink, opening: str) -> Reading[None]:
+        yield from cursor.space()
+        yield from read_call_object(cursor, sink)
+        yield from cursor.optional("</tool_call>")
+
+
+@register_tool_parser("internlm")
+class InternLmToolParser(ToolCallParser):
+    """InternLM 2 and 2.5: `<|action_start|><|plugin|>{"name": ..., "parameters": {...}}<|action_end|>`.
+
+    Format: InternLM's chat format documentation and Lagent; vLLM's `internlm` parser. The text after
+    `<|action_start|><|interpreter|>` is code for an interpreter and not a call, so it stays content.
+    """
+
+    openings = ("<|action_start|><|plugin|>",)
+    special_tokens = ("<|action_start|>", "<|plugin|>", "<|action_end|>")
+
+    @classmethod
+    def recognizes(cls, template: str) -> bool:
+        return "<|action_start|>" in template and "<|plugin|>" in template
+
+    def read_block(self, cursor: TextCursor, sink: CallSink, opening: str) -> Reading[None]:
+        yield from cursor.space()
+        yield from read_call_object(cursor, sink)
+        yield from cursor.optional("<|action_end|>")
+
+
+@register_tool_parser("jamba")
+class JambaToolParser(ToolCallParser):
+    """Jamba 1.5 and later: `<tool_calls>[{"name": ..., "arguments": {...}}, ...]</tool_calls>`.
+
+    Format: AI21's chat template of Jamba 1.5; vLLM's `jamba` parser.
+    """
+
+    openings = ("<tool_calls>",)
+    special_tokens = ("<tool_calls>", "</tool_calls>")
+
+    @classmethod
+    def recognizes(cls, template: str) -> bool:
+        return "<tool_calls>" in template and "<tool_call>" not in template
+
+    def read_block(self, cursor: TextCursor, sink: CallSink, opening: str) -> Reading[None]:
+        yield from cursor.space()
+        yield from read_call_list(cursor, sink)
+        yield from cursor.optional("</tool_calls>")
+
+
+@register_tool_parser("llama3_json")
+class Llama3JsonToolParser(ToolCallParser):
+    """Llama 3.1 to 3.3 and Llama 4 with JSON: the message is `{"name": ..., "parameters": {...}}`.
+
+    Format: Meta's chat templates, "Respond in the format {"name": function name, "parameters": dictionary of argument
+    name and its value}"; vLLM's `llama3_json` parser. `<|python_tag|>` may come first; several calls are separated by
+    `;`. Without the tag, only an object with arguments at the beginning of the text is a call. Any other JSON is an
+    answer.
+    """
+
+    openings = ("<|python_tag|>",)
+    bare_openings = ("{",)
+    special_tokens = ("<|python_tag|>",)
+
+    @classmethod
+    def recognizes(cls, template: str) -> bool:
+        return '"parameters": dictionary of argument name' in template or (
+            "<|python_tag|>" in template and "<|start_header_id|>" in template
+        )
+
+    def read_block(self, cursor: TextCursor, sink: CallSink, opening: str) -> Reading[None]:
+        while True:
+            yield from cursor.space()
+            yield from read_call_object(cursor, sink, needs_arguments=True)
+            has_separator = yield from cursor.optional(";")
+            if not has_separator and not (yield from self._object_follows(cursor)):
+                return
+
+    def _object_follows(self, cursor: TextCursor) -> Reading[bool]:
+        start = cursor.position
+        yield from cursor.space()
+        follows = (yield from cursor.peek()) == "{"
+        cursor.position = start
+        return follows
+
+
+_NAME = re.compile(r"[\w.\-]*")
+_ID_CHARACTERS = string.ascii_letters + string.digits
+
+
+@register_tool_parser("mistral")
+class MistralToolParser(ToolCallParser):
+    """Mistral: `[TOOL_CALLS]` and a JSON list of calls, or in newer models a name and its arguments.
+
+    Format: mistral-common's tokenizers. Up to version 7 `[TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...]`;
+    version 11 `[TOOL_CALLS]name[CALL_ID]id[ARGS]{...}`, version 13 `[TOOL_CALLS]name[ARGS]{...}`, each call with its
+    own marker. vLLM's `mistral` parser reads the first and `name{...}`. Mistral's templates refuse ids of calls that
+    are not 9 characters of a-z, A-Z, 0-9.
+    """
+
+    openings = ("[TOOL_CALLS]",)
+    special_tokens = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
+
+    @classmethod
+    def recognizes(cls, template: str) -> bool:
+        return "[TOOL_CALLS]" in template
+
+    @staticmethod
+    def make_call_id() -> str:
+        return "".join(secrets.choice(_ID_CHARACTERS) for _ in range(9))
+
+    def read_block(self, cursor: TextCursor, sink: CallSink, opening: str) -> Reading[None]:
+        yield from cursor.space()
+        if (yield from cursor.peek()) in ("[", "{"):
+            yield from read_calls(cursor, sink)
+        else:
+            yield from self._read_named_call(cursor, sink)
+
+    def _read_named_call(self, cursor: TextCursor, sink: CallSink) -> Reading[None]:
+        name = yield from cursor.run(_NAME)
+        call_id = None
+        if (yield from cursor.literal("[CALL_ID]")):
+            call_id = (yield from cursor.run(_NAME)) or None
+        yield from cursor.optional("[ARGS]")
+        yield from cursor.space()
+        yield from read_arguments(cursor, sink, name, call_id)
+
+
+@register_tool_parser("phi4_mini_json")
+class Phi4MiniJsonToolParser(ToolCallParser):
+    """Phi-4-mini: `functools[{"name": ..., "arguments": {...}}, ...]`.
+
+    Format: vLLM's template for Phi-4-mini, "prefix function calls with functools marker (no closing marker required)",
+    and its `phi4_mini_json` parser; and the model's own tokens, `<|tool_call|>` before a list or an object and
+    `<|/tool_call|>` after it, as in llama.cpp's template. The word `functools` in code is content.
+    """
+
+    openings = ("functools", "<|tool_call|>")
+    special_tokens = ("<|tool_call|>", "<|/tool_call|>")
+
+    @classmethod
+    def recognizes(cls, template: str) -> bool:
+        has_tokens = "<|tool|>" in template and "<|/tool|>" in template
+        return "functools[" in template or has_tokens
+
+    def read_block(self, cursor: TextCursor, sink: CallSink, opening: str) -> Reading[None]:
+        if opening == "functools":
+            yield from read_call_list(cursor, sink)
+        else:
+            yield from read_calls(cursor, sink)
+            yield from cursor.optional("<|/tool_call|>")
