@@ -20,8 +20,8 @@ from typing import Any
 
 from batch_files import RecordingReporter
 
+from batchline import control_group
 from batchline.backends.base import EndpointRequest
-from batchline.batch import crashes
 from batchline.batch.api import run_blocking
 from batchline.batch.files import RunFiles
 from batchline.batch.options import RunOptions
@@ -89,7 +89,7 @@ def child(files: RunFiles) -> dict[str, Any]:
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
-    crashes.CGROUP, crashes.PROC_CGROUP = folder, folder / "cgroup"
+    control_group.MOUNT, control_group.OWN_GROUPS = folder, folder / "cgroup"
     asked: list[str] = []
     run_files = RunFiles.named(str(folder / "in.jsonl"), str(folder / "out.jsonl"))
     children: list[dict[str, Any]] = []

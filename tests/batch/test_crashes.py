@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from batch_files import chat_line, contents, read_lines, write_lines
 
+from batchline import control_group
 from batchline.backends.base import EndpointRequest, ServedModel
-from batchline.batch import crashes
 from batchline.batch.crashes import InFlight, Suspects, last_crash, watched
 from batchline.batch.journal import Note
 from batchline.batch.plan import WorkItem
@@ -110,8 +110,8 @@ def test_a_request_that_takes_all_memory_is_answered_with_an_error_after_the_thi
 def test_without_evidence_that_memory_lacked_a_killed_process_accuses_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    monkeypatch.setattr(crashes, "CGROUP", tmp_path)
-    monkeypatch.setattr(crashes, "PROC_CGROUP", tmp_path / "cgroup")
+    monkeypatch.setattr(control_group, "MOUNT", tmp_path)
+    monkeypatch.setattr(control_group, "OWN_GROUPS", tmp_path / "cgroup")
     events = make_control_group(tmp_path)
     if what == "unreadable then":
         events.unlink()

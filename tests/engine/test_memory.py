@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +12,14 @@ import psutil
 import pytest
 import torch
 
+from batchline import control_group
 from batchline.config import CacheConfig
 from batchline.engine import memory
 from batchline.engine.kv_cache import KVCache, LayerSpec, bytes_per_block, choose_num_blocks
 from batchline.engine.native_cache import NativeKVCache
 from batchline.native.library import open_kernels
+
+Container = Callable[[str, int, int], None]
 
 MIB = 1024**2
 CPU = torch.device("cpu")
@@ -30,28 +34,39 @@ def _empty_ledger(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("batchline.engine.native_cache.LEDGER", ledger)
 
 
-def container(folder: Path, limit: str, current: int, cached: int) -> Path:
-    (folder / "memory.max").write_text(f"{limit}\n")
-    (folder / "memory.current").write_text(f"{current}\n")
-    (folder / "memory.stat").write_text(f"anon 5\ninactive_file {cached}\nactive_file 0\n")
-    return folder
+@pytest.fixture(params=["0::/", "4:memory:/docker/abc\n0::/docker/abc"], ids=["version 2", "version 1"])
+def container(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Container:
+    """Makes the control group in which this process then is; in a container, it appears as the root."""
+    is_first = "memory" in request.param
+    monkeypatch.setattr(control_group, "MOUNT", tmp_path)
+    monkeypatch.setattr(control_group, "OWN_GROUPS", tmp_path / "own")
+    (tmp_path / "own").write_text(request.param)
+    folder = tmp_path / "memory" if is_first else tmp_path
+    folder.mkdir(exist_ok=True)
+
+    def make(limit: str, current: int, cached: int) -> None:
+        (folder / ("memory.limit_in_bytes" if is_first else "memory.max")).write_text(f"{limit}\n")
+        (folder / ("memory.usage_in_bytes" if is_first else "memory.current")).write_text(f"{current}\n")
+        prefix = "total_" if is_first else ""
+        (folder / "memory.stat").write_text(f"anon 5\n{prefix}inactive_file {cached}\n{prefix}active_file 0\n")
+
+    return make
 
 
-def test_a_containers_limit_counts_and_its_cached_files_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "CGROUP", container(tmp_path, str(100 * MIB), 80 * MIB, 30 * MIB))
+def test_a_containers_limit_counts_and_its_cached_files_do_not(container: Container) -> None:
+    """Bug: a limit of version 1 was not seen, so a cache was sized for the whole machine."""
+    container(str(100 * MIB), 80 * MIB, 30 * MIB)
     assert memory.free_bytes("cpu") == 50 * MIB
 
 
 @pytest.mark.parametrize("limit", ["max", str(2**60)])
-def test_without_a_smaller_limit_the_machines_memory_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str
-) -> None:
-    monkeypatch.setattr(memory, "CGROUP", container(tmp_path, limit, MIB, 0))
+def test_without_a_smaller_limit_the_machines_memory_counts(container: Container, limit: str) -> None:
+    container(limit, MIB, 0)
     assert MIB < memory.free_bytes("cpu") <= psutil.virtual_memory().total
 
 
-def test_a_container_that_is_full_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "CGROUP", container(tmp_path, str(MIB), 2 * MIB, 0))
+def test_a_container_that_is_full_leaves_nothing(container: Container) -> None:
+    container(str(MIB), 2 * MIB, 0)
     assert memory.free_bytes("cpu") == 0
 
 
@@ -108,10 +123,10 @@ def test_a_cache_is_not_made_of_recycled_memory() -> None:
     assert left == 0
 
 
-def test_several_caches_are_never_promised_the_same_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_caches_are_never_promised_the_same_memory(container: Container) -> None:
     """Each cache was sized from memory that the ones before had been promised and not written yet: 17.8 GiB of 14.5."""
     free = 100 * MIB
-    monkeypatch.setattr(memory, "CGROUP", container(tmp_path, str(free), 0, 0))
+    container(str(free), 0, 0)
     spec = LayerSpec(num_kv_heads=2, key_dim=64, value_dim=64)
     block_bytes = bytes_per_block([spec], 16, torch.float32)
     caches = []

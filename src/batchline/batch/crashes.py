@@ -30,12 +30,10 @@ from typing import Any
 
 from batchline.batch.journal import Note
 from batchline.batch.plan import WorkItem
+from batchline.control_group import oom_kills
 
 LETHAL_CRASHES = 3
 """A request that was in flight at this many crashes, the last time alone, is not tried again."""
-
-CGROUP = Path("/sys/fs/cgroup")
-PROC_CGROUP = Path("/proc/self/cgroup")
 
 _IN_FLIGHT, _FAULT = "in-flight", "fault"
 _SEAT = struct.Struct("<Q")
@@ -75,16 +73,9 @@ def last_crash(folder: Path) -> Crash | None:
 
 
 def _oom_kills() -> str:
-    """How many processes of this one's control group (cgroup v2) the kernel has killed for lack of memory, as
-    `GROUP COUNT`; empty where that cannot be read. GROUP, an inode, tells a new group under the same path apart."""
-    try:
-        groups = PROC_CGROUP.read_text().splitlines()
-        path = next(line.removeprefix("0::/") for line in groups if line.startswith("0::/"))
-        events = CGROUP / path / "memory.events"
-        counts = dict(line.split() for line in events.read_text().splitlines())
-        return f"{events.stat().st_ino} {int(counts['oom_kill'])}"
-    except (OSError, ValueError, KeyError, StopIteration):
-        return ""
+    """`GROUP COUNT`, see `oom_kills`; empty where that cannot be read."""
+    kills = oom_kills()
+    return "" if kills is None else f"{kills[0]} {kills[1]}"
 
 
 def _have_grown(before: str) -> bool:

@@ -9,14 +9,12 @@ from __future__ import annotations
 import ctypes
 import mmap
 from contextlib import suppress
-from pathlib import Path
 from weakref import WeakValueDictionary
 
 import numpy as np
 import psutil
 
-CGROUP = Path("/sys/fs/cgroup")
-"""The folder in which a container finds its own limits (cgroup v2)."""
+from batchline.control_group import memory_room
 
 
 class MemoryLedger:
@@ -61,27 +59,20 @@ LEDGER = MemoryLedger()
 
 def free_bytes(device_type: str | None = None) -> int:
     """Bytes on the GPU or the machine that are neither used nor promised; None means the GPU if there is one."""
-    import torch  # takes seconds, and the start-up uses this module without it
+    if device_type != "cpu":
+        import torch  # takes seconds, and the start-up uses this module without it
 
-    if device_type is None:
-        device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    if device_type == "cuda":
-        return torch.cuda.mem_get_info()[0]
+        if device_type == "cuda" or torch.cuda.is_available():
+            return torch.cuda.mem_get_info()[0]
     available = int(psutil.virtual_memory().available)
-    room = _container_room()
+    room = memory_room()
     free = available if room is None else min(available, room)
     return max(0, free - LEDGER.untouched_bytes())
 
 
-def _container_room() -> int | None:
-    """Bytes left under the container's limit; None without one. Cached files can be dropped, so they do not count."""
-    try:
-        limit = int((CGROUP / "memory.max").read_text())  # "max" means no limit
-        used = int((CGROUP / "memory.current").read_text())
-        stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):
-        return None
-    return max(0, limit - used + int(stat.get("inactive_file", 0)) + int(stat.get("active_file", 0)))
+def cache_share(num_free: int, device_type: str) -> int:
+    """How much of the free memory a cache may take; on a CPU half of it, since the rest is for everything else."""
+    return num_free if device_type == "cuda" else num_free // 2
 
 
 def _resident_bytes(array: np.ndarray) -> int:

@@ -14,7 +14,7 @@ import torch
 from batchline.config import EngineConfig
 from batchline.engine.cache_memory import CacheMemory
 from batchline.engine.kv_cache import KVCache, bytes_per_block, choose_num_blocks
-from batchline.engine.memory import free_bytes
+from batchline.engine.memory import cache_share, free_bytes
 from batchline.engine.model_loader import LoadedModel
 from batchline.engine.model_runner import ModelRunner, StepRunner
 from batchline.engine.native_cache import NativeKVCache, padded
@@ -183,5 +183,4 @@ def _place_on_cuda(config: EngineConfig, loaded: LoadedModel) -> Placement | Non
 
 
 def _free_share(loaded: LoadedModel) -> int:
-    """The free memory of the device; on a CPU half of it, since the rest is for everything else."""
-    return free_bytes() if loaded.device.type == "cuda" else free_bytes("cpu") // 2
+    return cache_share(free_bytes(loaded.device.type), loaded.device.type)

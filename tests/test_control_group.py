@@ -1,0 +1,59 @@
+"""What the kernel reports about control groups, of both versions and at every level."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from batchline import control_group
+from batchline.control_group import memory_room, oom_kills
+
+
+@pytest.fixture(autouse=True)
+def mount(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(control_group, "MOUNT", tmp_path)
+    monkeypatch.setattr(control_group, "OWN_GROUPS", tmp_path / "own")
+    return tmp_path
+
+
+def write_limit(folder: Path, limit: int, used: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "memory.max").write_text(f"{limit}\n")
+    (folder / "memory.current").write_text(f"{used}\n")
+    (folder / "memory.stat").write_text("anon 5\n")
+
+
+@pytest.mark.parametrize(("own", "above"), [(100, 500), (500, 100)])
+def test_the_tightest_limit_at_any_level_counts(mount: Path, own: int, above: int) -> None:
+    """Bug: only the limit of the root was read, and systemd and Kubernetes set those of groups below it."""
+    (mount / "own").write_text("0::/slice/service\n")
+    write_limit(mount / "slice/service", own, 0)
+    write_limit(mount / "slice", above, 0)
+    assert memory_room() == 100
+
+
+def test_kills_are_counted_in_version_1_too(mount: Path) -> None:
+    """Bug: in such a container nobody was suspected after a kill for lack of memory, so a batch never ended."""
+    (mount / "own").write_text("9:name=systemd:/\n4:cpu,memory:/group\n0::/\n")
+    group = mount / "memory/group"
+    group.mkdir(parents=True)
+    (group / "memory.oom_control").write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 3\n")
+    assert oom_kills() == ((group / "memory.oom_control").stat().st_ino, 3)
+
+
+def test_a_group_that_a_container_sees_as_the_root_is_found_there(mount: Path) -> None:
+    (mount / "own").write_text("4:memory:/docker/abc\n")
+    (mount / "memory").mkdir()
+    (mount / "memory/memory.oom_control").write_text("oom_kill 2\n")
+    assert oom_kills() == ((mount / "memory/memory.oom_control").stat().st_ino, 2)
+
+
+@pytest.mark.parametrize("groups", ["", "0::/\n", "nonsense\n", "4:memory:/gone\n0::/gone\n"])
+def test_nothing_is_reported_where_nothing_can_be_read(mount: Path, groups: str) -> None:
+    (mount / "own").write_text(groups)
+    assert (memory_room(), oom_kills()) == (None, None)
+
+
+def test_systems_without_control_groups_report_nothing() -> None:
+    assert (memory_room(), oom_kills()) == (None, None)
