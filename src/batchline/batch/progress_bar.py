@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -57,7 +58,9 @@ class ProgressBar:
     """A bar of `tqdm`, as other libraries of the field show one; in a notebook it is a widget."""
 
     def __init__(self) -> None:
-        from tqdm.auto import tqdm  # finds out whether it is in a notebook
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that a notebook without ipywidgets gets a bar of text
+            from tqdm.auto import tqdm  # finds out whether it is in a notebook
 
         self._tqdm: Any = tqdm
         self._bar: Any = None
@@ -73,17 +76,25 @@ class ProgressBar:
     def progress(self, progress: Progress) -> None:
         """The bar's new state. Requests that an earlier run did are not part of its rate."""
         if self._bar is None:
-            self._bar = self._tqdm(total=progress.total, initial=progress.resumed, unit="req", file=sys.stderr)
-        self._bar.set_postfix_str(
-            f"{progress.failed:,} failed, {progress.output_tokens_per_s:,.0f} tok/s", refresh=False
-        )
-        self._bar.update(progress.done - self._bar.n)
+            # smoothing=0: answers come in bursts, and only the mean rate goes on changing between two of them
+            self._bar = self._tqdm(
+                total=progress.total, initial=progress.resumed, unit="req", file=sys.stderr, smoothing=0
+            )
+        state = f"{progress.failed:,} failed, {progress.output_tokens_per_s:,.0f} tok/s"
+        self._bar.set_postfix_str(state if progress.stops_in_s is None else stopping_text(progress), refresh=False)
+        self._bar.n = progress.done
         self._bar.refresh()
 
     def close(self) -> None:
         """Leave the bar as it stands."""
         if self._bar is not None:
             self._bar.close()
+
+
+def stopping_text(progress: Progress) -> str:
+    """What a run that is being stopped waits for, and how long."""
+    seconds = max(0.0, progress.stops_in_s or 0.0)
+    return f"stopping: {progress.num_running:,} running, cut in {seconds:.0f} s"
 
 
 class CallbackReporter:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from batchline.batch.progress import Progress
+from batchline.batch.progress_bar import stopping_text
 
 GAP = "  "
 
@@ -19,7 +20,7 @@ def progress_text(progress: Progress) -> str:
         f"{progress.output_tokens_per_s:,.0f} output tokens/s",
     ]
     if progress.stops_in_s is not None:
-        parts.append(f"{_stopping(progress)}")
+        parts.append(stopping_text(progress))
     elif progress.eta_s is not None and progress.done < progress.total:
         parts.append(f"{duration(progress.eta_s)} left")
     return ", ".join(parts)
@@ -62,17 +63,12 @@ def _first_parts(progress: Progress, *, is_short: bool) -> list[str]:
     counts = f"{short_number(done)}/{short_number(total)}" if is_short else f"{done:,}/{total:,}"
     parts = [counts, f"{100 * done // max(total, 1)}%"]
     if progress.stops_in_s is not None:
-        parts.insert(0, _stopping(progress))
+        parts.insert(0, stopping_text(progress))
     if failed:
         parts.append(f"{short_number(failed) if is_short else f'{failed:,}'} failed")
     if progress.stops_in_s is None and progress.eta_s is not None and done < total:
         parts.append(f"{duration(progress.eta_s)} left")
     return parts
-
-
-def _stopping(progress: Progress) -> str:
-    seconds = max(0.0, progress.stops_in_s or 0.0)
-    return f"stopping: {progress.num_running:,} running, cut in {seconds:.0f} s"
 
 
 def _fitting(parts: Sequence[str], width: int) -> list[str]:
