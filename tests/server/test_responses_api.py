@@ -389,14 +389,14 @@ async def test_responses_under_one_request_id_are_kept_apart(serve: Serve) -> No
             assert items[0]["content"][0]["text"] == text
 
 
-def kept(response_id: str, text: str = "", status: str = "completed") -> KeptResponse:
+def kept(response_id: str, text: str = "", status: str = "completed", owner: str = "") -> KeptResponse:
     items = [{"role": "user", "content": text}]
-    return KeptResponse({"id": response_id, "status": status, "output": []}, items, len(orjson.dumps(items)))
+    return KeptResponse({"id": response_id, "status": status, "output": []}, items, len(orjson.dumps(items)), owner)
 
 
-def keep(responses: KeptResponses, response_id: str, text: str = "") -> None:
-    responses.begin(kept(response_id, status="in_progress"))
-    responses.finish(kept(response_id, text))
+def keep(responses: KeptResponses, response_id: str, text: str = "", owner: str = "") -> None:
+    responses.begin(kept(response_id, status="in_progress", owner=owner))
+    responses.finish(kept(response_id, text, owner=owner))
 
 
 def test_the_oldest_are_forgotten_where_all_are_too_large_together() -> None:
@@ -434,6 +434,53 @@ def test_responses_in_progress_are_never_dropped_for_room() -> None:
     assert ("running" in responses, "second" in responses, "c" in responses) == (True, True, False)
     with pytest.raises(Overloaded):
         responses.begin_in_background(kept("third", status="queued"))
+
+
+def test_one_key_cannot_take_the_places_of_all_others_in_the_background() -> None:
+    """Bug: the 1,000 responses of one key filled the place of all others, who got a 503 until they were finished."""
+    responses = KeptResponses(max_kept=8)
+    for number in range(4):
+        responses.begin_in_background(kept(f"a{number}", status="queued", owner="a"))
+    with pytest.raises(Overloaded, match="Too many of your responses"):
+        responses.begin_in_background(kept("a4", status="queued", owner="a"))
+    for number in range(2):
+        responses.begin_in_background(kept(f"b{number}", status="queued", owner="b"))
+    with pytest.raises(Overloaded, match="Too many of your responses"):
+        responses.begin_in_background(kept("b2", status="queued", owner="b"))
+    responses.begin_in_background(kept("c0", status="queued", owner="c"))
+    responses.finish(kept("a0", owner="a"))
+    responses.finish(kept("a1", owner="a"))
+    responses.begin_in_background(kept("b2", status="queued", owner="b"))
+
+
+def test_one_key_cannot_take_all_the_bytes_in_the_background() -> None:
+    responses = KeptResponses(max_bytes=1000)
+    responses.begin_in_background(kept("a0", "x" * 400, status="queued", owner="a"))
+    with pytest.raises(Overloaded, match="Too many of your responses"):
+        responses.begin_in_background(kept("a1", "x" * 200, status="queued", owner="a"))
+    responses.begin_in_background(kept("b0", "x" * 300, status="queued", owner="b"))
+
+
+def test_no_more_are_begun_in_the_background_than_may_run() -> None:
+    responses = KeptResponses()
+    responses.begin_in_background(kept("a", status="queued"), max_running=1)
+    with pytest.raises(Overloaded):
+        responses.begin_in_background(kept("b", status="queued"), max_running=1)
+
+
+def test_what_is_dropped_for_room_belongs_to_the_key_that_has_the_most() -> None:
+    """Bug: whoever made many responses made the server forget those of the others."""
+    responses = KeptResponses(max_kept=4)
+    keep(responses, "b0", owner="b")
+    for number in range(6):
+        keep(responses, f"a{number}", owner="a")
+    assert [name in responses for name in ("b0", "a0", "a2", "a3", "a5")] == [True, False, False, True, True]
+    by_size = KeptResponses(max_bytes=1000)
+    keep(by_size, "b0", "x" * 100, owner="b")
+    keep(by_size, "b1", "x" * 100, owner="b")
+    for number in range(3):
+        keep(by_size, f"a{number}", "x" * 400, owner="a")
+    assert [name in by_size for name in ("b0", "b1", "a0", "a1", "a2")] == [True, True, False, False, True]
 
 
 def test_an_item_is_found_by_its_owner_as_long_as_its_response_is_kept() -> None:

@@ -1,15 +1,16 @@
 """Responses that the server keeps in memory, so that later requests can continue, read and cancel them.
 
-Each response belongs to its owner; for any other owner it does not exist. Finished responses are dropped, oldest first,
-once there are too many or their JSON is too large. A response in progress is never dropped. If only background
-responses are left, new ones in the background are refused. Foreground responses are limited by the requests that wait
-for them, and count only once they are finished. A restart drops everything. Knows nothing about HTTP.
+Each response belongs to its owner; for any other owner it does not exist. Once there are too many, or their JSON is too
+large, the oldest finished response of the owner who has the most is dropped. A response in progress is never dropped.
+So an owner may have only as many in the background as remain for the others; further ones are refused. Foreground
+responses are limited by the requests that wait for them, and count only once they are finished. A restart drops
+everything. Knows nothing about HTTP.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,12 +71,18 @@ class KeptResponses:
         """Keep a response while a client waits for it."""
         self._running[kept.response["id"]] = kept
 
-    def begin_in_background(self, kept: KeptResponse) -> None:
-        """Keep a response in progress. Raises: Overloaded where there are too many of them to keep another."""
+    def begin_in_background(self, kept: KeptResponse, *, max_running: int = MAX_KEPT) -> None:
+        """Keep a response in progress. max_running: how many may be. Raises: Overloaded if there are too many of them,
+        or too many of this owner's."""
         num_bytes = kept.num_bytes
-        others = [self._num_bytes[response_id] for response_id in self._running if response_id in self._num_bytes]
-        if len(others) >= self._max_kept or (others and sum(others) + num_bytes > self._max_bytes):
+        running = {response_id: other for response_id, other in self._running.items() if response_id in self._num_bytes}
+        sizes = [self._num_bytes[response_id] for response_id in running]
+        own = [self._num_bytes[response_id] for response_id, other in running.items() if other.owner == kept.owner]
+        num_free, bytes_free = min(self._max_kept, max_running) - len(sizes), self._max_bytes - sum(sizes)
+        if num_free <= 0 or (sizes and num_bytes > bytes_free):
             raise Overloaded("Too many responses are being made in the background; try again later")
+        if kept.owner and own and (len(own) >= num_free or sum(own) + num_bytes > bytes_free):
+            raise Overloaded("Too many of your responses are being made in the background; try again later")
         self._put(kept, num_bytes)
 
     def finish(self, kept: KeptResponse) -> None:
@@ -109,11 +116,6 @@ class KeptResponses:
 
     def __contains__(self, response_id: str) -> bool:
         return response_id in self._running or response_id in self._finished
-
-    @property
-    def num_in_background(self) -> int:
-        """How many are being made in the background."""
-        return sum(kept.task is not None and not kept.task.done() for kept in self._running.values())
 
     def cancel(self, response_id: str, owner: str) -> JsonObject:
         """Stop making a response in the background. Raises: NotFound, BadRequest."""
@@ -156,8 +158,18 @@ class KeptResponses:
         self._make_room()
 
     def _make_room(self) -> None:
-        """Drop finished responses, oldest first, until the limits hold."""
+        """Drop finished responses until the limits hold."""
         while self._finished and (len(self._num_bytes) > self._max_kept or self._total_bytes > self._max_bytes):
             if len(self._finished) == 1 and len(self._num_bytes) <= self._max_kept:
                 return  # too large, but the newest
-            self._drop(next(iter(self._finished)))
+            self._drop(self._first_to_drop())
+
+    def _first_to_drop(self) -> str:
+        """The oldest finished response of the owner who has the most, in number or bytes, whichever is too large."""
+        counts_bytes = len(self._num_bytes) <= self._max_kept
+        shares: Counter[str] = Counter()
+        for response_id, num_bytes in self._num_bytes.items():
+            kept = self._running.get(response_id) or self._finished[response_id]
+            shares[kept.owner] += num_bytes if counts_bytes else 1
+        largest = max((kept.owner for kept in self._finished.values()), key=shares.__getitem__)
+        return next(response_id for response_id, kept in self._finished.items() if kept.owner == largest)

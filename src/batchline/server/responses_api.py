@@ -23,7 +23,7 @@ from starlette.responses import Response
 from batchline.backends.base import Backend, EndpointRequest
 from batchline.endpoints.pooling_limits import off_loop_if_large
 from batchline.endpoints.response_input import check_without_model
-from batchline.errors import BadRequest, Overloaded
+from batchline.errors import BadRequest
 from batchline.openai_api.endpoint_table import INPUT_TOKENS, RESPONSES
 from batchline.openai_api.item_lists import ListParams, list_page
 from batchline.openai_api.parsing import parse_body
@@ -137,10 +137,8 @@ class ResponsesApi:
 
     def _start(self, call: _Call) -> JsonObject:
         """Start a response in the background, and return its current state. Raises: Overloaded."""
-        if self._kept.num_in_background >= self._max_running:
-            raise Overloaded("Too many responses are being made in the background; try again later")
         kept = call.begun("queued")
-        self._kept.begin_in_background(kept)
+        self._kept.begin_in_background(kept, max_running=self._max_running)
         kept.task = asyncio.create_task(self._make(kept, call))
         return kept.response
 
