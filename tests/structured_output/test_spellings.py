@@ -168,11 +168,6 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"ebnf": "root ::= ("}, "ebnf", r"Expected '\)' at line 1"),
     ({"regex": "a", "ebnf": GBNF}, "ebnf", "regex and ebnf: .* one constraint"),
     ({"response_format": SCHEMA_FORMAT, "guided_json": {}}, "guided_json", "one constraint only"),
-    (
-        {"guided_grammar": 'root ::= ("a"*)+'},
-        "guided_grammar",
-        "a repetition of a repetition, .* needs a rule",
-    ),
     ({"guided_regex": "[a&&b]"}, "guided_regex", "no text of this model can satisfy it: nothing could follow"),
     ({"guided_json": {"$ref": "http://x/y"}}, "guided_json", "the reference to 'http://x/y' leads out of the schema$"),
     ({"guided_choice": []}, "guided_choice", "at least 1 item"),

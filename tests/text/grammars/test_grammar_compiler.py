@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from itertools import product
 from typing import Any
 
 import jsonschema
@@ -43,6 +45,30 @@ def passes(matcher: GrammarMatcher, token_ids: Any, end: int = END, vocab_size: 
 def accepts(wanted: Constraint, text: str, **more: Any) -> bool:
     grammar = BYTES.compile(wanted, end_token_ids=frozenset({END}), **more)
     return passes(grammar.matcher(), text.encode())
+
+
+@pytest.mark.parametrize(
+    ("grammar", "pattern"),
+    [
+        ('root ::= ("a"{2}){2}', "(a{2}){2}"),
+        ('root ::= ("a"*)+ "b"', "(a*)+b"),
+        ('root ::= ( ("a"?  # optional\n ){2} "b" ){1,2}', "((a?){2}b){1,2}"),
+        ('root ::= (x+ | "b"?\n){2}\nx ::= ("a"{2})?', "(((a{2})?)+|b?){2}"),
+        ('root ::= ("*)"+ "a"){2}', r"((\*\))+a){2}"),
+        ('root ::= ([*)]* "b"?){2}', "([*)]*b?){2}"),
+    ],
+)
+def test_repetitions_in_gbnf_nest(grammar: str, pattern: str) -> None:
+    """Bug: a repetition of a repetition was refused, since a conversion lost the parentheses between the two."""
+    wanted = constraint("grammar", grammar)
+    texts = ["".join(characters) for length in range(7) for characters in product("ab", repeat=length)]
+    for text in [*texts, "*)a*)*)a", "*)a*)", "*)b**b", "*)b**ba"]:
+        assert accepts(wanted, text) == (re.fullmatch(pattern, text) is not None), text
+
+
+def test_a_grammar_of_brackets_that_never_close_is_refused_at_once() -> None:
+    with pytest.raises(BadRequest):
+        BYTES.compile(constraint("grammar", "root ::= " + "[" * 200_000), end_token_ids=frozenset({END}))
 
 
 @pytest.mark.parametrize("family", ["byte_level", "metaspace", "word_piece"])

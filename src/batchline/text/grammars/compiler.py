@@ -46,10 +46,6 @@ NUM_THREADS = 4
 """Threads that wait for trials. A constraint that takes long keeps others of its kind waiting, and nothing else."""
 
 
-_REPEATED = "('+' or '*' or '?')"
-"""How the engine names a sign of repetition where it expects none."""
-
-
 class GrammarCompiler:
     """Compiles for one model. Safe to use from several threads; remembers what it has compiled.
 
@@ -189,9 +185,6 @@ def _invalid(constraint: Constraint, grammar: Grammar, reason: str) -> BadReques
     field = constraint.field
     if constraint.kind == "regex":
         return BadRequest(f"{field}: invalid regular expression: {short_reason(reason)}", param=field)
-    if constraint.kind == "grammar" and "::=" in constraint.source and _REPEATED in reason:
-        advice = "a repetition of a repetition, such as (x*)+, needs a rule of its own: y ::= x*, and then y+"
-        return BadRequest(f"{field}: invalid grammar: {advice}", param=field)
     if constraint.kind == "grammar":
         return BadRequest(f"{field}: invalid grammar: {one_line(reason)}", param=field)
     parts = (grammar.part, *grammar.others.values())

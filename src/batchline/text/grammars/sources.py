@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -23,6 +24,9 @@ from batchline.text.grammars.grammar import (
 from batchline.text.grammars.json_schema import strict_schema
 from batchline.text.grammars.patterns import one_line
 from batchline.text.grammars.tag_formats import format_grammar, tags_of_structures
+
+_GBNF_WORD = re.compile(r""""(?:\\.|[^"\\])*"?|\[(?:\\.|[^\]\\])*\]?|#[^\r\n]*|\s+|.""", re.DOTALL)
+"""A literal, a character class, a comment, white space, or any other character."""
 
 
 def constraint_grammar(constraint: Constraint, special: SpecialTokens) -> Grammar:
@@ -56,9 +60,23 @@ def _lark_text(constraint: Constraint, text: str) -> str:
     if "::=" not in text:
         return text
     try:
-        return str(llguidance.grammar_from("grammar", text))
+        return str(llguidance.grammar_from("grammar", _with_groups_kept(text)))
     except ValueError as exc:
         raise BadRequest(f"{constraint.field}: {one_line(str(exc))}", param=constraint.field) from exc
+
+
+def _with_groups_kept(gbnf: str) -> str:
+    """The same grammar, with an empty literal in each group that ends in a repetition.
+
+    The converter drops the parentheses of a group that only holds a repetition, and so the meaning of `(x{2}){3}`.
+    """
+    words: list[str] = []
+    last = ""
+    for word in _GBNF_WORD.findall(gbnf):
+        words += ['""', word] if word == ")" and last in ("*", "+", "?", "}") else [word]
+        if word[0] != "#" and not word.isspace():
+            last = word
+    return "".join(words)
 
 
 def _structural_tags(constraint: Constraint, special: SpecialTokens) -> Grammar:
