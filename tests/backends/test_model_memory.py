@@ -7,10 +7,23 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from families import FAMILIES, make_model
 from safetensors.numpy import save_file
+from transformers import AutoConfig
 
-from batchline.backends.model_memory import MEMORY_PER_WEIGHT, fits_in_memory, weight_bytes
-from batchline.config import CacheConfig, Device, DType, EngineConfig, ModelConfig
+from batchline.backends.model_memory import (
+    MEMORY_PER_WEIGHT,
+    described_layers,
+    fits_in_memory,
+    memory_need,
+    weight_bytes,
+)
+from batchline.config import CacheConfig, Device, DType, EngineConfig, ModelConfig, SchedulerConfig
+from batchline.engine.core import Engine
+from batchline.engine.model_loader import load_model
+
+TINY_CHAT = str(Path(__file__).parents[2] / "examples/models/tiny-chat")
+TINY_EMBED = str(Path(__file__).parents[2] / "examples/models/tiny-embed")
 
 
 def model_in(folder: Path, *, dtype: DType = "float32", device: Device = "cpu") -> ModelConfig:
@@ -94,3 +107,56 @@ def test_the_memory_of_the_models_own_device_is_asked_for(
     assert asked == [None if device == "auto" else device]
     with_cache = EngineConfig(model=config.model, cache=CacheConfig(num_bytes=4000))
     assert not fits_in_memory(with_cache, "generate"), "the cache that was asked for has to fit, too"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_configuration_describes_the_cache_that_the_running_model_has(family: str, tmp_path: Path) -> None:
+    folder = str(make_model(family, tmp_path))
+    config = AutoConfig.from_pretrained(folder).get_text_config()
+    if "num_key_value_heads" not in type(config)().to_dict():
+        del config.num_key_value_heads  # `make_model` gives it to all families, and some have never heard of it
+    described = described_layers(config)
+    assert described is not None
+    found = load_model(ModelConfig(model=folder, dtype="float32", device="cpu")).layers
+    assert [(s.num_kv_heads, s.key_dim, s.value_dim) for s in described] == [
+        (s.num_kv_heads, s.key_dim, s.value_dim) for s in found
+    ]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        EngineConfig(model=ModelConfig(model=TINY_CHAT)),
+        EngineConfig(model=ModelConfig(model=TINY_CHAT, dtype="bfloat16", max_model_len=100)),
+        EngineConfig(model=ModelConfig(model=TINY_CHAT), cache=CacheConfig(num_bytes=1 << 20)),
+        EngineConfig(model=ModelConfig(model=TINY_CHAT, cpu_kernels="off"), cache=CacheConfig(block_size=8)),
+        EngineConfig(
+            model=ModelConfig(model=TINY_CHAT, quantization="int8"), scheduler=SchedulerConfig(max_num_seqs=4)
+        ),
+    ],
+    ids=["defaults", "bfloat16", "asked", "torch", "int8"],
+)
+def test_the_cache_is_the_one_that_the_engine_reports_when_it_starts(config: EngineConfig) -> None:
+    """A plan named the memory of the weights only."""
+    need = memory_need(config, "generate")
+    assert need is not None
+    assert need.cache is not None
+    record = Engine(config).record
+    assert (need.cache.num_bytes, need.dtype) == (record.cache_bytes, record.dtype)
+    assert need.cache.num_bytes == need.cache.num_tokens * need.cache.bytes_per_token
+    assert min(need.cache.max_model_len, need.cache.num_tokens) == record.max_model_len
+
+
+def test_an_embedding_model_needs_no_cache() -> None:
+    need = memory_need(EngineConfig(model=ModelConfig(model=TINY_EMBED)), "embed")
+    assert need is not None
+    assert (need.cache, need.fits) == (None, True)
+
+
+def test_quantized_weights_count_as_they_are_loaded_and_as_they_stay() -> None:
+    config = ModelConfig(model=TINY_CHAT, dtype="float32", quantization="int8", cpu_kernels="off")
+    model = load_model(config).model
+    parts = [*model.parameters(), *(layer.values for layer in model.modules() if hasattr(layer, "values"))]
+    resident = sum(part.numel() * part.element_size() for part in parts)
+    assert weight_bytes(config, "generate", is_loaded=True) == resident
+    assert weight_bytes(config, "generate") == weight_bytes(ModelConfig(model=TINY_CHAT, dtype="float32"), "generate")

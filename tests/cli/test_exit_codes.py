@@ -379,7 +379,7 @@ def test_plan_says_what_a_run_takes_once_one_was_measured(
     before = command("plan", path, *model)
     assert "Time           unknown: no run of the model on this machine is known; run a part of the file" in before.out
     assert "Output tokens  at most 500" in before.out
-    assert re.search(r"^Memory +\d+ MiB for the model's weights", before.out, re.MULTILINE)
+    assert re.search(r"^Memory .* MiB are free: it fits\.$", before.out, re.MULTILINE)
     assert command("run-batch", "-i", path, "-o", tmp_path / "out", *model, "--served-model-name", "fake").code == 0
     after = command("plan", path, *model)
     assert re.search(r"^Output tokens  about \d+ \(at most 500\)$", after.out, re.MULTILINE)
@@ -394,6 +394,35 @@ def test_plan_says_what_a_run_takes_once_one_was_measured(
     guessed = command("plan", path)
     assert "from their characters; --model counts them" in guessed.out
     assert "name the model with --model" in guessed.out
+
+
+def test_plan_says_whether_the_model_fits_and_what_to_do(
+    command: Command, monkeypatch: pytest.MonkeyPatch, good: Path
+) -> None:
+    """It named the memory of the weights, not of the cache, and not what is free."""
+    free = 1 << 30
+    monkeypatch.setattr("batchline.backends.model_memory.free_bytes", lambda device: free)
+    plan = ["plan", good, "--model", TINY_CHAT, "--dtype", "float32", "--device", "cpu"]
+    need = json.loads(command(*plan, "--json").out)["memory"]
+    cache = need["cache"]
+    assert need["fits"]
+    weights = f"{need['weight_bytes'] / 2**20:,.0f} MiB for the weights in float32"
+    rest = f"{cache['num_tokens']:,} tokens of {cache['bytes_per_token']:,} bytes); 1,024 MiB are free: it fits.\n"
+    assert (
+        f"Memory         {weights}, {cache['num_bytes'] / 2**20:,.0f} MiB for the KV cache ({rest}"
+        in command(*plan).out
+    )
+    short = command(*plan, "--kv-cache-memory-bytes", cache["bytes_per_token"] * 32).out
+    assert "it fits, but the cache is smaller than the context of" in short
+    large = command(*plan, "--kv-cache-memory-bytes", "1GiB").out
+    assert (
+        f"does not fit. Lower --kv-cache-memory-bytes to {(free - need['weight_bytes']) // 2**20}MiB or less." in large
+    )
+    free = need["weight_bytes"]
+    assert "use --quantization int8, use --dtype bfloat16 or use a smaller model." in command(*plan).out
+    assert "MiB while they are loaded)" in command(*plan, "--quantization", "int8").out
+    free = 1 << 10
+    assert "it does not fit. Free some memory, use --dtype bfloat16 or use a smaller model." in command(*plan).out
 
 
 def test_split_and_merge_go_there_and_back(command: Command, good: Path, tmp_path: Path) -> None:

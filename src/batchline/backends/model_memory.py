@@ -1,22 +1,30 @@
-"""Finds whether a model fits in memory next to the loaded ones, from the headers of its weight files.
+"""Finds how much memory a model needs, from its configuration and the headers of its weight files.
 
 Counts only the files that would be loaded (folders often hold the same weights in several formats), in the data type
-that the model will have, and compares them with the free memory of its device.
+that the model will have, and compares them with the free memory of its device. Loads no model.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 
+from batchline.checkpoints.overrides import config_arguments
 from batchline.config import EngineConfig, ModelConfig, Task
-from batchline.engine.memory import free_bytes
+from batchline.engine.memory import cache_share, free_bytes
+from batchline.errors import ModelLoadError, first_line
+
+if TYPE_CHECKING:
+    from batchline.engine.kv_cache import LayerSpec
 
 MEMORY_PER_WEIGHT = 1.5
 """The memory that a model needs at least, as a multiple of its weights: weights, some cache, activations."""
@@ -26,23 +34,156 @@ WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 
 ITEM_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
+_EMBEDDINGS = re.compile("embed|wte|wpe|lm_head")
+"""In the names of tables that stay as they are when linear layers are quantized."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheNeed:
+    """A KV cache. num_tokens: how many it holds. max_model_len: the model's context length in tokens."""
+
+    num_bytes: int
+    bytes_per_token: int
+    num_tokens: int
+    max_model_len: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryNeed:
+    """The memory of a model that is not loaded.
+
+    weight_bytes: while it is loaded, in `dtype`. resident_bytes: of the weights afterwards; fewer if they are
+    quantized. wanted_cache_bytes: the size that was asked for; 0 if the free memory decides it. cache: None for a model
+    without one, or if its configuration does not describe it.
+    """
+
+    weight_bytes: int
+    dtype: str
+    resident_bytes: int
+    free_bytes: int
+    wanted_cache_bytes: int
+    cache: CacheNeed | None = None
+
+    @property
+    def fits(self) -> bool:
+        """Whether the model can run in the memory that is free now, with the cache that was asked for."""
+        return self.wanted_cache_bytes <= self.largest_cache_bytes
+
+    @property
+    def largest_cache_bytes(self) -> int:
+        """The size of the largest cache for which there is memory; negative if the model does not fit with any."""
+        needed = max(self.weight_bytes, int(MEMORY_PER_WEIGHT * self.resident_bytes))
+        if needed > self.free_bytes:
+            return self.free_bytes - needed
+        return self.free_bytes - self.resident_bytes
+
 
 def fits_in_memory(config: EngineConfig, task: Task) -> bool:
     """Whether the model fits. False if its size is not known before it is downloaded."""
+    need = _weights_need(config, task)
+    return need is not None and need.fits
+
+
+def memory_need(config: EngineConfig, task: Task) -> MemoryNeed | None:
+    """The model's memory; None for a hub id that is not on this machine. task: not `auto`. Raises: ModelLoadError."""
+    need = _weights_need(config, task)
+    if need is None or task != "generate":
+        return need
+    return replace(need, cache=_cache_need(config, max(0, need.free_bytes - need.resident_bytes)))
+
+
+def _weights_need(config: EngineConfig, task: Task) -> MemoryNeed | None:
+    """The same without the cache."""
     num_bytes = weight_bytes(config.model, task)
     if num_bytes is None:
-        return False
-    needed = max(MEMORY_PER_WEIGHT * num_bytes, num_bytes + (config.cache.num_bytes or 0))
-    return needed <= free_bytes(None if config.model.device == "auto" else config.model.device)
+        return None
+    return MemoryNeed(
+        weight_bytes=num_bytes,
+        dtype=_dtype(config.model, task),
+        resident_bytes=weight_bytes(config.model, task, is_loaded=True) or num_bytes,
+        free_bytes=free_bytes(None if config.model.device == "auto" else config.model.device),
+        wanted_cache_bytes=config.cache.num_bytes or 0,
+    )
 
 
-def weight_bytes(model: ModelConfig, task: Task) -> int | None:
-    """Bytes of the model's weights in memory; None for a hub id that is not on this machine."""
+def weight_bytes(model: ModelConfig, task: Task, *, is_loaded: bool = False) -> int | None:
+    """Bytes of the model's weights in memory; None for a hub id that is not on this machine.
+
+    is_loaded: once it is loaded. Before, also the weights of quantized models are in their data type.
+    """
     folder = _local_folder(model)
     if folder is None:
         return None
-    item_size = _item_size(model, task)
-    return sum(_file_bytes(path, item_size) for part in _parts(folder) for path in _weight_files(part))
+    item_size = ITEM_SIZES[_dtype(model, task)]
+    linear_size = 1 if is_loaded and model.quantization is not None else item_size
+    paths = [path for part in _parts(folder) for path in _weight_files(part)]
+    return sum(_file_bytes(path, item_size, linear_size) for path in paths)
+
+
+def _cache_need(config: EngineConfig, room: int) -> CacheNeed | None:
+    """The cache that the engine would make with `room` bytes free. Raises: ModelLoadError."""
+    # these import torch and transformers
+    from batchline.engine.kv_cache import bytes_per_block, choose_num_blocks
+    from batchline.engine.model_loader import choose_device, choose_dtype, choose_max_model_len
+    from batchline.engine.native_cache import can_hold, padded
+    from batchline.engine.placement import choose_kernels
+
+    text_config = _text_config(config.model)
+    layers = described_layers(text_config)
+    if layers is None:
+        return None
+    device = choose_device(config.model)
+    dtype = choose_dtype(config.model, device)
+    if can_hold(layers, dtype, device) and choose_kernels(config) is not None:
+        layers = [padded(spec, dtype) for spec in layers]
+    size = config.cache.block_size
+    max_model_len = choose_max_model_len(config.model, text_config)
+    block_bytes = bytes_per_block(layers, size, dtype)
+    num_blocks = choose_num_blocks(
+        config.cache,
+        block_bytes,
+        max_model_len=max_model_len,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        free_bytes=cache_share(room, device.type),
+    )
+    return CacheNeed(
+        num_bytes=num_blocks * block_bytes,
+        bytes_per_token=block_bytes // size,
+        num_tokens=num_blocks * size,
+        max_model_len=max_model_len,
+    )
+
+
+def _text_config(model: ModelConfig) -> Any:
+    from transformers import AutoConfig
+
+    overrides = config_arguments(model)
+    try:
+        config = AutoConfig.from_pretrained(
+            model.model, revision=model.revision, trust_remote_code=model.trust_remote_code, **overrides
+        )
+    except (OSError, ValueError, KeyError, ImportError) as exc:
+        raise ModelLoadError(model.model, f"its config.json is not usable ({first_line(exc)})") from exc
+    return config.get_text_config()
+
+
+def described_layers(config: Any) -> list[LayerSpec] | None:
+    """What the attention layers store for each position, by a configuration of transformers; None if it does not say.
+
+    The engine finds out by running the model; for known architectures the two are the same.
+    """
+    from batchline.engine.kv_cache import LayerSpec
+
+    heads = getattr(config, "num_attention_heads", None)
+    num_layers = getattr(config, "num_hidden_layers", None)
+    if not isinstance(heads, int) or not isinstance(num_layers, int):
+        return None
+    if getattr(config, "kv_lora_rank", None):  # latent attention, whose keys and values are stored expanded
+        spec = LayerSpec(heads, config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim)
+    else:
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        spec = LayerSpec(getattr(config, "num_key_value_heads", None) or heads, head_dim, head_dim)
+    return [spec] * num_layers
 
 
 def _local_folder(model: ModelConfig) -> Path | None:
@@ -82,23 +223,30 @@ def _names_in(index: Path) -> set[str]:
         return set()  # the load will say what is wrong with it
 
 
-def _file_bytes(path: Path, item_size: int) -> int:
-    """Elements of a safetensors file times their size in memory; for other formats, the size of the file."""
+def _file_bytes(path: Path, item_size: int, linear_size: int) -> int:
+    """Elements of a safetensors file times their size in memory; for other formats, the size of the file.
+
+    linear_size: of the elements of linear layers.
+    """
     if path.suffix != ".safetensors":
         return path.stat().st_size
     try:
         with safe_open(path, framework="np") as file:
-            shapes: list[list[int]] = [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118
-            return item_size * sum(map(prod, shapes))
+            shapes: dict[str, list[int]] = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError):
         return path.stat().st_size  # the load will say what is wrong with it
+    return sum(
+        prod(shape) * (linear_size if len(shape) == 2 and not _EMBEDDINGS.search(name) else item_size)
+        for name, shape in shapes.items()
+    )
 
 
-def _item_size(model: ModelConfig, task: Task) -> int:
-    """Bytes of one weight in memory. Quantized models are loaded whole first, so they need as much for a moment."""
-    if model.dtype == "auto" and task == "generate":
-        from batchline.engine.model_loader import choose_device, choose_dtype  # imports torch and transformers
+def _dtype(model: ModelConfig, task: Task) -> str:
+    """The data type that weights are loaded in."""
+    if model.dtype != "auto":
+        return model.dtype
+    if task != "generate":
+        return "float32"
+    from batchline.engine.model_loader import choose_device, choose_dtype  # imports torch and transformers
 
-        item_size: int = choose_dtype(model, choose_device(model)).itemsize
-        return item_size
-    return ITEM_SIZES.get(model.dtype, ITEM_SIZES["float32"])
+    return str(choose_dtype(model, choose_device(model))).removeprefix("torch.")

@@ -82,10 +82,20 @@ def keep_measurement(options: RunOptions, summary: RunSummary) -> None:
         logger.info("the rates of this run cannot be kept: %s", exc)
 
 
-def latest_measurement(state_dir: Path | None, model: str) -> MeasuredRun | None:
-    """The latest run of a model on this machine. model: a hub id, or the stamp of a folder."""
+def latest_measurement(
+    state_dir: Path | None, model: str, *, dtype: str | None = None, quantization: str | None = None
+) -> MeasuredRun | None:
+    """The latest run of a model on this machine. model: a hub id, or the stamp of a folder. dtype, quantization: of the
+    run; None is any."""
     paths = [] if state_dir is None else _folder(state_dir).glob(f"{_tag(model)}-*.json")
-    runs = [run for path in paths if (run := _read(path)) is not None and run.model == model]
+    runs = [
+        run
+        for path in paths
+        if (run := _read(path)) is not None
+        and run.model == model
+        and dtype in (None, run.dtype)
+        and quantization in (None, run.quantization)
+    ]
     return max(runs, key=lambda run: run.measured_at, default=None)
 
 

@@ -9,25 +9,29 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, get_type_hints
 
 Command = Callable[..., None]
 
 
-def takes_options(parameter: str, group: type[Any], **defaults: Any) -> Callable[[Command], Command]:
+def takes_options(
+    parameter: str, group: type[Any], *, only: Collection[str] | None = None, **defaults: Any
+) -> Callable[[Command], Command]:
     """A decorator: the command's `parameter` is a `group`, spread out into one option for each of its fields.
 
-    group: a dataclass with annotations for typer. defaults: for fields whose own default (or lack of one) does not fit.
+    group: a dataclass with annotations for typer. only: the fields to show as options; the others keep their defaults.
+    defaults: for fields whose own default (or lack of one) does not fit.
     """
-    names = [field.name for field in dataclasses.fields(group)]
+    shown = [field for field in dataclasses.fields(group) if only is None or field.name in only]
+    hidden = {name: value for name, value in defaults.items() if only is not None and name not in only}
     hints = get_type_hints(group, include_extras=True)
-    fields = [_as_parameter(field, hints[field.name], defaults) for field in dataclasses.fields(group)]
+    fields = [_as_parameter(field, hints[field.name], defaults) for field in shown]
 
     def decorate(command: Command) -> Command:
         @functools.wraps(command)
         def spread(**values: Any) -> None:
-            grouped = group(**{name: values.pop(name) for name in names})
+            grouped = group(**hidden, **{field.name: values.pop(field.name) for field in shown})
             command(**values, **{parameter: grouped})
 
         own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != parameter]

@@ -9,21 +9,22 @@ from typing import TYPE_CHECKING, Annotated
 import orjson
 import typer
 
+from batchline.cli.model_options import ModelOptions
+from batchline.cli.option_groups import takes_options
 from batchline.cli.progress_text import duration
 from batchline.errors import counted
 
 if TYPE_CHECKING:
+    from batchline.backends.model_memory import MemoryNeed
     from batchline.batch.inspect import PlanOverview
     from batchline.batch.rates import MeasuredRun
     from batchline.batch.tokens import TokenCounts
+    from batchline.config import EngineConfig, ModelConfig
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Estimate:
-    """What a run would take. output_tokens and time_s: None where no run of the model has been measured.
-
-    weight_bytes: of the model in memory, None where its files are not here.
-    """
+    """What a run would take. output_tokens and time_s: None if no run of the model has been measured."""
 
     prompt_tokens: int
     are_prompt_tokens_counted: bool
@@ -31,11 +32,17 @@ class Estimate:
     max_output_tokens: int | None
     time_s: float | None
     measured: MeasuredRun | None
-    weight_bytes: int | None
 
 
+@takes_options(
+    "model_options",
+    ModelOptions,
+    only=("dtype", "quantization", "device", "max_model_len", "max_num_seqs", "kv_cache_memory_bytes"),
+    model=[],
+)
 def plan(
     input_file: Annotated[str, typer.Argument(metavar="FILE", help="Batch file: a path, - or a URL.")],
+    model_options: ModelOptions,
     model: Annotated[
         str | None, typer.Option(help="Model (folder or id): counts tokens, estimates time and memory.")
     ] = None,
@@ -50,19 +57,18 @@ def plan(
     from batchline.batch.inspect import plan_overview
     from batchline.batch.tokens import CharacterCounter, TokenCounter
 
-    counter = CharacterCounter() if model is None else TokenCounter(model)
+    engine = None if model is None else dataclasses.replace(model_options, model=[model]).engines()[0]
+    counter = CharacterCounter() if model is None else TokenCounter(model, model_options.max_model_len)
     count_tokens = counter.num_text_tokens if isinstance(counter, TokenCounter) else None
     overview = plan_overview(input_file, dedup=dedup, observer=counter, count_tokens=count_tokens)
-    estimate = _estimate(overview, counter.counts, model, state_dir)
+    estimate = _estimate(overview, counter.counts, engine, state_dir)
+    memory, problem = (None, None) if engine is None else _memory(engine)
     if as_json:
-        tokens = None if model is None else dataclasses.asdict(counter.counts)
-        numbers = dataclasses.asdict(estimate) | {
-            "measured": None if estimate.measured is None else estimate.measured.model_dump()
-        }
-        result = dataclasses.asdict(overview) | {"tokens": tokens, "estimate": numbers}
-        typer.echo(orjson.dumps(result, option=orjson.OPT_INDENT_2))
+        _print_json(overview, estimate, None if model is None else counter.counts, memory)
         return
     _print_numbers(overview, estimate, counter.counts, model)
+    if engine is not None:
+        typer.echo(f"Memory         {_memory_text(memory) if memory is not None else f'unknown: {problem}'}")
     for group in overview.largest:
         shared = f"{counted(group.prefix_chars, 'character')} shared" if group.prefix_chars else "no shared prefix"
         if group.prefix_tokens is not None:
@@ -72,24 +78,35 @@ def plan(
             typer.echo(f"              {' '.join(group.prefix.split())[:100]}")
 
 
-def _estimate(overview: PlanOverview, counts: TokenCounts, model: str | None, state_dir: Path | None) -> Estimate:
+def _estimate(
+    overview: PlanOverview, counts: TokenCounts, engine: EngineConfig | None, state_dir: Path | None
+) -> Estimate:
     """What the requests take that are not copies of another."""
-    from batchline.backends.identity import model_stamp
-    from batchline.batch.rates import latest_measurement
-    from batchline.batch.user_state import user_state_dir
-
     share = 1 - overview.num_copies / overview.num_requests if overview.num_requests else 1.0
-    measured = None if model is None else latest_measurement(state_dir or user_state_dir(), model_stamp(model))
+    measured = None if engine is None else _measured(engine.model, state_dir)
     prompt = round(counts.prompt * share)
     output = None if measured is None else round(_expected_output(counts, measured.output_tokens_per_request) * share)
     return Estimate(
         prompt_tokens=prompt,
-        are_prompt_tokens_counted=model is not None,
+        are_prompt_tokens_counted=engine is not None,
         output_tokens=output,
         max_output_tokens=None if counts.unlimited else round(counts.output_limit * share),
         time_s=None if measured is None or output is None else measured.time_s(prompt, output),
         measured=measured,
-        weight_bytes=None if model is None else _weight_bytes(model, measured),
+    )
+
+
+def _measured(model: ModelConfig, state_dir: Path | None) -> MeasuredRun | None:
+    """The last run of the model with these settings."""
+    from batchline.backends.identity import model_stamp
+    from batchline.batch.rates import latest_measurement
+    from batchline.batch.user_state import user_state_dir
+
+    return latest_measurement(
+        state_dir or user_state_dir(),
+        model_stamp(model.model),
+        dtype=None if model.dtype == "auto" else model.dtype,
+        quantization=model.quantization or "none",
     )
 
 
@@ -98,17 +115,66 @@ def _expected_output(counts: TokenCounts, usual: float) -> float:
     return min(counts.output_limit, counts.limited * usual) + counts.unlimited * usual
 
 
-def _weight_bytes(model: str, measured: MeasuredRun | None) -> int | None:
-    from batchline.backends.model_memory import weight_bytes
-    from batchline.config import ModelConfig
+def _memory(engine: EngineConfig) -> tuple[MemoryNeed | None, str | None]:
+    """(the model's memory, why it is not known)."""
+    from batchline.backends.model_memory import memory_need
     from batchline.errors import ModelLoadError
     from batchline.pooling.detection import detect_task
 
-    dtype = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16"}.get(measured.dtype if measured else "")
     try:
-        return weight_bytes(ModelConfig(model=model, dtype=dtype or "auto"), detect_task(model))  # type: ignore[arg-type]
-    except ModelLoadError:
-        return None
+        need = memory_need(engine, detect_task(engine.model.model))
+    except ModelLoadError as exc:
+        return None, exc.reason
+    return need, "the model's weights are not on this machine" if need is None else None
+
+
+def _memory_text(need: MemoryNeed) -> str:
+    cache = need.cache
+    weights = f"{_mib(need.resident_bytes)} for the weights"
+    if need.resident_bytes < need.weight_bytes:
+        weights += f" ({_mib(need.weight_bytes)} while they are loaded)"
+    parts = [f"{weights} in {need.dtype}" if need.resident_bytes == need.weight_bytes else weights]
+    if cache is not None:
+        parts.append(
+            f"{_mib(cache.num_bytes)} for the KV cache ({cache.num_tokens:,} tokens of {cache.bytes_per_token:,} bytes)"
+        )
+    return f"{', '.join(parts)}; {_mib(need.free_bytes)} are free: {_verdict(need)}"
+
+
+def _verdict(need: MemoryNeed) -> str:
+    """Whether the model fits, and what to do if it does not."""
+    cache = need.cache
+    if need.fits and cache is not None and cache.num_tokens < cache.max_model_len:
+        return (
+            f"it fits, but the cache is smaller than the context of {cache.max_model_len:,} tokens. "
+            "Raise --kv-cache-memory-bytes or lower --max-model-len."
+        )
+    if need.fits:
+        return "it fits."
+    if need.largest_cache_bytes > 0:
+        return f"it does not fit. Lower --kv-cache-memory-bytes to {need.largest_cache_bytes // 2**20}MiB or less."
+    advice = ["Free some memory", "use a smaller model"]
+    if need.dtype == "float32":
+        advice.insert(1, "use --dtype bfloat16")
+    if cache is not None and need.resident_bytes == need.weight_bytes <= need.free_bytes:
+        advice.insert(1, "use --quantization int8")
+    return f"it does not fit. {', '.join(advice[:-1])} or {advice[-1]}."
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.0f} MiB"
+
+
+def _print_json(
+    overview: PlanOverview, estimate: Estimate, tokens: TokenCounts | None, memory: MemoryNeed | None
+) -> None:
+    measured = None if estimate.measured is None else estimate.measured.model_dump()
+    result = dataclasses.asdict(overview) | {
+        "tokens": None if tokens is None else dataclasses.asdict(tokens),
+        "estimate": dataclasses.asdict(estimate) | {"measured": measured},
+        "memory": None if memory is None else dataclasses.asdict(memory) | {"fits": memory.fits},
+    }
+    typer.echo(orjson.dumps(result, option=orjson.OPT_INDENT_2))
 
 
 def _print_numbers(overview: PlanOverview, estimate: Estimate, counts: TokenCounts, model: str | None) -> None:
@@ -119,10 +185,10 @@ def _print_numbers(overview: PlanOverview, estimate: Estimate, counts: TokenCoun
         typer.echo(f"Prompt tokens  {estimate.prompt_tokens:,}")
     else:
         typer.echo(f"Prompt tokens  about {estimate.prompt_tokens:,}, from their characters; --model counts them")
+    if counts.uncounted:
+        typer.echo(f"               without {counts.uncounted:,} requests that will fail; `batchline check` says why")
     typer.echo(f"Output tokens  {_output_text(estimate, counts)}")
     typer.echo(f"Time           {_time_text(estimate, model)}")
-    if estimate.weight_bytes is not None:
-        typer.echo(f"Memory         {estimate.weight_bytes / 2**20:,.0f} MiB for the model's weights, and the KV cache")
 
 
 def _output_text(estimate: Estimate, counts: TokenCounts) -> str:
