@@ -1,5 +1,5 @@
-"""Writes result lines without a backend: for invalid batch lines, and for requests that have ended the engine or its
-process too often to be tried again."""
+"""Writes result lines without a backend: for invalid batch lines, for requests that have ended the engine or its
+process too often, and for lines that a cancelled or expired run has not run."""
 
 from __future__ import annotations
 
@@ -23,18 +23,12 @@ def record_failed_lines(
     report: CheckReport, reader: LineReader, journal: Journal, done: PositionSet, tally: Tally
 ) -> None:
     """Write the result of every bad line that is not done yet into the journal, and count it. Raises: RunFailed."""
-    records = bytearray()
-    outcomes: list[Outcome] = []
+    writer = _ResultWriter(journal, tally)
     try:
         for position in report.bad:
-            if position in done:
-                continue
-            outcome, result_line = _failed_line(position, report, reader)
-            records += encode_record(outcome, result_line)
-            outcomes.append(outcome)
-            if len(records) >= _GROUP_BYTES:
-                _commit(records, outcomes, journal, tally)
-        _commit(records, outcomes, journal, tally)
+            if position not in done:
+                writer.add(*_failed_line(position, report, reader))
+        writer.flush()
     except OSError as exc:
         raise RunFailed(f"The results of bad lines cannot be saved: {exc.strerror or exc}.") from exc
 
@@ -50,21 +44,18 @@ def record_lethal_requests(
         f"The request ended the engine or its process {LETHAL_CRASHES} times and is not tried again.",
         code="process_crashed",
     )
-    records = bytearray()
-    outcomes: list[Outcome] = []
+    writer = _ResultWriter(journal, tally)
     lines_given_up: list[tuple[str, int]] = []
-    for position in (position for item in items for position in (item.position, *item.copies)):
-        batch_line, span = reader.batch_line(position)
-        body = error_body(batch_line.url, error.body())
-        answer = Answer(status_code=error.status_code, body=body, request_id=lines.new_id())
-        outcome = Outcome(position, str(error.status_code))
-        line = lines.answer_line(lines.new_id(), batch_line.custom_id, answer, lines.encode_body(answer.parsed_body()))
-        records += encode_record(outcome, line)
-        outcomes.append(outcome)
-        lines_given_up.append((batch_line.custom_id, span.line_number))
-        done.add(position)
     try:
-        _commit(records, outcomes, journal, tally)
+        for position in (position for item in items for position in (item.position, *item.copies)):
+            batch_line, span = reader.batch_line(position)
+            body = error_body(batch_line.url, error.body())
+            answer = Answer(status_code=error.status_code, body=body, request_id=lines.new_id())
+            line = lines.answer_line(lines.new_id(), batch_line.custom_id, answer, lines.encode_body(body))
+            writer.add(Outcome(position, str(error.status_code)), line)
+            lines_given_up.append((batch_line.custom_id, span.line_number))
+            done.add(position)
+        writer.flush()
     except OSError as exc:
         raise RunFailed(f"The errors of requests that crash cannot be saved: {exc.strerror or exc}.") from exc
     return lines_given_up
@@ -73,32 +64,43 @@ def record_lethal_requests(
 def record_unrun_lines(error: LineError, reader: LineReader, journal: Journal, tally: Tally) -> None:
     """Write `error` as the result of every line that has none yet, and count it. Raises: RunFailed."""
     done = PositionSet()
-    records = bytearray()
-    outcomes: list[Outcome] = []
+    writer = _ResultWriter(journal, tally)
     try:
         for entry in journal.entries():
             done.add(entry.outcome.position)
         for position in (position for position in range(tally.total) if position not in done):
             batch_line, span = reader.batch_line(position)
-            records += encode_record(
-                Outcome(position, error.code),
-                lines.error_line(lines.new_id(), batch_line.custom_id, error, span.line_number),
-            )
-            outcomes.append(Outcome(position, error.code))
-            if len(records) >= _GROUP_BYTES:
-                _commit(records, outcomes, journal, tally)
-        _commit(records, outcomes, journal, tally)
+            line = lines.error_line(lines.new_id(), batch_line.custom_id, error, span.line_number)
+            writer.add(Outcome(position, error.code), line)
+        writer.flush()
     except OSError as exc:
         raise RunFailed(f"The lines that were not run cannot be noted: {exc.strerror or exc}.") from exc
 
 
-def _commit(records: bytearray, outcomes: list[Outcome], journal: Journal, tally: Tally) -> None:
-    if outcomes:
-        journal.append(bytes(records))
-    for outcome in outcomes:
-        tally.add(outcome)
-    records.clear()
-    outcomes.clear()
+class _ResultWriter:
+    """Writes results into the journal in groups, and counts them once they are durable."""
+
+    def __init__(self, journal: Journal, tally: Tally) -> None:
+        self._journal = journal
+        self._tally = tally
+        self._records = bytearray()
+        self._outcomes: list[Outcome] = []
+
+    def add(self, outcome: Outcome, result_line: bytes) -> None:
+        """Take one result. Raises: OSError."""
+        self._records += encode_record(outcome, result_line)
+        self._outcomes.append(outcome)
+        if len(self._records) >= _GROUP_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what was taken. Raises: OSError."""
+        if self._outcomes:
+            self._journal.append(bytes(self._records))
+        for outcome in self._outcomes:
+            self._tally.add(outcome)
+        self._records.clear()
+        self._outcomes.clear()
 
 
 def _failed_line(position: int, report: CheckReport, reader: LineReader) -> tuple[Outcome, bytes]:

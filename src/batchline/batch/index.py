@@ -1,4 +1,4 @@
-"""Where every batch line is: a file of (offset, length, line number, hash), and sets of line positions as bitmaps.
+"""Stores where every batch line is: a file of (offset, length, line number, hash), and sets of positions as bitmaps.
 
 A *position* counts the non-blank lines of the input from 0; a *line number* counts all lines from 1, as an editor does.
 The memory in use grows by at most one bit per line.

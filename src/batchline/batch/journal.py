@@ -1,4 +1,4 @@
-"""The journal: an append-only file beside the output. It alone decides which lines are done.
+"""The journal: an append-only file beside the output. Only the journal decides which lines are done.
 
 One record is one line of text, so that half a run can be read with ordinary tools:
 

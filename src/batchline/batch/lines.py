@@ -1,7 +1,7 @@
-"""One batch line: bytes to a request or a `LineError`, and an answer or an error to one result line.
+"""Parses a batch line into a request or a `LineError`, and writes an answer or an error as a result line.
 
-The only place that knows the form of both lines and the mapping from `LineError` to a result line. Knows nothing about
-files, order or backends' internals. Any bytes give exactly one of: a `BatchLine`, a `LineError`.
+Only this module knows the format of both lines. It knows nothing about files, order or backends. Any bytes give exactly
+one of: a `BatchLine`, a `LineError`.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""In which order requests run, and which of them are one: decided on fixed-width keys, never on whole lines.
+"""Decides in which order requests run, and which of them run only once. Works on fixed-width keys, not on whole lines.
 
-Order: model, endpoint, then the leading bytes of the prompt (a cheap stand-in for its leading tokens), so that requests
-that share a prefix are neighbours; within such a group the longest expected decode comes first, so that the tail is
-short. One request goes ahead of all, a short one, whose answer shows early how the run goes. A prefix is known by
-hashes at a few lengths; one that a request shares with no other does not separate it from its group. Identical
-deterministic requests stand next to each other, run once, and count as one.
+Requests are ordered by model, endpoint, and the leading bytes of the prompt (a cheap substitute for its leading
+tokens), so that requests that share a prefix are neighbours. In such a group, the longest expected answer comes first,
+so that the group's tail is short. One short request runs before all others: its answer shows early how the run goes.
+Prefixes are compared by hashes at a few lengths. A prefix that a request shares with no other one does not separate the
+request from its group. Identical deterministic requests are neighbours, and run once.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class Plan:
     def items(self, done: PositionSet) -> Iterator[WorkItem]:
         """What is left to run: the shortest request of the first group, then the others in order.
 
-        A request whose first line is done is run again for its copies alone.
+        A request whose first line is done, but not its copies, runs again for the copies.
         """
         ahead = next(_work_items(_entries(self.path, _last_of_first_group(self.path)), done), None)
         if ahead is not None:

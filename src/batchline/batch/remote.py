@@ -1,7 +1,7 @@
-"""What input and output over the network have in common: fsspec's file systems, HTTP sessions, and when to try again.
+"""The parts that input and output over the network share: fsspec's file systems, HTTP sessions, and retries.
 
-The one seam where exceptions of cloud clients and the HTTP client become Batchline's. Messages name a location without
-its query: a presigned URL is a secret.
+Here the exceptions of cloud clients and of the HTTP client become Batchline's. Messages show a location without its
+query, because a presigned URL is a secret.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the plan wants to know of a request, from its parsed body alone."""
+"""The properties of a request that the plan depends on, all read from its parsed body."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _UNKNOWN_DECODE = 2**31
 
 
 def prompt_bytes(body: dict[str, Any]) -> bytes:
-    """What stands in for the rendered prompt: tools, instructions and messages, or the prompt or input, as bytes."""
+    """Bytes in place of the rendered prompt: tools, instructions and messages, or the prompt or input."""
     content = prompt_content(body)
     leading = [body[name] for name in _LEADING_FIELDS if body.get(name)]
     if leading:
@@ -91,7 +91,7 @@ def is_deterministic(url: str, body: dict[str, Any]) -> bool:
 
 
 def request_hash(url: str, body: dict[str, Any]) -> bytes:
-    """128 bits that equal requests share, whatever the order of their keys: of the whole URL path and body."""
+    """128 bits of the URL path and body. Equal requests have equal hashes; the order of their keys does not matter."""
     try:
         canonical = orjson.dumps(body, option=orjson.OPT_SORT_KEYS)
     except TypeError:

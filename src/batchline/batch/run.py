@@ -1,8 +1,8 @@
-"""One batch run from end to end: refuse, stage, check, plan, run, write, deliver.
+"""One batch run from end to end: stage, check, recover, plan, run, deliver.
 
-The order is the promise: everything that can be refused is refused before the backend exists, nothing is computed that
-the journal already has, and the output appears only when it is whole. Each step is another module's; this one holds
-them together and turns them into a summary or one of the errors with an exit code.
+The order matters: everything that can be refused is refused before the backend exists, nothing is computed that the
+journal already has, and the output appears only when it is whole. Each step is in another module. This one connects
+them, and ends with a summary or an error.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ async def run(
     """Run a batch file to its end.
 
     open_backend: provides a running backend; called only when there is something to compute. stop: ends the run, to be
-    resumed or for good. disk: writes the journal, instead of the system's own calls. capacity: shared by runs on the
-    same backend; a run alone has all of the backend's concurrency.
+    resumed or for good. disk: writes the journal, instead of the system's own calls. capacity: is shared by runs on the
+    same backend; without it, the run uses all of the backend's concurrency.
     Raises: UsageError (nothing was run), RunInterrupted, RunFailed, ModelLoadError.
     """
     started = time.monotonic()

@@ -1,9 +1,9 @@
-"""The runner: keeps a bounded number of requests in flight, from the plan through the backend into the journal.
+"""Keeps a bounded number of requests in flight, from the plan through the backend into the journal.
 
-Never fixed chunks: every worker takes the next request as soon as its last one is answered, so the backend's waiting
-line stays full. Lines are read and parsed ahead, off the event loop. A request that fails is its own answer; only a
-backend that can answer nobody, or a journal that cannot be written, ends the run. A transient answer is not written:
-the request is asked again after a pause, and only the last of its answers counts.
+Each worker takes the next request as soon as its last one is answered, so the backend's queue stays full. Lines are
+read and parsed ahead, off the event loop. A failed request gets an error as its answer. Only a backend that cannot
+answer any request, or a journal that cannot be written, ends the run. A transient answer is not written: the request is
+sent again after a pause, and only its last answer counts.
 """
 
 from __future__ import annotations
@@ -277,9 +277,10 @@ def _raise_first(results: list[BaseException | None]) -> None:
 
 
 def _usage(body: Mapping[str, Any]) -> tuple[int, int, int]:
-    """(prompt, cached, output) tokens of an answer; zeros where it has none. Responses and messages have names
-    of their own, and the `input_tokens` of a message are those that no cache had.
-    Cohere's API bills units.
+    """(prompt, cached, output) tokens of an answer; zeros if it has none.
+
+    Responses and messages use other names. The `input_tokens` of a message do not include cached ones. Cohere's API
+    has billed units.
 
     Raises: InvalidAnswer for what is there and is no count.
     """

@@ -1,7 +1,7 @@
-"""From the journal to the result targets: every result once, in order, and only then visible at its place.
+"""Writes the results from the journal to their targets, each once and in order, and commits them when all are written.
 
-Order is restored through offsets, sorted in bounded memory; results themselves are never held. A commit can be noted in
-the journal, so that a process that dies before it has removed its job folder does not upload the same file again.
+To restore the order, only offsets are sorted, in bounded memory. Uploads are noted in the journal: if the process dies
+before it has removed the job folder, the next one does not upload the same file again.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Sorting fixed-width byte records in bounded memory, in files beside the journal when they are many.
+"""Sorts fixed-width byte records in bounded memory. If there are many, they are sorted in files in the job folder.
 
-One primitive, three uses: finding duplicate `custom_id`s, planning the order of requests, and putting results back into
-input order. Records compare as unsigned bytes, so callers pack their keys big-endian, most significant field first.
+It finds duplicate `custom_id`s, plans the order of requests, puts results back into input order, and matches results
+with lines. Records compare as unsigned bytes, so callers pack their keys big-endian, most significant field first.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""From wherever the batch file lives to plain bytes in a local file that can be read at any place.
+"""Provides the batch file as plain bytes in a local file, which the run can read in any order.
 
-A plain local file is used where it stands. Everything else (standard input, pipes, URLs, compressed files) is streamed
-into a staged copy beside the journal first, because the plan reads lines out of order.
+A plain local file is used in place. Every other input (standard input, pipes, URLs, compressed files) is first copied
+to a file in the job folder.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Cutting a batch file into parts within limits, and joining result files: for services that take only so much.
+"""Splits a batch file into parts for a service with limits, and merges result files.
 
-`split` copies lines as they are, blank ones left out. `merge` joins results as they come, or in the order of an input
-and with what is missing counted. Two results for one line are refused: nothing says which of them counts. Results are
-matched by 128-bit hashes of `custom_id`, sorted in bounded memory.
+`split` copies lines unchanged, and leaves out blank ones. `merge` joins results in the order of the files, or in the
+order of an input, and counts missing ones. It refuses two results for one line, because nothing says which of them
+counts. Results are matched by 128-bit hashes of `custom_id`, sorted in bounded memory.
 """
 
 from __future__ import annotations

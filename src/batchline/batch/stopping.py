@@ -1,4 +1,4 @@
-"""Stopping a run so that nothing is lost: signals into an event, and waits that end when it is set.
+"""Stops a run without losing results: turns signals into an event, and ends waits when it is set.
 
 The first SIGINT or SIGTERM asks the run to stop; the second one calls `stop_at_once`.
 """
@@ -27,10 +27,10 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Stop(asyncio.Event):
-    """Asks a run to stop, and says why. shutdown: set where the process is to end.
+    """Asks a run to stop, with the reason. shutdown: set if the process is to end.
 
-    A shutdown leaves the run to be resumed. Cancelled or expired, it ends for good: what is done is delivered, and each
-    line that was not run gets an error of its own. Of those reasons the first one counts.
+    After a shutdown, the run can be resumed. A run that is cancelled or expires ends for good: its results are
+    delivered, and each line that was not run gets an error. The first reason counts.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class Stop(asyncio.Event):
 
 
 class Stopper:
-    """Stops a run that has an event loop of its own, from any thread and from signal handlers.
+    """Stops a run that has its own event loop, from any thread and from signal handlers.
 
     on_stop: called once in the run's loop when a stop is asked for.
     """

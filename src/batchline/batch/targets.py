@@ -210,7 +210,7 @@ class ObjectTarget(LocationTarget):
         return await asyncio.to_thread(_object_exists, self.location)
 
     async def stamp(self) -> Stamp | None:
-        """What the file system tells; size alone is no stamp."""
+        """What the file system tells, if that is more than the size."""
         return await asyncio.to_thread(_object_stamp, self.location)
 
     async def _deliver(self) -> None:

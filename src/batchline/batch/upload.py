@@ -1,6 +1,6 @@
-"""Results from local disk to where they belong over the network: one HTTP PUT, or a multipart upload through fsspec.
+"""Uploads results: one HTTP PUT, or a multipart upload through fsspec.
 
-The local file stays untouched whatever happens, so that a failed upload can be made again.
+The local file stays unchanged, so that a failed upload can be repeated.
 """
 
 from __future__ import annotations
