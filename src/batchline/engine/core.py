@@ -188,13 +188,15 @@ class Engine:
         self.scheduler.check_integrity()
 
     def free_model(self) -> None:
-        """Free the memory of the model and the cache; no step can be computed afterwards. Idempotent."""
+        """Let go of the model and the cache; no step can be computed afterwards. Idempotent.
+
+        Their memory is free after the next garbage collection, on a GPU at once."""
         self._masks.close()
         if hasattr(self, "loaded"):
             device = self.loaded.device
             del self._runner, self.loaded
-            gc.collect()  # the model's parts refer to each other
             if device.type == "cuda":
+                gc.collect()  # the model's parts refer to each other
                 torch.cuda.empty_cache()
 
     def _apply(self, results: list[SequenceResult], *, holds_streams: bool) -> list[Output]:
