@@ -63,6 +63,19 @@ def test_the_second_of_two_is_refused_with_the_first_ones_process(tmp_path: Path
         assert (tmp_path / "w" / "lock").exists()
 
 
+def test_a_run_that_has_finished_leaves_the_folder_to_the_next_one(tmp_path: Path) -> None:
+    """Leaving the finished run's folder removed it a second time, and with it what the next run had made there."""
+    path = tmp_path / "out.partial"
+    with JobFolder(path) as finished:
+        finished.remove()
+        next_run = JobFolder(path).__enter__()
+    assert next_run.scratch.exists()
+    with pytest.raises(ResumeRefused), JobFolder(path):
+        pass
+    next_run.__exit__()
+    assert not path.exists()
+
+
 def test_the_lock_is_free_again_after_the_run(tmp_path: Path) -> None:
     for _ in range(2):
         with JobFolder(tmp_path / "w") as job_folder:

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from batchline.backends.base import Answer, EndpointRequest
 from batchline.batch.job_folder import JobFolder
 from batchline.batch.options import Limits
+from batchline.batch.runner import Feeder, ReadyRequest
 from batchline.batch.stopping import Stop
 from batchline.batch.targets import FileTarget
 from batchline.errors import (
@@ -251,21 +252,33 @@ def test_no_more_requests_than_asked_for_are_in_flight_and_all_of_those_are(tmp_
 def test_large_lines_are_not_all_in_flight_at_once(
     tmp_path: Path, run_file: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Each of 512 workers held a parsed line while it waited for its turn: gigabytes of lines with images."""
     monkeypatch.setattr("batchline.batch.capacity.MAX_INFLIGHT_BYTES", 25_000)
-    in_flight = most = 0
+    in_flight = most = num_given = answered = most_held = 0
+    next_request = Feeder.next
+
+    async def count(feeder: Feeder) -> ReadyRequest | None:
+        nonlocal num_given
+        num_given += 1
+        return await next_request(feeder)
 
     async def before_answer(_request: EndpointRequest) -> None:
-        nonlocal in_flight, most
+        nonlocal in_flight, most, answered, most_held
         in_flight += 1
         most = max(most, in_flight)
         for _ in range(3):
             await asyncio.sleep(0)
+        most_held = max(most_held, num_given - answered)
         in_flight -= 1
+        answered += 1
+
+    monkeypatch.setattr(Feeder, "next", count)
 
     lines = [chat_line(f"r{n}", "x" * 10_000) for n in range(20)] + [chat_line("huge", "y" * 100_000)]
     path = write_lines(tmp_path / "in", lines)
     summary = run_file(path, tmp_path / "out", backend=FakeBackend(before_answer=before_answer))
     assert (summary.succeeded, most) == (21, 2)
+    assert most_held <= 3
 
 
 def test_a_slow_request_does_not_hold_the_others_back(tmp_path: Path, run_file: Run) -> None:
@@ -338,6 +351,27 @@ def test_a_stop_finishes_what_runs_takes_nothing_new_and_can_be_resumed(
     summary = run_file(batch, tmp_path / "out")
     assert summary.resumed == asked
     assert len(read_lines(tmp_path / "out")) == 20
+
+
+def test_a_stop_leaves_requests_that_wait_for_their_turn(
+    tmp_path: Path, run_file: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that waited because large lines were in flight were still started after the stop, all of them."""
+    monkeypatch.setattr("batchline.batch.capacity.MAX_INFLIGHT_BYTES", 25_000)
+    stop = Stop()
+    asked = 0
+
+    async def before_answer(_request: EndpointRequest) -> None:
+        nonlocal asked
+        asked += 1
+        if asked == 5:
+            stop.set()
+        await asyncio.sleep(0)
+
+    path = write_lines(tmp_path / "in", [chat_line(f"r{n}", "x" * 10_000) for n in range(40)])
+    with pytest.raises(RunInterrupted):
+        run_file(path, tmp_path / "out", backend=FakeBackend(before_answer=before_answer), stop=stop)
+    assert 5 <= asked <= 6
 
 
 @pytest.mark.parametrize("reason", ["batch_cancelled", "batch_expired"])

@@ -55,7 +55,7 @@ class JobFolder:
     def __exit__(self, *exc_info: object) -> None:
         if self.journal_path.exists():
             shutil.rmtree(self.scratch, ignore_errors=True)
-        else:
+        elif self._is_current():  # else it has been removed, and another run may have made it anew
             self.remove()
         self._unlock()
 
@@ -71,7 +71,7 @@ class JobFolder:
         for path in self.path.glob(f"{RESULTS_PREFIX}*"):
             path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
-            (self.path / _LOCK).unlink(missing_ok=True)
+            (self.path / _LOCK).unlink(missing_ok=True)  # from here on the folder is free for another run
             self.path.rmdir()
 
     def _lock(self) -> None:
@@ -80,7 +80,10 @@ class JobFolder:
             if not self.path.exists():
                 self.path.mkdir(exist_ok=True)
                 sync_folder(self.path.parent)
-            self._lock_fd = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+            try:
+                self._lock_fd = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+            except FileNotFoundError:  # a finishing run has removed the folder
+                continue
             try:
                 fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as exc:

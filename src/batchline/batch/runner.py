@@ -126,6 +126,7 @@ class Runner:
         self._backend = backend
         self._commit = commit
         self._max_inflight = max_inflight
+        self._taking = asyncio.Lock()
         self._lead_is_over = asyncio.Event()
         self._has_warned_of_usage = False
 
@@ -154,16 +155,27 @@ class Runner:
 
     async def _work(self, stop: asyncio.Event) -> None:
         while not stop.is_set():
-            item = await self._feeder.next()
-            if item is None or not await self._share.take(item.num_bytes):
+            item = await self._take()
+            if item is None:
                 break
-            self._in_flight.take(item.served[0][0])
             try:
+                if stop.is_set():
+                    break
+                self._in_flight.take(item.served[0][0])
                 await self._answer(item, stop)
             finally:
                 self._share.give_back(item.num_bytes)
                 self._lead_is_over.set()
         self._lead_is_over.set()
+
+    async def _take(self) -> ReadyRequest | None:
+        """The next request and a place for it; None if there is none, or the share is closed.
+
+        Only one worker at a time holds a request without a place, so the limit of bytes holds for all of them.
+        """
+        async with self._taking:
+            item = await self._feeder.next()
+            return item if item is not None and await self._share.take(item.num_bytes) else None
 
     async def _follow(self, stop: asyncio.Event) -> None:
         await self._lead_is_over.wait()
