@@ -8,8 +8,8 @@ from typing import Any
 
 import typer
 
-from batchline.cli.grouped_help import group_of
 from batchline.cli.main import app
+from batchline.cli.option_groups import group_of
 
 TARGET = Path(__file__).parents[1] / "docs" / "cli.md"
 

@@ -40,14 +40,18 @@
         ├── RequestRefused          this model cannot run the request
         └── ConstraintFailed        no token satisfies the request's constraints
 
-`RequestError` holds its HTTP status and error body; no other module maps exceptions to statuses. `batch/lines.py` maps
-`LineError` to a result line. Messages of both reach users over the network, so they hold no machine paths and no keys.
+`RequestError` holds its HTTP status and error body, and `request_error` maps every other exception to one; no other
+module maps exceptions to statuses. `batch/lines.py` maps `LineError` to a result line. Messages of both reach users
+over the network, so they hold no machine paths and no keys.
 """
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any, ClassVar
+
+logger = logging.getLogger(__name__)
 
 
 class BatchlineError(Exception):
@@ -391,6 +395,32 @@ class RequestRefused(EngineError):
 
 class ConstraintFailed(EngineError):
     """No token satisfies one request's constraints, or its grammar is too complex to follow."""
+
+
+ENGINE_STOPPED = ServiceUnavailable(
+    "The model's engine has stopped and could not be started again; the server keeps trying, so try again later",
+    code="engine_stopped",
+)
+
+
+def request_error(exc: Exception, request_id: str) -> RequestError:
+    """The error that a request gets for any exception. Unexpected ones are logged with their traceback."""
+    match exc:
+        case RequestError():
+            return exc
+        case ConstraintFailed() | RequestRefused():
+            return BadRequest(str(exc))
+        case EngineOutOfMemory():
+            return InternalServerError(f"Out of memory: {exc}")
+        case NumbersNotFinite() | SequenceFailed():
+            return InternalServerError(f"No answer: {exc}")
+    logger.error("request %s failed", request_id, exc_info=exc)
+    match exc:
+        case EngineDead() | EngineLost():
+            return ENGINE_STOPPED
+        case BatchlineError():
+            return ServiceUnavailable("The model cannot be run at the moment; try again later")
+    return InternalServerError("Internal server error")
 
 
 def first_line(error: BaseException) -> str:

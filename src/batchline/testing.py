@@ -14,9 +14,9 @@ from typing import Any
 
 import orjson
 
-from batchline.backends.base import Answer, BackendStats, EndpointRequest, ServedModel, unknown_path
+from batchline.backends.base import Answer, BackendStats, EndpointRequest, ServedModel, find_model, unknown_path
 from batchline.engine.request import FinishReason, GenerationOutput, GenerationRequest, TokenLogprobs
-from batchline.errors import BackendUnavailable, BadRequest, NotFound, RequestError
+from batchline.errors import BackendUnavailable, BadRequest, RequestError
 from batchline.openai_api.endpoint_table import CHAT, COMPLETIONS, EMBEDDINGS
 
 FAKE_ENDPOINTS = (CHAT, COMPLETIONS, EMBEDDINGS)
@@ -112,10 +112,7 @@ class FakeBackend:
     def _body(self, request: EndpointRequest) -> dict[str, Any]:
         if request.url not in FAKE_ENDPOINTS:
             raise unknown_path(request.url, [self._served])
-        model = request.body.get("model")
-        if model != self._model:
-            message = f"The model `{model}` does not exist; served is `{self._model}`."
-            raise NotFound(message, param="model", code="model_not_found")
+        model = find_model({self._model: self._served}, request.body.get("model")).name
         text = _last_text(request.body)
         num_tokens = len(text.split())
         self._prompt_tokens += num_tokens

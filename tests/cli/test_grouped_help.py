@@ -6,8 +6,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from batchline.cli.grouped_help import group_of
 from batchline.cli.main import app
+from batchline.cli.option_groups import group_of
 
 COMMANDS = ["run-batch", "serve", "check", "plan", "split", "merge", "upload"]
 

@@ -14,8 +14,7 @@ from raw_http import read_to_end, sending
 from threaded_server import Serve
 
 from batchline.backends.base import EndpointRequest
-from batchline.errors import BackendUnavailable, EngineLost, ModelLoadError
-from batchline.server.errors import ENGINE_STOPPED
+from batchline.errors import ENGINE_STOPPED, BackendUnavailable, EngineLost, ModelLoadError
 from batchline.testing import FakeBackend
 
 CHAT = "/v1/chat/completions"

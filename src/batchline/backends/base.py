@@ -11,13 +11,15 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import orjson
 
 from batchline.engine.sequence_metrics import SequenceCounts
-from batchline.errors import InvalidAnswer, NotFound
+from batchline.errors import BadRequest, InvalidAnswer, NotFound
 from batchline.model_record import ModelRecord
+
+T = TypeVar("T")
 
 BATCH_PRIORITY = 1 << 32
 """The priority of batch work, after every interactive request. A body's own 32-bit `priority` is added to it, so it
@@ -83,6 +85,39 @@ class ServedModel:
     max_model_len: int | None = None
     endpoints: tuple[str, ...] = ()
     record: ModelRecord | None = None
+
+
+MAX_SHOWN_NAME = 200
+"""How many characters of an unknown model's name an error repeats."""
+
+
+def models_by_name(models: Iterable[ServedModel]) -> dict[str, ServedModel]:
+    """Every name that a request may use, aliases too."""
+    return {name: model for model in models for name in (model.name, *model.aliases)}
+
+
+def find_model(by_name: Mapping[str, T], name: object) -> T:
+    """The model that a request names. name: the body's `model`; None means the only model, if there is only one.
+
+    Raises: BadRequest if it is not a name, NotFound.
+    """
+    if name is None and by_name:
+        first, *others = by_name.values()
+        if all(other is first for other in others):
+            return first
+    served = f"Served here: {', '.join(sorted(by_name))}"
+    if not isinstance(name, str):
+        raise BadRequest(f"model: it must be the name of a model. {served}", param="model")
+    if name not in by_name:
+        message = f"The model {name[:MAX_SHOWN_NAME]!r} does not exist. {served}"
+        raise NotFound(message, param="model", code="model_not_found")
+    return by_name[name]
+
+
+def unsupported_path(url: str, name: str, supported: Iterable[str]) -> BadRequest:
+    """The error for a request to a path that the model does not answer. supported: the paths that it answers."""
+    message = f"Model {name} does not support {url}. It supports: {', '.join(supported)}"
+    return BadRequest(message, param="url")
 
 
 def unknown_path(url: str, models: Iterable[ServedModel]) -> NotFound:

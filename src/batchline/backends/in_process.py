@@ -1,6 +1,6 @@
 """The embedded engine as a backend: routes a request to the model it names and the endpoint it asks for.
 
-Holds the only mapping from exceptions to answers. Models are loaded on first use (`residency`), the first one at the
+Models are loaded on first use (`residency`), the first one at the
 start. Knows no batch files and no HTTP.
 """
 
@@ -14,7 +14,15 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from batchline.backends.base import Answer, BackendStats, EndpointRequest, ServedModel, unknown_path
+from batchline.backends.base import (
+    Answer,
+    BackendStats,
+    EndpointRequest,
+    ServedModel,
+    find_model,
+    unknown_path,
+    unsupported_path,
+)
 from batchline.backends.identity import result_settings
 from batchline.backends.model_memory import fits_in_memory
 from batchline.backends.residency import Loadable, ModelResidency
@@ -23,20 +31,7 @@ from batchline.checkpoints.formats import refuse_foreign_format
 from batchline.config import EngineConfig, Task
 from batchline.engine import sequence_metrics
 from batchline.engine.cache_memory import cache_memory_ahead
-from batchline.errors import (
-    BadRequest,
-    ConstraintFailed,
-    EngineLost,
-    EngineOutOfMemory,
-    InternalServerError,
-    ModelLoadError,
-    NotFound,
-    NumbersNotFinite,
-    RequestError,
-    RequestRefused,
-    SequenceFailed,
-    UsageError,
-)
+from batchline.errors import BadRequest, EngineLost, EngineOutOfMemory, ModelLoadError, UsageError, request_error
 from batchline.openai_api.endpoint_table import ENDPOINTS, answering_path, endpoints_of, error_body
 from batchline.pooling.detection import detect_task
 
@@ -47,9 +42,6 @@ logger = logging.getLogger(__name__)
 
 MIN_CONCURRENCY = 512
 """This many requests in flight keep engines of usual sizes busy, and the threads that tokenize ahead of them."""
-
-MAX_SHOWN_NAME = 200
-"""How many characters of an unknown model's name an error repeats."""
 
 
 class InProcessBackend:
@@ -106,7 +98,7 @@ class InProcessBackend:
         except UsageError as exc:  # an option that only a load finds wrong
             raise ModelLoadError(str(request.body.get("model")), str(exc)) from exc
         except Exception as exc:
-            error = _request_error(request, exc)
+            error = request_error(exc, request.request_id)
             return Answer(
                 status_code=error.status_code,
                 body=error_body(request.url, error.body()),
@@ -134,7 +126,7 @@ class InProcessBackend:
         except UsageError as exc:  # an option that only a load finds wrong
             raise ModelLoadError(str(request.body.get("model")), str(exc)) from exc
         except Exception as exc:
-            error = _request_error(request, exc)
+            error = request_error(exc, request.request_id)
             if attempts is None or not attempts.has_begun:
                 raise error from exc
             yield error.body()
@@ -208,23 +200,10 @@ class InProcessBackend:
         endpoint = ENDPOINTS.get(request.url)
         if endpoint is None:
             raise unknown_path(request.url, self._served_models())
-        name, config = self._named(request.body.get("model"))
-        task = self._tasks[config.model.names[0]]
-        if task not in endpoint.tasks:
-            supported = ", ".join(endpoints_of(task))
-            raise BadRequest(f"Model {name} does not support {request.url}. It supports: {supported}", param="url")
-        return Attempts(self._residency, self._loadables[config.model.names[0]], request)
-
-    def _named(self, name: object) -> tuple[str, EngineConfig]:
-        """The model that a request names. Raises: BadRequest if `model` is not a name, NotFound."""
-        served = f"Served here: {', '.join(sorted(self._by_name))}"
-        if not isinstance(name, str):
-            raise BadRequest(f"model: it must be the name of a model. {served}", param="model")
-        config = self._by_name.get(name)
-        if config is None:
-            message = f"The model {name[:MAX_SHOWN_NAME]!r} does not exist. {served}"
-            raise NotFound(message, param="model", code="model_not_found")
-        return name, config
+        name = find_model(self._by_name, request.body.get("model")).model.names[0]
+        if self._tasks[name] not in endpoint.tasks:
+            raise unsupported_path(request.url, name, endpoints_of(self._tasks[name]))
+        return Attempts(self._residency, self._loadables[name], request)
 
 
 @contextmanager
@@ -252,20 +231,6 @@ def _as_answered(request: EndpointRequest) -> EndpointRequest:
     """The request with the path of the endpoint that answers it. Raises: BadRequest."""
     path = answering_path(request.url, request.body)
     return request if path == request.url else replace(request, url=path)
-
-
-def _request_error(request: EndpointRequest, exc: Exception) -> RequestError:
-    """The client's error for an exception."""
-    if isinstance(exc, RequestError):
-        return exc
-    if isinstance(exc, (ConstraintFailed, RequestRefused)):
-        return BadRequest(str(exc))
-    if isinstance(exc, EngineOutOfMemory):
-        return InternalServerError(f"Out of memory: {exc}")
-    if isinstance(exc, (NumbersNotFinite, SequenceFailed)):
-        return InternalServerError(f"No answer: {exc}")
-    logger.error("request %s failed", request.request_id, exc_info=exc)
-    return InternalServerError("Internal server error")
 
 
 def _chunks(model: LoadedModel, request: EndpointRequest) -> AsyncGenerator[dict[str, Any], None]:

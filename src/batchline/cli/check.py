@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import orjson
 import typer
 
-from batchline.cli.limits import LimitPreset, MaxFileSize, MaxRequests, limits_of
-from batchline.cli.values import parse_request_limits
+from batchline.cli.values import LimitPreset, MaxFileSize, MaxRequests, limits_of, parse_request_limits
 from batchline.config import TextConfig
 from batchline.errors import UsageError, counted
 

@@ -17,8 +17,8 @@ from typing import Any
 import typer
 
 from batchline.cli.config_file import TRANSLATION, is_set_elsewhere
-from batchline.cli.grouped_help import GroupedCommand
 from batchline.cli.messages import configure, log
+from batchline.cli.option_groups import GroupedCommand
 from batchline.cli.values import JSON, listed
 from batchline.cli.vllm_options import VLLM_OPTIONS, Ours, Translation, VllmOption, find
 from batchline.errors import UsageError

@@ -21,12 +21,11 @@ import typer
 from batchline import __version__
 from batchline.cli.check import check
 from batchline.cli.command_line import CheckedCommand, ModelCommand
+from batchline.cli.file_commands import merge, split, upload
 from batchline.cli.messages import configure, tell
 from batchline.cli.plan import plan
 from batchline.cli.run_batch import run_batch
 from batchline.cli.serve import serve
-from batchline.cli.split_merge import merge, split
-from batchline.cli.upload import upload
 from batchline.errors import BatchlineError, RunInterrupted, UsageError
 
 app = typer.Typer(

@@ -15,12 +15,11 @@ from typing import Any
 from batchline.batch.progress import Progress, Reporter
 from batchline.errors import UsageError
 from batchline.server.connections import allow_reuse, bind
-from batchline.server.metrics import RunMetric, run_metrics_text
+from batchline.server.metrics import CONTENT_TYPE, RunMetric, run_metrics_text
 
 MAX_CONNECTIONS = 32
 """Scrapes at once; more are closed."""
 _TIMEOUT_S = 10
-_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class MetricsReporter:
@@ -99,7 +98,7 @@ def serve_metrics(inner: Reporter, host: str, port: int) -> Iterator[MetricsRepo
             is_known = self.path.partition("?")[0] == "/metrics"
             body = reporter.metrics_text() if is_known else b"Not found: see /metrics\n"
             self.send_response(200 if is_known else 404)
-            self.send_header("Content-Type", _CONTENT_TYPE)
+            self.send_header("Content-Type", CONTENT_TYPE)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)

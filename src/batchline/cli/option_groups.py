@@ -1,7 +1,10 @@
-"""Groups of options: a dataclass whose fields are options, taken by a command as one parameter.
+"""Groups of options: as one parameter of a command, and as a section of its `--help`.
 
-The command line shows every field as an option of the command; the command gets them as one object. So commands share
-options from one definition, and none has twenty parameters.
+A dataclass whose fields are options is one parameter: the command line shows every field as an option of the command,
+and the command gets them as one object. So commands share options from one definition, and none has twenty parameters.
+
+Typer's own help has tables that are as wide as the terminal and shorten the names of options to fit: at 80 columns
+several of them are unreadable. Here a long name is on a separate line, with its text below.
 """
 
 from __future__ import annotations
@@ -11,6 +14,8 @@ import functools
 import inspect
 from collections.abc import Callable, Collection
 from typing import Any, get_type_hints
+
+from typer.core import TyperCommand
 
 Command = Callable[..., None]
 
@@ -55,3 +60,24 @@ def _as_parameter(field: dataclasses.Field[Any], annotation: Any, defaults: dict
         default=inspect.Parameter.empty if default is dataclasses.MISSING else default,
         annotation=annotation,
     )
+
+
+class GroupedCommand(TyperCommand):
+    """A command whose help lists its options by their `rich_help_panel`, in the order of their definition."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the arguments and each group of options as a section."""
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                sections.setdefault(group_of(parameter), []).append(record)
+        for name, records in sections.items():
+            with formatter.section(name):
+                formatter.write_dl(records)
+
+
+def group_of(parameter: Any) -> str:
+    """The name of an option's group; those without one are `Options`."""
+    default = "Arguments" if parameter.param_type_name == "argument" else "Options"
+    return str(parameter.rich_help_panel or default)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from batchline.batch.options import DEFAULT_GRACE_PERIOD_S, OutputOrder, RunOptions
-from batchline.cli.limits import LimitPreset, MaxFileSize, MaxRequests, limits_of
+from batchline.cli.values import LimitPreset, MaxFileSize, MaxRequests, limits_of
 from batchline.config import EngineConfig
 
 if TYPE_CHECKING:

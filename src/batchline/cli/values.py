@@ -1,4 +1,7 @@
-"""How the values of options are read: numbers, sizes, limits; and checks that report all their problems together."""
+"""How the values of options are read: numbers, sizes, limits; and checks that report all their problems together.
+
+Also the options that limit a batch file, which several commands share.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,11 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import typer
 
+from batchline.batch.options import HOSTED_LIMITS, Limits
 from batchline.config import Quantization, RequestLimits
 from batchline.errors import BadRequest, UsageError
 
@@ -38,6 +42,22 @@ def parse_num_bytes(text: str | int) -> int:
     if num_bytes < 1:
         raise typer.BadParameter(f"{text!r} is not a size like 4GiB, 500M or 1000000.")
     return num_bytes
+
+
+MaxRequests = Annotated[int | None, typer.Option(min=1, help="Refuse a batch file with more requests.")]
+MaxFileSize = Annotated[
+    int | None, typer.Option(parser=parse_num_bytes, metavar="SIZE", help="Refuse a larger batch file, e.g. 100MB.")
+]
+LimitPreset = Annotated[
+    Literal["none", "hosted"],
+    typer.Option("--limits", help="Preset limits; hosted: 50,000 requests and 100 MB, as in hosted batch services."),
+]
+
+
+def limits_of(preset: str, max_requests: int | None, max_file_bytes: int | None) -> Limits:
+    """The preset's limits; a limit that is given overrides the preset's."""
+    base = HOSTED_LIMITS if preset == "hosted" else Limits()
+    return Limits(max_requests=max_requests or base.max_requests, max_file_bytes=max_file_bytes or base.max_file_bytes)
 
 
 def parse_number(text: str | int) -> int:

@@ -1,4 +1,4 @@
-"""What every resource of the wire format shares: the base of request schemas, the prompt field and token usage.
+"""What resources of the wire format share: the base of request schemas, the prompt field, usage, lists in pages.
 
 Requests are pydantic models in strict mode: JSON types are taken as they are, so that `"n": "2"` or `"stop": 5` is an
 error that names the field, never a guess. Responses are plain dictionaries, built from values that are already ours.
@@ -12,6 +12,8 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator
 from pydantic_core import PydanticCustomError
+
+from batchline.errors import BadRequest
 
 MAX_INT64 = 2**63 - 1
 
@@ -176,3 +178,35 @@ def total_usage(usages: Sequence[Usage]) -> Usage:
         cached_tokens=sum(usage.cached_tokens for usage in usages),
         reasoning_tokens=sum(usage.reasoning_tokens for usage in usages),
     )
+
+
+class ListParams(BaseModel):
+    """The query parameters of a list that clients read in pages. They arrive as text.
+
+    after: the id of the last item of the page before.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    limit: Annotated[int, Field(ge=1, le=100, description="How many items a page has at most")] = 20
+    order: Annotated[Literal["asc", "desc"], Field(description="`desc`: the newest first")] = "desc"
+    after: Annotated[str, Field(description="The id of the last item of the page before")] | None = None
+
+
+def list_page(items: Sequence[dict[str, Any]], params: ListParams) -> dict[str, Any]:
+    """A page of `items`, which are sorted by age, oldest first, and have an `id` each. Raises: BadRequest."""
+    ordered = list(items) if params.order == "asc" else list(reversed(items))
+    start = 0
+    if params.after is not None:
+        ids = [item["id"] for item in ordered]
+        if params.after not in ids:
+            raise BadRequest(f"after: there is no item with id {params.after[:200]!r}", param="after")
+        start = ids.index(params.after) + 1
+    data = ordered[start : start + params.limit]
+    return {
+        "object": "list",
+        "data": data,
+        "first_id": data[0]["id"] if data else None,
+        "last_id": data[-1]["id"] if data else None,
+        "has_more": start + len(data) < len(ordered),
+    }

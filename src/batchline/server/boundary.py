@@ -21,8 +21,8 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from batchline.endpoints.streaming import StreamUsage, streams_of_request
-from batchline.errors import BadRequest, RequestError
-from batchline.server.errors import SHUTTING_DOWN, as_request_error, error_response
+from batchline.errors import BadRequest, RequestError, request_error
+from batchline.server.errors import SHUTTING_DOWN, error_response
 from batchline.server.incoming_body import Bodies, IncomingBody
 from batchline.server.metrics import Metrics
 from batchline.server.root_path import route_path
@@ -73,7 +73,7 @@ class RequestBoundary:
             # the grace period of a shutdown is over: tell the client
             await self._answer(SHUTTING_DOWN, scope, receive, sender)
         except Exception as exc:
-            await self._answer(as_request_error(exc), scope, receive, sender)
+            await self._answer(request_error(exc, request_id), scope, receive, sender)
         finally:
             body.close()
             seconds = perf_counter() - started

@@ -1,17 +1,13 @@
-"""Errors as HTTP responses: the one place where exceptions become status, headers and envelope."""
+"""Errors as HTTP responses: the one place where errors become status, headers and envelope."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from batchline.errors import (
-    BatchlineError,
-    EngineDead,
-    EngineLost,
     InternalServerError,
     MethodNotAllowed,
     NotFound,
@@ -24,12 +20,6 @@ from batchline.openai_api.endpoint_table import error_body
 from batchline.server.responses import JsonResponse
 from batchline.server.root_path import route_path
 
-logger = logging.getLogger(__name__)
-
-ENGINE_STOPPED = ServiceUnavailable(
-    "The model's engine has stopped and could not be started again; the server keeps trying, so try again later",
-    code="engine_stopped",
-)
 SHUTTING_DOWN = ServiceUnavailable("The server is shutting down")
 
 
@@ -43,18 +33,6 @@ def error_response(error: RequestError, path: str = "") -> JsonResponse:
     elif isinstance(error, Overloaded):
         headers["Retry-After"] = str(error.retry_after_s)
     return JsonResponse(error_body(path, error.body()), status_code=error.status_code, headers=headers)
-
-
-def as_request_error(exc: Exception) -> RequestError:
-    """The client's error for an exception. Those that are not its fault are logged with their traceback."""
-    if isinstance(exc, RequestError):
-        return exc
-    logger.error("a request failed", exc_info=exc)
-    if isinstance(exc, EngineDead | EngineLost):
-        return ENGINE_STOPPED
-    if isinstance(exc, BatchlineError):
-        return ServiceUnavailable("The model cannot be run at the moment; try again later")
-    return InternalServerError("Internal server error")
 
 
 def unrouted(request: Request, exc: HTTPException, served: Iterable[str], methods: Iterable[str]) -> RequestError:

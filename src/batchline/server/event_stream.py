@@ -8,16 +8,19 @@ slow reader only slows its own stream.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping
+from typing import Any, TypeVar
 
 import orjson
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from batchline.errors import request_error
 from batchline.openai_api.endpoint_table import ENDPOINTS
-from batchline.server.connection import while_connected
-from batchline.server.errors import SHUTTING_DOWN, as_request_error
+from batchline.server.errors import SHUTTING_DOWN
+
+T = TypeVar("T")
 
 Chunk = Mapping[str, Any]
 _DONE = b"data: [DONE]\n\n"
@@ -28,13 +31,14 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: Chunk | None, rest: AsyncIterator[Chunk], path: str) -> None:
+    def __init__(self, first: Chunk | None, rest: AsyncIterator[Chunk], path: str, request_id: str) -> None:
         """first: None for a stream that has no chunk at all. path: of the endpoint, which decides the events' form."""
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._first = first
         self._rest = rest
         self._endpoint = ENDPOINTS[path]
+        self._request_id = request_id
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send all of it. Raises: ClientDisconnect."""
@@ -60,7 +64,7 @@ class EventStream(Response):
             async for chunk in self._rest:
                 yield chunk
         except Exception as exc:
-            yield as_request_error(exc).body()
+            yield request_error(exc, self._request_id).body()
 
     def _message(self, chunk: Chunk) -> Message:
         if "error" in chunk and "type" not in chunk and self._endpoint.error_event is not None:
@@ -81,3 +85,26 @@ async def close_stream(stream: AsyncIterator[Chunk]) -> None:
     """Free what a stream holds, if it is of a kind that can be closed."""
     if isinstance(stream, AsyncGenerator):
         await stream.aclose()
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work` on a request whose body has been read. If the client disconnects first, `work` is cancelled.
+
+    Raises: ClientDisconnect, and what the work raises.
+    """
+    task = asyncio.create_task(work)
+    hang_up = asyncio.create_task(_hang_up(receive))
+    try:
+        await asyncio.wait({task, hang_up}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        task.cancel()
+        hang_up.cancel()
+        await asyncio.gather(task, hang_up, return_exceptions=True)
+
+
+async def _hang_up(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -10,8 +10,7 @@ from starlette.responses import Response
 
 from batchline.backends.base import Answer, Backend, EndpointRequest
 from batchline.server.admission import num_places
-from batchline.server.connection import while_connected
-from batchline.server.event_stream import EventStream, close_stream
+from batchline.server.event_stream import EventStream, close_stream, while_connected
 from batchline.server.json_body import read_json_object
 from batchline.server.metrics import Metrics
 from batchline.server.responses import written
@@ -70,7 +69,7 @@ class Inference:
         except BaseException:
             await close_stream(timed)
             raise
-        return EventStream(first, timed, endpoint)
+        return EventStream(first, timed, endpoint, request.state.request_id)
 
 
 async def _first_of(chunks: AsyncIterator[Mapping[str, Any]]) -> Mapping[str, Any] | None:

@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
 from batchline import __version__
+from batchline.openai_api.common import ListParams
 from batchline.openai_api.endpoint_table import (
     CHAT,
     COMPLETIONS,
@@ -33,7 +34,6 @@ from batchline.openai_api.endpoint_table import (
     TOKENIZE,
     generates,
 )
-from batchline.openai_api.item_lists import ListParams
 
 _REFERENCE = "#/components/schemas/{model}"
 

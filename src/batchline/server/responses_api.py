@@ -20,21 +20,19 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from batchline.backends.base import Backend, EndpointRequest
+from batchline.backends.base import Backend, EndpointRequest, find_model, models_by_name, unsupported_path
 from batchline.endpoints.pooling_limits import off_loop_if_large
 from batchline.endpoints.response_input import check_without_model
-from batchline.errors import BadRequest
+from batchline.errors import BadRequest, request_error
+from batchline.openai_api.common import ListParams, list_page
 from batchline.openai_api.endpoint_table import INPUT_TOKENS, RESPONSES
-from batchline.openai_api.item_lists import ListParams, list_page
 from batchline.openai_api.parsing import parse_body
 from batchline.openai_api.responses import ITEM_REFERENCE, Status, input_item, response_object
 from batchline.server.api_keys import owner_of
-from batchline.server.errors import as_request_error
 from batchline.server.event_stream import close_stream
 from batchline.server.inference import Inference
 from batchline.server.kept_responses import KeptResponse, KeptResponses
 from batchline.server.responses import JsonResponse, written
-from batchline.server.served_models import check_supported
 
 JsonObject = dict[str, Any]
 
@@ -133,7 +131,9 @@ class ResponsesApi:
         """Report the errors that are known at once. Raises: BadRequest, NotFound."""
         if call.body.get("stream") or call.body.get("store") is False:
             raise BadRequest("background: it cannot be combined with stream: true or store: false", param="background")
-        check_supported(await self._backend.models(), call.body.get("model"), RESPONSES)
+        model = find_model(models_by_name(await self._backend.models()), call.body.get("model"))
+        if RESPONSES not in model.endpoints:
+            raise unsupported_path(RESPONSES, model.name, model.endpoints)
 
     def _start(self, call: _Call) -> JsonObject:
         """Start a response in the background, and return its current state. Raises: Overloaded."""
@@ -150,7 +150,7 @@ class ResponsesApi:
             made = answer.parsed_body()
             error = made["error"] if answer.is_error else None
         except Exception as exc:
-            error = as_request_error(exc).body()["error"]
+            error = request_error(exc, call.request.request_id).body()["error"]
         if error is None:
             kept.response = call.shown(made) | {"background": True}
         else:

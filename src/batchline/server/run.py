@@ -10,15 +10,13 @@ import contextlib
 import functools
 import gc
 import os
-import signal
 import socket
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from types import FrameType
 
 import uvicorn
 
 from batchline.backends.base import Backend, ServedModel, running
+from batchline.batch.stopping import stop_on_signals
 from batchline.server.app import create_app
 from batchline.server.connections import Connections, allow_reuse, bind, raise_file_limit, unusable
 from batchline.server.http_protocol import BoundedProtocol, ConnectionTimes
@@ -26,7 +24,6 @@ from batchline.server.options import ServerOptions
 from batchline.server.tls import check_certificate
 
 OnReady = Callable[[str, Sequence[ServedModel]], None]
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 async def serve(backend: Backend, options: ServerOptions, on_ready: OnReady) -> None:
@@ -96,21 +93,11 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Handle stop signals meanwhile, where this is the main thread."""
-        if threading.current_thread() is not threading.main_thread():
+        """The first signal stops the server; the second one ends the process at once, as there is nothing to save."""
+        with stop_on_signals(self._stop, lambda: os._exit(130)):
             yield
-            return
-        previous = {number: signal.signal(number, self.handle_exit) for number in STOP_SIGNALS}
-        try:
-            yield
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
 
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first signal stops, the second ends the process: there is nothing to save."""
-        if self.should_exit:
-            os._exit(128 + sig)
+    def _stop(self) -> None:
         self.should_exit = True
 
 

@@ -9,13 +9,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from batchline import __version__
-from batchline.backends.base import Backend, ServedModel
-from batchline.server.errors import ENGINE_STOPPED, error_response
-from batchline.server.metrics import Metrics
+from batchline.backends.base import Backend, ServedModel, find_model, models_by_name
+from batchline.errors import ENGINE_STOPPED
+from batchline.server.errors import error_response
+from batchline.server.metrics import CONTENT_TYPE, Metrics
 from batchline.server.responses import JsonResponse
-from batchline.server.served_models import find_model, models_by_name
-
-METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Service:
@@ -34,7 +32,7 @@ class Service:
     async def model(self, request: Request) -> Response:
         """One model by any of its names. Raises: NotFound."""
         name = request.path_params["model_id"]
-        return JsonResponse(self._model(name, find_model(await self._backend.models(), name)))
+        return JsonResponse(self._model(name, find_model(models_by_name(await self._backend.models()), name)))
 
     async def health(self, request: Request) -> Response:
         """200 while requests can be answered, 503 when the engine has died."""
@@ -50,7 +48,7 @@ class Service:
 
     async def metrics(self, request: Request) -> Response:
         """What Prometheus scrapes."""
-        return Response(self._metrics.render(await self._backend.models()), headers={"Content-Type": METRICS_TYPE})
+        return Response(self._metrics.render(await self._backend.models()), headers={"Content-Type": CONTENT_TYPE})
 
     def _model(self, name: str, served: ServedModel) -> dict[str, Any]:
         """A model object. root: the name that answers carry."""

@@ -1,15 +1,16 @@
-"""`batchline split` and `batchline merge`: a file in parts for a service with limits, results together again."""
+"""The commands that only handle files: `split` for services with limits, `merge`, and `upload`."""
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from batchline.cli.limits import LimitPreset, MaxFileSize, MaxRequests, limits_of
 from batchline.cli.messages import tell
-from batchline.errors import counted
+from batchline.cli.values import LimitPreset, MaxFileSize, MaxRequests, limits_of
+from batchline.errors import UsageError, counted
 
 
 def split(
@@ -44,3 +45,18 @@ def merge(
     if summary.missing:
         tell(f"{counted(summary.missing, 'line')} of the input without a result")
         raise typer.Exit(3)
+
+
+def upload(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="File to send.", exists=True, dir_okay=False)],
+    url: Annotated[str, typer.Argument(metavar="URL", help="http(s):// (one PUT), s3://, gs://, az:// or hf://.")],
+) -> None:
+    """Upload a file, as a run does at its end."""
+    from batchline.batch.locations import parse_location
+    from batchline.batch.upload import upload_file
+
+    location = parse_location(url)
+    if location.kind not in ("http", "fsspec"):
+        raise UsageError(f"{url!r} is not a URL to upload to.")
+    asyncio.run(upload_file(file, location))
+    tell(f"Sent {file} to {location.display}")
