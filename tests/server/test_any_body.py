@@ -66,6 +66,15 @@ def test_any_value_of_any_field_gets_an_answer(client: httpx.Client, path: str, 
     assert client.get("/health").status_code == 200
 
 
+@pytest.mark.parametrize("without", [{}, {"model": None}], ids=["left out", "null"])
+@pytest.mark.parametrize("path", sorted(VALID))
+def test_a_request_need_not_name_the_only_model(client: httpx.Client, path: str, without: dict[str, Any]) -> None:
+    """A batch line could leave `model` out, but the same request to the server was a 400."""
+    response = client.post(path, json=VALID[path] | without)
+    assert response.status_code == 200, response.text
+    assert response.json().get("model", "tiny") == "tiny"
+
+
 def test_every_schema_is_tried() -> None:
     posted = [schema for path, schema in REQUEST_SCHEMAS.items() if ENDPOINTS[path].method == "POST"]
     assert {REQUEST_SCHEMAS[path] for path in VALID} == set(posted)

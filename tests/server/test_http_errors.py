@@ -6,6 +6,7 @@ import contextlib
 import gzip
 import json
 import socket
+from collections.abc import Sequence
 from typing import Any
 
 import httpx
@@ -13,7 +14,7 @@ import pytest
 from raw_http import read_to_end, sending
 from threaded_server import Serve
 
-from batchline.backends.base import EndpointRequest
+from batchline.backends.base import EndpointRequest, ServedModel
 from batchline.errors import ENGINE_STOPPED, BackendUnavailable, EngineLost, ModelLoadError
 from batchline.testing import FakeBackend
 
@@ -221,6 +222,25 @@ def test_whatever_breaks_a_stream_off_is_told_in_the_stream(serve: Serve, fault:
     *_, last, end = response.text.strip().split("\n\n")
     assert json.loads(last.removeprefix("data: "))["error"]["message"] == message
     assert end == "data: [DONE]"
+
+
+class TwoModels(FakeBackend):
+    """Serves another model beside `fake`."""
+
+    async def models(self) -> Sequence[ServedModel]:
+        return [*await super().models(), ServedModel(name="other", endpoints=(CHAT,))]
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/responses", "/v1/embeddings", "/tokenize", "/tokenizer_info"])
+def test_where_several_models_are_served_a_request_has_to_name_one(serve: Serve, path: str) -> None:
+    backend = TwoModels()
+    with httpx.Client(base_url=serve(backend).url) as client:
+        response = client.get(path) if path == "/tokenizer_info" else client.post(path, json={"input": "x"})
+        assert response.status_code == 400
+        message = "model: it must be the name of a model. Served here: fake, other"
+        assert (error_of(response)["message"], error_of(response)["param"]) == (message, "model")
+        assert client.post(CHAT, json=HELLO).status_code == 200
+    assert len(backend.requests) == 1
 
 
 def test_bodies_over_the_limit_are_413_whether_announced_or_not(serve: Serve) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from batchline.backends.base import Answer, Backend, EndpointRequest
+from batchline.backends.base import Answer, Backend, EndpointRequest, find_model, models_by_name
 from batchline.server.admission import num_places
 from batchline.server.event_stream import EventStream, close_stream, while_connected
 from batchline.server.json_body import read_json_object
@@ -38,20 +38,24 @@ class Inference:
         return await written(answer.body, answer.status_code)
 
     async def look_up(self, request: Request) -> Response:
-        """The backend's answer to a question in the query, about the first model unless it names one."""
+        """The backend's answer to a question in the query. Raises: BadRequest, EngineLost, ClientDisconnect."""
         body = dict(request.query_params)
-        models = await self._backend.models()
-        if models:
-            body.setdefault("model", models[0].name)
+        await self._name_model(body)
         url = route_path(request.scope)
         answer = await self.answer_of(request, EndpointRequest(url=url, body=body, request_id=request.state.request_id))
         return await written(answer.body, answer.status_code)
 
     async def read_body(self, request: Request) -> dict[str, Any]:
-        """The body; from now on the request holds the places it asks for. Raises: RequestError, ClientDisconnect."""
+        """The body, with a model; the request now holds its places. Raises: RequestError, ClientDisconnect."""
         body = await read_json_object(request, self._max_request_bytes)
         request.state.places.hold(num_places(route_path(request.scope), body))
+        await self._name_model(body)
         return body
+
+    async def _name_model(self, body: dict[str, Any]) -> None:
+        """Put the only served model into a body that names none. Raises: BadRequest if several are served."""
+        if body.get("model") is None:
+            body["model"] = find_model(models_by_name(await self._backend.models()), None).name
 
     async def answer_of(self, request: Request, endpoint_request: EndpointRequest) -> Answer:
         """The backend's answer, as long as the client waits for it. Raises: EngineLost, ClientDisconnect."""

@@ -131,7 +131,7 @@ class ResponsesApi:
         """Report the errors that are known at once. Raises: BadRequest, NotFound."""
         if call.body.get("stream") or call.body.get("store") is False:
             raise BadRequest("background: it cannot be combined with stream: true or store: false", param="background")
-        model = find_model(models_by_name(await self._backend.models()), call.body.get("model"))
+        model = find_model(models_by_name(await self._backend.models()), call.body["model"])
         if RESPONSES not in model.endpoints:
             raise unsupported_path(RESPONSES, model.name, model.endpoints)
 
