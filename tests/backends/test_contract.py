@@ -94,11 +94,15 @@ async def test_an_answer_has_the_requests_id_a_status_and_a_json_object(backend:
     assert content(answer)
 
 
+async def test_the_only_model_answers_a_request_that_names_none(backend: Backend) -> None:
+    answer = await backend.answer(chat(model=None))
+    assert (answer.status_code, answer.parsed_body()["model"]) == (200, "fake")
+
+
 @pytest.mark.parametrize(
     ("url", "changes", "status"),
     [
         (CHAT, {"model": "nobody"}, 404),
-        (CHAT, {"model": None}, (400, 404)),
         (CHAT, {"model": ["a"]}, (400, 404)),
         ("/v1/nonsense", {}, 404),
     ],

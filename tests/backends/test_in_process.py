@@ -99,11 +99,6 @@ async def test_what_is_wrong_with_a_stream_is_raised_before_its_first_chunk(back
         await anext(backend.stream(embed))
 
 
-async def test_the_only_model_answers_requests_that_name_none(backend: InProcessBackend) -> None:
-    answer = await backend.answer(chat(model=None, max_tokens=1))
-    assert (answer.status_code, answer.body["model"]) == (200, "tiny")
-
-
 @pytest.mark.parametrize("name", [5, ["tiny"]])
 async def test_a_model_that_is_no_name_is_400(backend: InProcessBackend, name: object) -> None:
     answer = await backend.answer(chat(model=name))

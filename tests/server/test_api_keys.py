@@ -78,6 +78,14 @@ def test_every_key_opens(guarded: httpx.Client, key: str, scheme: str) -> None:
     assert guarded.get("/v1/models", headers=[(b"Authorization", authorization)]).status_code == 200
 
 
+@pytest.mark.parametrize("header", ["X-Api-Key", "api-key"])
+def test_clients_of_other_services_send_the_key_in_headers_of_their_own(guarded: httpx.Client, header: str) -> None:
+    """Azure's clients send `api-key`, which was a 401."""
+    assert guarded.get("/v1/models", headers={header: "first"}).status_code == 200
+    assert guarded.get("/v1/models", headers={header: "wrong"}).status_code == 401
+    assert guarded.get("/v1/models", headers={header: "first", "Authorization": "Bearer wrong"}).status_code == 401
+
+
 @pytest.mark.parametrize("authorization", ["Bearer wrong", "Bearer firs", "Bearer first2", "Basic first", "Bearer", ""])
 def test_anything_else_does_not(guarded: httpx.Client, authorization: str) -> None:
     response = guarded.get("/v1/models", headers={"Authorization": authorization})

@@ -206,6 +206,18 @@ def test_open_paths_take_a_slash_at_their_end_and_no_key(serve: Serve, path: str
     assert httpx.get(guarded).status_code == 401
 
 
+@pytest.mark.parametrize("options", [{}, {"api_keys": ("secret",)}, {"root_path": "/api/"}])
+def test_a_slash_at_the_end_of_a_path_makes_no_difference(serve: Serve, options: dict[str, Any]) -> None:
+    """Clients whose base URL or path ends in one got a 404."""
+    headers = {"Authorization": "Bearer secret"}
+    with httpx.Client(base_url=serve(**options).url, headers=headers) as client:
+        assert client.get("/v1/models/").json() == client.get("/v1/models").json()
+        answer = client.post(f"{CHAT}/", json=HELLO)
+        assert answer.json()["choices"][0]["message"]["content"] == "one two three"
+        assert f'endpoint="{CHAT}",status="200"' in client.get("/metrics/").text
+        assert client.get("/v1/models//").status_code == 404
+
+
 def test_pages_may_ask_whether_they_may_call_a_private_network(serve: Serve) -> None:
     url = serve(cors=CorsOptions(allow_origins=("https://page.example",))).url
     asked = {"Origin": "https://page.example", "Access-Control-Request-Method": "POST"}

@@ -14,7 +14,7 @@ from batchline.errors import BadRequest, Overloaded
 from batchline.openai_api.endpoint_table import ENDPOINTS, answering_path
 from batchline.openai_api.limits import num_sequences, num_texts
 from batchline.server.metrics import Metrics
-from batchline.server.root_path import route_path
+from batchline.server.request_path import route_path
 
 RETRY_AFTER_S = 1
 

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from batchline.errors import Unauthorized
-from batchline.server.root_path import route_path
+from batchline.server.request_path import route_path
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/", "/docs"})
 """The page at /docs is the same for every server. It requests its contents with the key that the user enters."""
@@ -27,7 +27,7 @@ def owner_of(request: Request) -> str:
 
 
 class ApiKeys:
-    """Lets requests through that carry a known key as `Authorization: Bearer <key>` or `X-Api-Key: <key>`.
+    """Lets requests through that carry a known key: in `Authorization: Bearer`, `X-Api-Key` or `Api-Key`.
 
     ASGI middleware.
     """
@@ -58,9 +58,9 @@ class ApiKeys:
 
 
 def _key_in(headers: Headers) -> str:
-    """The key of a request; empty if it has none. Anthropic's clients send it as `X-Api-Key`."""
+    """The key of a request; empty if it has none. Anthropic's clients send `X-Api-Key`, and Azure's send `Api-Key`."""
     if "authorization" not in headers:
-        return headers.get("x-api-key", "").strip()
+        return headers.get("x-api-key", headers.get("api-key", "")).strip()
     scheme, _, key = headers["authorization"].partition(" ")
     return key.strip() if scheme.lower() == "bearer" else ""
 

@@ -1,4 +1,4 @@
-"""The application put together, from the inside out: routes, admission, keys, boundary, CORS, the proxy's prefix."""
+"""The application put together, from the inside out: routes, admission, keys, boundary, CORS, the plain path."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from batchline.server.inference import Inference
 from batchline.server.metrics import Metrics
 from batchline.server.openapi import ERROR_RESPONSES, DocsPage, describe, request_body
 from batchline.server.options import CorsOptions, ServerOptions
+from batchline.server.request_path import PlainPath
 from batchline.server.responses_api import ResponsesApi
-from batchline.server.root_path import RootPath
 from batchline.server.service import Service
 
 
@@ -63,9 +63,7 @@ def create_app(backend: Backend, options: ServerOptions) -> FastAPI:
     app.add_middleware(RequestBoundary, metrics=metrics, bodies=bodies, paths=served, logs_access=options.access_log)
     if options.cors.allow_origins:
         _add_cors(app, options.cors)
-    prefix = options.root_path.strip("/")
-    if prefix:
-        app.add_middleware(RootPath, prefix=f"/{prefix}")
+    app.add_middleware(PlainPath, prefix=f"/{options.root_path.strip('/')}".rstrip("/"))
     return app
 
 
@@ -109,21 +107,16 @@ def _add_service(app: FastAPI, service: Service) -> None:
             path, route, methods=[method], tags=["service"], response_model=None, responses=ERROR_RESPONSES
         )
         if method == "GET":  # the HTTP server leaves the body out of what is asked for by HEAD
-            add_hidden(path, route, "HEAD")
-
-    def add_hidden(path: str, route: Any, *methods: str) -> None:
-        app.add_api_route(
-            path, route, methods=list(methods) or ["GET", "HEAD"], include_in_schema=False, response_model=None
-        )
+            app.add_api_route(path, route, methods=["HEAD"], include_in_schema=False, response_model=None)
 
     add("/v1/models", service.models)
     add("/v1/models/{model_id:path}", service.model)
     add("/version", service.version)
     add("/load", service.load)
     add("/ping", service.health, "POST")
-    for path, route in {"/health": service.health, "/ping": service.health, "/metrics": service.metrics}.items():
-        add(path, route)
-        add_hidden(f"{path}/", route)  # probes and scrapers are often set up so
+    add("/health", service.health)
+    add("/ping", service.health)
+    add("/metrics", service.metrics)
 
 
 def _add_docs(app: FastAPI) -> None:
@@ -144,8 +137,7 @@ def _allowed_methods(app: FastAPI, request: Request) -> list[str]:
 
 def _open_paths(options: ServerOptions) -> frozenset[str]:
     """Paths that need no key."""
-    open_paths = OPEN_PATHS if options.metrics_need_key else OPEN_PATHS | {"/metrics"}
-    return open_paths | {f"{path}/" for path in open_paths}
+    return OPEN_PATHS if options.metrics_need_key else OPEN_PATHS | {"/metrics"}
 
 
 def _cached_description(app: FastAPI, options: ServerOptions) -> Any:

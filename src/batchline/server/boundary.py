@@ -25,7 +25,7 @@ from batchline.errors import BadRequest, RequestError, request_error
 from batchline.server.errors import SHUTTING_DOWN, error_response
 from batchline.server.incoming_body import Bodies, IncomingBody
 from batchline.server.metrics import Metrics
-from batchline.server.root_path import route_path
+from batchline.server.request_path import route_path
 
 logger = logging.getLogger(__name__)
 access_logger = logging.getLogger("batchline.access")

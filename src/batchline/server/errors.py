@@ -17,8 +17,8 @@ from batchline.errors import (
     Unauthorized,
 )
 from batchline.openai_api.endpoint_table import error_body
+from batchline.server.request_path import route_path
 from batchline.server.responses import JsonResponse
-from batchline.server.root_path import route_path
 
 SHUTTING_DOWN = ServiceUnavailable("The server is shutting down")
 
@@ -41,8 +41,8 @@ def unrouted(request: Request, exc: HTTPException, served: Iterable[str], method
         allowed = ", ".join(methods)
         return MethodNotAllowed(f"{request.method} is not allowed here; allowed: {allowed}", allowed=allowed)
     if exc.status_code == NotFound.status_code:
-        paths = sorted({path.rstrip("/") or "/" for path in served})
-        return NotFound(f"Unknown path {_shown(route_path(request.scope))}. Served here: {', '.join(paths)}")
+        paths = ", ".join(sorted(served))
+        return NotFound(f"Unknown path {_shown(route_path(request.scope))}. Served here: {paths}")
     return InternalServerError("Internal server error")
 
 

@@ -13,8 +13,8 @@ from batchline.server.admission import num_places
 from batchline.server.event_stream import EventStream, close_stream, while_connected
 from batchline.server.json_body import read_json_object
 from batchline.server.metrics import Metrics
+from batchline.server.request_path import route_path
 from batchline.server.responses import written
-from batchline.server.root_path import route_path
 
 
 class Inference:

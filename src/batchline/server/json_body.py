@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 from collections.abc import Iterable
 from typing import Any
 
@@ -44,7 +45,7 @@ def _parsed(raw: bytes) -> dict[str, Any]:
     _check_number(raw, _SEPARATORS, MAX_VALUES, "values")
     _check_number(raw, _BRACKETS, MAX_CONTAINERS, "arrays and objects")
     try:
-        body = orjson.loads(raw)
+        body = orjson.loads(raw.removeprefix(codecs.BOM_UTF8))
     except orjson.JSONDecodeError as exc:
         raise BadRequest(f"The body is not valid JSON: {exc}", code="invalid_json") from exc
     if not isinstance(body, dict):

@@ -1,0 +1,35 @@
+"""The path of a request, without what is optional in it: a proxy's prefix, and a slash at the end.
+
+`PlainPath` is the outermost layer, so that all others (keys, admission, routes, metrics) see one form of each path.
+"""
+
+from __future__ import annotations
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+
+def route_path(scope: Scope) -> str:
+    """The request's path without the prefix."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
+
+
+class PlainPath:
+    """Removes the slash at the end of a path, and makes every path begin with the prefix. ASGI middleware.
+
+    The router and `route_path` leave the prefix out. A proxy may strip it from requests or not.
+    """
+
+    def __init__(self, app: ASGIApp, prefix: str) -> None:
+        """prefix: `/api`, without a slash at its end; may be empty."""
+        self._app = app
+        self._prefix = prefix
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on."""
+        if scope["type"] == "http":
+            path: str = scope["path"].removesuffix("/")
+            if path == self._prefix or path.startswith(f"{self._prefix}/"):
+                path = path.removeprefix(self._prefix)
+            scope = {**scope, "root_path": self._prefix, "path": self._prefix + (path or "/")}
+        await self._app(scope, receive, send)
