@@ -50,7 +50,7 @@ def reference() -> str:
 
 _PANELS = (
     *("Arguments", "Options", "Address", "Access", "Limits", "Metrics"),
-    *("Model", "Engine", "Chat templates and text"),
+    *("Backend", "Model", "Engine", "Chat templates and text"),
 )
 """Every group of options, in the order of the document; one that is new has to be given its place."""
 

@@ -7,8 +7,14 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from batchline.config import EngineConfig
+    from batchline.testing import FakeBackend
 
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -39,3 +45,24 @@ def share(request: pytest.FixtureRequest) -> int:
 def state_folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Records of runs of a test stay in a folder of its own, also those of processes that it starts."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path_factory.getbasetemp() / f"state-{os.urandom(8).hex()}"))
+
+
+@pytest.fixture
+def use_fake_engine(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], FakeBackend]], None]:
+    """`use_fake_engine(make)`: fakes answer in place of the embedded engine, under its models' names and settings."""
+
+    def use(make: Callable[[], FakeBackend]) -> None:
+        from batchline.backends.base import ServedModel
+        from batchline.backends.identity import result_settings
+        from batchline.testing import FAKE_ENDPOINTS
+
+        def embedded(engines: Sequence[EngineConfig]) -> FakeBackend:
+            fake = make()
+            name, *aliases = engines[0].model.names
+            fake._served = ServedModel(name=name, aliases=tuple(aliases), endpoints=FAKE_ENDPOINTS)
+            fake.identity = lambda: result_settings(engines)  # type: ignore[method-assign]
+            return fake
+
+        monkeypatch.setattr("batchline.backends.in_process.InProcessBackend", embedded)
+
+    return use

@@ -12,7 +12,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "src" / "batchline"
 LAYERS = [
     {"config", "control_group", "errors", "model_record"},
-    {"native", "checkpoints"},
+    {"native", "checkpoints", "plugins"},
     {"openai_api", "text", "media", "engine", "pooling"},
     {"endpoints"},
     {"backends"},

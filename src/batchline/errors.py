@@ -7,8 +7,8 @@
     │   ├── OutputUnwritable        the result file cannot be written
     │   ├── ResumeRefused           this command cannot continue the unfinished run beside the output
     │   ├── NoModelServed           no request of the batch file names a served model
-    │   ├── UnknownParser           no tool-call or reasoning parser has this name
-    │   └── PluginLoadError         a parser plugin's file cannot be run
+    │   ├── UnknownPlugin           no parser or backend has this name
+    │   └── PluginLoadError         a plugin cannot be loaded
     ├── RunInterrupted              stopped by a signal; the same command resumes it (exit code 130)
     ├── RunFailed                   the run could not finish; the same command resumes it (exit code 1)
     │   └── InputChanged            a batch line changed after it was checked
@@ -120,8 +120,8 @@ class NoModelServed(UsageError):
         self.option = option
 
 
-class UnknownParser(UsageError):
-    """No registered parser has this name. kind: "tool-call parser" or "reasoning parser"."""
+class UnknownPlugin(UsageError):
+    """Nothing of this kind is registered under this name. kind: "tool-call parser", "reasoning parser" or "backend"."""
 
     def __init__(self, kind: str, name: str, known: list[str]) -> None:
         super().__init__(f"There is no {kind} {name!r}. Known: {', '.join(known)}; a plugin file can add others.")
@@ -131,7 +131,7 @@ class UnknownParser(UsageError):
 
 
 class PluginLoadError(UsageError):
-    """A parser plugin's file cannot be run. `path` is as the user wrote it; `__cause__` is the plugin's exception."""
+    """A plugin cannot be loaded. `path` is as the user wrote it; `__cause__` is the plugin's exception."""
 
     def __init__(self, path: str, reason: str) -> None:
         super().__init__(f"Cannot load the plugin {path!r}: {reason}")

@@ -1,5 +1,8 @@
 """What every backend promises (`backends/base.py`), held over each that ships: the fake, the same with raw JSON bodies,
-and the embedded engine on the example model. The runner's side of it is `tests/batch/test_hostile_backends.py`."""
+the example of the documents, and the embedded engine on the example model.
+
+The runner's side of it is `tests/batch/test_hostile_backends.py`.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,17 @@ def embedded(**model: Any) -> InProcessBackend:
     return InProcessBackend([EngineConfig(model=config, cache=CacheConfig(num_bytes=16 << 20))])
 
 
+def documented() -> Backend:
+    """The example of the page on backends, which a reader begins with."""
+    page = (Path(__file__).parents[2] / "docs/backends.md").read_text(encoding="utf-8")
+    namespace: dict[str, Any] = {}
+    exec(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[1].replace('@register_backend("shout")\n', ""), namespace)
+    backend: Backend = namespace["ShoutBackend"]([EngineConfig(model=ModelConfig(model="fake"))], {})
+    return backend
+
+
 MAKERS: dict[str, Callable[[], Backend]] = {
+    "documented": documented,
     "fake": FakeBackend,
     "fake with raw bodies": lambda: FakeBackend(wants_raw_bodies=True),
     "embedded": embedded,

@@ -203,10 +203,10 @@ def test_served_names_are_one_for_each_model(batch: Path, tmp_path: Path) -> Non
 
 
 def test_a_model_takes_the_names_that_the_refusal_of_a_file_shows(
-    batch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    batch: Path, tmp_path: Path, use_fake_engine: Callable[[Callable[[], FakeBackend]], None]
 ) -> None:
     """`a,b` was one name with a comma in it, other than on the command line."""
-    monkeypatch.setattr("batchline.batch.api.open_in_process", lambda engines: FakeBackend())
+    use_fake_engine(FakeBackend)
     write_lines(batch, [chat_line("a"), chat_line("b", model="other")])
     with pytest.raises(NoModelServed) as caught:
         run_batch(batch, tmp_path / "out", model=str(TINY_CHAT))

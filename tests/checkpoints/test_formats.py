@@ -141,10 +141,10 @@ def test_folder_that_was_not_downloaded_whole_says_what_is_missing(
 
 
 @pytest.mark.parametrize("task", ["auto", "generate", "embed", "score"])
-def test_backend_refuses_before_it_loads_and_whatever_the_task(tmp_path: Path, task: Any) -> None:
+async def test_backend_refuses_before_it_loads_and_whatever_the_task(tmp_path: Path, task: Any) -> None:
     folder = folder_with(tmp_path, {"model.gguf": b"GGUF"})
     with pytest.raises(UnsupportedModel, match="the GGUF format"):
-        InProcessBackend([EngineConfig(model=ModelConfig(model=str(folder), task=task))])
+        await InProcessBackend([EngineConfig(model=ModelConfig(model=str(folder), task=task))]).start()
 
 
 def test_judging_a_format_loads_neither_torch_nor_transformers() -> None:

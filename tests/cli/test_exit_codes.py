@@ -15,7 +15,7 @@ import orjson
 import pytest
 
 from batchline.backends.base import ServedModel
-from batchline.batch import api, rates
+from batchline.batch import rates
 from batchline.cli.main import main
 from batchline.errors import EngineLost, ModelLoadError
 from batchline.model_record import ModelRecord
@@ -45,9 +45,9 @@ def command(capfd: pytest.CaptureFixture[str]) -> Command:
 
 
 @pytest.fixture
-def backend(monkeypatch: pytest.MonkeyPatch) -> FakeBackend:
+def backend(use_fake_engine: Any) -> FakeBackend:
     fake = FakeBackend()
-    monkeypatch.setattr(api, "open_in_process", lambda _engines: fake)
+    use_fake_engine(lambda: fake)
     return fake
 
 
@@ -177,12 +177,12 @@ def test_an_unusable_place_ends_with_2(command: Command, good: Path, tmp_path: P
 
 @pytest.mark.parametrize("error", [EngineLost("the CUDA driver has gone"), ModelLoadError("fake", "no such folder")])
 def test_a_run_that_cannot_finish_ends_with_1_and_says_how_to_go_on(
-    command: Command, monkeypatch: pytest.MonkeyPatch, good: Path, tmp_path: Path, error: Exception
+    command: Command, use_fake_engine: Any, good: Path, tmp_path: Path, error: Exception
 ) -> None:
     async def before_answer(_request: object) -> None:
         raise error
 
-    monkeypatch.setattr(api, "open_in_process", lambda _engines: FakeBackend(before_answer=before_answer))
+    use_fake_engine(lambda: FakeBackend(before_answer=before_answer))
     ended = command(*run_args(good, tmp_path / "out"))
     assert ended.code == 1
     assert str(error) in ended.err
@@ -203,7 +203,7 @@ def test_results_can_go_to_standard_output_and_come_from_standard_input(
 
 
 def test_a_finished_part_is_told_when_a_run_is_resumed(
-    command: Command, monkeypatch: pytest.MonkeyPatch, good: Path, tmp_path: Path
+    command: Command, use_fake_engine: Any, good: Path, tmp_path: Path
 ) -> None:
     asked = 0
 
@@ -213,7 +213,7 @@ def test_a_finished_part_is_told_when_a_run_is_resumed(
         if asked == 2:
             raise EngineLost("gone")
 
-    monkeypatch.setattr(api, "open_in_process", lambda _engines: FakeBackend(before_answer=before_answer))
+    use_fake_engine(lambda: FakeBackend(before_answer=before_answer))
     assert command(*run_args(good, tmp_path / "out"), "--max-inflight", 1).code == 1
     ended = command(*run_args(good, tmp_path / "out"), "--max-inflight", 1)
     assert ended.code == 0
@@ -360,7 +360,7 @@ def test_plan_shows_groups_without_running_them(command: Command, tmp_path: Path
 
 
 def test_plan_says_what_a_run_takes_once_one_was_measured(
-    command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    command: Command, use_fake_engine: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """It counted groups, and nothing that helps to decide whether to run the file tonight."""
     record = ModelRecord(
@@ -372,7 +372,7 @@ def test_plan_says_what_a_run_takes_once_one_was_measured(
         async def models(self) -> list[ServedModel]:
             return [replace(model, record=record) for model in await super().models()]
 
-    monkeypatch.setattr(api, "open_in_process", lambda _engines: Measured())
+    use_fake_engine(Measured)
     monkeypatch.setattr(rates, "MIN_RUN_TIME_S", 0.0)
     path = write(tmp_path / "in", *(line(str(n), max_tokens=50) for n in range(10)))
     model = ["--model", TINY_CHAT]

@@ -29,7 +29,7 @@ def test_help_tells_every_option_in_its_group_within_80_columns(command: str) ->
 def test_a_required_option_says_so() -> None:
     shown = CliRunner().invoke(app, ["run-batch", "--help"]).output
     assert "-i, --input-file <str>" in shown
-    assert shown.count("[required]") == 3
+    assert shown.count("[required]") == 2
 
 
 def test_commands_are_listed_with_what_they_do() -> None:

@@ -21,7 +21,7 @@ import pytest
 
 SCRIPT = """
 import asyncio, sys
-from batchline.batch import api
+from batchline.backends.registry import register_backend
 from batchline.cli.main import command
 from batchline.errors import EngineLost
 from batchline.testing import FakeBackend
@@ -43,7 +43,7 @@ class Backend(FakeBackend):
         if end == "load":
             await asyncio.Event().wait()
 
-api.open_in_process = lambda engines: Backend(before_answer=before_answer)
+register_backend("embedded")(lambda engines, options: Backend(before_answer=before_answer))
 command(["run-batch", "--model", "fake", "--max-inflight", "1", *sys.argv[3:]])
 """
 PATIENCE_S = 120

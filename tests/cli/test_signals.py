@@ -12,7 +12,7 @@ import pytest
 
 SCRIPT = """
 import asyncio, sys
-from batchline.batch import api
+from batchline.backends.registry import register_backend
 from batchline.cli.main import main
 from batchline.testing import FakeBackend
 
@@ -25,7 +25,7 @@ async def before_answer(request):
         print("waiting", flush=True)
         await asyncio.Event().wait()
 
-api.open_in_process = lambda engines: FakeBackend(before_answer=before_answer)
+register_backend("embedded")(lambda engines, options: FakeBackend(before_answer=before_answer))
 main(sys.argv[2:])
 """
 

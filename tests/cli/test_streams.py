@@ -12,11 +12,11 @@ import pytest
 
 SCRIPT = """
 import sys
-from batchline.batch import api
+from batchline.backends.registry import register_backend
 from batchline.cli.main import command
 from batchline.testing import FakeBackend
 
-api.open_in_process = lambda engines: FakeBackend()
+register_backend("embedded")(lambda engines, options: FakeBackend())
 command(["run-batch", "--model", "fake", *sys.argv[1:]])
 """
 

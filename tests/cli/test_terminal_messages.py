@@ -15,7 +15,6 @@ import orjson
 import pytest
 from test_serve_command import TINY_CHAT, serving
 
-from batchline.batch import api
 from batchline.cli import messages
 from batchline.cli.main import main
 from batchline.testing import FakeBackend
@@ -24,7 +23,7 @@ STAMP = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d "
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Any:
+def run(tmp_path: Path, use_fake_engine: Any, capfd: pytest.CaptureFixture[str]) -> Any:
     """Runs a file of two good lines and a bad one; returns exit code and what it says."""
     body = {"model": "fake", "prompt": "hello"}
     lines = [{"custom_id": f"r{n}", "method": "POST", "url": "/v1/completions", "body": body} for n in range(2)]
@@ -33,7 +32,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFi
     async def before_answer(_request: object) -> None:
         logging.getLogger("batchline.test").warning("%s is odd", "that", extra={"request_id": "r7"})
 
-    monkeypatch.setattr(api, "open_in_process", lambda _engines: FakeBackend(before_answer=before_answer))
+    use_fake_engine(lambda: FakeBackend(before_answer=before_answer))
 
     def run_with(*options: str, output: str = "out") -> tuple[int, list[str]]:
         arguments = ["run-batch", "-i", str(tmp_path / "in"), "-o", str(tmp_path / output), "--model", "fake"]

@@ -11,7 +11,7 @@ import pytest
 from batchline.config import ModelConfig, TextConfig
 from batchline.endpoints.loading import load_text
 from batchline.endpoints.model import GenerationDefaults
-from batchline.errors import ModelLoadError, UnknownParser, UsageError
+from batchline.errors import ModelLoadError, UnknownPlugin, UsageError
 from batchline.text.chat_template import ChatPrompt
 from batchline.text.reasoning import Qwen3ReasoningParser
 from batchline.text.tool_parsers import HermesToolParser, MistralToolParser
@@ -155,7 +155,7 @@ def test_parsers_are_taken_from_the_options() -> None:
     options = TextConfig(tool_parser="mistral", reasoning_parser="none", chat_template="{{ '<tool_call></think>' }}")
     parts = load_text(ModelConfig(model=str(TINY_CHAT)), options)
     assert (parts.tool_parser, parts.reasoning_parser) == (MistralToolParser, None)
-    with pytest.raises(UnknownParser, match="no tool-call parser 'mine'"):
+    with pytest.raises(UnknownPlugin, match="no tool-call parser 'mine'"):
         load_text(ModelConfig(model=str(TINY_CHAT)), TextConfig(tool_parser="mine"))
 
 

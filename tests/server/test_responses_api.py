@@ -239,7 +239,7 @@ def test_what_is_made_in_the_background_can_be_cancelled(serve: Serve) -> None:
     ("fields", "status", "param"),
     [
         ({"model": "none"}, 404, "model"),
-        ({"model": None}, 400, "model"),
+        ({"model": 5}, 400, "model"),
         ({"max_output_tokens": 0}, 400, "max_output_tokens"),
         ({"temperature": 7}, 400, "temperature"),
         ({"n": 2}, 400, "n"),

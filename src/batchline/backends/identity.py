@@ -16,7 +16,8 @@ from typing import Any
 
 from batchline.config import EngineConfig, RequestLimits
 from batchline.errors import UsageError
-from batchline.text.parser_registry import REASONING_PARSERS, TOOL_PARSERS, installed
+from batchline.plugins import installed
+from batchline.text.parser_registry import REASONING_PARSERS, TOOL_PARSERS
 
 _WHOLE_FILE_BYTES = 4 * 1024 * 1024
 _NUM_SAMPLES = 32

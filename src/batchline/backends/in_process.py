@@ -6,6 +6,7 @@ start. Knows no batch files and no HTTP.
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import logging
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
@@ -50,7 +51,7 @@ class InProcessBackend:
     wants_raw_bodies = False
 
     def __init__(self, engines: Sequence[EngineConfig]) -> None:
-        """Read the models' small files; loads no model yet. Raises: ModelLoadError, UsageError."""
+        """Raises: UsageError if two models have the same name."""
         self._by_name: dict[str, EngineConfig] = {}
         self._tasks: dict[str, Task] = {}
         self._loadables: dict[str, Loadable[LoadedModel]] = {}
@@ -64,13 +65,18 @@ class InProcessBackend:
         self._is_closed = False
 
     async def start(self) -> None:
-        """Load the first model, so that a failure to load is reported now. Raises: ModelLoadError."""
+        """Read the small files of all models, and load the first model, so that failures are reported now.
+
+        Raises: ModelLoadError.
+        """
+        for config in self._engines:
+            await asyncio.to_thread(self._task, config)
         if self._engines:
             async with self._residency.use(self._loadables[self._engines[0].model.names[0]]):
                 self._has_started = True
 
     async def models(self) -> Sequence[ServedModel]:
-        """The models, in the order in which they were given."""
+        """The models, in the order in which they were given; before `start`, without their endpoints."""
         return self._served_models()
 
     def identity(self) -> Mapping[str, str]:
@@ -148,21 +154,28 @@ class InProcessBackend:
         await self._residency.close()
 
     def _register(self, config: EngineConfig) -> None:
+        for name in config.model.names:
+            if name in self._by_name:
+                raise UsageError(f"Two models are served as {name!r}; give each its own --served-model-name")
+            self._by_name[name] = config
         name = config.model.names[0]
-        for served_name in config.model.names:
-            if served_name in self._by_name:
-                raise UsageError(f"Two models are served as {served_name!r}; give each its own --served-model-name")
-            self._by_name[served_name] = config
-        model = config.model
-        refuse_foreign_format(model.model, model.revision)
-        is_known = model.task != "auto"
-        self._tasks[name] = model.task if is_known else detect_task(model.model, model.revision, model.hf_overrides)
-        loads, fits = partial(self._load, config), partial(fits_in_memory, config, self._tasks[name])
-        self._loadables[name] = Loadable(name, loads, fits)
+        self._loadables[name] = Loadable(name, partial(self._load, config), partial(self._fits, config))
+
+    def _task(self, config: EngineConfig) -> Task:
+        """The model's task, which its small files tell. They are read once. Raises: ModelLoadError."""
+        name, model = config.model.names[0], config.model
+        if name not in self._tasks:
+            refuse_foreign_format(model.model, model.revision)
+            is_known = model.task != "auto"
+            self._tasks[name] = model.task if is_known else detect_task(model.model, model.revision, model.hf_overrides)
+        return self._tasks[name]
+
+    def _fits(self, config: EngineConfig) -> bool:
+        return fits_in_memory(config, self._task(config))
 
     def _load(self, config: EngineConfig) -> LoadedModel:
         name = config.model.names[0]
-        task = self._tasks[name]
+        task = self._task(config)
         logger.info("loading %s", name)
         collections = nullcontext() if self._has_loaded else _few_collections()
         with collections, cache_memory_ahead() if task == "generate" else nullcontext() as memory:
@@ -191,7 +204,7 @@ class InProcessBackend:
             name=name,
             aliases=tuple(aliases),
             max_model_len=config.model.max_model_len if resident is None else resident.max_model_len,
-            endpoints=endpoints_of(self._tasks[name]),
+            endpoints=endpoints_of(self._tasks[name]) if name in self._tasks else (),
             record=None if resident is None else resident.record,
         )
 
@@ -200,9 +213,10 @@ class InProcessBackend:
         endpoint = ENDPOINTS.get(request.url)
         if endpoint is None:
             raise unknown_path(request.url, self._served_models())
-        name = find_model(self._by_name, request.body.get("model")).model.names[0]
-        if self._tasks[name] not in endpoint.tasks:
-            raise unsupported_path(request.url, name, endpoints_of(self._tasks[name]))
+        config = find_model(self._by_name, request.body.get("model"))
+        name, task = config.model.names[0], self._task(config)
+        if task not in endpoint.tasks:
+            raise unsupported_path(request.url, request.body.get("model") or name, endpoints_of(task))
         return Attempts(self._residency, self._loadables[name], request)
 
 

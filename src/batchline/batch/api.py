@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 from batchline.backends.base import Backend, running
-from batchline.backends.identity import refuse_missing_folder, result_settings
+from batchline.backends.identity import refuse_missing_folder
+from batchline.backends.registry import EMBEDDED, make_backend
 from batchline.batch.files import RunFiles
 from batchline.batch.journal import Disk
 from batchline.batch.options import DEFAULT_GRACE_PERIOD_S, Limits, OutputOrder, RunOptions
@@ -32,7 +33,8 @@ def run_batch(
     *,
     model: str | EngineConfig | Sequence[str | EngineConfig] = (),
     served_model_name: str | Sequence[str] = (),
-    backend: Backend | None = None,
+    backend: Backend | str | None = None,
+    backend_options: Mapping[str, str] | None = None,
     error_file: str | os.PathLike[str] | None = None,
     tmp_dir: str | os.PathLike[str] | None = None,
     max_inflight: int | None = None,
@@ -50,12 +52,13 @@ def run_batch(
 ) -> RunSummary:
     """Run a batch file and write one result line for each of its lines.
 
-    model: a folder, a hub id or a whole `EngineConfig`, or several of them. Or give a `backend`, which is started for
-    the run and closed after it.
+    model: a folder, a hub id or a whole `EngineConfig`, or several of them.
+    backend: the name of a backend, by default the embedded engine; backend_options: its options. Or, instead of a
+    model, a backend object, which is started for the run and closed after it.
     served_model_name: the name that requests use for each model, in the same order, or several names separated by
     commas; without it, a model's name is its folder or id as given.
-    state_dir: the folder for records of finished runs; by default the user's folder for state, or none with a
-    `backend`.
+    state_dir: the folder for records of finished runs; by default the user's folder for state, or none with a backend
+    object.
 
     show_progress: whether to show a bar; None shows one in terminals and notebooks. Without a bar, warnings are logged.
     on_progress: called with a `Progress` about twice a second, on the thread of the run. reporter: shows the run
@@ -67,8 +70,7 @@ def run_batch(
     Raises: UsageError (nothing was run), ModelLoadError, RunFailed and RunInterrupted (the same call resumes).
     """
     engines = _engines(model, served_model_name)
-    if bool(engines) == (backend is not None):
-        raise UsageError("Give either a model or a backend.")
+    answering, name = _backend(backend, engines, backend_options or {})
     files = RunFiles.named(
         os.fspath(input_file),
         os.fspath(output_file),
@@ -80,17 +82,30 @@ def run_batch(
         output_order=output_order,
         resume=resume,
         overwrite=overwrite,
-        state_dir=user_state_dir() if state_dir is None and backend is None else _path(state_dir),
+        state_dir=user_state_dir() if state_dir is None and name is not None else _path(state_dir),
         strict=strict,
         dedup=dedup,
         grace_period_s=grace_period_s,
         limits=limits or Limits(),
-        settings=result_settings(engines) if backend is None else backend.identity(),
-        served_models=tuple(engine.model.names for engine in engines) if engines else None,
-        default_model=_default_model(engines, backend),
     )
     with shown_progress(show_progress, on_progress, reporter) as shown:
-        return run_blocking(files, options, lambda: backend or open_in_process(engines), shown)
+        return run_blocking(files, for_backend(options, answering, name), lambda: answering, shown)
+
+
+def for_backend(options: RunOptions, backend: Backend, name: str | None) -> RunOptions:
+    """The options of a run on this backend, with its settings and the models that it knows before it starts.
+
+    name: by which it was chosen; None if it was given as an object.
+    """
+    with ThreadPoolExecutor(1) as pool:  # an event loop may be running on this thread
+        models = pool.submit(lambda: asyncio.run(backend.models())).result()
+    names = tuple((model.name, *model.aliases) for model in models)
+    return replace(
+        options,
+        settings={**({} if name is None else {"--backend": name}), **backend.identity()},
+        served_models=names if names and name is not None else None,
+        default_model=names[0][0] if len(names) == 1 else None,
+    )
 
 
 def run_blocking(
@@ -133,11 +148,18 @@ def _is_in_event_loop() -> bool:
     return True
 
 
-def open_in_process(engines: Sequence[EngineConfig]) -> Backend:
-    """The embedded engine's backend, not started."""
-    from batchline.backends.in_process import InProcessBackend  # imports torch and transformers
-
-    return InProcessBackend(engines)
+def _backend(
+    given: Backend | str | None, engines: Sequence[EngineConfig], options: Mapping[str, str]
+) -> tuple[Backend, str | None]:
+    """The backend, and the name by which it was chosen, if it was. Raises: UsageError."""
+    if isinstance(given, str) or (given is None and engines):
+        name = given or EMBEDDED
+        return make_backend(name, engines, options), name
+    if given is None or engines:
+        raise UsageError("Give either a model or a backend.")
+    if options:
+        raise UsageError("backend_options requires the name of a backend.")
+    return given, None
 
 
 def _engines(
@@ -155,15 +177,6 @@ def _engines(
 
 def _path(given: str | os.PathLike[str] | None) -> Path | None:
     return None if given is None else Path(given)
-
-
-def _default_model(engines: Sequence[EngineConfig], backend: Backend | None) -> str | None:
-    """The model for requests that name none: the only one that is served."""
-    names = [engine.model.names[0] for engine in engines]
-    if backend is not None:
-        with ThreadPoolExecutor(1) as pool:  # an event loop may be running on this thread
-            names = [model.name for model in pool.submit(lambda: asyncio.run(backend.models())).result()]
-    return names[0] if len(names) == 1 else None
 
 
 def _served_as(engine: EngineConfig, given: str) -> EngineConfig:

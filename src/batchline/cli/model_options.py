@@ -1,6 +1,6 @@
 """The options that choose a model and set up its engine, defined once for every command that loads one.
 
-A command takes a `model_options: ModelOptions` parameter and is decorated with `takes_model_options`.
+A command takes a `model_options: ModelOptions` parameter and is decorated with `takes_options`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Annotated, Any, Literal
 import typer
 
 from batchline.backends.identity import refuse_missing_folder
-from batchline.cli.option_groups import takes_options
 from batchline.cli.values import (
     JSON,
     check_generation_defaults,
@@ -90,7 +89,7 @@ class ModelOptions:
     model: Annotated[
         list[str],
         typer.Option("--model", help="Model folder or Hugging Face id. Repeatable.", rich_help_panel=_MODEL),
-    ]
+    ] = dataclasses.field(default_factory=list)
     served_model_name: Annotated[
         list[str],
         typer.Option(
@@ -376,7 +375,3 @@ def _names(text: str) -> tuple[str, ...]:
     if not all(names):
         raise UsageError(f"--served-model-name: {text!r} holds an empty name.")
     return names
-
-
-takes_model_options = takes_options("model_options", ModelOptions)
-"""For commands that need a model."""

@@ -8,9 +8,10 @@ from typing import Annotated
 
 import typer
 
+from batchline.cli.backend_options import BackendOptions
 from batchline.cli.config_file import takes_config_file
 from batchline.cli.messages import LogFormatOption, QuietOption, configure, last_words
-from batchline.cli.model_options import ModelOptions, takes_model_options
+from batchline.cli.model_options import ModelOptions
 from batchline.cli.option_groups import takes_options
 from batchline.cli.run_options import RunFileOptions
 from batchline.cli.summary import print_summary
@@ -20,11 +21,13 @@ _METRICS = "Metrics"
 
 
 @takes_config_file
-@takes_model_options
+@takes_options("model_options", ModelOptions)
+@takes_options("backend_options", BackendOptions)
 @takes_options("run_file", RunFileOptions)
 def run_batch(
     run_file: RunFileOptions,
     model_options: ModelOptions,
+    backend_options: BackendOptions,
     enable_metrics: Annotated[
         bool,
         typer.Option("--enable-metrics", help="Serve Prometheus metrics on /metrics.", rich_help_panel=_METRICS),
@@ -38,17 +41,17 @@ def run_batch(
 ) -> None:
     """Run every request of a batch file and write one result for each. Run it again to resume."""
     configure(log_format, quiet=quiet)
-    from batchline.batch.api import open_in_process, run_blocking  # numpy and an HTTP client: not for --help
+    from batchline.batch.api import for_backend, run_blocking  # numpy and an HTTP client: not for --help
 
-    engines = model_options.engines(strict=run_file.strict)
-    files, options = run_file.run_files(), run_file.run_options(engines)
+    backend = backend_options.make(model_options.engines(strict=run_file.strict))
+    files, options = run_file.run_files(), for_backend(run_file.run_options(), backend, backend_options.backend)
     with ExitStack() as stack:
         reporter = stack.enter_context(open_reporter())
         if enable_metrics:
             from batchline.cli.metrics_endpoint import serve_metrics  # an HTTP server, for this option alone
 
             reporter = stack.enter_context(serve_metrics(reporter, host, port))
-        summary = run_blocking(files, options, lambda: open_in_process(engines), reporter, stop_at_once=_stop_at_once)
+        summary = run_blocking(files, options, lambda: backend, reporter, stop_at_once=_stop_at_once)
     print_summary(summary)
     if summary.has_only_failures or (run_file.fail_on_error and summary.failed):
         raise typer.Exit(3)

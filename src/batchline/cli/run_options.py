@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,7 +10,6 @@ import typer
 
 from batchline.batch.options import DEFAULT_GRACE_PERIOD_S, OutputOrder, RunOptions
 from batchline.cli.values import LimitPreset, MaxFileSize, MaxRequests, limits_of
-from batchline.config import EngineConfig
 
 if TYPE_CHECKING:
     from batchline.batch.files import RunFiles
@@ -89,9 +87,8 @@ class RunFileOptions:
 
         return RunFiles.named(self.input_file, self.output_file, self.error_file, self.output_tmp_dir)
 
-    def run_options(self, engines: Sequence[EngineConfig]) -> RunOptions:
-        """The run that is asked for, answered by `engines`."""
-        from batchline.backends.identity import result_settings  # reads model folders: not for --help
+    def run_options(self) -> RunOptions:
+        """The run that the options ask for, without what its backend adds."""
         from batchline.batch.user_state import user_state_dir
 
         return RunOptions(
@@ -104,7 +101,4 @@ class RunFileOptions:
             dedup=self.dedup,
             grace_period_s=self.grace_period,
             limits=limits_of(self.limits, self.max_requests, self.max_file_size),
-            settings=result_settings(engines),
-            served_models=tuple(engine.model.names for engine in engines),
-            default_model=engines[0].model.names[0] if len(engines) == 1 else None,
         )

@@ -12,7 +12,9 @@ from typing import Annotated, Any
 
 import typer
 
-from batchline.backends.base import ServedModel
+from batchline.backends.base import ServedModel, models_by_name
+from batchline.backends.registry import EMBEDDED
+from batchline.cli.backend_options import BackendOptions
 from batchline.cli.config_file import takes_config_file
 from batchline.cli.messages import LogFormatOption, QuietOption, configure, log, log_formatter
 from batchline.cli.model_options import ModelOptions
@@ -28,11 +30,13 @@ from batchline.server.tls import check_certificate
 
 
 @takes_config_file
-@takes_options("model_options", ModelOptions, model=[])
+@takes_options("model_options", ModelOptions)
+@takes_options("backend_options", BackendOptions)
 @takes_options("serving", ServingOptions)
 def serve(
     context: typer.Context,
     model_options: ModelOptions,
+    backend_options: BackendOptions,
     serving: ServingOptions,
     model_argument: Annotated[
         str | None, typer.Argument(metavar="MODEL", help="Model folder or Hugging Face id.", show_default=False)
@@ -43,30 +47,33 @@ def serve(
 ) -> None:
     """Serve one or more models over an OpenAI-compatible API."""
     configure(log_format, quiet=quiet)
+    is_embedded = backend_options.backend == EMBEDDED
     models = _models(context, model_argument, model_options.model)
+    if is_embedded and not models:
+        raise UsageError("Which model? Give one: batchline serve MODEL")
     model_options = dataclasses.replace(model_options, model=models)
-    max_running = len(models) * model_options.max_num_seqs
-    together(partial(model_options.engines, strict=strict), partial(serving.server, max_running=max_running))
-    engines, options = model_options.engines(strict=strict), serving.server(max_running=max_running)
+    together(partial(model_options.engines, strict=strict), partial(serving.server, max_running=1))
+    backend = backend_options.make(model_options.engines(strict=strict))
+    max_running = len(models) * model_options.max_num_seqs if is_embedded else backend.concurrency()
+    options = serving.server(max_running=max_running)
     handler = SparingHandler(sys.stderr)
     handler.setFormatter(log_formatter())
     logging.basicConfig(level="ERROR" if quiet else serving.log_level.upper(), handlers=[handler])
     if not options.api_keys and options.uds is None and not _is_loopback(options.host):
         log("anyone who reaches this address can use the server; set --api-key.", "warning")
     _check_address(options)
-    first, *others = models
-    log(f"Loading {first}" + (f"; when first asked for: {', '.join(others)}" if others else ""))
-
-    from batchline.backends.in_process import InProcessBackend  # imports torch and transformers
+    if is_embedded:
+        first, *others = models
+        log(f"Loading {first}" + (f"; when first asked for: {', '.join(others)}" if others else ""))
+    else:
+        log(f"Starting the backend {backend_options.backend}")
     from batchline.server.run import run
-
-    names = ", ".join(name for engine in engines for name in engine.model.names)
-    backend = InProcessBackend(engines)
 
     def say_ready(url: str, models: Sequence[ServedModel]) -> None:
         for model in models:
             if model.record is not None:
                 _show(model.record)
+        names = ", ".join(models_by_name(models))
         log(f"Serving {names} at {url}", url=url)
 
     run(backend, options, say_ready)
@@ -81,8 +88,6 @@ def _show(record: ModelRecord) -> None:
 def _models(context: typer.Context, argument: str | None, options: list[str]) -> list[str]:
     """The argument, then every `--model` of the command line; without an argument those of the file or environment."""
     if argument is None:
-        if not options:
-            raise UsageError("Which model? Give one: batchline serve MODEL")
         return options
     source = context.get_parameter_source("model")
     is_on_the_line = source is not None and source.name == "COMMANDLINE"

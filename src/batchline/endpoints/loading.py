@@ -83,7 +83,7 @@ def _tool_parser(model: ModelConfig, text: TextConfig, source: str | None) -> ty
 
 
 def _named(name: str | None, parser: Callable[[str], T]) -> T | None:
-    """The parser of that name. Raises: UnknownParser."""
+    """The parser of that name. Raises: UnknownPlugin."""
     return None if name in (None, "none") else parser(str(name))
 
 

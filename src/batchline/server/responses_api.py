@@ -133,7 +133,7 @@ class ResponsesApi:
             raise BadRequest("background: it cannot be combined with stream: true or store: false", param="background")
         model = find_model(models_by_name(await self._backend.models()), call.body["model"])
         if RESPONSES not in model.endpoints:
-            raise unsupported_path(RESPONSES, model.name, model.endpoints)
+            raise unsupported_path(RESPONSES, call.body["model"], model.endpoints)
 
     def _start(self, call: _Call) -> JsonObject:
         """Start a response in the background, and return its current state. Raises: Overloaded."""

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchline.errors import UnknownParser
+from batchline.errors import UnknownPlugin
+from batchline.plugins import load_plugin
 from batchline.text.message_parts import ContentDelta, ReasoningDelta
-from batchline.text.parser_registry import load_plugin
 from batchline.text.reasoning import (
     ParsedReasoning,
     ReasoningParser,
@@ -188,5 +188,5 @@ def test_plugin_file_adds_a_parser(tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def test_unknown_name_tells_the_known_ones() -> None:
-    with pytest.raises(UnknownParser, match=r"no reasoning parser 'r1'.*deepseek_r1"):
+    with pytest.raises(UnknownPlugin, match=r"no reasoning parser 'r1'.*deepseek_r1"):
         reasoning_parser("r1")

@@ -11,7 +11,7 @@ import pytest
 
 from batchline.backends.identity import result_settings
 from batchline.config import EngineConfig, ModelConfig
-from batchline.errors import PluginLoadError, UnknownParser, UsageError
+from batchline.errors import PluginLoadError, UnknownPlugin, UsageError
 from batchline.text.parser_registry import TOOL_PARSERS, ParserRegistry
 from batchline.text.tool_parsers import (
     HermesToolParser,
@@ -133,7 +133,7 @@ def test_later_registration_replaces_a_name() -> None:
 
 
 def test_unknown_name_tells_the_known_ones() -> None:
-    with pytest.raises(UnknownParser, match=r"no tool-call parser 'hermess'.*hermes, internlm") as caught:
+    with pytest.raises(UnknownPlugin, match=r"no tool-call parser 'hermess'.*hermes, internlm") as caught:
         tool_parser("hermess")
     assert isinstance(caught.value, UsageError)
     assert caught.value.name == "hermess"
@@ -216,7 +216,7 @@ def test_an_installed_parser_that_cannot_be_loaded_is_an_error_for_those_who_wan
     registry: ParserRegistry[type[ToolCallParser]] = ParserRegistry("tool-call parser", package)
     with pytest.raises(PluginLoadError, match=r"arrow_parsers:Missing of the package arrow-parsers': AttributeError"):
         registry.get("broken")
-    with pytest.raises(PluginLoadError, match="it is not a parser class"):
+    with pytest.raises(PluginLoadError, match="it is not a tool-call parser"):
         registry.get("odd")
 
 

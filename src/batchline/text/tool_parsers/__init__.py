@@ -4,8 +4,8 @@ Knows no wire schema and no tokens: text in, content and calls out, at once or i
 removes the reasoning before.
 """
 
+from batchline.plugins import load_plugin
 from batchline.text.message_parts import ContentDelta, MessagePart, ToolCallDelta
-from batchline.text.parser_registry import load_plugin
 from batchline.text.tool_parsers.base import (
     CallSink,
     ParsedToolCalls,

@@ -1,0 +1,51 @@
+"""Backends by name: the embedded engine, and those of installed packages and plugin files.
+
+A backend is registered as a factory, which makes it from the configured models and from the backend's own options. The
+factory only looks at these: it reads no weights and opens no connections, which is for `Backend.start`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from batchline.backends.base import Backend
+from batchline.config import EngineConfig
+from batchline.errors import BatchlineError, PluginLoadError, UsageError
+from batchline.plugins import Registry
+
+EMBEDDED = "embedded"
+
+BackendFactory = Callable[[Sequence[EngineConfig], Mapping[str, str]], Backend]
+"""engines: a configuration for each model, none if no model was given. options: the backend's own, names to texts.
+
+Raises: UsageError for options that the backend does not have or cannot use.
+"""
+
+_REGISTRY: Registry[BackendFactory] = Registry("backend", "batchline.backends")
+
+
+def register_backend(name: str) -> Callable[[BackendFactory], BackendFactory]:
+    """A decorator that makes a factory (a class, too) known by `name`, in place of any other of that name."""
+    return _REGISTRY.register(name)
+
+
+def make_backend(name: str, engines: Sequence[EngineConfig], options: Mapping[str, str]) -> Backend:
+    """A backend, not started. Raises: UsageError."""
+    factory = _REGISTRY.get(name)
+    try:
+        return factory(engines, options)
+    except BatchlineError:
+        raise
+    except Exception as exc:  # foreign code: it may raise anything
+        raise PluginLoadError(f"{name} (a backend)", f"{type(exc).__name__}: {exc}") from exc
+
+
+@register_backend(EMBEDDED)
+def _embedded(engines: Sequence[EngineConfig], options: Mapping[str, str]) -> Backend:
+    if not engines:
+        raise UsageError("Which model? Give one with --model.")
+    if options:
+        raise UsageError(f"The backend {EMBEDDED!r} has no option {next(iter(options))!r}.")
+    from batchline.backends.in_process import InProcessBackend  # the engine: only for a run that uses it
+
+    return InProcessBackend(engines)

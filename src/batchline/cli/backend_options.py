@@ -1,0 +1,54 @@
+"""The options that choose who answers: the embedded engine, or a backend of a package or plugin file."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+
+from batchline.backends.base import Backend
+from batchline.config import EngineConfig
+from batchline.errors import UsageError
+from batchline.plugins import load_plugin
+
+_BACKEND = "Backend"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackendOptions:
+    """The backend's options, as given."""
+
+    backend: Annotated[
+        str,
+        typer.Option(
+            help="Who answers the requests: embedded (the engine in this process), or a backend that an installed "
+            "package or --backend-plugin adds.",
+            rich_help_panel=_BACKEND,
+        ),
+    ] = "embedded"
+    backend_option: Annotated[
+        list[str],
+        typer.Option(metavar="NAME=VALUE", help="Option of the backend. Repeatable.", rich_help_panel=_BACKEND),
+    ] = dataclasses.field(default_factory=list)
+    backend_plugin: Annotated[
+        list[str],
+        typer.Option(metavar="FILE", help="Python file that registers backends. Repeatable.", rich_help_panel=_BACKEND),
+    ] = dataclasses.field(default_factory=list)
+
+    def make(self, engines: Sequence[EngineConfig]) -> Backend:
+        """The backend, not started. Raises: UsageError."""
+        from batchline.backends.registry import make_backend
+
+        for path in self.backend_plugin:
+            load_plugin(path)
+        return make_backend(self.backend, engines, self._options())
+
+    def _options(self) -> dict[str, str]:
+        pairs = [text.partition("=") for text in self.backend_option]
+        for name, separator, value in pairs:
+            if not (name and separator):
+                raise UsageError(f"--backend-option: {name + separator + value!r} is not NAME=VALUE.")
+        return {name: value for name, _, value in pairs}

@@ -1,0 +1,122 @@
+"""Plugins by name: built-in ones, those of installed packages, and those of plugin files.
+
+All are registered in the same way: built-in ones when their module is imported, then those of installed packages
+(entry points of the registry's group), then those of plugin files. A later registration of a name replaces the earlier
+one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import logging
+import sys
+from collections.abc import Callable
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from batchline.errors import PluginLoadError, UnknownPlugin
+
+logger = logging.getLogger(__name__)
+
+P = TypeVar("P")
+
+
+class Registry(Generic[P]):
+    """Plugins of one kind by name. kind: as used in error messages, "tool-call parser". group: of entry points.
+
+    If a plugin of an installed package cannot be loaded, only `get` with its name raises.
+    """
+
+    def __init__(self, kind: str, group: str) -> None:
+        self._kind = kind
+        self._group = group
+        self._plugins: dict[str, P] = {}
+        self._broken: dict[str, PluginLoadError] = {}
+        self._has_installed = False
+        _REGISTRIES.append(self)
+
+    def register(self, name: str) -> Callable[[P], P]:
+        """A decorator."""
+
+        def add(plugin: P) -> P:
+            self._plugins.pop(name, None)
+            self._plugins[name] = plugin
+            return plugin
+
+        return add
+
+    def get(self, name: str) -> P:
+        """Raises: UnknownPlugin, PluginLoadError."""
+        self.load_installed()
+        if name in self._broken and name not in self._plugins:
+            raise self._broken[name]
+        try:
+            return self._plugins[name]
+        except KeyError:
+            raise UnknownPlugin(self._kind, name, self.names()) from None
+
+    def names(self) -> list[str]:
+        """All names, sorted."""
+        self.load_installed()
+        return sorted(self._plugins)
+
+    def load_installed(self) -> None:
+        """Register the plugins of installed packages, once. Warns of those that cannot be loaded."""
+        if self._has_installed:
+            return
+        self._has_installed = True
+        for entry in installed(self._group):
+            self._register_installed(entry)
+
+    def is_valid(self, plugin: Any) -> bool:
+        """Whether what an entry point names can be of this kind."""
+        return callable(plugin)
+
+    def _register_installed(self, entry: EntryPoint) -> None:
+        where = entry.value if entry.dist is None else f"{entry.value} of the package {entry.dist.name}"
+        try:
+            plugin = _loaded(entry, where)
+            if not self.is_valid(plugin):
+                raise PluginLoadError(where, f"it is not a {self._kind}")
+            self.register(entry.name)(plugin)
+        except PluginLoadError as exc:
+            self._broken[entry.name] = exc
+            logger.warning("%s", exc)
+
+
+_REGISTRIES: list[Registry[Any]] = []
+
+
+def installed(group: str) -> list[EntryPoint]:
+    """The entry points of a group, sorted by name."""
+    return sorted(entry_points(group=group), key=lambda entry: (entry.name, entry.value))
+
+
+def _loaded(entry: EntryPoint, where: str) -> Any:
+    """What an entry point names. Raises: PluginLoadError."""
+    try:
+        return entry.load()
+    except (Exception, SystemExit) as exc:  # foreign code: it may raise anything
+        raise PluginLoadError(where, f"{type(exc).__name__}: {exc}") from exc
+
+
+def load_plugin(path: str | Path) -> None:
+    """Run a Python file that registers plugins of any kind. Raises: PluginLoadError for any exception in it."""
+    for registry in _REGISTRIES:
+        registry.load_installed()  # a file replaces what an installed package registers
+    file = Path(path)
+    digest = hashlib.sha256(str(file.absolute()).encode(errors="surrogateescape")).hexdigest()[:8]
+    name = f"batchline_plugin_{file.stem}_{digest}"
+    specification = importlib.util.spec_from_file_location(name, file)
+    if specification is None or specification.loader is None:
+        raise PluginLoadError(str(path), "it is not a Python file (.py)")
+    module = importlib.util.module_from_spec(specification)
+    sys.modules[name] = module  # dataclasses look their module up there while the file runs
+    try:
+        specification.loader.exec_module(module)
+    except (Exception, SystemExit) as exc:  # a plugin is foreign code: it may raise anything
+        del sys.modules[name]
+        reason = f"{type(exc).__name__}: {exc}" if file.exists() else "there is no such file"
+        raise PluginLoadError(str(path), reason) from exc
