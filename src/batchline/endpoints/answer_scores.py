@@ -25,6 +25,7 @@ from batchline.endpoints.scorers import Scores, ScoringTask, checked_scores, cut
 from batchline.errors import BadRequest, UnsupportedModel
 from batchline.pooling.batching import TokenSequence
 from batchline.text.chat_template import ChatPrompt, ChatTemplate
+from batchline.text.control_tokens import ControlTokens, RenderedChat
 from batchline.text.tokenizer import Tokenizer
 
 QWEN3_PREFIX = (
@@ -58,8 +59,9 @@ class Qwen3Format:
 
     can_cut = True
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, control_tokens: ControlTokens | None = None) -> None:
         self._tokenizer = tokenizer
+        self._control_tokens = control_tokens
         self._prefix = tokenizer.encode(QWEN3_PREFIX, add_special_tokens=False)
         self._suffix = tokenizer.encode(QWEN3_SUFFIX, add_special_tokens=False)
         self.num_special_tokens = len(self._prefix) + len(self._suffix)
@@ -67,7 +69,10 @@ class Qwen3Format:
     def encode(self, first: str, second: str, max_tokens: int | None) -> tuple[int, ...]:
         """See `PairFormat`."""
         text = f"<Instruct>: {QWEN3_INSTRUCTION}\n<Query>: {first}\n<Document>: {second}"
-        token_ids = self._tokenizer.encode(text, add_special_tokens=False)
+        if self._control_tokens is None:
+            token_ids = self._tokenizer.encode(text, add_special_tokens=False)
+        else:
+            token_ids = self._control_tokens.encode_checked(text)
         if max_tokens is not None:
             token_ids = token_ids[: max_tokens - self.num_special_tokens]
         return (*self._prefix, *token_ids, *self._suffix)
@@ -79,9 +84,16 @@ class TemplateFormat:
     num_special_tokens = 0
     can_cut = False
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, instruction: str) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate,
+        instruction: str,
+        control_tokens: ControlTokens | None = None,
+    ) -> None:
         """instruction: the model's own, a system message; "" for none."""
         self._tokenizer = tokenizer
+        self._control_tokens = control_tokens
         self._template = template
         self._system = [{"role": "system", "content": instruction}] if instruction else []
 
@@ -94,7 +106,11 @@ class TemplateFormat:
             )
         pair = [{"role": "query", "content": first}, {"role": "document", "content": second}]
         prompt = ChatPrompt(messages=[*self._system, *pair], add_generation_prompt=False)
-        return self._tokenizer.encode(self._template.render(prompt), add_special_tokens=False)
+        if self._control_tokens is None:
+            rendered = RenderedChat(self._template.render(prompt))
+        else:
+            rendered = self._control_tokens.render_checked(self._template, prompt)
+        return rendered.token_ids(self._tokenizer, add_special_tokens=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +155,7 @@ def find_reranker(config: ModelConfig, text: TextParts) -> Reranker | UnknownRer
     if answers and len(answers) != 2:
         raise UnsupportedModel(config.model, "it cannot score by yes or no: classifier_from_token is not two tokens")
     no, yes = (_token_id(config, text, answer) for answer in answers or ("no", "yes"))
-    return Reranker(format=Qwen3Format(text.tokenizer), yes=yes, no=no)
+    return Reranker(format=Qwen3Format(text.tokenizer, text.control_tokens), yes=yes, no=no)
 
 
 def _is_qwen3_reranker(model: str, settings: Mapping[str, Any]) -> bool:
@@ -165,7 +181,7 @@ def _saved_by_sentence_transformers(config: ModelConfig, text: TextParts) -> Rer
         raise UnsupportedModel(config.model, f"its scores go through {activation}, not Sigmoid or Identity")
     instruction = (settings.get("prompts") or {}).get(settings.get("default_prompt_name")) or ""
     return Reranker(
-        format=TemplateFormat(text.tokenizer, text.chat_template, instruction),
+        format=TemplateFormat(text.tokenizer, text.chat_template, instruction, text.control_tokens),
         yes=int(score["true_token_id"]),
         no=None if score.get("false_token_id") is None else int(score["false_token_id"]),
         is_activated=activation == "Sigmoid",
@@ -215,7 +231,14 @@ class AnswerScorer:
             raise BadRequest("truncation_side: this model needs the beginning of its input", param="truncation_side")
         firsts = task.firsts if len(task.firsts) > 1 else [task.firsts[0]] * len(task.seconds)
         pairs = list(zip(firsts, await cut_documents(task, self._embedder), strict=True))
-        rows = await self._model.off_loop(lambda: [pair_format.encode(*pair, max_tokens) for pair in pairs])
+        control_tokens = self._model.text.control_tokens
+
+        def encode() -> list[tuple[int, ...]]:
+            if control_tokens is not None:
+                control_tokens.check_texts(dict(zip(task.names, (task.firsts, task.seconds), strict=True)))
+            return [pair_format.encode(*pair, max_tokens) for pair in pairs]
+
+        rows = await self._model.off_loop(encode)
         sequences = salted([TokenSequence(token_ids=row) for row in rows], task.cache_salt)
         check_sequences(
             sequences,

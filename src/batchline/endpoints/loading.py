@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
 from batchline.checkpoints.files import read_json
 from batchline.config import ModelConfig, TextConfig
 from batchline.endpoints.model import GenerationDefaults, TextParts, fields_not_honoured, generation_defaults
-from batchline.errors import ModelLoadError, UsageError
+from batchline.errors import BadRequest, ModelLoadError, UnsupportedModel, UsageError
 from batchline.openai_api.limits import check_text
 from batchline.text.chat_template import ChatPrompt, ChatTemplate, compile_template, own_template, read_template
-from batchline.text.control_tokens import ControlTokens
+from batchline.text.control_tokens import ControlTokens, RenderedChat
 from batchline.text.reasoning import detect_reasoning_parser, reasoning_parser
-from batchline.text.tokenizer import load_tokenizer
+from batchline.text.tokenizer import from_transformers, load_tokenizer
 from batchline.text.tool_parsers import (
     ToolCallParser,
     detect_tool_parser,
@@ -27,6 +29,12 @@ from batchline.text.tool_parsers import (
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+RenderMessages = Callable[[Sequence[Mapping[str, Any]], bool], str | tuple[int, ...]]
+"""(messages, add_special_tokens) -> the conversation as text, or as token ids if control tokens had to be escaped.
+
+Raises: BadRequest.
+"""
 
 
 def load_text(model: ModelConfig, text: TextConfig) -> TextParts:
@@ -51,9 +59,7 @@ def load_text(model: ModelConfig, text: TextConfig) -> TextParts:
     )
 
 
-def message_renderer(
-    model: ModelConfig, text: TextConfig, tokenizer: Any
-) -> Callable[[Sequence[Mapping[str, Any]]], str] | None:
+def message_renderer(model: ModelConfig, text: TextConfig, tokenizer: Any) -> RenderMessages | None:
     """What writes a conversation as the text that an embedding model embeds: the option's template, else its own.
 
     tokenizer: of transformers. Raises: ModelLoadError, UsageError.
@@ -63,10 +69,26 @@ def message_renderer(
     if template is None:
         return None
 
-    def render(messages: Sequence[Mapping[str, Any]]) -> str:
-        rendered = template.render(ChatPrompt(messages=messages, add_generation_prompt=False))
-        check_text("messages", rendered, text.limits)
-        return rendered
+    @cache  # few conversations are embedded, and copying a large vocabulary takes a second
+    def control_tokens() -> ControlTokens | None:
+        try:
+            copied = from_transformers(model.model, deepcopy(tokenizer))
+        except UnsupportedModel as exc:
+            if text.special_tokens_in_content == "allow":
+                return None
+            raise BadRequest(
+                f"messages: control tokens in them cannot be found: {exc.reason}", param="messages"
+            ) from exc
+        return ControlTokens(copied, [source or ""], text.special_tokens_in_content)
+
+    def render(messages: Sequence[Mapping[str, Any]], add_special_tokens: bool) -> str | tuple[int, ...]:
+        prompt = ChatPrompt(messages=messages, add_generation_prompt=False)
+        found = control_tokens()
+        rendered = RenderedChat(template.render(prompt)) if found is None else found.render(template, prompt)
+        check_text("messages", rendered.text, text.limits)
+        if rendered.escaped is None:
+            return rendered.text
+        return rendered.escaped.encode(rendered.text, rendered.spans, add_special_tokens=add_special_tokens)
 
     return render
 

@@ -29,7 +29,8 @@ class EmbeddingModel:
     """An embedding model that runs on its own thread, for callers on any event loop.
 
     name: the name in answers. max_model_len: in tokens. matryoshka: None if vectors must not be shortened.
-    render_messages: the chat template, None if there is none; raises BadRequest.
+    render_messages: (messages, add_special_tokens) -> their text or token ids, by the chat template; None if there is
+        none. Raises: BadRequest.
     transformers_tokenizer: not safe to share; copy it before use.
     """
 
@@ -41,7 +42,7 @@ class EmbeddingModel:
         self.vocab_size = loaded.vocab_size
         self.transformers_tokenizer = loaded.tokenizer
         self.matryoshka = matryoshka
-        self.render_messages: Callable[[Sequence[Mapping[str, Any]]], str] | None = None
+        self.render_messages: Callable[[Sequence[Mapping[str, Any]], bool], str | tuple[int, ...]] | None = None
         self._own_size: int | None = module.truncate_dim
         self._normalises = any(isinstance(part, Normalize) for part in module)
         self._prompts: dict[str, str] = dict(module.prompts)
@@ -88,7 +89,10 @@ class EmbeddingModel:
             )
 
         def encode() -> TokenSequence:
-            return self._tokenizer.encode([render(messages)], add_special_tokens=add_special_tokens)[0]
+            rendered = render(messages, add_special_tokens)
+            if isinstance(rendered, str):
+                return self._tokenizer.encode([rendered], add_special_tokens=add_special_tokens)[0]
+            return TokenSequence(token_ids=rendered)
 
         return await asyncio.to_thread(encode)
 

@@ -120,16 +120,38 @@ class ControlTokens:
 
     def render(self, template: Renderer, prompt: ChatPrompt) -> RenderedChat:
         """Render the prompt, and treat users' control tokens as configured. Raises: BadRequest."""
-        if self._mode == "escape":
-            return self._render_escaped(template, prompt)
-        found = self.find(prompt)
-        if found is not None and self._mode == "refuse":
-            raise BadRequest(f"{found.path}: contains the control token {found.token!r}", param=found.path)
-        if found is not None:
-            self._count(found)
-        return RenderedChat(template.render(prompt))
+        if self._mode != "escape":
+            self._refuse_or_count(self.find(prompt))
+        return self.render_checked(template, prompt)
 
-    def _count(self, found: Finding) -> None:
+    def check_texts(self, texts: Mapping[str, Sequence[str]]) -> None:
+        """Refuse or count a control token in texts that a request gives by field. Raises: BadRequest."""
+        if self._mode == "escape":
+            return
+        for field, several in texts.items():
+            for path, text in _texts(field, several if len(several) > 1 else several[0]):
+                token = self._searches.of_anyone.first(text)
+                if token is not None:
+                    self._refuse_or_count(Finding(token, path))
+                    return
+
+    def render_checked(self, template: Renderer, prompt: ChatPrompt) -> RenderedChat:
+        """Render a prompt whose texts need no check any more. Raises: BadRequest."""
+        return (
+            self._render_escaped(template, prompt) if self._mode == "escape" else RenderedChat(template.render(prompt))
+        )
+
+    def encode_checked(self, text: str) -> tuple[int, ...]:
+        """Tokens of a user's text that needs no check any more. Raises: BadRequest."""
+        if self._mode == "escape" and self._searches.of_anyone.first(text) is not None:
+            return self.encode(text, (), add_special_tokens=False)
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def _refuse_or_count(self, found: Finding | None) -> None:
+        if found is None:
+            return
+        if self._mode == "refuse":
+            raise BadRequest(f"{found.path}: contains the control token {found.token!r}", param=found.path)
         self.num_prompts += 1
         if self.num_prompts == 1:
             logger.warning(
