@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -165,3 +168,23 @@ def test_sequences_are_let_in_not_requests(serve: Serve) -> None:
     held.join(30)
     assert statuses == [200]
     assert ask("x", n=8).status_code == 200
+
+
+@pytest.mark.parametrize("end", ["]}", "]"])
+def test_no_garbage_is_collected_while_a_body_is_parsed(monkeypatch: pytest.MonkeyPatch, end: str) -> None:
+    """Bug: the collector walked the new objects again and again, and nothing else could run in the meantime."""
+    raw = b'{"messages": [' + b",".join([b'{"content": [{"text": "a"}]}'] * 20_000) + end.encode()
+    collections: list[str] = []
+
+    def parse(text: bytes) -> Any:
+        gc.callbacks.append(lambda phase, info: collections.append(phase))
+        try:
+            return orjson.loads(text)
+        finally:
+            gc.callbacks.pop()
+
+    monkeypatch.setattr(json_body, "orjson", SimpleNamespace(loads=parse, JSONDecodeError=orjson.JSONDecodeError))
+    with nullcontext() if end == "]}" else pytest.raises(BadRequest, match="not valid JSON"):
+        json_body._parsed(raw)
+    assert collections == []
+    assert gc.isenabled()
