@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from batchline.backends.identity import refuse_missing_folder, result_settings
+from batchline.backends.identity import model_stamp, refuse_missing_folder, result_settings
+from batchline.checkpoints import digests
+from batchline.checkpoints.files import _ask_hub
 from batchline.config import CacheConfig, EngineConfig, ModelConfig, RequestLimits, SchedulerConfig, TextConfig
 from batchline.errors import UsageError
 
@@ -62,6 +64,7 @@ def model(tmp_path: Path) -> Path:
     (folder / "1_Pooling").mkdir(parents=True)
     (folder / "config.json").write_text('{"a": 1}')
     (folder / "1_Pooling" / "config.json").write_text('{"b": 1}')
+    (folder / "README.md").write_text("tags")
     with (folder / "model.safetensors").open("wb") as file:
         file.write(b"header")
         file.truncate(40_000_000)
@@ -71,7 +74,7 @@ def model(tmp_path: Path) -> Path:
 def test_a_copy_of_a_models_folder_is_the_same_model(tmp_path: Path, model: Path) -> None:
     """Path and times of change counted: after `cp -r` or a move, a run could not be resumed."""
     shutil.copytree(model, tmp_path / "copy", copy_function=shutil.copyfile)
-    (tmp_path / "copy" / "README.md").write_text("for people")
+    (tmp_path / "copy" / "CHANGES.md").write_text("for people")
     (tmp_path / "copy" / ".cache").mkdir()
     (tmp_path / "copy" / ".cache" / "x").touch()
     for options in ({"served_names": ("m",)}, {"served_names": ("m",), "tokenizer": None}):
@@ -86,22 +89,94 @@ def test_a_folder_that_requests_know_by_its_path_is_another_one_under_another_pa
     assert [key for key in before if before[key] != now[key]] == ["--served-model-name"]
 
 
-@pytest.mark.parametrize("name", ["config.json", "1_Pooling/config.json", "model.safetensors", "new.json"])
+@pytest.mark.parametrize("name", ["config.json", "1_Pooling/config.json", "README.md", "model.safetensors", "new.json"])
 @pytest.mark.parametrize("keeps_size_and_times", [True, False])
 def test_other_files_in_the_models_folder_are_noticed(model: Path, name: str, keeps_size_and_times: bool) -> None:
     path = model / name
     before = settings(model=str(model))
     if keeps_size_and_times and path.exists():
         times = path.stat().st_atime_ns, path.stat().st_mtime_ns
-        with path.open("r+b") as file:  # as another training's weights, which differ everywhere
-            for offset in range(0, path.stat().st_size, 1 << 13):
-                file.seek(offset)
-                file.write(b"x")
+        with path.open("r+b") as file:
+            file.seek(path.stat().st_size * 9 // 10)
+            file.write(b"x")
         os.utime(path, ns=times)
     else:
         path.write_text("other")
     now = settings(model=str(model))
     assert [key for key in before if before[key] != now[key]] == ["--model"]
+
+
+def test_one_other_byte_in_a_large_file_is_another_model_also_if_its_digest_was_remembered(
+    model: Path,
+) -> None:
+    """Samples of large files were compared: of a model trained further in one layer, the old results counted."""
+    weights = model / "model.safetensors"
+    os.utime(weights, ns=(0, 0))
+    before = model_stamp(str(model))
+    times = weights.stat().st_atime_ns, weights.stat().st_mtime_ns
+    with weights.open("r+b") as file:
+        file.seek(33_333_333)
+        file.write(b"x")
+    os.utime(weights, ns=times)
+    assert model_stamp(str(model)) != before
+
+
+def test_a_large_file_is_read_only_once_while_it_does_not_change(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The digest that is remembered is the one returned: a record that says something else is believed."""
+    monkeypatch.setattr(digests, "_SETTLED_NS", -(10**12))
+    monkeypatch.setenv("BATCHLINE_STATE_DIR", str(tmp_path))
+    before = model_stamp(str(model))
+    assert model_stamp(str(model)) == before
+    (record,) = (tmp_path / "digests").iterdir()
+    record.write_bytes(bytes(32))
+    assert model_stamp(str(model)) != before
+    record.write_bytes(b"damaged")
+    assert model_stamp(str(model)) == before
+
+
+def test_a_file_that_changed_just_now_is_not_remembered(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may change again within one tick of the file system's clock."""
+    monkeypatch.setenv("BATCHLINE_STATE_DIR", str(tmp_path / "state"))
+    (model / "model.safetensors").touch()
+    model_stamp(str(model))
+    assert not (tmp_path / "state").exists()
+
+
+def test_checkpoints_and_other_programs_weights_in_the_folder_do_not_count(model: Path) -> None:
+    """They are not loaded, and may be many times as large as the model."""
+    before = model_stamp(str(model))
+    (model / "checkpoint-500").mkdir()
+    for name in ("checkpoint-500/model.safetensors", "model.Q4_0.gguf", "consolidated.safetensors"):
+        (model / name).write_text("x")
+    assert model_stamp(str(model)) == before
+
+
+def cached_on_hub(cache: Path, commit: str) -> None:
+    """Make `main` of org/name point to a commit, as a download does."""
+    repository = cache / "models--org--name"
+    (repository / "refs").mkdir(parents=True, exist_ok=True)
+    (repository / "refs" / "main").write_text(commit)
+    (repository / "snapshots" / commit).mkdir(parents=True)
+    (repository / "snapshots" / commit / "config.json").write_text("{}")
+
+
+def test_a_hub_id_is_another_model_after_an_update_of_its_repository(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only its name was compared, so that results of two versions were mixed. The same commit by its name resumes."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    before, now = "a" * 40, "b" * 40
+    cached_on_hub(tmp_path, before)
+    old = settings()
+    _ask_hub.cache_clear()
+    cached_on_hub(tmp_path, now)
+    assert (old["--model"], settings()["--model"]) == (f"org/name at commit {before}", f"org/name at commit {now}")
+    assert settings(revision=before) == old
+    _ask_hub.cache_clear()
 
 
 def test_a_plugin_is_compared_by_its_text(tmp_path: Path) -> None:

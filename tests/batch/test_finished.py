@@ -21,9 +21,9 @@ from batchline.batch.run import run
 from batchline.batch.stopping import Stop
 from batchline.batch.summary import RunSummary
 from batchline.batch.targets import FileTarget, target_at
-from batchline.batch.user_state import user_state_dir
 from batchline.errors import EngineLost, OutputUnwritable, ResumeRefused, RunFailed
 from batchline.testing import FakeBackend
+from batchline.user_state import user_state_dir
 
 Again = Callable[..., tuple[RunSummary, FakeBackend, RecordingReporter]]
 

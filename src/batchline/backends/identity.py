@@ -14,15 +14,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from batchline.checkpoints.digests import folder_digest
+from batchline.checkpoints.files import hub_commit
 from batchline.config import EngineConfig, RequestLimits
-from batchline.errors import UsageError
+from batchline.errors import ModelLoadError, UsageError
 from batchline.plugins import installed
 from batchline.text.parser_registry import REASONING_PARSERS, TOOL_PARSERS
-
-_WHOLE_FILE_BYTES = 4 * 1024 * 1024
-_NUM_SAMPLES = 32
-_SAMPLE_BYTES = 1 << 14
-_TEXTS_FOR_PEOPLE = frozenset({".md", ".png", ".jpg", ".jpeg", ".gif", ".svg", ".pdf"})
+from batchline.user_state import user_state_dir
 
 
 def result_settings(engines: Sequence[EngineConfig]) -> Mapping[str, str]:
@@ -46,13 +44,14 @@ def refuse_missing_folder(model: str) -> None:
 
 def _settings(engine: EngineConfig) -> dict[str, str]:
     model, text = engine.model, engine.text
+    stamp = model_stamp(model.model, model.revision)
     values = {
-        "--model": model_stamp(model.model),
+        "--model": stamp,
         "--served-model-name": " ".join(model.names),
         "--task": model.task,
         "--scoring": model.scoring,
         "--tokenizer": None if model.tokenizer is None else model_stamp(model.tokenizer),
-        "--revision": model.revision,
+        "--revision": model.revision if stamp == model.model else None,
         "--dtype": model.dtype,
         "--quantization": model.quantization,
         "--max-model-len": model.max_model_len,
@@ -95,33 +94,18 @@ def _changed_limits(limits: RequestLimits) -> str:
     return " ".join(f"{name}={value}" for name, value, default in pairs if value != default)
 
 
-def model_stamp(model: str) -> str:
-    """A hub id as it is; a local folder by its contents, so that a copy of it is the same model."""
-    folder = Path(model)
-    if not folder.is_dir():
-        return model
-    digest = hashlib.sha256()
-    for path in sorted(path for path in folder.rglob("*") if _is_of_model(path.relative_to(folder)) and path.is_file()):
-        digest.update(f"{path.relative_to(folder)}\0{path.stat().st_size}\0".encode(errors="surrogateescape"))
-        _digest_samples(path, digest)
-    return f"a folder with digest {digest.hexdigest()[:12]}"
+def model_stamp(model: str, revision: str | None = None) -> str:
+    """A local folder's digest, so that a copy of it is the same model; a hub id with its commit, if that is known.
 
-
-def _is_of_model(path: Path) -> bool:
-    """Whether a file of a model's folder may change results: hidden files, caches and documents do not."""
-    is_hidden = any(part.startswith((".", "__pycache__")) for part in path.parts)
-    return not is_hidden and path.suffix.lower() not in _TEXTS_FOR_PEOPLE
-
-
-def _digest_samples(path: Path, digest: hashlib._Hash) -> None:
-    """Digest a small file whole; of a large one, its start (the header of safetensors) and samples, because different
-    weights of the same shapes differ almost everywhere."""
-    with path.open("rb", buffering=0) as file:
-        digest.update(file.read(_WHOLE_FILE_BYTES))
-        size = os.fstat(file.fileno()).st_size
-        for number in range(_NUM_SAMPLES if size > _WHOLE_FILE_BYTES else 0):
-            file.seek(size * number // _NUM_SAMPLES)
-            digest.update(file.read(_SAMPLE_BYTES))
+    Raises: ModelLoadError.
+    """
+    if os.path.isdir(model):
+        try:
+            return f"a folder with digest {folder_digest(Path(model), user_state_dir())[:12]}"
+        except OSError as exc:
+            raise ModelLoadError(model, f"its files cannot be read: {exc.strerror}") from exc
+    commit = hub_commit(model, revision)
+    return model if commit is None else f"{model} at commit {commit}"
 
 
 def _text_stamp(text_or_path: str | None) -> str | None:

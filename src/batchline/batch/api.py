@@ -20,9 +20,9 @@ from batchline.batch.progress_bar import shown_progress
 from batchline.batch.run import run
 from batchline.batch.stopping import Stopper, stop_on_signals
 from batchline.batch.summary import RunSummary
-from batchline.batch.user_state import user_state_dir
 from batchline.config import EngineConfig, ModelConfig
 from batchline.errors import UsageError
+from batchline.user_state import user_state_dir
 
 STOPPING = "Stopping: running requests may finish, and no new ones start. A second signal stops at once."
 

@@ -18,7 +18,7 @@ from batchline.batch.files import RunFiles
 from batchline.batch.options import OutputOrder, RunOptions
 from batchline.batch.progress import Reporter
 from batchline.batch.summary import RunSummary
-from batchline.batch.user_state import write_record
+from batchline.user_state import write_record
 
 logger = logging.getLogger(__name__)
 

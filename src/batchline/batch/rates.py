@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 
 from batchline.batch.options import RunOptions
 from batchline.batch.summary import RunSummary
-from batchline.batch.user_state import write_record
+from batchline.user_state import write_record
 
 logger = logging.getLogger(__name__)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -96,3 +97,11 @@ def local_folder(model: str, revision: str | None = None) -> Path | None:
     except HFValidationError:
         return None
     return Path(config).parent if isinstance(config, str) else None
+
+
+def hub_commit(model: str, revision: str | None = None) -> str | None:
+    """The commit of a hub id's files: the revision's newest, or the one in the cache if the hub cannot be reached."""
+    with suppress(ModelLoadError):
+        read_text(model, "config.json", revision)  # asks the hub, and downloads the file if it is new
+    folder = local_folder(model, revision)
+    return None if folder is None else folder.name

@@ -100,11 +100,11 @@ def _measured(model: ModelConfig, state_dir: Path | None) -> MeasuredRun | None:
     """The last run of the model with these settings."""
     from batchline.backends.identity import model_stamp
     from batchline.batch.rates import latest_measurement
-    from batchline.batch.user_state import user_state_dir
+    from batchline.user_state import user_state_dir
 
     return latest_measurement(
         state_dir or user_state_dir(),
-        model_stamp(model.model),
+        model_stamp(model.model, model.revision),
         dtype=None if model.dtype == "auto" else model.dtype,
         quantization=model.quantization or "none",
     )

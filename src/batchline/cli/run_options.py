@@ -89,7 +89,7 @@ class RunFileOptions:
 
     def run_options(self) -> RunOptions:
         """The run that the options ask for, without what its backend adds."""
-        from batchline.batch.user_state import user_state_dir
+        from batchline.user_state import user_state_dir
 
         return RunOptions(
             max_inflight=self.max_inflight,

@@ -11,8 +11,6 @@ from pathlib import Path
 
 from platformdirs import user_state_path
 
-from batchline.batch.disk import whole_file
-
 STATE_DIR_VARIABLE = "BATCHLINE_STATE_DIR"
 
 
@@ -29,8 +27,15 @@ def user_state_dir() -> Path | None:
 def write_record(path: Path, content: bytes, *, max_records: int) -> None:
     """Write a record atomically, and remove the oldest ones of its folder beyond `max_records`. Raises: OSError."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with whole_file(path) as file:
-        file.write(content)
+    staged = path.with_name(f"{path.name}.{os.urandom(4).hex()}.tmp")
+    try:
+        with staged.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(staged, path)
+    finally:
+        staged.unlink(missing_ok=True)
     _remove_oldest(path.parent, max_records)
 
 

@@ -1,0 +1,105 @@
+"""Digests a model's folder by all bytes of its files: a copy of it is the same model, and any change makes another one.
+
+Large files are hashed in pieces on several threads, at gigabytes per second. Their digests are remembered in the user's
+state folder, so that only the first run of a model reads them for this.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import time
+from collections.abc import Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+from batchline.checkpoints.formats import FOREIGN_WEIGHTS, OTHER_TENSORS
+from batchline.user_state import write_record
+
+logger = logging.getLogger(__name__)
+
+LARGE_BYTES = 4 * 1024 * 1024
+"""A file from this size on is hashed in pieces, and its digest is remembered."""
+
+_PIECE_BYTES = 64 * 1024 * 1024
+_BUFFER_BYTES = 1024 * 1024
+_MAX_THREADS = 8
+_MAX_RECORDS = 2000
+_SETTLED_NS = 2_000_000_000
+"""A file that changed less than this ago may change again without a new time: clocks of file systems are coarse."""
+
+_UNREAD_SUFFIXES = frozenset({".md", ".png", ".jpg", ".jpeg", ".gif", ".svg", ".pdf"})
+_UNREAD_FOLDERS = (".", "__pycache__", "checkpoint-")
+_UNREAD_NAMES = (*FOREIGN_WEIGHTS, *OTHER_TENSORS)
+
+
+def folder_digest(folder: Path, state_dir: Path | None) -> str:
+    """The digest of a model's folder. state_dir: the user's state folder; None remembers nothing. Raises: OSError."""
+    digest = hashlib.sha256()
+    with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1), thread_name_prefix="batchline-digests") as pool:
+        for path in sorted(_files(folder)):
+            name = os.fsencode(path.relative_to(folder))
+            digest.update(b"%s\0%s\0" % (name, _file_digest(path, state_dir, pool)))
+    return digest.hexdigest()
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """The files that may change results. Hidden files, caches, documents, training checkpoints and other programs'
+    weights do not; README.md does, because an embedding model's metadata is there."""
+    for path in folder.rglob("*"):
+        relative = path.relative_to(folder)
+        is_unread = (
+            any(part.startswith(_UNREAD_FOLDERS) for part in relative.parts)
+            or (path.suffix.lower() in _UNREAD_SUFFIXES and relative != Path("README.md"))
+            or any(path.match(pattern) for pattern in _UNREAD_NAMES)
+        )
+        if not is_unread and path.is_file():
+            yield path
+
+
+def _file_digest(path: Path, state_dir: Path | None, pool: Executor) -> bytes:
+    seen = path.stat()
+    if seen.st_size < LARGE_BYTES:
+        return hashlib.sha256(path.read_bytes()).digest()
+    # The time of the last change of the inode is part of the key, because a program can set the other times.
+    key = f"{path.resolve()}\0{seen.st_size}\0{seen.st_ino}\0{seen.st_mtime_ns}\0{seen.st_ctime_ns}"
+    record = state_dir and state_dir / "digests" / hashlib.sha256(os.fsencode(key)).hexdigest()[:32]
+    found = record and _read(record)
+    if found:
+        return found
+    is_settled = time.time_ns() - max(seen.st_mtime_ns, seen.st_ctime_ns) > _SETTLED_NS
+    logger.info("hashing %s", path)
+    pieces = pool.map(partial(_piece_digest, path), range(0, seen.st_size, _PIECE_BYTES))
+    digest = hashlib.sha256(b"".join(pieces)).digest()
+    if record and is_settled:
+        _remember(record, digest)
+    return digest
+
+
+def _piece_digest(path: Path, start: int) -> bytes:
+    digest = hashlib.sha256()
+    buffer = memoryview(bytearray(_BUFFER_BYTES))
+    with path.open("rb", buffering=0) as file:
+        file.seek(start)
+        left = _PIECE_BYTES
+        while left and (num_read := file.readinto(buffer[: min(left, _BUFFER_BYTES)])):
+            digest.update(buffer[:num_read])
+            left -= num_read
+    return digest.digest()
+
+
+def _read(record: Path) -> bytes | None:
+    try:
+        digest = record.read_bytes()
+    except OSError:
+        return None
+    return digest if len(digest) == hashlib.sha256().digest_size else None
+
+
+def _remember(record: Path, digest: bytes) -> None:
+    try:
+        write_record(record, digest, max_records=_MAX_RECORDS)
+    except OSError as exc:
+        logger.info("a model's digest cannot be remembered: %s", exc)
