@@ -105,6 +105,30 @@ def test_a_refusal_is_remembered(compiler: GrammarCompiler, monkeypatch: pytest.
     assert len(trials) == 1
 
 
+def test_a_constraint_over_the_size_limits_is_refused_and_not_kept() -> None:
+    """Each such text was kept with its refusal: 256 requests of 64 MB filled 16 GiB for as long as the server ran."""
+    compiler = GrammarCompiler(ByteTokenizer(), 300)
+    for wanted in (
+        constraint("regex", "a" * (MAX_CHARACTERS + 1)),
+        constraint("json_schema", {}, whitespace_pattern=" " * MAX_CHARACTERS),
+        constraint("choice", ["a"] * (MAX_CHOICES + 1)),
+    ):
+        assert not compiler.is_quick(wanted) or wanted.kind == "choice"
+        with pytest.raises(BadRequest, match="the limit is"):
+            compiled(compiler, wanted)
+    assert not compiler._remembered
+
+
+def test_the_constraints_that_are_kept_have_a_total_length_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their number alone was limited, to 256 of 4 Mi characters each."""
+    monkeypatch.setattr(compiler_module, "MAX_CACHED_CHARACTERS", 1000)
+    compiler = GrammarCompiler(ByteTokenizer(), 300)
+    wanted = [constraint("choice", [letter * 300]) for letter in "abcdef"]
+    for one in [*wanted, wanted[-1]]:
+        compiled(compiler, one)
+    assert [key[0] for key in compiler._remembered] == wanted[-3:]
+
+
 def test_an_interrupted_trial_is_not_remembered(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
     """A schema whose trial was killed by the kernel once was a 400 for as long as the process ran."""
     ends = iter([ServiceUnavailable("interrupted")])

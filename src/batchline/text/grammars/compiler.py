@@ -29,9 +29,11 @@ from batchline.text.grammars.patterns import one_line, short_reason
 from batchline.text.grammars.schema_errors import schema_error
 from batchline.text.grammars.sources import constraint_grammar
 from batchline.text.grammars.trial import (
+    MAX_CHARACTERS,
     SketchedTokenizer,
     check_size,
     is_plain,
+    num_characters,
     read_trial_argument,
     sketch_of,
     trial_argument,
@@ -41,6 +43,9 @@ from batchline.text.tokenizer import VocabularyTokenizer, special_token_ids
 
 NUM_CACHED = 256
 """Compiled grammars that are kept, and refusals: a batch has few schemas and many lines."""
+
+MAX_CACHED_CHARACTERS = 2 * MAX_CHARACTERS
+"""The total length of the constraints whose grammars or refusals are kept."""
 
 NUM_THREADS = 4
 """Threads that wait for trials. A constraint that takes long keeps others of its kind waiting, and nothing else."""
@@ -58,6 +63,7 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._lock = threading.Lock()
         self._remembered: OrderedDict[tuple[Constraint, Surroundings], CompiledGrammar | BadRequest] = OrderedDict()
+        self._num_characters = 0
         self.executor = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="batchline-grammars")
 
     def close(self) -> None:
@@ -66,6 +72,8 @@ class GrammarCompiler:
 
     def is_quick(self, constraint: Constraint, surroundings: Surroundings = NOTHING_ELSE) -> bool:
         """Whether `compile` takes a few milliseconds at most."""
+        if num_characters(constraint) > MAX_CHARACTERS:
+            return False  # even a hash of it takes long
         return (constraint, surroundings) in self._remembered or is_plain(constraint)
 
     def compile(
@@ -82,6 +90,7 @@ class GrammarCompiler:
             if found is not None:
                 self._remembered.move_to_end(key)
         if found is None:
+            check_size(constraint)  # not remembered: it is quick, and would keep a text of any length
             found = self._compile(constraint, surroundings)
             self._remember(key, found)
         if isinstance(found, BadRequest):
@@ -90,14 +99,16 @@ class GrammarCompiler:
 
     def _remember(self, key: tuple[Constraint, Surroundings], found: CompiledGrammar | BadRequest) -> None:
         with self._lock:
+            if key not in self._remembered:  # another thread may have compiled the same
+                self._num_characters += num_characters(key[0])
             self._remembered[key] = found
-            if len(self._remembered) > NUM_CACHED:
-                self._remembered.popitem(last=False)
+            while len(self._remembered) > NUM_CACHED or self._num_characters > MAX_CACHED_CHARACTERS:
+                (oldest, _), _ = self._remembered.popitem(last=False)
+                self._num_characters -= num_characters(oldest)
 
     def _compile(self, constraint: Constraint, surroundings: Surroundings) -> CompiledGrammar | BadRequest:
         compile_untried = partial(self.compile_untried, constraint, surroundings)
         try:
-            check_size(constraint)
             if is_plain(constraint):
                 return compile_untried()
             self._try(constraint, surroundings)

@@ -87,7 +87,7 @@ def _options(given: Any, constraint: Constraint) -> dict[str, Any]:
     return options
 
 
-@lru_cache(maxsize=128)
+@lru_cache(maxsize=16)
 def _check_whitespace(pattern: Any, field: str) -> None:
     """Raises: BadRequest for a pattern that is none, or matches more than JSON allows between its tokens."""
     if pattern is None:

@@ -18,7 +18,7 @@ _POINTER = re.compile(r"^( *)\^+\s*$", re.MULTILINE)
 _REASON = re.compile(r"^\s*error: (.*)$", re.MULTILINE)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=16)  # a pattern may be megabytes long
 def json_pattern(pattern: str) -> str:
     """A schema's `pattern`, in which no class lets a quote or a backslash through that it excludes.
 

@@ -39,10 +39,15 @@ so they are plain only where they stand alone."""
 _RULE = re.compile(r"^[ \t]*[?!]?\w[\w.-]*(?:\[[^\]\n]*\])?[ \t]*(?:::=|:)", re.MULTILINE)
 
 
+def num_characters(constraint: Constraint) -> int:
+    """The length of the constraint's texts."""
+    return len(constraint.source) + len(constraint.whitespace_pattern or "")
+
+
 def check_size(constraint: Constraint) -> None:
     """Raises: BadRequest that names the limit which the constraint exceeds."""
     field, source = constraint.field, constraint.source
-    _check(field, len(source), MAX_CHARACTERS, "characters")
+    _check(field, num_characters(constraint), MAX_CHARACTERS, "characters")
     if constraint.kind == "choice":
         _check(field, len(json.loads(source)), MAX_CHOICES, "choices")
     if constraint.kind == "grammar":
