@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from batchline.endpoints.logprobs import LogprobFormat
+from batchline.endpoints.reporting import LogprobFormat
 from batchline.engine.request import TokenLogprobs
 from batchline.testing import ByteTokenizer
 

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 
 from batchline.batch.request_traits import output_limit, prompt_text
 from batchline.config import TextConfig
-from batchline.endpoints.engine_input import num_reserved, resolve_max_tokens, truncate
+from batchline.endpoints.engine_input import num_reserved, prompt_too_long, resolve_max_tokens, truncate
 from batchline.endpoints.without_model import CHECKS, checked_request
 from batchline.errors import BadRequest, RequestError
 from batchline.openai_api.chat import ChatCompletionRequest
@@ -139,10 +139,7 @@ class TokenCounter:
             return
         longest = max(map(len, prompts), default=0)
         if keep is None and longest > limit:
-            raise BadRequest(
-                f"This model's maximum context length is {limit} tokens, but the prompt has {longest} tokens. "
-                "Shorten the prompt or set truncate_prompt_tokens."
-            )
+            raise prompt_too_long(limit, longest)
 
     def _note_control_tokens(self, position: int, request: ChatCompletionRequest) -> None:
         """Count a request whose messages, tools or documents hold control tokens."""

@@ -24,6 +24,7 @@ from batchline.endpoints.pooling_limits import check_sequences, engine_errors_an
 from batchline.endpoints.scorers import Scores, ScoringTask, checked_scores, cut_documents
 from batchline.errors import BadRequest, UnsupportedModel
 from batchline.pooling.batching import TokenSequence
+from batchline.pooling.tokenizing import beginning_is_needed, pairs_cannot_be_cut
 from batchline.text.chat_template import ChatPrompt, ChatTemplate
 from batchline.text.control_tokens import ControlTokens, RenderedChat
 from batchline.text.tokenizer import Tokenizer
@@ -100,10 +101,7 @@ class TemplateFormat:
     def encode(self, first: str, second: str, max_tokens: int | None) -> tuple[int, ...]:
         """See `PairFormat`."""
         if max_tokens is not None:
-            raise BadRequest(
-                "truncate_prompt_tokens: this model's pairs are written by its chat template and cannot be cut",
-                param="truncate_prompt_tokens",
-            )
+            raise pairs_cannot_be_cut()
         pair = [{"role": "query", "content": first}, {"role": "document", "content": second}]
         prompt = ChatPrompt(messages=[*self._system, *pair], add_generation_prompt=False)
         if self._control_tokens is None:
@@ -228,7 +226,7 @@ class AnswerScorer:
             can_cut=pair_format.can_cut,
         )
         if max_tokens is not None and task.truncation_side == "left":
-            raise BadRequest("truncation_side: this model needs the beginning of its input", param="truncation_side")
+            raise beginning_is_needed()
         firsts = task.firsts if len(task.firsts) > 1 else [task.firsts[0]] * len(task.seconds)
         pairs = list(zip(firsts, await cut_documents(task, self._embedder), strict=True))
         control_tokens = self._model.text.control_tokens

@@ -23,8 +23,8 @@ from batchline.endpoints.choices import (
 from batchline.endpoints.constraints import compiled
 from batchline.endpoints.engine_input import check_num_logprobs, encode_prompt
 from batchline.endpoints.generation import GeneratedText
-from batchline.endpoints.logprobs import LogprobFormat
 from batchline.endpoints.model import GenerativeModel
+from batchline.endpoints.reporting import LogprobFormat
 from batchline.errors import BadRequest
 from batchline.openai_api.chat import ChatCompletionRequest, chat_choice, chat_completion_object
 from batchline.openai_api.parsing import parse_body, warn_once
@@ -209,17 +209,17 @@ def chat_template(request: ChatCompletionRequest, model: GenerativeModel) -> Cha
 
 def _answer(chat: EncodedChat, result: PromptChoices, model: GenerativeModel, request_id: str) -> dict[str, Any]:
     request = chat.request
-    style = LogprobFormat(model.tokenizer, as_token_ids=request.return_tokens_as_token_ids)
     prompt_logprobs = None
     if request.prompt_logprobs is not None:
-        prompt_logprobs = style.prompt(result.choices[0].prompt_logprobs or (), request.prompt_logprobs)
+        scored_prompt = result.choices[0].prompt_logprobs or ()
+        prompt_logprobs = _logprob_format(request, model).prompt(scored_prompt, request.prompt_logprobs)
     messages = [MessageReader(chat.answer_format).push(choice) for choice in result.choices]
     usage = replace(result.usage, reasoning_tokens=sum(message.num_reasoning_tokens for message in messages))
     answer = chat_completion_object(
         completion_id=chat_completion_id(request, request_id),
         created=int(time.time()),
         model=model.name,
-        choices=_choices(request, messages, style),
+        choices=_choices(request, messages, model),
         usage=usage,
         prompt_logprobs=prompt_logprobs,
     )
@@ -229,12 +229,14 @@ def _answer(chat: EncodedChat, result: PromptChoices, model: GenerativeModel, re
 
 
 def _choices(
-    request: ChatCompletionRequest, messages: Sequence[GeneratedText], style: LogprobFormat
+    request: ChatCompletionRequest, messages: Sequence[GeneratedText], model: GenerativeModel
 ) -> list[dict[str, Any]]:
     role, echoed = answered_role(request), echoed_text(request)
     choices = []
     for index, message in enumerate(messages):
-        logprobs = style.chat(message.logprobs, request.top_logprobs or 0) if request.logprobs else None
+        logprobs = None
+        if request.logprobs:
+            logprobs = _logprob_format(request, model).chat(message.logprobs, request.top_logprobs or 0)
         wire = chat_choice(
             index=index,
             role=role,
@@ -249,6 +251,10 @@ def _choices(
             wire["token_ids"] = list(message.token_ids)
         choices.append(wire)
     return choices
+
+
+def _logprob_format(request: ChatCompletionRequest, model: GenerativeModel) -> LogprobFormat:
+    return LogprobFormat(model.tokenizer, as_token_ids=request.return_tokens_as_token_ids)
 
 
 def _content(content: str, message: GeneratedText) -> str | None:

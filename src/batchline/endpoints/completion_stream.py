@@ -21,9 +21,8 @@ from batchline.endpoints.completions import (
     encode_completion,
 )
 from batchline.endpoints.generation import GeneratedText
-from batchline.endpoints.logprobs import LogprobFormat
 from batchline.endpoints.model import GenerativeModel
-from batchline.endpoints.streaming import StreamUsage
+from batchline.endpoints.reporting import LogprobFormat, StreamUsage
 from batchline.openai_api.completions import completion_chunk, completion_chunk_choice
 
 Chunk = dict[str, Any]

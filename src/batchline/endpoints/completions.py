@@ -23,8 +23,8 @@ from batchline.endpoints.choices import (
 from batchline.endpoints.constraints import compiled, requested_constraint
 from batchline.endpoints.engine_input import EncodedPrompt, check_num_logprobs, encode_prompt
 from batchline.endpoints.generation import GeneratedText
-from batchline.endpoints.logprobs import LogprobFormat
 from batchline.endpoints.model import GenerativeModel
+from batchline.endpoints.reporting import LogprobFormat
 from batchline.openai_api.common import total_usage
 from batchline.openai_api.completions import DEFAULT_MAX_TOKENS, CompletionRequest, completion_choice, completion_object
 from batchline.openai_api.parsing import parse_body

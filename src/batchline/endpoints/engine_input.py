@@ -108,32 +108,40 @@ def _refuse_far_too_long(text: str, model: GenerativeModel) -> None:
     """Refuse what cannot fit however it is tokenized: tokenizing megabytes would hold up everybody's text work."""
     num_tokens, limit = model.tokenizer.num_tokens_at_least(text), model.engine.max_model_len
     if num_tokens > FAR_TOO_LONG * limit:
-        raise _too_long(limit, f"at least {num_tokens}")
+        raise prompt_too_long(limit, f"at least {num_tokens}")
 
 
-def _too_long(limit: int, num_tokens: str) -> PromptTooLong:
+def prompt_too_long(limit: int, num_tokens: int | str, field: str | None = None) -> PromptTooLong:
+    """The error of a prompt longer than the context. field: that holds the prompt, if the request has several."""
+    where = "" if field is None else f" ({field})"
     return PromptTooLong(
-        f"This model's maximum context length is {limit} tokens, but the prompt has {num_tokens} tokens. "
-        "Shorten the prompt or set truncate_prompt_tokens."
+        f"This model's maximum context length is {limit} tokens, but the prompt has {num_tokens} tokens{where}. "
+        "Shorten the prompt or set truncate_prompt_tokens.",
+        param=field,
     )
 
 
 def truncate(
     token_ids: tuple[int, ...], keep: int | None, limit: int, num_reserved: int, side: TruncationSide = "left"
 ) -> tuple[int, ...]:
-    """So many tokens as `keep` says; -1 keeps as many as fit the context beside the tokens reserved for the answer.
+    """The first or last `keep` tokens; -1 keeps as many as fit the context beside those reserved for the answer.
 
-    limit: the context length. side: where tokens are taken away. Raises: BadRequest.
+    limit: the context length. side: where tokens are cut off. Raises: BadRequest.
     """
     if keep is None:
         return token_ids
+    check_truncation(keep, limit)
+    num_kept = keep if keep > 0 else max(1, limit - num_reserved)
+    return token_ids[-num_kept:] if side == "left" else token_ids[:num_kept]
+
+
+def check_truncation(keep: int, limit: int) -> None:
+    """Raises: BadRequest for a `truncate_prompt_tokens` of more than the context length."""
     if keep > limit:
         raise BadRequest(
             f"truncate_prompt_tokens: {keep} is more than this model's maximum context length of {limit} tokens",
             param="truncate_prompt_tokens",
         )
-    num_kept = keep if keep > 0 else max(1, limit - num_reserved)
-    return token_ids[-num_kept:] if side == "left" else token_ids[:num_kept]
 
 
 def num_reserved(max_tokens: int | None, default: int | None, limit: int) -> int:
@@ -149,7 +157,7 @@ def resolve_max_tokens(num_prompt_tokens: int, max_tokens: int | None, default: 
         raise BadRequest("The prompt is empty: it has no tokens", param="prompt")
     num_needed = 1 if max_tokens is None else min(1, max_tokens)
     if num_prompt_tokens + num_needed > limit:
-        raise _too_long(limit, str(num_prompt_tokens))
+        raise prompt_too_long(limit, num_prompt_tokens)
     if max_tokens is None:
         num_left = limit - num_prompt_tokens
         return num_left if default is None else min(num_left, default)

@@ -19,7 +19,7 @@ from batchline.endpoints.choices import is_long, run_jobs, stream_jobs
 from batchline.endpoints.generation import GeneratedText
 from batchline.endpoints.message_input import chat_form, read_conversation, read_message
 from batchline.endpoints.model import GenerativeModel
-from batchline.endpoints.streaming import StreamUsage
+from batchline.endpoints.reporting import StreamUsage
 from batchline.errors import BadRequest
 from batchline.openai_api.common import Usage
 from batchline.openai_api.limits import check_text

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from batchline.config import TextConfig
-from batchline.endpoints.engine_input import check_vocabulary
+from batchline.endpoints.engine_input import check_truncation, check_vocabulary, prompt_too_long
 from batchline.errors import BadRequest, EngineDead, EngineError, InternalServerError, RequestRefused
 from batchline.openai_api.parsing import is_small
 from batchline.pooling.batching import TokenSequence
@@ -25,12 +25,7 @@ def resolve_truncation(keep: int | None, *, max_model_len: int, num_special_toke
         return None
     if keep == -1:
         return max_model_len
-    if keep > max_model_len:
-        raise BadRequest(
-            f"truncate_prompt_tokens: {keep} is more than this model's maximum context length of "
-            f"{max_model_len} tokens",
-            param="truncate_prompt_tokens",
-        )
+    check_truncation(keep, max_model_len)
     if keep <= num_special_tokens:
         raise BadRequest(
             f"truncate_prompt_tokens: {keep} leaves nothing of the text; "
@@ -47,11 +42,7 @@ def check_sequences(sequences: Sequence[TokenSequence], *, max_model_len: int, v
         if not len(sequence):
             raise BadRequest(f"{which}: it has no tokens", param=which)
         if len(sequence) > max_model_len:
-            raise BadRequest(
-                f"This model's maximum context length is {max_model_len} tokens, but the prompt has {len(sequence)} "
-                f"tokens ({which}). Shorten the prompt or set truncate_prompt_tokens.",
-                param=which,
-            )
+            raise prompt_too_long(max_model_len, len(sequence), which)
         if max(sequence.token_ids) >= vocab_size:
             check_vocabulary(sequence.token_ids, vocab_size, which)
 

@@ -18,11 +18,10 @@ from batchline.endpoints.chat import EncodedChat, constrained_chat, encoded_chat
 from batchline.endpoints.chat_form import ChatForm
 from batchline.endpoints.choices import is_long, run_jobs, stream_jobs
 from batchline.endpoints.generation import GeneratedText, by_token
-from batchline.endpoints.logprobs import LogprobFormat
 from batchline.endpoints.model import GenerativeModel
+from batchline.endpoints.reporting import LogprobFormat, StreamUsage
 from batchline.endpoints.response_input import chat_form, later_starts, read_request, without_oldest
 from batchline.endpoints.response_output import ResponseWriter
-from batchline.endpoints.streaming import StreamUsage
 from batchline.errors import BadRequest, PromptTooLong
 from batchline.openai_api.chat import ChatCompletionRequest
 from batchline.openai_api.limits import check_text

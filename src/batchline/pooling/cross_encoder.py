@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from sentence_transformers import CrossEncoder
 
 from batchline.config import ModelConfig
-from batchline.errors import BadRequest, UnsupportedModel
+from batchline.errors import UnsupportedModel
 from batchline.pooling.batching import TokenSequence
 from batchline.pooling.loading import LoadedPoolingModel, load_pooling_model
-from batchline.pooling.tokenizing import PoolingTokenizer, Side, WritePair
+from batchline.pooling.tokenizing import PoolingTokenizer, Side, WritePair, pairs_cannot_be_cut
 from batchline.pooling.worker import PoolingStats, PoolingWorker
 
 LOGIT, ACTIVATED = 0, 1
@@ -64,10 +64,7 @@ class CrossEncoderModel:
         Raises: BadRequest if this model's pairs cannot be truncated.
         """
         if max_tokens is not None and self._tokenizer.takes_whole_pairs:
-            raise BadRequest(
-                "truncate_prompt_tokens: this model's pairs are written by its chat template and cannot be cut",
-                param="truncate_prompt_tokens",
-            )
+            raise pairs_cannot_be_cut()
         return await asyncio.to_thread(
             self._tokenizer.encode_pairs, pairs, prompt=self._prompt, max_tokens=max_tokens, side=side
         )

@@ -32,6 +32,19 @@ WritePair = Callable[[str, str, str], str]
 """(the model's prompt, first text, second text) -> one text that holds the pair."""
 
 
+def pairs_cannot_be_cut() -> BadRequest:
+    """The error of truncation by a model whose template writes the pairs."""
+    return BadRequest(
+        "truncate_prompt_tokens: this model's pairs are written by its chat template and cannot be cut",
+        param="truncate_prompt_tokens",
+    )
+
+
+def beginning_is_needed() -> BadRequest:
+    """The error of truncation that would cut off a part of the prompt that the model needs."""
+    return BadRequest("truncation_side: this model needs the beginning of its input", param="truncation_side")
+
+
 class PoolingTokenizer:
     """Text to `TokenSequence`s, as the model was trained with.
 
@@ -66,7 +79,7 @@ class PoolingTokenizer:
         """
         num_prompt_tokens = self._count_prompt_tokens(prompt, add_special_tokens)
         if num_prompt_tokens and side == "left":
-            raise BadRequest("truncation_side: this model needs the beginning of its input", param="truncation_side")
+            raise beginning_is_needed()
         prompted = [prompt + text for text in texts] if prompt else list(texts)
         return self._tokenize(prompted, None, add_special_tokens, max_tokens, num_prompt_tokens, side)
 

@@ -20,7 +20,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from batchline.endpoints.streaming import StreamUsage, streams_of_request
+from batchline.endpoints.reporting import StreamUsage, streams_of_request
 from batchline.errors import BadRequest, RequestError, request_error
 from batchline.server.errors import SHUTTING_DOWN, error_response
 from batchline.server.incoming_body import Bodies, IncomingBody
