@@ -418,6 +418,8 @@ def request_error(exc: Exception, request_id: str) -> RequestError:
     match exc:
         case EngineDead() | EngineLost():
             return ENGINE_STOPPED
+        case InvalidAnswer():
+            return InternalServerError("The backend gave an invalid answer")
         case BatchlineError():
             return ServiceUnavailable("The model cannot be run at the moment; try again later")
     return InternalServerError("Internal server error")

@@ -147,7 +147,8 @@ class BackendStats:
 class Backend(Protocol):
     """Answers requests. Whoever creates a backend starts and closes it (`running`); others only send it requests.
 
-    wants_raw_bodies: whether to keep the bodies of batch lines as they were written (`EndpointRequest.raw_body`).
+    wants_raw_bodies: whether requests should have their bodies as they were written (`EndpointRequest.raw_body`), so
+    that the backend can forward them unchanged.
     """
 
     wants_raw_bodies: bool

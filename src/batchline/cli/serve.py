@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from batchline.backends.base import ServedModel, models_by_name
+from batchline.backends.base import ServedModel, models_by_name, running
 from batchline.backends.registry import EMBEDDED
 from batchline.cli.backend_options import BackendOptions
 from batchline.cli.config_file import takes_config_file
@@ -76,7 +76,7 @@ def serve(
         names = ", ".join(models_by_name(models))
         log(f"Serving {names} at {url}", url=url)
 
-    run(backend, options, say_ready)
+    run(lambda: running(lambda: backend), options, say_ready)
 
 
 def _show(record: ModelRecord) -> None:

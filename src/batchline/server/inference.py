@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
@@ -11,7 +12,7 @@ from starlette.responses import Response
 from batchline.backends.base import Answer, Backend, EndpointRequest, find_model, models_by_name
 from batchline.server.admission import num_places
 from batchline.server.event_stream import EventStream, close_stream, while_connected
-from batchline.server.json_body import read_json_object
+from batchline.server.json_body import SMALL_BODY, read_json_object
 from batchline.server.metrics import Metrics
 from batchline.server.request_path import route_path
 from batchline.server.responses import written
@@ -27,10 +28,12 @@ class Inference:
 
     async def answer(self, request: Request) -> Response:
         """The backend's answer, streamed if the body says so. Raises: RequestError, EngineLost, ClientDisconnect."""
+        body, raw_body = await self._read(request)
         endpoint_request = EndpointRequest(
             url=route_path(request.scope),
-            body=await self.read_body(request),
+            body=body,
             request_id=request.state.request_id,
+            raw_body=raw_body if self._backend.wants_raw_bodies else None,
         )
         if endpoint_request.body.get("stream") is True:
             return await self.begin_stream(request, endpoint_request.url, self._backend.stream(endpoint_request))
@@ -47,20 +50,30 @@ class Inference:
 
     async def read_body(self, request: Request) -> dict[str, Any]:
         """The body, with a model; the request now holds its places. Raises: RequestError, ClientDisconnect."""
-        body = await read_json_object(request, self._max_request_bytes)
-        request.state.places.hold(num_places(route_path(request.scope), body))
-        await self._name_model(body)
-        return body
+        return (await self._read(request))[0]
 
-    async def _name_model(self, body: dict[str, Any]) -> None:
-        """Put the only served model into a body that names none. Raises: BadRequest if several are served."""
-        if body.get("model") is None:
-            body["model"] = find_model(models_by_name(await self._backend.models()), None).name
+    async def _read(self, request: Request) -> tuple[dict[str, Any], bytes | None]:
+        """The body of `read_body`, and its bytes as they were sent; None if it is not the body that was sent."""
+        body, raw_body = await read_json_object(request, self._max_request_bytes)
+        request.state.places.hold(num_places(route_path(request.scope), body))
+        return body, None if await self._name_model(body) else raw_body
+
+    async def _name_model(self, body: dict[str, Any]) -> bool:
+        """Put the only served model into a body that names none. Returns whether it did.
+
+        Raises: BadRequest if several are served.
+        """
+        if body.get("model") is not None:
+            return False
+        body["model"] = find_model(models_by_name(await self._backend.models()), None).name
+        return True
 
     async def answer_of(self, request: Request, endpoint_request: EndpointRequest) -> Answer:
         """The backend's answer, as long as the client waits for it. Raises: EngineLost, ClientDisconnect."""
         answer = await while_connected(request.receive, self._backend.answer(endpoint_request))
-        request.state.usage = answer.parsed_body().get("usage")
+        is_large = isinstance(answer.body, bytes) and len(answer.body) > SMALL_BODY
+        parsed = await asyncio.to_thread(answer.parsed_body) if is_large else answer.parsed_body()
+        request.state.usage = parsed.get("usage")
         return answer
 
     async def begin_stream(

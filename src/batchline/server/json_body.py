@@ -31,15 +31,18 @@ _BRACKETS = b"[{"
 _SEPARATORS = b"," + _BRACKETS
 
 
-async def read_json_object(request: Request, max_bytes: int) -> dict[str, Any]:
-    """The body, a JSON object. Raises: UnsupportedMediaType, PayloadTooLarge, BadRequest, ClientDisconnect."""
+async def read_json_object(request: Request, max_bytes: int) -> tuple[dict[str, Any], bytes]:
+    """The body, a JSON object: parsed, and as it was sent, without a byte-order mark.
+
+    Raises: UnsupportedMediaType, PayloadTooLarge, BadRequest, ClientDisconnect.
+    """
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json" and not media_type.endswith("+json"):
         raise UnsupportedMediaType("The body must be JSON: send it with Content-Type: application/json")
     if request.headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
         raise UnsupportedMediaType("The body must not be compressed: send it without Content-Encoding")
-    raw = await _read(request, max_bytes)
-    return _parsed(raw) if len(raw) <= SMALL_BODY else await asyncio.to_thread(_parsed, raw)
+    raw = (await _read(request, max_bytes)).removeprefix(codecs.BOM_UTF8)
+    return (_parsed(raw) if len(raw) <= SMALL_BODY else await asyncio.to_thread(_parsed, raw)), raw
 
 
 def _parsed(raw: bytes) -> dict[str, Any]:
@@ -48,7 +51,7 @@ def _parsed(raw: bytes) -> dict[str, Any]:
     _check_number(raw, _BRACKETS, MAX_CONTAINERS, "arrays and objects")
     try:
         with _without_collections():
-            body = orjson.loads(raw.removeprefix(codecs.BOM_UTF8))
+            body = orjson.loads(raw)
     except orjson.JSONDecodeError as exc:
         raise BadRequest(f"The body is not valid JSON: {exc}", code="invalid_json") from exc
     if not isinstance(body, dict):
