@@ -11,7 +11,9 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "src" / "batchline"
 LAYERS = [
-    {"config", "control_group", "errors", "model_record", "user_state"},
+    {"config", "control_group", "errors", "model_record"},
+    {"disk"},
+    {"user_state"},
     {"native", "checkpoints", "plugins"},
     {"openai_api", "text", "media", "engine", "pooling"},
     {"endpoints"},

@@ -11,6 +11,8 @@ from pathlib import Path
 
 from platformdirs import user_state_path
 
+from batchline.disk import whole_file
+
 STATE_DIR_VARIABLE = "BATCHLINE_STATE_DIR"
 
 
@@ -27,15 +29,8 @@ def user_state_dir() -> Path | None:
 def write_record(path: Path, content: bytes, *, max_records: int) -> None:
     """Write a record atomically, and remove the oldest ones of its folder beyond `max_records`. Raises: OSError."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    staged = path.with_name(f"{path.name}.{os.urandom(4).hex()}.tmp")
-    try:
-        with staged.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(staged, path)
-    finally:
-        staged.unlink(missing_ok=True)
+    with whole_file(path) as file:
+        file.write(content)
     _remove_oldest(path.parent, max_records)
 
 

@@ -7,9 +7,8 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from batchline.batch.download import download
 from batchline.batch.locations import parse_location
-from batchline.batch.remote import RetryPolicy
+from batchline.batch.remote import RetryPolicy, download
 from batchline.errors import InputUnreadable
 
 DATA = bytes(range(256)) * 4096

@@ -7,8 +7,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from batchline.batch.locations import parse_location
-from batchline.batch.remote import RetryPolicy
-from batchline.batch.upload import upload_file
+from batchline.batch.remote import RetryPolicy, upload_file
 from batchline.errors import RunFailed
 
 AT_ONCE = RetryPolicy(attempts=3, first_delay_s=0)

@@ -18,10 +18,10 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from batchline.batch import lines
-from batchline.batch.disk import input_failure
 from batchline.batch.index import LineIndex, LineReader, PositionSet, open_regular
 from batchline.batch.options import Limits
 from batchline.batch.sorting import RecordSorter, column
+from batchline.batch.source import input_failure
 from batchline.batch.unknown_fields import UnknownFields
 from batchline.errors import InputTooLarge, LineError, RunInterrupted, counted
 from batchline.openai_api.endpoint_table import is_batch_url

@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from batchline.batch.disk import refuse_windows
 from batchline.batch.lines import MAX_LINE_BYTES, BatchLine, parse_line
+from batchline.disk import refuse_windows
 from batchline.errors import InputChanged
 
 _ENTRY = struct.Struct("<QIIq")

@@ -14,8 +14,8 @@ import sys
 from pathlib import Path
 
 from batchline.batch.crashes import forget_crash
-from batchline.batch.disk import refuse_windows, sync_folder
 from batchline.batch.targets import RESULTS_PREFIX
+from batchline.disk import refuse_windows, sync_folder
 from batchline.errors import OutputUnwritable, ResumeRefused
 
 if sys.platform != "win32":

@@ -23,7 +23,7 @@ from typing import Protocol
 
 import orjson
 
-from batchline.batch.disk import sync_folder
+from batchline.disk import sync_folder
 from batchline.errors import ResumeRefused
 
 _VERSION = 2

@@ -7,6 +7,7 @@ to a file in the job folder.
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import select
 import stat
@@ -16,14 +17,13 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 from batchline.batch.compression import MAGIC_BYTES, codec_of_bytes, decompressed_chunks
-from batchline.batch.disk import input_failure, is_disk_full
-from batchline.batch.download import download
 from batchline.batch.file_format import refuse_foreign_format
 from batchline.batch.index import open_regular
 from batchline.batch.locations import Location
-from batchline.batch.remote import file_system, object_version
-from batchline.errors import InputUnreadable, RunInterrupted
+from batchline.batch.remote import download, file_system, object_version
+from batchline.errors import BatchlineError, InputUnreadable, RunFailed, RunInterrupted
 
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _POLL_S = 0.2
 _CHANGED = "it changed while it was being read; run the same command again."
 
@@ -55,6 +55,23 @@ async def stage_input(location: Location, folder: Path, should_stop: Callable[[]
         return path
     except OSError as exc:
         raise input_failure(location.display, exc) from exc
+
+
+def _is_disk_full(exc: BaseException) -> bool:
+    """Whether the exception says that the disk is full."""
+    return isinstance(exc, OSError) and exc.errno in _FULL
+
+
+def input_failure(location: str, exc: OSError) -> BatchlineError:
+    """What to raise for an error while an input is read. location: as messages show it.
+
+    Reading an input also writes: staged copies, indexes, keys. If that fails because the disk is full, the input is
+    fine, and the same command works once there is space.
+    """
+    reason = exc.strerror or str(exc)
+    if _is_disk_full(exc):
+        return RunFailed(f"The working files cannot be written: {reason}.")
+    return InputUnreadable(location, f"{reason}.")
 
 
 async def _stage(location: Location, folder: Path, should_stop: Callable[[], bool]) -> Path:
@@ -101,7 +118,7 @@ def _stage_stream(location: Location, staged: Path, should_stop: Callable[[], bo
         except (InputUnreadable, RunInterrupted):
             raise
         except Exception as exc:
-            if is_disk_full(exc):
+            if _is_disk_full(exc):
                 raise
             # Each cloud client has an exception tree of its own; this is the seam that turns them all into words.
             raise InputUnreadable(location.display, f"{type(exc).__name__}: {exc}") from exc

@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from batchline.batch import lines
-from batchline.batch.disk import write_lines
 from batchline.batch.files import refuse_unwritable
 from batchline.batch.locations import STDIO, Location, parse_location
 from batchline.batch.options import Limits
 from batchline.batch.sorting import RecordSorter
 from batchline.batch.source import refuse_unreadable, stage_input
+from batchline.disk import write_lines
 from batchline.errors import InputUnreadable, LineError, OutputUnwritable, UsageError
 
 # custom_id hash 16, 0 for an input line and 1 for a result, then the input position or (file, offset, length)

@@ -22,10 +22,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 from batchline.batch.compression import codec_of_name, compressing_writer
-from batchline.batch.disk import STAGED_NAME_CHARS, move_into_place, synced_file
 from batchline.batch.locations import Location
-from batchline.batch.remote import file_system, head, object_version
-from batchline.batch.upload import upload_file
+from batchline.batch.remote import file_system, head, object_version, upload_file
+from batchline.disk import STAGED_NAME_CHARS, move_into_place, synced_file
 from batchline.errors import RunFailed
 
 if sys.platform != "win32":

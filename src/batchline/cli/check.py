@@ -101,8 +101,8 @@ def _refuse_unwritable(bad_lines: Path, input_file: str) -> None:
 
 
 def _write_bad_lines(target: Path, checked: InputFile, judge: RequestJudge) -> None:
-    from batchline.batch.disk import write_lines
     from batchline.batch.inspect import bad_lines
+    from batchline.disk import write_lines
 
     def encoded() -> Iterator[bytes]:
         for fault in bad_lines(checked, judge):

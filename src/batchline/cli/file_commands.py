@@ -53,7 +53,7 @@ def upload(
 ) -> None:
     """Upload a file, as a run does at its end."""
     from batchline.batch.locations import parse_location
-    from batchline.batch.upload import upload_file
+    from batchline.batch.remote import upload_file
 
     location = parse_location(url)
     if location.kind not in ("http", "fsspec"):

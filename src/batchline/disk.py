@@ -1,11 +1,10 @@
-"""Files on the local disk: written whole or not at all, with names that survive power loss, and full disks told apart.
+"""Files on the local disk that are written whole or not at all, and whose names survive power loss.
 
 A file's bytes are durable after its own sync, its name after its folder's.
 """
 
 from __future__ import annotations
 
-import errno
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -13,12 +12,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from batchline.errors import BatchlineError, InputUnreadable, OutputUnwritable, RunFailed, UsageError
+from batchline.errors import OutputUnwritable, UsageError
 
 STAGED_NAME_CHARS = 40
 """How much of a file's name the staged file's name begins with, so that no file system finds that name too long."""
-
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 def refuse_windows() -> None:
@@ -74,20 +71,3 @@ def write_lines(target: Path, lines: Iterable[bytes]) -> int:
     except OSError as exc:
         raise OutputUnwritable(str(target), f"{exc.strerror or exc}.") from exc
     return count
-
-
-def is_disk_full(exc: BaseException) -> bool:
-    """Whether the exception says that the disk is full."""
-    return isinstance(exc, OSError) and exc.errno in _FULL
-
-
-def input_failure(location: str, exc: OSError) -> BatchlineError:
-    """What to raise for an error while an input is read. location: as messages show it.
-
-    Reading an input also writes: staged copies, indexes, keys. If that fails because the disk is full, the input is
-    fine, and the same command works once there is space.
-    """
-    reason = exc.strerror or str(exc)
-    if is_disk_full(exc):
-        return RunFailed(f"The working files cannot be written: {reason}.")
-    return InputUnreadable(location, f"{reason}.")
