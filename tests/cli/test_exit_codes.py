@@ -379,7 +379,7 @@ def test_plan_says_what_a_run_takes_once_one_was_measured(
     before = command("plan", path, *model)
     assert "Time           unknown: no run of the model on this machine is known; run a part of the file" in before.out
     assert "Output tokens  at most 500" in before.out
-    assert re.search(r"^Memory .* MiB are free: it fits\.$", before.out, re.MULTILINE)
+    assert re.search(r"^Memory .*\n +[\d,]+ MiB are free: it fits\.$", before.out, re.MULTILINE)
     assert command("run-batch", "-i", path, "-o", tmp_path / "out", *model, "--served-model-name", "fake").code == 0
     after = command("plan", path, *model)
     assert re.search(r"^Output tokens  about \d+ \(at most 500\)$", after.out, re.MULTILINE)
@@ -407,7 +407,8 @@ def test_plan_says_whether_the_model_fits_and_what_to_do(
     cache = need["cache"]
     assert need["fits"]
     weights = f"{need['weight_bytes'] / 2**20:,.0f} MiB for the weights in float32"
-    rest = f"{cache['num_tokens']:,} tokens of {cache['bytes_per_token']:,} bytes); 1,024 MiB are free: it fits.\n"
+    tokens = f"{cache['num_tokens']:,} tokens of {cache['bytes_per_token']:,} bytes"
+    rest = f"{tokens})\n{' ' * 15}1,024 MiB are free: it fits.\n"
     assert (
         f"Memory         {weights}, {cache['num_bytes'] / 2**20:,.0f} MiB for the KV cache ({rest}"
         in command(*plan).out

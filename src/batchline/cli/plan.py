@@ -138,7 +138,7 @@ def _memory_text(need: MemoryNeed) -> str:
         parts.append(
             f"{_mib(cache.num_bytes)} for the KV cache ({cache.num_tokens:,} tokens of {cache.bytes_per_token:,} bytes)"
         )
-    return f"{', '.join(parts)}; {_mib(need.free_bytes)} are free: {_verdict(need)}"
+    return f"{', '.join(parts)}\n               {_mib(need.free_bytes)} are free: {_verdict(need)}"
 
 
 def _verdict(need: MemoryNeed) -> str:
