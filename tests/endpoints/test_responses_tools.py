@@ -94,6 +94,35 @@ async def test_items_of_a_tools_loop_become_messages_of_a_tools_loop() -> None:
     assert prompt_text(model) == '[user]Hi[assistant]Hm.(c1 get {"a": 1})(c2 put {})[tool]42c1[tool]okc2'
 
 
+@pytest.mark.parametrize(
+    ("items", "prompt"),
+    [
+        ("r:1 a:m1 r:2 call out r:3 a:m2", "[assistant]1m1[assistant]2(c get {})[tool]c[assistant]3m2"),
+        ("r:1 a:m1 call r:2 call out", "[assistant]1m1(c get {})[assistant]2(c get {})[tool]c"),
+        ("r:1 u:a r:2 a:m2", "[user]a[assistant]2m2"),
+        ("call out r:1 u:a a:m", "[assistant](c get {})[tool]c[user]a[assistant]m"),
+        ("a:m r: call", "[assistant]m(c get {})"),
+    ],
+)
+async def test_reasoning_belongs_to_what_the_model_wrote_after_it(items: str, prompt: str) -> None:
+    """Before a call it became the next answer's reasoning; without an answer, it was added to that of the next one."""
+    roles = {"a": "assistant", "u": "user"}
+    known: dict[str, Json] = {
+        "call": {"type": "function_call", "call_id": "c", "name": "get", "arguments": "{}"},
+        "out": {"type": "function_call_output", "call_id": "c", "output": ""},
+    }
+
+    def item(word: str) -> Json:
+        kind, _, text = word.partition(":")
+        if kind == "r":
+            return {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": text}]}
+        return known.get(word) or {"role": roles[kind], "content": text}
+
+    model = model_saying("Done.")
+    await respond(model, input=list(map(item, items.split())), tools=[])
+    assert prompt_text(model) == prompt
+
+
 async def test_what_a_response_put_out_can_be_put_in_again() -> None:
     answer = await respond(model_saying(f"<think>Hm.</think>So.{CALL}"))
     call_id = answer["output"][-1]["call_id"]

@@ -146,12 +146,15 @@ def _conversation(request: ResponsesRequest) -> _Conversation:
 
 
 class _Conversation:
-    """Messages that are put together from items. Mutable."""
+    """Messages that are put together from items. Mutable.
+
+    Reasoning belongs to the model's message or call that follows it; without one, it is left out.
+    """
 
     def __init__(self) -> None:
         self.messages: list[JsonObject] = []
         self.places: dict[str, str] = {}
-        self._reasoning: list[str] = []
+        self._reasoning = ""
 
     def add(self, item: JsonObject, path: str) -> None:
         """Take the next item. Raises: BadRequest."""
@@ -159,7 +162,7 @@ class _Conversation:
         if kind == "message":
             self._add_message(item, path)
         elif kind == "reasoning":
-            self._reasoning.append(_reasoning_text(item))
+            self._reasoning += _reasoning_text(item)
         elif kind == "function_call":
             _check_strings(item, ("call_id", "name", "arguments"), path)
             self._add_call(item, path)
@@ -174,25 +177,25 @@ class _Conversation:
         name = f"messages[{len(self.messages)}]"
         self.places |= {name: path, f"{name}.content": content_path}
         self.messages.append(message)
+        self._reasoning = ""
 
     def _add_message(self, item: JsonObject, path: str) -> None:
         message = {"role": item.get("role"), "content": _content(item.get("content"))}
         if message["role"] == "assistant":
-            message |= self._taken_reasoning()
+            message |= self._pending_reasoning()
         self._append(message, path, f"{path}.content")
 
     def _add_call(self, item: JsonObject, path: str) -> None:
-        """A call belongs to the message before it, where that is the model's own."""
-        if not self.messages or self.messages[-1]["role"] != "assistant":
-            self._append({"role": "assistant", "content": None, **self._taken_reasoning()}, path, path)
+        """A call belongs to the message before it if that is the model's own, and no reasoning is between them."""
+        if self._reasoning or not self.messages or self.messages[-1]["role"] != "assistant":
+            self._append({"role": "assistant", "content": None, **self._pending_reasoning()}, path, path)
         function = {"name": item["name"], "arguments": item["arguments"]}
         calls = self.messages[-1].setdefault("tool_calls", [])
         self.places[f"messages[{len(self.messages) - 1}].tool_calls[{len(calls)}]"] = path
         calls.append({"id": item["call_id"], "type": "function", "function": function})
 
-    def _taken_reasoning(self) -> JsonObject:
-        taken, self._reasoning = "".join(self._reasoning), []
-        return {"reasoning": taken} if taken else {}
+    def _pending_reasoning(self) -> JsonObject:
+        return {"reasoning": self._reasoning} if self._reasoning else {}
 
 
 def _check_strings(item: JsonObject, fields: tuple[str, ...], path: str) -> None:
