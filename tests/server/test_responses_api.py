@@ -119,6 +119,19 @@ async def test_the_items_that_led_to_a_response_are_listed_page_by_page(client: 
     assert [item.id for item in after.data] == [item.id for item in every[3:]]
 
 
+async def test_items_that_were_sent_with_one_id_are_all_listed(client: openai.AsyncOpenAI) -> None:
+    """The page after the second of them was the page after the first one again, without end."""
+    items: Any = [{"role": "user", "content": text, "id": "__fake_id__"} for text in ("a", "b", "c")]
+    made = await client.responses.create(model="tiny", input=items, max_output_tokens=2)
+    after, listed = openai.omit, []
+    for _ in items:
+        (item,) = (await client.responses.input_items.list(made.id, order="asc", limit=1, after=after)).data
+        after = item.id
+        listed.append(item.to_dict())
+    assert [item["content"][0]["text"] for item in listed] == ["a", "b", "c"]
+    assert listed[0]["id"] == "__fake_id__"
+
+
 @pytest.mark.parametrize("kind", [{"type": "item_reference"}, {}])
 async def test_an_input_item_may_refer_to_one_of_an_earlier_answer(
     client: openai.AsyncOpenAI, kind: dict[str, str]

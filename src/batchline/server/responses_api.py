@@ -109,7 +109,7 @@ class ResponsesApi:
             sent["input"] = given.items
             del sent["previous_response_id"]
         request = EndpointRequest(url=RESPONSES, body=sent, request_id=uuid4().hex)
-        return _Call(body, request, given or _Input([], 0), owner)
+        return _Call(body, request, _Input([], 0) if given is None else _with_distinct_ids(given), owner)
 
     def _dereferenced(self, given: _Input, owner: str) -> _Input:
         """The input with the items that it refers to. Raises: NotFound, BadRequest."""
@@ -249,6 +249,16 @@ def _given_input(given: Any) -> _Input | None:
         return None
     items = [input_item(item) for item in items]
     return _Input(items, len(orjson.dumps(items)))
+
+
+def _with_distinct_ids(given: _Input) -> _Input:
+    """The input in which an id that an earlier item has is replaced: the pages of a list continue after an id."""
+    items: dict[str, JsonObject] = {}
+    for item in given.items:
+        if item["id"] in items:
+            item = input_item({name: value for name, value in item.items() if name != "id"})
+        items[item["id"]] = item
+    return _Input(list(items.values()), given.num_bytes)
 
 
 def _is_reference(item: JsonObject) -> bool:
