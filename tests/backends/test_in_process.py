@@ -17,7 +17,14 @@ from batchline.backends import loaded_models
 from batchline.backends.base import BATCH_PRIORITY, EndpointRequest
 from batchline.backends.in_process import InProcessBackend
 from batchline.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
-from batchline.errors import BadRequest, NotFound, UsageError
+from batchline.errors import (
+    BadRequest,
+    EngineOutOfMemory,
+    NotFound,
+    SequenceFailed,
+    ServiceUnavailable,
+    UsageError,
+)
 
 TINY_CHAT = Path(__file__).parents[2] / "examples/models/tiny-chat"
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -145,6 +152,27 @@ async def test_numbers_that_are_not_finite_are_a_500_that_says_so(
     message = "No answer: the model computed numbers for this request that are not finite (NaN or infinite)"
     assert (answer.status_code, answer.body["error"]["message"]) == (500, message)
     assert (await backend.answer(chat())).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("raised", "status", "is_transient"),
+    [
+        (EngineOutOfMemory("too much"), 500, True),
+        (ServiceUnavailable("later"), 503, True),
+        (SequenceFailed("the engine failed"), 500, False),
+    ],
+)
+async def test_an_answer_is_transient_if_the_same_request_may_succeed_later(
+    backend: InProcessBackend, monkeypatch: pytest.MonkeyPatch, raised: Exception, status: int, is_transient: bool
+) -> None:
+    """An interrupted check, "Send it again later.", was a line's final result in a batch."""
+
+    def failing(*_: object) -> None:
+        raise raised
+
+    monkeypatch.setattr("batchline.text.grammars.compiler.run_isolated", failing)
+    answer = await backend.answer(chat(guided_regex=f"never tried {status}{is_transient}"))
+    assert (answer.status_code, answer.is_transient) == (status, is_transient)
 
 
 async def test_a_loaded_model_tells_its_context_length(backend: InProcessBackend) -> None:

@@ -13,7 +13,7 @@ from batch_files import chat_line, contents, read_lines, write_lines
 from batchline.backends.base import Answer, EndpointRequest
 from batchline.batch import runner
 from batchline.batch.stopping import Stop
-from batchline.errors import BackendUnavailable, RunFailed, RunInterrupted
+from batchline.errors import BackendUnavailable, RunFailed, RunInterrupted, ServiceUnavailable
 from batchline.testing import FakeBackend
 
 Run = Any
@@ -60,10 +60,13 @@ def busy(request: EndpointRequest) -> Answer:
     return Answer(status_code=503, body=body, request_id=request.request_id, is_transient=True)
 
 
+@pytest.mark.parametrize("raises", [False, True])
 def test_a_transient_answer_is_asked_for_again_until_there_is_a_better_one(
-    batch: Path, tmp_path: Path, run_file: Run
+    batch: Path, tmp_path: Path, run_file: Run, raises: bool
 ) -> None:
     async def answer_at_last(request: EndpointRequest) -> Answer:
+        if backend.num_odd < 3 and raises:
+            raise ServiceUnavailable("busy")
         if backend.num_odd < 3:
             return busy(request)
         return await FakeBackend().answer(request)

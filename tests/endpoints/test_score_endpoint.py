@@ -9,7 +9,7 @@ from fake_pooling_models import FakeEmbedder, FakePairModel
 
 from batchline.endpoints.score import score
 from batchline.endpoints.scorers import PairScorer, SimilarityScorer
-from batchline.errors import BadRequest, EngineDead, EngineError, InternalServerError
+from batchline.errors import BadRequest, EngineDead, EngineError, EngineOutOfMemory, InternalServerError
 from batchline.openai_api.parsing import parse_body
 from batchline.openai_api.score import ScoreRequest
 
@@ -129,13 +129,20 @@ async def test_too_long_text_names_its_side_for_an_embedding_model() -> None:
     assert caught.value.param == "text_1"
 
 
-async def test_model_that_fails_is_a_500_and_a_dead_one_is_not_the_requests_error() -> None:
+@pytest.mark.parametrize(
+    ("failure", "raised"),
+    [
+        (EngineError("x"), InternalServerError),
+        (EngineDead("x"), EngineDead),
+        (EngineOutOfMemory("x"), EngineOutOfMemory),
+    ],
+)
+async def test_model_that_fails_is_a_500_and_one_that_is_dead_or_full_is_not_the_requests_error(
+    failure: EngineError, raised: type[Exception]
+) -> None:
     model = FakePairModel()
-    model.failure = EngineError("x")
-    with pytest.raises(InternalServerError):
-        await scores_of({"text_1": "a", "text_2": "b"}, model)
-    model.failure = EngineDead("x")
-    with pytest.raises(EngineDead):
+    model.failure = failure
+    with pytest.raises(raised):
         await scores_of({"text_1": "a", "text_2": "b"}, model)
 
 

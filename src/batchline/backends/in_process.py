@@ -32,7 +32,15 @@ from batchline.checkpoints.formats import refuse_foreign_format
 from batchline.config import EngineConfig, Task
 from batchline.engine import sequence_metrics
 from batchline.engine.cache_memory import cache_memory_ahead
-from batchline.errors import BadRequest, EngineLost, EngineOutOfMemory, ModelLoadError, UsageError, request_error
+from batchline.errors import (
+    BadRequest,
+    EngineLost,
+    EngineOutOfMemory,
+    ModelLoadError,
+    ServiceUnavailable,
+    UsageError,
+    request_error,
+)
 from batchline.openai_api.endpoint_table import ENDPOINTS, answering_path, endpoints_of, error_body
 from batchline.pooling.detection import detect_task
 
@@ -109,7 +117,7 @@ class InProcessBackend:
                 status_code=error.status_code,
                 body=error_body(request.url, error.body()),
                 request_id=request.request_id,
-                is_transient=isinstance(exc, EngineOutOfMemory),
+                is_transient=isinstance(exc, EngineOutOfMemory) or isinstance(error, ServiceUnavailable),
             )
 
     async def stream(self, request: EndpointRequest) -> AsyncGenerator[Mapping[str, Any], None]:

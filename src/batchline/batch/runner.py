@@ -32,6 +32,7 @@ from batchline.errors import (
     ModelLoadError,
     RequestError,
     RunFailed,
+    ServiceUnavailable,
 )
 from batchline.openai_api.endpoint_table import error_body, is_batch_url
 
@@ -220,7 +221,13 @@ class Runner:
             logger.exception("request failed inside the backend", extra={"request_id": request.request_id})
             error = InternalServerError("The request failed because of an internal error.")
         body = error_body(request.url, error.body())
-        return _checked(Answer(status_code=error.status_code, body=body, request_id=request.request_id), "")
+        answer = Answer(
+            status_code=error.status_code,
+            body=body,
+            request_id=request.request_id,
+            is_transient=isinstance(error, ServiceUnavailable),
+        )
+        return _checked(answer, "")
 
     def _counted_tokens(self, answer: Answer) -> tuple[int, int, int]:
         """(prompt, cached, output) tokens of an answer; zeros, and one warning, where its usage is no count."""

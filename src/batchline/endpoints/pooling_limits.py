@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from batchline.config import TextConfig
 from batchline.endpoints.engine_input import check_truncation, check_vocabulary, prompt_too_long
-from batchline.errors import BadRequest, EngineDead, EngineError, InternalServerError, RequestRefused
+from batchline.errors import BadRequest, EngineDead, EngineError, EngineOutOfMemory, InternalServerError, RequestRefused
 from batchline.openai_api.parsing import is_small
 from batchline.pooling.batching import TokenSequence
 
@@ -59,10 +59,11 @@ async def off_loop_if_large(body: Mapping[str, Any], work: Callable[[], T]) -> T
 
 @contextmanager
 def engine_errors_answered() -> Iterator[None]:
-    """A model that fails on a request is that request's error 500; one that has died is everybody's."""
+    """A model that fails on a request is that request's error 500. One that has died is everybody's, and for one that
+    lacks memory the request may be tried again."""
     try:
         yield
-    except EngineDead:
+    except (EngineDead, EngineOutOfMemory):
         raise
     except RequestRefused as exc:
         raise BadRequest(str(exc)) from exc
