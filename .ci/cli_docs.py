@@ -9,7 +9,7 @@ from typing import Any
 import typer
 
 from batchline.cli.main import app
-from batchline.cli.option_groups import group_of
+from batchline.cli.option_groups import group_of, in_order
 
 TARGET = Path(__file__).parents[1] / "docs" / "cli.md"
 
@@ -41,18 +41,10 @@ def reference() -> str:
         usage = " ".join(["batchline", name, *command.collect_usage_pieces(context)])
         parts.append(f"\n## {usage.split(' [')[0]}\n\n{command.help}\n\n    {usage}\n")
         parameters = [p for p in command.get_params(context) if not p.hidden and p.name != "help"]
-        panels = sorted(parameters, key=lambda parameter: _PANELS.index(group_of(parameter)))
-        for panel, members in groupby(panels, key=group_of):
+        for panel, members in groupby(in_order(parameters), key=group_of):
             parts.append(f"\n| {panel} | |\n|---|---|\n")
             parts.extend(_row(member, context) for member in members)
     return "".join(parts)
-
-
-_PANELS = (
-    *("Arguments", "Options", "Address", "Access", "Limits", "Metrics"),
-    *("Backend", "Model", "Engine", "Chat templates and text"),
-)
-"""Every group of options, in the order of the document; one that is new has to be given its place."""
 
 
 def _row(parameter: Any, context: Any) -> str:

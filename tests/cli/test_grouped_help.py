@@ -26,6 +26,14 @@ def test_help_tells_every_option_in_its_group_within_80_columns(command: str) ->
             assert names <= set(sections[group_of(parameter)].replace(",", " ").split())
 
 
+@pytest.mark.parametrize(("command", "first"), [("run-batch", "-i, --input-file"), ("merge", "-o, --output-file")])
+def test_what_a_command_cannot_do_without_comes_first(command: str, first: str) -> None:
+    """The help of run-batch began with the options of its metrics server."""
+    shown = CliRunner().invoke(app, [command, "--help"], terminal_width=80, env={"COLUMNS": "80"}).output
+    assert shown.partition("Options:\n")[2].strip().startswith(first)
+    assert "Metrics:" not in shown.partition("Options:\n")[0]
+
+
 def test_a_required_option_says_so() -> None:
     shown = CliRunner().invoke(app, ["run-batch", "--help"]).output
     assert "-i, --input-file <str>" in shown

@@ -58,7 +58,7 @@ app.command("run-batch", cls=ModelCommand, short_help="Run a batch file and writ
 )
 app.command("serve", cls=ModelCommand)(serve)
 app.command("check", cls=CheckedCommand)(check)
-app.command("plan", cls=CheckedCommand, short_help="Show the order a run would take.")(plan)
+app.command("plan", cls=CheckedCommand, short_help="Show the tokens, time and memory a run would take.")(plan)
 app.command("split", cls=CheckedCommand)(split)
 app.command("merge", cls=CheckedCommand)(merge)
 app.command("upload", cls=CheckedCommand)(upload)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, get_type_hints
 
 from typer.core import TyperCommand
@@ -63,18 +63,30 @@ def _as_parameter(field: dataclasses.Field[Any], annotation: Any, defaults: dict
 
 
 class GroupedCommand(TyperCommand):
-    """A command whose help lists its options by their `rich_help_panel`, in the order of their definition."""
+    """A command whose help lists its options by group."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the arguments and each group of options as a section."""
         sections: dict[str, list[tuple[str, str]]] = {}
-        for parameter in self.get_params(ctx):
+        for parameter in in_order(self.get_params(ctx)):
             record = parameter.get_help_record(ctx)
             if record is not None:
                 sections.setdefault(group_of(parameter), []).append(record)
         for name, records in sections.items():
             with formatter.section(name):
                 formatter.write_dl(records)
+
+
+GROUPS = (
+    *("Arguments", "Options", "Address", "Access", "Limits", "Metrics"),
+    *("Backend", "Model", "Engine", "Chat templates and text"),
+)
+"""Every group of options, in the order of the help."""
+
+
+def in_order(parameters: Iterable[Any]) -> list[Any]:
+    """The parameters by group, and in each group the required ones first."""
+    return sorted(parameters, key=lambda parameter: (GROUPS.index(group_of(parameter)), not parameter.required))
 
 
 def group_of(parameter: Any) -> str:

@@ -1,4 +1,4 @@
-"""`batchline plan`: what a run would do and take, without running it."""
+"""`batchline plan`: what a run would take, without running it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def plan(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Show in which groups a batch file would run, what they share, and what a run would take."""
+    """Show the tokens, time and memory a run would take, and in which groups it would run the file."""
     from batchline.batch.inspect import plan_overview
     from batchline.batch.tokens import CharacterCounter, TokenCounter
 
