@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,13 +14,14 @@ from transformers import AutoConfig
 
 from batchline.backends.model_memory import (
     MEMORY_PER_WEIGHT,
-    described_layers,
+    described_group,
     fits_in_memory,
     memory_need,
     weight_bytes,
 )
 from batchline.config import CacheConfig, Device, DType, EngineConfig, ModelConfig, SchedulerConfig
 from batchline.engine.core import Engine
+from batchline.engine.kv_cache import by_layer
 from batchline.engine.model_loader import load_model
 
 TINY_CHAT = str(Path(__file__).parents[2] / "examples/models/tiny-chat")
@@ -115,12 +117,10 @@ def test_a_configuration_describes_the_cache_that_the_running_model_has(family: 
     config = AutoConfig.from_pretrained(folder).get_text_config()
     if "num_key_value_heads" not in type(config)().to_dict():
         del config.num_key_value_heads  # `make_model` gives it to all families, and some have never heard of it
-    described = described_layers(config)
-    assert described is not None
-    found = load_model(ModelConfig(model=folder, dtype="float32", device="cpu")).layers
-    assert [(s.num_kv_heads, s.key_dim, s.value_dim) for s in described] == [
-        (s.num_kv_heads, s.key_dim, s.value_dim) for s in found
-    ]
+    found = by_layer(load_model(ModelConfig(model=folder, dtype="float32", device="cpu")).groups)
+    assert {replace(group, layers=tuple(range(len(found))), sliding_window=None) for group in found} == {
+        described_group(config)
+    }
 
 
 @pytest.mark.parametrize(

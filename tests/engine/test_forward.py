@@ -28,7 +28,7 @@ def run_step(loaded: LoadedModel, block: int = 0) -> tuple[torch.Tensor, torch.T
     request = GenerationRequest(request_id="r", prompt_token_ids=(5, 6, 7), sampling=SamplingParams(max_tokens=1))
     sequence = Sequence(request, seed=0)
     sequence.block_table = [block]
-    cache = KVCache(loaded.layers, 1, 16, loaded.dtype, loaded.device)
+    cache = KVCache(loaded.cache_shape(16), 1, loaded.device)
     result = ModelRunner(loaded, cache).run(Step((Chunk(sequence, 0, 3),)))
     return result.logits, result.hidden
 

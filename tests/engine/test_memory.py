@@ -15,7 +15,7 @@ import torch
 from batchline import control_group
 from batchline.config import CacheConfig
 from batchline.engine import memory
-from batchline.engine.kv_cache import KVCache, LayerSpec, bytes_per_block, choose_num_blocks
+from batchline.engine.kv_cache import CacheGroup, CacheShape, KVCache, choose_num_blocks
 from batchline.engine.native_cache import NativeKVCache
 from batchline.native.library import open_kernels
 
@@ -80,16 +80,18 @@ def test_memory_is_promised_until_it_is_written_or_given_back() -> None:
     assert ledger.untouched_bytes() == 0
 
 
+ONE_LAYER = CacheGroup(layers=(0,), num_heads=2, num_kv_heads=2, key_dim=64, value_dim=64)
+SHAPE = CacheShape((ONE_LAYER,), 16, torch.float32)
+
+
 def torch_cache(num_bytes: int) -> KVCache:
-    spec = LayerSpec(num_kv_heads=2, key_dim=64, value_dim=64)
-    return KVCache([spec], 2 * num_bytes // bytes_per_block([spec], 16, torch.float32), 16, torch.float32, CPU)
+    return KVCache(SHAPE, 2 * num_bytes // SHAPE.block_bytes, CPU)
 
 
 def native_cache(num_bytes: int) -> NativeKVCache:
-    spec = LayerSpec(num_kv_heads=2, key_dim=64, value_dim=64)
     kernels = open_kernels("auto")
     assert kernels is not None
-    return NativeKVCache(kernels, [spec], num_bytes // bytes_per_block([spec], 16, torch.float32), 16, torch.float32)
+    return NativeKVCache(kernels, SHAPE, num_bytes // SHAPE.block_bytes)
 
 
 RECYCLING = """
@@ -127,15 +129,17 @@ def test_several_caches_are_never_promised_the_same_memory(container: Container)
     """Each cache was sized from memory that the ones before had been promised and not written yet: 17.8 GiB of 14.5."""
     free = 100 * MIB
     container(str(free), 0, 0)
-    spec = LayerSpec(num_kv_heads=2, key_dim=64, value_dim=64)
-    block_bytes = bytes_per_block([spec], 16, torch.float32)
     caches = []
     for _ in range(6):
         num_blocks = choose_num_blocks(
-            CacheConfig(), block_bytes, max_model_len=1 << 20, max_num_seqs=64, free_bytes=memory.free_bytes("cpu") // 2
+            CacheConfig(),
+            SHAPE.block_bytes,
+            max_model_len=1 << 20,
+            max_num_seqs=64,
+            free_bytes=memory.free_bytes("cpu") // 2,
         )
-        caches.append(KVCache([spec], num_blocks, 16, torch.float32, CPU))
-    promised = [cache.num_blocks * block_bytes for cache in caches]
+        caches.append(KVCache(SHAPE, num_blocks, CPU))
+    promised = [cache.num_blocks * SHAPE.block_bytes for cache in caches]
     assert sum(promised) <= free
     assert promised == sorted(promised, reverse=True)
     assert promised[0] > 2 * promised[2]

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from batchline.engine.kv_cache import LayerSpec
+from batchline.engine.kv_cache import CacheGroup, CacheShape
 from batchline.engine.native_cache import NativeKVCache
 from batchline.native.encoder import EncoderLayer, EncoderWeights, open_encoder
 from batchline.native.int8 import Int8Isa, Int8Kernels, pack_int8, quantize, supported_isas
@@ -127,6 +127,12 @@ def test_int8_linear(isa: Int8Isa, dtype: torch.dtype, value: float, seed: int, 
     assert_same(out, expected, dtype)
 
 
+def one_head(num_heads: int, key_dim: int, value_dim: int, dtype: torch.dtype) -> CacheShape:
+    """A cache of one layer with one key-value head."""
+    group = CacheGroup(layers=(0,), num_heads=num_heads, num_kv_heads=1, key_dim=key_dim, value_dim=value_dim)
+    return CacheShape((group,), BLOCK_SIZE, dtype)
+
+
 @settings(deadline=None, max_examples=100)
 @given(isas, dtypes, extremes, seeds, st.sampled_from(["query", "key", "value"]), st.booleans())
 def test_rotation_and_what_it_writes(
@@ -140,7 +146,7 @@ def test_rotation_and_what_it_writes(
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     weight = torch.rand(24, generator=generator).to(dtype) if has_norms else None
     expected = _rotated(x["query"].float(), weight, cos.float(), sin.float())
-    cache = NativeKVCache(kernels, [LayerSpec(1, 24, 24)], 1, BLOCK_SIZE, dtype)
+    cache = NativeKVCache(kernels, one_head(1, 24, 24, dtype), 1)
     norms = None if weight is None else (weight, weight, 1e-6)
     kernels.rotary_and_write(x["query"], x["key"], x["value"], torch.arange(3), cache.layers[0], (cos, sin), norms)
     assert_same(x["query"], expected, dtype)
@@ -168,7 +174,7 @@ class Attention:
         self.kernels, self.dtype, self.contexts = opened(isa), dtype, contexts
         blocks = [-(-context // BLOCK_SIZE) for _, context in contexts]
         self.tables = torch.randperm(sum(blocks), generator=generator)
-        self.cache = NativeKVCache(self.kernels, [LayerSpec(1, 16, 24)], sum(blocks), BLOCK_SIZE, dtype)
+        self.cache = NativeKVCache(self.kernels, one_head(2, 16, 24, dtype), sum(blocks))
         self.queries = torch.randn(sum(new for new, _ in contexts), 2, 16, generator=generator).to(dtype)
         self.keys = [torch.randn(context, 1, 16, generator=generator).to(dtype) for _, context in contexts]
         self.values = [torch.randn(context, 1, 24, generator=generator).to(dtype) for _, context in contexts]

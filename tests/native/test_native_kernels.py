@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from batchline.engine.kv_cache import LayerSpec
+from batchline.engine.kv_cache import CacheGroup, CacheShape
 from batchline.engine.native_cache import NativeKVCache
 from batchline.native.library import Isa, NativeKernels, load_library, open_kernels
 from batchline.native.packing import pack, pack_gated
@@ -131,14 +131,25 @@ class Step:
     cache: NativeKVCache
 
 
+def shape_of(heads: Heads, dtype: torch.dtype) -> CacheShape:
+    """A cache of one layer."""
+    group = CacheGroup(
+        layers=(0,),
+        num_heads=heads.num_heads,
+        num_kv_heads=heads.num_kv_heads,
+        key_dim=heads.key_dim,
+        value_dim=heads.value_dim,
+    )
+    return CacheShape((group,), BLOCK_SIZE, dtype)
+
+
 def make_step(kernels: NativeKernels, heads: Heads, lengths: list[tuple[int, int]], dtype: torch.dtype) -> Step:
     """lengths: (new positions, context) of each sequence."""
     torch.manual_seed(sum(context for _, context in lengths))
     blocks = [-(-context // BLOCK_SIZE) for _, context in lengths]
     numbers = list(range(sum(blocks)))
     random.Random(0).shuffle(numbers)
-    spec = LayerSpec(heads.num_kv_heads, heads.key_dim, heads.value_dim)
-    cache = NativeKVCache(kernels, [spec], len(numbers), BLOCK_SIZE, dtype)
+    cache = NativeKVCache(kernels, shape_of(heads, dtype), len(numbers))
     segments, keys, values = [], [], []
     row = first_block = 0
     for (num_new, context), num_blocks in zip(lengths, blocks, strict=True):
@@ -265,7 +276,7 @@ def test_rotary_turns_queries_and_the_keys_that_are_written(
     expected_query, expected_key = (
         rotated(x, weight, cos, sin) for x, weight in zip((query, key), weights, strict=True)
     )
-    cache = NativeKVCache(kernels, [LayerSpec(2, 24, 24)], 2, BLOCK_SIZE, dtype)
+    cache = NativeKVCache(kernels, shape_of(heads, dtype), 2)
     slots = torch.randperm(2 * BLOCK_SIZE)[:rows]
     kernels.rotary_and_write(query, key, value, slots, cache.layers[0], (cos, sin), norms)
     assert_close(query, expected_query)

@@ -24,7 +24,7 @@ from batchline.engine.memory import cache_share, free_bytes
 from batchline.errors import ModelLoadError, first_line
 
 if TYPE_CHECKING:
-    from batchline.engine.kv_cache import LayerSpec
+    from batchline.engine.kv_cache import CacheGroup
 
 MEMORY_PER_WEIGHT = 1.5
 """The memory that a model needs at least, as a multiple of its weights: weights, some cache, activations."""
@@ -123,22 +123,22 @@ def weight_bytes(model: ModelConfig, task: Task, *, is_loaded: bool = False) -> 
 def _cache_need(config: EngineConfig, room: int) -> CacheNeed | None:
     """The cache that the engine would make with `room` bytes free. Raises: ModelLoadError."""
     # these import torch and transformers
-    from batchline.engine.kv_cache import bytes_per_block, choose_num_blocks
+    from batchline.engine.kv_cache import CacheShape, choose_num_blocks
     from batchline.engine.model_loader import choose_device, choose_dtype, choose_max_model_len
     from batchline.engine.native_cache import can_hold, padded
     from batchline.engine.placement import choose_kernels
 
     text_config = _text_config(config.model)
-    layers = described_layers(text_config)
-    if layers is None:
+    group = described_group(text_config)
+    if group is None:
         return None
     device = choose_device(config.model)
-    dtype = choose_dtype(config.model, device)
-    if can_hold(layers, dtype, device) and choose_kernels(config) is not None:
-        layers = [padded(spec, dtype) for spec in layers]
     size = config.cache.block_size
+    shape = CacheShape((group,), size, choose_dtype(config.model, device))
+    if can_hold(shape.groups, shape.dtype, device) and choose_kernels(config) is not None:
+        shape = padded(shape)
     max_model_len = choose_max_model_len(config.model, text_config)
-    block_bytes = bytes_per_block(layers, size, dtype)
+    block_bytes = shape.block_bytes
     num_blocks = choose_num_blocks(
         config.cache,
         block_bytes,
@@ -167,23 +167,31 @@ def _text_config(model: ModelConfig) -> Any:
     return config.get_text_config()
 
 
-def described_layers(config: Any) -> list[LayerSpec] | None:
+def described_group(config: Any) -> CacheGroup | None:
     """What the attention layers store for each position, by a configuration of transformers; None if it does not say.
+    Without their windows.
 
     The engine finds out by running the model; for known architectures the two are the same.
     """
-    from batchline.engine.kv_cache import LayerSpec
+    from batchline.engine.kv_cache import CacheGroup
 
     heads = getattr(config, "num_attention_heads", None)
     num_layers = getattr(config, "num_hidden_layers", None)
     if not isinstance(heads, int) or not isinstance(num_layers, int):
         return None
     if getattr(config, "kv_lora_rank", None):  # latent attention, whose keys and values are stored expanded
-        spec = LayerSpec(heads, config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim)
+        num_kv_heads, key_dim = heads, config.qk_nope_head_dim + config.qk_rope_head_dim
+        value_dim = config.v_head_dim
     else:
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-        spec = LayerSpec(getattr(config, "num_key_value_heads", None) or heads, head_dim, head_dim)
-    return [spec] * num_layers
+        num_kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        key_dim = value_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return CacheGroup(
+        layers=tuple(range(num_layers)),
+        num_heads=heads,
+        num_kv_heads=num_kv_heads,
+        key_dim=key_dim,
+        value_dim=value_dim,
+    )
 
 
 def _local_folder(model: ModelConfig) -> Path | None:

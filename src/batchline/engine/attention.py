@@ -29,6 +29,16 @@ QUERY_BLOCK = 512
 
 
 @dataclass(frozen=True, slots=True)
+class AttentionParams:
+    """How a layer attends. sliding_window: positions that a query sees, its own included; None for all. softcap: the
+    bound of the scores, if they have one."""
+
+    scale: float
+    sliding_window: int | None = None
+    softcap: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class DecodeGroup:
     """Decodes of similar context length. rows: (n,) their query rows; blocks: (n, max_blocks) int64, padded with any
     valid block; lengths: (n,) positions each may see, the new one included."""
@@ -56,14 +66,7 @@ class StepLayout(Protocol):
     """Where each row of a packed step is written and what it may see."""
 
     def attend(
-        self,
-        layer: int,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        scale: float,
-        sliding_window: int | None,
-        softcap: float | None,
+        self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams
     ) -> torch.Tensor:
         """Write the step's keys and values to the cache, then attend to it.
 
@@ -82,30 +85,21 @@ class TorchLayout:
     prefills: tuple[PrefillChunk, ...]
 
     def attend(
-        self,
-        layer: int,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        scale: float,
-        sliding_window: int | None,
-        softcap: float | None,
+        self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams
     ) -> torch.Tensor:
         """See `StepLayout.attend`."""
-        self.cache.write(layer, self.slots, keys, values)
+        cache = self.cache.layers[layer]
+        cache.write(self.slots, keys, values)
         out = queries.new_empty(queries.shape[0], queries.shape[1], values.shape[-1])
         for group in self.decodes:
-            cached_keys, cached_values = self.cache.gather(layer, group.blocks)
-            out[group.rows] = decode_attention(
-                queries[group.rows], cached_keys, cached_values, group.lengths, scale, sliding_window, softcap
-            )
+            out[group.rows] = decode_attention(queries[group.rows], *cache.gather(group.blocks), group.lengths, params)
         for chunk in self.prefills:
             rows = slice(chunk.row, chunk.row + chunk.num_queries)
             if chunk.blocks is None:
                 context_keys, context_values = keys[rows], values[rows]
             else:
-                context_keys, context_values = (x[: chunk.context] for x in self.cache.gather(layer, chunk.blocks))
-            out[rows] = prefill_attention(queries[rows], context_keys, context_values, scale, sliding_window, softcap)
+                context_keys, context_values = (x[: chunk.context] for x in cache.gather(chunk.blocks))
+            out[rows] = prefill_attention(queries[rows], context_keys, context_values, params)
         return out
 
 
@@ -127,58 +121,47 @@ def paged_attention(
     query: (1, num_heads, num_tokens, key_dim); key, value: (1, num_kv_heads, num_tokens, dim). Returns
     (1, num_tokens, num_heads, value_dim). The probe has checked the other keyword arguments.
     """
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    params = AttentionParams(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap)
     queries, keys, values = (x[0].transpose(0, 1) for x in (query, key, value))
     layer = int(module.layer_idx)  # type: ignore[arg-type]
-    return step_layout.attend(layer, queries, keys, values, scale, sliding_window, softcap).unsqueeze(0), None
+    return step_layout.attend(layer, queries, keys, values, params).unsqueeze(0), None
 
 
 def decode_attention(
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    lengths: torch.Tensor,
-    scale: float,
-    sliding_window: int | None,
-    softcap: float | None,
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, lengths: torch.Tensor, params: AttentionParams
 ) -> torch.Tensor:
     """One query per sequence. queries: (n, heads, d); keys, values: (n, length, kv_heads, d); lengths: (n,)."""
     num_seqs, num_heads, _ = queries.shape
     num_kv_heads = keys.shape[2]
     grouped = queries.view(num_seqs, num_kv_heads, num_heads // num_kv_heads, -1)
-    scores = torch.matmul(grouped, keys.permute(0, 2, 3, 1)) * scale
+    scores = _cap(torch.matmul(grouped, keys.permute(0, 2, 3, 1)) * params.scale, params.softcap)
     positions = torch.arange(keys.shape[1], device=keys.device)
     hidden = positions >= lengths[:, None]
-    if sliding_window is not None:
-        hidden |= positions < lengths[:, None] - sliding_window
-    weights = _softmax(_cap(scores, softcap).masked_fill(hidden[:, None, None], -math.inf))
+    if params.sliding_window is not None:
+        hidden |= positions < lengths[:, None] - params.sliding_window
+    weights = torch.softmax(scores.masked_fill(hidden[:, None, None], -math.inf), dim=-1)
     return torch.matmul(weights, values.transpose(1, 2)).reshape(num_seqs, num_heads, -1)
 
 
 def prefill_attention(
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    scale: float,
-    sliding_window: int | None,
-    softcap: float | None,
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams
 ) -> torch.Tensor:
     """Causal attention of the last positions of a context.
 
     queries: (q, heads, d), the last q of the context's positions; keys, values: (context, kv_heads, d).
     """
-    offset = keys.shape[0] - queries.shape[0]
+    offset, window = keys.shape[0] - queries.shape[0], params.sliding_window
     parts = []
     for start in range(0, queries.shape[0], QUERY_BLOCK):
         block = queries[start : start + QUERY_BLOCK]
         first, end = offset + start, offset + start + block.shape[0]
-        low = 0 if sliding_window is None else max(0, first - sliding_window + 1)
+        low = 0 if window is None else max(0, first - window + 1)
         positions = torch.arange(low, end, device=keys.device)
         rows = torch.arange(first, end, device=keys.device)[:, None]
         hidden = positions > rows
-        if sliding_window is not None:
-            hidden |= positions <= rows - sliding_window
-        parts.append(_masked_attention(block, keys[low:end], values[low:end], hidden, scale, softcap))
+        if window is not None:
+            hidden |= positions <= rows - window
+        parts.append(_masked_attention(block, keys[low:end], values[low:end], hidden, params))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -187,41 +170,35 @@ def _masked_attention(
     keys: torch.Tensor,
     values: torch.Tensor,
     hidden: torch.Tensor,
-    scale: float,
-    softcap: float | None,
+    params: AttentionParams,
 ) -> torch.Tensor:
     """queries: (q, heads, d); keys, values: (k, kv_heads, d); hidden: (q, k) bool. Returns (q, heads, d)."""
     num_queries, num_heads, _ = queries.shape
     num_kv_heads = keys.shape[1]
     group = num_heads // num_kv_heads
-    if softcap is None and queries.dtype == torch.float32:
+    if params.softcap is None and queries.dtype == torch.float32:
         # In float32 the fused kernel is faster than two products, in bfloat16 slower (benchmarks/RESULTS.md).
         out = functional.scaled_dot_product_attention(
             queries.transpose(0, 1)[None],
             keys.transpose(0, 1)[None],
             values.transpose(0, 1)[None],
             attn_mask=~hidden,
-            scale=scale,
+            scale=params.scale,
             enable_gqa=group > 1,
         )
         return out[0].transpose(0, 1)
     # (kv_heads, group * q, d): the heads of a group share one product with their keys
     grouped = queries.view(num_queries, num_kv_heads, group, -1).permute(1, 2, 0, 3)
     flat = grouped.reshape(num_kv_heads, group * num_queries, -1)
-    scores = torch.matmul(flat, keys.permute(1, 2, 0)) * scale
-    scores = _cap(scores.view(num_kv_heads, group, num_queries, -1), softcap)
-    weights = _softmax(scores.masked_fill_(hidden, -math.inf)).view(num_kv_heads, group * num_queries, -1)
+    scores = torch.matmul(flat, keys.permute(1, 2, 0)) * params.scale
+    scores = _cap(scores.view(num_kv_heads, group, num_queries, -1), params.softcap)
+    weights = torch.softmax(scores.masked_fill_(hidden, -math.inf), dim=-1).view(num_kv_heads, group * num_queries, -1)
     out = torch.matmul(weights, values.transpose(0, 1)).view(num_kv_heads, group, num_queries, -1)
     return out.permute(2, 0, 1, 3).reshape(num_queries, num_heads, -1)
 
 
 def _cap(scores: torch.Tensor, softcap: float | None) -> torch.Tensor:
     return scores if softcap is None else torch.tanh(scores / softcap) * softcap
-
-
-def _softmax(scores: torch.Tensor) -> torch.Tensor:
-    """Softmax with float32 accumulation inside the kernel, in the scores' dtype."""
-    return torch.softmax(scores, dim=-1)
 
 
 AttentionInterface.register(PAGED_ATTENTION, paged_attention)

@@ -69,7 +69,7 @@ class Engine:
         self.scheduler = Scheduler(config.scheduler, pool, num_prompt_logprob_tokens)
         self._step_size = StepSize(config.scheduler.max_num_batched_tokens)
         self._search = FaultSearch()
-        self._reach = finite_reach(self.loaded.layers)
+        self._reach = finite_reach(self.loaded.groups)
         self._runner = placement.make_runner(num_blocks, self.max_model_len)
         self._masks = TokenMasks(self.vocab_size)
         self._sequences: dict[str, Sequence] = {}

@@ -20,9 +20,10 @@ from transformers.models.mistral.modeling_mistral import MistralForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
 
-from batchline.engine.kv_cache import LayerSpec
+from batchline.engine.attention import AttentionParams
+from batchline.engine.kv_cache import CacheGroup, by_layer
 from batchline.engine.linear_layers import LinearFormat, LinearLayer
-from batchline.engine.native_layout import NativeLayout
+from batchline.engine.native_cache import NativeLayout
 from batchline.native.library import NativeKernels
 
 FUSIBLE = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
@@ -36,9 +37,8 @@ MLP_ROWS = 1024
 class FusedLayer:
     """One decoder layer's weights. head_norms: weights of the query and key norms, and their eps, if it has them."""
 
-    spec: LayerSpec
-    num_heads: int
-    scale: float
+    group: CacheGroup
+    params: AttentionParams
     eps: float
     input_norm: torch.Tensor
     attention_norm: torch.Tensor
@@ -61,23 +61,23 @@ class Workspace:
         self._normed = like.new_empty(max_rows, hidden)
         self._delta = like.new_empty(max_rows, hidden)
         self._qkv = like.new_empty(max_rows, layer.qkv.num_outputs)
-        self._attended = like.new_empty(max_rows, layer.num_heads * layer.spec.value_dim)
+        self._attended = like.new_empty(max_rows, layer.group.num_heads * layer.group.value_dim)
         self._activated = like.new_empty(min(max_rows, MLP_ROWS), layer.gate_up.num_outputs)
 
     def rows(self, layer: FusedLayer, count: int) -> StepBuffers:
         """Views of the first rows, for one step."""
-        spec, heads = layer.spec, layer.num_heads
+        group = layer.group
         qkv = self._qkv[:count]
-        keys_from = heads * spec.key_dim
-        values_from = keys_from + spec.num_kv_heads * spec.key_dim
+        keys_from = group.num_heads * group.key_dim
+        values_from = keys_from + group.num_kv_heads * group.key_dim
         return StepBuffers(
             normed=self._normed[:count],
             delta=self._delta[:count],
             qkv=qkv,
-            queries=qkv[:, :keys_from].view(count, heads, spec.key_dim),
-            keys=qkv[:, keys_from:values_from].view(count, spec.num_kv_heads, spec.key_dim),
-            values=qkv[:, values_from:].view(count, spec.num_kv_heads, spec.value_dim),
-            attended=self._attended[:count],
+            queries=qkv[:, :keys_from].view(count, group.num_heads, group.key_dim),
+            keys=qkv[:, keys_from:values_from].view(count, group.num_kv_heads, group.key_dim),
+            values=qkv[:, values_from:].view(count, group.num_kv_heads, group.value_dim),
+            attended=self._attended[:count].view(count, group.num_heads, group.value_dim),
             activated=self._activated[:count],
         )
 
@@ -153,9 +153,8 @@ class FusedStack(nn.Module):
             rotary,
             layer.head_norms,
         )
-        attended = buffers.attended.view(len(buffers.queries), layer.num_heads, layer.spec.value_dim)
-        layout.read(index, buffers.queries, attended, layer.scale, layer.spec.sliding_window)
-        layer.attention_out(buffers.attended, buffers.delta)
+        layout.read(index, buffers.queries, layer.params, buffers.attended)
+        layer.attention_out(buffers.attended.flatten(1), buffers.delta)
 
     def _gated_mlp(self, layer: FusedLayer, buffers: StepBuffers) -> None:
         """delta = the MLP's output for normed, some rows at a time."""
@@ -182,36 +181,35 @@ class NativeRMSNorm(nn.Module):
         return out
 
 
-def can_fuse(model: nn.Module, layers: Sequence[LayerSpec]) -> bool:
+def can_fuse(model: nn.Module, groups: Sequence[CacheGroup]) -> bool:
     """Whether `fuse` knows the model's layers, and all have the same shape."""
     if type(model) not in FUSIBLE or model.config.hidden_act != "silu":  # type: ignore[union-attr]
         return False
     if model.config.hidden_size % 2 or model.config.intermediate_size % 2:  # type: ignore[operator, union-attr]
         return False  # bfloat16 rows are read in pairs
-    return len({(spec.num_kv_heads, spec.key_dim, spec.value_dim) for spec in layers}) == 1
+    return len({(group.num_heads, group.num_kv_heads, group.key_dim, group.value_dim) for group in groups}) == 1
 
 
-def fuse(model: Any, layers: Sequence[LayerSpec], kernels: NativeKernels, linear_format: LinearFormat) -> None:
+def fuse(model: Any, groups: Sequence[CacheGroup], kernels: NativeKernels, linear_format: LinearFormat) -> None:
     """Replace the model's decoder layers, in place. Afterwards it can only run packed steps in native layouts."""
     decoder = model.model
     fused = []
-    for index, spec in enumerate(layers):
-        fused.append(fused_layer(decoder.layers[index], spec, linear_format))
+    for index, group in enumerate(by_layer(groups)):
+        fused.append(fused_layer(decoder.layers[index], group, linear_format))
         decoder.layers[index] = nn.Identity()  # frees the weights that were copied
     decoder.layers = nn.ModuleList([FusedStack(kernels, fused)])
     decoder.norm = NativeRMSNorm(kernels, decoder.norm.weight, decoder.norm.variance_epsilon)
 
 
-def fused_layer(layer: Any, spec: LayerSpec, linear_format: LinearFormat) -> FusedLayer:
+def fused_layer(layer: Any, group: CacheGroup, linear_format: LinearFormat) -> FusedLayer:
     """One of the model's layers in the form that `FusedStack` needs."""
     attention, mlp = layer.self_attn, layer.mlp
     head_norms = None
     if hasattr(attention, "q_norm"):
         head_norms = (attention.q_norm.weight, attention.k_norm.weight, attention.q_norm.variance_epsilon)
     return FusedLayer(
-        spec=spec,
-        num_heads=attention.q_proj.out_features // spec.key_dim,
-        scale=attention.scaling,
+        group=group,
+        params=AttentionParams(attention.scaling, group.sliding_window),
         eps=layer.input_layernorm.variance_epsilon,
         input_norm=layer.input_layernorm.weight,
         attention_norm=layer.post_attention_layernorm.weight,

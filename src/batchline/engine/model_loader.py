@@ -26,7 +26,7 @@ from batchline.checkpoints.weights import refuse_odd_numbers, refuse_wrong_weigh
 from batchline.config import ModelConfig
 from batchline.engine.attention import PAGED_ATTENTION
 from batchline.engine.fusion import can_fuse, fuse
-from batchline.engine.kv_cache import LayerSpec
+from batchline.engine.kv_cache import CacheGroup, CacheShape
 from batchline.engine.linear_layers import FloatFormat
 from batchline.engine.native_cache import MAX_KEY_DIM, can_hold
 from batchline.engine.native_probe import first_layers_are_exact, whole_model_only_rounds
@@ -66,12 +66,13 @@ class Execution:
 class LoadedModel:
     """A model in evaluation mode on its device. model: called with packed rows; see `model_runner`.
 
-    kernels: the native kernels that it runs on, and whose cache layout it needs; None if it runs on torch only.
+    groups: its attention layers, by the shape of their caches. kernels: the native kernels that it runs on, and whose
+    cache layout it needs; None if it runs on torch only.
     execution: the same facts for the model's record.
     """
 
     model: torch.nn.Module
-    layers: Sequence[LayerSpec]
+    groups: tuple[CacheGroup, ...]
     dtype: torch.dtype
     device: torch.device
     max_model_len: int
@@ -79,6 +80,10 @@ class LoadedModel:
     eos_token_ids: frozenset[int]
     kernels: NativeKernels | None
     execution: Execution
+
+    def cache_shape(self, block_size: int) -> CacheShape:
+        """The shape of its KV cache with blocks of this size."""
+        return CacheShape(self.groups, block_size, self.dtype)
 
     def head_rows(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
         """(num_tokens, hidden_size + 1): the head's weights for these tokens, and their bias in the last column.
@@ -146,14 +151,14 @@ def load_model(config: ModelConfig, kernels: NativeKernels | None = None, refusa
         quantize_linears(config.model, model)
     if kernels is not None and not _use_kernels(config, model, probe, kernels):
         reason = _refused(kernels, "the whole model")
-        if can_fuse(model, probe.layers) or config.quantization is not None:  # its weights were repacked
+        if can_fuse(model, probe.groups) or config.quantization is not None:  # its weights were repacked
             del model, probe
             gc.collect()  # its parts refer to each other, and two models may not fit
             return load_model(config, refusal=reason)
         kernels = None
     return LoadedModel(
         model=model,
-        layers=probe.layers,
+        groups=probe.groups,
         dtype=dtype,
         device=device,
         max_model_len=choose_max_model_len(config, text_config),
@@ -164,7 +169,7 @@ def load_model(config: ModelConfig, kernels: NativeKernels | None = None, refusa
             kernels=None if kernels is None else kernels.isa.name.lower(),
             reason=reason,
             quantization=config.quantization,
-            is_fused=kernels is not None and can_fuse(model, probe.layers),
+            is_fused=kernels is not None and can_fuse(model, probe.groups),
         ),
     )
 
@@ -185,7 +190,7 @@ def why_no_kernels(config: ModelConfig, device: torch.device) -> str:
 def _usable(kernels: NativeKernels, model: Any, probe: Probe) -> tuple[NativeKernels | None, str | None]:
     """The kernels, or None and why they cannot be used for this model."""
     dtype = probe.own.dtype
-    if not can_hold(probe.layers, dtype, probe.own.device):
+    if not can_hold(probe.groups, dtype, probe.own.device):
         return None, f"they know neither {str(dtype).removeprefix('torch.')} nor heads beyond {MAX_KEY_DIM} numbers"
     if not first_layers_are_exact(model, probe, kernels):
         return None, _refused(kernels, "its first layers")
@@ -201,8 +206,8 @@ def _use_kernels(config: ModelConfig, model: Any, probe: Probe, kernels: NativeK
     """Fuse the model if it is known. False if its errors on the kernels are larger than on torch, fused or not."""
     own = probe.own if config.quantization is None else own_hidden_states(model, probe)
     int8_kernels = None if config.quantization is None else open_int8_kernels(config.cpu_kernels)
-    if can_fuse(model, probe.layers):
-        fuse(model, probe.layers, kernels, FloatFormat(kernels) if int8_kernels is None else Int8Format(int8_kernels))
+    if can_fuse(model, probe.groups):
+        fuse(model, probe.groups, kernels, FloatFormat(kernels) if int8_kernels is None else Int8Format(int8_kernels))
     elif int8_kernels is not None:
         use_int8_kernels(model, int8_kernels)
     return whole_model_only_rounds(model, probe, kernels, own)

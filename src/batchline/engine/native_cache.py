@@ -1,4 +1,4 @@
-"""The KV cache in the native kernels' layout.
+"""The KV cache in the native kernels' layout, and a packed step over it.
 
 A block holds the keys and values of all layers for its positions, so that a cache uses only as much memory as it has
 filled. Keys are stored transposed, with pairs of numbers innermost, so that 16 positions are multiplied at once without
@@ -8,13 +8,15 @@ a horizontal sum. Values are stored in rows, with pairs of positions innermost, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
 
+from batchline.engine.attention import AttentionParams
 from batchline.engine.cache_memory import CacheMemory
-from batchline.engine.kv_cache import LayerSpec
+from batchline.engine.kv_cache import CacheGroup, CacheShape, by_layer
 from batchline.engine.memory import LEDGER, fresh_zeros
 from batchline.native.library import DTYPES, CacheArgs, NativeKernels
 from batchline.native.packing import PANEL
@@ -27,34 +29,27 @@ class NativeKVCache:
     """layers[i] describes layer i's part to the kernels."""
 
     def __init__(
-        self,
-        kernels: NativeKernels,
-        specs: Sequence[LayerSpec],
-        num_blocks: int,
-        block_size: int,
-        dtype: torch.dtype,
-        memory: CacheMemory | None = None,
+        self, kernels: NativeKernels, shape: CacheShape, num_blocks: int, memory: CacheMemory | None = None
     ) -> None:
         self.kernels = kernels
         self.num_blocks = num_blocks
-        self.block_size = block_size
-        self._dtype = dtype
-        in_layers = [padded(spec, dtype).num_elements * block_size for spec in specs]
-        block_stride = sum(in_layers)
+        self.block_size = shape.block_size
+        self._dtype = shape.dtype
+        in_layers = [group.num_elements * shape.block_size for group in by_layer(padded(shape).groups)]
         # zeros, since unwritten positions are read and weighed with 0, which a NaN would survive
-        num_bytes = num_blocks * block_stride * dtype.itemsize
+        num_bytes = num_blocks * sum(in_layers) * shape.dtype.itemsize
         own = fresh_zeros(num_bytes) if memory is None else memory.take(num_bytes)
         self._memory = LEDGER.promise(own)
         self.layers = [
             CacheArgs(
-                self._memory.ctypes.data + offset * dtype.itemsize,
-                block_stride,
-                block_size,
-                spec.num_kv_heads,
-                spec.key_dim,
-                spec.value_dim,
+                self._memory.ctypes.data + offset * shape.dtype.itemsize,
+                sum(in_layers),
+                shape.block_size,
+                group.num_kv_heads,
+                group.key_dim,
+                group.value_dim,
             )
-            for spec, offset in zip(specs, accumulate([0, *in_layers]), strict=False)
+            for group, offset in zip(by_layer(shape.groups), accumulate([0, *in_layers]), strict=False)
         ]
 
     def fill(self, value: float) -> None:
@@ -66,18 +61,51 @@ class NativeKVCache:
         self._memory.reshape(self.num_blocks, -1)[list(blocks)] = 0
 
 
-def can_hold(specs: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device) -> bool:
+@dataclass(frozen=True, slots=True)
+class NativeLayout:
+    """A packed step for the kernels. slots: (num_tokens,) int64. segments: (num_sequences, 4) int64, see
+    `NativeKernels.attention`. tables: int64, the sequences' block numbers one after another."""
+
+    cache: NativeKVCache
+    slots: torch.Tensor
+    segments: torch.Tensor
+    tables: torch.Tensor
+
+    def attend(
+        self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams
+    ) -> torch.Tensor:
+        """See `attention.StepLayout.attend`."""
+        queries, keys, values = (x if x.stride(-1) == 1 else x.contiguous() for x in (queries, keys, values))
+        self.cache.kernels.rotary_and_write(queries, keys, values, self.slots, self.cache.layers[layer])
+        out = queries.new_empty(queries.shape[0], queries.shape[1], values.shape[-1])
+        self.read(layer, queries, params, out)
+        return out
+
+    def read(self, layer: int, queries: torch.Tensor, params: AttentionParams, out: torch.Tensor) -> None:
+        """Attend to the cache. queries: (num_tokens, heads, key_dim); out: (num_tokens, heads, value_dim)."""
+        self.cache.kernels.attention(
+            queries,
+            out,
+            self.segments,
+            self.tables,
+            self.cache.layers[layer],
+            scale=params.scale,
+            window=params.sliding_window,
+            softcap=params.softcap,
+        )
+
+
+def can_hold(groups: Iterable[CacheGroup], dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the kernels support such a cache."""
-    fits = all(spec.key_dim <= MAX_KEY_DIM for spec in specs)
+    fits = all(group.key_dim <= MAX_KEY_DIM for group in groups)
     return device.type == "cpu" and dtype in DTYPES and fits
 
 
-def padded(spec: LayerSpec, dtype: torch.dtype) -> LayerSpec:
-    """The layer's sizes in this layout: keys padded to whole pairs, values to whole panels."""
-    pair = 4 // dtype.itemsize
-    return LayerSpec(
-        spec.num_kv_heads,
-        -(-spec.key_dim // pair) * pair,
-        -(-spec.value_dim // PANEL) * PANEL,
-        spec.sliding_window,
+def padded(shape: CacheShape) -> CacheShape:
+    """The sizes in this layout: keys padded to whole pairs, values to whole panels."""
+    pair = 4 // shape.dtype.itemsize
+    groups = (
+        replace(group, key_dim=-(-group.key_dim // pair) * pair, value_dim=-(-group.value_dim // PANEL) * PANEL)
+        for group in shape.groups
     )
+    return replace(shape, groups=tuple(groups))

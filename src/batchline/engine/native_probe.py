@@ -17,10 +17,9 @@ import torch
 from torch import nn
 
 from batchline.engine.fusion import FusedStack, can_fuse, fused_layer
-from batchline.engine.kv_cache import LayerSpec
+from batchline.engine.kv_cache import CacheShape, by_layer
 from batchline.engine.linear_layers import FloatFormat
-from batchline.engine.native_cache import NativeKVCache
-from batchline.engine.native_layout import NativeLayout
+from batchline.engine.native_cache import NativeKVCache, NativeLayout
 from batchline.engine.probe import Probe, first_layers_in_float32, run_to_head
 from batchline.native.agreement import agree, row_errors
 from batchline.native.library import NativeKernels
@@ -36,8 +35,9 @@ Part = tuple[int, int, int]
 def first_layers_are_exact(model: Any, probe: Probe, kernels: NativeKernels) -> bool:
     """Whether the first layers give the same float32 numbers on the kernels as on torch. The model is not yet fused."""
     sequences = [probe.long, probe.short[1]]
-    with first_layers_in_float32(model, len(probe.layers), probe.num_first), _perhaps_fused(model, probe, kernels):
-        hidden = _run_steps(model, probe.layers, kernels, torch.float32, sequences, _steps(*map(len, sequences)))
+    shape = CacheShape(probe.groups, PANEL, torch.float32)
+    with first_layers_in_float32(model, probe.num_first), _perhaps_fused(model, probe, kernels):
+        hidden = _run_steps(model, shape, kernels, sequences, _steps(*map(len, sequences)))
     _log("first layers", hidden[0], probe.long_reference, probe.long_reference)
     return agree(hidden[0], probe.long_reference, probe.long_reference)
 
@@ -46,7 +46,8 @@ def first_layers_are_exact(model: Any, probe: Probe, kernels: NativeKernels) -> 
 def whole_model_only_rounds(model: Any, probe: Probe, kernels: NativeKernels, own: torch.Tensor) -> bool:
     """Whether the model's errors on the kernels are about as large as on torch. own: its hidden states on torch."""
     parts = [(index, 0, len(tokens)) for index, tokens in enumerate(probe.short)]
-    hidden = torch.cat(_run_steps(model, probe.layers, kernels, own.dtype, list(probe.short), [parts]))
+    shape = CacheShape(probe.groups, PANEL, own.dtype)
+    hidden = torch.cat(_run_steps(model, shape, kernels, list(probe.short), [parts]))
     _log("whole model", hidden, own, probe.reference)
     return agree(hidden, own, probe.reference)
 
@@ -62,13 +63,13 @@ def _log(what: str, hidden: torch.Tensor, own: torch.Tensor, reference: torch.Te
 @contextmanager
 def _perhaps_fused(model: Any, probe: Probe, kernels: NativeKernels) -> Iterator[None]:
     """Inside the block, the model's layers are fused if they can be."""
-    if not can_fuse(model, probe.layers):
+    if not can_fuse(model, probe.groups):
         yield
         return
     decoder = model.model
     layers = decoder.layers
     wide = [copy.deepcopy(layer).float() for layer in layers]
-    fused = [fused_layer(*pair, FloatFormat(kernels)) for pair in zip(wide, probe.layers, strict=False)]
+    fused = [fused_layer(*pair, FloatFormat(kernels)) for pair in zip(wide, by_layer(probe.groups), strict=False)]
     decoder.layers = nn.ModuleList([FusedStack(kernels, fused)])
     try:
         yield
@@ -90,16 +91,15 @@ def _steps(long: int, short: int) -> list[list[Part]]:
 
 def _run_steps(
     model: Any,
-    specs: Sequence[LayerSpec],
+    shape: CacheShape,
     kernels: NativeKernels,
-    dtype: torch.dtype,
     sequences: Sequence[torch.Tensor],
     steps: Sequence[Sequence[Part]],
 ) -> list[torch.Tensor]:
     """Each sequence's hidden states, (length, hidden), computed step by step."""
     tables = _tables([len(tokens) for tokens in sequences])
-    cache = NativeKVCache(kernels, specs, sum(map(len, tables)), PANEL, dtype)
-    if dtype is torch.float32:  # in bfloat16 an odd head's last number has a partner that stays 0
+    cache = NativeKVCache(kernels, shape, sum(map(len, tables)))
+    if shape.dtype is torch.float32:  # in bfloat16 an odd head's last number has a partner that stays 0
         cache.fill(torch.nan)
     hidden: list[list[torch.Tensor]] = [[] for _ in sequences]
     for parts in steps:

@@ -13,7 +13,7 @@ import torch
 
 from batchline.config import EngineConfig
 from batchline.engine.cache_memory import CacheMemory
-from batchline.engine.kv_cache import KVCache, bytes_per_block, choose_num_blocks
+from batchline.engine.kv_cache import CacheShape, KVCache, choose_num_blocks
 from batchline.engine.memory import cache_share, free_bytes
 from batchline.engine.model_loader import LoadedModel
 from batchline.engine.model_runner import ModelRunner, StepRunner
@@ -45,12 +45,12 @@ class TorchPlacement:
     """Attention in torch, on any device."""
 
     loaded: LoadedModel
-    block_size: int
+    shape: CacheShape
 
     @property
     def block_bytes(self) -> int:
         """See `Placement`."""
-        return bytes_per_block(self.loaded.layers, self.block_size, self.loaded.dtype)
+        return self.shape.block_bytes
 
     def cache_room(self) -> int:
         """See `Placement`."""
@@ -58,8 +58,7 @@ class TorchPlacement:
 
     def make_runner(self, num_blocks: int, max_model_len: int) -> ModelRunner:
         """See `Placement`."""
-        loaded = self.loaded
-        return ModelRunner(loaded, KVCache(loaded.layers, num_blocks, self.block_size, loaded.dtype, loaded.device))
+        return ModelRunner(self.loaded, KVCache(self.shape, num_blocks, self.loaded.device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +67,13 @@ class NativePlacement:
 
     loaded: LoadedModel
     kernels: NativeKernels
-    block_size: int
+    shape: CacheShape
     memory: CacheMemory | None
 
     @property
     def block_bytes(self) -> int:
         """See `Placement`."""
-        layers = [padded(spec, self.loaded.dtype) for spec in self.loaded.layers]
-        return bytes_per_block(layers, self.block_size, self.loaded.dtype)
+        return padded(self.shape).block_bytes
 
     def cache_room(self) -> int:
         """See `Placement`."""
@@ -83,9 +81,7 @@ class NativePlacement:
 
     def make_runner(self, num_blocks: int, max_model_len: int) -> ModelRunner:
         """See `Placement`."""
-        loaded = self.loaded
-        cache = NativeKVCache(self.kernels, loaded.layers, num_blocks, self.block_size, loaded.dtype, self.memory)
-        return ModelRunner(loaded, cache)
+        return ModelRunner(self.loaded, NativeKVCache(self.kernels, self.shape, num_blocks, self.memory))
 
 
 def choose_kernels(config: EngineConfig) -> NativeKernels | None:
@@ -126,11 +122,11 @@ def _kernels_in_use(config: EngineConfig, loaded: LoadedModel) -> tuple[str, str
 
 def place(config: EngineConfig, loaded: LoadedModel, memory: CacheMemory | None = None) -> Placement:
     """The fastest placement that reproduces the model's logits. memory: for a cache on the CPU."""
-    size = config.cache.block_size
+    shape = loaded.cache_shape(config.cache.block_size)
     if loaded.kernels is not None:
-        return NativePlacement(loaded, loaded.kernels, size, memory)
+        return NativePlacement(loaded, loaded.kernels, shape, memory)
     on_cuda = _place_on_cuda(config, loaded) if loaded.device.type == "cuda" else None
-    return on_cuda or TorchPlacement(loaded, size)
+    return on_cuda or TorchPlacement(loaded, shape)
 
 
 def size_cache(config: EngineConfig, loaded: LoadedModel, placement: Placement) -> tuple[int, int]:

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from transformers import AttentionInterface
 
-from batchline.engine.attention import PAGED_ATTENTION, prefill_attention
-from batchline.engine.kv_cache import LayerSpec
+from batchline.engine.attention import PAGED_ATTENTION, AttentionParams, prefill_attention
+from batchline.engine.kv_cache import CacheGroup, by_layer, grouped
 from batchline.errors import UnsupportedModel
 from batchline.native.agreement import agree, row_errors, widened, with_first_layers
 
@@ -38,15 +38,15 @@ MAX_FIRST_LAYERS = 8
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """A model's attention layers in order, and the results of its own attention for the probe's sequences.
+    """A model's attention layers, and the results of its own attention for the probe's sequences.
 
-    short: (NUM_SHORT, SHORT) token ids for all layers; one sequence begins with the padding token.
-    reference: their hidden states in float32, (rows, hidden). own: the same in the model's own format (the same tensor
-    if that is float32). long: (length,) token ids for the first `num_first` layers. long_reference: their hidden states
-    in float32, (length, hidden).
+    groups: its layers, by the shape of their caches. short: (NUM_SHORT, SHORT) token ids for all layers; one sequence
+    begins with the padding token. reference: their hidden states in float32, (rows, hidden). own: the same in the
+    model's own format (the same tensor if that is float32). long: (length,) token ids for the first `num_first` layers.
+    long_reference: their hidden states in float32, (length, hidden).
     """
 
-    layers: list[LayerSpec]
+    groups: tuple[CacheGroup, ...]
     short: torch.Tensor
     reference: torch.Tensor
     own: torch.Tensor
@@ -57,10 +57,10 @@ class Probe:
 
 @dataclass(slots=True)
 class Recording:
-    """The attention calls of one forward pass. lengths: of its sequences. layers: by index."""
+    """The attention calls of one forward pass. lengths: of its sequences. layers: by index, each as a group of one."""
 
     lengths: Sequence[int]
-    layers: dict[int, LayerSpec] = field(default_factory=dict)
+    layers: dict[int, CacheGroup] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
 
@@ -78,22 +78,22 @@ def probe_model(name: str, model: Any, hf_config: Any) -> Probe:
     except Exception as exc:  # foreign code may fail in any way on inputs that it was not made for
         raise UnsupportedModel(name, f"{architecture} cannot be run on packed sequences ({exc})") from exc
     _refuse_damaged(name, ~own.isfinite().all(-1) | logits.isnan().any(-1).flatten(), short.flatten(), own.dtype)
-    layers = _checked_layers(name, architecture, hf_config, recording)
+    groups = _checked_groups(name, architecture, hf_config, recording)
     reference = own
     if own.dtype is not torch.float32:
         with widened(model, torch.float32):
             reference, _ = _run_alone(model, short, to_head=False)
     if not agree(packed, own, reference):
         raise _differs(name, architecture, row_errors(packed, reference))
-    num_first, long = _num_first_layers(model, hf_config, layers), _long_sequence(model, hf_config, layers)
-    with first_layers_in_float32(model, len(layers), num_first):
+    num_first, long = _num_first_layers(hf_config, groups), _long_sequence(model, hf_config, groups)
+    with first_layers_in_float32(model, num_first):
         long_reference, _ = _run_alone(model, long[None], to_head=False)
         in_first = Recording(lengths=[short.shape[1], len(long)])
         packed_long = _run_packed(model, [short[0], long], in_first)[short.shape[1] :]
     _refuse_damaged(name, ~long_reference.isfinite().all(-1), long, torch.float32)
     if not agree(packed_long, long_reference, long_reference):
         raise _differs(name, architecture, row_errors(packed_long, long_reference))
-    return Probe(layers, short, reference, own, num_first, long, long_reference)
+    return Probe(groups, short, reference, own, num_first, long, long_reference)
 
 
 def _refuse_damaged(name: str, is_bad: torch.Tensor, token_ids: torch.Tensor, dtype: torch.dtype) -> None:
@@ -115,10 +115,10 @@ def _differs(name: str, architecture: str, errors: torch.Tensor) -> UnsupportedM
     )
 
 
-def first_layers_in_float32(model: Any, num_layers: int, num_first: int) -> ExitStack:
+def first_layers_in_float32(model: Any, num_first: int) -> ExitStack:
     """Inside the block, the model has only its first layers and computes in float32 (float64 stays)."""
     stack = ExitStack()
-    stack.enter_context(with_first_layers(model, num_layers, num_first))
+    stack.enter_context(with_first_layers(model, model.config.get_text_config().num_hidden_layers, num_first))
     stack.enter_context(widened(model, torch.float32))
     return stack
 
@@ -147,36 +147,41 @@ def recording_attention(
     unknown = [name for name, given in others.items() if torch.is_tensor(given) and name not in KNOWN_TENSORS]
     if unknown:
         recording.problems.append(f"its attention takes {', '.join(sorted(unknown))}")
-    recording.layers[layer] = LayerSpec(
-        key.shape[1], key.shape[3], value.shape[3], sliding_window, query.shape[1] // key.shape[1]
+    recording.layers[layer] = CacheGroup(
+        layers=(layer,),
+        num_heads=query.shape[1],
+        num_kv_heads=key.shape[1],
+        key_dim=key.shape[3],
+        value_dim=value.shape[3],
+        sliding_window=sliding_window,
     )
     queries, keys, values = (x[0].transpose(0, 1) for x in (query, key, value))
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    params = AttentionParams(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap)
     parts = []
     start = 0
     for length in recording.lengths:
         rows = slice(start, start + length)
-        parts.append(prefill_attention(queries[rows], keys[rows], values[rows], scale, sliding_window, softcap))
+        parts.append(prefill_attention(queries[rows], keys[rows], values[rows], params))
         start += length
     return torch.cat(parts).unsqueeze(0), None
 
 
-def _checked_layers(name: str, architecture: str, hf_config: Any, recording: Recording) -> list[LayerSpec]:
+def _checked_groups(name: str, architecture: str, hf_config: Any, recording: Recording) -> tuple[CacheGroup, ...]:
     problems = list(recording.problems)
     expected = int(hf_config.num_hidden_layers)
     if sorted(recording.layers) != list(range(expected)):
         problems.append(f"{len(recording.layers)} of its {expected} layers attend to a key-value cache")
     for index, kind in enumerate(getattr(hf_config, "layer_types", None) or ()):
-        spec = recording.layers.get(index)
+        layer = recording.layers.get(index)
         if kind not in KNOWN_LAYER_TYPES:
             problems.append(f"layer {index} is of type {kind}")
-        elif kind == "sliding_attention" and spec is not None and spec.sliding_window is None:
+        elif kind == "sliding_attention" and layer is not None and layer.sliding_window is None:
             problems.append(f"layer {index} slides over a window that its attention call does not name")
     if _slides_by_mask_alone(hf_config, recording):
         problems.append(f"it slides over a window of {hf_config.sliding_window} that its attention calls do not name")
     if problems:
         raise UnsupportedModel(name, f"{architecture}: {problems[0]}, which the engine does not know how to run")
-    return [recording.layers[index] for index in range(expected)]
+    return grouped(recording.layers[index] for index in range(expected))
 
 
 def _slides_by_mask_alone(hf_config: Any, recording: Recording) -> bool:
@@ -187,7 +192,7 @@ def _slides_by_mask_alone(hf_config: Any, recording: Recording) -> bool:
         and getattr(hf_config, "use_sliding_window", True)
         and getattr(hf_config, "layer_types", None) is None
         and window < getattr(hf_config, "max_position_embeddings", math.inf)
-        and all(spec.sliding_window is None for spec in recording.layers.values())
+        and all(layer.sliding_window is None for layer in recording.layers.values())
     )
 
 
@@ -259,8 +264,8 @@ def _short_sequences(model: Any, hf_config: Any) -> torch.Tensor:
     return tokens
 
 
-def _long_sequence(model: Any, hf_config: Any, layers: Sequence[LayerSpec]) -> torch.Tensor:
-    windows = [spec.sliding_window for spec in layers if spec.sliding_window is not None]
+def _long_sequence(model: Any, hf_config: Any, groups: Sequence[CacheGroup]) -> torch.Tensor:
+    windows = [group.sliding_window for group in groups if group.sliding_window is not None]
     wanted = max([LONG, *(window + 20 for window in windows if window + 20 <= LONGEST)])
     return _spread_tokens(model, hf_config, min(wanted, _num_positions(hf_config)))
 
@@ -277,11 +282,11 @@ def _num_positions(hf_config: Any) -> int:
     return min([LONGEST, *known])
 
 
-def _num_first_layers(model: Any, hf_config: Any, layers: Sequence[LayerSpec]) -> int:
+def _num_first_layers(hf_config: Any, groups: Sequence[CacheGroup]) -> int:
     """Enough layers to include one of each kind, within limits; at least two, so that one feeds another."""
     types = getattr(hf_config, "layer_types", None) or ()
-    kinds = list(itertools.zip_longest(layers, types))
-    return min(len(layers), MAX_FIRST_LAYERS, max(2, *(kinds.index(kind) + 1 for kind in kinds)))
+    kinds = list(itertools.zip_longest(by_layer(groups), types))
+    return min(len(kinds), MAX_FIRST_LAYERS, max(2, *(kinds.index(kind) + 1 for kind in kinds)))
 
 
 def _set_attention(model: Any, implementation: str) -> None:

@@ -3,12 +3,13 @@ that fails can be undone and computed again."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 import torch
 
-from batchline.engine.kv_cache import LayerSpec
+from batchline.engine.kv_cache import CacheGroup, by_layer
 from batchline.engine.logits_processing import allow_only
 from batchline.engine.logprobs import token_logprobs
 from batchline.engine.model_runner import StepResult, selected_rows
@@ -36,9 +37,9 @@ class SequenceResult:
     error: EngineError | None = None
 
 
-def finite_reach(layers: SequenceOf[LayerSpec]) -> int | None:
+def finite_reach(groups: Iterable[CacheGroup]) -> int | None:
     """How many positions back NaN in keys and values is certain to show in a position's result; None is all."""
-    windows = [spec.sliding_window for spec in layers]
+    windows = [group.sliding_window for group in by_layer(groups)]
     return None if None in windows else sum(window - 1 for window in windows if window is not None)
 
 

@@ -7,7 +7,9 @@ import itertools
 import logging
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,14 +18,14 @@ from families import VOCAB, greedy_oracle, make_model
 
 from batchline.config import CacheConfig, Device, EngineConfig, ModelConfig, SchedulerConfig
 from batchline.engine import placement
-from batchline.engine.attention import prefill_attention
+from batchline.engine.attention import AttentionParams, prefill_attention
 from batchline.engine.core import Engine
 from batchline.engine.request import EmbeddingOutput, EmbeddingRequest, GenerationOutput, SamplingParams
 from batchline.engine.request import GenerationRequest as Request
 
 pytest.importorskip("triton")
 
-from batchline.engine.cuda.paged_attention import AttentionParams
+from batchline.engine.cuda.paged_attention import attend_tiles
 from batchline.engine.cuda.placement import CudaPlacement
 
 MAX_TOKENS = 5
@@ -186,12 +188,12 @@ def test_kernels_that_do_not_reproduce_the_logits_are_not_used(
     caplog: pytest.LogCaptureFixture,
     device: torch.device,
 ) -> None:
-    def twice_the_scale(scale: float, sliding_window: int | None, softcap: float | None) -> AttentionParams:
+    def with_twice_the_scale(queries: Any, cache: Any, tiles: Any, params: AttentionParams, *others: Any) -> None:
         if fault == "raises":
             raise RuntimeError("no kernel image is available")
-        return AttentionParams(2 * scale, sliding_window, softcap)
+        attend_tiles(queries, cache, tiles, replace(params, scale=2 * params.scale), *others)
 
-    monkeypatch.setattr("batchline.engine.cuda.layout.AttentionParams", twice_the_scale)
+    monkeypatch.setattr("batchline.engine.cuda.layout.attend_tiles", with_twice_the_scale)
     settings = config(make_model("llama", tmp_path, num_hidden_layers=2))
     loaded = Engine(settings).loaded
     assert placement._place_on_cuda(settings, loaded) is None
@@ -211,12 +213,7 @@ def plain_attend_fresh(
     assert longest == max(np.diff(edges))
     assert edges[-1] == len(queries)
     rows = [slice(*pair) for pair in itertools.pairwise(edges)]
-    return torch.cat(
-        [
-            prefill_attention(queries[r], keys[r], values[r], params.scale, params.sliding_window, params.softcap)
-            for r in rows
-        ]
-    )
+    return torch.cat([prefill_attention(queries[r], keys[r], values[r], params) for r in rows])
 
 
 def attend_fresh_wrongly(queries: torch.Tensor, *_: object) -> torch.Tensor:

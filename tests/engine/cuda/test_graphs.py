@@ -10,7 +10,7 @@ import torch
 
 from batchline.engine.attention import StepLayout
 from batchline.engine.cuda.packed_step import PackedStep
-from batchline.engine.kv_cache import KVCache, LayerSpec
+from batchline.engine.kv_cache import CacheGroup, CacheShape, KVCache
 
 pytest.importorskip("triton")
 
@@ -50,7 +50,8 @@ def model() -> Echo:
 
 @pytest.fixture
 def graphs(model: Echo) -> DecodeGraphs:
-    cache = KVCache([LayerSpec(1, 8, 8)], SCRATCH + 1, BLOCK_SIZE, torch.float32, torch.device("cpu"))
+    group = CacheGroup(layers=(0,), num_heads=1, num_kv_heads=1, key_dim=8, value_dim=8)
+    cache = KVCache(CacheShape((group,), BLOCK_SIZE, torch.float32), SCRATCH + 1, torch.device("cpu"))
     return DecodeGraphs(model, cache, record, max_num_seqs=12, max_model_len=40)  # type: ignore[arg-type]
 
 
@@ -110,12 +111,12 @@ def test_padding_rows_touch_the_scratch_block_alone(graphs: DecodeGraphs, model:
     layout = model.layout
     assert layout is not None
     assert layout.slots[3:].tolist() == [SCRATCH * BLOCK_SIZE + 3]
-    assert layout.decodes.tolist() == [[0, 1, 7, 1], [1, 1, 3, 3], [2, 1, 11, 4], [3, 1, 0, 0]]
-    assert layout.tables[:7].tolist() == [SCRATCH, 3, 4, 5, 6, 7, 8]
+    assert layout.decodes.numbers.tolist() == [[0, 1, 7, 1], [1, 1, 3, 3], [2, 1, 11, 4], [3, 1, 0, 0]]
+    assert layout.decodes.tables[:7].tolist() == [SCRATCH, 3, 4, 5, 6, 7, 8]
     assert len(layout.prefills) == 0
 
 
 def test_tables_of_the_longest_contexts_fit(graphs: DecodeGraphs, model: Echo) -> None:
     graphs.run(decodes([list(range(10))] * 12))
     assert model.layout is not None
-    assert model.layout.tables.tolist() == [SCRATCH, *list(range(10)) * 12]
+    assert model.layout.decodes.tables.tolist() == [SCRATCH, *list(range(10)) * 12]

@@ -13,18 +13,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchline.engine.attention import prefill_attention
+from batchline.engine.attention import AttentionParams, prefill_attention
 
 pytest.importorskip("triton")
 
 from batchline.engine.cuda.paged_attention import (
-    AttentionParams,
-    attend_decodes,
-    attend_prefills,
+    Tiles,
+    attend_tiles,
     choose_num_splits,
     queries_per_tile,
     write_cache,
 )
+from batchline.engine.kv_cache import LayerCache
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 """Norm of the error as a share of the expected norm."""
@@ -49,10 +49,8 @@ class Case:
     """A cache with some sequences in it, queries of their last positions, and what those should get."""
 
     queries: torch.Tensor
-    keys: torch.Tensor
-    values: torch.Tensor
-    tiles: torch.Tensor
-    tables: torch.Tensor
+    cache: LayerCache
+    tiles: Tiles
     expected: torch.Tensor
 
     def new_out(self) -> torch.Tensor:
@@ -79,8 +77,8 @@ def make_case(
     num_blocks = [-(-context // block_size) for context, _ in sequences]
     free = torch.randperm(sum(num_blocks) + 1, generator=generator).tolist()
     shape = (len(free), block_size, heads.num_kv_heads)
-    cached_keys = torch.full((*shape, heads.key_dim), float("nan"), dtype=dtype, device=device)
-    cached_values = torch.full((*shape, heads.value_dim), float("nan"), dtype=dtype, device=device)
+    dims = (heads.key_dim, heads.value_dim)
+    cache = LayerCache(*(torch.full((*shape, dim), float("nan"), dtype=dtype, device=device) for dim in dims))
     tiles: list[list[int]] = []
     tables: list[int] = []
     queries: list[torch.Tensor] = []
@@ -92,10 +90,10 @@ def make_case(
         # as a model's projections leave them: heads before tokens
         keys = random(heads.num_kv_heads, context, heads.key_dim).transpose(0, 1)
         values = random(heads.num_kv_heads, context, heads.value_dim).transpose(0, 1)
-        write_cache(keys, values, cached_keys, cached_values, slots.to(device))
+        write_cache(cache, slots.to(device), keys, values)
         queries.append(random(num_queries, num_heads, heads.key_dim))
         wide = (queries[-1].double(), keys.double(), values.double())
-        expected.append(prefill_attention(*wide, params.scale, params.sliding_window, params.softcap))
+        expected.append(prefill_attention(*wide, params))
         for offset in range(0, num_queries, max_queries):
             size = min(max_queries, num_queries - offset)
             tiles.append([first_row + offset, size, context - num_queries + offset, len(tables)])
@@ -103,23 +101,15 @@ def make_case(
         first_row += num_queries
     return Case(
         queries=torch.cat(queries),
-        keys=cached_keys,
-        values=cached_values,
-        tiles=torch.tensor(tiles, device=device),
-        tables=torch.tensor(tables, device=device),
+        cache=cache,
+        tiles=Tiles(torch.tensor(tiles, device=device), torch.tensor(tables, device=device), max_queries),
         expected=torch.cat(expected),
     )
 
 
-def decode(case: Case, params: AttentionParams, num_splits: int) -> torch.Tensor:
+def attend(case: Case, params: AttentionParams, num_splits: int = 1) -> torch.Tensor:
     out = case.new_out()
-    attend_decodes(case.queries, case.keys, case.values, out, case.tiles, case.tables, params, num_splits)
-    return out
-
-
-def prefill(case: Case, params: AttentionParams, max_queries: int) -> torch.Tensor:
-    out = case.new_out()
-    attend_prefills(case.queries, case.keys, case.values, out, case.tiles, case.tables, params, max_queries)
+    attend_tiles(case.queries, case.cache, case.tiles, params, out, num_splits)
     return out
 
 
@@ -165,7 +155,7 @@ def test_decodes_see_their_context_and_nothing_else(
 ) -> None:
     sequences = [(length, 1) for length in lengths]
     case = make_case(device, dtype, heads, sequences, params, block_size=block_size)
-    assert_close(decode(case, params, num_splits), case.expected)
+    assert_close(attend(case, params, num_splits), case.expected)
 
 
 @settings(deadline=None, max_examples=8)
@@ -189,23 +179,23 @@ def test_prefill_chunks_see_what_is_before_each_query(
     sequences = [(length, max(1, int(length * share))) for length in lengths]
     max_queries = queries_per_tile(heads.group)
     case = make_case(device, dtype, heads, sequences, params, block_size=block_size, max_queries=max_queries)
-    assert_close(prefill(case, params, max_queries), case.expected)
+    assert_close(attend(case, params), case.expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_large_heads_and_many_query_heads_to_a_key(device: torch.device, dtype: torch.dtype) -> None:
-    params = AttentionParams(256**-0.5, None, None)
+    params = AttentionParams(256**-0.5)
     heads = Heads(num_kv_heads=1, group=71, key_dim=256, value_dim=256)
     case = make_case(device, dtype, heads, [(40, 3), (17, 1)], params, max_queries=queries_per_tile(71))
-    assert_close(prefill(case, params, queries_per_tile(71)), case.expected)
+    assert_close(attend(case, params), case.expected)
 
 
 def test_the_number_of_parts_does_not_change_what_a_decode_gets(device: torch.device) -> None:
-    params = AttentionParams(0.25, None, None)
+    params = AttentionParams(0.25)
     case = make_case(device, torch.float32, Heads(2, 3, 16, 16), [(1, 1), (64, 1), (1000, 1)], params)
-    whole = decode(case, params, 1)
+    whole = attend(case, params)
     for num_splits in (2, 4, 16, 32):
-        torch.testing.assert_close(decode(case, params, num_splits), whole, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(attend(case, params, num_splits), whole, rtol=1e-5, atol=1e-6)
 
 
 def test_contexts_are_split_only_where_decodes_do_not_fill_the_device() -> None:
@@ -223,12 +213,11 @@ def test_contexts_are_split_only_where_decodes_do_not_fill_the_device() -> None:
 
 
 def test_slots_outside_of_the_step_keep_what_they_hold(device: torch.device) -> None:
-    cached_keys = torch.full((2, 4, 3, 24), 7.0, device=device)
-    cached_values = torch.full((2, 4, 3, 8), 7.0, device=device)
+    cache = LayerCache(torch.full((2, 4, 3, 24), 7.0, device=device), torch.full((2, 4, 3, 8), 7.0, device=device))
     keys, values = torch.randn(2, 3, 24, device=device), torch.randn(2, 3, 8, device=device)
-    write_cache(keys, values, cached_keys, cached_values, torch.tensor([6, 1], device=device))
-    assert torch.equal(cached_keys.flatten(0, 1)[[6, 1]], keys)
-    assert torch.equal(cached_values.flatten(0, 1)[[6, 1]], values)
+    write_cache(cache, torch.tensor([6, 1], device=device), keys, values)
+    assert torch.equal(cache.keys.flatten(0, 1)[[6, 1]], keys)
+    assert torch.equal(cache.values.flatten(0, 1)[[6, 1]], values)
     others = [0, 2, 3, 4, 5, 7]
-    assert (cached_keys.flatten(0, 1)[others] == 7.0).all()
-    assert (cached_values.flatten(0, 1)[others] == 7.0).all()
+    assert (cache.keys.flatten(0, 1)[others] == 7.0).all()
+    assert (cache.values.flatten(0, 1)[others] == 7.0).all()

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from batchline.engine.cuda.paged_attention import AttentionParams
+from batchline.engine.attention import AttentionParams
 
 FLASH_DTYPES = (torch.float16, torch.bfloat16)
 MAX_HEAD_DIM = 256

@@ -19,7 +19,7 @@ import torch
 
 from batchline.engine.cuda.layout import CudaLayout, on_host
 from batchline.engine.cuda.packed_step import PackedStep
-from batchline.engine.cuda.paged_attention import TILE_FIELDS
+from batchline.engine.cuda.paged_attention import TILE_FIELDS, Tiles
 from batchline.engine.forward import Forward
 from batchline.engine.kv_cache import KVCache
 
@@ -71,7 +71,7 @@ class DecodeGraphs:
         self._sizes = graph_sizes(max_num_seqs)
         self._blank = _blank(max_num_seqs, cache.num_blocks - 1, cache.block_size)
         max_tables = max_num_seqs * -(-max_model_len // cache.block_size)
-        device = cache.keys[0].device
+        device = cache.device
         self._inputs = torch.zeros(len(self._blank) + max_tables, dtype=torch.int64, device=device)
         self._inputs[: len(self._blank)] = torch.from_numpy(self._blank)
         self._logits, self._hidden = self._make_outputs()
@@ -121,12 +121,10 @@ class DecodeGraphs:
         layout = CudaLayout(
             cache=self._cache,
             slots=slots[:size],
-            tables=tables,
-            decodes=tiles[:size],
-            prefills=tiles[:0],
+            decodes=Tiles(tiles[:size], tables, 1),
+            prefills=Tiles(tiles[:0], tables, 1),
             num_chunked=0,
             fresh=(),
-            max_queries=1,
         )
         return tokens[:size], positions[:size], layout
 

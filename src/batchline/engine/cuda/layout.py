@@ -7,15 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from batchline.engine.attention import AttentionParams
 from batchline.engine.cuda.flash import attend_fresh, can_flash
 from batchline.engine.cuda.packed_step import PackedStep
-from batchline.engine.cuda.paged_attention import (
-    AttentionParams,
-    attend_decodes,
-    attend_prefills,
-    choose_num_splits,
-    write_cache,
-)
+from batchline.engine.cuda.paged_attention import Tiles, attend_tiles, choose_num_splits, write_cache
 from batchline.engine.kv_cache import KVCache
 
 INTERPRETER_PROCESSORS = 4
@@ -34,55 +29,36 @@ class FreshRows:
 
 @dataclass(frozen=True, slots=True)
 class CudaLayout:
-    """The tensors of a `PackedStep`, int64, on the cache's device. max_queries: the limit of a prefill's tile."""
+    """A step's tensors on the cache's device. slots: (num_tokens,) int64. Of the prefills, the first `num_chunked`
+    continue a context; the others are the tiles of `fresh`."""
 
     cache: KVCache
     slots: torch.Tensor
-    tables: torch.Tensor
-    decodes: torch.Tensor
-    prefills: torch.Tensor
+    decodes: Tiles
+    prefills: Tiles
     num_chunked: int
     fresh: tuple[FreshRows, ...]
-    max_queries: int
 
     def attend(
-        self,
-        layer: int,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        scale: float,
-        sliding_window: int | None,
-        softcap: float | None,
+        self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams
     ) -> torch.Tensor:
-        """Write the step's keys and values, then attend. Shapes as `attention.StepLayout.attend`."""
-        params = AttentionParams(scale, sliding_window, softcap)
+        """See `attention.StepLayout.attend`."""
         queries, keys, values = (x if x.stride(-1) == 1 else x.contiguous() for x in (queries, keys, values))
-        cached_keys, cached_values = self.cache.keys[layer], self.cache.values[layer]
-        write_cache(keys, values, cached_keys, cached_values, self.slots)
+        cache = self.cache.layers[layer]
+        write_cache(cache, self.slots, keys, values)
         out = queries.new_empty(queries.shape[0], queries.shape[1], values.shape[-1])
         if len(self.decodes):
             splits = choose_num_splits(len(self.decodes), keys.shape[1], num_processors(queries.device))
-            attend_decodes(queries, cached_keys, cached_values, out, self.decodes, self.tables, params, splits)
+            attend_tiles(queries, cache, self.decodes, params, out, splits)
         prefills = self.prefills
         if self.fresh and can_flash(queries, values, params):
-            self._attend_fresh(queries, keys, values, out, params)
-            prefills = prefills[: self.num_chunked]
+            for run in self.fresh:
+                rows = slice(run.start, run.end)
+                out[rows] = attend_fresh(queries[rows], keys[rows], values[rows], run.bounds, run.longest, params)
+            prefills = prefills.first(self.num_chunked)
         if len(prefills):
-            attend_prefills(queries, cached_keys, cached_values, out, prefills, self.tables, params, self.max_queries)
+            attend_tiles(queries, cache, prefills, params, out)
         return out
-
-    def _attend_fresh(
-        self,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        out: torch.Tensor,
-        params: AttentionParams,
-    ) -> None:
-        for run in self.fresh:
-            rows = slice(run.start, run.end)
-            out[rows] = attend_fresh(queries[rows], keys[rows], values[rows], run.bounds, run.longest, params)
 
 
 def num_processors(device: torch.device) -> int:
@@ -116,15 +92,13 @@ def send_step(
     layout = CudaLayout(
         cache=cache,
         slots=slots,
-        tables=tables,
-        decodes=decodes.view(packed.decodes.shape),
-        prefills=prefills.view(packed.prefills.shape),
+        decodes=Tiles(decodes.view(packed.decodes.shape), tables, 1),
+        prefills=Tiles(prefills.view(packed.prefills.shape), tables, max_queries),
         num_chunked=packed.num_chunked,
         fresh=tuple(
             FreshRows(int(run.bounds[0]), int(run.bounds[-1]), bound.int(), run.longest)
             for run, bound in zip(runs, fresh, strict=True)
         ),
-        max_queries=max_queries,
     )
     return StepTensors(tokens, positions, rows, layout)
 

@@ -8,11 +8,13 @@ depend on the layout's tensors, never on their contents, so a launch can be reco
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from batchline.engine.attention import AttentionParams
 from batchline.engine.cuda.kernels import attend_kernel, combine_kernel, write_kernel
+from batchline.engine.kv_cache import LayerCache
 
 TILE_FIELDS = 4
 LOG2_E = math.log2(math.e)
@@ -28,30 +30,34 @@ PREFILL_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionParams:
-    """How one layer attends. sliding_window: positions looked back on, the query's own included; None for all."""
+class Tiles:
+    """Tiles of a step on the device (see `kernels.py`), of at most `max_queries` queries each.
 
-    scale: float
-    sliding_window: int | None
-    softcap: float | None
+    numbers: (n, TILE_FIELDS) int64. tables: int64, the block tables that they refer to.
+    """
+
+    numbers: torch.Tensor
+    tables: torch.Tensor
+    max_queries: int
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def first(self, count: int) -> Tiles:
+        """The first tiles."""
+        return replace(self, numbers=self.numbers[:count])
 
 
-def write_cache(
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    cached_keys: torch.Tensor,
-    cached_values: torch.Tensor,
-    slots: torch.Tensor,
-) -> None:
-    """Store new positions. keys, values: (num_tokens, num_kv_heads, dim), their last dimension contiguous;
-    cached_keys, cached_values: (num_blocks, block_size, num_kv_heads, dim); slots: (num_tokens,) int64."""
+def write_cache(cache: LayerCache, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+    """Store new positions. slots: (num_tokens,) int64; keys, values: (num_tokens, num_kv_heads, dim), their last
+    dimension contiguous."""
     num_tokens, num_kv_heads, key_dim = keys.shape
     value_dim = values.shape[2]
     write_kernel[(num_tokens,)](
         keys,
         values,
-        cached_keys,
-        cached_values,
+        cache.keys,
+        cache.values,
         slots,
         keys.stride(0),
         keys.stride(1),
@@ -66,56 +72,37 @@ def write_cache(
     )
 
 
-def attend_decodes(
+def attend_tiles(
     queries: torch.Tensor,
-    cached_keys: torch.Tensor,
-    cached_values: torch.Tensor,
-    out: torch.Tensor,
-    tiles: torch.Tensor,
-    tables: torch.Tensor,
+    cache: LayerCache,
+    tiles: Tiles,
     params: AttentionParams,
-    num_splits: int,
+    out: torch.Tensor,
+    num_splits: int = 1,
 ) -> None:
-    """Attention of tiles of one query each, their contexts in `num_splits` parts (a power of two).
+    """Attention of all tiles. With one query per tile, contexts may be read in `num_splits` parts (a power of two).
 
     queries: (num_tokens, num_heads, key_dim), last dimension contiguous; out: (num_tokens, num_heads, value_dim),
     contiguous, of which the tiles' rows are written.
     """
-    num_heads, value_dim = out.shape[1:]
-    rows = max(MIN_LANES, _power_of_two(num_heads // cached_keys.shape[2]))
     if num_splits == 1:
-        _launch(queries, cached_keys, cached_values, out, None, tiles, tables, params, rows, 1)
+        _launch(queries, cache, tiles, params, out, None)
         return
+    num_heads, value_dim = out.shape[1:]
     parts = out.new_empty(len(tiles), num_heads, num_splits, value_dim, dtype=torch.float32)
     log_sums = out.new_empty(len(tiles), num_heads, num_splits, dtype=torch.float32)
-    _launch(queries, cached_keys, cached_values, parts, log_sums, tiles, tables, params, rows, num_splits)
+    _launch(queries, cache, tiles, params, parts, log_sums)
     combine_kernel[(len(tiles), num_heads)](
         parts,
         log_sums,
         out,
-        tiles,
+        tiles.numbers,
         HEADS=num_heads,
         VALUE_DIM=value_dim,
         VALUE_LANES=_power_of_two(value_dim),
         SPLITS=num_splits,
         FIELDS=TILE_FIELDS,
     )
-
-
-def attend_prefills(
-    queries: torch.Tensor,
-    cached_keys: torch.Tensor,
-    cached_values: torch.Tensor,
-    out: torch.Tensor,
-    tiles: torch.Tensor,
-    tables: torch.Tensor,
-    params: AttentionParams,
-    max_queries: int,
-) -> None:
-    """Attention of tiles of at most `max_queries` queries. Shapes as `attend_decodes`."""
-    group = queries.shape[1] // cached_keys.shape[2]
-    rows = max(MIN_LANES, _power_of_two(group * max_queries))
-    _launch(queries, cached_keys, cached_values, out, None, tiles, tables, params, rows, 1)
 
 
 def queries_per_tile(group: int) -> int:
@@ -134,42 +121,40 @@ def choose_num_splits(num_tiles: int, num_kv_heads: int, num_processors: int) ->
 
 def _launch(
     queries: torch.Tensor,
-    cached_keys: torch.Tensor,
-    cached_values: torch.Tensor,
+    cache: LayerCache,
+    tiles: Tiles,
+    params: AttentionParams,
     out: torch.Tensor,
     log_sums: torch.Tensor | None,
-    tiles: torch.Tensor,
-    tables: torch.Tensor,
-    params: AttentionParams,
-    rows: int,
-    num_splits: int,
 ) -> None:
-    """out: (num_tokens, num_heads, value_dim), or with splits their parts (num_tiles, num_heads, splits, value_dim)."""
-    block_size, num_kv_heads, key_dim = cached_keys.shape[1:]
-    num_heads = queries.shape[1]
-    value_dim = cached_values.shape[3]
+    """out: (num_tokens, num_heads, value_dim); or the contexts' parts, (num_tiles, num_heads, splits, value_dim), with
+    log_sums: (num_tiles, num_heads, splits)."""
+    block_size, num_kv_heads, key_dim = cache.keys.shape[1:]
+    group = queries.shape[1] // num_kv_heads
+    value_dim = cache.values.shape[3]
+    num_splits = 1 if log_sums is None else log_sums.shape[2]
     scale, softcap = params.scale * LOG2_E, 1.0
     if params.softcap is not None:
         scale, softcap = params.scale / params.softcap, params.softcap * LOG2_E
     attend_kernel[(len(tiles), num_kv_heads, num_splits)](
         queries,
-        cached_keys,
-        cached_values,
+        cache.keys,
+        cache.values,
         out,
         log_sums,
-        tiles,
-        tables,
+        tiles.numbers,
+        tiles.tables,
         queries.stride(0),
         queries.stride(1),
         scale,
         softcap,
-        HEADS=num_heads,
-        GROUP=num_heads // num_kv_heads,
+        HEADS=queries.shape[1],
+        GROUP=group,
         KEY_DIM=key_dim,
         VALUE_DIM=value_dim,
         KEY_LANES=max(MIN_LANES, _power_of_two(key_dim)),
         VALUE_LANES=max(MIN_LANES, _power_of_two(value_dim)),
-        ROWS=rows,
+        ROWS=max(MIN_LANES, _power_of_two(group * tiles.max_queries)),
         KEYS=_keys_at_once(max(key_dim, value_dim) * queries.element_size()),
         BLOCK_SIZE=block_size,
         WINDOW=params.sliding_window or 0,

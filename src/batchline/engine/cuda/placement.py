@@ -13,7 +13,7 @@ from batchline.engine.cuda.graphs import CudaRecorder, DecodeGraphs, Recorder
 from batchline.engine.cuda.runner import CudaRunner
 from batchline.engine.cuda.trial import LENGTHS, agree, bytes_of_step, largest_step, num_trial_blocks
 from batchline.engine.forward import Forward
-from batchline.engine.kv_cache import KVCache, bytes_per_block
+from batchline.engine.kv_cache import KVCache
 from batchline.engine.memory import free_bytes
 from batchline.engine.model_loader import LoadedModel
 from batchline.engine.model_runner import ModelRunner
@@ -31,6 +31,7 @@ class CudaPlacement:
         """new_recorder: makes a recorder of decode steps."""
         self._config = config
         self._loaded = loaded
+        self._shape = loaded.cache_shape(config.cache.block_size)
         self._forward = Forward(loaded.model)
         self._new_recorder = new_recorder
         self._use_flash = False
@@ -38,7 +39,7 @@ class CudaPlacement:
     @property
     def block_bytes(self) -> int:
         """See `Placement`."""
-        return bytes_per_block(self._loaded.layers, self._config.cache.block_size, self._loaded.dtype)
+        return self._shape.block_bytes
 
     def reproduces_torch(self) -> bool:
         """Whether the kernels give the same logits as attention in torch, up to rounding. Also enables FlashAttention
@@ -92,15 +93,15 @@ class CudaPlacement:
         return works
 
     def _agrees(self, *, use_flash: bool) -> bool:
-        size, dtype = self._config.cache.block_size, self._loaded.dtype
+        size = self._shape.block_size
         num_blocks = num_trial_blocks(size)
         runner = self._runner(self._cache(num_blocks), use_flash=use_flash)
         reference = ModelRunner(self._loaded, self._cache(num_blocks), self._forward)
-        return agree(runner, reference, self._loaded.vocab_size, size, dtype)
+        return agree(runner, reference, self._loaded.vocab_size, size, self._loaded.dtype)
 
     def _bytes_of_steps(self) -> int:
         """The memory of the largest step, and of the graphs if there will be any: a decode step and their inputs."""
-        size, limits = self._config.cache.block_size, self._config.scheduler
+        size, limits = self._shape.block_size, self._config.scheduler
         max_len = self._loaded.max_model_len
         runner = self._runner(self._cache(1), use_flash=self._use_flash)
         largest = largest_step(limits.max_num_batched_tokens, limits.max_num_seqs, max_len, size)
@@ -112,8 +113,7 @@ class CudaPlacement:
         return taken
 
     def _cache(self, num_blocks: int) -> KVCache:
-        loaded = self._loaded
-        return KVCache(loaded.layers, num_blocks, self._config.cache.block_size, loaded.dtype, loaded.device)
+        return KVCache(self._shape, num_blocks, self._loaded.device)
 
     def _runner(self, cache: KVCache, *, use_flash: bool, graphs: DecodeGraphs | None = None) -> CudaRunner:
         return CudaRunner(self._loaded, self._forward, cache, use_flash=use_flash, graphs=graphs)

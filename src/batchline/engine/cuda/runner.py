@@ -37,7 +37,7 @@ class CudaRunner:
         self._cache = cache
         self._use_flash = use_flash
         self._graphs = graphs
-        self._max_queries = queries_per_tile(max(spec.group for spec in loaded.layers))
+        self._max_queries = queries_per_tile(max(group.num_heads // group.num_kv_heads for group in loaded.groups))
 
     @torch.inference_mode()
     def run(self, step: Step) -> StepResult:
