@@ -14,8 +14,10 @@ import pytest
 from families import greedy_oracle, make_model
 
 from batchline.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from batchline.engine import core
 from batchline.engine.async_engine import AsyncEngine
 from batchline.engine.model_runner import ModelRunner, StepResult
+from batchline.engine.packed_step import PackedStep, pack
 from batchline.engine.request import EmbeddingRequest, GenerationOutput, GenerationRequest, SamplingParams
 from batchline.engine.scheduler import Step
 from batchline.errors import EngineDead, EngineOutOfMemory, ModelLoadError
@@ -194,7 +196,7 @@ async def test_urgent_request_overtakes_those_that_wait(engine: AsyncEngine) -> 
 async def test_death_of_the_thread_reaches_every_call_now_and_later(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(runner: ModelRunner, step: Step) -> StepResult:
+    def broken(runner: ModelRunner, step: PackedStep) -> StepResult:
         raise RuntimeError("device-side assert")
 
     monkeypatch.setattr(ModelRunner, "run", broken)
@@ -212,14 +214,12 @@ async def test_death_of_the_thread_reaches_every_call_now_and_later(
 async def test_request_that_does_not_fit_fails_alone(
     engine: AsyncEngine, expected: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_step = ModelRunner.run
-
-    def short_of_memory(runner: ModelRunner, step: Step) -> StepResult:
+    def short_of_memory(step: Step, block_size: int) -> PackedStep:
         if any(chunk.sequence.num_prompt_tokens == len(PROMPTS[7]) for chunk in step.chunks):
             raise RuntimeError("can't allocate memory")
-        return run_step(runner, step)
+        return pack(step, block_size)
 
-    monkeypatch.setattr(ModelRunner, "run", short_of_memory)
+    monkeypatch.setattr(core, "pack", short_of_memory)
     answers = await asyncio.gather(*(tokens_of(engine, request(i)) for i in range(12)), return_exceptions=True)
     assert isinstance(answers.pop(7), EngineOutOfMemory)
     assert answers == expected[:7] + expected[8:]

@@ -17,6 +17,7 @@ from batchline.config import CacheConfig, EngineConfig, ModelConfig, SchedulerCo
 from batchline.engine import core, step_results
 from batchline.engine.core import Engine, Output
 from batchline.engine.model_runner import ModelRunner, StepResult
+from batchline.engine.packed_step import PackedStep
 from batchline.engine.request import (
     EmbeddingOutput,
     EmbeddingRequest,
@@ -26,7 +27,6 @@ from batchline.engine.request import (
     SamplingParams,
 )
 from batchline.engine.sampler import sample
-from batchline.engine.scheduler import Step
 from batchline.errors import EngineOutOfMemory
 
 PROMPT = tuple(range(10, 30))
@@ -239,7 +239,7 @@ def test_logits_for_prompt_logprobs_are_bounded_in_memory(
     num_rows = []
     run_step = ModelRunner.run
 
-    def watched(runner: ModelRunner, step: Step) -> StepResult:
+    def watched(runner: ModelRunner, step: PackedStep) -> StepResult:
         result = run_step(runner, step)
         num_rows.append(len(result.logits))
         return result
@@ -353,7 +353,7 @@ class Flaky:
         self.sizes: list[tuple[int, int]] = []
         run_step = ModelRunner.run
 
-        def flaky(runner: ModelRunner, step: Step) -> StepResult:
+        def flaky(runner: ModelRunner, step: PackedStep) -> StepResult:
             self.sizes.append((step.num_tokens, len(step.chunks)))
             if len(self.sizes) <= times or step.num_tokens > above:
                 raise error

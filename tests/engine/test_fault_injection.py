@@ -15,10 +15,12 @@ import torch
 from families import make_model
 
 from batchline.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
-from batchline.engine import core, forward, step_results
+from batchline.engine import core, step_results
 from batchline.engine.block_pool import BlockPool
 from batchline.engine.core import Engine, Output
-from batchline.engine.model_runner import ModelRunner
+from batchline.engine.kv_cache import KVCache
+from batchline.engine.model_runner import Forward, ModelRunner
+from batchline.engine.native_cache import NativeKVCache
 from batchline.engine.request import (
     EmbeddingOutput,
     EmbeddingRequest,
@@ -31,6 +33,7 @@ from batchline.engine.scheduler import Scheduler
 from batchline.engine.sequence import Sequence
 from batchline.engine.token_masks import StepMasks, TokenMasks
 from batchline.errors import EngineOutOfMemory, SequenceFailed
+from batchline.native.library import open_kernels
 
 SHARED = tuple(range(40, 72))
 """A prefix of two blocks that several requests share."""
@@ -173,10 +176,11 @@ CALLS: dict[str, tuple[Any, str]] = {
     "chunk": (Scheduler, "_schedule_chunk"),
     "masks": (TokenMasks, "start"),
     "mask rows": (StepMasks, "rows"),
+    "pack": (core, "pack"),
     "layout": (ModelRunner, "_layout"),
-    "forward": (forward.Forward, "__call__"),
+    "forward": (Forward, "__call__"),
     "run": (ModelRunner, "run"),
-    "clear": (ModelRunner, "clear"),
+    "clear": (KVCache if open_kernels("auto") is None else NativeKVCache, "clear"),
     "prompt logprobs": (step_results, "note_prompt_logprobs"),
     "sample": (step_results, "sample"),
     "logprobs": (step_results, "token_logprobs"),
@@ -251,7 +255,7 @@ def failing_for(function: Callable[..., Any], error: BaseException, request_id: 
     return call
 
 
-OF_SEQUENCES = ["chunk", "masks", "layout", "run", "prompt logprobs", "sample", "append", "outputs", "add", "check"]
+OF_SEQUENCES = ["chunk", "masks", "pack", "prompt logprobs", "sample", "append", "outputs", "add", "check"]
 
 
 @error_kinds
@@ -289,7 +293,7 @@ def test_whichever_it_is_the_culprit_is_found(
     engine: Engine, undisturbed: dict[str, Answer], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(ModelRunner, "run", failing_for(ModelRunner.run, ERRORS[1], name))
+        patch.setattr(core, "pack", failing_for(core.pack, ERRORS[1], name))
         answers = run(engine, OddTokens())
     assert isinstance(answers[name], RequestFailed)
     assert_others_are_undisturbed(answers, undisturbed, name)
@@ -301,7 +305,7 @@ def test_several_culprits_are_all_found(
     culprits = ["drawn", "stream", "embedding"]
     with monkeypatch.context() as patch:
         for name in culprits:
-            patch.setattr(ModelRunner, "run", failing_for(ModelRunner.run, ERRORS[0], name))
+            patch.setattr(core, "pack", failing_for(core.pack, ERRORS[0], name))
         answers = run(engine, OddTokens())
     assert sorted(name for name, found in answers.items() if isinstance(found, RequestFailed)) == sorted(culprits)
     assert_others_are_undisturbed(answers, undisturbed, *culprits)
@@ -328,7 +332,7 @@ def test_engine_that_fails_on_a_harmless_sequence_too_ends_with_the_first_cause(
         raise RuntimeError("device-side assert triggered")
 
     with monkeypatch.context() as patch:
-        patch.setattr(forward.Forward, "__call__", broken)
+        patch.setattr(Forward, "__call__", broken)
         for request in requests(OddTokens()):
             engine.add(request)
         outputs: list[Output] = []

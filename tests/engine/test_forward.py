@@ -10,10 +10,10 @@ import torch
 from families import make_model
 
 from batchline.config import ModelConfig
-from batchline.engine.forward import Forward
 from batchline.engine.kv_cache import KVCache
 from batchline.engine.model_loader import LoadedModel, load_model
-from batchline.engine.model_runner import ModelRunner
+from batchline.engine.model_runner import Forward, ModelRunner
+from batchline.engine.packed_step import pack
 from batchline.engine.request import GenerationRequest, SamplingParams
 from batchline.engine.scheduler import Chunk, Step
 from batchline.engine.sequence import Sequence
@@ -29,7 +29,7 @@ def run_step(loaded: LoadedModel, block: int = 0) -> tuple[torch.Tensor, torch.T
     sequence = Sequence(request, seed=0)
     sequence.block_table = [block]
     cache = KVCache(loaded.cache_shape(16), 1, loaded.device)
-    result = ModelRunner(loaded, cache).run(Step((Chunk(sequence, 0, 3),)))
+    result = ModelRunner(Forward(loaded.model), cache).run(pack(Step((Chunk(sequence, 0, 3),)), 16))
     return result.logits, result.hidden
 
 

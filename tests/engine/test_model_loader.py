@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from batchline.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from batchline.engine.core import Engine
+from batchline.engine.kv_cache import CacheGroup, by_layer
 from batchline.engine.model_loader import choose_device, choose_dtype, load_model
 from batchline.errors import ModelLoadError, UnsupportedModel
 
@@ -47,12 +49,19 @@ def test_loaded_model_tells_what_the_engine_must_know(folder: Path) -> None:
         512,
         512,
     )
-    assert [(s.num_kv_heads, s.key_dim, s.value_dim, s.sliding_window) for s in loaded.layers] == [
-        (2, 16, 16, None)
-    ] * 4
+    group = CacheGroup(layers=(0, 1, 2, 3), num_heads=4, num_kv_heads=2, key_dim=16, value_dim=16)
+    assert loaded.groups == (group,)
+    assert loaded.cache_shape(16).block_bytes == 16 * 4 * 2 * (16 + 16) * 4
     assert loaded.eos_token_ids == {2}
     assert not loaded.model.training
     assert not any(parameter.requires_grad for parameter in loaded.model.parameters())
+
+
+def test_layers_with_and_without_a_window_are_cache_groups_of_their_own(tmp_path: Path) -> None:
+    loaded = load_model(settings(make_model("gemma2", tmp_path)))
+    full = CacheGroup(layers=(1, 3), num_heads=4, num_kv_heads=2, key_dim=32, value_dim=32)
+    assert loaded.groups == (replace(full, layers=(0, 2), sliding_window=24), full)
+    assert [group.sliding_window for group in by_layer(loaded.groups)] == [24, None, 24, None]
 
 
 def test_overrides_of_the_config_reach_the_model(folder: Path) -> None:

@@ -21,6 +21,7 @@ from batchline.config import EngineConfig
 from batchline.engine.block_pool import BlockPool
 from batchline.engine.cache_memory import CacheMemory
 from batchline.engine.model_loader import load_model
+from batchline.engine.packed_step import pack
 from batchline.engine.placement import choose_kernels, place, record_of, size_cache
 from batchline.engine.recovery import FaultSearch, StepSize, canary, drop_locals, reraise_interrupt
 from batchline.engine.request import (
@@ -159,9 +160,7 @@ class Engine:
         """Run and sample. Changes no sequence in a way that would take effect twice if the step is computed again."""
         masks = self._masks.start([chunk.sequence for chunk in step.chunks if chunk.is_last])
         try:
-            if step.blocks_to_clear:
-                self._runner.clear(step.blocks_to_clear)
-            result = self._runner.run(step)
+            result = self._runner.run(pack(step, self.scheduler.pool.block_size))
             self._steps += 1
             return read_results(step, result, masks, self.vocab_size, self._reach)
         finally:

@@ -7,10 +7,11 @@ whose caches have the same shape form a group; the probe of the model finds the 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from batchline.config import CacheConfig
@@ -88,6 +89,7 @@ class KVCache:
     """The cache in torch's layout. layers: the cache of each layer."""
 
     def __init__(self, shape: CacheShape, num_blocks: int, device: torch.device) -> None:
+        self.shape = shape
         self.block_size = shape.block_size
         self.num_blocks = num_blocks
         self.device = device
@@ -101,9 +103,9 @@ class KVCache:
             for group in by_layer(shape.groups)
         ]
 
-    def clear(self, blocks: Sequence[int]) -> None:
-        """Set whole blocks to 0."""
-        numbers = torch.tensor(blocks, dtype=torch.int64, device=self.device)
+    def clear(self, blocks: np.ndarray) -> None:
+        """Set whole blocks to 0. blocks: (n,) int64."""
+        numbers = torch.from_numpy(blocks).to(self.device)
         for layer in self.layers:
             for tensor in layer:
                 tensor.index_fill_(0, numbers, 0)

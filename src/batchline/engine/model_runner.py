@@ -1,33 +1,46 @@
-"""Runs one packed forward pass: from a step's chunks to the logits of the positions that need them.
+"""Runs one packed forward pass: from a packed step to the logits of the rows that need them.
 
-Builds the step's input rows and their layout (in numpy, then one transfer each), calls the `transformers` model, and
-returns logits only for the requested rows. Holds the KV cache; knows nothing about sampling or scheduling.
+Makes the step's layout of attention (in numpy, then one transfer each), calls the `transformers` model, and returns
+logits only for the wanted rows. Holds the KV cache; knows nothing about sequences, sampling or scheduling.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from operator import itemgetter
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from batchline.engine.attention import DecodeGroup, PrefillChunk, StepLayout, TorchLayout
-from batchline.engine.forward import Forward
 from batchline.engine.kv_cache import KVCache
-from batchline.engine.model_loader import LoadedModel
-from batchline.engine.native_cache import NativeKVCache
-from batchline.engine.native_layout import NativeLayout
-from batchline.engine.scheduler import Chunk, Step
+from batchline.engine.native_cache import NativeKVCache, NativeLayout
+from batchline.engine.packed_step import PackedStep
 
 MAX_PADDING = 1.25
 """Decodes form a group if its longest context is at most this many times its shortest."""
 
 
+Decode = tuple[int, int, np.ndarray]
+"""A decode's row, the length of its context, and its blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInputs:
+    """A packed step on the model's device. tokens, positions: (num_tokens,) int64. rows: whose logits are wanted; None
+    for all."""
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    rows: torch.Tensor | None
+    layout: StepLayout
+
+
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """logits: (num_rows, vocab) float32 of the selected rows; hidden: (num_rows, hidden_size), the inputs of the
+    """logits: (num_rows, vocab) float32 of the wanted rows; hidden: (num_rows, hidden_size), the inputs of the
     language-model head for them."""
 
     logits: torch.Tensor
@@ -37,117 +50,90 @@ class StepResult:
 class StepRunner(Protocol):
     """Computes steps of one model over one cache."""
 
-    def run(self, step: Step) -> StepResult:
-        """Compute the step. The result has rows for each chunk in order: its last position if it `is_last`, or every
-        position if prompt log-probabilities are wanted (see `selected_rows`). The next step may overwrite the result,
-        and the caller may modify it."""
+    def run(self, step: PackedStep) -> StepResult:
+        """Compute the step. The result has a row for each of `step.rows`. The next step may overwrite the result, and
+        the caller may modify it."""
 
-    def clear(self, blocks: Sequence[int]) -> None:
-        """Set blocks of the cache to 0."""
+
+class Forward:
+    """One model's forward pass. It hooks the model's head only during calls, so the model stays unchanged."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def __call__(self, inputs: ModelInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        """(logits, hidden), a row for each wanted row. Neither is a copy."""
+        given: list[torch.Tensor] = []
+        hook = self._model.get_output_embeddings().register_forward_pre_hook(
+            lambda _head, arguments: given.append(arguments[0])
+        )
+        try:
+            output = self._model(
+                input_ids=inputs.tokens[None],
+                position_ids=inputs.positions[None],
+                use_cache=False,
+                logits_to_keep=0 if inputs.rows is None else inputs.rows,
+                step_layout=inputs.layout,
+            )
+        finally:
+            hook.remove()
+        (hidden,) = given  # every causal model calls its head, once
+        return output.logits[0], hidden[0]
 
 
 class ModelRunner:
     """Runs steps over a cache in torch's layout or in the native kernels' layout."""
 
-    def __init__(self, loaded: LoadedModel, cache: KVCache | NativeKVCache, forward: Forward | None = None) -> None:
-        """forward: the model's, if it already exists."""
-        self._forward = forward or Forward(loaded.model)
-        self._device = loaded.device
+    def __init__(self, forward: Forward, cache: KVCache | NativeKVCache) -> None:
+        self._forward = forward
         self._cache = cache
 
     @torch.inference_mode()
-    def run(self, step: Step) -> StepResult:
+    def run(self, step: PackedStep) -> StepResult:
         """See `StepRunner.run`."""
-        chunks = step.chunks
-        tokens = np.concatenate([chunk.sequence.tokens_between(chunk.start, chunk.end) for chunk in chunks])
-        positions = np.concatenate([np.arange(chunk.start, chunk.end) for chunk in chunks])
-        rows = np.concatenate([rows for _, rows in selected_rows(step)])
-        logits, hidden = self._forward(
-            self._send(tokens), self._send(positions), self._layout(chunks, positions), self._send(rows)
+        if len(step.blocks_to_clear):
+            self._cache.clear(step.blocks_to_clear)
+        inputs = ModelInputs(
+            self._send(step.tokens), self._send(step.positions), self._send(step.rows), self._layout(step)
         )
+        logits, hidden = self._forward(inputs)
         return StepResult(logits.float(), hidden)
 
-    def clear(self, blocks: Sequence[int]) -> None:
-        """See `StepRunner.clear`."""
-        self._cache.clear(blocks)
-
-    def _layout(self, chunks: Sequence[Chunk], positions: np.ndarray) -> StepLayout:
-        size = self._cache.block_size
-        tables = [np.array(chunk.sequence.block_table[: -(-chunk.end // size)], dtype=np.int64) for chunk in chunks]
-        lengths = np.array([chunk.num_tokens for chunk in chunks])
-        owners = np.repeat(np.arange(len(chunks)), lengths)
-        flat_tables = np.concatenate(tables)
-        starts = np.cumsum([0] + [len(table) for table in tables[:-1]])
-        slots = self._send(flat_tables[starts[owners] + positions // size] * size + positions % size)
-        first_rows = np.cumsum(lengths) - lengths
-        if isinstance(self._cache, NativeKVCache):
-            segments = np.stack([first_rows, lengths, [chunk.end for chunk in chunks], starts], axis=1)
-            return NativeLayout(self._cache, slots, self._send(segments), self._send(flat_tables))
-        return self._torch_layout(self._cache, slots, chunks, tables, first_rows)
-
-    def _torch_layout(
-        self,
-        cache: KVCache,
-        slots: torch.Tensor,
-        chunks: Sequence[Chunk],
-        tables: list[np.ndarray],
-        first_rows: np.ndarray,
-    ) -> TorchLayout:
-        decodes = [index for index, chunk in enumerate(chunks) if chunk.num_tokens == 1]
-        prefills = tuple(
-            PrefillChunk(
-                row=int(first_rows[index]),
-                num_queries=chunk.num_tokens,
-                context=chunk.end,
-                blocks=self._send(tables[index]) if chunk.start > 0 else None,
-            )
-            for index, chunk in enumerate(chunks)
-            if chunk.num_tokens > 1
-        )
-        groups = tuple(self._decode_groups(chunks, decodes, tables, first_rows))
-        return TorchLayout(cache, slots, groups, prefills)
-
-    def _decode_groups(
-        self, chunks: Sequence[Chunk], decodes: list[int], tables: list[np.ndarray], first_rows: np.ndarray
-    ) -> list[DecodeGroup]:
-        """Group decodes by context length, so that a group needs little padding."""
-        groups: list[list[int]] = []
-        for index in sorted(decodes, key=lambda i: chunks[i].end):
-            if groups and len(tables[index]) <= MAX_PADDING * len(tables[groups[-1][0]]):
-                groups[-1].append(index)
+    def _layout(self, step: PackedStep) -> StepLayout:
+        cache, slots = self._cache, self._send(step.slots)
+        if isinstance(cache, NativeKVCache):
+            return NativeLayout(cache, slots, self._send(step.chunks), self._send(step.tables))
+        decodes: list[Decode] = []
+        prefills: list[PrefillChunk] = []
+        for row, length, end, first in step.chunks.tolist():
+            table = step.tables[first : first - (-end // cache.block_size)]
+            if length == 1:
+                decodes.append((row, end, table))
             else:
-                groups.append([index])
-        return [
-            DecodeGroup(
-                rows=self._send(first_rows[group]),
-                blocks=self._send(_padded([tables[index] for index in group])),
-                lengths=self._send(np.array([chunks[index].end for index in group])),
-            )
-            for group in groups
-        ]
+                prefills.append(PrefillChunk(row, length, end, self._send(table) if end > length else None))
+        groups = tuple(self._decode_group(group) for group in _by_length(decodes))
+        return TorchLayout(cache, slots, groups, tuple(prefills))
+
+    def _decode_group(self, decodes: list[Decode]) -> DecodeGroup:
+        rows, lengths, tables = zip(*decodes, strict=True)
+        return DecodeGroup(self._send(np.array(rows)), self._send(_padded(tables)), self._send(np.array(lengths)))
 
     def _send(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._device, non_blocking=True)
+        return torch.from_numpy(array).to(self._cache.device, non_blocking=True)
 
 
-def selected_rows(step: Step) -> list[tuple[Chunk, np.ndarray]]:
-    """The packed rows whose logits are needed, by chunk; chunks that need none have an empty array."""
-    selected = []
-    first = 0
-    for chunk in step.chunks:
-        end = first + chunk.num_tokens
-        if chunk.sequence.wants_prompt_logprobs and chunk.start < chunk.sequence.num_prompt_tokens:
-            rows = np.arange(first, end)
-        elif chunk.is_last:
-            rows = np.arange(end - 1, end)
+def _by_length(decodes: list[Decode]) -> list[list[Decode]]:
+    """Group decodes by context length, so that a group needs little padding."""
+    groups: list[list[Decode]] = []
+    for decode in sorted(decodes, key=itemgetter(1)):
+        if groups and len(decode[2]) <= MAX_PADDING * len(groups[-1][0][2]):
+            groups[-1].append(decode)
         else:
-            rows = np.arange(0)
-        selected.append((chunk, rows))
-        first = end
-    return selected
+            groups.append([decode])
+    return groups
 
 
-def _padded(tables: list[np.ndarray]) -> np.ndarray:
+def _padded(tables: Sequence[np.ndarray]) -> np.ndarray:
     """(n, longest) int64. Padding is masked, but NaN would survive that, so it repeats one of the row's own blocks."""
     padded = np.empty((len(tables), max(len(table) for table in tables)), dtype=np.int64)
     for row, table in enumerate(tables):

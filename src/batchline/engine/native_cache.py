@@ -8,10 +8,11 @@ a horizontal sum. Values are stored in rows, with pairs of positions innermost, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
+import numpy as np
 import torch
 
 from batchline.engine.attention import AttentionParams
@@ -34,6 +35,7 @@ class NativeKVCache:
         self.kernels = kernels
         self.num_blocks = num_blocks
         self.block_size = shape.block_size
+        self.device = torch.device("cpu")
         self._dtype = shape.dtype
         in_layers = [group.num_elements * shape.block_size for group in by_layer(padded(shape).groups)]
         # zeros, since unwritten positions are read and weighed with 0, which a NaN would survive
@@ -56,9 +58,9 @@ class NativeKVCache:
         """Set all numbers of all positions."""
         torch.from_numpy(self._memory).view(self._dtype).fill_(value)
 
-    def clear(self, blocks: Sequence[int]) -> None:
+    def clear(self, blocks: np.ndarray) -> None:
         """Set whole blocks to 0."""
-        self._memory.reshape(self.num_blocks, -1)[list(blocks)] = 0
+        self._memory.reshape(self.num_blocks, -1)[blocks] = 0
 
 
 @dataclass(frozen=True, slots=True)

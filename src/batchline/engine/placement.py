@@ -16,7 +16,7 @@ from batchline.engine.cache_memory import CacheMemory
 from batchline.engine.kv_cache import CacheShape, KVCache, choose_num_blocks
 from batchline.engine.memory import cache_share, free_bytes
 from batchline.engine.model_loader import LoadedModel
-from batchline.engine.model_runner import ModelRunner, StepRunner
+from batchline.engine.model_runner import Forward, ModelRunner, StepRunner
 from batchline.engine.native_cache import NativeKVCache, padded
 from batchline.errors import ModelLoadError
 from batchline.model_record import ModelRecord, missing_kernels
@@ -58,7 +58,7 @@ class TorchPlacement:
 
     def make_runner(self, num_blocks: int, max_model_len: int) -> ModelRunner:
         """See `Placement`."""
-        return ModelRunner(self.loaded, KVCache(self.shape, num_blocks, self.loaded.device))
+        return ModelRunner(Forward(self.loaded.model), KVCache(self.shape, num_blocks, self.loaded.device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,8 @@ class NativePlacement:
 
     def make_runner(self, num_blocks: int, max_model_len: int) -> ModelRunner:
         """See `Placement`."""
-        return ModelRunner(self.loaded, NativeKVCache(self.kernels, self.shape, num_blocks, self.memory))
+        cache = NativeKVCache(self.kernels, self.shape, num_blocks, self.memory)
+        return ModelRunner(Forward(self.loaded.model), cache)
 
 
 def choose_kernels(config: EngineConfig) -> NativeKernels | None:

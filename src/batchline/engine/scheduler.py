@@ -48,6 +48,15 @@ class Chunk:
         """Whether this step produces the sequence's next token (or its hidden state)."""
         return self.end == self.sequence.num_tokens
 
+    @property
+    def num_wanted_rows(self) -> int:
+        """Its last positions whose logits are wanted: all for log-probabilities of the prompt, else one if it
+        `is_last`."""
+        sequence = self.sequence
+        if sequence.wants_prompt_logprobs and self.start < sequence.num_prompt_tokens:
+            return self.num_tokens
+        return int(self.is_last)
+
 
 @dataclass(frozen=True, slots=True)
 class Step:

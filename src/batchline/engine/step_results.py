@@ -12,7 +12,7 @@ import torch
 from batchline.engine.kv_cache import CacheGroup, by_layer
 from batchline.engine.logits_processing import allow_only
 from batchline.engine.logprobs import token_logprobs
-from batchline.engine.model_runner import StepResult, selected_rows
+from batchline.engine.model_runner import StepResult
 from batchline.engine.request import TokenLogprobs
 from batchline.engine.sampler import sample
 from batchline.engine.scheduler import Step
@@ -56,19 +56,19 @@ def read_results(
     logits = result.logits[:, :vocab_size]
     is_finite = torch.isfinite(result.hidden).all(-1).tolist()
     first = 0
-    for chunk, rows in selected_rows(step):
-        own = slice(first, first + len(rows))
-        first += len(rows)
-        sequence = chunk.sequence
+    for chunk in step.chunks:
+        num_rows, sequence = chunk.num_wanted_rows, chunk.sequence
+        if num_rows == 0:
+            continue
+        own = slice(first, first + num_rows)
+        first += num_rows
         if not all(is_finite[own]):
             error = NumbersNotFinite(
                 "the model computed numbers for this request that are not finite (NaN or infinite)"
             )
             results.append(SequenceResult(sequence, first - 1, error=error))
             continue
-        if len(rows) == 0:
-            continue
-        if len(rows) == chunk.num_tokens or reach is None or chunk.end - sequence.num_finite_tokens <= reach:
+        if num_rows == chunk.num_tokens or reach is None or chunk.end - sequence.num_finite_tokens <= reach:
             sequence.num_finite_tokens = chunk.end
         if sequence.wants_prompt_logprobs:
             note_prompt_logprobs(chunk, logits[own])

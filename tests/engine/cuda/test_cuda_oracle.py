@@ -13,13 +13,13 @@ from families import FAMILIES, VOCAB, greedy_oracle, make_model
 
 from batchline.config import CacheConfig, DType, EngineConfig, ModelConfig, SchedulerConfig
 from batchline.engine.core import Engine
+from batchline.engine.packed_step import PackedStep, pack
 from batchline.engine.request import GenerationOutput, GenerationRequest, SamplingParams
 
 pytest.importorskip("triton")
 
 from batchline.engine.cuda import flash
 from batchline.engine.cuda.graphs import DecodeGraphs
-from batchline.engine.cuda.packed_step import PackedStep
 from batchline.engine.cuda.runner import CudaRunner
 
 pytestmark = [
@@ -73,9 +73,9 @@ def graph_steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     sizes: list[int] = []
     run = DecodeGraphs.run
 
-    def counted(graphs: DecodeGraphs, packed: PackedStep) -> tuple[torch.Tensor, torch.Tensor]:
-        sizes.append(len(packed.tokens))
-        return run(graphs, packed)
+    def counted(graphs: DecodeGraphs, step: PackedStep, tiles: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        sizes.append(step.num_tokens)
+        return run(graphs, step, tiles)
 
     monkeypatch.setattr(DecodeGraphs, "run", counted)
     return sizes
@@ -145,7 +145,7 @@ def test_the_host_does_not_wait_within_a_step(
     for _ in range(4):
         step = engine.scheduler.schedule()
         no_waiting()
-        result = engine._runner.run(step)
+        result = engine._runner.run(pack(step, 16))
         torch.cuda.set_sync_debug_mode("default")
         for chunk in step.chunks:
             if chunk.is_last:

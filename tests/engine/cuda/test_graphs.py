@@ -8,14 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from batchline.engine.attention import StepLayout
-from batchline.engine.cuda.packed_step import PackedStep
 from batchline.engine.kv_cache import CacheGroup, CacheShape, KVCache
+from batchline.engine.model_runner import ModelInputs
+from batchline.engine.packed_step import PackedStep
 
 pytest.importorskip("triton")
 
 from batchline.engine.cuda.graphs import DecodeGraphs, graph_sizes
 from batchline.engine.cuda.layout import CudaLayout
+from batchline.engine.cuda.tiles import tiles_of
 
 BLOCK_SIZE = 4
 SCRATCH = 20
@@ -28,14 +29,12 @@ class Echo:
         self.sizes: list[int] = []
         self.layout: CudaLayout | None = None
 
-    def __call__(
-        self, tokens: torch.Tensor, positions: torch.Tensor, layout: StepLayout, rows: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        assert rows is None
-        assert isinstance(layout, CudaLayout)
-        self.sizes.append(len(tokens))
-        self.layout = layout
-        return torch.stack([tokens, positions], dim=1).half(), layout.slots[:, None].half()
+    def __call__(self, inputs: ModelInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        assert inputs.rows is None
+        assert isinstance(inputs.layout, CudaLayout)
+        self.sizes.append(len(inputs.tokens))
+        self.layout = inputs.layout
+        return torch.stack([inputs.tokens, inputs.positions], dim=1).half(), inputs.layout.slots[:, None].half()
 
 
 def record(run: Callable[[], None]) -> Callable[[], None]:
@@ -55,24 +54,23 @@ def graphs(model: Echo) -> DecodeGraphs:
     return DecodeGraphs(model, cache, record, max_num_seqs=12, max_model_len=40)  # type: ignore[arg-type]
 
 
-def decodes(tables: list[list[int]]) -> PackedStep:
-    """A decode for each table, at the last position of its last block."""
+def run_decodes(graphs: DecodeGraphs, tables: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """A step with a decode for each table, at the last position of its last block."""
     lengths = np.array([len(table) for table in tables])
-    positions = lengths * BLOCK_SIZE - 1
+    ends = lengths * BLOCK_SIZE
     starts = np.cumsum(lengths) - lengths
     flat = np.concatenate([np.array(table) for table in tables])
     rows = np.arange(len(tables))
-    return PackedStep(
+    step = PackedStep(
         tokens=100 + rows,
-        positions=positions,
+        positions=ends - 1,
         slots=flat[starts + lengths - 1] * BLOCK_SIZE + BLOCK_SIZE - 1,
         rows=rows,
-        decodes=np.stack([rows, np.ones_like(rows), positions, starts], axis=1),
-        prefills=np.zeros((0, 4), dtype=np.int64),
-        num_chunked=0,
-        fresh=(),
+        chunks=np.stack([rows, np.ones_like(rows), ends, starts], axis=1),
         tables=flat,
+        blocks_to_clear=np.zeros(0, dtype=np.int64),
     )
+    return graphs.run(step, tiles_of(step, max_queries=1).decodes)
 
 
 @pytest.mark.parametrize(
@@ -94,20 +92,20 @@ def test_a_step_runs_in_the_smallest_size_that_holds_it_recorded_once(graphs: De
     assert model.sizes == [1, 12]  # shapes of the outputs, then the largest graph
     model.sizes.clear()
     for num_seqs in (3, 4, 5, 8, 9, 12, 3):
-        graphs.run(decodes([[0]] * num_seqs))
+        run_decodes(graphs, [[0]] * num_seqs)
     assert model.sizes == [4, 4, 4, 8, 8, 8, 12, 12, 4]  # 4 and 8 were recorded first
 
 
 def test_rows_of_the_step_are_handed_out_and_padding_is_not(graphs: DecodeGraphs) -> None:
-    logits, hidden = graphs.run(decodes([[3, 4], [5], [6, 7, 8]]))
+    logits, hidden = run_decodes(graphs, [[3, 4], [5], [6, 7, 8]])
     assert logits.dtype == torch.float32
     assert logits.tolist() == [[100, 7], [101, 3], [102, 11]]
     assert hidden[:, 0].tolist() == [19, 23, 35]
 
 
 def test_padding_rows_touch_the_scratch_block_alone(graphs: DecodeGraphs, model: Echo) -> None:
-    graphs.run(decodes([[1, 2, 3]] * 12))
-    graphs.run(decodes([[3, 4], [5], [6, 7, 8]]))
+    run_decodes(graphs, [[1, 2, 3]] * 12)
+    run_decodes(graphs, [[3, 4], [5], [6, 7, 8]])
     layout = model.layout
     assert layout is not None
     assert layout.slots[3:].tolist() == [SCRATCH * BLOCK_SIZE + 3]
@@ -117,6 +115,6 @@ def test_padding_rows_touch_the_scratch_block_alone(graphs: DecodeGraphs, model:
 
 
 def test_tables_of_the_longest_contexts_fit(graphs: DecodeGraphs, model: Echo) -> None:
-    graphs.run(decodes([list(range(10))] * 12))
+    run_decodes(graphs, [list(range(10))] * 12)
     assert model.layout is not None
     assert model.layout.decodes.tables.tolist() == [SCRATCH, *list(range(10)) * 12]

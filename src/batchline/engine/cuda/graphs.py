@@ -18,10 +18,10 @@ import numpy as np
 import torch
 
 from batchline.engine.cuda.layout import CudaLayout, on_host
-from batchline.engine.cuda.packed_step import PackedStep
 from batchline.engine.cuda.paged_attention import TILE_FIELDS, Tiles
-from batchline.engine.forward import Forward
 from batchline.engine.kv_cache import KVCache
+from batchline.engine.model_runner import Forward, ModelInputs
+from batchline.engine.packed_step import PackedStep
 
 STEP_BETWEEN_SIZES = 8
 SMALL_SIZES = (1, 2, 4)
@@ -84,11 +84,11 @@ class DecodeGraphs:
         return self._sizes[-1]
 
     @torch.inference_mode()
-    def run(self, packed: PackedStep) -> tuple[torch.Tensor, torch.Tensor]:
-        """(logits, hidden) of all rows, logits in float32; the next call overwrites them. packed: at most
-        `max_num_seqs` decodes, and no prefills."""
-        num_seqs = len(packed.tokens)
-        inputs = self._fill(packed)
+    def run(self, step: PackedStep, tiles: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        """(logits, hidden) of all rows, logits in float32; the next call overwrites them. step: at most `max_num_seqs`
+        decodes, and no prefills. tiles: the decodes' tiles."""
+        num_seqs = step.num_tokens
+        inputs = self._fill(step, tiles)
         self._inputs[: len(inputs)].copy_(on_host(inputs, self._inputs.device), non_blocking=True)
         # recording computes too, so the previous step's inputs must be replaced first: their slots may have new owners
         self._replay_for(self._sizes[bisect.bisect_left(self._sizes, num_seqs)])()
@@ -101,22 +101,22 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def _compute(self, size: int) -> None:
-        logits, hidden = self._forward(*self._arguments(size), None)
+        logits, hidden = self._forward(self._model_inputs(size))
         self._logits[:size].copy_(logits)
         self._hidden[:size].copy_(hidden)
 
     @torch.inference_mode()
     def _make_outputs(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Buffers for the outputs of the largest size; running one row gives their shapes."""
-        logits, hidden = self._forward(*self._arguments(1), None)
+        logits, hidden = self._forward(self._model_inputs(1))
         rows = self.max_num_seqs
         return (
             logits.new_empty(rows, logits.shape[1], dtype=torch.float32),
             hidden.new_empty(rows, hidden.shape[1]),
         )
 
-    def _arguments(self, size: int) -> tuple[torch.Tensor, torch.Tensor, CudaLayout]:
-        """tokens, positions and layout of the first rows of the inputs."""
+    def _model_inputs(self, size: int) -> ModelInputs:
+        """The first rows of the inputs, all of them wanted."""
         tokens, positions, slots, tiles, tables = _split(self._inputs, self.max_num_seqs)
         layout = CudaLayout(
             cache=self._cache,
@@ -126,17 +126,17 @@ class DecodeGraphs:
             num_chunked=0,
             fresh=(),
         )
-        return tokens[:size], positions[:size], layout
+        return ModelInputs(tokens[:size], positions[:size], None, layout)
 
-    def _fill(self, packed: PackedStep) -> np.ndarray:
+    def _fill(self, step: PackedStep, step_tiles: np.ndarray) -> np.ndarray:
         """The inputs of a step, up to the end of the last table."""
-        inputs = np.concatenate([self._blank, packed.tables])
+        inputs = np.concatenate([self._blank, step.tables])
         tokens, positions, slots, tiles, _ = _split(inputs, self.max_num_seqs)
-        num_seqs = len(packed.tokens)
-        tokens[:num_seqs] = packed.tokens
-        positions[:num_seqs] = packed.positions
-        slots[:num_seqs] = packed.slots
-        tiles[:num_seqs] = packed.decodes
+        num_seqs = step.num_tokens
+        tokens[:num_seqs] = step.tokens
+        positions[:num_seqs] = step.positions
+        slots[:num_seqs] = step.slots
+        tiles[:num_seqs] = step_tiles
         tiles[:num_seqs, 3] += 1  # after the scratch block's table
         return inputs
 

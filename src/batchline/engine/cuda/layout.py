@@ -9,9 +9,11 @@ import torch
 
 from batchline.engine.attention import AttentionParams
 from batchline.engine.cuda.flash import attend_fresh, can_flash
-from batchline.engine.cuda.packed_step import PackedStep
 from batchline.engine.cuda.paged_attention import Tiles, attend_tiles, choose_num_splits, write_cache
+from batchline.engine.cuda.tiles import StepTiles
 from batchline.engine.kv_cache import KVCache
+from batchline.engine.model_runner import ModelInputs
+from batchline.engine.packed_step import PackedStep
 
 INTERPRETER_PROCESSORS = 4
 """Assumed on a CPU, where kernels are interpreted, so that contexts are split there too."""
@@ -68,39 +70,26 @@ def num_processors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-@dataclass(frozen=True, slots=True)
-class StepTensors:
-    """The model's inputs. tokens, positions: (num_tokens,); rows: the rows whose logits are wanted."""
-
-    tokens: torch.Tensor
-    positions: torch.Tensor
-    rows: torch.Tensor
-    layout: CudaLayout
-
-
-def send_step(
-    packed: PackedStep, cache: KVCache, device: torch.device, max_queries: int, *, use_flash: bool
-) -> StepTensors:
-    """Send the step to the device, in one transfer that the host does not wait for."""
-    runs = packed.fresh if use_flash else ()
-    arrays = [packed.tokens, packed.positions, packed.slots, packed.rows, packed.tables]
-    tiles = [packed.decodes, packed.prefills]
+def send_step(step: PackedStep, tiles: StepTiles, cache: KVCache, *, use_flash: bool) -> ModelInputs:
+    """Send the step to the cache's device, in one transfer that the host does not wait for."""
+    runs = tiles.fresh if use_flash else ()
+    arrays = [step.tokens, step.positions, step.slots, step.rows, step.tables]
     bounds = [run.bounds - run.bounds[0] for run in runs]
-    everything = [*arrays, *(tile.ravel() for tile in tiles), *bounds]
-    sent = torch.split(send(np.concatenate(everything), device), [len(array) for array in everything])
+    everything = [*arrays, tiles.decodes.ravel(), tiles.prefills.ravel(), *bounds]
+    sent = torch.split(send(np.concatenate(everything), cache.device), [len(array) for array in everything])
     tokens, positions, slots, rows, tables, decodes, prefills, *fresh = sent
     layout = CudaLayout(
         cache=cache,
         slots=slots,
-        decodes=Tiles(decodes.view(packed.decodes.shape), tables, 1),
-        prefills=Tiles(prefills.view(packed.prefills.shape), tables, max_queries),
-        num_chunked=packed.num_chunked,
+        decodes=Tiles(decodes.view(tiles.decodes.shape), tables, 1),
+        prefills=Tiles(prefills.view(tiles.prefills.shape), tables, tiles.max_queries),
+        num_chunked=tiles.num_chunked,
         fresh=tuple(
             FreshRows(int(run.bounds[0]), int(run.bounds[-1]), bound.int(), run.longest)
             for run, bound in zip(runs, fresh, strict=True)
         ),
     )
-    return StepTensors(tokens, positions, rows, layout)
+    return ModelInputs(tokens, positions, rows, layout)
 
 
 def send(array: np.ndarray, device: torch.device) -> torch.Tensor:

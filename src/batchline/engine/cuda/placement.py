@@ -12,11 +12,10 @@ from batchline.engine.cuda.flash import packed_flash_attention
 from batchline.engine.cuda.graphs import CudaRecorder, DecodeGraphs, Recorder
 from batchline.engine.cuda.runner import CudaRunner
 from batchline.engine.cuda.trial import LENGTHS, agree, bytes_of_step, largest_step, num_trial_blocks
-from batchline.engine.forward import Forward
 from batchline.engine.kv_cache import KVCache
 from batchline.engine.memory import free_bytes
 from batchline.engine.model_loader import LoadedModel
-from batchline.engine.model_runner import ModelRunner
+from batchline.engine.model_runner import Forward, ModelRunner
 from batchline.errors import ModelLoadError
 
 logger = logging.getLogger(__name__)
@@ -96,7 +95,7 @@ class CudaPlacement:
         size = self._shape.block_size
         num_blocks = num_trial_blocks(size)
         runner = self._runner(self._cache(num_blocks), use_flash=use_flash)
-        reference = ModelRunner(self._loaded, self._cache(num_blocks), self._forward)
+        reference = ModelRunner(self._forward, self._cache(num_blocks))
         return agree(runner, reference, self._loaded.vocab_size, size, self._loaded.dtype)
 
     def _bytes_of_steps(self) -> int:
@@ -105,10 +104,10 @@ class CudaPlacement:
         max_len = self._loaded.max_model_len
         runner = self._runner(self._cache(1), use_flash=self._use_flash)
         largest = largest_step(limits.max_num_batched_tokens, limits.max_num_seqs, max_len, size)
-        taken = bytes_of_step(runner, largest, self._loaded.device)
+        taken = bytes_of_step(runner, largest, size, self._loaded.device)
         if not self._config.model.enforce_eager:
             decodes = largest_step(limits.max_num_seqs, limits.max_num_seqs, max_len, size)
-            taken += bytes_of_step(runner, decodes, self._loaded.device)
+            taken += bytes_of_step(runner, decodes, size, self._loaded.device)
             taken += limits.max_num_seqs * -(-max_len // size) * torch.int64.itemsize
         return taken
 
@@ -116,4 +115,4 @@ class CudaPlacement:
         return KVCache(self._shape, num_blocks, self._loaded.device)
 
     def _runner(self, cache: KVCache, *, use_flash: bool, graphs: DecodeGraphs | None = None) -> CudaRunner:
-        return CudaRunner(self._loaded, self._forward, cache, use_flash=use_flash, graphs=graphs)
+        return CudaRunner(self._forward, cache, use_flash=use_flash, graphs=graphs)

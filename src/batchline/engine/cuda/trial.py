@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from batchline.engine.model_runner import StepRunner
+from batchline.engine.packed_step import pack
 from batchline.engine.request import GenerationRequest, SamplingParams
 from batchline.engine.sampler import sample
 from batchline.engine.scheduler import Chunk, Step
@@ -28,7 +29,7 @@ def num_trial_blocks(block_size: int) -> int:
 
 def agree(runner: StepRunner, reference: StepRunner, vocab_size: int, block_size: int, dtype: torch.dtype) -> bool:
     """Whether both give the same logits, up to rounding, for prompts, chunks of prompts and decodes."""
-    for step in _trial_steps(vocab_size, block_size):
+    for step in (pack(step, block_size) for step in _trial_steps(vocab_size, block_size)):
         expected = reference.run(step).logits
         if not _relative_difference(runner.run(step).logits, expected) <= RELATIVE_TOLERANCE[dtype]:
             return False
@@ -46,13 +47,13 @@ def largest_step(max_num_batched_tokens: int, max_num_seqs: int, max_model_len: 
     return Step(tuple(Chunk(sequence, 0, length) for sequence in sequences))
 
 
-def bytes_of_step(runner: StepRunner, step: Step, device: torch.device) -> int:
+def bytes_of_step(runner: StepRunner, step: Step, block_size: int, device: torch.device) -> int:
     """The most memory that the step and sampling from it use beyond the memory in use now."""
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    logits = runner.run(step).logits
+    logits = runner.run(pack(step, block_size)).logits
     with torch.inference_mode():
         sample(logits, [chunk.sequence for chunk in step.chunks])
     return torch.cuda.max_memory_allocated(device) - before
