@@ -162,3 +162,23 @@ def test_what_a_broken_prompt_leaves_between_its_chunks_reaches_nobody(engine: E
         )
         assert len(outputs) == 30
         assert all(isinstance(output, GenerationOutput) for output in outputs.values())
+
+
+def test_a_prefix_that_was_broken_for_a_moment_fails_at_most_one_request(engine: Engine) -> None:
+    """A prompt that was aborted between its chunks had left registered blocks full of NaN. Whoever found them counted
+    them as finite, so they stayed registered, and every request that began like it failed from then on."""
+    prompt = tuple(range(200, 255))
+    weight = engine.loaded.model.get_input_embeddings().weight  # type: ignore[operator]
+    whole = weight[prompt[3]].clone()
+    weight[prompt[3]] = float("nan")
+    engine.add(GenerationRequest(request_id="gone", prompt_token_ids=prompt, sampling=SamplingParams(max_tokens=2)))
+    assert engine.step() == []
+    weight[prompt[3]] = whole
+    engine.abort("gone")
+    params = SamplingParams(max_tokens=2, temperature=0.0)
+    request = GenerationRequest(request_id="again", prompt_token_ids=prompt, sampling=params)
+    first, second = (run(engine, request)["again"] for _ in range(2))
+    assert isinstance(first, RequestFailed)
+    assert isinstance(second, GenerationOutput)
+    engine._restart()
+    assert second == run(engine, request)["again"]

@@ -73,10 +73,10 @@ def test_forgetting_keeps_tokens_results_and_place_in_the_order() -> None:
     seq.append(9)
     seq.status = SequenceStatus.RUNNING
     seq.num_computed_tokens, seq.num_cached_tokens = 3, 2
-    seq.block_table, seq.num_registered_blocks, seq.last_block_uid = [4, 5], 1, 17
+    seq.block_table, seq.block_uids = [4, 5], [17]
     seq.forget_computed()
     assert seq.status is SequenceStatus.WAITING
-    assert (seq.num_computed_tokens, seq.block_table, seq.num_registered_blocks, seq.last_block_uid) == (0, [], 0, 0)
+    assert (seq.num_computed_tokens, seq.block_table, seq.block_uids) == (0, [], [])
     assert (list(seq.token_ids), seq.order, seq.num_cached_tokens) == ([1, 2, 3, 9], order, 2)
     assert seq.prompt_logprobs == [None]
 

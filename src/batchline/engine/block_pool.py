@@ -160,6 +160,12 @@ class BlockPool:
         """Note that these blocks may hold numbers that are not finite."""
         self._tainted.update(numbers)
 
+    def num_untainted(self, numbers: Sequence[int]) -> int:
+        """How many of these blocks, from the first one on, are not tainted."""
+        if not self._tainted:
+            return len(numbers)
+        return next((index for index, number in enumerate(numbers) if number in self._tainted), len(numbers))
+
     def take_tainted(self, numbers: Iterable[int]) -> list[int]:
         """Return the tainted ones of these blocks, and no longer count them as tainted: the caller clears them."""
         if not self._tainted:

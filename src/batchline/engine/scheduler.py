@@ -9,9 +9,9 @@ from its tokens, which the prefix cache may shorten. A waiting sequence with a s
 in the same way if there is no seat or no block for it. Sequences of equal priority never preempt each other, so they
 cannot alternate endlessly. No sequence is preempted if that would not free enough blocks.
 
-A block is registered for reuse as soon as the step that fills it is scheduled. This is safe because every layer writes
-the step's keys and values before any of its sequences read them, so even sequences of the same step can share it.
-`undo` reverts a step that failed.
+A block is registered for reuse as soon as the step that fills it is scheduled: its tokens are certain, since a step
+computes only tokens of the prompt and sampled ones. Every layer writes the step's keys and values before any of its
+sequences read them, so even sequences of the same step can share it. `undo` reverts a step that failed.
 """
 
 from __future__ import annotations
@@ -28,15 +28,11 @@ from batchline.engine.sequence import Sequence, SequenceStatus
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Positions [start, end) of one sequence, to be computed in one step.
-
-    previous_uid: of the block before the first one that the chunk fills, for `Scheduler.undo`.
-    """
+    """Positions [start, end) of one sequence, to be computed in one step."""
 
     sequence: Sequence
     start: int
     end: int
-    previous_uid: int = ROOT_UID
 
     @property
     def num_tokens(self) -> int:
@@ -158,8 +154,7 @@ class Scheduler:
             sequence = chunk.sequence
             sequence.num_computed_tokens = chunk.start
             sequence.num_finite_tokens = min(sequence.num_finite_tokens, chunk.start)
-            sequence.num_registered_blocks = chunk.start // size
-            sequence.last_block_uid = chunk.previous_uid
+            del sequence.block_uids[chunk.start // size :]
             if sequence in self._seated:
                 sequence.num_cached_tokens = self._seated[sequence]
                 self._unseat(sequence)
@@ -245,9 +240,9 @@ class Scheduler:
                 return False
         pool.reference(cached)
         sequence.block_table = cached + self._allocate(missing)
-        sequence.num_computed_tokens = sequence.num_finite_tokens = len(cached) * pool.block_size
-        sequence.num_registered_blocks = len(cached)
-        sequence.last_block_uid = pool.uid_of(cached[-1]) if cached else ROOT_UID
+        sequence.block_uids = [pool.uid_of(number) for number in cached]
+        sequence.num_computed_tokens = len(cached) * pool.block_size
+        sequence.num_finite_tokens = pool.num_untainted(cached) * pool.block_size
         self._seated[sequence] = sequence.num_cached_tokens
         if sequence.num_cached_tokens is None:  # a preempted sequence keeps the number of its first start
             sequence.num_cached_tokens = sequence.num_computed_tokens
@@ -329,19 +324,16 @@ class Scheduler:
         return sequence.wants_prompt_logprobs and sequence.num_computed_tokens < sequence.num_prompt_tokens
 
     def _schedule_chunk(self, sequence: Sequence, end: int) -> Chunk:
-        """The chunk up to `end`. From now on its positions count as computed and its full blocks as registered."""
-        chunk = Chunk(sequence, sequence.num_computed_tokens, end, sequence.last_block_uid)
+        """The chunk up to `end`. From now on its positions count as computed, and its full blocks are registered."""
+        chunk = Chunk(sequence, sequence.num_computed_tokens, end)
         if self._computes_prompt_logprobs(sequence):
             self._num_prompt_logprob_tokens += chunk.num_tokens
         sequence.num_computed_tokens = end
-        size = self.pool.block_size
-        while (sequence.num_registered_blocks + 1) * size <= end:
-            index = sequence.num_registered_blocks
+        size, uids = self.pool.block_size, sequence.block_uids
+        for index in range(len(uids), end // size):
             tokens = tuple(sequence.token_ids[index * size : (index + 1) * size])
-            sequence.last_block_uid = self.pool.register(
-                sequence.block_table[index], sequence.last_block_uid, tokens, sequence.request.cache_key
-            )
-            sequence.num_registered_blocks += 1
+            previous = uids[-1] if uids else ROOT_UID
+            uids.append(self.pool.register(sequence.block_table[index], previous, tokens, sequence.request.cache_key))
         return chunk
 
     def _num_blocks(self, num_tokens: int) -> int:

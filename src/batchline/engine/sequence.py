@@ -43,6 +43,7 @@ class Sequence:
 
     matcher: follows its output through its constraint. Preemption does not change it, because tokens are kept.
     arrived_at, started_at, first_token_at: seconds of the monotonic clock; None for what has not happened yet.
+    block_uids: of its full blocks, in order; the pool finds the next block under the last one.
     num_finite_tokens: positions whose keys and values are known to be finite, because a finite result depended on them.
     """
 
@@ -50,10 +51,10 @@ class Sequence:
         "arrival",
         "arrived_at",
         "block_table",
+        "block_uids",
         "finish_reason",
         "first_token_at",
         "is_complete",
-        "last_block_uid",
         "logprobs",
         "matcher",
         "num_cached_tokens",
@@ -61,7 +62,6 @@ class Sequence:
         "num_emitted_tokens",
         "num_finite_tokens",
         "num_prompt_tokens",
-        "num_registered_blocks",
         "priority",
         "prompt_logprobs",
         "request",
@@ -94,8 +94,7 @@ class Sequence:
         self.num_cached_tokens: int | None = None
         self.num_emitted_tokens = 0
         self.block_table: list[int] = []
-        self.num_registered_blocks = 0
-        self.last_block_uid = 0
+        self.block_uids: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: list[TokenLogprobs | None] = [None] if self.wants_prompt_logprobs else []
         self.status = SequenceStatus.WAITING
@@ -185,8 +184,7 @@ class Sequence:
         self.num_computed_tokens = 0
         self.num_finite_tokens = 0
         self.block_table = []
-        self.num_registered_blocks = 0
-        self.last_block_uid = 0
+        self.block_uids = []
 
 
 def _matcher(request: GenerationRequest | EmbeddingRequest) -> TokenMatcher | None:
