@@ -38,6 +38,7 @@
         ├── NumbersNotFinite        the model's numbers for a request are NaN or infinite
         ├── SequenceFailed          one request made the engine fail; the others continue
         ├── RequestRefused          this model cannot run the request
+        ├── KernelsMissing          the native kernels for an instruction set cannot be opened
         └── ConstraintFailed        no token satisfies the request's constraints
 
 `RequestError` holds its HTTP status and error body, and `request_error` maps every other exception to one; no other
@@ -391,6 +392,15 @@ class SequenceFailed(EngineError):
 
 class RequestRefused(EngineError):
     """A request has an unknown token id, no tokens, or more tokens than the context length."""
+
+
+class KernelsMissing(EngineError):
+    """This build or processor does not have the native kernels for an instruction set."""
+
+    def __init__(self, isa: str) -> None:
+        what = f"this build or processor does not have the {isa} kernels"
+        super().__init__(f"{what}; set ModelConfig.cpu_kernels to 'auto'")
+        self.isa = isa
 
 
 class ConstraintFailed(EngineError):

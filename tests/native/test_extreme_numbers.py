@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from batchline.engine.kv_cache import CacheGroup, CacheShape
 from batchline.engine.native_cache import NativeKVCache
+from batchline.errors import KernelsMissing
 from batchline.native.encoder import EncoderLayer, EncoderWeights, open_encoder
 from batchline.native.int8 import Int8Isa, Int8Kernels, pack_int8, quantize, supported_isas
 from batchline.native.library import CacheArgs, Isa, NativeKernels, load_library, open_kernels
@@ -434,5 +435,5 @@ def test_kernels_that_do_not_open_are_an_error() -> None:
         def __int__(self) -> int:
             return 99
 
-    with pytest.raises(RuntimeError, match="does not have the AVX9000 kernels"):
+    with pytest.raises(KernelsMissing, match=r"does not have the AVX9000 kernels; set ModelConfig\.cpu_kernels to"):
         NativeKernels(library, NoSuch())  # type: ignore[arg-type]

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from batchline.config import CpuKernels
+from batchline.errors import KernelsMissing
 from batchline.native.packing import PackedLinear
 
 logger = logging.getLogger(__name__)
@@ -261,9 +262,9 @@ def run_parallel() -> Any:
 
 
 def opened(runtime: int | None, isa: enum.IntEnum) -> ctypes.c_void_p:
-    """The runtime that the library opened for an instruction set. Raises: RuntimeError if it did not."""
+    """The runtime that the library opened for an instruction set. Raises: KernelsMissing if it did not."""
     if runtime is None:
-        raise RuntimeError(f"this build or processor does not have the {isa.name} kernels")
+        raise KernelsMissing(isa.name)
     return ctypes.c_void_p(runtime)
 
 

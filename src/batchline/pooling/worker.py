@@ -188,7 +188,7 @@ class PoolingWorker:
             rows = self._run_batch(sequences)
             broken = set(np.flatnonzero(~np.isfinite(rows).all(axis=1)).tolist())
             if len(rows) != len(items):
-                raise ValueError(f"{len(rows)} rows for {len(items)} sequences")
+                raise EngineError(f"the model returned {len(rows)} rows for {len(items)} sequences")
         except EngineOutOfMemory as exc:
             self._shrink(sequences)
             return exc
