@@ -181,7 +181,7 @@ CALLS: dict[str, tuple[Any, str]] = {
     "forward": (Forward, "__call__"),
     "run": (ModelRunner, "run"),
     "clear": (KVCache if open_kernels("auto") is None else NativeKVCache, "clear"),
-    "prompt logprobs": (step_results, "note_prompt_logprobs"),
+    "prompt logprobs": (step_results, "_note_prompt_logprobs"),
     "sample": (step_results, "sample"),
     "logprobs": (step_results, "token_logprobs"),
     "append": (Sequence, "append"),

@@ -25,11 +25,10 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from batchline.engine import drawing
-from batchline.engine.drawing import NUM_CANDIDATES, uniform
+from batchline.engine import sampler
 from batchline.engine.logprobs import token_logprobs
 from batchline.engine.request import BannedSequences, GenerationRequest, SamplingParams
-from batchline.engine.sampler import sample
+from batchline.engine.sampler import NUM_CANDIDATES, sample, uniform
 from batchline.engine.sequence import Sequence as RunningSequence
 
 VOCAB = 40
@@ -67,7 +66,7 @@ def draw(logits: torch.Tensor, sequences: list[RunningSequence]) -> list[int]:
 def drawn(monkeypatch: pytest.MonkeyPatch, logits: torch.Tensor, num_draws: int, **sampling: Any) -> np.ndarray:
     """How often each token is drawn over an even grid of random numbers, as a share. Returns (vocab,)."""
     grid = (np.arange(num_draws) + 0.5) / num_draws
-    monkeypatch.setattr(drawing, "uniform", lambda seeds, positions: grid)
+    monkeypatch.setattr(sampler, "uniform", lambda seeds, positions: grid)
     tokens = draw(logits.repeat(num_draws, 1), [running(**sampling) for _ in range(num_draws)])
     return np.bincount(tokens, minlength=len(logits)) / num_draws
 

@@ -13,7 +13,8 @@ import gc
 import logging
 import random
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -35,8 +36,13 @@ from batchline.engine.request import (
 from batchline.engine.scheduler import Scheduler, Step
 from batchline.engine.sequence import Sequence
 from batchline.engine.sequence_metrics import SequenceMetrics
-from batchline.engine.step_outputs import embedding_output, generation_output
-from batchline.engine.step_results import SequenceResult, finite_reach, read_results
+from batchline.engine.step_results import (
+    SequenceResult,
+    embedding_output,
+    finite_reach,
+    generation_output,
+    read_results,
+)
 from batchline.engine.token_masks import TokenMasks
 from batchline.engine.vocabulary import check_length, check_token_ids, known_eos_token_ids, vocabulary_size
 from batchline.errors import EngineError, EngineOutOfMemory, NumbersNotFinite, SequenceFailed
@@ -136,6 +142,7 @@ class Engine:
 
     def _step(self, *, holds_streams: bool) -> list[Output]:
         suspects = self._search.group
+        self.scheduler.max_num_batched_tokens = self._step_size.limit
         try:
             step = self.scheduler.schedule(suspects)
         except Exception as exc:
@@ -148,12 +155,13 @@ class Engine:
         try:
             results = self._compute(step)
         except Exception as exc:
-            self._undo(step)
-            return self._shrink(step, exc) if _is_out_of_memory(exc) else self._narrow(_sequences_of(step), exc)
+            with self._restarting_after("a step could not be undone"):
+                self.scheduler.undo(step)
+                self.scheduler.check_integrity()
+            return self._shrink(step, exc) if _is_out_of_memory(exc) else self._narrow(step.sequences, exc)
         if suspects is not None:
-            self._search.clear(_sequences_of(step))
+            self._search.clear(step.sequences)
         self._step_size.note_good_step(step.num_tokens)
-        self.scheduler.max_num_batched_tokens = self._step_size.limit
         return self._apply(results, holds_streams=holds_streams)
 
     def _compute(self, step: Step) -> list[SequenceResult]:
@@ -254,11 +262,8 @@ class Engine:
         for sequence in finished:
             del self._sequences[sequence.request_id]
             self._count(sequence, sequence.num_output_tokens, sequence.finish_reason or "stop")
-        try:
+        with self._restarting_after("blocks could not be freed"):
             self.scheduler.retire(finished)
-        except Exception:
-            logger.exception("blocks could not be freed; starting again with an empty cache")
-            self._restart()
 
     def _count(self, sequence: Sequence, num_output_tokens: int, reason: str) -> None:
         if not sequence.wants_hidden:
@@ -277,18 +282,16 @@ class Engine:
         return RequestFailed(request_id=sequence.request_id, error=error)
 
     def _drop(self, sequence: Sequence) -> None:
-        try:
+        with self._restarting_after("a sequence could not be taken out"):
             self.scheduler.abort(sequence)
-        except Exception:
-            logger.exception("a sequence could not be taken out; starting again with an empty cache")
-            self._restart()
 
-    def _undo(self, step: Step) -> None:
+    @contextmanager
+    def _restarting_after(self, fault: str) -> Iterator[None]:
+        """If the block raises, recompute everything: the accounting of blocks may be corrupt."""
         try:
-            self.scheduler.undo(step)
-            self.scheduler.check_integrity()
+            yield
         except Exception:
-            logger.exception("a step could not be undone; starting again with an empty cache")
+            logger.exception("%s; starting again with an empty cache", fault)
             self._restart()
 
     def _restart(self) -> None:
@@ -331,7 +334,6 @@ class Engine:
             torch.cuda.empty_cache()
         if step.num_tokens > 1:
             self._step_size.shrink(step.num_tokens)
-            self.scheduler.max_num_batched_tokens = self._step_size.limit
             logger.warning(
                 "a step of %d tokens did not fit in memory; continuing with at most %d",
                 step.num_tokens,
@@ -339,14 +341,9 @@ class Engine:
             )
             return []
         self._step_size.reset()
-        self.scheduler.max_num_batched_tokens = self._step_size.limit
         error = EngineOutOfMemory("not even one token of this request fits in memory beside the model")
         error.__cause__ = exc
         return [self._fail(step.chunks[0].sequence, error)]
-
-
-def _sequences_of(step: Step) -> list[Sequence]:
-    return [chunk.sequence for chunk in step.chunks]
 
 
 def _error_of(exc: BaseException) -> EngineError:

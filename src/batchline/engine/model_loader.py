@@ -24,7 +24,7 @@ from batchline.checkpoints.formats import refuse_foreign_format
 from batchline.checkpoints.overrides import config_arguments
 from batchline.checkpoints.weights import refuse_odd_numbers, refuse_wrong_weights, unused_weights
 from batchline.config import ModelConfig
-from batchline.engine.attention import PAGED_ATTENTION
+from batchline.engine.attention import PAGED_ATTENTION, give_row_positions
 from batchline.engine.fusion import can_fuse, fuse
 from batchline.engine.kv_cache import CacheGroup, CacheShape
 from batchline.engine.linear_layers import FloatFormat
@@ -32,7 +32,6 @@ from batchline.engine.native_cache import MAX_KEY_DIM, can_hold
 from batchline.engine.native_probe import first_layers_are_exact, whole_model_only_rounds
 from batchline.engine.probe import OWN_ATTENTION, Probe, own_hidden_states, probe_model
 from batchline.engine.quantization import Int8Format, quantize_linears, use_int8_kernels
-from batchline.engine.row_positions import give_row_positions
 from batchline.errors import ModelLoadError, UnsupportedModel, first_line
 from batchline.model_record import NOT_BUILT
 from batchline.native.int8 import open_int8_kernels
@@ -111,38 +110,9 @@ def load_model(config: ModelConfig, kernels: NativeKernels | None = None, refusa
         raise ModelLoadError(
             config.model, f"--quantization {config.quantization} runs on CPUs; leave it out on {device}"
         )
-    refuse_foreign_format(config.model, config.revision)
-    refuse_odd_numbers(config.model, config.revision)
-    source: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
-    overrides = config_arguments(config)
-    try:
-        hf_config = AutoConfig.from_pretrained(config.model, **source, **overrides)
-        model, report = AutoModelForCausalLM.from_pretrained(
-            config.model,
-            config=hf_config,
-            dtype=dtype,
-            attn_implementation=PAGED_ATTENTION,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are checked by the report
-            **source,
-        )
-        generation = _generation_config(config)
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as exc:
-        if exc.args == (PAGED_ATTENTION,):  # the KeyError of model code with a table of attention classes of its own
-            architecture = (hf_config.architectures or [hf_config.model_type])[0]
-            raise UnsupportedModel(config.model, f"{architecture} {OWN_ATTENTION}") from exc
-        raise ModelLoadError(config.model, explain(config.model, exc)) from exc
-    refuse_wrong_weights(config.model, model, report)
-    unused = unused_weights(model, report)
-    if unused is not None and refusal is None:  # a second attempt would repeat the warning
-        logger.warning(
-            "%s: these weights in its files belong to no part of the model and are not used: %s", config.model, unused
-        )
-    if not os.path.isdir(config.model):  # they have just been downloaded
-        refuse_odd_numbers(config.model, config.revision)
+    model, text_config, eos_token_ids = _read(config, dtype, warns=refusal is None)
     model = model.to(device).eval().requires_grad_(False)
     give_row_positions(model)
-    text_config = hf_config.get_text_config()
     probe = probe_model(config.model, model, text_config)
     reason = refusal or (why_no_kernels(config, device) if kernels is None else None)
     if kernels is not None:
@@ -163,7 +133,7 @@ def load_model(config: ModelConfig, kernels: NativeKernels | None = None, refusa
         device=device,
         max_model_len=choose_max_model_len(config, text_config),
         vocab_size=int(text_config.vocab_size),
-        eos_token_ids=_eos_token_ids(generation, text_config),
+        eos_token_ids=eos_token_ids,
         kernels=kernels,
         execution=Execution(
             kernels=None if kernels is None else kernels.isa.name.lower(),
@@ -172,6 +142,42 @@ def load_model(config: ModelConfig, kernels: NativeKernels | None = None, refusa
             is_fused=kernels is not None and can_fuse(model, probe.groups),
         ),
     )
+
+
+def _read(config: ModelConfig, dtype: torch.dtype, *, warns: bool) -> tuple[Any, Any, frozenset[int]]:
+    """The model as `transformers` loads it, its text part's config, and its end tokens. Checks the files and what
+    became of their weights. warns: a second attempt would repeat the warning. Raises: ModelLoadError, UnsupportedModel.
+    """
+    refuse_foreign_format(config.model, config.revision)
+    refuse_odd_numbers(config.model, config.revision)
+    source: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+    overrides = config_arguments(config)
+    try:
+        hf_config = AutoConfig.from_pretrained(config.model, **source, **overrides)
+        model, report = AutoModelForCausalLM.from_pretrained(
+            config.model,
+            config=hf_config,
+            dtype=dtype,
+            attn_implementation=PAGED_ATTENTION,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are checked by the report
+            **source,
+        )
+        eos_token_ids = _eos_token_ids(_generation_config(config), hf_config.get_text_config())
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as exc:
+        if exc.args == (PAGED_ATTENTION,):  # the KeyError of model code with a table of attention classes of its own
+            architecture = (hf_config.architectures or [hf_config.model_type])[0]
+            raise UnsupportedModel(config.model, f"{architecture} {OWN_ATTENTION}") from exc
+        raise ModelLoadError(config.model, explain(config.model, exc)) from exc
+    refuse_wrong_weights(config.model, model, report)
+    unused = unused_weights(model, report)
+    if unused is not None and warns:
+        logger.warning(
+            "%s: these weights in its files belong to no part of the model and are not used: %s", config.model, unused
+        )
+    if not os.path.isdir(config.model):  # they have just been downloaded
+        refuse_odd_numbers(config.model, config.revision)
+    return model, hf_config.get_text_config(), eos_token_ids
 
 
 def why_no_kernels(config: ModelConfig, device: torch.device) -> str:

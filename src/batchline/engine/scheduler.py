@@ -62,6 +62,11 @@ class Step:
     blocks_to_clear: tuple[int, ...] = ()
 
     @property
+    def sequences(self) -> list[Sequence]:
+        """The sequences of all chunks."""
+        return [chunk.sequence for chunk in self.chunks]
+
+    @property
     def num_tokens(self) -> int:
         """New positions of all chunks."""
         return sum(chunk.num_tokens for chunk in self.chunks)

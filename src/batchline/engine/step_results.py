@@ -1,5 +1,7 @@
-"""Reads each sequence's result from a computed step. The results are not applied to the sequences here, so that a step
-that fails can be undone and computed again."""
+"""Reads each sequence's result from a computed step, and makes the callers' outputs from the sequences.
+
+`read_results` does not apply the results to the sequences, so that a step that fails can be undone and computed again.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,10 @@ from batchline.engine.kv_cache import CacheGroup, by_layer
 from batchline.engine.logits_processing import allow_only
 from batchline.engine.logprobs import token_logprobs
 from batchline.engine.model_runner import StepResult
-from batchline.engine.request import TokenLogprobs
+from batchline.engine.request import EmbeddingOutput, GenerationOutput, TokenLogprobs
 from batchline.engine.sampler import sample
-from batchline.engine.scheduler import Step
+from batchline.engine.scheduler import Chunk, Step
 from batchline.engine.sequence import Sequence
-from batchline.engine.step_outputs import note_prompt_logprobs
 from batchline.engine.token_masks import StepMasks
 from batchline.errors import ConstraintFailed, EngineError, NumbersNotFinite
 
@@ -71,7 +72,7 @@ def read_results(
         if num_rows == chunk.num_tokens or reach is None or chunk.end - sequence.num_finite_tokens <= reach:
             sequence.num_finite_tokens = chunk.end
         if sequence.wants_prompt_logprobs:
-            note_prompt_logprobs(chunk, logits[own])
+            _note_prompt_logprobs(chunk, logits[own])
         if not chunk.is_last:
             continue
         results.append(SequenceResult(sequence, first - 1))
@@ -82,6 +83,20 @@ def read_results(
     if sampled:
         _sample(sampled, logits, masks)
     return results
+
+
+def _note_prompt_logprobs(chunk: Chunk, logits: torch.Tensor) -> None:
+    """Record prompt log-probabilities: position i's logits give those of token i + 1. Earlier records are kept, such as
+    from before a preemption or from an undone step."""
+    sequence = chunk.sequence
+    first = len(sequence.prompt_logprobs) - 1
+    last = min(chunk.end, sequence.num_prompt_tokens - 1)
+    if first >= last or (len(logits) <= 1 and chunk.num_tokens > 1):
+        return
+    tokens = sequence.token_ids[first + 1 : last + 1].tolist()
+    rows = logits[first - chunk.start : last - chunk.start]
+    num_top = sequence.sampling.prompt_logprobs or 0
+    sequence.prompt_logprobs += token_logprobs(rows, tokens, [num_top] * len(tokens))
 
 
 def _sample(results: SequenceOf[SequenceResult], logits: torch.Tensor, masks: StepMasks | None) -> None:
@@ -119,3 +134,30 @@ def _constrain(logits: torch.Tensor, results: SequenceOf[SequenceResult], masks:
             result.error = masks.failure(matcher)
     if rows:
         allow_only(logits, rows, masks.rows(matchers))
+
+
+def embedding_output(sequence: Sequence, hidden: torch.Tensor) -> EmbeddingOutput:
+    """The output of an embedding request. hidden: (hidden_size,)."""
+    return EmbeddingOutput(
+        request_id=sequence.request_id,
+        hidden=hidden.float().cpu().numpy().copy(),  # a view would keep the whole step's rows
+        num_cached_tokens=sequence.num_cached_tokens or 0,
+    )
+
+
+def generation_output(sequence: Sequence) -> GenerationOutput:
+    """The tokens since the previous output; marks them as reported."""
+    start = sequence.num_emitted_tokens
+    sequence.num_emitted_tokens = sequence.num_output_tokens
+    wants_logprobs = sequence.sampling.logprobs is not None
+    is_first = start == 0
+    return GenerationOutput(
+        request_id=sequence.request_id,
+        token_ids=tuple(sequence.token_ids[sequence.num_prompt_tokens + start :]),
+        logprobs=tuple(sequence.logprobs[start:]) if wants_logprobs else None,
+        prompt_logprobs=tuple(sequence.prompt_logprobs) if is_first and sequence.wants_prompt_logprobs else None,
+        finish_reason=sequence.finish_reason,
+        stop_reason=sequence.stop_reason,
+        is_complete=sequence.is_complete,
+        num_cached_tokens=sequence.num_cached_tokens or 0,
+    )
