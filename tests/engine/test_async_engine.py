@@ -17,9 +17,8 @@ from batchline.config import CacheConfig, EngineConfig, ModelConfig, SchedulerCo
 from batchline.engine import core
 from batchline.engine.async_engine import AsyncEngine
 from batchline.engine.model_runner import ModelRunner, StepResult
-from batchline.engine.packed_step import PackedStep, pack
 from batchline.engine.request import EmbeddingRequest, GenerationOutput, GenerationRequest, SamplingParams
-from batchline.engine.scheduler import Step
+from batchline.engine.step import PackedStep, Step, pack
 from batchline.errors import EngineDead, EngineOutOfMemory, ModelLoadError
 
 PROMPTS = [tuple(range(start, start + 4 + 2 * start)) for start in range(3, 15)]

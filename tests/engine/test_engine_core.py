@@ -17,7 +17,6 @@ from batchline.config import CacheConfig, EngineConfig, ModelConfig, SchedulerCo
 from batchline.engine import core, step_results
 from batchline.engine.core import Engine, Output
 from batchline.engine.model_runner import ModelRunner, StepResult
-from batchline.engine.packed_step import PackedStep
 from batchline.engine.request import (
     EmbeddingOutput,
     EmbeddingRequest,
@@ -27,6 +26,7 @@ from batchline.engine.request import (
     SamplingParams,
 )
 from batchline.engine.sampler import sample
+from batchline.engine.step import PackedStep
 from batchline.errors import EngineOutOfMemory
 
 PROMPT = tuple(range(10, 30))

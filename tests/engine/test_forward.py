@@ -13,10 +13,9 @@ from batchline.config import ModelConfig
 from batchline.engine.kv_cache import KVCache
 from batchline.engine.model_loader import LoadedModel, load_model
 from batchline.engine.model_runner import Forward, ModelRunner
-from batchline.engine.packed_step import pack
 from batchline.engine.request import GenerationRequest, SamplingParams
-from batchline.engine.scheduler import Chunk, Step
 from batchline.engine.sequence import Sequence
+from batchline.engine.step import Chunk, Step, pack
 
 
 @pytest.fixture

@@ -6,8 +6,10 @@ attention, a step's positions are all written before any of them is read.
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -18,8 +20,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from batchline.config import SchedulerConfig
 from batchline.engine.block_pool import BlockPool, BlockPoolCorrupt
 from batchline.engine.request import GenerationRequest, SamplingParams
-from batchline.engine.scheduler import Scheduler, Step
+from batchline.engine.scheduler import Scheduler
 from batchline.engine.sequence import Sequence, SequenceStatus
+from batchline.engine.step import Step
 
 Prompt = tuple[int, ...]
 Content = tuple[str | None, Prompt]
@@ -552,3 +555,27 @@ def test_every_sequence_is_served_whatever_the_sizes(
     engine.add(*sequences)
     engine.run()
     assert [s.num_output_tokens for s in sequences] == [count for _, count, _ in requests]
+
+
+def sequences_in(thing: object) -> list[Sequence]:
+    """The sequences that an object refers to, directly or not."""
+    todo, seen, found = [thing], set[int](), []
+    while todo:
+        current = todo.pop()
+        if id(current) in seen or isinstance(current, type | ModuleType):
+            continue
+        seen.add(id(current))
+        found += [current] if isinstance(current, Sequence) else []
+        todo += gc.get_referents(current)
+    return found
+
+
+def test_a_scheduler_without_work_holds_no_sequence() -> None:
+    """Otherwise the last step's prompts and constraints would stay in memory until the next request."""
+    engine = SimulatedEngine()
+    ended, aborted = make_sequence((1, 2, 3), max_tokens=1), make_sequence((4, 5), max_tokens=9)
+    engine.add(ended, aborted)
+    engine.step()
+    assert sequences_in(engine.scheduler) == [aborted]
+    engine.scheduler.abort(aborted)
+    assert sequences_in(engine.scheduler) == []

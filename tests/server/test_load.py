@@ -30,8 +30,8 @@ from batchline.backends.in_process import InProcessBackend
 from batchline.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from batchline.engine import async_engine
 from batchline.engine.core import Engine
-from batchline.engine.scheduler import Step
 from batchline.engine.sequence import Sequence
+from batchline.engine.step import Step
 from batchline.server import responses_api
 from batchline.server.kept_responses import KeptResponses
 

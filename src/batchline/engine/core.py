@@ -22,7 +22,6 @@ from batchline.config import EngineConfig
 from batchline.engine.block_pool import BlockPool
 from batchline.engine.cache_memory import CacheMemory
 from batchline.engine.model_loader import load_model
-from batchline.engine.packed_step import pack
 from batchline.engine.placement import choose_kernels, place, record_of, size_cache
 from batchline.engine.recovery import FaultSearch, StepSize, canary, drop_locals, reraise_interrupt
 from batchline.engine.request import (
@@ -33,9 +32,10 @@ from batchline.engine.request import (
     GenerationRequest,
     RequestFailed,
 )
-from batchline.engine.scheduler import Scheduler, Step
+from batchline.engine.scheduler import Scheduler
 from batchline.engine.sequence import Sequence
 from batchline.engine.sequence_metrics import SequenceMetrics
+from batchline.engine.step import Step, pack
 from batchline.engine.step_results import (
     SequenceResult,
     embedding_output,

@@ -17,7 +17,7 @@ import torch
 from batchline.engine.attention import DecodeGroup, PrefillChunk, StepLayout, TorchLayout
 from batchline.engine.kv_cache import KVCache
 from batchline.engine.native_cache import NativeKVCache, NativeLayout
-from batchline.engine.packed_step import PackedStep
+from batchline.engine.step import PackedStep
 
 MAX_PADDING = 1.25
 """Decodes form a group if its longest context is at most this many times its shortest."""

@@ -19,57 +19,30 @@ from __future__ import annotations
 import time
 from bisect import bisect_left, insort
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from batchline.config import SchedulerConfig
 from batchline.engine.block_pool import ROOT_UID, BlockPool
 from batchline.engine.sequence import Sequence, SequenceStatus
+from batchline.engine.step import Chunk, Step
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Positions [start, end) of one sequence, to be computed in one step."""
+@dataclass(slots=True)
+class _Draft:
+    """A step while it is scheduled.
 
-    sequence: Sequence
-    start: int
-    end: int
+    budget, prompt_logprob_budget: positions that it may still hold, and those of prompts whose logits are wanted.
+    keeps_reserve: whether admission leaves blocks for the running sequences. unseatable: a waiting sequence for which
+    preemption would not free enough. The others: see `Step`.
+    """
 
-    @property
-    def num_tokens(self) -> int:
-        """New positions."""
-        return self.end - self.start
-
-    @property
-    def is_last(self) -> bool:
-        """Whether this step produces the sequence's next token (or its hidden state)."""
-        return self.end == self.sequence.num_tokens
-
-    @property
-    def num_wanted_rows(self) -> int:
-        """Its last positions whose logits are wanted: all for log-probabilities of the prompt, else one if it
-        `is_last`."""
-        sequence = self.sequence
-        if sequence.wants_prompt_logprobs and self.start < sequence.num_prompt_tokens:
-            return self.num_tokens
-        return int(self.is_last)
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One packed forward pass. blocks_to_clear: must be set to 0 before it, as they may hold NaN of earlier owners."""
-
-    chunks: tuple[Chunk, ...]
-    blocks_to_clear: tuple[int, ...] = ()
-
-    @property
-    def sequences(self) -> list[Sequence]:
-        """The sequences of all chunks."""
-        return [chunk.sequence for chunk in self.chunks]
-
-    @property
-    def num_tokens(self) -> int:
-        """New positions of all chunks."""
-        return sum(chunk.num_tokens for chunk in self.chunks)
+    budget: int = 0
+    prompt_logprob_budget: int = 0
+    keeps_reserve: bool = True
+    chunks: list[Chunk] = field(default_factory=list)
+    blocks_to_clear: list[int] = field(default_factory=list)
+    seated: dict[Sequence, int | None] = field(default_factory=dict)
+    unseatable: Sequence | None = None
 
 
 class Scheduler:
@@ -86,16 +59,12 @@ class Scheduler:
         self.max_num_batched_tokens = config.max_num_batched_tokens
         self.max_num_seqs = config.max_num_seqs
         self._max_num_prompt_logprob_tokens = max_num_prompt_logprob_tokens or config.max_num_batched_tokens
-        self._num_prompt_logprob_tokens = 0
         self.pool = pool
         self.running: list[Sequence] = []
         self._waiting: list[Sequence] = []  # in reverse order, because removing the last one is cheap
         self.num_preemptions = 0
         self._preempted: list[Sequence] = []
-        self._seated: dict[Sequence, int | None] = {}  # by the last step -> their num_cached_tokens before it
-        self._blocks_to_clear: list[int] = []
-        self._unseatable: Sequence | None = None
-        self._keeps_reserve = True
+        self._draft = _Draft()
 
     @property
     def num_waiting(self) -> int:
@@ -132,11 +101,7 @@ class Scheduler:
 
         only: the sequences that it may hold, to find the one that makes steps fail; None allows all.
         """
-        self._num_prompt_logprob_tokens = 0
-        self._seated.clear()
-        self._blocks_to_clear = []
-        self._unseatable = None
-        self._keeps_reserve = only is None
+        self._draft = _Draft(self.max_num_batched_tokens, self._max_num_prompt_logprob_tokens, only is None)
         running = sorted(self.running, key=lambda s: s.order)
         if only is None:
             return self._fill_step(running)
@@ -160,8 +125,8 @@ class Scheduler:
             sequence.num_computed_tokens = chunk.start
             sequence.num_finite_tokens = min(sequence.num_finite_tokens, chunk.start)
             del sequence.block_uids[chunk.start // size :]
-            if sequence in self._seated:
-                sequence.num_cached_tokens = self._seated[sequence]
+            if sequence in step.seated:
+                sequence.num_cached_tokens = step.seated[sequence]
                 self._unseat(sequence)
 
     def restart(self, sequences: Iterable[Sequence]) -> None:
@@ -185,44 +150,37 @@ class Scheduler:
 
     def _fill_step(self, running: list[Sequence]) -> Step:
         """running: the sequences that this step may compute, in order."""
-        budget = self.max_num_batched_tokens
-        chunks: list[Chunk] = []
+        draft = self._draft
         for sequence in running:
-            urgent = self._admit(budget, before=sequence)
-            chunks += urgent
-            budget -= sum(chunk.num_tokens for chunk in urgent)
-            if budget == 0:
+            self._admit(before=sequence)
+            if draft.budget == 0:
                 break
             if sequence.status is not SequenceStatus.RUNNING:
                 continue  # just preempted for a sequence before it
-            end = self._chunk_end(sequence, budget)
-            if end == sequence.num_computed_tokens or not self._make_room(sequence, end):
-                continue
-            chunks.append(self._schedule_chunk(sequence, end))
-            budget -= chunks[-1].num_tokens
-        chunks.extend(self._admit(budget))
-        return Step(tuple(chunks), tuple(self._blocks_to_clear))
+            end = self._chunk_end(sequence)
+            if end > sequence.num_computed_tokens and self._make_room(sequence, end):
+                self._schedule_chunk(sequence, end)
+        self._admit()
+        self._draft = _Draft()  # sequences must not be held beyond their end
+        return Step(tuple(draft.chunks), tuple(draft.blocks_to_clear), draft.seated)
 
-    def _admit(self, budget: int, *, before: Sequence | None = None) -> list[Chunk]:
+    def _admit(self, *, before: Sequence | None = None) -> None:
         """Move waiting sequences into the step while budget, seats and blocks last.
 
         before: a running sequence whose turn is next. Only sequences of a smaller priority are admitted; if they lack
         seats or blocks, sequences at the back of the order are preempted, which have not had their turn yet.
         """
-        chunks: list[Chunk] = []
-        while budget > 0 and self._waiting:
+        draft = self._draft
+        while self._waiting and draft.budget > 0:
             sequence = self._waiting[-1]
-            if before is not None and (sequence.priority >= before.priority or sequence is self._unseatable):
+            if before is not None and (sequence.priority >= before.priority or sequence is draft.unseatable):
                 break
-            if self._chunk_end(sequence, budget) == 0:
+            if self._chunk_end(sequence) == 0:
                 break  # its prompt logits are wanted, and the step is full of those
             if not self._seat(sequence, before):
                 break
             self._waiting.pop()
-            end = self._chunk_end(sequence, budget)
-            chunks.append(self._schedule_chunk(sequence, end))
-            budget -= chunks[-1].num_tokens
-        return chunks
+            self._schedule_chunk(sequence, self._chunk_end(sequence))
 
     def _seat(self, sequence: Sequence, before: Sequence | None) -> bool:
         """Give a waiting sequence a seat, its cached prefix and blocks for all its tokens; False if it must wait.
@@ -241,14 +199,14 @@ class Scheduler:
                 return False
             victims = [s for s in self.running if s.order >= before.order and s.priority > sequence.priority]
             if not self._preempt(victims, missing, cached, needs_seat=True):
-                self._unseatable = sequence
+                self._draft.unseatable = sequence
                 return False
         pool.reference(cached)
         sequence.block_table = cached + self._allocate(missing)
         sequence.block_uids = [pool.uid_of(number) for number in cached]
         sequence.num_computed_tokens = len(cached) * pool.block_size
         sequence.num_finite_tokens = pool.num_untainted(cached) * pool.block_size
-        self._seated[sequence] = sequence.num_cached_tokens
+        self._draft.seated[sequence] = sequence.num_cached_tokens
         if sequence.num_cached_tokens is None:  # a preempted sequence keeps the number of its first start
             sequence.num_cached_tokens = sequence.num_computed_tokens
             sequence.started_at = time.monotonic()
@@ -262,7 +220,7 @@ class Scheduler:
         size = self.pool.block_size
         num_left = self.pool.num_free - num_wanted
         return (
-            not self._keeps_reserve
+            not self._draft.keeps_reserve
             or num_left >= len(self.running)
             or num_left
             >= sum(sequence.max_num_computed_tokens > len(sequence.block_table) * size for sequence in self.running)
@@ -316,30 +274,33 @@ class Scheduler:
 
     def _allocate(self, count: int) -> list[int]:
         blocks = self.pool.allocate(count)
-        self._blocks_to_clear += self.pool.take_tainted(blocks)
+        self._draft.blocks_to_clear += self.pool.take_tainted(blocks)
         return blocks
 
-    def _chunk_end(self, sequence: Sequence, budget: int) -> int:
+    def _chunk_end(self, sequence: Sequence) -> int:
         """The largest end of the sequence's chunk in this step."""
+        budget = self._draft.budget
         if self._computes_prompt_logprobs(sequence):
-            budget = min(budget, self._max_num_prompt_logprob_tokens - self._num_prompt_logprob_tokens)
+            budget = min(budget, self._draft.prompt_logprob_budget)
         return sequence.num_computed_tokens + min(sequence.num_uncomputed_tokens, budget)
 
     def _computes_prompt_logprobs(self, sequence: Sequence) -> bool:
         return sequence.wants_prompt_logprobs and sequence.num_computed_tokens < sequence.num_prompt_tokens
 
-    def _schedule_chunk(self, sequence: Sequence, end: int) -> Chunk:
-        """The chunk up to `end`. From now on its positions count as computed, and its full blocks are registered."""
+    def _schedule_chunk(self, sequence: Sequence, end: int) -> None:
+        """Add the chunk up to `end`: from now on it counts as computed, and its full blocks are registered."""
+        draft = self._draft
         chunk = Chunk(sequence, sequence.num_computed_tokens, end)
         if self._computes_prompt_logprobs(sequence):
-            self._num_prompt_logprob_tokens += chunk.num_tokens
+            draft.prompt_logprob_budget -= chunk.num_tokens
+        draft.budget -= chunk.num_tokens
+        draft.chunks.append(chunk)
         sequence.num_computed_tokens = end
         size, uids = self.pool.block_size, sequence.block_uids
         for index in range(len(uids), end // size):
             tokens = tuple(sequence.token_ids[index * size : (index + 1) * size])
             previous = uids[-1] if uids else ROOT_UID
             uids.append(self.pool.register(sequence.block_table[index], previous, tokens, sequence.request.cache_key))
-        return chunk
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.pool.block_size)

@@ -17,8 +17,8 @@ from batchline.engine.logprobs import token_logprobs
 from batchline.engine.model_runner import StepResult
 from batchline.engine.request import EmbeddingOutput, GenerationOutput, TokenLogprobs
 from batchline.engine.sampler import sample
-from batchline.engine.scheduler import Chunk, Step
 from batchline.engine.sequence import Sequence
+from batchline.engine.step import Chunk, Step
 from batchline.engine.token_masks import StepMasks
 from batchline.errors import ConstraintFailed, EngineError, NumbersNotFinite
 

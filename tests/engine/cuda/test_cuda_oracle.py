@@ -13,8 +13,8 @@ from families import FAMILIES, VOCAB, greedy_oracle, make_model
 
 from batchline.config import CacheConfig, DType, EngineConfig, ModelConfig, SchedulerConfig
 from batchline.engine.core import Engine
-from batchline.engine.packed_step import PackedStep, pack
 from batchline.engine.request import GenerationOutput, GenerationRequest, SamplingParams
+from batchline.engine.step import PackedStep, pack
 
 pytest.importorskip("triton")
 

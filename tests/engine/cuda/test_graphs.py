@@ -10,7 +10,7 @@ import torch
 
 from batchline.engine.kv_cache import CacheGroup, CacheShape, KVCache
 from batchline.engine.model_runner import ModelInputs
-from batchline.engine.packed_step import PackedStep
+from batchline.engine.step import PackedStep
 
 pytest.importorskip("triton")
 

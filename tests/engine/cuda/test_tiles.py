@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchline.engine.cuda.tiles import StepTiles, tiles_of
-from batchline.engine.packed_step import PackedStep
+from batchline.engine.step import PackedStep
 
 BLOCK_SIZE = 4
 

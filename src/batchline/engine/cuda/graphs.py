@@ -21,7 +21,7 @@ from batchline.engine.cuda.layout import CudaLayout, on_host
 from batchline.engine.cuda.paged_attention import TILE_FIELDS, Tiles
 from batchline.engine.kv_cache import KVCache
 from batchline.engine.model_runner import Forward, ModelInputs
-from batchline.engine.packed_step import PackedStep
+from batchline.engine.step import PackedStep
 
 STEP_BETWEEN_SIZES = 8
 SMALL_SIZES = (1, 2, 4)

@@ -13,7 +13,7 @@ from batchline.engine.cuda.paged_attention import Tiles, attend_tiles, choose_nu
 from batchline.engine.cuda.tiles import StepTiles
 from batchline.engine.kv_cache import KVCache
 from batchline.engine.model_runner import ModelInputs
-from batchline.engine.packed_step import PackedStep
+from batchline.engine.step import PackedStep
 
 INTERPRETER_PROCESSORS = 4
 """Assumed on a CPU, where kernels are interpreted, so that contexts are split there too."""

@@ -10,7 +10,7 @@ from batchline.engine.cuda.paged_attention import queries_per_tile
 from batchline.engine.cuda.tiles import tiles_of
 from batchline.engine.kv_cache import KVCache
 from batchline.engine.model_runner import Forward, StepResult
-from batchline.engine.packed_step import PackedStep
+from batchline.engine.step import PackedStep
 
 
 class CudaRunner:

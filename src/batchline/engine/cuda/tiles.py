@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from batchline.engine.packed_step import PackedStep
+from batchline.engine.step import PackedStep
 
 
 @dataclass(frozen=True, slots=True)

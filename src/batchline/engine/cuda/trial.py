@@ -9,11 +9,10 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from batchline.engine.model_runner import StepRunner
-from batchline.engine.packed_step import pack
 from batchline.engine.request import GenerationRequest, SamplingParams
 from batchline.engine.sampler import sample
-from batchline.engine.scheduler import Chunk, Step
 from batchline.engine.sequence import Sequence as RunningSequence
+from batchline.engine.step import Chunk, Step, pack
 
 RELATIVE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 

@@ -17,11 +17,10 @@ from hypothesis import strategies as st
 from batchline.config import CacheConfig, CpuKernels, EngineConfig, ModelConfig
 from batchline.engine.model_loader import load_model
 from batchline.engine.model_runner import StepResult, StepRunner
-from batchline.engine.packed_step import PackedStep, pack
 from batchline.engine.placement import choose_kernels, place
 from batchline.engine.request import EmbeddingRequest, GenerationRequest, SamplingParams
-from batchline.engine.scheduler import Chunk, Step
 from batchline.engine.sequence import Sequence
+from batchline.engine.step import Chunk, PackedStep, Step, pack
 
 BLOCK_SIZE = 4
 
@@ -76,7 +75,7 @@ def test_each_row_is_written_to_its_positions_slot(bounds: list[tuple[int, int]]
 
 
 def test_packing_imports_no_torch() -> None:
-    code = "import batchline.engine.packed_step, sys; print('torch' in sys.modules)"
+    code = "import batchline.engine.step, sys; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 

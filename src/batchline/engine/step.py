@@ -1,17 +1,70 @@
-"""A scheduled step as plain arrays: what a runner needs to compute it, on any device and in any process.
+"""A step: as it is scheduled, in chunks of sequences, and packed into plain arrays for a runner.
 
-Only numpy, so a step can be pickled. Query rows are packed without padding: the chunks one after another, in the step's
-order. `ModelRunner` and `CudaRunner` make their layouts of attention from it.
+A `PackedStep` is all that a runner needs, on any device and in any process: it holds only numpy arrays and can be
+pickled. Query rows are packed without padding: the chunks one after another, in the step's order. `ModelRunner` and
+`CudaRunner` make their layouts of attention from it.
 """
 
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from batchline.engine.scheduler import Step
+from batchline.engine.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Positions [start, end) of one sequence, to be computed in one step."""
+
+    sequence: Sequence
+    start: int
+    end: int
+
+    @property
+    def num_tokens(self) -> int:
+        """New positions."""
+        return self.end - self.start
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this step produces the sequence's next token (or its hidden state)."""
+        return self.end == self.sequence.num_tokens
+
+    @property
+    def num_wanted_rows(self) -> int:
+        """Its last positions whose logits are wanted: all for log-probabilities of the prompt, else one if it
+        `is_last`."""
+        sequence = self.sequence
+        if sequence.wants_prompt_logprobs and self.start < sequence.num_prompt_tokens:
+            return self.num_tokens
+        return int(self.is_last)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One packed forward pass.
+
+    blocks_to_clear: must be set to 0 before it, as they may hold NaN of earlier owners.
+    seated: the sequences that waited before it, and their num_cached_tokens until then.
+    """
+
+    chunks: tuple[Chunk, ...]
+    blocks_to_clear: tuple[int, ...] = ()
+    seated: Mapping[Sequence, int | None] = field(default_factory=dict)
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        """The sequences of all chunks."""
+        return [chunk.sequence for chunk in self.chunks]
+
+    @property
+    def num_tokens(self) -> int:
+        """New positions of all chunks."""
+        return sum(chunk.num_tokens for chunk in self.chunks)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
