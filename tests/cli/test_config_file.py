@@ -152,6 +152,25 @@ def test_unknown_variables_are_warned_of(monkeypatch: pytest.MonkeyPatch, capfd:
     ]
 
 
+def test_variables_of_vllm_are_warned_of_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """`VLLM_ALLOW_LONG_MAX_MODEL_LEN=1` was ignored in silence; the key of a server concerns no batch run."""
+    for name in ("VLLM_USE_V1", "VLLM_ALLOW_LONG_MAX_MODEL_LEN", "VLLM_API_KEY"):
+        monkeypatch.setenv(name, "1")
+    assert [line.partition("Warning: ")[2] for line in warnings_of_run_batch(capfd)] == [
+        "These variables of vLLM have no effect here: VLLM_ALLOW_LONG_MAX_MODEL_LEN, VLLM_USE_V1."
+    ]
+
+
+def test_the_key_in_vllms_variable_is_a_key() -> None:
+    """`VLLM_API_KEY=... batchline serve` was a server without keys. Like vLLM, we read it as one key."""
+    assert run("--needed", "x", env={"VLLM_API_KEY": "two words"})["api_key"] == ["two words"]
+    both = {"VLLM_API_KEY": "theirs", "BATCHLINE_API_KEY": "ours"}
+    assert run("--needed", "x", env=both)["api_key"] == ["ours"]
+    assert run("--needed", "x", "--api-key", "line", env=both)["api_key"] == ["line"]
+
+
 def test_an_environment_may_serve_several_commands(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

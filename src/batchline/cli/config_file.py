@@ -3,7 +3,7 @@
 Precedence: command line, then the file, then `BATCHLINE_...` variables, then the option's default. File and environment
 become the command's default map, so that values are converted and checked like those of the command line; one that is
 wrong is reported with the variable, or the file and key, that it comes from. A file may hold options of vLLM
-(`vllm_options`) where the command takes them on its line.
+(`vllm_options`) where the command takes them on its line. Of vLLM's variables, only `VLLM_API_KEY` has an effect.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ TRANSLATION = "batchline.cli.translation"
 
 PREFIX = "BATCHLINE_"
 _CONFIG_VARIABLE = f"{PREFIX}CONFIG"
+_VLLM_PREFIX = "VLLM_"
+_VLLM_API_KEY = "VLLM_API_KEY"
 _BOOLEANS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
 _NOT_IN_A_FILE = {"config", "help"}
 
@@ -63,6 +65,7 @@ def _load(context: typer.Context, path: Path | None) -> Path | None:
     """Runs before any other option is processed, regardless of their order."""
     options = _long_options(context.command)
     _warn_of_unknown_variables(context)
+    _warn_of_vllm_variables()
     if path is None and os.environ.get(_CONFIG_VARIABLE):
         path = Path(os.environ[_CONFIG_VARIABLE])
     translation = context.meta.get(TRANSLATION)
@@ -128,6 +131,13 @@ def _warn_of_unknown_variables(context: typer.Context) -> None:
             log(f"{variable} in the environment is not the name of an option.{hint}", "warning")
 
 
+def _warn_of_vllm_variables() -> None:
+    """One line with all variables of vLLM that it would read and we do not."""
+    names = [name for name in os.environ if name.startswith(_VLLM_PREFIX) and name != _VLLM_API_KEY]
+    if names:
+        log(f"These variables of vLLM have no effect here: {', '.join(sorted(names))}.", "warning")
+
+
 def _closest(name: str, known: Iterable[str], prefix: str = "") -> str:
     """A sentence that names what was probably meant, or nothing."""
     close = get_close_matches(name, known, n=1)
@@ -137,7 +147,9 @@ def _closest(name: str, known: Iterable[str], prefix: str = "") -> str:
 def environment_settings(options: Mapping[str, Any], environment: Mapping[str, str]) -> list[Setting]:
     """The variables that are set and not empty, for `options` by long name."""
     variables = [(parameter, PREFIX + _shouted(name)) for name, parameter in options.items()]
-    return [
+    keys: list[str] = [environment[_VLLM_API_KEY]] if environment.get(_VLLM_API_KEY) else []
+    vllm = [Setting(options["api-key"], _VLLM_API_KEY, lambda: keys)] if keys and "api-key" in options else []
+    return vllm + [
         Setting(parameter, variable, partial(_from_text, parameter, environment[variable], variable))
         for parameter, variable in variables
         if environment.get(variable)
