@@ -94,6 +94,28 @@ async def test_a_large_request_is_not_passed_for_ever_by_small_ones_and_one_is_a
     assert later[0].done()
 
 
+async def test_a_request_of_an_exclusive_share_runs_alone() -> None:
+    """With two runs on one backend, a request that ends the engine also accused those of the other run."""
+    capacity = Capacity(3)
+    first, exclusive = capacity.share(), capacity.share(is_exclusive=True)
+    waiting_for(first, 10)
+    await turn()
+    alone = waiting_for(exclusive, 2)
+    await turn()
+    held = []
+    for _ in range(3):
+        first.give_back(1)
+        await turn()
+        held.append((first.num_held, exclusive.num_held))
+    assert held == [(2, 0), (1, 0), (0, 1)]
+    exclusive.give_back(1)
+    await turn()
+    assert (first.num_held, exclusive.num_held) == (1, 0)
+    first.give_back(1)
+    await turn()
+    assert (first.num_held, exclusive.num_held, [task.done() for task in alone]) == (0, 1, [True, True])
+
+
 async def test_a_cancelled_wait_costs_no_place_and_blocks_nobody() -> None:
     capacity = Capacity(2, num_bytes=100)
     first, second = capacity.share(), capacity.share()

@@ -150,7 +150,7 @@ def test_only_what_is_in_flight_is_suspect(tmp_path: Path) -> None:
 
 
 def test_a_seat_that_cannot_be_written_is_no_reason_to_fail(tmp_path: Path) -> None:
-    in_flight = InFlight(tmp_path / "in-flight")
+    in_flight = InFlight(tmp_path / "in-flight", "token")
     os.close(in_flight._fd)
     in_flight.take(1)
     in_flight.leave(1)
@@ -207,3 +207,30 @@ def test_a_second_model_that_was_never_loaded_accuses_nobody(tmp_path: Path, run
         with pytest.raises(RunFailed, match="there is no such folder"):
             run_file(batch, tmp_path / "out", backend=TwoModels(before_answer=load))
     assert run_file(batch, tmp_path / "out").failed == 0
+
+
+@pytest.mark.parametrize("first_has_ended", [False, True])
+def test_runs_in_one_process_learn_of_its_crash_together(tmp_path: Path, first_has_ended: bool) -> None:
+    """Only the run that had begun last did, so that its requests were suspected and the guilty one was not."""
+    folders = [tmp_path / name for name in "abc"]
+    for folder in folders:
+        folder.mkdir()
+    script = """
+import ctypes, sys
+from pathlib import Path
+from batchline.batch.crashes import watched
+watches = [watched(Path(folder)) for folder in sys.argv[2:]]
+for number, watch in enumerate(watches):
+    watch.__enter__().take(number)
+if sys.argv[1] == "True":
+    watches[0].__exit__(None, None, None)
+ctypes.string_at(0)
+"""
+    ended = subprocess.run([sys.executable, "-c", script, str(first_has_ended), *map(str, folders)], check=False)
+    assert ended.returncode == -11
+    crashes = [last_crash(folder) for folder in folders]
+    if first_has_ended:
+        assert crashes.pop(0) is None
+    assert {crash.fault for crash in crashes if crash} == {"Segmentation fault"}
+    assert len({crash.token for crash in crashes if crash}) == 1
+    assert [crash and crash.positions for crash in crashes] == [(0,), (1,), (2,)][first_has_ended:]

@@ -27,9 +27,9 @@ class Capacity:
         self._num_grants = 0
         self._shares: list[Share] = []
 
-    def share(self) -> Share:
-        """The share of one more run."""
-        share = Share(self)
+    def share(self, *, is_exclusive: bool = False) -> Share:
+        """The share of one more run. is_exclusive: while one of its requests is in flight, no other request is."""
+        share = Share(self, self.num_places if is_exclusive else 1)
         self._shares.append(share)
         return share
 
@@ -45,13 +45,16 @@ class Capacity:
         self._used_bytes += num_bytes
 
     def grant(self) -> None:
-        """Give free places to those who wait, as far as they reach. A large request is not passed by smaller ones."""
+        """Give free places to those who wait, as far as they reach. A request that needs
+        much room is not passed by smaller ones."""
         while self._used_places < self.num_places:
             waiting = [share for share in self._shares if share.is_waiting()]
             if not waiting:
                 return
             share = min(waiting, key=lambda share: (share.num_held, share.last_grant))
-            if self._used_bytes and self._used_bytes + share.next_bytes > self._num_bytes:
+            has_places = self._used_places + share.places_per_request <= self.num_places
+            has_bytes = not self._used_bytes or self._used_bytes + share.next_bytes <= self._num_bytes
+            if not (has_places and has_bytes):
                 return
             self._num_grants += 1
             share.grant(self._num_grants)
@@ -60,7 +63,8 @@ class Capacity:
 class Share:
     """One run's part of a capacity. num_held: its requests in flight."""
 
-    def __init__(self, capacity: Capacity) -> None:
+    def __init__(self, capacity: Capacity, places_per_request: int) -> None:
+        self.places_per_request = places_per_request
         self.num_held = 0
         self.last_grant = 0
         self._capacity = capacity
@@ -96,7 +100,7 @@ class Share:
     def give_back(self, num_bytes: int) -> None:
         """Free the place of a request."""
         self.num_held -= 1
-        self._capacity.add(-1, -num_bytes)
+        self._capacity.add(-self.places_per_request, -num_bytes)
         self._capacity.grant()
 
     def grant(self, number: int) -> None:
@@ -104,7 +108,7 @@ class Share:
         num_bytes, place = self._waiting.popleft()
         self.num_held += 1
         self.last_grant = number
-        self._capacity.add(1, num_bytes)
+        self._capacity.add(self.places_per_request, num_bytes)
         place.set_result(True)
 
     def close(self) -> None:

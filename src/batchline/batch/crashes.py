@@ -125,8 +125,9 @@ class InFlight:
     A seat keeps its position until another request takes it. The reader knows from the journal which are durable.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.token = os.urandom(8).hex()
+    def __init__(self, path: Path, token: str) -> None:
+        """token: of the process's crash, see `Crash`."""
+        self.token = token
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         self._seats: dict[int, int] = {}
         self._free: list[int] = []
@@ -156,30 +157,67 @@ class InFlight:
         os.close(self._fd)
 
 
+class _FaultReport:
+    """The file that faulthandler writes to. A process has only one; runs at the same time share it by hard links."""
+
+    def __init__(self, path: Path) -> None:
+        self.token = os.urandom(8).hex()
+        self._paths = {path}
+        self._was_enabled = faulthandler.is_enabled()
+        self._file = path.open("w")
+        self._file.write(f"{self.token} {_oom_kills()}\n")
+        self._file.flush()
+        faulthandler.enable(self._file)
+
+    def link(self, path: Path) -> None:
+        """Report at `path` too. On another file system it cannot: a crash then accuses no request of that run."""
+        with suppress(OSError):
+            os.link(next(filter(Path.exists, self._paths), path), path)
+        self._paths.add(path)
+
+    def unlink(self, path: Path) -> bool:
+        """End the report at `path`. Returns whether that was the last one; faulthandler then continues with standard
+        error if it was on before."""
+        self._paths.remove(path)
+        if self._paths:
+            return False
+        faulthandler.disable()
+        self._file.close()
+        if self._was_enabled and sys.__stderr__ is not None:
+            with suppress(OSError, ValueError):  # standard error may be closed
+                faulthandler.enable(sys.__stderr__)
+        return True
+
+
+_report: _FaultReport | None = None
+_report_lock = threading.Lock()
+
+
 @contextmanager
 def watched(folder: Path) -> Iterator[InFlight]:
     """Until the block ends, a fault of this process is reported in the job folder `folder`, with what is in flight.
 
     On threads, an overflow of the stack is reported only if they were started under `alternate_stacks`.
-    faulthandler has only one file: if it was on before, it continues with standard error afterwards.
     """
-    (folder / _FAULT).unlink(missing_ok=True)  # before the seats: a fault must never be read with another's seats
-    in_flight = InFlight(folder / _IN_FLIGHT)
-    was_enabled = faulthandler.is_enabled()
+    global _report
+    path = folder / _FAULT
+    path.unlink(missing_ok=True)  # before the seats: a fault must never be read with another's seats
+    with _report_lock:
+        if _report is None:
+            _report = _FaultReport(path)
+        else:
+            _report.link(path)
+        report = _report
     try:
-        with (folder / _FAULT).open("w") as report:
-            report.write(f"{in_flight.token} {_oom_kills()}\n")
-            report.flush()
-            faulthandler.enable(report)
-            try:
-                yield in_flight
-            finally:
-                faulthandler.disable()
-                if was_enabled and sys.__stderr__ is not None:
-                    with suppress(OSError, ValueError):  # standard error may be closed
-                        faulthandler.enable(sys.__stderr__)
+        in_flight = InFlight(folder / _IN_FLIGHT, report.token)
+        try:
+            yield in_flight
+        finally:
+            in_flight.close()
     finally:
-        in_flight.close()
+        with _report_lock:
+            if report.unlink(path):
+                _report = None
         forget_crash(folder)
 
 

@@ -239,9 +239,9 @@ class BatchRun:
                 self._pace.begin_running(state.tally)
                 await self._watch.report_models(backend)
                 self._reporter.phase(f"Running {counted(state.tally.total - state.tally.done, 'request')}")
-                for items in _in_groups(plan, state):
+                for items, are_suspects in _in_groups(plan, state):
                     feeder = Feeder(items, reader, keeps_raw=backend.wants_raw_bodies)
-                    await self._run_requests(backend, feeder, state, in_flight)
+                    await self._run_requests(backend, feeder, state, in_flight, are_suspects=are_suspects)
                 self._pace.end(state.tally)
 
     async def _plan(self, checked: CheckedInput) -> Plan:
@@ -260,7 +260,9 @@ class BatchRun:
                 "times. It is not tried again; its result is an error."
             )
 
-    async def _run_requests(self, backend: Backend, feeder: Feeder, state: RunState, in_flight: InFlight) -> None:
+    async def _run_requests(
+        self, backend: Backend, feeder: Feeder, state: RunState, in_flight: InFlight, *, are_suspects: bool
+    ) -> None:
         def on_durable(outcome: Outcome) -> None:
             state.tally.add(outcome)
             in_flight.leave(outcome.position)
@@ -271,7 +273,8 @@ class BatchRun:
             feeder=feeder,
             backend=backend,
             commit=GroupCommit(state.journal, on_durable),
-            share=capacity.share(),
+            # a suspect's crash must not accuse requests of other runs
+            share=capacity.share(is_exclusive=are_suspects and self._capacity is not None),
             max_inflight=min(max_inflight, capacity.num_places),
             in_flight=in_flight,
         )
@@ -285,12 +288,15 @@ class BatchRun:
             raise
 
 
-def _in_groups(plan: Plan, state: RunState) -> Iterator[Iterator[WorkItem]]:
-    """What is left to run, in groups that end one before the other starts: suspects of crashes, then all others."""
+def _in_groups(plan: Plan, state: RunState) -> Iterator[tuple[Iterator[WorkItem], bool]]:
+    """What is left to run, in groups that end one before the other starts: suspects of crashes, then all others.
+
+    Each with whether it is a group of suspects.
+    """
     suspects = state.suspects.num_crashes
     if suspects:
-        yield from map(iter, state.suspects.groups(plan.items(state.done)))
-    yield (item for item in plan.items(state.done) if item.position not in suspects)
+        yield from ((iter(group), True) for group in state.suspects.groups(plan.items(state.done)))
+    yield (item for item in plan.items(state.done) if item.position not in suspects), False
 
 
 async def _may_be_a_requests_fault(cause: BaseException | None, backend: Backend) -> bool:
