@@ -20,15 +20,15 @@ _INDEX = re.compile(r"\[\d+\]$")
 class ChatForm:
     """A request as a chat completion's body.
 
-    places: where in the request a message (`messages[0]`), its content, a part or a call of it, or a tool comes from.
+    paths: where in the request a message (`messages[0]`), its content, a part or a call of it, or a tool comes from.
     renamed: the request's fields, by regular expressions of what chat completions call them.
-    elsewhere: the field of a message without a place.
+    default_path: the field of a message without a path.
     """
 
     body: dict[str, Any]
-    places: Mapping[str, str]
+    paths: Mapping[str, str]
     renamed: Mapping[str, str]
-    elsewhere: str
+    default_path: str
 
     @contextmanager
     def in_own_fields(self) -> Iterator[None]:
@@ -43,25 +43,25 @@ class ChatForm:
         def other_name(match: re.Match[str]) -> str:
             name = match[0]
             if match["message"]:
-                return self._place(name.removesuffix(".function"))
+                return self._path_of(name.removesuffix(".function"))
             if match["tool"]:
                 tool = name.removesuffix(".function")
-                return self.places.get(tool, tool)
+                return self.paths.get(tool, tool)
             found = ((re.fullmatch(pattern, name), other) for pattern, other in self.renamed.items())
             return next(full.expand(other) for full, other in found if full)
 
         return _names(tuple(self.renamed)).sub(other_name, text)
 
-    def _place(self, name: str) -> str:
-        """Where a message or something in it stands; a part without a place has its index in the content's place."""
+    def _path_of(self, name: str) -> str:
+        """The path of a message or of something in it; a part without a path has its index in the content\'s path."""
         index = _INDEX.search(name)
-        if name in self.places or index is None:
-            return self.places.get(name, self.elsewhere)
-        content = self.places.get(name[: index.start()])
-        return self.elsewhere if content is None else content + index[0]
+        if name in self.paths or index is None:
+            return self.paths.get(name, self.default_path)
+        content = self.paths.get(name[: index.start()])
+        return self.default_path if content is None else content + index[0]
 
 
 @cache
 def _names(patterns: tuple[str, ...]) -> re.Pattern[str]:
-    """Any field that has another name, where it stands as a word of its own."""
+    """Any field that has another name, as a whole word."""
     return re.compile(rf"(?<![\w.'\"])(?:{'|'.join(patterns)}|(?P<message>{_MESSAGE})|(?P<tool>{_TOOL}))(?!\w)")

@@ -263,13 +263,14 @@ def _ranked(texts: Sequence[GeneratedText]) -> Sequence[GeneratedText]:
 
 
 def _choice_request(request: GenerationRequest, choice: int, is_ranked: bool) -> GenerationRequest:
-    """The request of one choice: a seed of its own; the prompt's log-probabilities are asked for once."""
-    sampling = choice_params(request.sampling, choice)
+    """The request of one choice. Only the first one computes the prompt's log-probabilities."""
+    request = _numbered(request, choice)
+    sampling = request.sampling
     if is_ranked and sampling.logprobs is None:
         sampling = replace(sampling, logprobs=0)
     if choice > 0:
         sampling = replace(sampling, prompt_logprobs=None)
-    return replace(_numbered(request, choice), sampling=sampling)
+    return replace(request, sampling=sampling)
 
 
 def _numbered(request: GenerationRequest, choice: int) -> GenerationRequest:

@@ -67,8 +67,8 @@ class _CompletionChunks:
         index = prompt * self._request.n + choice
         is_first = index not in self._begun
         self._begun.add(index)
-        is_told = self._request.logprobs is not None or self._request.return_token_ids
-        if is_first or delta.text or delta.finish_reason is not None or (is_told and delta.token_ids):
+        reports_tokens = self._request.logprobs is not None or self._request.return_token_ids
+        if is_first or delta.text or delta.finish_reason is not None or (reports_tokens and delta.token_ids):
             return [self._usage.in_chunk(self._chunk([self._choice(prompt, index, delta, is_first=is_first)]))]
         return []
 

@@ -60,9 +60,9 @@ class _Reading(Generic[T]):
     def read(self, number: int) -> None:
         """Ask a stream for its next item."""
         task = self.tasks[number] = asyncio.create_task(_next_of(self._streams[number]))
-        task.add_done_callback(lambda _: self._note(number))
+        task.add_done_callback(lambda _: self._add_ready(number))
 
-    def _note(self, number: int) -> None:
+    def _add_ready(self, number: int) -> None:
         self._ready.append(number)
         self._has_ready.set()
 

@@ -66,7 +66,7 @@ def chat_form(request: CountTokensRequest) -> ChatForm:
     if conversation.ends_with_the_models_text:  # the answer goes on from there
         chat |= {"add_generation_prompt": False, "continue_final_message": True}
     body = {name: value for name, value in chat.items() if value is not None}
-    return ChatForm(body, conversation.places, RENAMED, elsewhere="messages")
+    return ChatForm(body, conversation.paths, RENAMED, default_path="messages")
 
 
 def _thinking_variables(request: CountTokensRequest) -> JsonObject:
@@ -107,12 +107,12 @@ def _tool_use(request: CountTokensRequest) -> JsonObject:
 class _Conversation:
     """Messages that are put together from content blocks. Mutable.
 
-    places: where in the request a message, its content or a call of it comes from.
+    paths: where in the request a message, its content or a call of it comes from.
     """
 
     def __init__(self) -> None:
         self.messages: list[JsonObject] = []
-        self.places: dict[str, str] = {}
+        self.paths: dict[str, str] = {}
 
     @property
     def ends_with_the_models_text(self) -> bool:
@@ -141,19 +141,19 @@ class _Conversation:
             )
         message: JsonObject | None = None
         for index, block in enumerate(content):
-            place = f"{content_path}[{index}]"
+            block_path = f"{content_path}[{index}]"
             kind = block.get("type") if isinstance(block, dict) else None
             if role == "user" and kind == "tool_result":
-                self._add_result(block, place)
+                self._add_result(block, block_path)
                 message = None  # what follows is another message
                 continue
             if message is None:
                 message = self._open(role, path, content_path)
-            self._add_block(message, block, kind, place)
+            self._add_block(message, block, kind, block_path)
 
     def _open(self, role: str, path: str, content_path: str) -> JsonObject:
         name = f"messages[{len(self.messages)}]"
-        self.places |= {name: path, f"{name}.content": content_path}
+        self.paths |= {name: path, f"{name}.content": content_path}
         message: JsonObject = {"role": role, "content": []}
         self.messages.append(message)
         return message
@@ -163,11 +163,11 @@ class _Conversation:
         if add is not None:
             if kind == "tool_use":
                 name = f"messages[{len(self.messages) - 1}].tool_calls[{len(message.get('tool_calls', ()))}]"
-                self.places[name] = path
+                self.paths[name] = path
             add(message, block, path)
             return
         name = f"messages[{len(self.messages) - 1}].content[{len(message['content'])}]"
-        self.places[name] = path
+        self.paths[name] = path
         message["content"].append(_part(block, kind, path))
 
     def _add_result(self, block: JsonObject, path: str) -> None:

@@ -72,9 +72,9 @@ def chat_form(request: ResponsesRequest) -> ChatForm:
         chat |= {"logprobs": True, "top_logprobs": request.top_logprobs}
     if request.text.format is not None:
         chat["response_format"] = _response_format(request.text.format)
-    places = conversation.places | {f"tools[{index}]": path for index, path in enumerate(tools)}
+    paths = conversation.paths | {f"tools[{index}]": path for index, path in enumerate(tools)}
     body = {name: value for name, value in chat.items() if value is not None}
-    return ChatForm(body, places, RENAMED, elsewhere="input")
+    return ChatForm(body, paths, RENAMED, default_path="input")
 
 
 def later_starts(messages: Sequence[JsonObject]) -> list[int]:
@@ -153,7 +153,7 @@ class _Conversation:
 
     def __init__(self) -> None:
         self.messages: list[JsonObject] = []
-        self.places: dict[str, str] = {}
+        self.paths: dict[str, str] = {}
         self._reasoning = ""
 
     def add(self, item: JsonObject, path: str) -> None:
@@ -175,7 +175,7 @@ class _Conversation:
 
     def _append(self, message: JsonObject, path: str, content_path: str) -> None:
         name = f"messages[{len(self.messages)}]"
-        self.places |= {name: path, f"{name}.content": content_path}
+        self.paths |= {name: path, f"{name}.content": content_path}
         self.messages.append(message)
         self._reasoning = ""
 
@@ -191,7 +191,7 @@ class _Conversation:
             self._append({"role": "assistant", "content": None, **self._pending_reasoning()}, path, path)
         function = {"name": item["name"], "arguments": item["arguments"]}
         calls = self.messages[-1].setdefault("tool_calls", [])
-        self.places[f"messages[{len(self.messages) - 1}].tool_calls[{len(calls)}]"] = path
+        self.paths[f"messages[{len(self.messages) - 1}].tool_calls[{len(calls)}]"] = path
         calls.append({"id": item["call_id"], "type": "function", "function": function})
 
     def _pending_reasoning(self) -> JsonObject:

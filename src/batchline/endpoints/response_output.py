@@ -72,12 +72,12 @@ class _Message(_Item):
     def __init__(self, item_id: str) -> None:
         super().__init__(item_id)
         self._logprobs: list[JsonObject] = []
-        self._told: list[JsonObject] = []  # with the next piece of text
+        self._unsent: list[JsonObject] = []  # to go with the next piece of text
 
     def add_logprobs(self, logprobs: Sequence[JsonObject]) -> None:
         """Take those of more tokens."""
         self._logprobs += logprobs
-        self._told += logprobs
+        self._unsent += logprobs
 
     def item(self, status: Status) -> JsonObject:
         content = [] if status == "in_progress" else [output_text(self.text, self._logprobs)]
@@ -87,8 +87,8 @@ class _Message(_Item):
         return [("content_part.added", {"content_index": 0, "part": output_text("", [])})]
 
     def grown(self, piece: str) -> tuple[str, JsonObject]:
-        told, self._told = self._told, []
-        return "output_text.delta", {"content_index": 0, "delta": piece, "logprobs": told}
+        unsent, self._unsent = self._unsent, []
+        return "output_text.delta", {"content_index": 0, "delta": piece, "logprobs": unsent}
 
     def closed(self) -> list[tuple[str, JsonObject]]:
         logprobs = list(self._logprobs)

@@ -110,9 +110,9 @@ class ControlTokens:
 
     def find(self, prompt: ChatPrompt) -> Finding | None:
         """The first control token in the users' texts."""
-        for place, value, role in _places(prompt):
+        for root, value, role in _user_inputs(prompt):
             search = self._searches.of(role)
-            for path, text in _texts(place, value):
+            for path, text in _texts(root, value):
                 token = search.first(text)
                 if token is not None:
                     return Finding(token, path)
@@ -243,7 +243,7 @@ class _Marks:
 
     def __init__(self, searches: _Searches, prompt: ChatPrompt) -> None:
         """Raises: BadRequest."""
-        held = "\0".join(text for place, value, _ in _places(prompt) for _, text in _texts(place, value))
+        held = "\0".join(text for root, value, _ in _user_inputs(prompt) for _, text in _texts(root, value))
         free = [char for char in _NONCHARACTERS if char not in held and json.dumps(char)[1:-1] not in held]
         if len(free) < 2:
             raise BadRequest("messages: they contain every character that could mark control tokens", param="messages")
@@ -326,7 +326,7 @@ def _with_arguments(call: Any) -> Any:
     return {**call, "function": {**function, "arguments": decoded_arguments(function["arguments"])}}
 
 
-def _places(prompt: ChatPrompt) -> Iterator[tuple[str, Any, Any]]:
+def _user_inputs(prompt: ChatPrompt) -> Iterator[tuple[str, Any, Any]]:
     """(path, value, role) of each message and of other user input, which has None for a role."""
     for index, message in enumerate(prompt.messages):
         yield f"messages[{index}]", _with_decoded_arguments(message), message.get("role")
@@ -334,9 +334,9 @@ def _places(prompt: ChatPrompt) -> Iterator[tuple[str, Any, Any]]:
     yield from ((path, value, None) for path, value in others.items())
 
 
-def _texts(place: str, value: Any) -> Iterator[tuple[str, str]]:
+def _texts(root: str, value: Any) -> Iterator[tuple[str, str]]:
     """(path, text) of all texts in a value, including keys of objects. Not recursive, since the depth is unbounded."""
-    waiting = [(place, value)]
+    waiting = [(root, value)]
     while waiting:
         path, value = waiting.pop()
         if isinstance(value, str):

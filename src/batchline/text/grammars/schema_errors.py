@@ -41,18 +41,18 @@ def schema_error(schema: Mapping[str, Any]) -> str | None:
 def place_of_error(schema: Mapping[str, Any], reason: str, refusal: Refusal) -> str:
     """The path of the deepest subschema that `reason` is true of."""
     shared = {keyword: schema[keyword] for keyword in _DEFINITIONS if keyword in schema}
-    path, place = schema, "the root"
+    part, path = schema, "the root"
     tries = MAX_TRIES
     while True:
-        for keyword, key, below in subschemas(path):
+        for keyword, key, below in subschemas(part):
             tries -= 1
             if tries < 0:
-                return place
+                return path
             if isinstance(below, dict) and _alone(below, shared, refusal) == reason:
-                path, place = below, path_below(place, keyword, key)
+                part, path = below, path_below(path, keyword, key)
                 break
         else:
-            return place
+            return path
 
 
 def _alone(schema: Mapping[str, Any], shared: Mapping[str, Any], refusal: Refusal) -> str | None:

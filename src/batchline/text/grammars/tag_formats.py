@@ -40,14 +40,14 @@ def format_grammar(constraint: Constraint, tree: Node, special: SpecialTokens, r
 
 
 def tags_of_structures(structures: Sequence[Node], triggers: Sequence[str], field: str) -> Node:
-    """The older spelling in the newer one. place: where in the request a node stands, as the older one has it."""
+    """The older spelling in the newer one. path: where in the request a node is, in the older spelling."""
     tags = [_tag_of_structure(structure, f"{field}.structures[{i}]") for i, structure in enumerate(structures)]
     return {"type": "triggered_tags", "triggers": triggers, "tags": tags}
 
 
-def _tag_of_structure(structure: Node, place: str) -> Node:
-    content = {"type": "json_schema", "json_schema": structure["schema"], "place": f"{place}.schema"}
-    return {"begin": structure["begin"], "content": content, "end": structure["end"], "place": place}
+def _tag_of_structure(structure: Node, path: str) -> Node:
+    content = {"type": "json_schema", "json_schema": structure["schema"], "path": f"{path}.schema"}
+    return {"begin": structure["begin"], "content": content, "end": structure["end"], "path": path}
 
 
 class _Rules:
@@ -106,7 +106,7 @@ class _Rules:
             name = f"node_{len(self.lines)}"
             self.lines.append(free_text_up_to(name, end, self._special))
             return name
-        inner = self.of(content, content.get("place", f"{path}.content"), is_last=is_last and not end)
+        inner = self.of(content, content.get("path", f"{path}.content"), is_last=is_last and not end)
         return f"{inner} {self._optional(end)}"
 
     def _separated(self, node: Node, path: str, *, is_last: bool) -> str:
@@ -123,7 +123,7 @@ class _Rules:
         once = bool(node.get("stop_after_first"))
         tags, at_once = [], []
         for index, tag in enumerate(node["tags"]):
-            where = tag.get("place", f"{path}.tags[{index}]")
+            where = tag.get("path", f"{path}.tags[{index}]")
             trigger = _trigger(tag["begin"], node["triggers"], where)
             head = f"node_{len(self.lines)}"
             self.lines.append(free_text_up_to(head, trigger, self._special))
