@@ -90,7 +90,7 @@ async def constrained_chat(chat: EncodedChat, model: GenerativeModel) -> Encoded
 
 
 def reported_logprobs(request: ChatCompletionRequest) -> ReportedLogprobs:
-    """Which log-probabilities the answer tells."""
+    """Which log-probabilities the answer reports."""
     return ReportedLogprobs(
         output=(request.top_logprobs or 0) if request.logprobs else None, prompt=request.prompt_logprobs
     )

@@ -1,4 +1,4 @@
-"""A request of another API as a chat completion's body, and its errors in the request's own field names."""
+"""Turns a request of another API into a chat completion's body, and its errors back into the request's fields."""
 
 from __future__ import annotations
 

@@ -61,10 +61,10 @@ class _ChatChunks:
         self._is_open = False
 
     def push(self, choice: int, delta: GeneratedText) -> Iterable[Chunk]:
-        """What a choice's delta becomes: nothing while its text is held back and nothing else is to be told.
+        """The chunks of a choice's delta; none while its text is held back and there is nothing else to report.
 
-        With log-probabilities, a choice's last tokens get chunks of their own: the token that ends it adds no text, and
-        clients that put the text together from tokens skip a chunk without text.
+        With log-probabilities, each of a choice's last tokens gets its own chunk. The token that ends the choice adds
+        no text, and clients that assemble the text from tokens skip a chunk without text.
         """
         is_split = self._request.logprobs and delta.finish_reason is not None
         parts = by_token(delta, self._num_characters[choice]) if is_split else [delta]
@@ -84,7 +84,7 @@ class _ChatChunks:
             yield self._usage.in_chunk(self._chunk([self._choice(choice, message, added)]))
 
     def finish(self) -> Iterable[Chunk]:
-        """The chunk of the usage, where that is asked for."""
+        """The chunk with the usage, if the request asks for it."""
         return self._usage.last_chunk(self._chunk([]))
 
     def _opening(self) -> Iterable[Chunk]:

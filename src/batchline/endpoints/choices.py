@@ -32,7 +32,7 @@ from batchline.openai_api.common import Usage
 from batchline.openai_api.generation import GenerationBody
 
 USUAL_LENGTH = 1024
-"""Tokens that every output with log-probabilities may have where the request does not say how many."""
+"""Tokens that each output with log-probabilities may have if the request sets no limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +105,7 @@ class PromptJob:
 def prompt_jobs(
     prompts: Sequence[EncodedPrompt], body: GenerationBody, model: GenerativeModel, logprobs: ReportedLogprobs
 ) -> list[PromptJob]:
-    """What is to be run. Text work, to be called off the event loop. Raises: BadRequest."""
+    """The jobs to run. Does text work, so call it off the event loop. Raises: BadRequest."""
     prompts = _with_room_for_logprobs(prompts, body, model, logprobs)
     first = sampling_params(
         body,
@@ -126,7 +126,7 @@ def prompt_jobs(
 def _with_room_for_logprobs(
     prompts: Sequence[EncodedPrompt], body: GenerationBody, model: GenerativeModel, logprobs: ReportedLogprobs
 ) -> Sequence[EncodedPrompt]:
-    """The prompts, with shorter outputs where the request left their length open and the limit leaves no more.
+    """The prompts. Outputs whose length the request left open are shortened to what the limit allows.
 
     Every choice reports its prompt's log-probabilities. A single output may have as many as the context has room for.
     Raises: BadRequest for more log-probabilities than there should be in memory.
@@ -197,8 +197,8 @@ async def stream_jobs(
 ) -> AsyncGenerator[tuple[int, int, GeneratedText], None]:
     """(prompt, choice, delta) of each prompt's `n` sequences as they come. Closing it aborts them all.
 
-    Every choice's first delta has the prompt's log-probabilities where they are asked for: none waits for another's.
-    The body has passed `check_streamed`. Raises: RequestError, EngineError.
+    If the request asks for the prompt's log-probabilities, the first delta of each choice has them, so that no choice
+    waits for another. The body has passed `check_streamed`. Raises: RequestError, EngineError.
     """
     streams = []
     for index, job in enumerate(jobs):
@@ -213,7 +213,7 @@ async def stream_jobs(
 
 
 def is_long(results: Sequence[PromptChoices], body: GenerationBody) -> bool:
-    """Whether the answer takes long enough to write that it is to be written off the event loop."""
+    """Whether the answer takes so long to write that it must be written off the event loop."""
     has_logprobs = any(text.logprobs or text.prompt_logprobs for result in results for text in result.choices[:1])
     num_tokens = sum(result.num_generated for result in results)
     if body.echo or body.return_token_ids:
@@ -256,7 +256,7 @@ async def _complete(
 
 
 def _ranked(texts: Sequence[GeneratedText]) -> Sequence[GeneratedText]:
-    """Ordered by log-probability per token, as OpenAI says; each with what only the first was asked for."""
+    """The texts by log-probability per token, as OpenAI defines it. Each gets what only the first one computed."""
     ranked = sorted(texts, key=lambda text: -text.mean_logprob)
     prompt_logprobs, num_cached_tokens = texts[0].prompt_logprobs, texts[0].num_cached_tokens
     return [replace(text, prompt_logprobs=prompt_logprobs, num_cached_tokens=num_cached_tokens) for text in ranked]

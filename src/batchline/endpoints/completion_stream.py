@@ -1,7 +1,7 @@
 """`/v1/completions` in chunks: the same text as in a whole answer, piece by piece, prompt-major indexes.
 
-With `echo`, a choice's first chunk holds its prompt. Log-probabilities come with the tokens that they belong to; a text
-offset is where the token's text begins, also where that text is still held back for a stop string.
+With `echo`, a choice's first chunk holds its prompt. Log-probabilities come with the tokens that they belong to. A text
+offset is where the token's text begins, even if that text is still held back for a stop string.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class _CompletionChunks:
     """Deltas of choices to chunks of the answer. Mutable; one per request."""
 
     def __init__(self, encoded: EncodedCompletion, model: GenerativeModel, answer_id: str) -> None:
-        """Writes echoed prompts: where there are any, to be called off the event loop."""
+        """Call it off the event loop if there are prompts to echo, since it writes them."""
         request = self._request = encoded.request
         prompts = self._prompts = [job.prompt for job in encoded.jobs]
         self._model = model
@@ -73,7 +73,7 @@ class _CompletionChunks:
         return []
 
     def finish(self) -> Iterable[Chunk]:
-        """The chunk of the usage, where that is asked for."""
+        """The chunk with the usage, if the request asks for it."""
         return self._usage.last_chunk(self._chunk([]))
 
     def _choice(self, prompt: int, index: int, delta: GeneratedText, *, is_first: bool) -> Chunk:
@@ -91,7 +91,7 @@ class _CompletionChunks:
         return wire
 
     def _logprobs(self, prompt: int, delta: GeneratedText, *, is_first: bool) -> Chunk | None:
-        """Those of the delta's tokens; in a choice's first chunk those of an echoed prompt before them."""
+        """The log-probabilities of the delta's tokens; in a choice's first chunk, after those of an echoed prompt."""
         if self._request.logprobs is None:
             return None
         echo = self._echoes[prompt]

@@ -117,7 +117,7 @@ def reported_logprobs(request: CompletionRequest) -> ReportedLogprobs:
 
 
 def _choices(request: CompletionRequest, result: PromptChoices, model: GenerativeModel) -> list[dict[str, Any]]:
-    """The choices of one prompt. What is said of the prompt is said in each."""
+    """The choices of one prompt. Each repeats what is reported about the prompt."""
     style = LogprobFormat(model.tokenizer, as_token_ids=request.return_tokens_as_token_ids)
     scored_prompt = result.choices[0].prompt_logprobs or ()
     prompt_logprobs = None

@@ -1,4 +1,4 @@
-"""From the wire's spellings of a constraint to one constraint, compiled for the model that answers."""
+"""Turns the API's spellings of a constraint into one constraint, compiled for the model that answers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ANY_OBJECT = '{"type": "object"}'
 
 
 def requested_constraint(body: GenerationBody) -> Constraint | None:
-    """The one constraint that a request has, None if it has none. Raises: BadRequest."""
+    """The constraint that a request has; None if it has no constraint. Raises: BadRequest for several."""
     found = [*_response_format(body), *_structured_outputs(body.structured_outputs), *_guided(body)]
     constraints = list({_meaning(constraint): constraint for constraint in reversed(found)}.values())[::-1]
     if len(constraints) > 1:
@@ -54,7 +54,7 @@ def _meaning(constraint: Constraint) -> Constraint:
 async def compiled(
     constraint: Constraint, body: GenerationBody, model: GenerativeModel, surroundings: Surroundings = NOTHING_ELSE
 ) -> CompiledGrammar:
-    """What the engine follows. What may take long does not hold up text work. Raises: BadRequest."""
+    """The compiled constraint. If compiling may take long, it does not delay other text work. Raises: BadRequest."""
     eos_token_ids = frozenset[int]() if body.ignore_eos else model.engine.eos_token_ids
     compile_constraint = partial(
         model.grammars.compile,
@@ -80,7 +80,7 @@ def _response_format(body: GenerationBody) -> Iterator[Constraint]:
 
 
 def _structured_outputs(wanted: StructuredOutputs | None) -> Iterator[Constraint]:
-    """Raises: BadRequest where there is none in the field, or white space without JSON."""
+    """Raises: BadRequest if the field has no constraint, or white space options without JSON."""
     if wanted is None:
         return
     found = list(_members(wanted))
@@ -114,7 +114,7 @@ def _members(wanted: StructuredOutputs) -> Iterator[Constraint]:
 
 
 def _guided(body: GenerationBody) -> Iterator[Constraint]:
-    """Those of vLLM's older fields, and of SGLang's."""
+    """The constraints of vLLM's older fields and of SGLang's."""
     sources = {"guided_json": body.guided_json, "guided_json_object": _ANY_OBJECT if body.guided_json_object else None}
     for field, source in sources.items():
         if source is not None:
@@ -133,7 +133,7 @@ def _guided(body: GenerationBody) -> Iterator[Constraint]:
 
 
 def _structural_tag(wanted: StructuralTag | str, field: str) -> Constraint:
-    """Raises: BadRequest for text that is none, and for none or both of its spellings."""
+    """Raises: BadRequest for a text that is not a tag, and for a tag in neither or both of its spellings."""
     if isinstance(wanted, str):
         wanted = _read_structural_tag(wanted, field)
     older = [wanted.structures is not None, wanted.triggers is not None]
@@ -156,5 +156,5 @@ def _read_structural_tag(text: str, field: str) -> StructuralTag:
 
 
 def _text(source: Any) -> str:
-    """JSON text of a value; a text is taken as JSON already."""
+    """JSON text of a value; a string is JSON text already."""
     return source if isinstance(source, str) else json.dumps(source, ensure_ascii=False)

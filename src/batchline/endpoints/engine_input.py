@@ -22,10 +22,10 @@ from batchline.text.tokenizer import Tokenizer
 T = TypeVar("T")
 
 FAR_TOO_LONG = 4
-"""Times the context length from which a prompt's tokens are no longer counted exactly before it is refused."""
+"""A prompt of more than this many context lengths is refused before its tokens are counted exactly."""
 
 GREEDY_BELOW = 1e-5
-"""Temperatures below this are taken as 0, as in the field's usual engines."""
+"""Lower temperatures count as 0, as in other engines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class EncodedPrompt:
 
     text: as it was given; None for token ids and for a truncated prompt. max_tokens: of the answer; has_default_length:
     whether the request left it open.
-    kept_special_ids: special tokens that the answer's text shows, since something reads them there.
+    kept_special_ids: special tokens that stay in the answer's text for its parsers.
     """
 
     token_ids: tuple[int, ...]
@@ -55,10 +55,10 @@ def encode_prompt(
 ) -> EncodedPrompt:
     """Tokenize, truncate as asked, and check the length.
 
-    max_tokens: as the request says. Where it says nothing the default counts as far as the context leaves room for it;
-    without one the answer may have all that is left.
+    max_tokens: of the request. If it sets none, the default applies, as far as the context leaves room for it. Without
+    a default, the answer may have all that is left.
 
-    Raises: BadRequest, with OpenAI's words for a prompt that is too long.
+    Raises: BadRequest, in OpenAI's words for a prompt that is too long.
     """
     rendered = RenderedChat(prompt) if isinstance(prompt, str) else prompt
     text = rendered.text if isinstance(rendered, RenderedChat) else None
@@ -105,7 +105,7 @@ def check_known(token_ids: tuple[int, ...], model: GenerativeModel, field: str) 
 
 
 def _refuse_far_too_long(text: str, model: GenerativeModel) -> None:
-    """Refuse what cannot fit however it is tokenized: tokenizing megabytes would hold up everybody's text work."""
+    """Refuse a text that cannot fit in any tokenization: tokenizing megabytes would delay all other text work."""
     num_tokens, limit = model.tokenizer.num_tokens_at_least(text), model.engine.max_model_len
     if num_tokens > FAR_TOO_LONG * limit:
         raise prompt_too_long(limit, f"at least {num_tokens}")
@@ -145,14 +145,14 @@ def check_truncation(keep: int, limit: int) -> None:
 
 
 def num_reserved(max_tokens: int | None, default: int | None, limit: int) -> int:
-    """Tokens that truncation leaves for the answer. A default may ask for more than the context: it gets half of it."""
+    """Tokens that truncation leaves for the answer. A default larger than half the context gets half of it."""
     if max_tokens is not None:
         return max_tokens
     return 1 if default is None else min(default, limit // 2)
 
 
 def resolve_max_tokens(num_prompt_tokens: int, max_tokens: int | None, default: int | None, limit: int) -> int:
-    """How many tokens may follow a prompt. limit: the context length. Raises: BadRequest where it does not fit."""
+    """How many tokens may follow a prompt. limit: the context length. Raises: BadRequest if it does not fit."""
     if num_prompt_tokens == 0:
         raise BadRequest("The prompt is empty: it has no tokens", param="prompt")
     num_needed = 1 if max_tokens is None else min(1, max_tokens)
@@ -178,9 +178,9 @@ def sampling_params(
     num_logprobs: int | None,
     num_prompt_logprobs: int | None,
 ) -> SamplingParams:
-    """The parameters of a prompt's first choice. Raises: BadRequest for what this model's vocabulary rules out.
+    """The parameters of a prompt's first choice. Raises: BadRequest for tokens that the model does not have.
 
-    Tokenizes bad words: to be called off the event loop.
+    Tokenizes bad words, so call it off the event loop.
     """
     defaults = model.text.defaults
     temperature = _first(body.temperature, defaults.temperature, 1.0)
@@ -209,7 +209,7 @@ def sampling_params(
 
 
 def check_min_tokens(body: GenerationBody, max_tokens: int) -> None:
-    """Raises: BadRequest where the answer may not have as many tokens as it must."""
+    """Raises: BadRequest if the answer must have more tokens than it may."""
     if body.min_tokens > max_tokens:
         raise BadRequest(
             f"min_tokens: {body.min_tokens} is more than the {max_tokens} tokens the answer may have",
@@ -233,9 +233,9 @@ def derived_seed(seed: int, choice: int) -> int:
 
 
 def bad_words_ids(words: tuple[str, ...], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """Token sequences of each word at the start of a text and behind a space.
+    """Token sequences of each word at the start of a text and after a space.
 
-    The second is left out where the first covers it: where the space is a token of its own.
+    The second is left out if the space is a separate token, since the first then covers it.
     """
     sequences: list[tuple[int, ...]] = []
     for word in words:
@@ -264,7 +264,7 @@ def _first(given: T | None, default: T | None, fallback: T) -> T:
 
 
 def _top_k(wanted: int, vocab_size: int) -> int:
-    """0, which is off, also where it lets every token pass: requests may ask for more than the engine can count."""
+    """The number, or 0 (off) if it would allow every token: a request's number may exceed the engine's integers."""
     return wanted if 0 < wanted < vocab_size else 0
 
 
@@ -278,7 +278,7 @@ def _logit_bias(body: GenerationBody, model: GenerativeModel) -> dict[int, float
 
 
 def check_num_logprobs(wanted: int | None, config: TextConfig, field: str) -> None:
-    """Raises: BadRequest where more alternatives are wanted than the operator allows."""
+    """Raises: BadRequest for more alternatives than the operator allows."""
     cap = config.max_logprobs
     if wanted is None or cap == -1:
         return

@@ -23,14 +23,14 @@ T = TypeVar("T")
 NO_STOP_STRINGS = StopStrings()
 
 LONG_OUTPUT = 2048
-"""Tokens that are made text of on a thread, since they hold up the event loop for milliseconds."""
+"""More tokens than this are turned into text on a thread, since they would block the event loop for milliseconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextRules:
-    """How tokens become text, and which text ends it. Until `min_tokens`, stop strings are let through.
+    """How tokens become text, and which text ends it. Stop strings do not count before `min_tokens`.
 
-    make_watcher: makes what sees each delta of a sequence, and ends the sequence there by returning True.
+    make_watcher: makes a function that gets each delta of a sequence, and ends the sequence by returning True.
     """
 
     skip_special_tokens: bool = True
@@ -43,7 +43,7 @@ class TextRules:
 
 
 def text_rules(body: GenerationBody, kept_special_ids: frozenset[int] = frozenset()) -> TextRules:
-    """The rules that a request asks for. kept_special_ids: special tokens that whoever reads the text needs."""
+    """The rules that a request asks for. kept_special_ids: special tokens that the text's parsers need."""
     return TextRules(
         skip_special_tokens=body.skip_special_tokens,
         spaces_between_special_tokens=body.spaces_between_special_tokens,
@@ -249,7 +249,7 @@ async def gather_or_cancel(
     waiting = iter(enumerate(calls))
 
     async def work() -> None:
-        for index, call in waiting:  # which all workers take from
+        for index, call in waiting:  # shared by all workers
             results[index] = await call()
 
     tasks = [asyncio.ensure_future(work()) for _ in range(min(len(calls), at_once or len(calls)))]

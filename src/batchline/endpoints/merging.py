@@ -1,4 +1,4 @@
-"""Several streams read as one: the choices of a prompt, the prompts of a request."""
+"""Reads several streams as one: the choices of a prompt, the prompts of a request."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ Stream = AsyncGenerator[T, None]
 async def merge(streams: Sequence[Stream[T]], at_once: int | None = None) -> AsyncGenerator[tuple[int, T], None]:
     """(number of the stream, item) as items come; items that are ready together come in the streams' order.
 
-    Each stream is read one item ahead at most. at_once: how many are open at a time, begun in order; None: all.
-    When one raises, or the caller closes this one, all are closed. An item costs the same among few streams and many.
+    Each stream is read at most one item ahead. at_once: how many are open at a time, started in order; None: all.
+    If a stream raises, or the caller closes this one, all are closed. The cost of an item does not depend on the number
+    of streams.
     """
     if len(streams) == 1:
         try:
@@ -67,7 +68,7 @@ class _Reading(Generic[T]):
         self._has_ready.set()
 
     async def ready(self) -> list[int]:
-        """The streams that have an item or have ended since the last call, one at least, in order."""
+        """At least one stream that has an item or has ended since the last call, in order."""
         await self._has_ready.wait()
         self._has_ready.clear()
         numbers, self._ready = sorted(self._ready), []
@@ -83,4 +84,4 @@ class _Reading(Generic[T]):
 
 
 async def _next_of(stream: Stream[T]) -> T:
-    return await stream.__anext__()  # a task takes no bare awaitable
+    return await stream.__anext__()  # a task needs a coroutine

@@ -1,7 +1,7 @@
 """From a request for a message to the chat request that says the same.
 
 Content blocks become messages: results of tools are messages of their own, a model's thinking and calls belong to its
-message. What a text or a tool holds is judged where chat completions judge it.
+message. Chat completions check what a text or a tool holds.
 """
 
 from __future__ import annotations
@@ -121,11 +121,11 @@ class _Conversation:
         return last["role"] == "assistant" and bool(last["content"]) and not last.get("tool_calls")
 
     def add_system(self, system: Any) -> None:
-        """The instructions go before everything else. Raises: BadRequest."""
+        """Add the instructions, which come first. Raises: BadRequest."""
         self._add_blocks("system", system, "system", "system")
 
     def add(self, message: JsonObject, path: str) -> None:
-        """Take the next message. Raises: BadRequest."""
+        """Add the next message. Raises: BadRequest."""
         role = message.get("role")
         if role not in ("user", "assistant", "system"):
             raise BadRequest(f"{path}.role: Input should be user, assistant or system", param=f"{path}.role")
@@ -145,7 +145,7 @@ class _Conversation:
             kind = block.get("type") if isinstance(block, dict) else None
             if role == "user" and kind == "tool_result":
                 self._add_result(block, block_path)
-                message = None  # what follows is another message
+                message = None  # the next block begins another message
                 continue
             if message is None:
                 message = self._open(role, path, content_path)

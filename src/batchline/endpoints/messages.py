@@ -48,7 +48,7 @@ async def message(body: Mapping[str, Any], request_id: str, model: GenerativeMod
     def write() -> JsonObject:
         writer = _MessageWriter(chat, model, request_id)
         for _ in writer.push(result.choices[0]):
-            """The events of a whole message go nowhere."""
+            """A whole message needs no events."""
         return writer.message()
 
     return await model.off_loop(write) if is_long([result], chat.request) else write()
@@ -99,7 +99,7 @@ def _encode(body: Mapping[str, Any], model: GenerativeModel, *, is_streamed: boo
 class _MessageWriter:
     """Writes one message and its events: content blocks one after the other. Mutable.
 
-    Blocks stand in the order of the model's text. One is open at a time; what belongs to another closes it.
+    Blocks are in the order of the model's text. One is open at a time; text of another kind closes it.
     """
 
     def __init__(self, chat: EncodedChat, model: GenerativeModel, request_id: str) -> None:
@@ -125,7 +125,7 @@ class _MessageWriter:
             self._finish(read.finish_reason, delta.stop_reason)
 
     def closing(self) -> Iterator[JsonObject]:
-        """The events behind the last delta."""
+        """The events after the last delta."""
         yield from self._close()
         ending = {"stop_reason": self._stop_reason, "stop_sequence": self._stop_sequence}
         yield {"type": "message_delta", "delta": ending, "usage": message_usage(self._usage.so_far)}
@@ -143,7 +143,7 @@ class _MessageWriter:
         )
 
     def _beginning(self) -> JsonObject:
-        """The message as it stands before its first token: the prompt is counted, the output is not yet."""
+        """The message before its first token: the usage counts only the prompt."""
         so_far = self._usage.so_far
         usage = Usage(prompt_tokens=so_far.prompt_tokens, cached_tokens=so_far.cached_tokens)
         return message_object(message_id=self._id, model=self._model, content=[], usage=usage)
@@ -178,7 +178,7 @@ class _MessageWriter:
             yield {"type": "content_block_stop", "index": len(self._blocks) - 1}
 
     def _finish(self, finish_reason: str, stopped_by: int | str | None) -> None:
-        """Why the message ends. A named tool's call is a use of a tool too."""
+        """Note why the message ends. The call of a named tool is a use of a tool, too."""
         if finish_reason == "length":
             self._stop_reason = "max_tokens"
         elif any(block.kind == "tool_use" for block in self._blocks):
@@ -199,11 +199,11 @@ class _Block:
     pieces: list[str] = field(default_factory=list)
 
     def opened(self) -> JsonObject:
-        """As it stands before its first piece."""
+        """The block before its first piece."""
         return tool_use_block(self.call_id, self.name, {}) if self.kind == "tool_use" else written_block(self.kind, "")
 
     def whole(self) -> JsonObject:
-        """As it stands in the message."""
+        """The finished block."""
         text = "".join(self.pieces)
         if self.kind == "tool_use":
             return tool_use_block(self.call_id, self.name, call_input(text))

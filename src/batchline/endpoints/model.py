@@ -44,9 +44,9 @@ class GenerationEngine(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationDefaults:
-    """What a model's `generation_config.json` says, under requests and over the built-in defaults. None: it is silent.
+    """Defaults of a model's `generation_config.json`. Requests override them; they override the built-in defaults.
 
-    Its `do_sample` is not looked at: a request that gives no temperature samples, as with a hosted API.
+    None: the file has no value. `do_sample` is ignored: a request without a temperature samples, as with a hosted API.
     """
 
     temperature: float | None = None
@@ -61,8 +61,8 @@ class GenerationDefaults:
 class TextParts:
     """What turns requests into tokens and back for one model. chat_template: None where there is none.
 
-    control_tokens: what is done with control tokens in messages; None for a tokenizer without any.
-    tool_parser, reasoning_parser: for the formats that the model writes calls and reasoning in; None: not known.
+    control_tokens: handles control tokens in messages; None for a tokenizer without any.
+    tool_parser, reasoning_parser: for the model's formats of calls and reasoning; None if a format is not known.
     """
 
     tokenizer: Tokenizer
@@ -78,9 +78,9 @@ class TextParts:
 class GenerativeModel:
     """One served model. name: what answers carry. executor: a few threads for rendering and tokenizing.
 
-    max_request_sequences: of one request in the engine at once; its others wait here, so that they keep no place in
-    line from requests that come later.
-    grammars: what constraints are compiled by, for this model's tokens.
+    max_request_sequences: how many sequences of one request may be in the engine at once. The others wait here, so that
+    they are not in line before later requests.
+    grammars: compiles constraints for this model's tokens.
     """
 
     name: str
@@ -124,12 +124,12 @@ NOT_HONOURED = {
     **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty")),
     **dict.fromkeys(("force_words_ids", "constraints", "dola_layers", "watermarking_config", "max_time")),
 }
-"""Fields of `generation_config.json` that change what `generate` gives and have no effect here, with the value that has
-none there either."""
+"""Fields of `generation_config.json` that change the results of `generate` but have no effect here, with the value that
+has no effect there either."""
 
 
 def fields_not_honoured(config: Mapping[str, Any]) -> list[str]:
-    """The fields of a generation config that ask for what Batchline does not do."""
+    """The fields of a generation config that Batchline would have to honour and does not."""
     return [name for name, neutral in NOT_HONOURED.items() if config.get(name) not in (neutral, None, [], {})]
 
 

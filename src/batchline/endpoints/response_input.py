@@ -1,7 +1,7 @@
 """From a response request to the chat request that says the same.
 
-Items of the conversation become messages: a model's reasoning, text and calls that follow each other are one message of
-its own, as chat templates are written for. What an item holds is judged where chat completions judge it.
+Items of the conversation become messages. A model's reasoning, text and calls that follow each other become one
+message, as chat templates expect. Chat completions check what an item holds.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def _function(given: JsonObject) -> JsonObject:
 
 
 def _tool_choice(given: Any) -> Any:
-    """The choice as a chat completion spells it; what is none is judged there."""
+    """The choice in the form of a chat completion, which refuses an invalid one."""
     if not isinstance(given, dict):
         return given
     if given.get("type") == "allowed_tools" and isinstance(given.get("tools"), list):
@@ -157,7 +157,7 @@ class _Conversation:
         self._reasoning = ""
 
     def add(self, item: JsonObject, path: str) -> None:
-        """Take the next item. Raises: BadRequest."""
+        """Add the next item. Raises: BadRequest."""
         kind = item.get("type", "message")
         if kind == "message":
             self._add_message(item, path)

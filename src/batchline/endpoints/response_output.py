@@ -1,7 +1,7 @@
-"""A response while it is written: its output items, one after the other, and the events that tell of them.
+"""Writes a response: its output items, one after the other, and the events that report them.
 
-Both forms come from here, the whole response being what the last event tells. Items stand in the order of the model's
-text. One is open at a time; what belongs to another closes it.
+A whole response is taken from the last event, so both forms agree. Items are in the order of the model's text. One is
+open at a time; text of another kind closes it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ JsonObject = dict[str, Any]
 
 
 class _Item(ABC):
-    """One output item. Mutable. Events are (type, fields) still without what places them."""
+    """One output item. Mutable. Its events are (type, fields), without the fields that locate the item."""
 
     prefix: ClassVar[str]
 
@@ -46,12 +46,12 @@ class _Item(ABC):
         return "".join(self._pieces)
 
     def append(self, piece: str) -> None:
-        """Take more text."""
+        """Add text."""
         self._pieces.append(piece)
 
     @abstractmethod
     def item(self, status: Status) -> JsonObject:
-        """As it stands, in the output."""
+        """The item for the output, in its current state."""
 
     @abstractmethod
     def opened(self) -> list[tuple[str, JsonObject]]:
@@ -63,7 +63,7 @@ class _Item(ABC):
 
     @abstractmethod
     def closed(self) -> list[tuple[str, JsonObject]]:
-        """The events behind its text."""
+        """The events after its text."""
 
 
 class _Message(_Item):
@@ -75,7 +75,7 @@ class _Message(_Item):
         self._unsent: list[JsonObject] = []  # to go with the next piece of text
 
     def add_logprobs(self, logprobs: Sequence[JsonObject]) -> None:
-        """Take those of more tokens."""
+        """Add those of more tokens."""
         self._logprobs += logprobs
         self._unsent += logprobs
 
@@ -176,7 +176,7 @@ class ResponseWriter:
                 yield from self._push_call(part)
 
     def closing(self, finish_reason: str, usage: JsonObject) -> Iterator[JsonObject]:
-        """The events behind the last output. An answer without any is an empty message."""
+        """The events after the last output. An answer without any output is an empty message."""
         is_cut = finish_reason == "length"
         status: Status = "incomplete" if is_cut else "completed"
         if self._open is None:
@@ -192,27 +192,27 @@ class ResponseWriter:
         yield self._event(status, response=response)
 
     def _push(self, kind: type[_Reasoning] | type[_Message], piece: str) -> Iterator[JsonObject]:
-        """More of the open item, which is a new one where the open one is of another kind."""
+        """Add text to the open item, or to a new one if the open one is of another kind."""
         if not isinstance(self._open, kind):
             yield from self._start(kind(self._next_id(kind)))
         yield from self._grow(piece)
 
     def _push_call(self, part: ToolCallDelta) -> Iterator[JsonObject]:
-        """A call comes with its first part, or goes on."""
+        """Start a call with its first part, or add to it."""
         if part.name is not None:
             yield from self._start(_Call(self._next_id(_Call), part.id or "", part.name))
         if part.arguments_fragment:
             yield from self._grow(part.arguments_fragment)
 
     def _grow(self, piece: str) -> Iterator[JsonObject]:
-        """More of the open item."""
+        """Add text to the open item."""
         assert self._open is not None
         self._open.append(piece)
         self._give_logprobs()
         yield self._placed(*self._open.grown(piece))
 
     def _give_logprobs(self) -> None:
-        """The waiting ones go to the open item, if it is one that tells them."""
+        """Give the waiting log-probabilities to the open item, if it reports them."""
         if isinstance(self._open, _Message):
             self._open.add_logprobs(self._logprobs)
         self._logprobs = []

@@ -150,7 +150,7 @@ class _Events:
             yield from self._push_part(part)
 
     def finish(self) -> Iterator[JsonObject]:
-        """The events behind the last delta."""
+        """The events after the last delta."""
         return self._writer.closing(self._finish_reason, self._usage.so_far.to_dict())
 
     def _push_part(self, delta: GeneratedText) -> Iterator[JsonObject]:

@@ -1,8 +1,8 @@
-"""From an untrusted JSON body to a checked request, and every field of it accounted for.
+"""Turns an untrusted JSON body into a checked request, and accounts for every field.
 
-Four kinds of fields: those that the schema declares; those that are known but not honoured by this build, which are
-refused by name; those without behaviour, which are taken and dropped; and unknown ones, which are refused under
-`strict` and otherwise named once in a warning. `null` means the same as leaving a field out.
+A field is of one of four kinds. The schema declares it; or it is known, but this build cannot honour it and refuses it
+by name; or it has no behaviour and is dropped; or it is unknown. An unknown field is an error under `strict`, and is
+otherwise named in a warning, once. `null` means the same as leaving a field out.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ DEFAULT_LIMITS = RequestLimits()
 MAX_SHOWN_INPUT = 80
 MAX_SHOWN_ERRORS = 3
 MAX_READ_ERRORS = 1000
-"""Beyond so many, errors are only counted: reading each takes longer than finding it."""
+"""More errors than this are only counted, since reading an error takes longer than finding it."""
 
 MAX_WARNINGS = 1000
-"""Warnings about request fields that are logged: strangers can make up any number of names."""
+"""How many warnings about request fields are logged: strangers can make up any number of names."""
 
 _NO_OBJECT = {"dict_type", "model_type", "model_attributes_type"}
 
@@ -66,7 +66,7 @@ NO_BEHAVIOUR: Mapping[str, str] = {
 class Unsupported:
     """A known parameter that this build cannot honour.
 
-    neutral: values that ask for nothing and are let through. advice: what to send instead.
+    neutral: values that request nothing and are accepted. advice: what to send instead.
     """
 
     feature: str
@@ -162,7 +162,7 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
     "stream": Unsupported("streaming", (False,)),
     "stream_options": Unsupported("streaming"),
 }
-"""Known parameters that are refused by name wherever a schema does not declare them itself."""
+"""Known parameters that are refused by name unless the schema declares them."""
 
 _warned: set[str] = set()
 
@@ -170,9 +170,9 @@ _warned: set[str] = set()
 def parse_body(
     schema: type[T], body: Mapping[str, Any], *, strict: bool, limits: RequestLimits | None = DEFAULT_LIMITS
 ) -> T:
-    """The body as a `schema`, every field checked. Under `strict` an unknown field is an error.
+    """The body as a `schema`, with every field checked. Under `strict`, an unknown field is an error.
 
-    limits: None lets anything of any size through. Raises: BadRequest, naming the field and what was wrong.
+    limits: None allows any size. Raises: BadRequest naming the field and what is wrong.
     """
     if limits is not None:
         check_limits(schema, body, limits)
@@ -187,11 +187,11 @@ def parse_body(
 
 
 SMALL_BODY = 4096
-"""Values and hundreds of characters up to which a body is checked faster than a thread is woken up for it."""
+"""Values and hundreds of characters of a body that is checked faster than a thread wakes up."""
 
 
 def is_small(value: Any, budget: int = SMALL_BODY) -> bool:
-    """Whether a JSON value is of at most so many values and hundreds of characters; it looks at no more of it."""
+    """Whether a JSON value has at most so many values and hundreds of characters. Reads no more of it than that."""
     waiting = [value]
     while waiting and budget > 0:
         value = waiting.pop()
@@ -237,13 +237,13 @@ def described_field(schema: type[BaseModel], name: str) -> str:
 
 
 def warned_elsewhere(name: str) -> None:
-    """The caller warns of an unknown field, so that it is not logged as well."""
+    """Note that the caller warns of an unknown field, so that it is not logged as well."""
     if len(_warned) < MAX_WARNINGS:
         _warned.add(_unknown_field(name))
 
 
 def warn_once(message: str) -> None:
-    """Log a warning about request fields the first time it is given, as long as there are not absurdly many."""
+    """Log a warning about request fields the first time it occurs, up to a number of warnings."""
     if len(_warned) == MAX_WARNINGS or message in _warned:
         return
     _warned.add(message)
@@ -253,7 +253,7 @@ def warn_once(message: str) -> None:
 
 
 def _bad_request(error: ValidationError, body: Mapping[str, Any]) -> BadRequest:
-    """One error out of pydantic's list: the first few places spelled out, the first one as `param`."""
+    """Pydantic's errors as one: the first few fields in words, the first one as `param`."""
     if error.error_count() > MAX_READ_ERRORS:
         return BadRequest(f"The body is wrong in {error.error_count():,} places")
     by_path: dict[str, list[ErrorDetails]] = {}
@@ -266,9 +266,9 @@ def _bad_request(error: ValidationError, body: Mapping[str, Any]) -> BadRequest:
 
 
 def _sentence(path: str, details: Sequence[ErrorDetails]) -> str:
-    """`field: what was wrong (got value)`; the value is left out where there is none to show.
+    """`field: what is wrong (got value)`, or without a value if there is none to show.
 
-    A field of several types is wrong in as many ways, which become one: `Input should be this or that`.
+    The errors of a field that may have several types are joined: `Input should be this or that`.
     """
     first, *others = dict.fromkeys(map(_fault, details))
     what = " or ".join([first, *(other.removeprefix("Input should be ") for other in others)])
@@ -278,7 +278,7 @@ def _sentence(path: str, details: Sequence[ErrorDetails]) -> str:
 
 
 def _fault(detail: ErrorDetails) -> str:
-    """What was wrong, in JSON's words."""
+    """What is wrong, in JSON's terms."""
     cause = detail.get("ctx", {}).get("error")
     if detail["type"] == "value_error" and cause is not None:
         return str(cause)
@@ -292,8 +292,8 @@ def _fault(detail: ErrorDetails) -> str:
 def _path(detail: ErrorDetails, body: Mapping[str, Any]) -> str:
     """`("messages", 0, "role")` as `messages[0].role`.
 
-    Where a field takes several types, pydantic's location also has the name of the type that was tried. Such a part is
-    no key of what was given, which otherwise only a missing field is.
+    For a field of several types, pydantic's location also contains the name of the type that was tried. Such a part is
+    not a key of the given value, and otherwise only the name of a missing field is not.
     """
     path = ""
     value: Any = body
@@ -309,7 +309,7 @@ def _path(detail: ErrorDetails, body: Mapping[str, Any]) -> str:
 
 
 def _shown(value: Any) -> str:
-    """A short form of an untrusted value: containers only by type, long or invalid text cut and escaped."""
+    """A short form of an untrusted value: only the type of a container; long or invalid text is cut and escaped."""
     if isinstance(value, (list, tuple, dict)):
         return "an object" if isinstance(value, dict) else "a list"
     if isinstance(value, bool):

@@ -1,7 +1,7 @@
 """Constraints on a model's text (JSON Schema, regular expressions, grammars, choices, tags) as masks over its tokens.
 
-Knows no wire schema and no engine: a constraint goes in, what comes out follows a text token by token. Nothing is ever
-loosened: what cannot be enforced as it is written is refused.
+Knows no wire schema and no engine. A compiled constraint gives matchers, each of which follows one text token by token.
+A constraint is never loosened: if it cannot be enforced as it is written, it is refused.
 """
 
 from batchline.text.grammars.compiler import GrammarCompiler

@@ -1,7 +1,8 @@
 """Constraints compiled for one model's tokenizer.
 
-The grammar engine (`llguidance`) is told of a tokenizer by the bytes of its tokens alone, so any tokenizer will do. A
-special token is no text to it: none is allowed inside a constrained text, so that what is read is what was constrained.
+The grammar engine (`llguidance`) sees a tokenizer only as the bytes of its tokens, so it works with any tokenizer. To
+the engine, special tokens are not text. None may occur in a constrained text, so the text that clients read is exactly
+the text that was constrained.
 """
 
 from __future__ import annotations
@@ -42,13 +43,13 @@ from batchline.text.isolation import WorkEnded, on_large_stack, run_isolated
 from batchline.text.tokenizer import VocabularyTokenizer, special_token_ids
 
 NUM_CACHED = 256
-"""Compiled grammars that are kept, and refusals: a batch has few schemas and many lines."""
+"""How many compiled grammars and refusals are cached: a batch has few schemas and many lines."""
 
 MAX_CACHED_CHARACTERS = 2 * MAX_CHARACTERS
-"""The total length of the constraints whose grammars or refusals are kept."""
+"""The largest total length of the constraints in the cache."""
 
 NUM_THREADS = 4
-"""Threads that wait for trials. A constraint that takes long keeps others of its kind waiting, and nothing else."""
+"""Threads that wait for trials. A constraint that takes long delays only other constraints that need a trial."""
 
 
 class GrammarCompiler:
@@ -67,7 +68,7 @@ class GrammarCompiler:
         self.executor = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="batchline-grammars")
 
     def close(self) -> None:
-        """End the threads once their work is done: cancelled work would look to requests as if they were cancelled."""
+        """End the threads when their work is done. Cancelling the work would look like cancelled requests."""
         self.executor.shutdown(wait=False)
 
     def is_quick(self, constraint: Constraint, surroundings: Surroundings = NOTHING_ELSE) -> bool:
@@ -81,7 +82,7 @@ class GrammarCompiler:
     ) -> CompiledGrammar:
         """A constraint's grammar, in its surroundings.
 
-        end_token_ids: what ends the text, allowed where the grammar lets it end and nowhere else.
+        end_token_ids: tokens that end the text. They are allowed only where the grammar lets the text end.
         Raises: BadRequest, with what is wrong and where; WorkAbandoned; ServiceUnavailable, which is not remembered.
         """
         key = constraint, surroundings
@@ -114,7 +115,7 @@ class GrammarCompiler:
             self._try(constraint, surroundings)
             return on_large_stack(compile_untried)
         except BadRequest as exc:
-            return BadRequest(exc.message, param=exc.param)  # without the traceback, which would hold on to much
+            return BadRequest(exc.message, param=exc.param)  # without the traceback, which keeps objects alive
 
     def _try(self, constraint: Constraint, surroundings: Surroundings) -> None:
         """Raises: BadRequest, WorkAbandoned, ServiceUnavailable."""
@@ -124,7 +125,7 @@ class GrammarCompiler:
             raise BadRequest(f"{constraint.field}: it is too complex: {exc}", param=constraint.field) from exc
 
     def compile_untried(self, constraint: Constraint, surroundings: Surroundings) -> CompiledGrammar:
-        """Compile where a crash may be no harm. Raises: BadRequest."""
+        """Compile without a trial; the caller makes sure that a crash does no harm. Raises: BadRequest."""
         grammar = constraint_grammar(constraint, self._special_tokens)
         start = self._start(grammar, constraint)
         if surroundings != NOTHING_ELSE:
@@ -146,7 +147,7 @@ class GrammarCompiler:
 
     def _special_tokens(self, text: str) -> tuple[int, ...]:
         token_ids = special_token_ids(self._tokenizer, text)
-        # one that the model does not have is never written, and the first of them would be taken for END
+        # the model never writes a token that it does not have, and the first such id is that of END
         return token_ids if all(token_id < self._vocab_size for token_id in token_ids) else ()
 
     @cached_property
@@ -155,7 +156,7 @@ class GrammarCompiler:
 
     @cached_property
     def _engine_tokenizer(self) -> llguidance.LLTokenizer:
-        """Made at the first constraint: it takes a second for a large vocabulary."""
+        """Made for the first constraint, since that takes a second for a large vocabulary."""
         tokens = [self._tokenizer.token_bytes(token_id) for token_id in range(self._vocab_size)]
         special_ids = [token_id for token_id in range(self._vocab_size) if self._tokenizer.is_special(token_id)]
         return llguidance.LLTokenizer(
@@ -177,7 +178,7 @@ def _sketched(sketch: str) -> GrammarCompiler:
 
 
 class _TokenBytes:
-    """A vocabulary as the engine reads one. Behind the model's tokens stands `END`, which is no text."""
+    """A vocabulary in the form that the engine reads. `END`, which is not text, comes after the model's tokens."""
 
     def __init__(self, tokens: list[bytes], special_ids: list[int]) -> None:
         end = len(tokens)
@@ -187,7 +188,7 @@ class _TokenBytes:
         self.special_token_ids = [*special_ids, end]
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """No tokens: the engine asks for a text's tokens only where it forces text, which grammars switch off."""
+        """No tokens: the engine needs a text's tokens only to force text, which our grammars turn off."""
         return []
 
 

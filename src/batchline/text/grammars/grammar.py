@@ -18,13 +18,13 @@ ConstraintKind = Literal["json_schema", "regex", "choice", "grammar", "structura
 
 Part = Mapping[str, Any]
 SpecialTokens = Callable[[str], tuple[int, ...]]
-"""The ids of the special tokens that are spelled so, none where a text is not."""
+"""The ids of the special tokens that a text consists of; empty if it is ordinary text."""
 
 ANY_TEXT = r"/(?s:.*)/"
 
 _WITHOUT_FORCING = '%llguidance {"no_forcing": true}'
-"""Otherwise the engine lets text that it knows beforehand be written in one way, as the tokenizer would write it alone;
-which is wrong for tokenizers that put a space before a text, and asks Python from the engine's threads."""
+"""Otherwise the engine allows only one tokenization of text that it knows beforehand. That is wrong for tokenizers that
+put a space before a text, and it calls Python from the engine's threads."""
 
 MAX_ALTERNATIVES = 20_000
 
@@ -83,7 +83,7 @@ class Grammar:
 class Preamble:
     """Free text before the constrained one. starts, ends: the markers around it.
 
-    is_open: the text begins behind a start marker. Else it is left out unless the text begins with one.
+    is_open: whether the text begins after a start marker. Otherwise the preamble is optional and begins with one.
     """
 
     starts: tuple[str, ...]
@@ -92,12 +92,12 @@ class Preamble:
 
 
 def lark(rules: str) -> Part:
-    """A part of rules, of which `start` is the whole."""
+    """A part made of rules. The rule `start` is the whole."""
     return {"lark_grammar": rules}
 
 
 def choices(texts: Sequence[str]) -> Grammar:
-    """One of the texts: a single terminal, which the engine makes a tree of, so that many texts cost little each."""
+    """One of the texts. They are a single terminal, which the engine turns into a tree, so many texts cost little."""
     spelled = " | ".join(literal(text) for text in dict.fromkeys(texts) if text)
     if not spelled:
         return Grammar(lark('start: ""'))
@@ -105,7 +105,7 @@ def choices(texts: Sequence[str]) -> Grammar:
 
 
 def literal(text: str) -> str:
-    """A text as Lark spells it."""
+    """A text in Lark's syntax."""
     return json.dumps(text, ensure_ascii=False)
 
 
@@ -113,7 +113,7 @@ def literal(text: str) -> str:
 class Surroundings:
     """What else may be in a text.
 
-    preamble: what goes before. escapes: markers with which any text, special tokens too, may begin instead.
+    preamble: text before the constrained one. escapes: markers; a text that begins with one is not constrained.
     """
 
     preamble: Preamble | None = None
@@ -124,7 +124,7 @@ NOTHING_ELSE = Surroundings()
 
 
 def surrounded(answer: Grammar, surroundings: Surroundings, special: SpecialTokens) -> Grammar:
-    """The grammar of a text in which the answer has its place."""
+    """The grammar of a text that consists of the answer and its surroundings."""
     if surroundings.escapes:
         answer = _or_begun_by(surroundings.escapes, answer, special)
     return answer if surroundings.preamble is None else after(surroundings.preamble, answer, special)
@@ -138,10 +138,10 @@ def _or_begun_by(markers: Sequence[str], answer: Grammar, special: SpecialTokens
 
 
 def after(preamble: Preamble, answer: Grammar, special: SpecialTokens) -> Grammar:
-    """A text of the answer's grammar behind a preamble, with a little white space between them.
+    """The preamble, a little white space, and a text of the answer's grammar.
 
-    None may stand before the preamble: a model that is kept from what it would say goes on with white space, for ever
-    where it may.
+    White space is not allowed before the preamble: a model that cannot write what it wants to would write white space
+    without end.
     """
     names = [f"preamble_{index}" for index in range(len(preamble.ends))]
     ends = "\n".join(
@@ -160,7 +160,7 @@ def after(preamble: Preamble, answer: Grammar, special: SpecialTokens) -> Gramma
 
 
 def calls(parameters: Mapping[str, Part], *, is_single: bool = False) -> Grammar:
-    """A JSON list of one call or more, `{"name": ..., "parameters": ...}`. parameters: a part by function name."""
+    """A JSON list of one or more calls, `{"name": ..., "parameters": ...}`. parameters: a part by function name."""
     more = "" if is_single else '(", " call)* '
     rules = [f'start: "[" call {more}"]"', "call: " + " | ".join(f"call_{i}" for i in range(len(parameters)))]
     for index, name in enumerate(parameters):
@@ -179,23 +179,23 @@ def free_text_up_to(rule: str, end: str, special: SpecialTokens) -> str:
 
 
 def written(text: str, special: SpecialTokens) -> str:
-    """A text, by token ids where the tokenizer holds it as special tokens."""
+    """A text in Lark's syntax, by token ids if it consists of special tokens."""
     return " ".join(f"<[{token_id}]>" for token_id in special(text)) or literal(text)
 
 
 def refusal(source: str, tokenizer: llguidance.LLTokenizer = _BYTES) -> str | None:
-    """Why the engine refuses a grammar, None if it takes it. A warning counts: it tells of what would be left out."""
+    """Why the engine refuses a grammar; None if it does not. A warning counts: it names something that is ignored."""
     _, messages = llguidance.LLMatcher.validate_grammar_with_warnings(source, tokenizer, limits=LIMITS)
     return messages[0] if messages else None
 
 
 def engine_regex(pattern: str) -> str:
-    """A regular expression as it stands between slashes in a grammar; `\\d`, `\\w` and their opposites are ASCII."""
+    """A regular expression for use between slashes in a grammar; `\\d`, `\\w` and their opposites are ASCII."""
     return str(llguidance.regex_to_lark(pattern, use_ascii="dw"))
 
 
 def matches_nothing_but(pattern: str, allowed: str) -> bool:
-    """Whether every text that a valid `pattern` matches is matched by `allowed` too."""
+    """Whether `allowed` matches every text that a valid `pattern` matches."""
     more = Grammar(lark(f"start: MORE\nMORE: /{engine_regex(pattern)}/ & ~/{allowed}/")).serialised()
     state = llguidance.LLMatcher(_BYTES, more, log_level=0, limits=LIMITS)
     return state.is_error() or not any(state.compute_bitmask()) or state.is_error()

@@ -1,9 +1,9 @@
-"""JSON Schemas for the grammar engine: nothing in one may be enforced less than it says.
+"""Prepares JSON Schemas for the grammar engine, so that each is enforced exactly as it is written.
 
-The engine refuses the keywords that it cannot express. What it would still enforce too loosely is made strict here
-(leap seconds, negated classes in patterns) or refused (a minimum of properties that a repeated key would satisfy,
-numbers that it would round), and its switches for leniency are taken out of the schema's hands. `jsonschema` is the
-oracle in tests.
+The engine refuses keywords that it cannot express, but it would enforce some others too loosely. This module makes
+those strict (leap seconds, negated classes in patterns) or refuses them (a minimum of properties that a repeated key
+would satisfy, numbers that the engine would round). A schema cannot turn on the engine's lenient options. In tests,
+`jsonschema` is the oracle.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from batchline.text.grammars.patterns import json_pattern, short_reason
 MAX_DEPTH = 100
 MAX_SUBSCHEMAS = 20_000
 WHITESPACE = r"[ \t]{1,2}|\n[ \t]{0,40}"
-"""White space between JSON tokens: enough for indentation, and no endless run of it."""
+"""White space between JSON tokens: enough for indentation, but never endless."""
 
 _JSON_SPACE = r"[ \t\r\n]"
 OPTIONS = "x-guidance"
 _OPEN_OPTIONS = ("whitespace_flexible", "whitespace_pattern")
 _SECONDS_BELOW_60 = {"time": r"^[0-9]{2}:[0-9]{2}:[0-5]", "date-time": r"[Tt][0-9]{2}:[0-9]{2}:[0-5]"}
-"""Leap seconds are valid at their instants alone, which a grammar cannot tell."""
+"""A leap second is valid only at certain instants, which a grammar cannot know."""
 
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _LARGEST_EXACT = 2**53
@@ -45,7 +45,7 @@ _MAPS_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
 
 
 def strict_schema(constraint: Constraint, source: str) -> dict[str, Any]:
-    """The schema that the engine is given, with its options. source: its text. Raises: BadRequest."""
+    """The schema for the engine, with its options. source: the schema's text. Raises: BadRequest."""
     schema = _loads(source, constraint.field)
     if schema is True:
         schema = {}
@@ -68,7 +68,7 @@ def _loads(source: str, field: str) -> Any:
 
 
 def _options(given: Any, constraint: Constraint) -> dict[str, Any]:
-    """The engine's options: of the schema's own, those about white space."""
+    """The engine's options. A schema may set only those about white space."""
     field = constraint.field
     own = given if isinstance(given, dict) else {}
     unknown = sorted(set(own) - set(_OPEN_OPTIONS))
@@ -89,7 +89,7 @@ def _options(given: Any, constraint: Constraint) -> dict[str, Any]:
 
 @lru_cache(maxsize=16)
 def _check_whitespace(pattern: Any, field: str) -> None:
-    """Raises: BadRequest for a pattern that is none, or matches more than JSON allows between its tokens."""
+    """Raises: BadRequest for an invalid pattern, or one that matches more than JSON's white space."""
     if pattern is None:
         return
     what = "its pattern is not a string" if not isinstance(pattern, str) else None
@@ -104,7 +104,7 @@ def _check_whitespace(pattern: Any, field: str) -> None:
 
 
 def subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[str, str | int | None, Any]]:
-    """(keyword, key or index in it, schema) of the schemas right below; the key is None where there is one alone."""
+    """(keyword, key or index in it, schema) of each direct subschema; the key is None if the keyword has only one."""
     for keyword, value in schema.items():
         if keyword in _MAPS_OF_SCHEMAS and isinstance(value, dict):
             yield from ((keyword, name, below) for name, below in value.items())
@@ -115,13 +115,13 @@ def subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[str, str | int | Non
 
 
 def path_below(path: str, keyword: str, key: str | int | None) -> str:
-    """`$defs.node` and `properties.a.anyOf[0]` as people write them; `path` is "the root" at the root."""
+    """The path of a subschema, such as `properties.a.anyOf[0]`. path: of the schema; "the root" for the whole one."""
     place = keyword if key is None else f"{keyword}[{key}]" if isinstance(key, int) else f"{keyword}.{key}"
     return place if path == "the root" else f"{path}.{place}"
 
 
 class _Strictness:
-    """Makes copies of schemas in which nothing is loose."""
+    """Makes strict copies of schemas."""
 
     def __init__(self, field: str) -> None:
         self._field = field
@@ -150,11 +150,11 @@ class _Strictness:
         self._refuse_rounded_numbers(schema, path)
         _make_patterns_strict(strict)
         if "anyOf" not in strict and _are_different_constants(strict.get("oneOf")):
-            strict["anyOf"] = strict.pop("oneOf")  # the same, and the engine takes it
+            strict["anyOf"] = strict.pop("oneOf")  # equivalent, and the engine supports it
         return strict
 
     def _refuse_large_enums(self, schema: Mapping[str, Any], path: str) -> None:
-        """Strings and numbers become one terminal, so that any number of them is fine; objects and lists do not."""
+        """Strings and numbers become one terminal, so there may be any number of them. Objects and lists do not."""
         values = schema.get("enum")
         num_containers = sum(isinstance(value, (dict, list)) for value in values) if isinstance(values, list) else 0
         if num_containers > MAX_ALTERNATIVES:
@@ -162,7 +162,7 @@ class _Strictness:
             raise BadRequest(f"{message}; the limit is {MAX_ALTERNATIVES:,}", param=self._field)
 
     def _refuse_countless_properties(self, schema: Mapping[str, Any], path: str) -> None:
-        """Keys that the schema does not name may come twice, so more than one of them cannot be counted on."""
+        """A key that the schema does not name may be repeated, so at most one such key is certain to count."""
         least, required = schema.get("minProperties"), schema.get("required", [])
         if not isinstance(least, int) or not isinstance(required, list):
             return
@@ -174,7 +174,7 @@ class _Strictness:
             )
 
     def _refuse_rounded_numbers(self, schema: Mapping[str, Any], path: str) -> None:
-        """The engine reads numbers as floating-point ones, and writes them with fifteen digits."""
+        """The engine reads numbers as floating point and writes them with fifteen digits."""
         bounds = [schema[keyword] for keyword in _BOUNDS if isinstance(schema.get(keyword), (int, float))]
         constants = [schema[keyword] for keyword in ("const", "enum") if keyword in schema]
         rounded = [number for number in (*bounds, *_numbers(constants)) if not _is_exact(number)]
@@ -188,7 +188,7 @@ def _is_exact(number: float) -> bool:
 
 
 def _numbers(value: Any) -> Iterator[float]:
-    """All numbers in a JSON value, however deep: not by recursion."""
+    """All numbers in a JSON value. Not recursive, since the depth is unbounded."""
     waiting = [value]
     while waiting:
         part = waiting.pop()
@@ -199,7 +199,7 @@ def _numbers(value: Any) -> Iterator[float]:
 
 
 def _are_different_constants(branches: Any) -> bool:
-    """Whether these are branches of a `oneOf` that each allow scalar constants only, none of them twice."""
+    """Whether each branch of a `oneOf` allows only scalar constants, and no constant occurs twice."""
     if not isinstance(branches, list) or not all(isinstance(branch, dict) for branch in branches):
         return False
     lists = [branch.get("enum", [branch.get("const", branches)]) for branch in branches]
@@ -212,7 +212,7 @@ def _are_different_constants(branches: Any) -> bool:
 
 
 def _make_patterns_strict(schema: dict[str, Any]) -> None:
-    """In place, in this schema alone."""
+    """Change this schema in place, but not its subschemas."""
     if isinstance(schema.get("pattern"), str):
         schema["pattern"] = json_pattern(schema["pattern"])
     by_pattern = schema.get("patternProperties")

@@ -1,7 +1,7 @@
-"""Following one text token by token through a compiled grammar.
+"""Follows one text token by token through a compiled grammar.
 
-A text ends by a token of its request's choosing, which is no text to the grammar. So the engine is told of an end token
-of its own, `END`, that no model has; wherever the engine allows it, the request's end tokens are allowed instead.
+The request decides which tokens end a text, and the grammar does not know them. So the engine gets its own end token,
+`END`, which no model has. Where the engine allows `END`, the mask allows the request's end tokens instead.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from batchline.errors import ConstraintFailed
 from batchline.text.grammars.patterns import one_line
 
 MASK_SECONDS = 0.02
-"""Processor time that a text's masks may take each, on average; ordinary ones take 0.1 to 1 ms."""
+"""Processor time that a text's masks may take on average. Ordinary masks take 0.1 to 1 ms."""
 
 FIRST_SECONDS = 1.0
-"""What they may take in all beyond that: first masks also build the lexer's tables."""
+"""Additional time for all masks of a text together, since the first ones also build the lexer's tables."""
 
 
 @contextmanager
 def _engine_faults() -> Iterator[None]:
-    """Any exception of the engine, a panic too, as the request's own error. Raises: ConstraintFailed."""
+    """Turn any exception or panic of the engine into an error of the request. Raises: ConstraintFailed."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit):
@@ -35,16 +35,16 @@ def _engine_faults() -> Iterator[None]:
 
 
 class CompiledGrammar:
-    """A grammar at the beginning of its text. Immutable; every text follows a matcher of its own."""
+    """A grammar at the beginning of its text. Immutable; each text has its own matcher."""
 
     def __init__(self, start: llguidance.LLMatcher, vocab_size: int, end_token_ids: frozenset[int]) -> None:
-        """start: never advanced. vocab_size: of the model, and so the id of `END`. end_token_ids: what ends a text."""
+        """start: never advanced. vocab_size: of the model; also the id of `END`. end_token_ids: they end a text."""
         self._start = start
         self._vocab_size = vocab_size
         self._end_token_ids = end_token_ids
 
     def ended_by(self, end_token_ids: frozenset[int]) -> CompiledGrammar:
-        """The same grammar for texts that end by other tokens."""
+        """The same grammar for texts that other tokens end."""
         return CompiledGrammar(self._start, self._vocab_size, end_token_ids)
 
     def matcher(self) -> GrammarMatcher:
@@ -55,12 +55,12 @@ class CompiledGrammar:
 
 
 class GrammarMatcher:
-    """Where one text stands. Mutable, used by one thread at a time."""
+    """The position of one text in its grammar. Mutable, used by one thread at a time."""
 
     def __init__(self, state: llguidance.LLMatcher, vocab_size: int, end_token_ids: Iterable[int]) -> None:
         self._state = state
         self._end = vocab_size
-        self._words = np.empty(vocab_size // 32 + 1, dtype=np.int32)  # of all tokens, and END as the last
+        self._words = np.empty(vocab_size // 32 + 1, dtype=np.int32)  # a bit for each token, and one for END
         self._seconds_left = FIRST_SECONDS
         self._ends = [(token_id // 32, np.int32(_bit(token_id))) for token_id in end_token_ids]
 
@@ -87,13 +87,13 @@ class GrammarMatcher:
             row[word] = row[word] | bit if may_end else row[word] & ~bit
 
     def accept(self, token_id: int) -> None:
-        """Go on behind a token. Raises: ConstraintFailed."""
+        """Advance by a token. Raises: ConstraintFailed."""
         with _engine_faults():
             self._state.consume_token(token_id)
         self._check()
 
     def _spend(self, seconds: float) -> None:
-        """Account for a mask's processor time: one slow mask is no harm, but many would slow all other requests."""
+        """Account for a mask's processor time. One slow mask does no harm; many would slow down all other requests."""
         self._seconds_left += MASK_SECONDS - seconds
         if self._seconds_left < 0:
             raise ConstraintFailed(
@@ -108,6 +108,6 @@ class GrammarMatcher:
 
 
 def _bit(token_id: int) -> int:
-    """The token's bit of its word, as a signed number."""
+    """The token's bit in its word, as a signed number."""
     bit = 1 << token_id % 32
     return bit - (1 << 32) if bit >= 1 << 31 else bit

@@ -1,4 +1,4 @@
-"""Regular expressions in requests: what the grammar engine reads differently, and its messages made short.
+"""Regular expressions in requests: what the grammar engine reads differently, and shorter forms of its messages.
 
 The dialect is the engine's: Rust's `regex` syntax without look-around and back-references, matched against the whole
 text, `\\d` and `\\w` being ASCII as in JavaScript. In JSON Schema, `pattern` is searched for.
@@ -20,7 +20,7 @@ _REASON = re.compile(r"^\s*error: (.*)$", re.MULTILINE)
 
 @lru_cache(maxsize=16)  # a pattern may be megabytes long
 def json_pattern(pattern: str) -> str:
-    """A schema's `pattern`, in which no class lets a quote or a backslash through that it excludes.
+    """A schema's `pattern`, changed so that no class lets through a quote or a backslash that it excludes.
 
     The engine takes `[^"]` to match `"` where that is written as an escape, as it does with any class that holds
     control characters. Such classes lose their control characters: narrower, and never loose.
@@ -39,7 +39,7 @@ def json_pattern(pattern: str) -> str:
 
 
 def _class_end(pattern: str, start: int) -> int | None:
-    """Just behind the character class that begins here, None if none does, or none that is closed."""
+    """The end of the character class that begins here; None if no class begins here or it is not closed."""
     named = _PROPERTY.match(pattern, start)
     if named is not None:
         return named.end()
@@ -56,12 +56,12 @@ def _class_end(pattern: str, start: int) -> int | None:
 
 
 def _strict_class(text: str) -> str:
-    """The class, without control characters if it holds those and not what JSON escapes by a letter."""
+    """The class, without control characters if the engine might read it too widely."""
     return f"[{text}&&[^\\x00-\\x1f]]" if _may_be_loose(text) else text
 
 
 def _may_be_loose(text: str) -> bool:
-    """Whether the engine might read the class too widely; True for what Python's own dialect cannot judge."""
+    """Whether the engine might read the class too widely; True if Python's dialect cannot tell."""
     if _SET_OPERATION.search(_ESCAPE.sub("", text[1:])):
         return True
     try:
@@ -73,7 +73,7 @@ def _may_be_loose(text: str) -> bool:
 
 
 def short_reason(message: str) -> str:
-    """The gist of the engine's message about a regular expression, with the place in it where that is told."""
+    """The gist of the engine's message about a regular expression, with the position if the message has one."""
     reason = _REASON.search(message)
     if reason is None:
         return one_line(message)
@@ -90,7 +90,7 @@ _PLAIN_WORDS = {
     r"Resource ('.*?') is not present in a registry and .*": r"the reference to \1 leads out of the schema",
     r"Failed to convert the grammar from GBNF to Lark: ": "",
 }
-"""What the engine says in words of its own, as regular expressions, and what that means."""
+"""Expressions of the engine, as regular expressions, and what they mean."""
 
 
 def one_line(message: str) -> str:

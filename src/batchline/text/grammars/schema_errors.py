@@ -1,7 +1,7 @@
-"""Where in a JSON Schema it is that the grammar engine cannot take.
+"""Finds the part of a JSON Schema that the grammar engine refuses.
 
-The engine says what is wrong, not where. The place is the deepest subschema that is refused for the same reason when
-it is tried alone.
+The engine says what is wrong, but not where. So its subschemas are tried separately, and the deepest one that is
+refused for the same reason is reported.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from batchline.text.grammars.json_schema import OPTIONS, path_below, subschemas
 from batchline.text.grammars.patterns import one_line
 
 MAX_TRIES = 200
-"""Subschemas that are tried before the place stays as coarse as it is."""
+"""How many subschemas are tried at most."""
 
 _DEFINITIONS = ("$defs", "definitions", "$schema", OPTIONS)
 
 Refusal = Callable[[Mapping[str, Any]], str | None]
-"""Why the engine refuses a schema; None if it takes it."""
+"""Why the engine refuses a schema; None if it does not."""
 
 
 def schema_error(schema: Mapping[str, Any]) -> str | None:
-    """What the engine refuses in a schema, and where in it; None if it takes it."""
+    """What the engine refuses in a schema, and where; None if it accepts the schema."""
 
     def reason_of(part: Mapping[str, Any]) -> str | None:
         return engine_refusal(Grammar({"json_schema": part}).serialised())
@@ -39,7 +39,7 @@ def schema_error(schema: Mapping[str, Any]) -> str | None:
 
 
 def place_of_error(schema: Mapping[str, Any], reason: str, refusal: Refusal) -> str:
-    """The path of the deepest subschema that `reason` is true of."""
+    """The path of the deepest subschema that is refused for `reason`."""
     shared = {keyword: schema[keyword] for keyword in _DEFINITIONS if keyword in schema}
     part, path = schema, "the root"
     tries = MAX_TRIES
@@ -56,5 +56,5 @@ def place_of_error(schema: Mapping[str, Any], reason: str, refusal: Refusal) -> 
 
 
 def _alone(schema: Mapping[str, Any], shared: Mapping[str, Any], refusal: Refusal) -> str | None:
-    """Why a subschema is refused with the root's definitions around it."""
+    """Why a subschema is refused, together with the root's definitions."""
     return refusal({**shared, **schema})

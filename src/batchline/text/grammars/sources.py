@@ -1,4 +1,4 @@
-"""From a constraint as it is given to a grammar; what is wrong in itself is refused here."""
+"""Turns a constraint into a grammar, and refuses what is invalid by itself."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def schema_part(constraint: Constraint, source: str, index: int = 0) -> Part:
 
 
 def _lark_text(constraint: Constraint, text: str) -> str:
-    """The grammar in Lark's dialect, whether it came in that or in GBNF, whose rules are `name ::= ...`.
+    """The grammar in Lark's dialect. It may also be written in GBNF, whose rules are `name ::= ...`.
 
     Raises: BadRequest.
     """
@@ -80,7 +80,7 @@ def _with_groups_kept(gbnf: str) -> str:
 
 
 def _structural_tags(constraint: Constraint, special: SpecialTokens) -> Grammar:
-    """Of either spelling. Raises: BadRequest."""
+    """The grammar of structural tags in either spelling. Raises: BadRequest."""
     wanted = json.loads(constraint.source)
     tree = wanted.get("format") or tags_of_structures(wanted["structures"], wanted["triggers"], constraint.field)
     return format_grammar(constraint, tree, special, lambda part, text: lark(_lark_text(part, text)))

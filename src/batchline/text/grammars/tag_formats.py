@@ -1,7 +1,7 @@
 """Structural tags as grammars: a rule for each node of the tree of formats.
 
-Free text has no end of its own: where something other than a tag's end would have to follow it, the grammar engine
-could not tell where it stops, so such a tree is refused.
+Free text has no end of its own, so only the end of a tag or of the text may follow it. In any other position the
+grammar engine could not tell where it stops, and the tree is refused.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _tag_of_structure(structure: Node, path: str) -> Node:
 
 
 class _Rules:
-    """Rules as they are put together. Mutable. others: the parts that they refer to."""
+    """Collects rules. Mutable. others: the parts that they refer to."""
 
     def __init__(self, constraint: Constraint, special: SpecialTokens, read_grammar: ReadGrammar) -> None:
         self.lines: list[str] = []
@@ -100,7 +100,7 @@ class _Rules:
         return f"@{name}"
 
     def _rest_of_tag(self, tag: Node, path: str, *, is_last: bool) -> str:
-        """What stands behind a tag's begin."""
+        """The part of a tag after its begin."""
         content, end = tag["content"], tag["end"]
         if content["type"] == "any_text" and end:
             name = f"node_{len(self.lines)}"
@@ -142,7 +142,7 @@ class _Rules:
 
 
 def _trigger(begin: str, triggers: Sequence[str], where: str) -> str:
-    """The trigger that begins a tag. where: the tag's place. Raises: BadRequest."""
+    """The trigger that begins a tag. where: the tag's path. Raises: BadRequest."""
     trigger = next((trigger for trigger in triggers if begin.startswith(trigger)), None)
     if trigger is None:
         raise BadRequest(f"{where}.begin: no trigger begins {begin[:80]!r}", param=f"{where}.begin")
@@ -159,7 +159,7 @@ def _schema_part(constraint: Constraint, schema: Any) -> Part:
 
 
 def _accepted(part: Part, path: str, complaint: str) -> Part:
-    """The part, which the engine takes by itself. Raises: BadRequest."""
+    """The part, if the engine accepts it on its own. Raises: BadRequest."""
     reason = refusal(Grammar(part).serialised())
     if reason is not None:
         raise BadRequest(f"{path}: {complaint}: {short_reason(reason)}", param=path)

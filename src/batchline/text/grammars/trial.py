@@ -1,8 +1,9 @@
-"""Bounds of a constraint, and its trial: a grammar is compiled in a child process before it is compiled here.
+"""Limits of a constraint, and its trial: a grammar is compiled in a child process before it is compiled here.
 
 The grammar engine's compiler recurses as deeply as a grammar's rules or a schema's references go, and some small
-patterns keep it busy for hours. Neither can be ended from outside of it. So whatever is not plainly harmless is tried
-where a crash or a kill costs nothing (`isolation.py`); what passes there passes here, on a larger stack.
+patterns keep it busy for hours. Neither can be stopped from outside. So a constraint that is not plainly harmless is
+first tried in a child process (`isolation.py`), where a crash or a kill costs nothing. If it compiles there, it also
+compiles here, on a larger stack.
 
 Following a text needs no such care: the engine's parser and lexer do that without recursion, within `grammar.LIMITS`.
 """
@@ -33,8 +34,8 @@ _PLAIN_KEYWORDS = frozenset(
     {"type", "enum", "const", "properties", "required", "additionalProperties", "items", "format"}
     | {"minItems", "maxItems", "minLength", "maxLength", "minimum", "maximum"}
 )
-"""What makes no work beyond the schema's own size. References and unions do where they are merged with other keywords,
-so they are plain only where they stand alone."""
+"""Keywords that cause no work beyond the schema's own size. References and unions cause more if they are merged with
+other keywords, so they are plain only without others."""
 
 _RULE = re.compile(r"^[ \t]*[?!]?\w[\w.-]*(?:\[[^\]\n]*\])?[ \t]*(?:::=|:)", re.MULTILINE)
 
@@ -45,7 +46,7 @@ def num_characters(constraint: Constraint) -> int:
 
 
 def check_size(constraint: Constraint) -> None:
-    """Raises: BadRequest that names the limit which the constraint exceeds."""
+    """Raises: BadRequest naming the limit that the constraint exceeds."""
     field, source = constraint.field, constraint.source
     _check(field, num_characters(constraint), MAX_CHARACTERS, "characters")
     if constraint.kind == "choice":
@@ -91,7 +92,7 @@ def _all_schemas(schemas: Iterable[Any]) -> Iterator[dict[str, Any]]:
 
 
 def trial_argument(constraint: Constraint, surroundings: Surroundings, vocabulary: str) -> list[Any]:
-    """What a child needs in order to compile, as JSON. vocabulary: as `sketch_of` gives it."""
+    """What a child needs to compile, as JSON. vocabulary: from `sketch_of`."""
     return [asdict(constraint), asdict(surroundings), vocabulary]
 
 
@@ -128,11 +129,11 @@ class SketchedTokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """The model's, and a token for each byte."""
+        """The model's vocabulary size, and a token for each byte."""
         return self._size + 256
 
     def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
-        """Special tokens where they are spelled, bytes elsewhere."""
+        """Special tokens where the text has their names, bytes elsewhere."""
         return tuple(token_id for piece in self._pieces.split(text) for token_id in self._piece(piece))
 
     def _piece(self, text: str) -> Iterable[int]:
@@ -141,13 +142,13 @@ class SketchedTokenizer:
         return (self._size + byte for byte in text.encode(errors="replace"))
 
     def token_bytes(self, token_id: int, *, is_first: bool = False) -> bytes:
-        """Nothing for an ordinary token of the model."""
+        """The token's bytes; empty for an ordinary token of the model."""
         if token_id >= self._size:
             return bytes([token_id - self._size])
         return self._special.get(token_id, "").encode()
 
     def is_special(self, token_id: int) -> bool:
-        """As in the model's own."""
+        """Whether it is a special token of the model."""
         return token_id in self._special
 
     def added_token(self, token_id: int) -> str | None:
