@@ -18,7 +18,7 @@ from threaded_server import Serve, ThreadedServer
 import batchline
 from batchline.backends.base import EndpointRequest
 from batchline.errors import UsageError
-from batchline.openai_api.endpoint_table import REQUEST_SCHEMAS
+from batchline.openai_api.endpoint_table import ENDPOINTS, REQUEST_SCHEMAS
 from batchline.server.connections import bind
 from batchline.server.options import CorsOptions
 from batchline.testing import FakeBackend
@@ -83,6 +83,16 @@ def test_an_event_stream_is_what_clients_expect(fake: httpx.Client) -> None:
     events = response.text.split("\n\n")
     assert events[-2:] == ["data: [DONE]", ""]
     assert all(event.startswith("data: {") for event in events[:-2])
+
+
+def test_the_description_says_what_each_path_is_for(fake: httpx.Client) -> None:
+    """It showed docstrings of the code: `The body of a response request. The backend's answer, streamed if ...`."""
+    paths = fake.get("/openapi.json").json()["paths"]
+    shown = {path: next(iter(paths[path].values())) for path in REQUEST_SCHEMAS}
+    assert shown[CHAT]["summary"] == "Answer a conversation"
+    assert shown[CHAT]["description"] == "The answer can be streamed: set stream to true."
+    assert all(operation["summary"] == ENDPOINTS[path].summary != "" for path, operation in shown.items())
+    assert not any("backend" in operation["description"] for operation in shown.values())
 
 
 def test_the_description_holds_the_schemas_that_are_checked(fake: httpx.Client) -> None:

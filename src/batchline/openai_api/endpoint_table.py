@@ -58,6 +58,7 @@ class InvocationRequest(WireModel):
 class ApiEndpoint:
     """One path of the API.
 
+    summary: what it does, for people who read the server's page.
     tasks: the kinds of models that answer it; empty for a path of the API that this build has no models for.
     schema: of its body; None where `tasks` is empty.
     method: by which the server takes it; a GET has its fields in the query.
@@ -71,6 +72,7 @@ class ApiEndpoint:
     """
 
     path: str
+    summary: str = ""
     tasks: tuple[Task, ...] = ()
     schema: type[BaseModel] | None = None
     method: Literal["GET", "POST"] = "POST"
@@ -83,23 +85,37 @@ class ApiEndpoint:
     error_event: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
 
 
-def _rows(paths: tuple[str, ...], tasks: tuple[Task, ...], schema: type[BaseModel]) -> list[ApiEndpoint]:
-    """One endpoint under several paths."""
-    return [ApiEndpoint(path=path, tasks=tasks, schema=schema) for path in paths]
+def _rows(paths: tuple[str, ...], summary: str, schema: type[BaseModel]) -> list[ApiEndpoint]:
+    """One endpoint of models that score, under several paths."""
+    return [ApiEndpoint(path=path, summary=summary, tasks=SCORES, schema=schema) for path in paths]
 
 
-def _tokenizing(path: str, schema: type[BaseModel], tasks: tuple[Task, ...] = SCORES) -> ApiEndpoint:
+def _tokenizing(path: str, summary: str, schema: type[BaseModel], tasks: tuple[Task, ...] = SCORES) -> ApiEndpoint:
     """An endpoint of the server that the tokenizer answers, by default for models of any kind."""
-    return ApiEndpoint(path=path, tasks=tasks, schema=schema, in_batch_file=False, needs_engine=False)
+    return ApiEndpoint(path=path, summary=summary, tasks=tasks, schema=schema, in_batch_file=False, needs_engine=False)
 
 
 ENDPOINTS: Mapping[str, ApiEndpoint] = {
     endpoint.path: endpoint
     for endpoint in (
-        ApiEndpoint(path=CHAT, tasks=GENERATES, schema=ChatCompletionRequest, generates=True),
-        ApiEndpoint(path=COMPLETIONS, tasks=GENERATES, schema=CompletionRequest, generates=True, default_max_tokens=16),
+        ApiEndpoint(
+            path=CHAT,
+            summary="Answer a conversation",
+            tasks=GENERATES,
+            schema=ChatCompletionRequest,
+            generates=True,
+        ),
+        ApiEndpoint(
+            path=COMPLETIONS,
+            summary="Continue a text",
+            tasks=GENERATES,
+            schema=CompletionRequest,
+            generates=True,
+            default_max_tokens=16,
+        ),
         ApiEndpoint(
             path=RESPONSES,
+            summary="Answer a conversation, and keep the answer",
             tasks=GENERATES,
             schema=ResponsesRequest,
             generates=True,
@@ -108,6 +124,7 @@ ENDPOINTS: Mapping[str, ApiEndpoint] = {
         ),
         ApiEndpoint(
             path=MESSAGES,
+            summary="Answer a conversation (Anthropic's API)",
             tasks=GENERATES,
             schema=MessagesRequest,
             generates=True,
@@ -117,31 +134,45 @@ ENDPOINTS: Mapping[str, ApiEndpoint] = {
         ),
         ApiEndpoint(
             path=COUNT_TOKENS,
+            summary="Count the tokens of a conversation (Anthropic's API)",
             tasks=GENERATES,
             schema=CountTokensRequest,
             needs_engine=False,
             error_body=message_error,
         ),
-        ApiEndpoint(path=EMBEDDINGS, tasks=EMBEDS, schema=EmbeddingsRequest),
-        ApiEndpoint(path=EMBED, tasks=EMBEDS, schema=EmbedRequest, error_body=cohere_error),
-        *_rows(SCORE, SCORES, ScoreRequest),
-        *_rows(RERANK, SCORES, RerankRequest),
+        ApiEndpoint(path=EMBEDDINGS, summary="Turn texts into vectors", tasks=EMBEDS, schema=EmbeddingsRequest),
+        ApiEndpoint(
+            path=EMBED,
+            summary="Turn texts into vectors (Cohere's API)",
+            tasks=EMBEDS,
+            schema=EmbedRequest,
+            error_body=cohere_error,
+        ),
+        *_rows(SCORE, "Score how well pairs of texts match", ScoreRequest),
+        *_rows(RERANK, "Sort documents by their relevance to a query", RerankRequest),
         ApiEndpoint(path="/v1/audio/transcriptions"),
         ApiEndpoint(path="/v1/audio/translations"),
         ApiEndpoint(path="/v1/classify"),
         ApiEndpoint(path="/v1/moderations"),
-        ApiEndpoint(path=INVOCATIONS, tasks=SCORES, schema=InvocationRequest, generates=True),
-        _tokenizing(TOKENIZE, TokenizeRequest),
-        _tokenizing(DETOKENIZE, DetokenizeRequest),
+        ApiEndpoint(
+            path=INVOCATIONS,
+            summary="Any of the requests above; its fields decide which",
+            tasks=SCORES,
+            schema=InvocationRequest,
+            generates=True,
+        ),
+        _tokenizing(TOKENIZE, "Turn a text or a conversation into tokens", TokenizeRequest),
+        _tokenizing(DETOKENIZE, "Turn tokens into text", DetokenizeRequest),
         ApiEndpoint(
             path=TOKENIZER_INFO,
+            summary="Show the tokenizer's settings",
             tasks=SCORES,
             schema=TokenizerInfoRequest,
             method="GET",
             in_batch_file=False,
             needs_engine=False,
         ),
-        _tokenizing(INPUT_TOKENS, ResponsesRequest, GENERATES),
+        _tokenizing(INPUT_TOKENS, "Count the tokens of a response's input", ResponsesRequest, GENERATES),
     )
 }
 """All endpoints by their path."""

@@ -69,14 +69,15 @@ def create_app(backend: Backend, options: ServerOptions) -> FastAPI:
 
 def _add_inference(app: FastAPI, inference: Inference, responses: ResponsesApi) -> None:
     own_routes = {RESPONSES: responses.create, INPUT_TOKENS: responses.input_tokens}
-    for path, schema in REQUEST_SCHEMAS.items():
-        method = ENDPOINTS[path].method
+    for path in REQUEST_SCHEMAS:
+        endpoint = ENDPOINTS[path]
+        method = endpoint.method
         app.add_api_route(
             path,
             own_routes.get(path, inference.answer if method == "POST" else inference.look_up),
             methods=[method],
             name=path.strip("/").replace("/", "_"),
-            summary=(schema.__doc__ or "").partition("\n")[0],
+            summary=endpoint.summary,
             tags=["inference"],
             response_model=None,
             responses=ERROR_RESPONSES,

@@ -125,7 +125,10 @@ def describe(app: FastAPI, *, needs_key: bool, open_paths: Container[str]) -> di
 
 def _complete(operation: dict[str, Any], path: str) -> None:
     """Add what the routes, which take bare requests, do not tell: parameters in the path, and the kinds of answers."""
-    operation["description"] = operation.get("description", "").partition(" Raises:")[0]
+    text = operation.get("description", "").partition(" Raises:")[0]
+    if path in ENDPOINTS:  # its route's docstring is about the server
+        text = "The answer can be streamed: set stream to true." if generates(path) else ""
+    operation["description"] = text
     parameters = [
         {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
         for name in re.findall(r"{(\w+)}", path)
