@@ -16,7 +16,7 @@ import pytest_asyncio
 from batchline.backends import loaded_models
 from batchline.backends.base import BATCH_PRIORITY, EndpointRequest
 from batchline.backends.in_process import InProcessBackend
-from batchline.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from batchline.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, TextConfig
 from batchline.errors import (
     BadRequest,
     EngineOutOfMemory,
@@ -231,6 +231,39 @@ async def assert_conversations_are_refused(backend: InProcessBackend, name: str)
     answer = await backend.answer(EndpointRequest(url="/tokenize", body=body, request_id="r"))
     assert (answer.status_code, answer.body["error"]["param"]) == (400, "messages")
     assert "no chat template" in answer.body["error"]["message"]
+
+
+@pytest.mark.parametrize("special_tokens", [False, True])
+@pytest.mark.parametrize("mode", ["allow", "escape"])
+async def test_the_tokens_of_a_conversation_are_those_that_an_embedding_model_embeds(
+    special_tokens: bool, mode: Any
+) -> None:
+    """`/tokenize` refused every conversation for such a model, also where `/v1/embeddings` took it."""
+    template = "{% for m in messages %}{{ m.role }} says {{ m.content }} {% endfor %}"
+    backend = InProcessBackend(
+        [
+            EngineConfig(
+                model=ModelConfig(model=str(TINY_CHAT.with_name("tiny-embed")), served_names=("e",)),
+                text=TextConfig(chat_template=template, special_tokens_in_content=mode),
+            )
+        ]
+    )
+
+    async def ask(url: str, **fields: Any) -> Any:
+        messages = [{"role": "user", "content": "what is [SEP] the capital"}, {"role": "assistant", "content": "paris"}]
+        body = {"messages": messages, "add_special_tokens": special_tokens, **fields}
+        return (await backend.answer(EndpointRequest(url=url, body=body, request_id="r"))).body
+
+    try:
+        embedded = await ask("/v1/embeddings")
+        tokens = await ask("/tokenize", add_generation_prompt=False)
+        assert tokens["count"] == embedded["usage"]["prompt_tokens"]
+        vector = (await ask("/v1/embeddings", messages=None, input=tokens["tokens"]))["data"][0]["embedding"]
+        assert vector == pytest.approx(embedded["data"][0]["embedding"], abs=1e-6)
+        refused = await ask("/tokenize", add_generation_prompt=True)
+        assert refused["error"]["param"] == "add_generation_prompt"
+    finally:
+        await backend.close()
 
 
 async def test_models_of_every_kind_answer_side_by_side_and_their_tokens_add_up() -> None:

@@ -28,19 +28,25 @@ from batchline.endpoints.completions import completion
 from batchline.endpoints.embed import embed
 from batchline.endpoints.embedders import Embedder, EngineEmbedder
 from batchline.endpoints.embeddings import embeddings
-from batchline.endpoints.loading import load_text, message_renderer
+from batchline.endpoints.loading import RenderMessages, load_text, message_renderer
 from batchline.endpoints.messages import counted_tokens, message, message_events
 from batchline.endpoints.model import GenerativeModel
 from batchline.endpoints.rerank import rerank
 from batchline.endpoints.responses import input_tokens, response, response_events
 from batchline.endpoints.score import score
 from batchline.endpoints.scorers import PairScorer, Scorer, SimilarityScorer
-from batchline.endpoints.tokenizing import TokenizedModel, detokenized, generative, tokenized, tokenizer_info
+from batchline.endpoints.tokenizing import (
+    TokenizedModel,
+    detokenized,
+    encode_embedded,
+    generative,
+    tokenized,
+    tokenizer_info,
+)
 from batchline.engine.async_engine import AsyncEngine
 from batchline.engine.cache_memory import CacheMemory
 from batchline.errors import BadRequest, UnsupportedModel
 from batchline.model_record import ModelRecord
-from batchline.openai_api.chat import ChatCompletionRequest
 from batchline.openai_api.endpoint_table import (
     CHAT,
     COHERE_RERANK,
@@ -57,7 +63,6 @@ from batchline.openai_api.endpoint_table import (
     TOKENIZE,
     TOKENIZER_INFO,
 )
-from batchline.text.control_tokens import RenderedChat
 from batchline.text.tokenizer import Tokenizer, from_transformers
 
 if TYPE_CHECKING:
@@ -240,7 +245,7 @@ def _load_embedding_model(config: EngineConfig) -> LoadedModel:
         model = load_embedding_model(config.model)
         parts.callback(model.close)
         model.render_messages = message_renderer(config.model, config.text, model.transformers_tokenizer)
-        return _pooling_model(model, SimilarityScorer(model), model, parts, config)
+        return _pooling_model(model, SimilarityScorer(model), model, parts, config, model.render_messages)
 
 
 def _load_cross_encoder(config: EngineConfig) -> LoadedModel:
@@ -258,14 +263,15 @@ def _pooling_model(
     embedder: Embedder | None,
     parts: ExitStack,
     config: EngineConfig,
+    render: RenderMessages | None = None,
 ) -> LoadedModel:
-    """parts: what there is to close, taken over."""
+    """parts: what there is to close, taken over. render: writes the conversations that the model embeds."""
     _warn_of_unknown_tokens(model.name, len(model.transformers_tokenizer), model.vocab_size)
     return LoadedModel(
         record=model.record,
         endpoints={
             **_pooling_endpoints(scorer, embedder, text=config.text),
-            **_tokenizing_endpoints(_tokenized_pooling(model, config)),
+            **_tokenizing_endpoints(_tokenized_pooling(model, config, render)),
         },
         max_model_len=model.max_model_len,
         is_alive=lambda: model.is_alive,
@@ -275,7 +281,9 @@ def _pooling_model(
     )
 
 
-def _tokenized_pooling(model: EmbeddingModel | CrossEncoderModel, config: EngineConfig) -> TokenizedModel:
+def _tokenized_pooling(
+    model: EmbeddingModel | CrossEncoderModel, config: EngineConfig, render: RenderMessages | None
+) -> TokenizedModel:
     @cache  # a batch never asks for it, and copying a large vocabulary takes a second
     def tokenizer() -> Tokenizer:
         try:
@@ -283,12 +291,9 @@ def _tokenized_pooling(model: EmbeddingModel | CrossEncoderModel, config: Engine
         except UnsupportedModel as exc:
             raise BadRequest(f"{model.name} cannot be asked for its tokens: {exc.reason}") from exc
 
-    def refuse(_: ChatCompletionRequest) -> RenderedChat:
-        raise BadRequest(f"messages: {model.name} has no chat template; send prompt instead", param="messages")
-
     return TokenizedModel(
         tokenizer=tokenizer,
-        render=refuse,
+        encode_messages=partial(encode_embedded, name=model.name, render=render),
         max_model_len=model.max_model_len,
         vocab_size=model.vocab_size,
         strict=config.text.strict,

@@ -11,7 +11,9 @@ from typing import Any, TypeVar
 from batchline.config import RequestLimits
 from batchline.endpoints.chat import render_chat
 from batchline.endpoints.engine_input import check_vocabulary
+from batchline.endpoints.loading import RenderMessages
 from batchline.endpoints.model import GenerativeModel
+from batchline.errors import BadRequest
 from batchline.openai_api.chat import ChatCompletionRequest
 from batchline.openai_api.limits import check_text
 from batchline.openai_api.parsing import parse_body
@@ -23,7 +25,6 @@ from batchline.openai_api.tokenize import (
     tokenize_object,
     tokenizer_info_object,
 )
-from batchline.text.control_tokens import RenderedChat
 from batchline.text.detokenizer import detokenize
 from batchline.text.isolation import run_on
 from batchline.text.tokenizer import Tokenizer
@@ -35,13 +36,13 @@ T = TypeVar("T")
 class TokenizedModel:
     """What these paths need of a model.
 
-    tokenizer: gives it, and may take a while to make it. render: a conversation as the model's template writes it;
-    raises BadRequest, also where there is none. executor: for text work; None takes the event loop's own.
+    tokenizer: gives it, and may take a while to make it. encode_messages: a request's conversation by the model's chat
+    template; raises BadRequest, also where there is none. executor: for text work; None takes the event loop's own.
     settings: reads the model's `tokenizer_config.json`.
     """
 
     tokenizer: Callable[[], Tokenizer]
-    render: Callable[[ChatCompletionRequest], RenderedChat]
+    encode_messages: Callable[[TokenizeRequest, Tokenizer], tuple[int, ...]]
     max_model_len: int
     vocab_size: int
     strict: bool
@@ -58,7 +59,7 @@ def generative(model: GenerativeModel, settings: Callable[[], Mapping[str, Any]]
     """A model that generates, with its own template."""
     return TokenizedModel(
         tokenizer=lambda: model.tokenizer,
-        render=partial(render_chat, model=model),
+        encode_messages=partial(_encode_chat, model=model),
         max_model_len=model.engine.max_model_len,
         vocab_size=model.engine.vocab_size,
         strict=model.config.strict,
@@ -111,9 +112,29 @@ def _encode(request: TokenizeRequest, model: TokenizedModel, tokenizer: Tokenize
     """Render where it is a conversation, and tokenize."""
     if request.prompt is not None:
         return tokenizer.encode(request.prompt, add_special_tokens=request.add_special_tokens is not False)
+    return model.encode_messages(request, tokenizer)
+
+
+def _encode_chat(request: TokenizeRequest, tokenizer: Tokenizer, *, model: GenerativeModel) -> tuple[int, ...]:
+    """The conversation as a chat completion has it. Raises: BadRequest."""
+    limits = model.config.limits
     given = {name: getattr(request, name) for name in CONVERSATION_FIELDS}
-    chat = parse_body(ChatCompletionRequest, given | {"tool_choice": "none"}, strict=True, limits=model.limits)
+    chat = parse_body(ChatCompletionRequest, given | {"tool_choice": "none"}, strict=True, limits=limits)
     chat.check()
-    rendered = model.render(chat)
-    check_text("messages", rendered.text, model.limits)
+    rendered = render_chat(chat, model)
+    check_text("messages", rendered.text, limits)
     return rendered.token_ids(tokenizer, add_special_tokens=bool(request.add_special_tokens))
+
+
+def encode_embedded(
+    request: TokenizeRequest, tokenizer: Tokenizer, *, name: str, render: RenderMessages | None
+) -> tuple[int, ...]:
+    """The conversation as the model `name` embeds it. render: None if there is no chat template. Raises: BadRequest."""
+    if render is None:
+        raise BadRequest(f"messages: {name} has no chat template; send prompt instead", param="messages")
+    for field in CONVERSATION_FIELDS[1:]:
+        if field in request.model_fields_set and getattr(request, field):
+            raise BadRequest(f"{field}: {name} embeds messages, and takes no other field of a chat", param=field)
+    adds_special_tokens = bool(request.add_special_tokens)
+    rendered = render(request.messages or [], adds_special_tokens)
+    return tokenizer.encode(rendered, add_special_tokens=adds_special_tokens) if isinstance(rendered, str) else rendered
