@@ -157,7 +157,7 @@ def _generative_model(
     parts: ExitStack,
     settings: Callable[[], Mapping[str, Any]],
 ) -> LoadedModel:
-    """parts: what there is to close, taken over. settings: of the tokenizer."""
+    """parts: what the model closes from now on. settings: of the tokenizer."""
     config = model.config
     embedder = EngineEmbedder(model, engine)
     scorer = _scorer_of(model, engine, embedder, reranker)
@@ -265,7 +265,7 @@ def _pooling_model(
     config: EngineConfig,
     render: RenderMessages | None = None,
 ) -> LoadedModel:
-    """parts: what there is to close, taken over. render: writes the conversations that the model embeds."""
+    """parts: what the model closes from now on. render: writes the conversations that the model embeds."""
     _warn_of_unknown_tokens(model.name, len(model.transformers_tokenizer), model.vocab_size)
     return LoadedModel(
         record=model.record,

@@ -162,7 +162,7 @@ class ModelResidency(Generic[ModelT]):
         record.fruitless_ends = record.culprits = 0
 
     def note_culprit(self, name: str) -> None:
-        """Note that the engine's last end is the fault of a request that ran alone and is not tried again."""
+        """Note that a request ended the engine while nothing else ran on it. It is not tried again."""
         record = self._records[name]
         record.fruitless_ends -= 1
         record.culprits += 1

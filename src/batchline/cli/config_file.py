@@ -1,9 +1,9 @@
 """Options from a file and from the environment, for every command that takes `--config`.
 
 Precedence: command line, then the file, then `BATCHLINE_...` variables, then the option's default. File and environment
-become the command's default map, so that values are converted and checked like those of the command line; one that is
-wrong is reported with the variable, or the file and key, that it comes from. A file may hold options of vLLM
-(`vllm_options`) where the command takes them on its line. Of vLLM's variables, only `VLLM_API_KEY` has an effect.
+become the command's default map, so that their values are converted and checked like those of the command line. An
+invalid value is reported with its variable, or its file and key. A file may hold options of vLLM (`vllm_options`) if
+the command takes them on its line. Of vLLM's variables, only `VLLM_API_KEY` has an effect.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _load(context: typer.Context, path: Path | None) -> Path | None:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What the file or the environment says of an option: the parameter, where it is said, and how to read it there.
+    """An option's value in the file or the environment: the parameter, where its value stands, and how to read it.
 
     read: text, list of texts or truth value, as the command line gives them. Raises UsageError.
     """
@@ -250,7 +250,7 @@ def _read(path: Path) -> dict[Any, Any]:
 
 
 def _from_yaml(parameter: Any, value: Any, where: str) -> Any:
-    """What the option is given: as on the command line, text; flags and lists apart. Raises: UsageError."""
+    """The value as the command line would give it: text, or for flags and lists a bool or texts. Raises: UsageError."""
     if getattr(parameter, "is_flag", False):
         if not isinstance(value, bool):
             raise UsageError(f"{where}: it must be true or false")

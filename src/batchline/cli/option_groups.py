@@ -1,7 +1,8 @@
 """Groups of options: as one parameter of a command, and as a section of its `--help`.
 
 A dataclass whose fields are options is one parameter: the command line shows every field as an option of the command,
-and the command gets them as one object. So commands share options from one definition, and none has twenty parameters.
+and the command gets them as one object. Commands share options through one definition, and no command has twenty
+parameters.
 
 Typer's own help has tables that are as wide as the terminal and shorten the names of options to fit: at 80 columns
 several of them are unreadable. Here a long name is on a separate line, with its text below.

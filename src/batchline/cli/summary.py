@@ -46,7 +46,7 @@ def summary_lines(summary: RunSummary) -> list[str]:
 
 
 def _work_lines(summary: RunSummary) -> list[str]:
-    """What this run did, what it was spared, and how long it took."""
+    """What this run did, what it saved, and how long it took."""
     lines = []
     if summary.run_time_s:
         lines.append(

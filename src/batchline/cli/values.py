@@ -124,7 +124,7 @@ def check_generation_defaults(values: Mapping[str, Any]) -> None:
 
 
 def check_template_variables(values: Mapping[str, Any]) -> None:
-    """Raises: UsageError for variables that a request sets by fields of its own."""
+    """Raises: UsageError for variables that requests set with their own fields."""
     if not values:
         return
     from batchline.text.chat_template import RESERVED_VARIABLES  # a template engine: not for --help

@@ -31,8 +31,8 @@ MaxTokens = Annotated[int, Field(ge=1)]
 class ChatCompletionRequest(GenerationBody):
     """The body of a chat completion. Messages are checked in depth when they are rendered.
 
-    tools: as they were given, which is how a template sees them; tool_list: the same, checked. functions and
-    function_call are their older form, of which `with_tools` makes tools; function_list: checked.
+    tools: as the client sent them, which is how the template gets them. tool_list: the same, checked. functions and
+    function_call: the older form, which `with_tools` turns into tools. function_list: the same, checked.
     """
 
     messages: Annotated[list[JsonObject], Field(min_length=1), MESSAGES]
@@ -60,7 +60,7 @@ class ChatCompletionRequest(GenerationBody):
     def with_tools(self) -> ChatCompletionRequest:
         """The request with tools in place of `functions` and a `tool_choice` in place of `function_call`.
 
-        An answer to `functions` has one call at most. Raises: BadRequest where both forms are used.
+        An answer to `functions` has one call at most. Raises: BadRequest if both forms are used.
         """
         if self.functions is None and self.function_call is None:
             return self
@@ -79,7 +79,7 @@ class ChatCompletionRequest(GenerationBody):
         return self.model_copy(update=changes)
 
     def check(self) -> None:
-        """What fields say together. Raises: BadRequest."""
+        """Check fields that depend on each other. Raises: BadRequest."""
         if self.continue_final_message and self.add_generation_prompt:
             raise BadRequest(
                 "continue_final_message and add_generation_prompt exclude each other: "
@@ -110,7 +110,7 @@ class ChatCompletionRequest(GenerationBody):
 
     @property
     def shown_tools(self) -> list[Any]:
-        """What the template shows: the tools that may be called, as they were given."""
+        """The tools that the template shows: those that may be called, as the client sent them."""
         return [self.tools[index] for index in self.callable_tools]
 
     def _check_tools(self) -> None:

@@ -49,7 +49,7 @@ embeds also scores (with the cosine similarity)."""
 
 
 class InvocationRequest(WireModel):
-    """The body of any endpoint for text, which its fields tell."""
+    """The body of a request to any text endpoint; its fields decide which."""
 
     model: str | None = None
 
@@ -206,7 +206,7 @@ _INVOKED: tuple[tuple[tuple[str, ...], str], ...] = (
 
 
 def answering_path(path: str, body: Mapping[str, Any]) -> str:
-    """The path whose endpoint answers the request. Raises: BadRequest where a body for `/invocations` is for none.
+    """The path whose endpoint answers the request. Raises: BadRequest if a body for `/invocations` fits none.
 
     A score request with `query` and `documents` is answered as a rerank request, as the clients that write it expect.
     """

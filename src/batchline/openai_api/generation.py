@@ -68,7 +68,7 @@ LogitBias = Annotated[dict[int, float], PlainValidator(_logit_bias)]
 
 
 class StreamOptions(WireModel):
-    """What a stream says of usage: in a last chunk of its own, and in every chunk so far.
+    """Whether a stream reports usage: in a separate last chunk, and in every chunk so far.
 
     include_obfuscation: a hosted service's padding against eavesdroppers; carries no behaviour here.
     """

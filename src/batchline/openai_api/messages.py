@@ -149,7 +149,7 @@ def call_input(arguments: str) -> JsonObject:
 
 
 def block_delta(kind: BlockKind, piece: str) -> JsonObject:
-    """What a piece of text adds to a content block, as an event tells it."""
+    """The event that adds a piece of text to a content block."""
     name = {"text": "text", "thinking": "thinking", "tool_use": "partial_json"}[kind]
     return {"type": "input_json_delta" if kind == "tool_use" else f"{kind}_delta", name: piece}
 

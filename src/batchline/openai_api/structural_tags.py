@@ -1,7 +1,7 @@
 """Structural tags: text of which some parts have a form, in both of the spellings that clients use.
 
 The older one names structures and the triggers that begin them; the newer one is a tree of formats, as XGrammar defines
-it. Only the shape is checked here: what cannot be enforced is refused by those who enforce it.
+it. Only the shape is checked here; `endpoints/constraints.py` refuses what cannot be enforced.
 """
 
 from __future__ import annotations

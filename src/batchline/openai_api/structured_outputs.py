@@ -1,7 +1,7 @@
 """The request fields that say what an answer's text must be, in every spelling that clients use.
 
 `response_format` is OpenAI's; `structured_outputs` and, before it, `guided_*` are vLLM's. Schemas, expressions and
-grammars are taken as they are: whether they can be enforced is for those to say who enforce them.
+grammars are not checked here; `endpoints/constraints.py` refuses what cannot be enforced.
 """
 
 from __future__ import annotations

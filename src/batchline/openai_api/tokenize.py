@@ -28,7 +28,7 @@ CONVERSATION_FIELDS = (
 
 
 class TokenizeRequest(WireModel):
-    """A text, or a conversation that the model's chat template makes one of.
+    """A text, or a conversation that the model's chat template turns into a text.
 
     add_special_tokens: by default true for a text and false for a conversation, whose template writes them.
     """
@@ -46,7 +46,7 @@ class TokenizeRequest(WireModel):
     chat_template_kwargs: Annotated[JsonObject, Limited("template_variables")] = Field(default_factory=dict)
 
     def check(self) -> None:
-        """What fields say together. Raises: BadRequest."""
+        """Check fields that depend on each other. Raises: BadRequest."""
         if (self.prompt is None) == (self.messages is None):
             raise BadRequest("Give either prompt or messages", param="prompt")
         if self.messages is None:
@@ -55,7 +55,7 @@ class TokenizeRequest(WireModel):
 
 
 class DetokenizeRequest(WireModel):
-    """Token ids that are to become text, special tokens included."""
+    """Token ids to turn into text, including special tokens."""
 
     model: str | None = None
     tokens: Annotated[list[TokenId], Limited("token_ids")]
@@ -70,7 +70,7 @@ class TokenizerInfoRequest(WireModel):
 def tokenizer_info_object(
     settings: Mapping[str, Any], special_tokens: Mapping[str, str], chat_template: str | Mapping[str, str] | None
 ) -> JsonObject:
-    """The answer to a tokenizer info request, without the places of files.
+    """The answer to a tokenizer info request, without paths of files.
 
     settings: of the model's `tokenizer_config.json`, in part replaced by what is in use.
     """
@@ -79,7 +79,7 @@ def tokenizer_info_object(
 
 
 def tokenize_object(*, tokens: Sequence[int], max_model_len: int, token_strs: Sequence[str] | None) -> JsonObject:
-    """The answer to a tokenize request. token_strs: the tokens as text, where they were asked for."""
+    """The answer to a tokenize request. token_strs: the tokens as text, if the request asks for them."""
     return {
         "count": len(tokens),
         "max_model_len": max_model_len,

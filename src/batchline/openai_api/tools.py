@@ -1,4 +1,4 @@
-"""The tools of a chat request: what may be called, what must be, and calls in answers."""
+"""The tools of a chat request: which may be called, which must be called, and the calls in answers."""
 
 from __future__ import annotations
 

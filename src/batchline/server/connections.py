@@ -1,9 +1,8 @@
 """Limits the number of open connections, and decides which are closed for new ones.
 
-Anyone may open connections, so connections without a request (idle, in a TLS handshake, with half a head) have no claim
-to stay: when there are too many, the one that has waited longest is closed for a new one. Connections with requests are
-never closed. There is a reserve beyond the limit (`is_crowded`), so that a server full of requests still answers a
-health check.
+Anyone may open connections. When there are too many, a new one replaces the one that has been without a request for the
+longest time (idle, in a TLS handshake, or with half a head). Connections with requests are never closed. There is a
+reserve beyond the limit (`is_crowded`), so that a server full of requests still answers a health check.
 """
 
 from __future__ import annotations

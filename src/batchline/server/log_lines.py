@@ -1,6 +1,6 @@
-"""Log lines on a stream, with a bound on warnings and errors that repeat: whoever can cause one could fill the disk.
+"""Log lines on a stream, with a limit on repeated warnings and errors, so that no client can fill the disk with them.
 
-Lines below a warning (the access log) are written as they come.
+Lines below the level of a warning (the access log) are always written.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ MAX_LINES = 5
 """Lines of one kind that are written in a period; the others are counted."""
 PERIOD_S = 60.0
 MAX_KINDS = 1000
-"""Kinds that are told apart; all others are one more."""
+"""Kinds that are counted separately; all others count as one more kind."""
 
 _Kind = tuple[str, int, str, str]
 
 
 @dataclass(slots=True)
 class _Period:
-    """What has come of one kind since `begun_at`."""
+    """Lines of one kind since `begun_at`."""
 
     begun_at: float
     num_lines: int = 0
@@ -33,7 +33,7 @@ class _Period:
 
 
 class SparingHandler(logging.StreamHandler[TextIO]):
-    """Writes `MAX_LINES` of each kind of warning or error in `PERIOD_S`, and when that is over how many it left out.
+    """Writes `MAX_LINES` of each kind of warning or error per `PERIOD_S`, and then how many it left out.
 
     A kind is what is logged by one logger, at one level, with one text before its arguments and one type of exception.
     """
@@ -55,7 +55,7 @@ class SparingHandler(logging.StreamHandler[TextIO]):
         super().emit(record)
 
     def close(self) -> None:
-        """Write what has been left out until now."""
+        """Report how many lines were left out so far."""
         self._end_periods(float("inf"))
         super().close()
 
@@ -70,9 +70,9 @@ class SparingHandler(logging.StreamHandler[TextIO]):
             if period.begun_at <= begun_before:
                 del self._periods[kind]
                 if period.num_left_out:
-                    self._tell(kind, period.num_left_out)
+                    self._report(kind, period.num_left_out)
 
-    def _tell(self, kind: _Kind, num_left_out: int) -> None:
+    def _report(self, kind: _Kind, num_left_out: int) -> None:
         name, level, text, exception = kind
         shown = " ".join([*text.splitlines()[:1], exception]).strip()
         message = "%d more lines like this one were left out: %s"

@@ -161,7 +161,7 @@ def _sequence_metrics(by_model: Mapping[str, BackendStats]) -> Iterable[Metric]:
 
 
 def _model_info(models: Iterable[ModelRecord]) -> Metric:
-    """A gauge of value 1 whose labels tell what runs, one for each model in memory."""
+    """A gauge of value 1 for each model in memory; its labels describe how the model runs."""
     records = list(models)
     labels = list(records[0].labels()) if records else []
     family = GaugeMetricFamily("batchline_model_info", "What runs, by labels", labels=labels)

@@ -1,4 +1,4 @@
-"""The routes that tell about the server: models, health, version, metrics."""
+"""The routes about the server itself: models, health, version, metrics."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from batchline.server.responses import JsonResponse
 
 
 class Service:
-    """Tells about a backend."""
+    """Answers questions about a backend and its server."""
 
     def __init__(self, backend: Backend, metrics: Metrics) -> None:
         self._backend = backend

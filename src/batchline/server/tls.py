@@ -1,7 +1,7 @@
-"""A look at the certificate and its key before anything is served with them.
+"""Checks the certificate and its key before anything is served with them.
 
-OpenSSL tells little of what is wrong with them, and would ask at the terminal for a password: here each mistake has a
-sentence that names the option.
+OpenSSL's errors say little, and it would ask for a password at the terminal. Here each mistake gets a sentence that
+names the option.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from batchline.errors import UsageError
 
 
 def check_certificate(certfile: str, keyfile: str | None, password: str | None) -> None:
-    """keyfile: None where the certificate's file holds the key too. Raises: UsageError."""
+    """keyfile: None if the certificate's file also holds the key. Raises: UsageError."""
     certificate = _read("--ssl-certfile", certfile)
     key = certificate if keyfile is None else _read("--ssl-keyfile", keyfile)
     is_encrypted = b"ENCRYPTED" in key  # in both of PEM's ways to say so
