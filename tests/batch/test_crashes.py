@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from batch_files import chat_line, contents, read_lines, write_lines
 
 from batchline import control_group
 from batchline.backends.base import EndpointRequest, ServedModel
-from batchline.batch.crashes import InFlight, Suspects, last_crash, watched
+from batchline.batch.crashes import InFlight, Suspects, alternate_stacks, last_crash, watched
 from batchline.batch.journal import Note
 from batchline.batch.plan import WorkItem
 from batchline.errors import EngineLost, ModelLoadError, RunFailed
@@ -234,3 +235,15 @@ ctypes.string_at(0)
     assert {crash.fault for crash in crashes if crash} == {"Segmentation fault"}
     assert len({crash.token for crash in crashes if crash}) == 1
     assert [crash and crash.positions for crash in crashes] == [(0,), (1,), (2,)][first_has_ended:]
+
+
+def test_threads_have_signal_stacks_until_the_last_run_ends() -> None:
+    """The end of one run took the stacks from the later threads of another one."""
+    before = threading.getprofile()
+    first, second = alternate_stacks(), alternate_stacks()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert threading.getprofile() is not None
+    second.__exit__(None, None, None)
+    assert threading.getprofile() is before

@@ -190,7 +190,9 @@ class _FaultReport:
 
 
 _report: _FaultReport | None = None
-_report_lock = threading.Lock()
+_num_stack_blocks = 0
+_lock = threading.Lock()
+"""Of the two above, since runs of one process may be on several threads."""
 
 
 @contextmanager
@@ -202,7 +204,7 @@ def watched(folder: Path) -> Iterator[InFlight]:
     global _report
     path = folder / _FAULT
     path.unlink(missing_ok=True)  # before the seats: a fault must never be read with another's seats
-    with _report_lock:
+    with _lock:
         if _report is None:
             _report = _FaultReport(path)
         else:
@@ -215,7 +217,7 @@ def watched(folder: Path) -> Iterator[InFlight]:
         finally:
             in_flight.close()
     finally:
-        with _report_lock:
+        with _lock:
             if report.unlink(path):
                 _report = None
         forget_crash(folder)
@@ -238,14 +240,20 @@ def alternate_stacks() -> Iterator[None]:
     Without it, a thread's stack overflow cannot be reported; faulthandler provides one only for the main thread. A
     profile function is the only hook that Python runs first in every new thread.
     """
-    if sys.platform != "linux" or threading.getprofile() is not None:
+    global _num_stack_blocks
+    if sys.platform != "linux" or threading.getprofile() not in (None, _on_first_event):
         yield
         return
-    threading.setprofile(_on_first_event)
+    with _lock:
+        _num_stack_blocks += 1
+        threading.setprofile(_on_first_event)
     try:
         yield
     finally:
-        threading.setprofile(None)
+        with _lock:
+            _num_stack_blocks -= 1
+            if not _num_stack_blocks:
+                threading.setprofile(None)
 
 
 def _on_first_event(_frame: object, _event: str, _argument: object) -> None:
