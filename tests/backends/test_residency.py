@@ -431,18 +431,30 @@ async def test_what_a_failed_load_has_made_is_freed() -> None:
     assert len(halves) == 0
 
 
-async def test_close_waits_for_a_load_and_unloads_what_it_gives() -> None:
+async def test_close_does_not_wait_for_a_load_whose_model_is_closed_by_its_thread() -> None:
+    """Bug: Ctrl-C while a model was loaded took until the end of the load."""
     shelf = Shelf(room=1)
     gate = Gate("a", shelf.events)
-    waiting = asyncio.create_task(one_use(shelf, shelf.model("a", gate)))
+    has_closed = threading.Event()
+
+    class Noticed(Recorded):
+        def close(self) -> None:
+            super().close()
+            has_closed.set()
+
+    def load() -> Recorded:
+        gate()
+        return Noticed("late", shelf.events)
+
+    waiting = asyncio.create_task(one_use(shelf, shelf.model("a", load)))
     behind = asyncio.create_task(one_use(shelf, shelf.model("b")))
     await asyncio.to_thread(gate.entered.wait, 60)
-    closing = asyncio.create_task(shelf.residency.close())
-    await asyncio.sleep(0)
+    await asyncio.wait_for(shelf.residency.close(), 60)
+    assert shelf.events == []
     gate.opened.set()
-    await closing
-    assert shelf.events == ["load a", "unload a"]
+    assert await asyncio.to_thread(has_closed.wait, 60)
+    assert shelf.events == ["load a", "load late", "unload late"]
     outcomes = await asyncio.gather(waiting, behind, return_exceptions=True)
-    assert isinstance(outcomes[1], EngineLost)
+    assert [type(outcome) for outcome in outcomes] == [EngineLost, EngineLost]
     with pytest.raises(EngineLost):
         await one_use(shelf, shelf.model("a"))

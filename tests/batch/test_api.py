@@ -100,6 +100,24 @@ def test_an_interrupt_stops_a_run_that_the_same_call_resumes(batch: Path, tmp_pa
     assert run_batch(batch, tmp_path / "out", backend=FakeBackend()).resumed == 1
 
 
+def test_an_interrupt_while_the_model_loads_tells_that_nothing_was_running(tmp_path: Path) -> None:
+    """Bug: running requests were said to finish, and lines that are no requests to be "done and saved"."""
+
+    class SlowBackend(FakeBackend):
+        async def start(self) -> None:
+            os.kill(os.getpid(), signal.SIGINT)
+            await asyncio.Event().wait()
+
+    path = write_lines(tmp_path / "in.jsonl", [chat_line("a"), b"no JSON"])
+    reporter = RecordingReporter()
+    with pytest.raises(RunInterrupted, match="0 of 2 requests are done and saved"):
+        run_batch(path, tmp_path / "out", backend=SlowBackend(), reporter=reporter)
+    assert reporter.warnings[-1] == "Stopping while the model loads: no request was running."
+    again = RecordingReporter()
+    assert run_batch(path, tmp_path / "out", backend=FakeBackend(), reporter=again).resumed == 0
+    assert not [phase for phase in again.phases if phase.startswith("Resuming")]
+
+
 async def test_a_second_interrupt_in_a_notebook_cancels_what_runs(batch: Path, tmp_path: Path) -> None:
     cancelled = threading.Event()
 

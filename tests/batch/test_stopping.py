@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from batchline.batch.stopping import Stopper, stop_on_signals, unless_stopped
+from batchline.batch.stopping import STOPPING_IDLE, Stopper, stop_on_signals, unless_stopped
 from batchline.errors import RunInterrupted
 
 
@@ -15,7 +15,7 @@ from batchline.errors import RunInterrupted
 async def test_the_first_signal_asks_to_stop_and_the_second_stops_at_once(number: signal.Signals) -> None:
     told, at_once = asyncio.Event(), threading.Event()
     before = signal.getsignal(number)
-    stopper = Stopper(told.set)
+    stopper = Stopper(lambda _notice: told.set())
     with stopper.attached() as stop, stop_on_signals(stopper.stop, at_once.set):
         os.kill(os.getpid(), number)
         await asyncio.wait_for(stop.wait(), timeout=5)
@@ -28,7 +28,7 @@ async def test_the_first_signal_asks_to_stop_and_the_second_stops_at_once(number
 
 async def test_a_stop_that_comes_before_the_loop_is_not_lost() -> None:
     told: list[str] = []
-    stopper = Stopper(lambda: told.append("stop"))
+    stopper = Stopper(told.append)
     stopper.stop()
     with stopper.attached() as stop:
         assert stop.is_set()
@@ -36,7 +36,7 @@ async def test_a_stop_that_comes_before_the_loop_is_not_lost() -> None:
         await asyncio.sleep(0)
     stopper.stop()
     stopper.cancel()
-    assert told == ["stop"]
+    assert told == [STOPPING_IDLE]
 
 
 async def test_signals_are_left_alone_off_the_main_thread() -> None:

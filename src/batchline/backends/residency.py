@@ -20,11 +20,11 @@ import logging
 import time
 import traceback
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from batchline.errors import BatchlineError, EngineLost, ModelLoadError
 
@@ -182,7 +182,10 @@ class ModelResidency(Generic[ModelT]):
         return record is not None and record.was_loaded and record.refusal is not None
 
     async def close(self) -> None:
-        """Unload all models, in use or not. Waits for a running load, because threads cannot be stopped. Idempotent."""
+        """Unload all models, in use or not. Idempotent.
+
+        Does not wait for a running load. Its thread cannot be stopped; it closes the model when it has loaded it.
+        """
         self._closed.set()
         self._someone_left.set()
         await asyncio.gather(
@@ -273,14 +276,29 @@ class ModelResidency(Generic[ModelT]):
     async def _loaded(self, wanted: Loadable[ModelT], record: _Record) -> ModelT:
         """The loaded model. One that has run before gets several attempts, since a shortage may be temporary."""
         for delay_s in self._reload_delays_s if record.was_loaded else ():
-            self._raise_if_closed()
             try:
-                return await _in_own_thread(wanted.name, wanted.load)
+                return await self._load_until_closed(wanted)
             except BatchlineError as exc:
                 logger.warning("%s could not be loaded again; another attempt follows: %s", wanted.name, exc)
             await self._pause(delay_s)
+        return await self._load_until_closed(wanted)
+
+    async def _load_until_closed(self, wanted: Loadable[ModelT]) -> ModelT:
+        """The loaded model. Raises: BatchlineError; EngineLost as soon as `close` is called."""
         self._raise_if_closed()
-        return await _in_own_thread(wanted.name, wanted.load)
+        thread_result = _start_thread(wanted.name, wanted.load)
+        loading = asyncio.wrap_future(thread_result)
+        closing: asyncio.Future[Any] = asyncio.create_task(self._closed.wait())
+        try:
+            await asyncio.wait([loading, closing], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            closing.cancel()
+            if not loading.done():
+                loading.cancel()
+                thread_result.add_done_callback(_close_unwanted)
+        if loading.cancelled():
+            self._raise_if_closed()
+        return loading.result()
 
     async def _make_room(self, life: _Life[ModelT]) -> None:
         while (resident := await self._in_the_way(life)) is not None:
@@ -320,7 +338,18 @@ class ModelResidency(Generic[ModelT]):
 
 
 async def _in_own_thread(name: str, work: Callable[[], T]) -> T:
-    """Run `work` for the model `name` on a thread that ends with it. Raises: BatchlineError.
+    """What `work` for the model `name` returns. Raises: BatchlineError."""
+    return await asyncio.wrap_future(_start_thread(name, work))
+
+
+def _close_unwanted(loaded: Future[ModelT]) -> None:
+    """Close a model that nobody waits for any more."""
+    if not loaded.cancelled() and loaded.exception() is None:
+        loaded.result().close()
+
+
+def _start_thread(name: str, work: Callable[[], T]) -> Future[T]:
+    """Run `work` for the model `name` on a thread that ends with it. It fails with a BatchlineError only.
 
     OpenMP keeps a team for every computing thread as long as that thread lives. If the teams have more threads than
     there are cores, they sleep at barriers instead of spinning, which costs the engine's thread a tenth of its speed.
@@ -342,7 +371,7 @@ async def _in_own_thread(name: str, work: Callable[[], T]) -> T:
 
     executor = ThreadPoolExecutor(1, "batchline-loading")
     try:
-        return await asyncio.get_running_loop().run_in_executor(executor, guarded)
+        return executor.submit(guarded)
     finally:
         executor.shutdown(wait=False)
 

@@ -24,8 +24,6 @@ from batchline.config import EngineConfig, ModelConfig
 from batchline.errors import UsageError
 from batchline.user_state import user_state_dir
 
-STOPPING = "Stopping: running requests may finish, and no new ones start. A second signal stops at once."
-
 
 def run_batch(
     input_file: str | os.PathLike[str],
@@ -122,7 +120,7 @@ def run_blocking(
     stop_at_once: called on the second signal; by default it raises KeyboardInterrupt. disk: see `run`.
     """
 
-    stopper = Stopper(lambda: reporter.warn(STOPPING))
+    stopper = Stopper(reporter.warn)
 
     async def run_until_stopped() -> RunSummary:
         with stopper.attached() as stop:

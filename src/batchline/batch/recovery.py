@@ -38,7 +38,8 @@ class RunState:
 
     def saved(self) -> SavedResults:
         """What a run that ends now leaves."""
-        return SavedResults(self.tally.done, self.tally.total, are_lost=not self.journal.is_in_place())
+        num_done = self.tally.done if self.is_worth_keeping else 0
+        return SavedResults(num_done, self.tally.total, are_lost=not self.journal.is_in_place())
 
     def write_note(self, note: Note) -> None:
         """Put a note into the journal and count it. Raises: OSError."""

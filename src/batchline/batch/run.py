@@ -34,7 +34,7 @@ from batchline.batch.rates import keep_measurement
 from batchline.batch.recovery import RunState, note_crash, recover, run_identity
 from batchline.batch.runner import Feeder, Runner
 from batchline.batch.sink import account_for_older_outputs, deliver_results
-from batchline.batch.stopping import Stop, unless_stopped
+from batchline.batch.stopping import STOPPING, STOPPING_IDLE, STOPPING_LOADING, Stop, unless_stopped
 from batchline.batch.summary import RunSummary, summarize
 from batchline.errors import EngineLost, ModelLoadError, RunFailed, RunInterrupted, UsageError, counted
 
@@ -232,10 +232,12 @@ class BatchRun:
         if next(plan.items(state.done), None) is None or self._stop.is_set():
             return
         self._reporter.phase("Loading the model")
+        self._stop.notice = STOPPING_LOADING
         with watched(self._job_folder.path) as in_flight:
             self._pace.begin_loading()
             async with contextlib.AsyncExitStack() as stack:
                 backend = await unless_stopped(stack.enter_async_context(open_backend()), self._stop)
+                self._stop.notice = STOPPING
                 self._pace.begin_running(state.tally)
                 await self._watch.report_models(backend)
                 self._reporter.phase(f"Running {counted(state.tally.total - state.tally.done, 'request')}")
@@ -243,6 +245,7 @@ class BatchRun:
                     feeder = Feeder(items, reader, keeps_raw=backend.wants_raw_bodies)
                     await self._run_requests(backend, feeder, state, in_flight, are_suspects=are_suspects)
                 self._pace.end(state.tally)
+                self._stop.notice = STOPPING_IDLE
 
     async def _plan(self, checked: CheckedInput) -> Plan:
         try:

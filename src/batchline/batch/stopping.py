@@ -23,6 +23,10 @@ _UNRUN: Mapping[EndReason, str] = {
     "batch_expired": "This request was not run: the batch expired before its turn.",
 }
 
+STOPPING = "Stopping: running requests may finish, and no new ones start. A second signal stops at once."
+STOPPING_IDLE = "Stopping: no request was running."
+STOPPING_LOADING = "Stopping while the model loads: no request was running."
+
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -31,11 +35,14 @@ class Stop(asyncio.Event):
 
     After a shutdown, the run can be resumed. A run that is cancelled or expires ends for good: its results are
     delivered, and each line that was not run gets an error. The first reason counts.
+
+    notice: what to say to people if a shutdown is asked for at this moment; the run keeps it true.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.shutdown = asyncio.Event()
+        self.notice = STOPPING_IDLE
         self._ended_by: EndReason | None = None
 
     def set(self) -> None:
@@ -56,10 +63,10 @@ class Stop(asyncio.Event):
 class Stopper:
     """Stops a run that has its own event loop, from any thread and from signal handlers.
 
-    on_stop: called once in the run's loop when a stop is asked for.
+    on_stop: called once in the run's loop when a stop is asked for, with what to say to people.
     """
 
-    def __init__(self, on_stop: Callable[[], None]) -> None:
+    def __init__(self, on_stop: Callable[[str], None]) -> None:
         self._on_stop = on_stop
         self._is_wanted = False
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -91,7 +98,7 @@ class Stopper:
     def _begin(self) -> None:
         if not self._event.is_set():
             self._event.set()
-            self._on_stop()
+            self._on_stop(self._event.notice)
 
     def _call(self, function: Callable[[], object]) -> None:
         loop = self._loop
