@@ -162,7 +162,29 @@ def test_strict_ends_with_2_before_the_model_loads(
 ) -> None:
     ended = command(*run_args(mixed, tmp_path / "out.jsonl"), "--strict")
     assert (ended.code, backend.is_started) == (2, False)
-    assert "Error: Stopped by --strict before any request was run: 1 bad line" in ended.err
+    assert "Error: Stopped by --strict before any request was run: 2 bad lines" in ended.err
+
+
+def test_strict_finds_the_same_bad_lines_as_check_before_the_model_loads(
+    command: Command, backend: FakeBackend, tmp_path: Path
+) -> None:
+    """Only lines that were no requests counted: bodies were refused one by one after the model had loaded."""
+    lines = [line("a"), line("b", max_tokens=-1), line("c", model="other"), line("d", temprature=1), b"bad", line("a")]
+    path = write(tmp_path / "in.jsonl", *lines)
+    checked = json.loads(command("check", path, "--strict", "--model", "fake", "--json").out)
+    ended = command(*run_args(path, tmp_path / "out.jsonl"), "--strict")
+    assert checked["bad_lines"] == 5
+    assert (ended.code, backend.is_started) == (2, False)
+    assert f"Error: Stopped by --strict before any request was run: {checked['findings'][0]}" in ended.err
+
+
+def test_strict_stops_on_an_unknown_field(command: Command, backend: FakeBackend, tmp_path: Path) -> None:
+    """The run warned of it, loaded the model, answered the line with a 400 and ended with 0."""
+    ended = command(
+        *run_args(write(tmp_path / "in.jsonl", line("a"), line("b", temprature=1)), tmp_path / "out"), "--strict"
+    )
+    assert (ended.code, backend.is_started) == (2, False)
+    assert "Unknown field 'temprature' (did you mean 'temperature'?) in 1 request, first on line 2" in ended.err
 
 
 def test_an_unusable_place_ends_with_2(command: Command, good: Path, tmp_path: Path) -> None:

@@ -87,13 +87,15 @@ def run_batch(
         limits=limits or Limits(),
     )
     with shown_progress(show_progress, on_progress, reporter) as shown:
-        return run_blocking(files, for_backend(options, answering, name), lambda: answering, shown)
+        return run_blocking(files, for_backend(options, answering, name, engines), lambda: answering, shown)
 
 
-def for_backend(options: RunOptions, backend: Backend, name: str | None) -> RunOptions:
+def for_backend(
+    options: RunOptions, backend: Backend, name: str | None, engines: Sequence[EngineConfig] = ()
+) -> RunOptions:
     """The options of a run on this backend, with its settings and the models that it knows before it starts.
 
-    name: by which it was chosen; None if it was given as an object.
+    name: by which it was chosen; None if it was given as an object. engines: that it was made with.
     """
     with ThreadPoolExecutor(1) as pool:  # an event loop may be running on this thread
         models = pool.submit(lambda: asyncio.run(backend.models())).result()
@@ -103,6 +105,7 @@ def for_backend(options: RunOptions, backend: Backend, name: str | None) -> RunO
         settings={**({} if name is None else {"--backend": name}), **backend.identity()},
         served_models=names if names and name is not None else None,
         default_model=names[0][0] if len(names) == 1 else None,
+        text={served: engine.text for engine in engines for served in engine.model.names} if name == EMBEDDED else None,
     )
 
 

@@ -61,12 +61,14 @@ class RequestGroup:
 class CheckReport:
     """The result of the check pass.
 
-    num_lines: non-blank lines, which is the number of results. faults: the first `MAX_FAULTS_KEPT` bad lines.
-    num_faults: how many there are. bad: the positions of all of them. duplicates: those that are bad only because of
-    their `custom_id`. groups: by (model, url), up to a limit. unknown_fields: of the requests.
+    num_lines: non-blank lines, which is the number of results. num_requests: lines that are requests, including those
+    with a duplicate `custom_id` and those that the observer has made bad ones. faults: the first `MAX_FAULTS_KEPT` bad
+    lines. num_faults: how many there are. bad: the positions of all of them. duplicates: those that are bad only
+    because of their `custom_id`. groups: by (model, url), up to a limit. unknown_fields: of the requests.
     """
 
     num_lines: int = 0
+    num_requests: int = 0
     num_bytes: int = 0
     digest: str = ""
     groups: dict[tuple[str, str], RequestGroup] = field(default_factory=dict)
@@ -78,13 +80,8 @@ class CheckReport:
 
     @property
     def num_faults(self) -> int:
-        """How many lines cannot be turned into a request."""
+        """How many bad lines there are."""
         return len(self.bad)
-
-    @property
-    def num_requests(self) -> int:
-        """How many lines are valid requests, including those with a duplicate `custom_id`."""
-        return self.num_lines - self.num_faults + len(self.duplicates)
 
     def add_fault(self, position: int, line_number: int, custom_id: str | None, error: LineError) -> None:
         """Count a bad line."""
@@ -220,6 +217,7 @@ class _CheckPass:
         self._sorter.add(digest + position.to_bytes(8, "big"))
 
     def _count(self, model: str, url: str, line_number: int) -> None:
+        self.report.num_requests += 1
         groups = self.report.groups
         group = groups.get((model, url))
         if group is None:

@@ -13,11 +13,12 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from batchline.backends.base import Backend, OpenBackend
 from batchline.batch import source
 from batchline.batch.capacity import Capacity
-from batchline.batch.check import CheckReport, check_file, findings_of, refuse_over_limits
+from batchline.batch.check import CheckReport, LineObserver, check_file, findings_of, refuse_over_limits
 from batchline.batch.commit import GroupCommit
 from batchline.batch.crashes import LETHAL_CRASHES, InFlight, alternate_stacks, watched
 from batchline.batch.failures import record_failed_lines, record_lethal_requests, record_unrun_lines
@@ -161,21 +162,21 @@ class BatchRun:
         return await unless_stopped(work, self._stop.shutdown)
 
     async def _check(self, path: Path) -> CheckedInput:
-        scratch = self._job_folder.scratch
+        scratch, options = self._job_folder.scratch, self._options
         index = LineIndex(scratch / "index")
         self._open_files.callback(index.close)
-        planner = Planner(scratch, dedup=self._options.dedup)
+        planner = Planner(scratch, dedup=options.dedup)
         self._open_files.callback(planner.close)
         report = await asyncio.to_thread(
             check_file,
             path,
             index,
             scratch=scratch,
-            default_model=self._options.default_model,
-            observer=planner.add,
+            default_model=options.default_model,
+            observer=_judged_under_strict(options, planner.add) if options.strict and options.text else planner.add,
             should_stop=self._stop.shutdown.is_set,
         )
-        refuse_over_limits(report, self._options.limits)
+        refuse_over_limits(report, options.limits)
         return CheckedInput(path, index, report, planner)
 
     async def _already_complete(self, identity: Mapping[str, str]) -> RunSummary | None:
@@ -197,7 +198,8 @@ class BatchRun:
         findings = findings_of(report, None)
         if served and (warning := unserved_warning(report, served)) is not None:
             findings.append(warning)
-        for warning in [*findings, *report.unknown_fields.warnings()]:
+        findings += report.unknown_fields.warnings()
+        for warning in findings:
             self._reporter.warn(warning)
         if findings and self._options.strict:
             raise UsageError("Stopped by --strict before any request was run: " + findings[0])
@@ -289,6 +291,21 @@ class BatchRun:
                 with contextlib.suppress(OSError):  # a full disk: the next run has no suspects
                     await asyncio.to_thread(note_crash, state, in_flight.crash(exc.reason))
             raise
+
+
+def _judged_under_strict(options: RunOptions, observer: LineObserver) -> LineObserver:
+    """`observer`, which also checks every body, as `batchline check --strict` does."""
+    from batchline.batch.inspect import RequestJudge  # every endpoint's text code, for this option alone
+
+    served = [name for names in options.served_models or () for name in names]
+    judges = {name: RequestJudge(replace(text, strict=True), served) for name, text in (options.text or {}).items()}
+    any_judge = next(iter(judges.values()))
+
+    def observe(position: int, url: str, body: dict[str, Any]) -> None:
+        observer(position, url, body)
+        judges.get(body["model"], any_judge)(position, url, body)
+
+    return observe
 
 
 def _in_groups(plan: Plan, state: RunState) -> Iterator[tuple[Iterator[WorkItem], bool]]:

@@ -43,8 +43,12 @@ def run_batch(
     configure(log_format, quiet=quiet)
     from batchline.batch.api import for_backend, run_blocking  # numpy and an HTTP client: not for --help
 
-    backend = backend_options.make(model_options.engines(strict=run_file.strict))
-    files, options = run_file.run_files(), for_backend(run_file.run_options(), backend, backend_options.backend)
+    engines = model_options.engines(strict=run_file.strict)
+    backend = backend_options.make(engines)
+    files, options = (
+        run_file.run_files(),
+        for_backend(run_file.run_options(), backend, backend_options.backend, engines),
+    )
     with ExitStack() as stack:
         reporter = stack.enter_context(open_reporter())
         if enable_metrics:
