@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 from families import make_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, BartConfig, BartForConditionalGeneration, GenerationConfig
 
 from batchline.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from batchline.engine.core import Engine
@@ -230,11 +231,27 @@ ROPES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", ROPES)
-def test_length_dependent_rope_keeps_the_length_it_was_trained_for(kind: str, tmp_path: Path) -> None:
+def test_length_dependent_rope_keeps_the_length_it_was_trained_for(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A model of 128 thousand tokens ran with 4 thousand and said nothing."""
     family, own = ("phi3", {"original_max_position_embeddings": 128}) if kind == "longrope" else ("llama", {})
     folder = make_model(family, tmp_path, rope_parameters=ROPES[kind], **own)
-    assert load_model(settings(folder)).max_model_len == 128
-    assert "more than the model's context of 128" in refusal(folder, max_model_len=129)
+    with caplog.at_level(logging.WARNING):
+        assert load_model(settings(folder)).max_model_len == 128
+    limited = "128 of the model's 512 tokens, because its rotary embedding changes with the length of the text"
+    assert f"the context is limited to {limited}" in caplog.text
+    assert (
+        refusal(folder, max_model_len=129) == f"--max-model-len 129 is more than the model's usable context: {limited}"
+    )
+
+
+def test_an_encoder_decoder_is_refused_as_one(tmp_path: Path) -> None:
+    """It was refused as a damaged checkpoint that lacked weights."""
+    sizes = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 64, "max_position_embeddings": 64}
+    BartForConditionalGeneration(BartConfig(**sizes)).save_pretrained(tmp_path)
+    reason = "BartForConditionalGeneration is an encoder-decoder model, which Batchline cannot run"
+    assert refusal(tmp_path) == reason
 
 
 def test_length_dependent_rope_of_one_kind_of_layer_limits_the_context_too(tmp_path: Path) -> None:

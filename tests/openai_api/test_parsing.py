@@ -55,6 +55,11 @@ def test_declared_fields_are_parsed() -> None:
     assert (request.model, request.count, request.ratio, request.items[0].role) == ("m", 2, 1.0, "user")
 
 
+def test_a_whole_number_may_be_written_as_tables_write_it() -> None:
+    """pandas writes a column of integers with a gap as 4.0: every line was refused."""
+    assert parse_body(Request, {"count": 4.0, "ratio": 2.0}, strict=True).count == 4
+
+
 def test_null_means_the_default() -> None:
     assert parse_body(Request, {"count": None, "unheard_of": None}, strict=True).count == 1
 
@@ -64,6 +69,12 @@ def test_null_means_the_default() -> None:
     [
         ({"count": 9}, "count", "count: Input should be less than or equal to 5 (got 9)"),
         ({"count": "2"}, "count", "count: Input should be a valid integer (got '2')"),
+        ({"count": 2.5}, "count", "count: Input should be a valid integer (got 2.5)"),
+        (
+            {"count": 1e30},
+            "count",
+            "count: Input should be less than or equal to 5 (got 1000000000000000019884624838656)",
+        ),
         ({"count": True}, "count", "count: Input should be a valid integer (got true)"),
         ({"flag": "True"}, "flag", "flag: Input should be a valid boolean (got 'True')"),
         ({"ratio": float("nan")}, "ratio", "ratio: Input should be a finite number (got nan)"),

@@ -100,7 +100,8 @@ def _tool_parser(request: ChatCompletionRequest, model: GenerativeModel) -> Tool
     parser = model.text.tool_parser
     if parser is None:
         raise BadRequest(
-            "tool_choice: it cannot be auto, because this model's format of tool calls is not known; name the format "
+            "tool_choice: it cannot be auto (the default with tools), because this model's format of tool calls is not "
+            "known; name the format "
             "with --tool-call-parser, or set tool_choice to required, none or a function",
             param="tool_choice",
         )

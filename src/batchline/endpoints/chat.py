@@ -203,7 +203,11 @@ def chat_template(request: ChatCompletionRequest, model: GenerativeModel) -> Cha
         )
     template = model.text.tool_template if request.tools else model.text.chat_template
     if template is None:
-        raise BadRequest("This model has no chat template: give one with --chat-template", param="messages")
+        own = model.tokenizer.chat_templates
+        has = (
+            f"several chat templates ({', '.join(own)}) and no default" if isinstance(own, dict) else "no chat template"
+        )
+        raise BadRequest(f"This model has {has}: give one with --chat-template", param="messages")
     return template
 
 

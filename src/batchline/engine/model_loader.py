@@ -154,6 +154,7 @@ def _read(config: ModelConfig, dtype: torch.dtype, *, warns: bool) -> tuple[Any,
     overrides = config_arguments(config)
     try:
         hf_config = AutoConfig.from_pretrained(config.model, **source, **overrides)
+        _refuse_encoder_decoder(config.model, hf_config)
         model, report = AutoModelForCausalLM.from_pretrained(
             config.model,
             config=hf_config,
@@ -178,6 +179,12 @@ def _read(config: ModelConfig, dtype: torch.dtype, *, warns: bool) -> tuple[Any,
     if not os.path.isdir(config.model):  # they have just been downloaded
         refuse_odd_numbers(config.model, config.revision)
     return model, hf_config.get_text_config(), eos_token_ids
+
+
+def _refuse_encoder_decoder(model: str, hf_config: Any) -> None:
+    if hf_config.is_encoder_decoder:
+        architecture = (hf_config.architectures or [hf_config.model_type])[0]
+        raise UnsupportedModel(model, f"{architecture} is an encoder-decoder model, which Batchline cannot run")
 
 
 def why_no_kernels(config: ModelConfig, device: torch.device) -> str:
@@ -239,14 +246,16 @@ def choose_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
 
 def choose_max_model_len(config: ModelConfig, hf_config: Any) -> int:
     """The requested context length, or the model's own. Raises: ModelLoadError for more than the model's."""
-    longest = _trained_context(hf_config)
-    if config.max_model_len is None:
-        return longest
-    if config.max_model_len > longest:
-        raise ModelLoadError(
-            config.model, f"--max-model-len {config.max_model_len} is more than the model's context of {longest} tokens"
-        )
-    return config.max_model_len
+    longest, whole = _contexts(hf_config)
+    if config.max_model_len is not None and config.max_model_len <= longest:
+        return config.max_model_len
+    limit = f"{longest} of the model's {whole} tokens, because its rotary embedding changes with the length of the text"
+    if config.max_model_len is not None:
+        context = f"context of {longest} tokens" if longest == whole else f"usable context: {limit}"
+        raise ModelLoadError(config.model, f"--max-model-len {config.max_model_len} is more than the model's {context}")
+    if longest < whole:
+        logger.warning("%s: the context is limited to %s", config.model, limit)
+    return longest
 
 
 def explain(model: str, exc: Exception) -> str:
@@ -275,7 +284,12 @@ def _eos_token_ids(generation: GenerationConfig | None, hf_config: Any) -> froze
     return frozenset()
 
 
-def _trained_context(hf_config: Any) -> int:
+def _contexts(hf_config: Any) -> tuple[int, int]:
+    """How many positions can be used, and how many the model has.
+
+    A rotary embedding that changes with the length (dynamic, LongRoPE) changes the keys that are cached already, so
+    only the lengths before the first change can be used.
+    """
     for name in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"):
         length = getattr(hf_config, name, None)
         if isinstance(length, int):
@@ -284,6 +298,7 @@ def _trained_context(hf_config: Any) -> int:
         raise UnsupportedModel(
             str(hf_config.model_type), "its config names no context length; --max-model-len is unusable"
         )
+    whole = length
     rope = getattr(hf_config, "rope_parameters", None) or {}
     for parameters in (
         rope,
@@ -294,4 +309,4 @@ def _trained_context(hf_config: Any) -> int:
                 hf_config, "original_max_position_embeddings", None
             )
             length = min(length, original or length)
-    return length
+    return length, whole

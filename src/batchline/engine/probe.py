@@ -27,7 +27,11 @@ from batchline.native.agreement import agree, row_errors, widened, with_first_la
 PROBE_ATTENTION = "batchline_probe"
 KNOWN_TENSORS = frozenset({"position_ids", "cache_position"})
 KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
-OWN_ATTENTION = "has attention code of its own, which the engine cannot replace by its packed one"
+OWN_ATTENTION = (
+    "has layers that do not use transformers' attention interface: recurrent ones (such as Mamba) or attention code of "
+    "its own, which Batchline cannot run"
+)
+SINKS = "s_aux"
 
 SHORT, NUM_SHORT = 6, 3
 LONG, LONGEST = 200, 600
@@ -146,7 +150,8 @@ def recording_attention(
         recording.problems.append(f"layer {layer} makes an attention mask of its own")
     unknown = [name for name, given in others.items() if torch.is_tensor(given) and name not in KNOWN_TENSORS]
     if unknown:
-        recording.problems.append(f"its attention takes {', '.join(sorted(unknown))}")
+        names = ("attention sinks (s_aux)" if name == SINKS else name for name in sorted(unknown))
+        recording.problems.append(f"its layers use {', '.join(names)}")
     recording.layers[layer] = CacheGroup(
         layers=(layer,),
         num_heads=query.shape[1],
@@ -170,7 +175,8 @@ def _checked_groups(name: str, architecture: str, hf_config: Any, recording: Rec
     problems = list(recording.problems)
     expected = int(hf_config.num_hidden_layers)
     if sorted(recording.layers) != list(range(expected)):
-        problems.append(f"{len(recording.layers)} of its {expected} layers attend to a key-value cache")
+        num_others = expected - len(recording.layers)
+        problems.append(f"{num_others} of its {expected} layers are recurrent, or do not attend to a key-value cache")
     for index, kind in enumerate(getattr(hf_config, "layer_types", None) or ()):
         layer = recording.layers.get(index)
         if kind not in KNOWN_LAYER_TYPES:
@@ -180,7 +186,7 @@ def _checked_groups(name: str, architecture: str, hf_config: Any, recording: Rec
     if _slides_by_mask_alone(hf_config, recording):
         problems.append(f"it slides over a window of {hf_config.sliding_window} that its attention calls do not name")
     if problems:
-        raise UnsupportedModel(name, f"{architecture}: {problems[0]}, which the engine does not know how to run")
+        raise UnsupportedModel(name, f"{architecture}: {problems[0]}, which Batchline cannot run")
     return grouped(recording.layers[index] for index in range(expected))
 
 

@@ -183,6 +183,13 @@ def parse_body(
     try:
         return schema.model_validate(given)
     except ValidationError as exc:
+        whole_numbers = _whole_numbers(given, exc)
+        if not whole_numbers:
+            raise _bad_request(exc, given) from exc
+        given |= whole_numbers
+    try:
+        return schema.model_validate(given)
+    except ValidationError as exc:
         raise _bad_request(exc, given) from exc
 
 
@@ -250,6 +257,14 @@ def warn_once(message: str) -> None:
     logger.warning("%s", message)
     if len(_warned) == MAX_WARNINGS:
         logger.warning("Further request fields are ignored without a warning")
+
+
+def _whole_numbers(body: Mapping[str, Any], error: ValidationError) -> dict[str, int]:
+    """Fields with 4.0 where an integer belongs, as tables write integers in columns with gaps, and 4 for each."""
+    wrong = error.errors(include_url=False) if error.error_count() <= MAX_READ_ERRORS else []
+    names = [str(detail["loc"][0]) for detail in wrong if detail["type"] == "int_type"]
+    found = {name: body.get(name) for name in names}
+    return {name: int(value) for name, value in found.items() if isinstance(value, float) and value.is_integer()}
 
 
 def _bad_request(error: ValidationError, body: Mapping[str, Any]) -> BadRequest:

@@ -261,9 +261,20 @@ def _prepare(config: ModelConfig, loaded: LoadedPoolingModel) -> LoadedPoolingMo
         logger.info("%s runs with its linear layers unpacked", config.model)
         restore(packed)
         packed = []
-    is_slow = could_fuse(loaded.module[0]) and config.cpu_kernels != "off" and load_library() is None
-    kernels = "none (linear layers in oneDNN's layout)" if packed else "none"
-    return replace(loaded, kernels=kernels, warning=missing_kernels(NOT_BUILT) if is_slow else None)
+    reason, is_known = _why_no_kernels(config, loaded)
+    layout = ", linear layers in oneDNN's layout" if packed else ""
+    return replace(loaded, kernels=f"none ({reason}){layout}", warning=missing_kernels(reason) if is_known else None)
+
+
+def _why_no_kernels(config: ModelConfig, loaded: LoadedPoolingModel) -> tuple[str, bool]:
+    """Why a model runs on torch only, as text for the user, and whether it could be faster."""
+    if loaded.device.type != "cpu":
+        return f"they are for CPUs, and the model runs on {loaded.device}", False
+    if config.cpu_kernels == "off":
+        return "they are turned off", False
+    if not could_fuse(loaded.module[0]):
+        return "there are none for this architecture", False
+    return NOT_BUILT if load_library() is None else "they do not reproduce the model as torch computes it", True
 
 
 def _is_out_of_memory(exc: Exception) -> bool:
