@@ -14,10 +14,11 @@ from families import make_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, BartConfig, BartForConditionalGeneration, GenerationConfig
 
+from batchline.checkpoints.device import choose_device, choose_dtype
 from batchline.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from batchline.engine.core import Engine
 from batchline.engine.kv_cache import CacheGroup, by_layer
-from batchline.engine.model_loader import choose_device, choose_dtype, load_model
+from batchline.engine.model_loader import load_model
 from batchline.errors import ModelLoadError, UnsupportedModel
 
 

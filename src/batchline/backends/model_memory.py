@@ -123,8 +123,9 @@ def weight_bytes(model: ModelConfig, task: Task, *, is_loaded: bool = False) -> 
 def _cache_need(config: EngineConfig, room: int) -> CacheNeed | None:
     """The cache that the engine would make with `room` bytes free. Raises: ModelLoadError."""
     # these import torch and transformers
+    from batchline.checkpoints.device import choose_device, choose_dtype
     from batchline.engine.kv_cache import CacheShape, choose_num_blocks
-    from batchline.engine.model_loader import choose_device, choose_dtype, choose_max_model_len
+    from batchline.engine.model_loader import choose_max_model_len
     from batchline.engine.native_cache import can_hold, padded
     from batchline.engine.placement import choose_kernels
 
@@ -255,6 +256,6 @@ def _dtype(model: ModelConfig, task: Task) -> str:
         return model.dtype
     if task != "generate":
         return "float32"
-    from batchline.engine.model_loader import choose_device, choose_dtype  # imports torch and transformers
+    from batchline.checkpoints.device import choose_device, choose_dtype  # imports torch
 
     return str(choose_dtype(model, choose_device(model))).removeprefix("torch.")

@@ -9,12 +9,21 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from batchline.errors import ModelLoadError
+from batchline.errors import ModelLoadError, first_line
 
 HUB_UNREACHABLE = (
     "there is no such folder, and the model hub does not have it or cannot be reached; "
     "give the path of a downloaded model folder, or check the name and the network"
 )
+
+
+def why_not_loaded(model: str, exc: Exception, kind: str = "Hugging Face model") -> str:
+    """Why a model could not be loaded, as text for the user. kind: of model that a folder should hold."""
+    if os.path.isdir(model):
+        return f"the folder is not a usable {kind} ({first_line(exc)})"
+    if os.path.sep in model and (model.startswith((".", "~", os.path.sep)) or model.count("/") > 1):
+        return "no such folder"
+    return HUB_UNREACHABLE if isinstance(exc, OSError) else first_line(exc)
 
 
 def read_json(model: str, name: str, revision: str | None = None) -> dict[str, Any] | None:

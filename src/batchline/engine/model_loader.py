@@ -1,7 +1,7 @@
 """Loads a causal language model of `transformers` from a folder or hub id, ready for packed steps.
 
-Owns the choice of device and dtype and the translation of loading errors. The result carries what the engine must
-know of the model: its attention layers (as `probe` found them), context length, vocabulary and eos ids.
+Translates loading errors. The result carries what the engine must know of the model: its attention layers (as `probe`
+found them), context length, vocabulary and eos ids.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-from batchline.checkpoints.files import HUB_UNREACHABLE
+from batchline.checkpoints.device import choose_device, choose_dtype
+from batchline.checkpoints.files import why_not_loaded
 from batchline.checkpoints.formats import refuse_foreign_format
 from batchline.checkpoints.overrides import config_arguments
 from batchline.checkpoints.weights import refuse_odd_numbers, refuse_wrong_weights, unused_weights
@@ -32,14 +33,12 @@ from batchline.engine.native_cache import MAX_KEY_DIM, can_hold
 from batchline.engine.native_probe import first_layers_are_exact, whole_model_only_rounds
 from batchline.engine.probe import OWN_ATTENTION, Probe, own_hidden_states, probe_model
 from batchline.engine.quantization import Int8Format, quantize_linears, use_int8_kernels
-from batchline.errors import ModelLoadError, UnsupportedModel, first_line
+from batchline.errors import ModelLoadError, UnsupportedModel
 from batchline.model_record import NOT_BUILT
 from batchline.native.int8 import open_int8_kernels
 from batchline.native.library import NativeKernels, load_library, open_kernels
 
 logger = logging.getLogger(__name__)
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 """Rotary embeddings that change when a sequence exceeds the trained length. Keys that are already in the cache would
@@ -169,7 +168,7 @@ def _read(config: ModelConfig, dtype: torch.dtype, *, warns: bool) -> tuple[Any,
         if exc.args == (PAGED_ATTENTION,):  # the KeyError of model code with a table of attention classes of its own
             architecture = (hf_config.architectures or [hf_config.model_type])[0]
             raise UnsupportedModel(config.model, f"{architecture} {OWN_ATTENTION}") from exc
-        raise ModelLoadError(config.model, explain(config.model, exc)) from exc
+        raise ModelLoadError(config.model, why_not_loaded(config.model, exc)) from exc
     refuse_wrong_weights(config.model, model, report)
     unused = unused_weights(model, report)
     if unused is not None and warns:
@@ -226,24 +225,6 @@ def _use_kernels(config: ModelConfig, model: Any, probe: Probe, kernels: NativeK
     return whole_model_only_rounds(model, probe, kernels, own)
 
 
-def choose_device(config: ModelConfig) -> torch.device:
-    """`auto` uses the GPU if there is one. Raises: ModelLoadError if a GPU is requested and there is none."""
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise ModelLoadError(config.model, "--device cuda was asked for, but torch sees no CUDA device")
-    if config.device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(config.device)
-
-
-def choose_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
-    """`auto` is bfloat16 if the processor supports it, else float32."""
-    if config.dtype != "auto":
-        return DTYPES[config.dtype]
-    if device.type == "cuda":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
-    return torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else torch.float32
-
-
 def choose_max_model_len(config: ModelConfig, hf_config: Any) -> int:
     """The requested context length, or the model's own. Raises: ModelLoadError for more than the model's."""
     longest, whole = _contexts(hf_config)
@@ -256,17 +237,6 @@ def choose_max_model_len(config: ModelConfig, hf_config: Any) -> int:
     if longest < whole:
         logger.warning("%s: the context is limited to %s", config.model, limit)
     return longest
-
-
-def explain(model: str, exc: Exception) -> str:
-    """Why a model did not load, as text for the user."""
-    if os.path.isdir(model):
-        return f"the folder is not a usable Hugging Face model ({first_line(exc)})"
-    if os.path.sep in model and (model.startswith((".", "~", os.path.sep)) or model.count("/") > 1):
-        return "no such folder"
-    if isinstance(exc, OSError):
-        return HUB_UNREACHABLE
-    return first_line(exc)
 
 
 def _generation_config(config: ModelConfig) -> GenerationConfig | None:

@@ -7,7 +7,6 @@ batch as it is. Then the native encoder, or packed linear layers, replace its ow
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,7 +18,8 @@ from sentence_transformers.base.modules import Transformer
 from torch import nn
 from transformers import AutoTokenizer
 
-from batchline.checkpoints.files import HUB_UNREACHABLE
+from batchline.checkpoints.device import choose_device, choose_pooling_dtype
+from batchline.checkpoints.files import why_not_loaded
 from batchline.checkpoints.formats import refuse_foreign_format
 from batchline.checkpoints.overrides import config_arguments
 from batchline.checkpoints.weights import LoadingReport, loading_reports, refuse_odd_numbers, refuse_wrong_weights
@@ -34,9 +34,6 @@ from batchline.pooling.packed_linear import can_pack, pack_linears, restore
 from batchline.pooling.worker import Rows
 
 logger = logging.getLogger(__name__)
-
-DTYPES = {"auto": torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-"""`auto` is float32: rows then equal sentence-transformers' own to 1e-5."""
 
 PROBE_LENGTHS = (3, 9)
 AGREEMENT_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
@@ -130,7 +127,7 @@ def load_pooling_model(
     """Load, check and probe. Raises: ModelLoadError, UnsupportedModel."""
     if config.quantization is not None:
         raise ModelLoadError(config.model, "--quantization applies only to generative models; leave it out")
-    device, dtype = _choose_device(config), DTYPES[config.dtype]
+    device, dtype = choose_device(config), choose_pooling_dtype(config)
     module, tokenizer, reports = _from_pretrained(config, kind, device, dtype)
     transformer = _text_transformer(config.model, module)
     _refuse_damaged(config, transformer, reports)
@@ -167,7 +164,8 @@ def _from_pretrained(
         if config.tokenizer is not None:
             tokenizer = AutoTokenizer.from_pretrained(config.tokenizer, trust_remote_code=config.trust_remote_code)
     except Exception as exc:  # loading runs the code of many model families, which may raise anything
-        raise ModelLoadError(config.model, _explain(config.model, exc)) from exc
+        expected = "sentence-transformers or Hugging Face model"
+        raise ModelLoadError(config.model, why_not_loaded(config.model, exc, expected)) from exc
     for part in list(module)[1:]:
         part.float()
     return module.eval().requires_grad_(False), tokenizer, reports
@@ -196,14 +194,6 @@ def _text_transformer(model: str, module: Any) -> Any:
     if "text" not in first.modality_config or takes_chats:
         raise UnsupportedModel(model, f"it takes {', '.join(map(str, first.modality_config))}, not text alone")
     return first
-
-
-def _choose_device(config: ModelConfig) -> torch.device:
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise ModelLoadError(config.model, "--device cuda was asked for, but torch sees no CUDA device")
-    if config.device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(config.device)
 
 
 def _choose_max_model_len(config: ModelConfig, transformer: Any, tokenizer: Any) -> int:
@@ -312,11 +302,3 @@ def _agrees(loaded: LoadedPoolingModel, probe: list[TokenSequence], expected: Ro
         return np.allclose(loaded.run_batch(probe), expected, rtol=0.0, atol=tolerance)
     except (AttributeError, RuntimeError, TypeError):  # the model's code accesses the replaced part
         return False
-
-
-def _explain(model: str, exc: Exception) -> str:
-    if os.path.isdir(model):
-        return f"the folder is not a usable sentence-transformers or Hugging Face model ({first_line(exc)})"
-    if model.count("/") > 1 or model.startswith((".", "~", "/")):
-        return "no such folder"
-    return HUB_UNREACHABLE if isinstance(exc, OSError) else first_line(exc)

@@ -1,0 +1,34 @@
+"""Chooses the device and the data type of a model of any kind, from its options and the machine."""
+
+from __future__ import annotations
+
+import torch
+
+from batchline.config import ModelConfig
+from batchline.errors import ModelLoadError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def choose_device(config: ModelConfig) -> torch.device:
+    """`auto` uses the GPU if there is one. Raises: ModelLoadError if a GPU is requested and there is none."""
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ModelLoadError(config.model, "--device cuda was asked for, but torch sees no CUDA device")
+    if config.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(config.device)
+
+
+def choose_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
+    """The data type of a model that generates. `auto` is bfloat16 if the processor supports it, else float32."""
+    if config.dtype != "auto":
+        return DTYPES[config.dtype]
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+    return torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else torch.float32
+
+
+def choose_pooling_dtype(config: ModelConfig) -> torch.dtype:
+    """The data type of an embedding or scoring model. `auto` is float32, in which rows equal sentence-transformers' own
+    to 1e-5."""
+    return DTYPES.get(config.dtype, torch.float32)
