@@ -58,12 +58,12 @@ def make_prompts(vocab: int) -> list[tuple[int, ...]]:
 
 
 @pytest.fixture(scope="module", params=[*FAMILIES, "tiny-chat"])
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, share: int) -> Case:
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     if request.param == "tiny-chat":
         folder, vocab = TINY_CHAT, 500
     else:
         folder, vocab = make_model(request.param, tmp_path_factory.mktemp(request.param)), VOCAB
-    prompts = make_prompts(vocab)[:: min(share, 2)]
+    prompts = make_prompts(vocab)
     return Case(folder, prompts, greedy_oracle(folder, prompts, MAX_TOKENS))
 
 
