@@ -52,12 +52,13 @@ class Markers:
 class TextCursor:
     """A position in a growing text. The owner of the text calls `push` and `end`; a parser calls the other methods."""
 
-    __slots__ = ("_has_ended", "_num_forgotten", "mark", "position", "text")
+    __slots__ = ("_has_ended", "_num_forgotten", "mark", "num_reread", "position", "text")
 
     def __init__(self) -> None:
         self.text = ""
         self.position = 0
         self.mark = 0
+        self.num_reread = 0
         self._num_forgotten = 0
         self._has_ended = False
 
@@ -89,7 +90,8 @@ class TextCursor:
         self.mark = self.position
 
     def return_to_mark(self) -> None:
-        """Read again what was read since `set_mark`."""
+        """Read again what was read since `set_mark`. `num_reread` counts its characters."""
+        self.num_reread += self.position - self.mark
         self.position = self.mark
 
     def more(self) -> Reading[bool]:
@@ -155,7 +157,9 @@ class TextCursor:
             if match:
                 return self.take(match.start())
             search_from = max(self.position, len(self.text) - markers.longest + 1)
-            yield from self.need_more()
+            if not (yield from self.more()):
+                self.position = len(self.text)  # what was searched counts as read
+                raise UnexpectedText("no marker follows")
 
     def pass_until(self, markers: Markers, emit: Emit) -> Reading[str]:
         """Emit all text before the first marker. Skip the marker and return it, or "" at the end of the text.

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tool_examples import EXAMPLES, TOOLS, parser_of, streamed
 
+from batchline.text.text_cursor import Markers, TextCursor
 from batchline.text.tool_parsers import (
     ContentDelta,
     ParsedToolCalls,
@@ -17,6 +19,7 @@ from batchline.text.tool_parsers import (
     tool_parser,
     tool_parser_names,
 )
+from batchline.text.tool_parsers.base import MAX_REREAD
 
 FORMATS = sorted(EXAMPLES)
 FRAGMENTS = [
@@ -48,6 +51,45 @@ def model_texts(draw: st.DrawFn, name: str) -> str:
 def is_subsequence(part: str, text: str) -> bool:
     characters = iter(text)
     return all(character in characters for character in part)
+
+
+LATE_REFUSALS = {
+    "mistral": '[TOOL_CALLS]g{"a":"',
+    "phi4_mini_json": 'functools[{"a":[',
+    "qwen3_coder": "<tool_call><function=f><parameter=a>x",
+}
+"""Openings of blocks that are refused only after many of the openings that follow."""
+
+
+@pytest.mark.parametrize("name", LATE_REFUSALS)
+def test_blocks_that_are_refused_late_are_not_all_read_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """16,000 such characters, which a prompt can ask a model for, held up all requests of a server for 5 seconds."""
+    num_read = 0
+    take, search = TextCursor.take, Markers.search
+
+    def counting_take(cursor: TextCursor, end: int) -> str:
+        nonlocal num_read
+        num_read += end - cursor.position
+        return take(cursor, end)
+
+    def counting_search(markers: Markers, text: str, start: int) -> re.Match[str] | None:
+        nonlocal num_read
+        match = search(markers, text, start)
+        num_read += (match.start() if match else len(text)) - start
+        return match
+
+    monkeypatch.setattr(TextCursor, "take", counting_take)
+    monkeypatch.setattr(Markers, "search", counting_search)
+    text = LATE_REFUSALS[name] * 3_000
+    found = parser_of(name, eager=True).parse(text)
+    assert num_read < 4 * (len(text) + MAX_REREAD)
+    assert found == ParsedToolCalls(text, ())
+
+
+def test_calls_after_blocks_that_are_not_read_again_are_found() -> None:
+    call = '[TOOL_CALLS]f{"a":1}'
+    found = tool_parser("mistral")().parse(LATE_REFUSALS["mistral"] * 3_000 + ')")' + call)
+    assert [call.name for call in found.calls] == ["f"]
 
 
 def test_every_built_in_format_has_examples() -> None:

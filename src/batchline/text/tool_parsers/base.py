@@ -148,6 +148,11 @@ class CallSink(PartSink):
             self._open.append(delta)
 
 
+MAX_REREAD = 32 * 1024
+"""How many characters of refused blocks are read again, for blocks that begin inside them. Otherwise a text could take
+seconds: one in which every opening begins a block that is refused late."""
+
+
 class ToolCallParser(ABC):
     """Finds the calls in a model's text. One instance may serve many texts at once.
 
@@ -220,9 +225,12 @@ class ToolCallParser(ABC):
             yield from self.read_block(cursor, sink, opening)
         except UnexpectedText:
             was_shown = sink.abandon_call()
+            refused_to, may_reread = cursor.position, cursor.num_reread < MAX_REREAD
             cursor.return_to_mark()
             if cursor.position == start and not was_shown:
                 sink.content(opening)
+            if not may_reread:
+                sink.content(cursor.take(refused_to))
 
 
 _REGISTRY: ParserRegistry[type[ToolCallParser]] = ParserRegistry("tool-call parser", TOOL_PARSERS)
