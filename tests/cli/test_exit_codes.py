@@ -318,6 +318,51 @@ def test_check_judges_bodies_as_a_run_does(command: Command, tmp_path: Path) -> 
     assert "temperature: Input should be less than or equal to 2 (got 9)" in bad[0]["message"]
 
 
+def test_check_compiles_constraints_without_a_model(command: Command, tmp_path: Path) -> None:
+    """Bug: lines that every model refuses, because their constraint cannot be enforced, passed."""
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"pattern": "(?=a)"}}}}}
+    unique = {"type": "array", "uniqueItems": True}
+    response = {
+        "model": "fake",
+        "input": "x",
+        "text": {"format": {"type": "json_schema", "name": "x", "schema": unique}},
+    }
+    path = write(
+        tmp_path / "in.jsonl",
+        line("unique", guided_json=unique),
+        line("format", guided_json={"type": "string", "format": "phone"}),
+        line("pattern", response_format={"type": "json_schema", "json_schema": {"schema": {"pattern": "^(?=a).*$"}}}),
+        line("regex", guided_regex="(?=a)a"),
+        line("again", guided_regex="(?=a)a"),
+        line("tool", tools=[tool], tool_choice="required"),
+        line("response") | {"url": "/v1/responses", "body": response},
+        line("good", guided_json={"type": "object", "properties": {"a": {"type": "string", "pattern": "^a+$"}}}),
+        line("of the model", guided_grammar='start: <|im_start|> "a"'),
+    )
+    report = json.loads(command("check", path, "--json").out)
+    assert [(fault["custom_id"], fault["param"]) for fault in report["errors"]] == [
+        ("unique", "guided_json"),
+        ("format", "guided_json"),
+        ("pattern", "response_format.json_schema.schema"),
+        ("regex", "guided_regex"),
+        ("again", "guided_regex"),
+        ("tool", "tools[0].function.parameters"),
+        ("response", "text.format.schema"),
+    ]
+    assert "uniqueItems" in report["errors"][0]["message"]
+
+
+def test_check_compiles_a_limited_number_of_different_constraints(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("batchline.endpoints.without_model.MAX_CONSTRAINTS", 2)
+    patterns = ["a", "b", "a", "(?=a)a", "(?=b)b", "b"]
+    path = write(tmp_path / "in.jsonl", *(line(str(n), guided_regex=each) for n, each in enumerate(patterns)))
+    ended = command("check", path)
+    assert ended.code == 0
+    assert "The constraints of 2 requests were not compiled: the file has more than" in ended.out
+
+
 def test_check_counts_bad_lines_by_code_and_tells_where_the_rest_is(command: Command, tmp_path: Path) -> None:
     lines = [line(str(n), top_p=n) for n in range(2, 32)] + [line("40"), b"bad"]
     path = write(tmp_path / "in.jsonl", *lines)

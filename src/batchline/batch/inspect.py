@@ -25,8 +25,8 @@ from batchline.batch.request_traits import prompt_text
 from batchline.batch.source import refuse_unreadable, stage_input
 from batchline.batch.tokens import TokenCounter
 from batchline.config import TextConfig
-from batchline.endpoints.without_model import CHECKS, checked_request
-from batchline.errors import BadRequest, LineError, NotFound, RequestError
+from batchline.endpoints.without_model import CHECKS, MAX_CONSTRAINTS, ConstraintTrial, checked_request
+from batchline.errors import BadRequest, LineError, NotFound, RequestError, counted
 from batchline.openai_api.endpoint_table import is_batch_url
 
 NO_MODEL_NAMED = "(no model named)"
@@ -82,6 +82,15 @@ class RequestJudge:
         self._text = text
         self._served_models = served_models
         self._counter = counter
+        self._trial = ConstraintTrial()
+
+    def warnings(self) -> list[str]:
+        """What was not checked."""
+        num_untried = self._trial.num_untried
+        if not num_untried:
+            return []
+        different = f"the file has more than {MAX_CONSTRAINTS:,} different ones"
+        return [f"The constraints of {counted(num_untried, 'request')} were not compiled: {different}."]
 
     def __call__(self, position: int, url: str, body: dict[str, Any]) -> None:
         """Judge a line and count its tokens. Raises: LineError with the status that the request would get as code."""
@@ -101,7 +110,7 @@ class RequestJudge:
         if self._served_models and model is not None and model not in self._served_models:
             served = ", ".join(self._served_models)
             raise NotFound(f"The model {model[:_SHOWN_URL]!r} does not exist. Served: {served}", param="model")
-        return checked_request(url, body, self._text)
+        return checked_request(url, body, self._text, self._trial)
 
 
 def bad_lines(checked: InputFile, judge: RequestJudge) -> Iterator[LineFault]:

@@ -68,12 +68,13 @@ def check(
     with checked_input(input_file, default_model=only_model, observer=judge) as checked:
         found = _findings(checked.report, model, limits_of(limits, max_requests, max_file_size))
         counts = None if counter is None else counter.counts
+        warnings = [*checked.report.unknown_fields.warnings(), *judge.warnings()]
         if bad_lines is not None:
             _write_bad_lines(bad_lines, checked, judge)
     if as_json:
-        _print_json(checked.report, found, counts)
+        _print_json(checked.report, found, warnings, counts)
     else:
-        _print_report(checked.report, found, counts, bad_lines)
+        _print_report(checked.report, found, warnings, counts, bad_lines)
     if found:
         raise typer.Exit(3)
 
@@ -111,7 +112,9 @@ def _write_bad_lines(target: Path, checked: InputFile, judge: RequestJudge) -> N
     write_lines(target, encoded())
 
 
-def _print_report(report: CheckReport, found: list[str], counts: TokenCounts | None, bad_lines: Path | None) -> None:
+def _print_report(
+    report: CheckReport, found: list[str], warnings: list[str], counts: TokenCounts | None, bad_lines: Path | None
+) -> None:
     typer.echo(f"{counted(report.num_lines, 'request')}, {counted(report.num_bytes, 'byte')}")
     for group in report.groups.values():
         typer.echo(f"  {group.count:>12,}  {group.url}  {group.model}")
@@ -119,7 +122,7 @@ def _print_report(report: CheckReport, found: list[str], counts: TokenCounts | N
         _print_tokens(counts)
     for finding in found:
         typer.echo(finding)
-    for warning in report.unknown_fields.warnings():
+    for warning in warnings:
         typer.echo(warning)
     for code, count in sorted(report.faults_by_code.items(), key=lambda item: -item[1]):
         typer.echo(f"  {count:>12,}  {code}")
@@ -130,7 +133,7 @@ def _print_report(report: CheckReport, found: list[str], counts: TokenCounts | N
     if bad_lines is not None:
         typer.echo(f"{counted(report.num_faults, 'bad line')} written to {bad_lines}")
     if not found:
-        typer.echo("Nothing is wrong with it." if not report.unknown_fields.warnings() else "Nothing else is wrong.")
+        typer.echo("Nothing is wrong with it." if not warnings else "Nothing else is wrong.")
 
 
 def _print_tokens(counts: TokenCounts) -> None:
@@ -145,7 +148,7 @@ def _print_tokens(counts: TokenCounts) -> None:
         )
 
 
-def _print_json(report: CheckReport, found: list[str], counts: TokenCounts | None) -> None:
+def _print_json(report: CheckReport, found: list[str], warnings: list[str], counts: TokenCounts | None) -> None:
     result = {
         "requests": report.num_lines,
         "bytes": report.num_bytes,
@@ -155,7 +158,7 @@ def _print_json(report: CheckReport, found: list[str], counts: TokenCounts | Non
         "bad_lines_by_code": report.faults_by_code,
         "errors": [dataclasses.asdict(fault) for fault in report.faults],
         "findings": found,
-        "warnings": report.unknown_fields.warnings(),
+        "warnings": warnings,
         "tokens": None if counts is None else dataclasses.asdict(counts),
     }
     typer.echo(orjson.dumps(result, option=orjson.OPT_INDENT_2))

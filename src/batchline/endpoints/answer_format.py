@@ -52,7 +52,7 @@ def answer_format(request: ChatCompletionRequest, model: GenerativeModel, prompt
     """The format of the answer to a rendered prompt. Raises: BadRequest."""
     reasoning = _reasoning(request, model, prompt)
     tools = _tool_parser(request, model)
-    constraint = _constraint(request)
+    constraint = chat_constraint(request)
     escapes: tuple[str, ...] = ()
     if constraint is not None and request.tool_mode == "auto" and tools is not None:
         escapes = _escapes(tools, constraint)
@@ -113,7 +113,7 @@ def _tool_parser(request: ChatCompletionRequest, model: GenerativeModel) -> Tool
     )
 
 
-def _constraint(request: ChatCompletionRequest) -> Constraint | None:
+def chat_constraint(request: ChatCompletionRequest) -> Constraint | None:
     """The request's constraint, or that of the calls that it demands.
 
     A response_format applies to the content, and an answer that must be a call has no content.

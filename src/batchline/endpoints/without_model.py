@@ -1,10 +1,12 @@
 """What is wrong with a body as far as no model is needed to know it, checked by the functions that endpoints use.
 
-`batchline check` reads whole files with it. Knows nothing of batch lines.
+`batchline check` reads whole files with it. Knows nothing of batch lines. Constraints are compiled over bytes instead
+of a model's tokens.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,10 +14,12 @@ from pydantic import BaseModel
 
 from batchline.config import TextConfig
 from batchline.endpoints import message_input, response_input
+from batchline.endpoints.answer_format import chat_constraint
 from batchline.endpoints.chat import parse_chat
 from batchline.endpoints.chat_form import ChatForm
 from batchline.endpoints.completions import parse_completion
 from batchline.endpoints.constraints import requested_constraint
+from batchline.errors import BadRequest
 from batchline.openai_api.chat import ChatCompletionRequest
 from batchline.openai_api.completions import CompletionRequest
 from batchline.openai_api.embed import EmbedRequest
@@ -36,75 +40,127 @@ from batchline.openai_api.endpoint_table import (
 from batchline.openai_api.parsing import parse_body
 from batchline.openai_api.rerank import RerankRequest
 from batchline.openai_api.score import ScoreRequest
+from batchline.text.grammars import Constraint, GrammarCompiler, SketchedTokenizer
 from batchline.text.messages import normalise_messages
 
 Body = Mapping[str, Any]
 
 
-def checked_request(path: str, body: Body, config: TextConfig) -> BaseModel:
+MAX_CONSTRAINTS = 1_000
+"""How many different constraints are compiled for one file: hard ones take up to 5 seconds each."""
+
+_NO_VOCABULARY = '{"vocab_size": 0, "special": {}}'
+
+TryConstraint = Callable[[Constraint | None], None]
+
+
+class ConstraintTrial:
+    """Compiles constraints of requests as a model would, each different one once, up to `MAX_CONSTRAINTS` of them.
+
+    num_untried: requests whose constraint was left out.
+    """
+
+    def __init__(self) -> None:
+        self.num_untried = 0
+        tokenizer = SketchedTokenizer(_NO_VOCABULARY)
+        self._compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size)
+        self._refusals: dict[bytes, BadRequest | None] = {}
+
+    def __call__(self, constraint: Constraint | None) -> None:
+        """Raises: BadRequest if no model can follow the constraint."""
+        if constraint is None:
+            return
+        key = hashlib.sha256(repr(constraint).encode(errors="replace")).digest()
+        if key not in self._refusals:
+            if len(self._refusals) >= MAX_CONSTRAINTS:
+                self.num_untried += 1
+                return
+            self._refusals[key] = self._refusal(constraint)
+        refusal = self._refusals[key]
+        if refusal is not None:
+            raise BadRequest(refusal.message, param=refusal.param)
+
+    def _refusal(self, constraint: Constraint) -> BadRequest | None:
+        try:
+            self._compiler.compile(constraint, end_token_ids=frozenset())
+        except BadRequest as exc:
+            may_name_tokens = constraint.kind in ("grammar", "structural_tag") and "<" in constraint.source
+            return None if may_name_tokens else exc  # of a model: the engine knows no others
+        return None
+
+
+def _untried(_constraint: Constraint | None) -> None:
+    """Leaves it to the model."""
+
+
+def checked_request(path: str, body: Body, config: TextConfig, try_constraint: TryConstraint = _untried) -> BaseModel:
     """The request in a body; of a response or a message, the chat completion that it becomes. path: one of `CHECKS`.
 
     Raises: RequestError.
     """
-    return CHECKS[answering_path(path, body)](body, config)
+    return CHECKS[answering_path(path, body)](body, config, try_constraint)
 
 
-def _chat(body: Body, config: TextConfig) -> ChatCompletionRequest:
+def _chat(body: Body, config: TextConfig, try_constraint: TryConstraint) -> ChatCompletionRequest:
     request = parse_chat(body, config)
     _check_messages(request.messages)
-    requested_constraint(request)
+    try_constraint(chat_constraint(request))
     return request
 
 
-def _completion(body: Body, config: TextConfig) -> CompletionRequest:
+def _completion(body: Body, config: TextConfig, try_constraint: TryConstraint) -> CompletionRequest:
     request = parse_completion(body, config)
-    requested_constraint(request)
+    try_constraint(requested_constraint(request))
     return request
 
 
-def _response(body: Body, config: TextConfig) -> ChatCompletionRequest:
+def _response(body: Body, config: TextConfig, try_constraint: TryConstraint) -> ChatCompletionRequest:
     request = response_input.read_request(body, strict=config.strict, limits=config.limits)
-    return _chat_in_own_fields(response_input.chat_form(request), config)
+    return _chat_in_own_fields(response_input.chat_form(request), config, try_constraint)
 
 
-def _message(body: Body, config: TextConfig) -> ChatCompletionRequest:
-    return _chat_in_own_fields(message_input.chat_form(message_input.read_message(body, config)), config)
+def _message(body: Body, config: TextConfig, try_constraint: TryConstraint) -> ChatCompletionRequest:
+    return _chat_in_own_fields(
+        message_input.chat_form(message_input.read_message(body, config)), config, try_constraint
+    )
 
 
-def _counted_message(body: Body, config: TextConfig) -> ChatCompletionRequest:
-    return _chat_in_own_fields(message_input.chat_form(message_input.read_conversation(body, config)), config)
+def _counted_message(body: Body, config: TextConfig, try_constraint: TryConstraint) -> ChatCompletionRequest:
+    return _chat_in_own_fields(
+        message_input.chat_form(message_input.read_conversation(body, config)), config, try_constraint
+    )
 
 
-def _chat_in_own_fields(form: ChatForm, config: TextConfig) -> ChatCompletionRequest:
+def _chat_in_own_fields(form: ChatForm, config: TextConfig, try_constraint: TryConstraint) -> ChatCompletionRequest:
     with form.in_own_fields():
-        return _chat(form.body, config)
+        return _chat(form.body, config, try_constraint)
 
 
-def _embeddings(body: Body, config: TextConfig) -> EmbeddingsRequest:
+def _embeddings(body: Body, config: TextConfig, _try_constraint: TryConstraint) -> EmbeddingsRequest:
     request = parse_body(EmbeddingsRequest, body, strict=config.strict, limits=config.limits)
     request.check()
     _check_messages(request.messages or ())
     return request
 
 
-def _embed(body: Body, config: TextConfig) -> EmbedRequest:
+def _embed(body: Body, config: TextConfig, _try_constraint: TryConstraint) -> EmbedRequest:
     request = parse_body(EmbedRequest, body, strict=config.strict, limits=config.limits)
     request.check()
     return request
 
 
-def _score(body: Body, config: TextConfig) -> ScoreRequest:
+def _score(body: Body, config: TextConfig, _try_constraint: TryConstraint) -> ScoreRequest:
     request = parse_body(ScoreRequest, body, strict=config.strict, limits=config.limits)
     request.texts()
     return request
 
 
-def _rerank(body: Body, config: TextConfig) -> RerankRequest:
+def _rerank(body: Body, config: TextConfig, _try_constraint: TryConstraint) -> RerankRequest:
     return parse_body(RerankRequest, body, strict=config.strict, limits=config.limits)
 
 
-def _invocation(body: Body, config: TextConfig) -> BaseModel:
-    return checked_request(INVOCATIONS, body, config)
+def _invocation(body: Body, config: TextConfig, try_constraint: TryConstraint) -> BaseModel:
+    return checked_request(INVOCATIONS, body, config, try_constraint)
 
 
 def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
@@ -112,7 +168,7 @@ def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
     normalise_messages(messages, "string", knows_developer=True)
 
 
-CHECKS: Mapping[str, Callable[[Body, TextConfig], BaseModel]] = {
+CHECKS: Mapping[str, Callable[[Body, TextConfig, TryConstraint], BaseModel]] = {
     CHAT: _chat,
     COMPLETIONS: _completion,
     RESPONSES: _response,

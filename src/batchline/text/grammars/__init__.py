@@ -7,6 +7,7 @@ A constraint is never loosened: if it cannot be enforced as it is written, it is
 from batchline.text.grammars.compiler import GrammarCompiler
 from batchline.text.grammars.grammar import NOTHING_ELSE, Constraint, ConstraintKind, Preamble, Surroundings
 from batchline.text.grammars.matcher import CompiledGrammar, GrammarMatcher
+from batchline.text.grammars.trial import SketchedTokenizer
 
 __all__ = [
     "NOTHING_ELSE",
@@ -16,5 +17,6 @@ __all__ = [
     "GrammarCompiler",
     "GrammarMatcher",
     "Preamble",
+    "SketchedTokenizer",
     "Surroundings",
 ]
