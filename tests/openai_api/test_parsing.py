@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 from batchline.errors import BadRequest
 from batchline.openai_api.common import Prompts, Strings, WireModel
 from batchline.openai_api.parsing import NO_BEHAVIOUR, UNSUPPORTED, parse_body
+from batchline.openai_api.structured_outputs import ConstrainedBody
 
 
 class Item(WireModel):
@@ -145,6 +146,37 @@ def test_an_unknown_field_is_warned_about_once(caplog: pytest.LogCaptureFixture)
 def test_an_unknown_field_is_an_error_under_strict() -> None:
     with pytest.raises(BadRequest, match="'surprise': unknown field"):
         parse_body(Request, {"surprise": 1}, strict=True)
+
+
+@pytest.mark.parametrize(
+    ("body", "path"),
+    [
+        ({"items": [{"role": "user"}, {"role": "user", "surprise": 1}]}, "items[1].surprise"),
+        ({"either": [{"role": "user", "surprise": 1}]}, "either[0].surprise"),
+        ({"colour": {"type": "red", "shade": 1, "surprise": 1}}, "colour.surprise"),
+    ],
+)
+def test_an_unknown_field_inside_an_object_counts_as_one(
+    body: dict[str, Any], path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such fields were ignored without a word, also under strict."""
+    with pytest.raises(BadRequest) as caught:
+        parse_body(Request, body, strict=True)
+    assert (caught.value.param, caught.value.message) == (path, f"{path!r}: unknown field")
+    parse_body(Request, body, strict=False)
+    assert [record.getMessage() for record in caplog.records] == [f"Unknown request field {path!r} is ignored"]
+
+
+def test_fields_inside_objects_may_be_null_or_without_behaviour() -> None:
+    parse_body(Request, {"items": [{"role": "user", "cache_control": {"type": "ephemeral"}, "x": None}]}, strict=True)
+
+
+def test_a_fields_wire_name_is_known_inside_an_object() -> None:
+    body: Any = {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"other": 1}}}}
+    parse_body(ConstrainedBody, body, strict=True)
+    body["response_format"]["json_schema"]["foo"] = 1
+    with pytest.raises(BadRequest, match=r"'response_format\.json_schema\.foo': unknown field"):
+        parse_body(ConstrainedBody, body, strict=True)
 
 
 @pytest.mark.parametrize(

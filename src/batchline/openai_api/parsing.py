@@ -8,7 +8,7 @@ otherwise named in a warning, once. `null` means the same as leaving a field out
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import islice
@@ -180,6 +180,14 @@ def parse_body(
     for name, value in given.items():
         if name not in schema.model_fields:
             _account_for(name, value, strict=strict)
+    request = _validated(schema, given)
+    for path in _unknown_inside(request, given, ""):
+        _account_for_unknown(path, strict=strict)
+    return request
+
+
+def _validated(schema: type[T], given: dict[str, Any]) -> T:
+    """Raises: BadRequest."""
     try:
         return schema.model_validate(given)
     except ValidationError as exc:
@@ -222,9 +230,35 @@ def _account_for(name: str, value: Any, *, strict: bool) -> None:
             advice = f"; {unsupported.advice}" if unsupported.advice else ""
             raise BadRequest(f"{name}: {unsupported.feature} is not supported by this build{advice}", param=name)
         return
+    _account_for_unknown(name, strict=strict)
+
+
+def _account_for_unknown(path: str, *, strict: bool) -> None:
     if strict:
-        raise BadRequest(f"{_shown(name)}: unknown field", param=name)
-    warn_once(_unknown_field(name))
+        raise BadRequest(f"{_shown(path)}: unknown field", param=path)
+    warn_once(_unknown_field(path))
+
+
+def _unknown_inside(model: BaseModel, given: Mapping[str, Any], path: str) -> Iterator[str]:
+    """The paths of unknown fields in the objects inside a checked object, where their schemas ignore such fields."""
+    for name, field in type(model).model_fields.items():
+        inner = getattr(model, name)
+        key = field.alias or name
+        if isinstance(inner, BaseModel):
+            yield from _unknown_of(inner, given.get(key), path + key)
+        elif isinstance(inner, (list, tuple)) and inner and isinstance(inner[0], BaseModel):
+            for index, (item, item_given) in enumerate(zip(inner, given.get(key) or (), strict=False)):
+                yield from _unknown_of(item, item_given, f"{path}{key}[{index}]")
+
+
+def _unknown_of(model: BaseModel, given: Any, path: str) -> Iterator[str]:
+    if not isinstance(given, Mapping):
+        return
+    if model.model_config.get("extra") == "ignore":
+        known = {field.alias or name for name, field in type(model).model_fields.items()}
+        unknown = (name for name, value in given.items() if name not in known and value is not None)
+        yield from (f"{path}.{name}" for name in unknown if name not in NO_BEHAVIOUR)
+    yield from _unknown_inside(model, given, f"{path}.")
 
 
 def _unknown_field(name: str) -> str:
