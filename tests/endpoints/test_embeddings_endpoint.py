@@ -307,7 +307,7 @@ async def test_forms_that_cannot_be_given_are_refused(fields: dict[str, Any], me
         await vectors_of({"input": "ab", **fields})
 
 
-@pytest.mark.parametrize("name", ["normalize", "use_activation"])
+@pytest.mark.parametrize("name", ["normalize", "use_activation", "activation", "softmax"])
 async def test_vectors_are_normalised_on_request(name: str) -> None:
     (vector,) = await vectors_of({"input": "ab", name: True})
     assert float(np.linalg.norm(vector)) == pytest.approx(1)

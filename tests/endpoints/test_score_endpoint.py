@@ -54,6 +54,15 @@ async def test_every_spelling_and_shape_is_scored_pair_by_pair(
     assert await scores_of(body) == logits
 
 
+@pytest.mark.parametrize("older", ["activation", "softmax"])
+async def test_older_names_of_the_activation_are_honoured(older: str) -> None:
+    """Bug: they were unknown fields, so that the answer had other numbers, with a warning in the log only."""
+    body = {"text_1": "ab", "text_2": "ab", older: False}
+    assert await scores_of(body) == [2.0]
+    with pytest.raises(BadRequest, match="use_activation: activation and softmax are older names of it"):
+        await scores_of({**body, "use_activation": True})
+
+
 async def test_activation_is_on_unless_turned_off() -> None:
     body = {"text_1": "ab", "text_2": "ab"}
     assert await scores_of(body) == pytest.approx([sigmoid(2)])

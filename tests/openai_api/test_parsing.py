@@ -125,7 +125,7 @@ def test_parameters_that_cannot_be_honoured_are_refused_by_name(name: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("tools", []), ("tool_choice", "none"), ("guided_decoding_backend", "auto"), ("suffix", "")]
+    ("name", "value"), [("tools", []), ("tool_choice", "none"), ("detokenize", True), ("suffix", "")]
 )
 def test_values_that_ask_for_nothing_are_let_through(name: str, value: Any) -> None:
     parse_body(Request, {name: value}, strict=True)

@@ -169,6 +169,8 @@ def embedding_cases() -> list[Case]:
         case("embed_dtype", "float16", halves, **base64_of),
         case("endianness", "big", swapped_bytes, **base64_of),
         case("use_activation", False, has_no_unit_norm, model="tiny"),
+        case("activation", False, has_no_unit_norm, model="tiny"),
+        case("softmax", False, has_no_unit_norm, model="tiny"),
         case("normalize", False, has_no_unit_norm, model="tiny"),
         case("truncation_side", "left", is_another, truncate_prompt_tokens=4),
         case("cache_salt", "", refused("cache_salt")),  # its effect: `test_salts_separate_prefix_caches`
@@ -227,6 +229,8 @@ def scoring_cases() -> list[Case]:
         ),
         Case("truncate_prompt_tokens", SCORE_URL, score, {"truncate_prompt_tokens": 9}, cut),
         Case("use_activation", SCORE_URL, score, {"use_activation": False}, is_logit),
+        Case("activation", SCORE_URL, score, {"activation": False}, is_logit),
+        Case("softmax", SCORE_URL, score, {"softmax": False}, is_logit),
         Case(
             "truncation_side",
             SCORE_URL,
@@ -259,6 +263,8 @@ def scoring_cases() -> list[Case]:
         Case("model", RERANK_URL, rerank, {"model": "embed"}, lambda new, old: new["model"] == "embed"),
         Case("truncate_prompt_tokens", RERANK_URL, rerank, {"truncate_prompt_tokens": 9}, cut),
         Case("use_activation", RERANK_URL, rerank, {"use_activation": False}, ranked),
+        Case("activation", RERANK_URL, rerank, {"activation": False}, ranked),
+        Case("softmax", RERANK_URL, rerank, {"softmax": False}, ranked),
         Case("max_tokens_per_doc", RERANK_URL, rerank, {"max_tokens_per_doc": 2}, cut),
         Case(
             "truncation_side",

@@ -185,7 +185,7 @@ def constraint_cases(flavour: Flavour) -> list[Case]:
         case("guided_choice", ["zebra", "yak"], matches("zebra|yak")),
         case("guided_grammar", 'root ::= "x" [0-9]', matches("x[0-9]")),
         case("guided_whitespace_pattern", "", lambda new, old: text(new) == '{"n":7}', guided_json=SCHEMA),
-        case("guided_decoding_backend", "outlines", refused("guided_decoding_backend")),
+        case("detokenize", False, refused("detokenize")),
         case("logits_processors", ["x"], refused("logits_processors")),
         case("suffix", " end", refused("suffix")),
         case("mm_processor_kwargs", {"a": 1}, refused("mm_processor_kwargs")),

@@ -65,6 +65,16 @@ SPELLINGS: list[tuple[dict[str, Any], re.Pattern[str]]] = [
     ({"structured_outputs": {"json": CLOSED}}, IS_CLOSED),
     ({"structured_outputs": {"json": json.dumps(CLOSED)}}, IS_CLOSED),
     ({"structured_outputs": {"json": CLOSED, "disable_any_whitespace": True}}, IS_COMPACT),
+    (
+        {
+            "structured_outputs": {
+                "json": CLOSED,
+                "disable_any_whitespace": True,
+                "disable_additional_properties": False,
+            }
+        },
+        IS_COMPACT,
+    ),
     ({"structured_outputs": {"json": CLOSED, "whitespace_pattern": r"\s?"}}, IS_CLOSED),
     ({"structured_outputs": {"json_object": True}}, IS_OBJECT),
     ({"structured_outputs": {"regex": CODE}}, IS_CODE),
@@ -243,7 +253,11 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (tree("regex", pattern="("), "response_format.format", "invalid regular expression: unclosed group"),
     (tree("grammar", grammar="start: ("), "response_format.format", "invalid grammar"),
     ({"guided_choice": ["a"], "use_beam_search": True, "temperature": 0}, "guided_choice", "use_beam_search"),
-    ({"guided_decoding_backend": "outlines"}, "guided_decoding_backend", "a choice of grammar engines"),
+    (
+        {"structured_outputs": {"json": {}, "disable_additional_properties": True}},
+        "structured_outputs.disable_additional_properties",
+        "set additionalProperties: false in the schema",
+    ),
 ]
 
 

@@ -83,6 +83,9 @@ def _structured_outputs(wanted: StructuredOutputs | None) -> Iterator[Constraint
     """Raises: BadRequest if the field has no constraint, or white space options without JSON."""
     if wanted is None:
         return
+    if wanted.disable_additional_properties:
+        field = "structured_outputs.disable_additional_properties"
+        raise BadRequest(f"{field}: it is not supported; set additionalProperties: false in the schema", param=field)
     found = list(_members(wanted))
     if not found:
         raise BadRequest("structured_outputs: it names no constraint", param="structured_outputs")

@@ -38,7 +38,7 @@ async def rerank(
         are_queries=True,
         truncate=request.truncate_prompt_tokens,
         truncation_side=request.truncation_side,
-        use_activation=request.use_activation,
+        use_activation=request.activates,
         cache_salt=request.cache_salt,
         max_tokens_per_doc=request.max_tokens_per_doc or (COHERE_MAX_TOKENS_PER_DOC if cuts_long_documents else None),
         cuts_to_fit=cuts_long_documents or request.max_tokens_per_doc is not None,

@@ -28,7 +28,7 @@ async def score(
         are_queries=texts.are_queries,
         truncate=request.truncate_prompt_tokens,
         truncation_side=request.truncation_side,
-        use_activation=request.use_activation,
+        use_activation=request.activates,
         cache_salt=request.cache_salt,
         priority=priority + request.priority,
     )

@@ -27,6 +27,23 @@ class WireModel(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True, allow_inf_nan=False)
 
 
+class ActivatedBody(WireModel):
+    """The switch `use_activation`. activation, softmax: vLLM's older names of it."""
+
+    use_activation: bool | None = None
+    activation: bool | None = None
+    softmax: bool | None = None
+
+    @property
+    def activates(self) -> bool | None:
+        """Whether to activate, None where the request leaves it open. Raises: BadRequest if its names contradict."""
+        given = {self.use_activation, self.activation, self.softmax} - {None}
+        if len(given) > 1:
+            message = "use_activation: activation and softmax are older names of it, and one says the opposite"
+            raise BadRequest(f"{message}; give one of them", param="use_activation")
+        return given.pop() if given else None
+
+
 def normalise_prompts(value: Any) -> tuple[Prompt, ...]:
     """The prompts in `value`: a string, strings, token ids or lists of token ids. Raises: PydanticCustomError."""
     if isinstance(value, str):

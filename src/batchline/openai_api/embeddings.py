@@ -9,6 +9,7 @@ from pydantic import Field
 
 from batchline.errors import BadRequest
 from batchline.openai_api.common import (
+    ActivatedBody,
     CacheSalt,
     Priority,
     Prompts,
@@ -16,7 +17,6 @@ from batchline.openai_api.common import (
     TruncatePromptTokens,
     TruncationSide,
     Usage,
-    WireModel,
 )
 from batchline.openai_api.limits import MESSAGES, TEXT, Limited, num_prompts
 
@@ -24,7 +24,7 @@ EmbedDtype = Literal["float32", "float16", "bfloat16"]
 ByteOrder = Literal["native", "little", "big"]
 
 
-class EmbeddingsRequest(WireModel):
+class EmbeddingsRequest(ActivatedBody):
     """The body of an embeddings request. Messages are checked in depth when they are rendered.
 
     embed_dtype, endianness: of the numbers in base64. use_activation, normalize: two names of one switch, whether
@@ -39,7 +39,6 @@ class EmbeddingsRequest(WireModel):
     dimensions: Annotated[int, Field(ge=1)] | None = None
     embed_dtype: EmbedDtype = "float32"
     endianness: ByteOrder = "little"
-    use_activation: bool | None = None
     normalize: bool | None = None
     truncate_prompt_tokens: TruncatePromptTokens | None = None
     truncation_side: TruncationSide | None = None
@@ -51,13 +50,13 @@ class EmbeddingsRequest(WireModel):
     @property
     def normalises(self) -> bool | None:
         """Whether vectors are to be normalised, None where the request leaves it open."""
-        return self.use_activation if self.normalize is None else self.normalize
+        return self.activates if self.normalize is None else self.normalize
 
     def check(self) -> None:
         """What fields say together. Raises: BadRequest."""
         if (self.input is None) == (self.messages is None):
             raise BadRequest("input: exactly one of input and messages is needed", param="input")
-        if self.normalize is not None and self.use_activation not in (None, self.normalize):
+        if self.normalize is not None and self.activates not in (None, self.normalize):
             raise BadRequest("normalize: it says the opposite of use_activation; give one of them", param="normalize")
         for field, neutral in {"embed_dtype": ("float32",), "endianness": ("little", "native")}.items():
             if self.encoding_format == "float" and getattr(self, field) not in neutral:

@@ -45,6 +45,7 @@ NO_BEHAVIOUR: Mapping[str, str] = {
     "prompt_cache_key": "a hint for routing between a hosted service's machines",
     "prompt_cache_options": "how a hosted service divides its prompt cache",
     "session_id": "a hint for routing between a hosted service's machines",
+    "guided_decoding_backend": "another server's choice of grammar engines",
     "custom_labels": "labels of another server's metrics",
     "prompt_cache_retention": "how long a hosted service keeps its prompt cache",
     "max_tool_calls": "how often a hosted service may run its own tools",
@@ -86,7 +87,6 @@ _SESSIONS = Unsupported("sessions", ({},))
 _IMAGES = Unsupported("image output")
 
 UNSUPPORTED: Mapping[str, Unsupported] = {
-    "guided_decoding_backend": Unsupported("a choice of grammar engines", ("auto", "guidance")),
     "tools": _TOOLS,
     "tool_choice": _TOOLS,
     "parallel_tool_calls": Unsupported("tool calling", (True, False)),
@@ -115,6 +115,7 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
     "stream_interval": Unsupported("a number of tokens for each chunk", (1,)),
     "watermarking": Unsupported("watermarking", (False,)),
     "padding": Unsupported("padding to a length", ("do_not_pad",)),
+    "detokenize": Unsupported("an answer without text", (True,)),
     "return_prompt_text": Unsupported("returning the prompt's text", (False,), "set return_token_ids"),
     "return_token_offsets": Unsupported("returning the tokens' places in the text", (False,)),
     "return_prompt_token_ids": Unsupported("this name", (False,), "set return_token_ids"),

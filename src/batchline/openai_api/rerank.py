@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from batchline.openai_api.common import (
+    ActivatedBody,
     CacheSalt,
     Priority,
     RequestId,
@@ -16,12 +17,11 @@ from batchline.openai_api.common import (
     TruncatePromptTokens,
     TruncationSide,
     Usage,
-    WireModel,
 )
 from batchline.openai_api.limits import TEXT, Limited
 
 
-class RerankRequest(WireModel):
+class RerankRequest(ActivatedBody):
     """The body of a rerank request. top_n: 0 answers with every document.
 
     max_tokens_per_doc: a longer document is cut to its beginning, as Cohere's API does.
@@ -35,7 +35,6 @@ class RerankRequest(WireModel):
     max_tokens_per_doc: Annotated[int, Field(ge=1)] | None = None
     truncate_prompt_tokens: TruncatePromptTokens | None = None
     truncation_side: TruncationSide | None = None
-    use_activation: bool | None = None
     cache_salt: CacheSalt | None = None
     priority: Priority = 0
     request_id: RequestId | None = None

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from batchline.errors import BadRequest
 from batchline.openai_api.common import (
+    ActivatedBody,
     CacheSalt,
     Priority,
     RequestId,
@@ -14,7 +15,6 @@ from batchline.openai_api.common import (
     TruncatePromptTokens,
     TruncationSide,
     Usage,
-    WireModel,
 )
 from batchline.openai_api.limits import TEXT, Limited
 
@@ -37,7 +37,7 @@ class TextsToScore(NamedTuple):
         return self.names[0] == "queries"
 
 
-class ScoreRequest(WireModel):
+class ScoreRequest(ActivatedBody):
     """The body of a score request: two sides, 1:1, 1:N or N:N."""
 
     model: str | None = None
@@ -51,7 +51,6 @@ class ScoreRequest(WireModel):
     encoding_format: Literal["float"] = "float"
     truncate_prompt_tokens: TruncatePromptTokens | None = None
     truncation_side: TruncationSide | None = None
-    use_activation: bool | None = None
     cache_salt: CacheSalt | None = None
     priority: Priority = 0
     request_id: RequestId | None = None

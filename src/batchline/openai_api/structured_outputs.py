@@ -59,6 +59,7 @@ class StructuredOutputs(WireModel):
     """vLLM's field: one of the constraints, and how JSON is spaced.
 
     structural_tag: an object, or its JSON text. disable_fallback: vLLM's way to rule out another grammar engine.
+    disable_additional_properties: refused if true.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -72,6 +73,7 @@ class StructuredOutputs(WireModel):
     whitespace_pattern: str | None = None
     disable_any_whitespace: bool = False
     disable_fallback: bool = False
+    disable_additional_properties: bool = False
 
 
 class ConstrainedBody(WireModel):
