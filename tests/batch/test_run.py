@@ -225,6 +225,25 @@ def test_identical_deterministic_requests_are_asked_once_and_answered_each(tmp_p
     assert len(backend.requests) == 7
 
 
+@pytest.mark.parametrize("wants_raw_bodies", [False, True])
+@pytest.mark.parametrize("given_id", [None, "chatcmpl-of-another-server"])
+def test_each_copy_of_an_answer_has_ids_of_its_own(
+    tmp_path: Path, run_file: Run, wants_raw_bodies: bool, given_id: str | None
+) -> None:
+    """Bug: identical requests shared `response.request_id` and `body.id`, by which users tell answers apart."""
+
+    class ForwardingBackend(FakeBackend):
+        def _body(self, request: EndpointRequest) -> dict[str, Any]:
+            return {**super()._body(request), **({} if given_id is None else {"id": given_id})}
+
+    path = write_lines(tmp_path / "in", [chat_line(f"r{n}", "same", temperature=0) for n in range(4)])
+    run_file(path, tmp_path / "out", backend=ForwardingBackend(wants_raw_bodies=wants_raw_bodies))
+    responses = [result["response"] for result in read_lines(tmp_path / "out")]
+    assert len({response["request_id"] for response in responses}) == 4
+    body_ids = {response["body"]["id"] for response in responses}
+    assert (len(body_ids), all(body_id.startswith("chatcmpl-") for body_id in body_ids)) == (4, True)
+
+
 def test_an_empty_input_gives_an_empty_output_and_loads_no_model(tmp_path: Path, run_file: Run) -> None:
     backend, reporter = FakeBackend(), RecordingReporter()
     summary = run_file(write_lines(tmp_path / "in", [b""]), tmp_path / "out", backend=backend, reporter=reporter)

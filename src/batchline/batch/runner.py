@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import orjson
+
 from batchline.backends.base import Answer, Backend, EndpointRequest, unknown_path
 from batchline.batch import lines
 from batchline.batch.capacity import Share
@@ -189,9 +191,12 @@ class Runner:
         answer, body = asked
         tokens = self._counted_tokens(answer)
         for number, (position, custom_id) in enumerate(item.served):
-            hex_id = item.request.request_id if number == 0 else lines.new_id()
+            hex_id, given, written = item.request.request_id, answer, body
+            if number > 0:
+                hex_id = lines.new_id()
+                given, written = _copy(answer, body, item.request, hex_id)
             outcome = Outcome(position, str(answer.status_code), *tokens, is_copy=number > 0)
-            await self._commit.put(outcome, lines.answer_line(hex_id, custom_id, answer, body))
+            await self._commit.put(outcome, lines.answer_line(hex_id, custom_id, given, written))
 
     async def _ask_until_final(self, request: EndpointRequest, stop: asyncio.Event) -> tuple[Answer, bytes] | None:
         """The first answer that is not transient, or the last one. None: the run was stopped between two answers."""
@@ -261,6 +266,19 @@ def _checked(answer: Answer, request_id: str) -> tuple[Answer, bytes]:
     if not isinstance(answer.request_id, str) or not answer.request_id.isascii():
         answer = replace(answer, request_id=request_id)
     return answer, body
+
+
+def _copy(answer: Answer, body: bytes, request: EndpointRequest, hex_id: str) -> tuple[Answer, bytes]:
+    """An answer and its JSON for another line with the same request, with ids of its own. The body's id keeps its
+    prefix; one that the request itself sets stays."""
+    old = answer.parsed_body().get("id")
+    if isinstance(old, str) and not request.body.get("request_id"):
+        if request.request_id in old:
+            body = body.replace(request.request_id.encode(), hex_id.encode())  # in ids inside of the body, too
+        else:
+            new = old[: max(old.rfind("-"), old.rfind("_")) + 1] + hex_id
+            body = body.replace(orjson.dumps(old), orjson.dumps(new), 1)
+    return replace(answer, request_id=hex_id), body
 
 
 async def _until_stopped_or_failed(
