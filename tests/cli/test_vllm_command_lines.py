@@ -120,6 +120,18 @@ ACCEPTED: list[tuple[str, Callable[[Any, Any], Any], Any, str]] = [
         {"rope_theta": 1e6, "architectures": ["LlamaForCausalLM"]},
         "",
     ),
+    (
+        """serve M --hf-overrides.a.c 3 --hf-overrides '{"max": 64, "a": {"b": 1}}' --hf-overrides.rope 1""",
+        lambda e, _: e.model.hf_overrides,
+        {"max": 64, "a": {"b": 1, "c": 3}, "rope": 1},
+        "",
+    ),
+    (
+        "serve M --api-key k --metrics-need-key=true --metrics-need-key=false",
+        lambda _, o: o.metrics_need_key,
+        False,
+        "",
+    ),
     ("serve M --uds /run/x.sock", lambda _, o: o.uds, "/run/x.sock", ""),
     ("serve M -q none", lambda e, _: e.model.quantization, None, ""),
     (
@@ -195,6 +207,10 @@ REFUSED = [
     ("--max-model-len 0", "'0' is not a whole number"),
     ("--hf-overrides {", "it is not JSON"),
     ("--hf-overrides []", "it is not a JSON object"),
+    ("--hf-overrides [] --hf-overrides.a 1", "it is not a JSON object"),
+    ("--hf-overrides.a 1 --hf-overrides.a.b 2", "--hf-overrides.a.b: it conflicts with another value for the same key"),
+    ("--hf-overrides.a 1 --hf-overrides.a+ 2", "--hf-overrides.a+: it conflicts with another value for the same key"),
+    ("--hf-overrides.a.b 1 --hf-overrides.a 2", "--hf-overrides.a: it conflicts with another value for the same key"),
     ("--generation-config /nowhere", "there is no generation_config.json in '/nowhere'"),
     ("--override-generation-config.temperature 9", "--override-generation-config: temperature"),
     ("--override-generation-config.foo 9", "--override-generation-config: there is no foo. Known: temperature"),
@@ -276,6 +292,18 @@ def test_vllms_configuration_file_is_taken(
     assert (engine.model.max_model_len, engine.cache.block_size) == (4000, 32)
     [warning] = [said for said in capfd.readouterr().err.splitlines() if "of vLLM" in said]
     assert warning.endswith("here: --disable-log-stats, --swap-space, --compilation-config.")
+
+
+def test_a_flag_that_the_line_sets_to_false_overrides_the_configuration_file(
+    tmp_path: Path, settings_of: Callable[[str], Settings]
+) -> None:
+    """`--flag=false` was dropped where the flag has no `--no-` form, so the file won."""
+    config = tmp_path / "config.yaml"
+    config.write_text("metrics-need-key: true\naccess-log: false\napi-key: [k]\n", encoding="utf-8")
+    _, options = settings_of(f"serve M --config {config}")
+    assert (options.metrics_need_key, options.access_log) == (True, False)
+    _, options = settings_of(f"serve M --config {config} --metrics-need-key=false --disable-uvicorn-access-log=false")
+    assert (options.metrics_need_key, options.access_log) == (False, True)
 
 
 def test_a_configuration_files_unsupported_options_are_refused_with_its_name(tmp_path: Path) -> None:

@@ -49,6 +49,7 @@ class CheckedCommand(GroupedCommand):
         arguments = reader.read(args, lambda config: is_set_elsewhere("model", config))
         ctx.meta[TRANSLATION] = reader.translation
         given, rest, order = self.make_parser(ctx).parse_args(arguments)
+        given.update(dict.fromkeys(reader.turned_off, False))
         failures = _process(ctx, parameters, given, rest, order)
         problems = [*reader.problems, *reader.translation.refusals, *map(_text_of, failures)]
         if rest and not reader.problems:
@@ -103,7 +104,10 @@ def _put_into_effect(translation: Translation) -> None:
 
 
 class ArgumentReader:
-    """Turns arguments as users write them into those that the command knows. problems: what is wrong with the names."""
+    """Turns arguments as users write them into those that the command knows.
+
+    problems: what is wrong with them. turned_off: parameters of flags without a `--no-` form that are set to false.
+    """
 
     def __init__(self, parameters: Sequence[Any], vllm_options: Mapping[str, VllmOption]) -> None:
         options = [parameter for parameter in parameters if parameter.param_type_name == "option"]
@@ -113,9 +117,10 @@ class ArgumentReader:
         self._left: deque[str] = deque()
         self._read: list[tuple[str, list[str]]] = []  # names and values, and arguments under the name ""
         self._translated: Ours = []
-        self._objects: dict[str, dict[str, Any]] = {}
+        self._parts: dict[str, list[tuple[str, str]]] = {}  # of objects: paths and values
         self.translation = Translation(frozenset(self._own))
         self.problems: list[str] = []
+        self.turned_off: set[str] = set()
 
     def read(self, arguments: Sequence[str], has_model_elsewhere: Callable[[str | None], bool]) -> list[str]:
         """has_model_elsewhere: whether the environment, or the configuration file of that name, gives the argument."""
@@ -180,29 +185,24 @@ class ArgumentReader:
         self._read.append((name, values))
 
     def _take_flag(self, name: str, option: Any, value: str | None) -> None:
-        if value is None or name == "--help":
-            self._read.append((name, []))
-        elif value.lower() not in _TRUTH:
+        is_on = value is None or name == "--help" or _TRUTH.get(value.lower())
+        if is_on is None:
             self.problems.append(f"{name}: it takes no value, or true or false, not {value!r}.")
-        elif _TRUTH[value.lower()]:
+            return
+        opposites = option.secondary_opts if name in option.opts else option.opts
+        self.turned_off.discard(option.name)
+        if is_on:
             self._read.append((name, []))
+        elif opposites:
+            self._read.append((opposites[0], []))
         else:
-            opposites = option.secondary_opts if name in option.opts else option.opts
-            self._read.extend((opposite, []) for opposite in opposites[:1])
+            self.turned_off.add(option.name)
 
     def _take_part(self, name: str, path: str, value: str | None) -> None:
         """A part of an object: `path` is `key.key`, with a + behind the last one for items of a list."""
         value = self._value(f"{name}.{path}", value)
-        if value is None:
-            return
-        *parents, last = path.split(".")
-        target = self._objects.setdefault(name, {})
-        for key in parents:
-            target = target.setdefault(key, {}) if isinstance(target.get(key, {}), dict) else {}
-        if last.endswith("+"):
-            target.setdefault(last.removesuffix("+"), []).extend(map(_json_or_text, value.split(",")))
-        else:
-            target[last] = _json_or_text(value)
+        if value is not None:
+            self._parts.setdefault(name, []).append((path, value))
 
     def _take_vllm(self, name: str, option: VllmOption, is_negated: bool, value: str | None) -> None:
         values = self._values_of(name, option, value)
@@ -260,7 +260,7 @@ class ArgumentReader:
 
     def _written(self) -> list[str]:
         """What was read, one value after each name, and the objects that were given in parts."""
-        objects = [(name, [json.dumps(value)]) for name, value in self._objects.items()]
+        objects = [(name, self._object_of(name, parts)) for name, parts in self._parts.items()]
         written: list[str] = []
         for name, values in [*self._read, *objects]:
             if not name:
@@ -271,6 +271,40 @@ class ArgumentReader:
                 repeated = _SEVERAL[name](values) if name in _SEVERAL else values
                 written += _flat([(name, value) for value in repeated])
         return written
+
+    def _object_of(self, name: str, parts: Sequence[tuple[str, str]]) -> list[str]:
+        """The parts in the object that was given whole, if one was: its last value, as of any option."""
+        whole = [values[-1] for given, values in self._read if given == name]
+        target = _json_or_text(whole[-1]) if whole else {}
+        if not isinstance(target, dict):
+            return whole[-1:]  # its error is found when it is parsed
+        for path, value in parts:
+            if not _put(target, path, value):
+                self.problems.append(f"{name}.{path}: it conflicts with another value for the same key.")
+        return [json.dumps(target)]
+
+
+def _put(target: dict[str, Any], path: str, text: str) -> bool:
+    """Set a part of an object. Returns False if something else than an object or a list is where one has to be."""
+    *parents, last = path.split(".")
+    for key in parents:
+        target = target.setdefault(key, {})
+        if not isinstance(target, dict):
+            return False
+    if last.endswith("+"):
+        return _merge(target, last.removesuffix("+"), [_json_or_text(item) for item in text.split(",")], extends=True)
+    return _merge(target, last, _json_or_text(text))
+
+
+def _merge(target: dict[str, Any], key: str, value: Any, *, extends: bool = False) -> bool:
+    """Set a key to a value, which replaces one of the same kind; objects are merged. extends: so are lists."""
+    old = target.get(key)
+    if isinstance(old, dict) and isinstance(value, dict):
+        return all(_merge(old, name, item) for name, item in value.items())
+    if old is not None and type(old) is not type(value) and {type(old), type(value)} & {dict, list}:
+        return False
+    target[key] = old + value if extends and isinstance(old, list) else value
+    return True
 
 
 def _flat(options: Ours) -> list[str]:

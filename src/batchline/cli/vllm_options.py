@@ -298,7 +298,8 @@ class Translation:
         """The options of ours that stand for it. values: of a flag `true` or `false`. where: put before refusals."""
         value = values[0] if values else ""
         if option.takes == "flag" and value == "false" and (option.refusal or option.ours):
-            return []
+            opposite = _opposite(option.ours)
+            return [(opposite, None)] if opposite in self.own else []
         if option.is_default is not None and option.is_default(value):
             return []
         if option.ours in self.own and (option.refusal is None or value in option.renamed):
@@ -322,6 +323,12 @@ class Translation:
         """One sentence that names all options without effect."""
         names = list(dict.fromkeys(self.without_effect))
         return f"These options of vLLM have no effect here: {', '.join(names)}." if names else None
+
+
+def _opposite(flag: str | None) -> str:
+    """`--docs` for `--no-docs`, and the other way round."""
+    name = (flag or "").removeprefix("--")
+    return f"--{name.removeprefix('no-')}" if name.startswith("no-") else f"--no-{name}"
 
 
 def find(name: str, options: Mapping[str, VllmOption] = VLLM_OPTIONS) -> tuple[VllmOption, bool] | None:
