@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import BinaryIO
 
@@ -60,13 +60,17 @@ def whole_file(target: Path) -> Iterator[BinaryIO]:
         staged.unlink(missing_ok=True)
 
 
-def write_lines(target: Path, lines: Iterable[bytes]) -> int:
-    """Write lines to a whole file. Returns how many. Raises: OutputUnwritable."""
+def write_lines(
+    target: Path,
+    lines: Iterable[bytes],
+    writer_into: Callable[[BinaryIO], AbstractContextManager[BinaryIO]] = nullcontext,
+) -> int:
+    """Write lines to a whole file. writer_into: compresses them. Returns how many. Raises: OutputUnwritable."""
     count = 0
     try:
-        with whole_file(target) as file:
+        with whole_file(target) as file, writer_into(file) as writer:
             for line in lines:
-                file.write(line)
+                writer.write(line)
                 count += 1
     except OSError as exc:
         raise OutputUnwritable(str(target), f"{exc.strerror or exc}.") from exc

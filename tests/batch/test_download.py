@@ -102,6 +102,23 @@ async def test_a_file_that_changed_meanwhile_is_not_glued_to_its_old_start(tmp_p
     assert await fetch(handler, tmp_path / "in") == new
 
 
+async def test_a_server_that_never_continues_where_it_broke_is_given_up(tmp_path: Path) -> None:
+    """Each start anew counted as progress, so that it was tried for ever."""
+    calls = 0
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        nonlocal calls
+        calls += 1
+        assert calls < 20
+        if "Range" in request.headers:
+            return await send(request, b"x", announced=1, status=206, ETag='"v1"', Content_Range="bytes 7-7/1000000")
+        return await send(request, DATA[:1000], announced=len(DATA), ETag='"v1"')
+
+    with pytest.raises(InputUnreadable, match="given up after 4 attempts"):
+        await fetch(handler, tmp_path / "in", RetryPolicy(attempts=4, first_delay_s=0))
+    assert calls == 4
+
+
 async def test_a_server_that_is_busy_is_asked_again(tmp_path: Path) -> None:
     calls = 0
 

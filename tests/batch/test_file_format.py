@@ -82,6 +82,17 @@ def test_a_file_of_another_format_is_named_with_what_to_do(kind: str, tmp_path: 
     assert str(refused.value).count("\n") == 0
 
 
+def test_a_first_line_that_starts_as_an_array_is_one_bad_line_if_another_one_is_good(tmp_path: Path) -> None:
+    """The whole file was refused as one JSON array."""
+    path = tmp_path / "input"
+    path.write_bytes(b'[{"custom_id": "cut\n' + json.dumps(REQUESTS[0]).encode() + b"\n")
+    with checked_input(str(path)) as checked:
+        assert (checked.report.num_lines, checked.report.num_faults) == (2, 1)
+    path.write_bytes(b'[{"a": 1},\n' + json.dumps(REQUESTS[0]).encode() + b"\n]\n" + b" " * SAMPLE_BYTES)
+    with pytest.raises(InputUnreadable, match="it is one JSON array"), checked_input(str(path)):
+        pass
+
+
 def test_other_commands_that_read_a_batch_file_refuse_it_too(tmp_path: Path) -> None:
     (tmp_path / "input").write_text(TABLE)
     with pytest.raises(InputUnreadable, match="it is a table"):

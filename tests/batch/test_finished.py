@@ -239,6 +239,21 @@ def test_no_overwrite_resumes_a_run_that_died_with_its_output_in_place(tmp_path:
     assert not (tmp_path / "out.partial").exists()
 
 
+def test_no_overwrite_leaves_a_file_that_appears_during_the_run(tmp_path: Path, batch: Path, run_file: Any) -> None:
+    """It was looked for at the start only, and replaced at the end."""
+
+    async def write_output(_request: object) -> None:
+        (tmp_path / "out").write_text("of another run")
+
+    backend = FakeBackend(before_answer=write_output)
+    for _ in range(2):
+        with pytest.raises(RunFailed, match="written by something else during the run, and --no-overwrite"):
+            run_file(batch, tmp_path / "out", backend=backend, overwrite=False)
+        assert (tmp_path / "out").read_text() == "of another run"
+    (tmp_path / "out").unlink()
+    assert run_file(batch, tmp_path / "out", overwrite=False).resumed == 3
+
+
 async def _die(_location: object) -> None:
     raise KeyboardInterrupt
 

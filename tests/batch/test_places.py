@@ -182,3 +182,18 @@ def test_a_line_over_the_longest_length_is_not_held_in_memory_to_be_split(
     write_lines(tmp_path / "in", [b"{}", b"x" * 1000])
     with pytest.raises(UsageError, match=r"Line 2 of .* This line is longer than"):
         split_file(str(tmp_path / "in"), tmp_path, Limits())
+
+
+def test_a_remote_name_with_an_absurdly_long_suffix_is_staged_all_the_same(batch: Path, run_file: Run) -> None:
+    """The name of the staged file was too long for the disk, which only showed after all requests had run."""
+    url = "memory://places/results." + "x" * 300
+    run_file(batch, url, tmp_dir=batch.parent)
+    with fsspec.open(url, "rb") as file:
+        assert len(file.read().splitlines()) == 5
+
+
+def test_a_closed_standard_input_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_file: Run) -> None:
+    """It ended with a traceback: Python has no standard input then."""
+    monkeypatch.setattr("sys.stdin", None)
+    with pytest.raises(InputUnreadable, match="standard input is closed"):
+        run_file("-", tmp_path / "out")

@@ -56,6 +56,7 @@ def test_the_pace_is_that_of_this_run_alone() -> None:
     pace.end(tally)
     assert (pace.load_time_s, pace.run_time_s, pace.requests_per_s) == (3, 2, 1)
     assert (pace.prompt_tokens_per_s, pace.output_tokens_per_s) == (5, 10)
+    assert pace.num_computed == 1
 
 
 def test_the_time_left_after_a_resume_counts_this_run_alone() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,7 @@ def summary(*models: ModelRecord, run_time_s: float = 10.0, requests_per_s: floa
         failed=0,
         load_time_s=3.0,
         run_time_s=run_time_s,
+        computed=round(requests_per_s * run_time_s),
         requests_per_s=requests_per_s,
         prompt_tokens_per_s=100.0,
         output_tokens_per_s=50.0,
@@ -81,3 +83,12 @@ def test_a_damaged_record_is_ignored_with_a_warning(tmp_path: Path, caplog: pyte
 def test_a_folder_that_cannot_be_written_costs_the_run_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     keep_measurement(options(tmp_path / "file"), summary(record()))
+
+
+def test_copies_do_not_shorten_the_usual_answer(tmp_path: Path) -> None:
+    """Copies counted as requests without tokens, and `plan`, which leaves copies out, halved its estimate twice."""
+    with_copies = replace(summary(record(), requests_per_s=4.0), deduplicated=20, computed=20)
+    keep_measurement(options(tmp_path), with_copies)
+    measured = latest_measurement(tmp_path, "org/model")
+    assert measured is not None
+    assert measured.output_tokens_per_request == pytest.approx(25.0)

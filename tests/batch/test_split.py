@@ -66,6 +66,27 @@ def test_a_compressed_file_is_cut_too(batch: Path, tmp_path: Path) -> None:
     assert part.path.read_bytes() == batch.read_bytes()
 
 
+def test_names_that_differ_behind_the_first_dot_have_parts_of_their_own(batch: Path, tmp_path: Path) -> None:
+    """The second file's parts replaced the first one's: both were called by the name up to the first dot."""
+    names = ["data.v1.jsonl", "data.v2.jsonl.gz", "data.v3"]
+    contents = [batch.read_bytes(), gzip.compress(batch.read_bytes()), batch.read_bytes()]
+    for name, content in zip(names, contents, strict=True):
+        (tmp_path / name).write_bytes(content)
+    parts = [split_file(str(tmp_path / name), tmp_path, Limits())[0].path.name for name in names]
+    assert parts == ["data.v1-00001.jsonl", "data.v2-00001.jsonl", "data.v3-00001.jsonl"]
+
+
+def test_older_parts_are_replaced_only_if_that_is_wanted(batch: Path, tmp_path: Path) -> None:
+    split_file(str(batch), tmp_path, Limits(max_requests=5))
+    before = (tmp_path / "in-00001.jsonl").read_bytes()
+    (tmp_path / "in-00001.jsonl").unlink()
+    with pytest.raises(OutputUnwritable, match=r"in-00002\.jsonl.* it exists"):
+        split_file(str(batch), tmp_path, Limits(max_requests=5))
+    assert not (tmp_path / "in-00001.jsonl").exists()
+    split_file(str(batch), tmp_path, Limits(max_requests=5), overwrite=True)
+    assert (tmp_path / "in-00001.jsonl").read_bytes() == before
+
+
 def test_a_line_over_the_limit_is_named(batch: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"Line 1 of .* alone is over 10 bytes"):
         split_file(str(batch), tmp_path, Limits(max_file_bytes=10))
@@ -127,6 +148,22 @@ def test_results_of_repeated_lines_are_no_duplicates(tmp_path: Path) -> None:
     part = write_lines(tmp_path / "1", [*lines, {"custom_id": None}, {"custom_id": None}])
     assert merge_files([part], tmp_path / "out") == MergeSummary(4)
     assert (tmp_path / "out").read_bytes() == part.read_bytes()
+
+
+def test_the_error_of_a_repeated_line_does_not_take_the_first_lines_place(tmp_path: Path) -> None:
+    """In the order of completion the error may come first, and the results of the two lines were swapped."""
+    source = write_lines(tmp_path / "in", [chat_line("a"), chat_line("a")])
+    answer = {"custom_id": "a", "response": {}, "error": None}
+    error = {"custom_id": "a", "response": None, "error": {"code": "duplicate_custom_id"}}
+    merge_files([write_lines(tmp_path / "1", [error, answer])], tmp_path / "out", str(source))
+    assert [line["error"] for line in read_lines(tmp_path / "out")] == [None, {"code": "duplicate_custom_id"}]
+
+
+@pytest.mark.parametrize("with_input", [False, True])
+def test_a_merged_file_is_compressed_if_its_name_says_so(batch: Path, tmp_path: Path, with_input: bool) -> None:
+    part = results(tmp_path / "1", "r0", "r1")
+    merge_files([part], tmp_path / "out.jsonl.gz", str(batch) if with_input else None)
+    assert gzip.decompress((tmp_path / "out.jsonl.gz").read_bytes()) == part.read_bytes()
 
 
 def test_splitting_then_merging_gives_every_line_back_in_order(batch: Path, tmp_path: Path) -> None:

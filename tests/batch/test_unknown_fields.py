@@ -87,3 +87,21 @@ def test_names_and_ids_that_would_write_to_the_terminal_are_escaped() -> None:
     (warning,) = fields.warnings()
     assert warning.isprintable()
     assert len(warning) < 500
+
+
+@pytest.mark.parametrize(
+    ("url", "body"),
+    [
+        ("/invocations", {"messages": [], "max_tokens": 3}),
+        ("/v1/score", {"query": "q", "documents": ["d"], "top_n": 1}),
+    ],
+)
+def test_fields_are_those_of_the_endpoint_that_answers(url: str, body: dict[str, Any]) -> None:
+    """They were compared with the schema of the line's own URL, which warned of fields that are read."""
+    fields = UnknownFields()
+    fields.add(url, {"model": "m", **body}, 1, "a")
+    assert fields.warnings() == []
+    fields.add(url, {"model": "m", **body, "zzz": 1}, 2, "b")
+    assert fields.warnings() == ["Unknown field 'zzz' in 1 request, first on line 2 ('b')."]
+    fields.add("/invocations", {"zzz": 2}, 3, "c")
+    assert len(fields.warnings()) == 1

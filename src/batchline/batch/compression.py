@@ -11,8 +11,9 @@ import io
 import lzma
 import re
 import zlib
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO, Literal, cast
 
@@ -83,6 +84,11 @@ def compressing_writer(file: BinaryIO, codec: Codec | None) -> Iterator[BinaryIO
     else:
         with (bz2.BZ2File if codec == "bzip2" else lzma.LZMAFile)(file, "wb") as writer_or_xz:
             yield cast(BinaryIO, writer_or_xz)
+
+
+def compressor_for(name: str) -> Callable[[BinaryIO], AbstractContextManager[BinaryIO]]:
+    """`compressing_writer` with the codec that a file name asks for."""
+    return partial(compressing_writer, codec=codec_of_name(name))
 
 
 def _plain_chunks(file: _CountingReader, codec: Codec | None) -> Iterator[bytes]:

@@ -124,11 +124,13 @@ def _text_format(lines: list[bytes], name: str, is_whole: bool) -> str | None:
 
 
 def _array(lines: list[bytes], text: str, name: str, is_whole: bool) -> str | None:
-    """A JSON array: whole, or with at most one line, its last, that is an object without a comma behind it."""
+    """A JSON array: whole, or without lines that are objects, except for the last one before the closing bracket."""
     whole = _decoded(text) if is_whole else None
     holds_objects = isinstance(whole, list) and any(isinstance(item, dict) for item in whole)
     opens = lines[0].strip() == b"[" or (lines[0].lstrip().startswith(b"[{") and _decoded(lines[0]) is None)
-    if not holds_objects and (not opens or sum(map(_is_object, lines)) > 1):
+    are_objects = [position for position, line in enumerate(lines) if _is_object(line)]
+    ends = not are_objects or b"".join(lines[are_objects[0] + 1 :]).strip() == b"]"
+    if not holds_objects and not (opens and ends):
         return None
     return (
         "it is one JSON array, and a batch file has one JSON object in each line; "

@@ -187,12 +187,13 @@ class Pace:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.load_time_s = 0.0
         self.run_time_s = 0.0
+        self.num_computed = 0  # requests, without copies
         self.requests_per_s = 0.0
         self.prompt_tokens_per_s = 0.0
         self.output_tokens_per_s = 0.0
         self._clock = clock
         self._began_at = 0.0
-        self._before = (0, 0, 0)
+        self._before = (0, 0, 0, 0)
 
     def begin_loading(self) -> None:
         """The backend is being made."""
@@ -203,14 +204,19 @@ class Pace:
         now = self._clock()
         self.load_time_s = now - self._began_at
         self._began_at = now
-        self._before = (tally.done, tally.prompt_tokens, tally.output_tokens)
+        self._before = _counts(tally)
 
     def end(self, tally: Tally) -> None:
         """Nothing runs any more."""
         self.run_time_s = max(self._clock() - self._began_at, 1e-9)
-        counts = (tally.done, tally.prompt_tokens, tally.output_tokens)
-        rates = [(now - before) / self.run_time_s for now, before in zip(counts, self._before, strict=True)]
-        self.requests_per_s, self.prompt_tokens_per_s, self.output_tokens_per_s = rates
+        done, copies, *tokens = [now - before for now, before in zip(_counts(tally), self._before, strict=True)]
+        self.num_computed = done - copies
+        self.requests_per_s = done / self.run_time_s
+        self.prompt_tokens_per_s, self.output_tokens_per_s = [count / self.run_time_s for count in tokens]
+
+
+def _counts(tally: Tally) -> tuple[int, int, int, int]:
+    return tally.done, tally.copies, tally.prompt_tokens, tally.output_tokens
 
 
 class BackendWatch:

@@ -28,7 +28,8 @@ OUTPUT_TOKEN_COST = 4.0
 
 
 class MeasuredRun(BaseModel):
-    """What one run took. model: a hub id, or the stamp of a folder. Tokens and requests: without an earlier run's."""
+    """What one run took. model: a hub id, or the stamp of a folder. Tokens and requests: without an earlier run's and
+    without copies, which take no tokens."""
 
     version: Literal[1] = 1
     model: str
@@ -65,7 +66,7 @@ def keep_measurement(options: RunOptions, summary: RunSummary) -> None:
         dtype=record.dtype,
         quantization=record.quantization,
         device=record.device,
-        requests=summary.requests_per_s * time_s,
+        requests=summary.computed,
         prompt_tokens=summary.prompt_tokens_per_s * time_s,
         output_tokens=summary.output_tokens_per_s * time_s,
         run_time_s=time_s,

@@ -128,15 +128,15 @@ async def download(location: Location, target: Path, retry: RetryPolicy | None =
     """Fetch an http(s) location into the file `target`. Raises: InputUnreadable."""
     retry = retry or RetryPolicy()
     received = _Received()
-    failures = 0
+    failures = most_bytes = 0
     with target.open("w+b") as file:
         async with _http_session() as session:
             while True:
-                before = received.num_bytes
                 reason = await _attempt(session, location, file, received)
                 if reason is None:
                     return
-                failures = 1 if received.num_bytes > before else failures + 1
+                failures = 1 if received.num_bytes > most_bytes else failures + 1
+                most_bytes = max(most_bytes, received.num_bytes)
                 if failures >= retry.attempts:
                     raise InputUnreadable(location.display, f"{reason} (given up after {failures} attempts)")
                 logger.warning("download of %s broke off: %s; trying again", location.display, reason)

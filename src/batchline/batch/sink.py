@@ -61,6 +61,12 @@ async def deliver_results(
             target.discard()
         raise
     for target in missing:
+        if options.overwrite is False and await target.exists() and not await target.holds_staged():
+            target.discard()
+            raise RunFailed(
+                f"{target.display} was written by something else during the run, and --no-overwrite does not replace "
+                "it. All results are saved: move it away and run the same command again."
+            )
         await unless_stopped(_commit(target), stop.shutdown, options.grace_period_s)
         if target.notes_commit:
             with suppress(OSError):  # on a full disk: no reason to fail, because the results have arrived

@@ -32,6 +32,8 @@ def refuse_unreadable(location: Location) -> None:
     """Refuse at once what can be known to be unreadable without reading it. Raises: InputUnreadable, UsageError."""
     if location.kind == "fsspec":
         file_system(location)
+    if location.kind == "stdio" and sys.stdin is None:
+        raise InputUnreadable(location.text, "standard input is closed.")
     if location.path is None:
         return
     try:

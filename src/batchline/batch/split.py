@@ -8,6 +8,7 @@ counts. Results are matched by 128-bit hashes of `custom_id`, sorted in bounded 
 from __future__ import annotations
 
 import asyncio
+import glob
 import hashlib
 import os
 import struct
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from batchline.batch import lines
+from batchline.batch.compression import codec_of_name, compressor_for
 from batchline.batch.files import refuse_unwritable
 from batchline.batch.locations import STDIO, Location, parse_location
 from batchline.batch.options import Limits
@@ -28,12 +30,16 @@ from batchline.batch.source import refuse_unreadable, stage_input
 from batchline.disk import write_lines
 from batchline.errors import InputUnreadable, LineError, OutputUnwritable, UsageError
 
-# custom_id hash 16, 0 for an input line and 1 for a result, then the input position or (file, offset, length)
+# custom_id hash 16, what it is (see below), then the input position or (file, offset, length)
 _MATCH = struct.Struct(">16sBIQQ")
 _RESULT = struct.Struct(">QIQQ")  # input position, file number, offset, length
 _NAMED = struct.Struct(">16sIQQ")  # custom_id hash, file number, offset, length
 
+_LINE, _ANSWER, _DUPLICATE_ERROR = range(3)
+"""What a record to be matched is. In this order: the error of a repeated line must not get the first line's place."""
+
 _SHOWN_DUPLICATES = 5
+_SUFFIXES = (".jsonl", ".ndjson", ".json", ".txt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,16 +60,19 @@ class MergeSummary:
     unmatched: int = 0
 
 
-def split_file(input_file: str, folder: Path, limits: Limits) -> list[Part]:
+def split_file(input_file: str, folder: Path, limits: Limits, *, overwrite: bool = False) -> list[Part]:
     """Cut an input into `<name>-00001.jsonl`, ... in `folder`. Returns the parts.
 
-    Raises: UsageError, also for a single line over the limit.
+    overwrite: replace older parts of that name. Raises: UsageError, also for a single line over the limit.
     """
     location = parse_location(input_file)
     refuse_unreadable(location)
     if not os.path.isdir(folder):
         raise OutputUnwritable(str(folder), "the folder does not exist.")
-    stem = location.name.partition(".")[0].removeprefix(STDIO) or "part"
+    stem = _stem(location)
+    older = sorted(folder.glob(f"{glob.escape(stem)}-{'[0-9]' * 5}.jsonl"))
+    if older and not overwrite:
+        raise OutputUnwritable(str(older[0]), "it exists. Give another --output-dir, or --overwrite to replace it.")
     parts: list[Part] = []
     with tempfile.TemporaryDirectory(prefix="batchline-") as scratch:
         path = _plain_bytes(location, Path(scratch) / "input")
@@ -71,6 +80,14 @@ def split_file(input_file: str, folder: Path, limits: Limits) -> list[Part]:
             target = folder / f"{stem}-{len(parts) + 1:05}.jsonl"
             parts.append(Part(target, write_lines(target, part_lines)))
     return parts
+
+
+def _stem(location: Location) -> str:
+    """The name of the parts: the input's, without the suffixes of batch files and compression."""
+    name = location.name.removeprefix(STDIO)
+    if codec_of_name(name) is not None:
+        name = Path(name).stem
+    return (Path(name).stem if name.lower().endswith(_SUFFIXES) else name) or "part"
 
 
 def _parts(path: Path, limits: Limits, display: str) -> Iterator[Iterator[bytes]]:
@@ -124,7 +141,8 @@ class _Peekable:
 def merge_files(results: Sequence[Path], output: Path, input_file: str | None = None) -> MergeSummary:
     """Join result files into `output`, in the order of `input_file` if it is given.
 
-    results: files, pipes, or compressed files. Raises: UsageError, also where a line has two results.
+    results: files, pipes, or compressed files. The output is compressed if its name says so.
+    Raises: UsageError, also where a line has two results.
     """
     refuse_unwritable(Location(str(output), "path", output), source=parse_location(input_file or STDIO))
     for path in results:
@@ -138,7 +156,9 @@ def merge_files(results: Sequence[Path], output: Path, input_file: str | None = 
             plain = _plain_bytes(Location(str(path), "path", path), scratch / str(number))
             files.append(_ResultFile(str(path), stack.enter_context(plain.open("rb"))))
         if input_file is None:
-            return MergeSummary(write_lines(output, _lines_without_duplicates(files, scratch)))
+            return MergeSummary(
+                write_lines(output, _lines_without_duplicates(files, scratch), compressor_for(output.name))
+            )
         return _merge_in_order(input_file, files, output, scratch)
 
 
@@ -168,15 +188,16 @@ def _merge_in_order(input_file: str, files: list[_ResultFile], output: Path, scr
     num_lines = 0
     with path.open("rb") as source:
         for num_lines, line in enumerate(_result_lines(source), 1):
-            matches.add(_MATCH.pack(_hash(lines.readable_custom_id(line)), 0, 0, num_lines - 1, 0))
+            matches.add(_MATCH.pack(_hash(lines.readable_custom_id(line)), _LINE, 0, num_lines - 1, 0))
     for number, offset, line in _numbered_results(files):
-        custom_id = lines.custom_id_of(_parsed(line, files[number].name))
-        matches.add(_MATCH.pack(_hash(custom_id), 1, number, offset, len(line)))
+        value = _parsed(line, files[number].name)
+        kind = _DUPLICATE_ERROR if _is_of_duplicate_line(value) else _ANSWER
+        matches.add(_MATCH.pack(_hash(lines.custom_id_of(value)), kind, number, offset, len(line)))
     ordered = RecordSorter(scratch, "ordered", _RESULT.size)
     duplicates = _Duplicates(files)
     num_unmatched = _match(matches, ordered, duplicates)
     duplicates.refuse()
-    count = write_lines(output, _ordered_lines(ordered, files))
+    count = write_lines(output, _ordered_lines(ordered, files), compressor_for(output.name))
     return MergeSummary(count, missing=num_lines - count, unmatched=num_unmatched)
 
 
@@ -188,11 +209,11 @@ def _match(matches: RecordSorter, ordered: RecordSorter, duplicates: _Duplicates
     positions: deque[int] = deque()
     num_unmatched = 0
     for rows in matches.sorted_blocks():
-        for custom_id, is_result, number, offset, length in _MATCH.iter_unpack(rows.tobytes()):
+        for custom_id, kind, number, offset, length in _MATCH.iter_unpack(rows.tobytes()):
             if custom_id != current:
                 current, is_in_input = custom_id, False
                 positions.clear()
-            if not is_result:
+            if kind == _LINE:
                 is_in_input = True
                 positions.append(offset)
             elif positions:

@@ -50,7 +50,7 @@ class RunSummary:
     deduplicated: requests served by the answer of an identical one; deduplicated_tokens: what that spared, prompts and
     outputs. resumed: lines that an earlier run did. frequent_failures: the most frequent messages.
     load_time_s: until the backend was ready. run_time_s: from then until the last answer was saved. The rates are those
-    of this time, without what an earlier run did.
+    of this time, without what an earlier run did; computed: requests in this time, copies not counted.
     models: what ran, of every model that this run loaded.
     finished_before: when an equal run finished whose results are still there, so that this one computed nothing.
     output, error_file: where the results are, as the user wrote it without the secrets of a URL.
@@ -69,6 +69,7 @@ class RunSummary:
     frequent_failures: tuple[FailureMessage, ...] = ()
     load_time_s: float = 0.0
     run_time_s: float = 0.0
+    computed: int = 0
     requests_per_s: float = 0.0
     prompt_tokens_per_s: float = 0.0
     output_tokens_per_s: float = 0.0
@@ -108,6 +109,7 @@ def summarize(
         frequent_failures=frequent_failures(state.journal, index) if tally.failed else (),
         load_time_s=pace.load_time_s,
         run_time_s=pace.run_time_s,
+        computed=pace.num_computed,
         requests_per_s=pace.requests_per_s,
         prompt_tokens_per_s=pace.prompt_tokens_per_s,
         output_tokens_per_s=pace.output_tokens_per_s,

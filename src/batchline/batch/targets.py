@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import filecmp
 import hashlib
 import io
 import logging
@@ -77,6 +78,10 @@ class ResultTarget(ABC):
         """Whether something is there that a commit would replace; None if the place does not tell."""
         return None
 
+    async def holds_staged(self) -> bool:
+        """Whether the content is known to be what a commit would put there."""
+        return False
+
     async def stamp(self) -> Stamp | None:
         """The stamp of what is there now; None if nothing is, or the place does not tell."""
         return None
@@ -99,7 +104,8 @@ class LocationTarget(ResultTarget):
     @property
     def staged(self) -> Path:
         """The local file with the results before they are committed."""
-        return self._job_folder / f"{RESULTS_PREFIX}{self.tag}{''.join(Path(self.location.name).suffixes[-2:])}"
+        suffix = "".join(Path(self.location.name).suffixes[-2:])[-STAGED_NAME_CHARS:]
+        return self._job_folder / f"{RESULTS_PREFIX}{self.tag}{suffix}"
 
     @contextmanager
     def open(self) -> Iterator[BinaryIO]:
@@ -150,6 +156,10 @@ class FileTarget(LocationTarget):
     async def exists(self) -> bool:
         """Whether there is a file."""
         return self.path.is_file()
+
+    async def holds_staged(self) -> bool:
+        """A process may have died after the rename."""
+        return await asyncio.to_thread(filecmp.cmp, self.staged, self.path, shallow=False)
 
     async def stamp(self) -> Stamp | None:
         """Size, time and digest."""

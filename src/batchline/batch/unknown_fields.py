@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from batchline.errors import counted
-from batchline.openai_api.endpoint_table import REQUEST_SCHEMAS
+from batchline.errors import BadRequest, counted
+from batchline.openai_api.endpoint_table import REQUEST_SCHEMAS, answering_path
 from batchline.openai_api.parsing import described_field, known_fields, warned_elsewhere
 
 MAX_SHOWN = 20
@@ -22,9 +22,9 @@ _KNOWN = {url: known_fields(schema) for url, schema in REQUEST_SCHEMAS.items()}
 
 @dataclass(slots=True)
 class _UnknownField:
-    """Where a field stands first, and how many requests have it."""
+    """Where a field stands first, and how many requests have it. path: of the endpoint that answers the first one."""
 
-    url: str
+    path: str
     line_number: int
     custom_id: str
     count: int = 0
@@ -39,12 +39,16 @@ class UnknownFields:
 
     def add(self, url: str, body: Mapping[str, Any], line_number: int, custom_id: str) -> None:
         """Look at one request. A field that is null counts as left out."""
-        known = _KNOWN.get(url)
+        try:
+            path = answering_path(url, body)
+        except BadRequest:
+            return  # no endpoint answers it, and its error says why
+        known = _KNOWN.get(path)
         if known is None or body.keys() <= known:
             return
         for name, value in body.items():
             if name not in known and value is not None:
-                self._count(name, url, line_number, custom_id)
+                self._count(name, path, line_number, custom_id)
 
     def warnings(self) -> list[str]:
         """A sentence for each field, in the order of the file, as far as there are not absurdly many."""
@@ -54,18 +58,18 @@ class UnknownFields:
             shown.append(f"The requests have {number} unknown fields; the first {MAX_SHOWN} are named.")
         return shown
 
-    def _count(self, name: str, url: str, line_number: int, custom_id: str) -> None:
+    def _count(self, name: str, path: str, line_number: int, custom_id: str) -> None:
         found = self._fields.get(name)
         if found is None:
             if len(self._fields) == _MAX_KEPT:
                 self._has_more = True
                 return
-            found = self._fields[name] = _UnknownField(url, line_number, custom_id[:_MAX_ID_CHARS])
+            found = self._fields[name] = _UnknownField(path, line_number, custom_id[:_MAX_ID_CHARS])
             warned_elsewhere(name)
         found.count += 1
 
 
 def _warning(name: str, found: _UnknownField) -> str:
-    field = described_field(REQUEST_SCHEMAS[found.url], name)
+    field = described_field(REQUEST_SCHEMAS[found.path], name)
     requests = counted(found.count, "request")
     return f"Unknown field {field} in {requests}, first on line {found.line_number} ({found.custom_id!r})."

@@ -102,6 +102,7 @@ def _refuse_unwritable(bad_lines: Path, input_file: str) -> None:
 
 
 def _write_bad_lines(target: Path, checked: InputFile, judge: RequestJudge) -> None:
+    from batchline.batch.compression import compressor_for
     from batchline.batch.inspect import bad_lines
     from batchline.disk import write_lines
 
@@ -109,7 +110,7 @@ def _write_bad_lines(target: Path, checked: InputFile, judge: RequestJudge) -> N
         for fault in bad_lines(checked, judge):
             yield orjson.dumps(fault, option=orjson.OPT_APPEND_NEWLINE)
 
-    write_lines(target, encoded())
+    write_lines(target, encoded(), compressor_for(target.name))
 
 
 def _print_report(

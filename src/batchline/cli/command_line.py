@@ -288,9 +288,10 @@ def _put(target: dict[str, Any], path: str, text: str) -> bool:
     """Set a part of an object. Returns False if something else than an object or a list is where one has to be."""
     *parents, last = path.split(".")
     for key in parents:
-        target = target.setdefault(key, {})
-        if not isinstance(target, dict):
+        part: Any = target.setdefault(key, {})
+        if not isinstance(part, dict):
             return False
+        target = part
     if last.endswith("+"):
         return _merge(target, last.removesuffix("+"), [_json_or_text(item) for item in text.split(",")], extends=True)
     return _merge(target, last, _json_or_text(text))

@@ -19,11 +19,13 @@ def split(
     max_requests: MaxRequests = None,
     max_file_size: MaxFileSize = None,
     limits: LimitPreset = "hosted",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace older parts of the same name.")] = False,
 ) -> None:
     """Cut a batch file into parts within limits. Prints the name of each part, a tab and how many lines it has."""
     from batchline.batch.split import split_file
 
-    for part in split_file(input_file, output_dir, limits_of(limits, max_requests, max_file_size)):
+    wanted = limits_of(limits, max_requests, max_file_size)
+    for part in split_file(input_file, output_dir, wanted, overwrite=overwrite):
         typer.echo(f"{part.path}\t{counted(part.num_lines, 'line')}")
 
 
