@@ -196,6 +196,7 @@ def test_a_run_with_a_backend_leaves_a_record_only_if_it_is_told_where(batch: Pa
 
 
 def test_what_a_python_user_needs_is_in_the_package_itself() -> None:
+    assert set(batchline.__all__) <= set(dir(batchline))
     assert {name for name in batchline.__all__ if not hasattr(batchline, name)} == set()
     assert batchline.EngineConfig(model=batchline.ModelConfig(model="m")).model.names == ("m",)
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):

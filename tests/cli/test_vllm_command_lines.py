@@ -68,6 +68,14 @@ ACCEPTED: list[tuple[str, Callable[[Any, Any], Any], Any, str]] = [
     ("serve M --max-num-batched-tokens 1M", lambda e, _: e.scheduler.max_num_batched_tokens, 2**20, ""),
     ("serve M --dtype half", lambda e, _: e.model.dtype, "float16", ""),
     ("serve M --dtype float", lambda e, _: e.model.dtype, "float32", ""),
+    (
+        "serve M -O.level=3 -cc.mode 3 --guided-decoding-disable-fallback "
+        "--guided-decoding-disable-additional-properties --cuda-graph-sizes 1 2 --renderer-num-workers 2 --dtype half",
+        lambda e, _: e.model.dtype,
+        "float16",
+        "-O.level, -cc.mode, --guided-decoding-disable-fallback, --guided-decoding-disable-additional-properties, "
+        "--cuda-graph-sizes, --renderer-num-workers",
+    ),
     ("serve M --task embedding", lambda e, _: e.model.task, "embed", ""),
     ("serve M --task embed", lambda e, _: e.model.task, "embed", ""),
     ("serve M --task generate", lambda e, _: e.model.task, "generate", ""),
@@ -199,6 +207,8 @@ REFUSED = [
     ("--speculative-config.method ngram", "Speculative decoding is not supported"),
     ("--quantization awq", "'awq' is not supported. int8 quantizes ordinary weights"),
     ("-q gptq_marlin", "'gptq_marlin' is not supported"),
+    ("--quantization-config '{\"a\": 1}'", "Weights are quantized by --quantization int8 only"),
+    ("--max-inflight 8", "--max-inflight is an option of batchline run-batch."),
     ("--load-format dummy", "Weights are read from safetensors files"),
     ("--tokenizer-mode mistral", "Tokenizers run as the transformers library loads them"),
     ("--runner draft", "Models generate, embed or score"),
@@ -231,6 +241,13 @@ REFUSED = [
 @pytest.mark.parametrize(("options", "message"), REFUSED, ids=[case[0] for case in REFUSED])
 def test_what_cannot_be_done_is_refused_in_a_sentence(options: str, message: str) -> None:
     assert message in refusal(f"serve model {options}")
+
+
+def test_options_of_serve_only_are_named_as_such_in_a_run() -> None:
+    """Bug: `--allowed-origins` was "No such option", with a suggestion that misled."""
+    message = refusal("run-batch -i in -o out --model m --allowed-origins '*' --root_path /x")
+    assert "--allowed-origins is an option of batchline serve." in message
+    assert "--root_path is an option of batchline serve." in message
 
 
 def test_help_has_its_usual_short_form(capfd: pytest.CaptureFixture[str]) -> None:

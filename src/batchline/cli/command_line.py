@@ -45,7 +45,7 @@ class CheckedCommand(GroupedCommand):
         if ctx.resilient_parsing:
             return list(super().parse_args(ctx, args))
         parameters = self.get_params(ctx)
-        reader = ArgumentReader(parameters, self.vllm_options)
+        reader = ArgumentReader(parameters, self.vllm_options, _options_of_others(ctx))
         arguments = reader.read(args, lambda config: is_set_elsewhere("model", config))
         ctx.meta[TRANSLATION] = reader.translation
         given, rest, order = self.make_parser(ctx).parse_args(arguments)
@@ -68,6 +68,17 @@ class ModelCommand(CheckedCommand):
     """A command that loads models, and takes the options of vLLM's commands."""
 
     vllm_options = VLLM_OPTIONS
+
+
+def _options_of_others(ctx: Any) -> dict[str, str]:
+    """The options of the other commands beside this one, with a command that has each."""
+    commands = getattr(getattr(ctx.parent, "command", None), "commands", {})
+    return {
+        name: f"batchline {other}"
+        for other, command in commands.items()
+        for parameter in command.params
+        for name in (*parameter.opts, *parameter.secondary_opts)
+    }
 
 
 def _process(ctx: Any, parameters: Sequence[Any], given: Any, rest: list[str], order: Sequence[Any]) -> list[Any]:
@@ -109,11 +120,15 @@ class ArgumentReader:
     problems: what is wrong with them. turned_off: parameters of flags without a `--no-` form that are set to false.
     """
 
-    def __init__(self, parameters: Sequence[Any], vllm_options: Mapping[str, VllmOption]) -> None:
+    def __init__(
+        self, parameters: Sequence[Any], vllm_options: Mapping[str, VllmOption], of_others: Mapping[str, str]
+    ) -> None:
+        """of_others: commands by the options that they have."""
         options = [parameter for parameter in parameters if parameter.param_type_name == "option"]
         self._own = {name: option for option in options for name in (*option.opts, *option.secondary_opts)}
         self._takes_argument = len(options) < len(parameters)
         self._vllm_options = vllm_options
+        self._of_others = of_others
         self._left: deque[str] = deque()
         self._read: list[tuple[str, list[str]]] = []  # names and values, and arguments under the name ""
         self._translated: Ours = []
@@ -166,6 +181,8 @@ class ArgumentReader:
             self._take_vllm(name, *found, value if is_given else None)
         elif (found := find(token[:2], self._vllm_options)) is not None and token[2:].isdecimal():  # -O3
             self._take_vllm(token[:2], *found, token[2:])
+        elif "." in name and (found := find(name.partition(".")[0], self._vllm_options)) is not None:  # -cc.mode 3
+            self._take_vllm(name, *found, value if is_given else None)
         else:
             self._refuse_unknown(name)
 
@@ -245,6 +262,10 @@ class ArgumentReader:
         return values
 
     def _refuse_unknown(self, name: str) -> None:
+        other = self._of_others.get(name.replace("_", "-"))
+        if other is not None:
+            self.problems.append(f"{name} is an option of {other}.")
+            return
         known = [known for known in (*self._own, *self._vllm_options) if known.startswith("--")]
         close = get_close_matches(name.replace("_", "-"), known, n=1)
         self.problems.append(f"No such option: {name}." + (f" Did you mean {close[0]}?" if close else ""))

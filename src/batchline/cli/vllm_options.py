@@ -112,7 +112,9 @@ VLLM_OPTIONS: Mapping[str, VllmOption] = {
     # what is always so here
     **_each(
         "enable-prompt-tokens-details enable-request-id-headers enable-tokenizer-info-endpoint enable-offline-docs "
-        "enable-reasoning language-model-only use-v2-block-manager enable-chunked-prefill",
+        "enable-reasoning language-model-only use-v2-block-manager enable-chunked-prefill "
+        "guided-decoding-disable-fallback guided-decoding-disable-any-whitespace "
+        "guided-decoding-disable-additional-properties",
         "flag",
     ),
     **_each("guided-decoding-backend scheduling-policy", "value"),
@@ -144,10 +146,11 @@ VLLM_OPTIONS: Mapping[str, VllmOption] = {
         "tokenizer-pool-extra-config model-loader-extra-config safetensors-load-strategy pt-load-map-location "
         "limit-mm-per-prompt mm-processor-kwargs mm-processor-cache-gb mm-processor-cache-type media-io-kwargs "
         "mm-shm-cache-max-object-size-mb mm-encoder-tp-mode mm-encoder-attn-backend video-pruning-rate "
-        "h11-max-incomplete-event-size h11-max-header-count fingerprint-mode fingerprint-value",
+        "h11-max-incomplete-event-size h11-max-header-count fingerprint-mode fingerprint-value "
+        "renderer-num-workers",
         "value",
     ),
-    **_each("cudagraph-capture-sizes ignore-patterns", "values"),
+    **_each("cudagraph-capture-sizes cuda-graph-sizes ignore-patterns", "values"),
     # formats of the model's files
     **_each(
         "load-format",
@@ -178,6 +181,7 @@ VLLM_OPTIONS: Mapping[str, VllmOption] = {
         refusal="Tokenizer and code have the revision of the model: set it with --revision.",
     ),
     **_each("hf-config-path", "value", refusal="The config.json is that of the model. Change it with --hf-overrides."),
+    **_each("quantization-config", "value", refusal="Weights are quantized by --quantization int8 only."),
     **_each("rope-scaling", "value", refusal="""Write --hf-overrides '{"rope_scaling": {...}}' instead."""),
     **_each("rope-theta", "value", refusal="""Write --hf-overrides '{"rope_theta": ...}' instead."""),
     # one device
