@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import re
@@ -353,7 +354,7 @@ def test_check_compiles_constraints_without_a_model(command: Command, tmp_path: 
 
 
 def test_check_compiles_a_limited_number_of_different_constraints(
-    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: Command, backend: FakeBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("batchline.endpoints.without_model.MAX_CONSTRAINTS", 2)
     patterns = ["a", "b", "a", "(?=a)a", "(?=b)b", "b"]
@@ -361,6 +362,9 @@ def test_check_compiles_a_limited_number_of_different_constraints(
     ended = command("check", path)
     assert ended.code == 0
     assert "The constraints of 2 requests were not compiled: the file has more than" in ended.out
+    ended = command(*run_args(path, tmp_path / "out.jsonl"), "--strict")
+    assert (ended.code, backend.is_started) == (0, True)
+    assert ended.err.count("Warning: The constraints of 2 requests were not compiled") == 1
 
 
 def test_check_counts_bad_lines_by_code_and_tells_where_the_rest_is(command: Command, tmp_path: Path) -> None:
@@ -375,6 +379,8 @@ def test_check_counts_bad_lines_by_code_and_tells_where_the_rest_is(command: Com
     one = command("check", write(tmp_path / "one.jsonl", b"bad"), "--bad-lines", tmp_path / "bad")
     assert one.out.startswith("1 request, 4 bytes\n1 bad line, the first")  # it said "1 requests"
     assert f"1 bad line written to {tmp_path / 'bad'}" in one.out
+    command("check", path, "--bad-lines", tmp_path / "bad.gz")
+    assert len(gzip.decompress((tmp_path / "bad.gz").read_bytes()).splitlines()) == 31  # it was plain text
     ended = command("check", path, "--bad-lines", path)
     assert (ended.code, "same file as the input" in ended.err) == (2, True)
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from batchline.backends.base import Backend, OpenBackend
 from batchline.batch import source
@@ -38,6 +38,9 @@ from batchline.batch.sink import account_for_older_outputs, deliver_results
 from batchline.batch.stopping import STOPPING, STOPPING_IDLE, STOPPING_LOADING, Stop, unless_stopped
 from batchline.batch.summary import RunSummary, summarize
 from batchline.errors import EngineLost, ModelLoadError, RunFailed, RunInterrupted, UsageError, counted
+
+if TYPE_CHECKING:
+    from batchline.batch.inspect import RequestJudge
 
 
 async def run(
@@ -167,15 +170,18 @@ class BatchRun:
         self._open_files.callback(index.close)
         planner = Planner(scratch, dedup=options.dedup)
         self._open_files.callback(planner.close)
+        judges = _judges(options)
         report = await asyncio.to_thread(
             check_file,
             path,
             index,
             scratch=scratch,
             default_model=options.default_model,
-            observer=_judged_under_strict(options, planner.add) if options.strict and options.text else planner.add,
+            observer=_judged(planner.add, judges) if judges else planner.add,
             should_stop=self._stop.shutdown.is_set,
         )
+        for warning in dict.fromkeys(warning for judge in judges.values() for warning in judge.warnings()):
+            self._reporter.warn(warning)
         refuse_over_limits(report, options.limits)
         return CheckedInput(path, index, report, planner)
 
@@ -293,12 +299,19 @@ class BatchRun:
             raise
 
 
-def _judged_under_strict(options: RunOptions, observer: LineObserver) -> LineObserver:
-    """`observer`, which also checks every body, as `batchline check --strict` does."""
+def _judges(options: RunOptions) -> dict[str, RequestJudge]:
+    """Who checks the bodies for each served model under `strict`, as `batchline check --strict` does."""
+    if not options.strict or not options.text:
+        return {}
     from batchline.batch.inspect import RequestJudge  # every endpoint's text code, for this option alone
 
     served = [name for names in options.served_models or () for name in names]
-    judges = {name: RequestJudge(replace(text, strict=True), served) for name, text in (options.text or {}).items()}
+    judges = {id(text): RequestJudge(replace(text, strict=True), served) for text in options.text.values()}
+    return {name: judges[id(text)] for name, text in options.text.items()}
+
+
+def _judged(observer: LineObserver, judges: Mapping[str, RequestJudge]) -> LineObserver:
+    """`observer`, and then the judge of the line's model. Any of them refuses a model that is not served."""
     any_judge = next(iter(judges.values()))
 
     def observe(position: int, url: str, body: dict[str, Any]) -> None:
