@@ -88,7 +88,7 @@ def test_a_cell_shows_a_bar_can_be_interrupted_and_resumes(notebook: Notebook) -
     shown, result = notebook.run("run(0.5, before_answer=never)", interrupted_at=("19/20",))
     assert result == "RunInterrupted"
     assert "Stopping: running requests may finish" in shown
-    assert "stopping: 1 running, cut in 0 s" in shown
+    assert "stopping: 1 in flight, cut in 0 s" in shown
     assert "TqdmWarning" not in shown
     shown, result = notebook.run("run(0.5)")
     assert "20/20" in shown
@@ -98,7 +98,7 @@ def test_a_cell_shows_a_bar_can_be_interrupted_and_resumes(notebook: Notebook) -
 
 def test_a_second_interrupt_ends_a_cell_at_once(notebook: Notebook) -> None:
     shown, result = notebook.run(
-        "import os; os.remove('out'); run(600, before_answer=never)", interrupted_at=("19/20", "stopping: 1 running")
+        "import os; os.remove('out'); run(600, before_answer=never)", interrupted_at=("19/20", "stopping: 1 in flight")
     )
     assert result == "KeyboardInterrupt"
     assert "cut in 600 s" in shown

@@ -180,7 +180,7 @@ def test_stopping_counts_down_and_a_second_signal_restores_the_screen(
     terminal = start(width, 4, "wait", "--grace-period", "3600")
     terminal.wait_for(lambda: "4/10" in terminal.text)
     terminal.process.send_signal(number)
-    terminal.wait_for(lambda: any("stopping: 1 running, cut in 3" in line for line in terminal.lines))
+    terminal.wait_for(lambda: any("stopping: 1 in flight, cut in 3" in line for line in terminal.lines))
     terminal.process.send_signal(number)
     assert terminal.ended() == 130
     assert_restored(terminal)

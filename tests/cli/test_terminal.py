@@ -76,7 +76,7 @@ def test_a_bar_says_the_most_important_first_at_any_width() -> None:
     assert bar_at(42, eta_s=25680.0, **rates) == "123k/1.0M  12%  1.2k failed  7:08:00 left"
     assert bar_at(12, eta_s=25680.0, **rates) == "123k/1.0M"
     assert bar_at(5, eta_s=25680.0, **rates) == "123k/"
-    assert bar_at(60, stops_in_s=27.6, num_running=12, **rates) == "stopping: 12 running, cut in 28 s  123k/1.0M  12%"
+    assert bar_at(60, stops_in_s=27.6, num_running=12, **rates) == "stopping: 12 in flight, cut in 28 s  123k/1.0M  12%"
     assert all(len(bar_at(width, eta_s=1.0, **rates)) <= width for width in range(1, 150))
 
 

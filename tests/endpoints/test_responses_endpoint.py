@@ -162,7 +162,7 @@ async def test_a_stream_that_is_cut_ends_as_incomplete() -> None:
         ({"max_tokens": 5}, "max_tokens: chat completions take it, responses do not"),
         ({"n": 2}, "n: chat completions take it"),
         ({"response_format": {"type": "json_object"}}, "response_format: chat completions take it"),
-        ({"prompt": {"id": "p"}}, "prompt: it is not supported by this build"),
+        ({"prompt": {"id": "p"}}, "prompt: it is not supported"),
         ({"conversation": "c"}, "conversation: it is not supported"),
         ({"guided_regex": "("}, "guided_regex: invalid regular expression"),
     ],

@@ -120,7 +120,7 @@ def test_many_errors_are_counted() -> None:
 def test_parameters_that_cannot_be_honoured_are_refused_by_name(name: str) -> None:
     error = refused(**{name: {"some": "value"}})
     assert error.param == name
-    assert error.message.startswith(f"{name}: {UNSUPPORTED[name].feature} is not supported by this build")
+    assert error.message.startswith(f"{name}: {UNSUPPORTED[name].feature} is not supported")
     assert error.message.endswith(UNSUPPORTED[name].advice)
 
 

@@ -105,7 +105,7 @@ class RequestJudge:
         if not is_batch_url(url):
             raise NotFound(f"Unknown path {url[:_SHOWN_URL]}. Served: {', '.join(CHECKS)}", param="url")
         if url not in CHECKS:
-            raise BadRequest(f"No model of this build answers {url}. Served: {', '.join(CHECKS)}", param="url")
+            raise BadRequest(f"No model answers {url}. Served: {', '.join(CHECKS)}", param="url")
         model = body.get("model")
         if self._served_models and model is not None and model not in self._served_models:
             served = ", ".join(self._served_models)

@@ -94,7 +94,7 @@ class ProgressBar:
 def stopping_text(progress: Progress) -> str:
     """What a run that is being stopped waits for, and how long."""
     seconds = max(0.0, progress.stops_in_s or 0.0)
-    return f"stopping: {progress.num_running:,} running, cut in {seconds:.0f} s"
+    return f"stopping: {progress.num_running:,} in flight, cut in {seconds:.0f} s"
 
 
 class CallbackReporter:

@@ -84,7 +84,7 @@ def _tool(given: JsonObject, path: str) -> JsonObject:
     """A tool that the client runs. Raises: BadRequest for one of a hosted service."""
     kind = given.get("type", "custom")
     if kind not in ("custom", None):
-        raise BadRequest(f"{path}: tools of type {str(kind)[:80]!r} are not supported by this build", param=path)
+        raise BadRequest(f"{path}: tools of type {str(kind)[:80]!r} are not supported", param=path)
     if not isinstance(given.get("input_schema"), dict):
         raise BadRequest(f"{path}.input_schema: Input should be a JSON object", param=f"{path}.input_schema")
     function = {"name": given.get("name"), "parameters": given["input_schema"]}
@@ -222,7 +222,7 @@ def _part(block: Any, kind: Any, path: str) -> JsonObject:
         return {"type": "text", "text": _document_text(block, path)}
     if not isinstance(kind, str):
         raise BadRequest(f"{path}: Input should be an object with a type", param=path)
-    raise BadRequest(f"{path}: content blocks of type {kind[:80]!r} are not supported by this build", param=path)
+    raise BadRequest(f"{path}: content blocks of type {kind[:80]!r} are not supported", param=path)
 
 
 def _image_url(source: Any, path: str) -> str:

@@ -114,7 +114,7 @@ def _tool(given: JsonObject, path: str) -> JsonObject:
     """A tool of the only type there is here."""
     kind = given.get("type")
     if kind != "function":
-        raise BadRequest(f"{path}: tools of type {str(kind)[:80]!r} are not supported by this build", param=path)
+        raise BadRequest(f"{path}: tools of type {str(kind)[:80]!r} are not supported", param=path)
     return _function(given)
 
 
@@ -171,7 +171,7 @@ class _Conversation:
             message = {"role": "tool", "tool_call_id": item["call_id"], "content": _content(item.get("output"))}
             self._append(message, path, f"{path}.output")
         else:
-            raise BadRequest(f"{path}: items of type {str(kind)[:80]!r} are not supported by this build", param=path)
+            raise BadRequest(f"{path}: items of type {str(kind)[:80]!r} are not supported", param=path)
 
     def _append(self, message: JsonObject, path: str, content_path: str) -> None:
         name = f"messages[{len(self.messages)}]"

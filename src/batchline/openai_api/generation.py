@@ -7,6 +7,7 @@ nothing but the value are checked here; what needs the model (its vocabulary, it
 from __future__ import annotations
 
 import re
+import reprlib
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, ConfigDict, Field, PlainValidator
@@ -53,7 +54,11 @@ def _logit_bias(value: Any) -> dict[int, float]:
                 "logit_bias", "Each token id should be there once: {id} is twice", {"id": int(key)}
             )
         if isinstance(bias, bool) or not isinstance(bias, (int, float)) or not -100 <= bias <= 100:
-            raise PydanticCustomError("logit_bias", "Each bias should be a number from -100 to 100")
+            raise PydanticCustomError(
+                "logit_bias",
+                "The bias of token {id} should be a number from -100 to 100, not {bias}",
+                {"id": int(key), "bias": reprlib.repr(bias)},
+            )
         biases[int(key)] = float(bias)
     return biases
 

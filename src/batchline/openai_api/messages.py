@@ -93,7 +93,7 @@ def refuse_other_fields(body: Mapping[str, Any], schema: type[CountTokensRequest
     refuse_chat_fields(body, schema, "messages")
     for name in HOSTED_FIELDS:
         if body.get(name):
-            raise BadRequest(f"{name}: it is not supported by this build", param=name)
+            raise BadRequest(f"{name}: it is not supported", param=name)
 
 
 def message_object(

@@ -1,6 +1,6 @@
 """Turns an untrusted JSON body into a checked request, and accounts for every field.
 
-A field is of one of four kinds. The schema declares it; or it is known, but this build cannot honour it and refuses it
+A field is of one of four kinds. The schema declares it; or it is known, but Batchline cannot honour it and refuses it
 by name; or it has no behaviour and is dropped; or it is unknown. An unknown field is an error under `strict`, and is
 otherwise named in a warning, once. `null` means the same as leaving a field out.
 """
@@ -65,7 +65,7 @@ NO_BEHAVIOUR: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Unsupported:
-    """A known parameter that this build cannot honour.
+    """A known parameter that Batchline cannot honour.
 
     neutral: values that request nothing and are accepted. advice: what to send instead.
     """
@@ -94,7 +94,9 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
     "function_call": _TOOLS,
     "reasoning_effort": _REASONING,
     "include_reasoning": _REASONING,
-    "thinking_token_budget": _REASONING,
+    "thinking_token_budget": Unsupported(
+        "a separate limit for thinking", advice="max_tokens limits thinking and text together"
+    ),
     "mm_processor_kwargs": _MEDIA,
     "modalities": Unsupported("audio output", (["text"],)),
     "audio": _AUDIO,
@@ -144,8 +146,8 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
     "extra_key": Unsupported("this name", advice="set cache_salt, which separates prefix caches"),
     "rid": Unsupported("this name", advice="set request_id"),
     "session_params": _SESSIONS,
-    "vllm_xargs": Unsupported("extensions of the engine", ({},)),
-    "custom_params": Unsupported("extensions of the engine", ({},)),
+    "vllm_xargs": Unsupported("extending the engine", ({},)),
+    "custom_params": Unsupported("extending the engine", ({},)),
     "custom_logit_processor": Unsupported("custom logits processors", ([], "")),
     "ngram_corpus_id": Unsupported("speculation from a corpus"),
     "moderation": Unsupported("moderation"),
@@ -229,7 +231,7 @@ def _account_for(name: str, value: Any, *, strict: bool) -> None:
     if unsupported is not None:
         if value not in unsupported.neutral:
             advice = f"; {unsupported.advice}" if unsupported.advice else ""
-            raise BadRequest(f"{name}: {unsupported.feature} is not supported by this build{advice}", param=name)
+            raise BadRequest(f"{name}: {unsupported.feature} is not supported{advice}", param=name)
         return
     _account_for_unknown(name, strict=strict)
 
@@ -332,6 +334,8 @@ def _fault(detail: ErrorDetails) -> str:
     cause = detail.get("ctx", {}).get("error")
     if detail["type"] == "value_error" and cause is not None:
         return str(cause)
+    if detail["type"] == "extra_forbidden":
+        return "unknown field"
     if detail["type"] == "union_tag_not_found":
         return "Its type is required"
     if detail["type"] == "union_tag_invalid":

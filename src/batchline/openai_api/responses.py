@@ -162,7 +162,7 @@ def refuse_other_fields(body: Mapping[str, Any]) -> None:
     refuse_chat_fields(body, ResponsesRequest, "responses")
     for name in HOSTED_FIELDS:
         if body.get(name) is not None:
-            raise BadRequest(f"{name}: it is not supported by this build", param=name)
+            raise BadRequest(f"{name}: it is not supported", param=name)
 
 
 def response_object(
