@@ -140,9 +140,7 @@ def test_completions_refuse_what_this_build_cannot_honour(name: str) -> None:
 
 def test_a_wrong_bias_is_shown_with_its_token() -> None:
     """Bug: "(got an object)" did not tell which of hundreds of biases was wrong."""
-    with pytest.raises(
-        BadRequest, match="bias of token 7 should be a number from -100 to 100, not 101"
-    ):
+    with pytest.raises(BadRequest, match="bias of token 7 should be a number from -100 to 100, not 101"):
         chat_request(logit_bias={"5": 1, "7": 101})
 
 

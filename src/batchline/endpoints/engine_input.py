@@ -283,4 +283,6 @@ def check_num_logprobs(wanted: int | None, config: TextConfig, field: str) -> No
     if wanted is None or cap == -1:
         return
     if wanted == -1 or wanted > cap:
-        raise BadRequest(f"{field}: at most {cap} log-probabilities per token may be asked for", param=field)
+        raise BadRequest(
+            f"{field}: at most {cap} log-probabilities per token may be asked for (--max-logprobs)", param=field
+        )

@@ -146,6 +146,7 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
     "extra_key": Unsupported("this name", advice="set cache_salt, which separates prefix caches"),
     "rid": Unsupported("this name", advice="set request_id"),
     "session_params": _SESSIONS,
+    "extra_body": Unsupported("a body inside of the body", ({},), "move its fields into the body"),
     "vllm_xargs": Unsupported("extending the engine", ({},)),
     "custom_params": Unsupported("extending the engine", ({},)),
     "custom_logit_processor": Unsupported("custom logits processors", ([], "")),
