@@ -11,6 +11,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import cache
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -245,13 +246,15 @@ def _account_for_unknown(path: str, *, strict: bool) -> None:
 
 def _unknown_inside(model: BaseModel, given: Mapping[str, Any], path: str) -> Iterator[str]:
     """The paths of unknown fields in the objects inside a checked object, where their schemas ignore such fields."""
-    for name, field in type(model).model_fields.items():
-        inner = getattr(model, name)
-        key = field.alias or name
+    names = _names_by_key(type(model))
+    for key, value in given.items():
+        if key not in names or not isinstance(value, (dict, list)):
+            continue
+        inner = getattr(model, names[key])
         if isinstance(inner, BaseModel):
-            yield from _unknown_of(inner, given.get(key), path + key)
+            yield from _unknown_of(inner, value, path + key)
         elif isinstance(inner, (list, tuple)) and inner and isinstance(inner[0], BaseModel):
-            for index, (item, item_given) in enumerate(zip(inner, given.get(key) or (), strict=False)):
+            for index, (item, item_given) in enumerate(zip(inner, value, strict=False)):
                 yield from _unknown_of(item, item_given, f"{path}{key}[{index}]")
 
 
@@ -259,10 +262,16 @@ def _unknown_of(model: BaseModel, given: Any, path: str) -> Iterator[str]:
     if not isinstance(given, Mapping):
         return
     if model.model_config.get("extra") == "ignore":
-        known = {field.alias or name for name, field in type(model).model_fields.items()}
+        known = _names_by_key(type(model))
         unknown = (name for name, value in given.items() if name not in known and value is not None)
         yield from (f"{path}.{name}" for name in unknown if name not in NO_BEHAVIOUR)
     yield from _unknown_inside(model, given, f"{path}.")
+
+
+@cache
+def _names_by_key(schema: type[BaseModel]) -> Mapping[str, str]:
+    """The names of a schema's fields by their keys in JSON."""
+    return {field.alias or name: name for name, field in schema.model_fields.items()}
 
 
 def _unknown_field(name: str) -> str:
