@@ -151,7 +151,7 @@ def test_only_what_is_in_flight_is_suspect(tmp_path: Path) -> None:
 
 
 def test_a_seat_that_cannot_be_written_is_no_reason_to_fail(tmp_path: Path) -> None:
-    in_flight = InFlight(tmp_path / "in-flight", "token")
+    in_flight = InFlight(tmp_path / "in-flight")
     os.close(in_flight._fd)
     in_flight.take(1)
     in_flight.leave(1)
@@ -195,6 +195,25 @@ def test_a_request_that_ends_the_engine_for_good_is_answered_with_an_error_after
     assert results[-1]["response"]["body"]["error"]["code"] == "process_crashed"
 
 
+def test_a_request_that_ends_the_engine_is_given_up_while_another_run_of_the_process_goes_on(
+    tmp_path: Path, run_file: Run
+) -> None:
+    """All crashes of a process had the token of its longest run, so each retry after the first one was not counted."""
+
+    async def end_the_engine(_: EndpointRequest) -> None:
+        raise EngineLost("the device is gone")
+
+    batch = write_lines(tmp_path / "in", [chat_line("poison")])
+    other = tmp_path / "other"
+    other.mkdir()
+    with watched(other):
+        for _ in range(3):
+            with pytest.raises(RunFailed, match="Run the same command again"):
+                run_file(batch, tmp_path / "out", backend=FakeBackend(before_answer=end_the_engine))
+        assert run_file(batch, tmp_path / "out", backend=FakeBackend(before_answer=end_the_engine)).failed == 1
+    assert read_lines(tmp_path / "out")[0]["response"]["body"]["error"]["code"] == "process_crashed"
+
+
 def test_a_second_model_that_was_never_loaded_accuses_nobody(tmp_path: Path, run_file: Run) -> None:
     class TwoModels(FakeBackend):
         async def models(self) -> list[ServedModel]:
@@ -233,7 +252,7 @@ ctypes.string_at(0)
     if first_has_ended:
         assert crashes.pop(0) is None
     assert {crash.fault for crash in crashes if crash} == {"Segmentation fault"}
-    assert len({crash.token for crash in crashes if crash}) == 1
+    assert len({crash.token for crash in crashes if crash}) == len(crashes)
     assert [crash and crash.positions for crash in crashes] == [(0,), (1,), (2,)][first_has_ended:]
 
 

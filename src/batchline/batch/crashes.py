@@ -1,10 +1,10 @@
 """Records which requests are in flight, so that those that crash the process can be found.
 
 Two small files in the job folder survive the process, because their written pages belong to the system. `in-flight` has
-the position of every request without a durable result. `fault` has the output of `faulthandler` if the process dies of
-a fault in native code (a segmentation fault, an abort). SIGKILL, SIGTERM and power loss leave no fault, so no request
-is suspected. The kernel also uses SIGKILL when memory runs out, but counts such kills: `fault` begins with that count,
-if the process's control group has a readable one.
+a token of the run in this process and the position of every request without a durable result. `fault` has the output
+of `faulthandler` if the process dies of a fault in native code (a segmentation fault, an abort). SIGKILL, SIGTERM and
+power loss leave no fault, so no request is suspected. The kernel also uses SIGKILL when memory runs out, but counts
+such kills: `fault` begins with that count, if the process's control group has a readable one.
 
 An engine that ends for good ends the run but not the process. The run itself notes that as a crash.
 
@@ -58,11 +58,11 @@ class Crash:
 def last_crash(folder: Path) -> Crash | None:
     """The crash of the last process that was `watched` in this job folder; None if it ended in any other way."""
     try:
-        head, _, report = (folder / _FAULT).read_text(errors="replace").partition("\n")
-        seats = (folder / _IN_FLIGHT).read_bytes()
+        oom_kills, _, report = (folder / _FAULT).read_text(errors="replace").partition("\n")
+        content = (folder / _IN_FLIGHT).read_bytes()
     except FileNotFoundError:
         return None
-    token, _, oom_kills = head.partition(" ")
+    token, seats = content[: _SEAT.size].hex(), content[_SEAT.size :]
     fault = report.partition("\n")[0].removeprefix(_FATAL)
     if not fault and _have_grown(oom_kills):
         fault = "killed for lack of memory"
@@ -122,22 +122,23 @@ class Suspects:
 class InFlight:
     """The file of positions in flight. Writes are not synced: the page cache survives the process.
 
-    A seat keeps its position until another request takes it. The reader knows from the journal which are durable.
+    The file begins with the token of the crash that would end the run: each run of a process counts its own crashes. A
+    seat keeps its position until another request takes it. The reader knows from the journal which are durable.
     """
 
-    def __init__(self, path: Path, token: str) -> None:
-        """token: of the process's crash, see `Crash`."""
-        self.token = token
+    def __init__(self, path: Path) -> None:
+        token = os.urandom(_SEAT.size)
+        self.token = token.hex()
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         self._seats: dict[int, int] = {}
         self._free: list[int] = []
+        self._write(token, 0)
 
     def take(self, position: int) -> None:
         """A request starts. position: of its first line."""
         seat = self._free.pop() if self._free else len(self._seats)
         self._seats[position] = seat
-        with suppress(OSError):  # on a full disk, a crash has one suspect fewer
-            os.pwrite(self._fd, _SEAT.pack(position + 1), seat * _SEAT.size)
+        self._write(_SEAT.pack(position + 1), (seat + 1) * _SEAT.size)
 
     def leave(self, position: int) -> None:
         """Its result is durable. A position that has no seat is ignored."""
@@ -146,8 +147,12 @@ class InFlight:
             self._free.append(seat)
 
     def crash(self, fault: str) -> Crash:
-        """A crash that this process survives. A later fault of the process has the same token, so both count as one."""
+        """A crash that this process survives. A later fault has the same token, so both count as one."""
         return Crash(self.token, fault, tuple(sorted(self._seats)))
+
+    def _write(self, data: bytes, offset: int) -> None:
+        with suppress(OSError):  # on a full disk, a crash has fewer suspects
+            os.pwrite(self._fd, data, offset)
 
     def __len__(self) -> int:
         return len(self._seats)
@@ -161,11 +166,10 @@ class _FaultReport:
     """The file that faulthandler writes to. A process has only one; runs at the same time share it by hard links."""
 
     def __init__(self, path: Path) -> None:
-        self.token = os.urandom(8).hex()
         self._paths = {path}
         self._was_enabled = faulthandler.is_enabled()
         self._file = path.open("w")
-        self._file.write(f"{self.token} {_oom_kills()}\n")
+        self._file.write(f"{_oom_kills()}\n")
         self._file.flush()
         faulthandler.enable(self._file)
 
@@ -211,7 +215,7 @@ def watched(folder: Path) -> Iterator[InFlight]:
             _report.link(path)
         report = _report
     try:
-        in_flight = InFlight(folder / _IN_FLIGHT, report.token)
+        in_flight = InFlight(folder / _IN_FLIGHT)
         try:
             yield in_flight
         finally:
