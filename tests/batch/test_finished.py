@@ -15,8 +15,10 @@ from fsspec.implementations.memory import MemoryFileSystem
 from batchline.backends.base import running
 from batchline.batch import finished
 from batchline.batch.files import RunFiles
+from batchline.batch.journal import Note
 from batchline.batch.locations import parse_location
 from batchline.batch.options import RunOptions
+from batchline.batch.recovery import RunState
 from batchline.batch.run import run
 from batchline.batch.stopping import Stop
 from batchline.batch.summary import RunSummary
@@ -43,8 +45,10 @@ def state(tmp_path: Path) -> Path:
 def again(tmp_path: Path, state: Path, batch: Path, run_file: Any) -> Again:
     """Run the batch to `out` with a new backend, which tells whether it was needed."""
 
-    def run_again(output: object = None, **options: Any) -> tuple[RunSummary, FakeBackend, RecordingReporter]:
-        backend, reporter = FakeBackend(), RecordingReporter()
+    def run_again(
+        output: object = None, backend: FakeBackend | None = None, **options: Any
+    ) -> tuple[RunSummary, FakeBackend, RecordingReporter]:
+        backend, reporter = backend or FakeBackend(), RecordingReporter()
         options = {"state_dir": state, "settings": {"--model": "m"}, **options}
         summary = run_file(batch, output or tmp_path / "out", backend=backend, reporter=reporter, **options)
         return summary, backend, reporter
@@ -239,8 +243,42 @@ def test_no_overwrite_resumes_a_run_that_died_with_its_output_in_place(tmp_path:
     assert not (tmp_path / "out.partial").exists()
 
 
+@pytest.mark.parametrize("noted", ["delivering", "delivered"])
+def test_no_overwrite_resumes_a_run_that_died_after_its_upload(tmp_path: Path, again: Again, noted: str) -> None:
+    """Its own upload was taken for another's output, on every resume."""
+    output = f"etags://bucket/{noted}"
+    write_note = RunState.write_note
+
+    def die_at_note(state: RunState, note: Note) -> None:
+        if note.kind == noted:
+            raise KeyboardInterrupt
+        write_note(state, note)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RunState, "write_note", die_at_note)
+        with pytest.raises(KeyboardInterrupt):
+            again(output, tmp_dir=tmp_path, overwrite=False)
+    assert TaggedFileSystem().exists(output) == (noted == "delivered")
+    summary, backend, _ = again(output, tmp_dir=tmp_path, overwrite=False)
+    assert (summary.resumed, backend.is_started) == (3, False)
+    assert TaggedFileSystem().exists(output)
+
+
+def test_no_overwrite_leaves_an_object_that_appears_before_the_upload(tmp_path: Path, again: Again) -> None:
+    output = "etags://bucket/out"
+
+    async def write_output(_request: object) -> None:
+        TaggedFileSystem().pipe_file(output, b"of another run")
+
+    with pytest.raises(RunFailed, match="written by something else during the run, and --no-overwrite"):
+        again(output, FakeBackend(before_answer=write_output), tmp_dir=tmp_path, overwrite=False)
+    with pytest.raises(RunFailed, match="written by something else during the run, and --no-overwrite"):
+        again(output, tmp_dir=tmp_path, overwrite=False)
+    assert TaggedFileSystem().cat_file(output) == b"of another run"
+
+
 def test_no_overwrite_leaves_a_file_that_appears_during_the_run(tmp_path: Path, batch: Path, run_file: Any) -> None:
-    """It was looked for at the start only, and replaced at the end."""
+    """It was looked for at the start only, and replaced at the end. Later, the draft of the error file stayed."""
 
     async def write_output(_request: object) -> None:
         (tmp_path / "out").write_text("of another run")
@@ -248,8 +286,9 @@ def test_no_overwrite_leaves_a_file_that_appears_during_the_run(tmp_path: Path, 
     backend = FakeBackend(before_answer=write_output)
     for _ in range(2):
         with pytest.raises(RunFailed, match="written by something else during the run, and --no-overwrite"):
-            run_file(batch, tmp_path / "out", backend=backend, overwrite=False)
+            run_file(batch, tmp_path / "out", backend=backend, error_file=str(tmp_path / "err"), overwrite=False)
         assert (tmp_path / "out").read_text() == "of another run"
+        assert not list(tmp_path.glob("*.incomplete"))
     (tmp_path / "out").unlink()
     assert run_file(batch, tmp_path / "out", overwrite=False).resumed == 3
 

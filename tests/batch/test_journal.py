@@ -128,9 +128,13 @@ def test_a_header_that_a_file_system_left_as_zeros_is_started_anew(tmp_path: Pat
 
 
 def test_notes_are_kept_beside_results(tmp_path: Path) -> None:
-    notes = [Note("delivered", "ab12 all results"), Note("crashed", "c0ffee 3 4")]
+    notes = [
+        Note("delivering", "ab12 all results"),
+        Note("delivered", "ab12 all results"),
+        Note("crashed", "c0ffee 3 4"),
+    ]
     with closing(Journal.open(tmp_path / "j", RUN)) as journal:
-        journal.append(encode_note(notes[0]) + record(0) + encode_note(notes[1]))
+        journal.append(encode_note(notes[0]) + record(0) + encode_note(notes[1]) + encode_note(notes[2]))
     with closing(Journal.open(tmp_path / "j", RUN)) as journal:
         assert contents(journal) == [(0, b'{"n":"x"}')]
         assert [found for found in journal.records() if isinstance(found, Note)] == notes

@@ -23,11 +23,13 @@ _INPUT = "input"
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """What is durable: the journal, the positions in it and their sums, where results have arrived, who is suspect."""
+    """What is durable: the journal, the positions in it and their sums, where results are on their way
+    to a free place or have arrived, who is suspect."""
 
     journal: Journal
     tally: Tally
     done: PositionSet = field(default_factory=PositionSet)
+    delivering: set[str] = field(default_factory=set)
     delivered: set[str] = field(default_factory=set)
     suspects: Suspects = field(default_factory=Suspects)
 
@@ -56,7 +58,9 @@ class RunState:
                 self._count_note(record)
 
     def _count_note(self, note: Note) -> None:
-        if note.kind == "delivered":
+        if note.kind == "delivering":
+            self.delivering.add(note.text)
+        elif note.kind == "delivered":
             self.delivered.add(note.text)
         else:
             self.suspects.add(note)

@@ -1,7 +1,8 @@
 """Writes the results from the journal to their targets, each once and in order, and commits them when all are written.
 
 To restore the order, only offsets are sorted, in bounded memory. Uploads are noted in the journal: if the process dies
-before it has removed the job folder, the next one does not upload the same file again.
+before it has removed the job folder, the next one does not upload the same file again. Under `--no-overwrite`, the
+journal also notes that an upload to a free place begins: if the process dies during it, the next one replaces the file.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import struct
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -61,16 +63,24 @@ async def deliver_results(
             target.discard()
         raise
     for target in missing:
-        if options.overwrite is False and await target.exists() and not await target.holds_staged():
-            target.discard()
-            raise RunFailed(
-                f"{target.display} was written by something else during the run, and --no-overwrite does not replace "
-                "it. All results are saved: move it away and run the same command again."
-            )
+        note = notes[target]
+        if options.overwrite is False:
+            if note.text not in state.delivering and await target.exists() and not await target.holds_staged():
+                for late in missing:
+                    late.discard()
+                raise RunFailed(
+                    f"{target.display} was written by something else during the run, and --no-overwrite does not "
+                    "replace it. All results are saved: move it away and run the same command again."
+                )
+            await _note_if_kept(target, state, replace(note, kind="delivering"))
         await unless_stopped(_commit(target), stop.shutdown, options.grace_period_s)
-        if target.notes_commit:
-            with suppress(OSError):  # on a full disk: no reason to fail, because the results have arrived
-                await asyncio.to_thread(state.write_note, notes[target])
+        await _note_if_kept(target, state, note)
+
+
+async def _note_if_kept(target: ResultTarget, state: RunState, note: Note) -> None:
+    if target.notes_commit:
+        with suppress(OSError):  # on a full disk: no reason to fail, because all results exist
+            await asyncio.to_thread(state.write_note, note)
 
 
 def _delivery_note(target: ResultTarget, files: RunFiles, order: OutputOrder) -> Note:
