@@ -424,10 +424,10 @@ def request_error(exc: Exception, request_id: str) -> RequestError:
             return InternalServerError(f"Out of memory: {exc}")
         case NumbersNotFinite() | SequenceFailed():
             return InternalServerError(f"No answer: {exc}")
+        case EngineDead() | EngineLost():  # the log has the engine's own error, if it was not stopped on purpose
+            return ENGINE_STOPPED
     logger.error("request %s failed", request_id, exc_info=exc)
     match exc:
-        case EngineDead() | EngineLost():
-            return ENGINE_STOPPED
         case InvalidAnswer():
             return InternalServerError("The backend gave an invalid answer")
         case BatchlineError():

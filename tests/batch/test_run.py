@@ -18,10 +18,11 @@ from hypothesis import strategies as st
 
 from batchline.backends.base import Answer, EndpointRequest
 from batchline.batch.job_folder import JobFolder
+from batchline.batch.locations import parse_location
 from batchline.batch.options import Limits
 from batchline.batch.runner import Feeder, ReadyRequest
 from batchline.batch.stopping import Stop
-from batchline.batch.targets import FileTarget
+from batchline.batch.targets import FileTarget, StreamTarget
 from batchline.errors import (
     BackendUnavailable,
     BadRequest,
@@ -687,6 +688,33 @@ def test_a_named_pipe_is_read_as_input(tmp_path: Path, run_file: Run) -> None:
     summary = run_file(tmp_path / "pipe", tmp_path / "out")
     writer.join()
     assert summary.succeeded == 3000
+
+
+async def test_a_stop_ends_the_wait_for_a_reader_of_an_output_pipe(batch: Path, tmp_path: Path) -> None:
+    """The first signal was ignored for minutes: a thread waited for a reader."""
+    os.mkfifo(tmp_path / "pipe")
+    location = parse_location(str(tmp_path / "pipe"))
+    target = StreamTarget(location, tmp_path)
+    target.staged.write_bytes(b"results")
+    committing = asyncio.create_task(target.commit())
+    await asyncio.sleep(0)
+    committing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await committing
+    reader = threading.Thread(target=lambda: read.append((tmp_path / "pipe").read_bytes()))
+    read: list[bytes] = []
+    reader.start()
+    await target.commit()
+    await asyncio.to_thread(reader.join)
+    assert read == [b"results"]
+
+
+def test_an_output_that_is_a_loop_of_links_is_replaced(batch: Path, tmp_path: Path, run_file: Run) -> None:
+    """It was a traceback."""
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to("a")
+    run_file(batch, tmp_path / "a")
+    assert len(read_lines(tmp_path / "a")) == 20
 
 
 def test_an_output_device_is_written_to_and_not_replaced(

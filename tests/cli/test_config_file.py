@@ -192,6 +192,7 @@ def test_an_environment_may_serve_several_commands(
         ("api-key: [a, null]", "api-key: it needs a value, not nothing"),
         ("- port", "it must hold option names and their values"),
         ("port: [", "is not valid YAML"),
+        ("port: " + "[" * 5000 + "]" * 5000, "is nested too deeply"),
     ],
 )
 def test_what_is_wrong_in_a_file_is_named(write: Any, text: str, message: str) -> None:

@@ -143,6 +143,8 @@ def test_a_single_prompt_of_token_ids_is_one_prompt() -> None:
         ({"prompt": [[1], [2]], "n": 2, "best_of": 5}, 10),
         ({"prompt": [1, 2, 3], "n": 2}, 2),
         ({"messages": [], "n": 4}, 4),
+        ({"messages": [], "n": 1e7}, 10_000_000),  # one such request held everybody up for ever
+        ({"messages": [], "n": float("inf")}, 1),
         ({"prompt": ["x"], "n": "many", "best_of": None}, 1),
         ({"prompt": [], "n": -5}, 1),
     ],

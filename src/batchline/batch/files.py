@@ -66,9 +66,9 @@ def job_folder_for(output: Location, source: Location, tmp_dir: Path | None) -> 
     """
     if output.path is not None and not is_special(output.path):
         # A link is not the output: the file behind it is, under whatever name a second run writes it.
-        target = output.path.resolve() if output.path.is_symlink() else output.path
+        target = Path(os.path.realpath(output.path)) if output.path.is_symlink() else output.path
         folder = tmp_dir or target.parent
-        tag = "" if tmp_dir is None else f".{Location(str(target.resolve()), 'path').tag}"
+        tag = "" if tmp_dir is None else f".{Location(os.path.realpath(target), 'path').tag}"
         return folder / f"{target.name}{tag}.partial"
     name = f"stdout.{source.tag}" if output.kind == "stdio" else f"{output.name[-_REMOTE_NAME_CHARS:]}.{output.tag}"
     return (tmp_dir or Path()) / f"{name}.partial"
@@ -106,7 +106,7 @@ def _refuse_unwritable_path(location: Location, path: Path, source: Location) ->
 
 def _are_same(first: Location, second: Location) -> bool:
     if first.path is not None and second.path is not None:
-        is_one_name = first.path.resolve() == second.path.resolve()
+        is_one_name = os.path.realpath(first.path) == os.path.realpath(second.path)
         # a hard link, or a name in other letters where case makes no difference
         return is_one_name or (first.path.exists() and second.path.exists() and first.path.samefile(second.path))
     return first.place == second.place

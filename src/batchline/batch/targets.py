@@ -34,6 +34,9 @@ if sys.platform != "win32":
 
 logger = logging.getLogger(__name__)
 
+PIPE_POLL_S = 0.1
+"""Between two looks for a reader of a named pipe."""
+
 Stamp = Mapping[str, str]
 """Names and values that change when the content at a place does."""
 
@@ -141,17 +144,22 @@ class FileTarget(LocationTarget):
     def __init__(self, location: Location, path: Path, job_folder: Path) -> None:
         super().__init__(location, job_folder)
         self.path = path
-        self.tag = Location(str(path.resolve()), "path").tag
+        self.tag = Location(os.path.realpath(path), "path").tag
 
     @property
     def staged(self) -> Path:
         """The name contains the job folder: runs with other folders may be writing the same output."""
-        target = self.path.resolve()
-        owner = hashlib.sha256(os.fsencode(self._job_folder.resolve() / target.name)).hexdigest()[:8]
+        target = self._target
+        owner = hashlib.sha256(os.fsencode(Path(os.path.realpath(self._job_folder)) / target.name)).hexdigest()[:8]
         return target.with_name(f"{target.name[:STAGED_NAME_CHARS]}.{owner}.incomplete")
 
+    @property
+    def _target(self) -> Path:
+        """The file behind a link. A link in a loop is replaced itself."""
+        return Path(os.path.realpath(self.path))
+
     async def _deliver(self) -> None:
-        move_into_place(self.staged, self.path.resolve())
+        move_into_place(self.staged, self._target)
 
     async def exists(self) -> bool:
         """Whether there is a file."""
@@ -180,18 +188,44 @@ class StreamTarget(LocationTarget):
         return False
 
     async def _deliver(self) -> None:
-        await asyncio.to_thread(self._copy)
+        path = self.location.path
+        await asyncio.to_thread(self._copy, None if path is None else await _opened(path))
 
-    def _copy(self) -> None:
-        """Raises: OSError, also where a pipe's reader has left before it had read everything."""
+    def _copy(self, fd: int | None) -> None:
+        """fd: to write to, in place of standard output; it is closed.
+
+        Raises: OSError, also where a pipe's reader has left before it had read everything.
+        """
         with ExitStack() as stack:
+            target = sys.stdout.buffer if fd is None else stack.enter_context(open(fd, "wb"))
             file = stack.enter_context(self.staged.open("rb"))
-            path = self.location.path
-            target = sys.stdout.buffer if path is None else stack.enter_context(path.open("wb"))
             shutil.copyfileobj(file, target, _BLOCK_BYTES)
             target.flush()
             with suppress(io.UnsupportedOperation):  # a stream that is no file, put in the place of standard output
                 _refuse_lost_tail(target.fileno())
+
+
+async def _opened(path: Path) -> int:
+    """A file descriptor to write to a device or a named pipe. Waits for the pipe's reader, and can be cancelled."""
+    has_warned = False
+    while (fd := _open_unless_unread(path)) is None:
+        if not has_warned:
+            has_warned = True
+            logger.warning("waiting for a reader of %s", path)
+        await asyncio.sleep(PIPE_POLL_S)
+    return fd
+
+
+def _open_unless_unread(path: Path) -> int | None:
+    """A file descriptor to write to; None for a named pipe without a reader."""
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+    except OSError as exc:
+        if exc.errno == errno.ENXIO and path.is_fifo():
+            return None
+        raise
+    os.set_blocking(fd, True)
+    return fd
 
 
 class HttpTarget(LocationTarget):

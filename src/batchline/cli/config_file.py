@@ -242,6 +242,8 @@ def _read(path: Path) -> dict[Any, Any]:
         raise UsageError(f"Cannot read the configuration {path}: {exc.strerror}") from exc
     except (yaml.YAMLError, UnicodeDecodeError) as exc:
         raise UsageError(f"{path} is not valid YAML: {exc}") from exc
+    except RecursionError as exc:
+        raise UsageError(f"{path} is nested too deeply") from exc
     if content is None:
         return {}
     if not isinstance(content, dict):

@@ -7,6 +7,7 @@ shape here: what is not of the type that is counted counts nothing, and validati
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -146,7 +147,8 @@ def num_sequences(body: Mapping[str, Any]) -> int:
 
 def _choices(body: Mapping[str, Any], field: str) -> int:
     value = body.get(field)
-    return max(1, value) if type(value) is int else 1
+    is_number = isinstance(value, (int, float)) and math.isfinite(value)  # 4.0 is an integer here
+    return max(1, int(value)) if is_number else 1
 
 
 def _members(messages: Any, key: str) -> Iterator[Any]:
