@@ -44,6 +44,7 @@ IS_TAGGED = re.compile(r"([^<]|<(?!f))*(<f=a>7</f>([^<]|<(?!f))*)*")
 SCHEMA_FORMAT = {"type": "json_schema", "json_schema": {"name": "n", "schema": CLOSED}}
 """guidance sends it together with `guided_json`, which was a 400."""
 
+# Schemas beside `json_object` (TGI, Together, Fireworks, llama.cpp) were dropped, and the answer was any JSON object.
 SPELLINGS: list[tuple[dict[str, Any], re.Pattern[str]]] = [
     ({"guided_json": CLOSED}, IS_CLOSED),
     ({"guided_json": json.dumps(CLOSED)}, IS_CLOSED),
@@ -88,6 +89,12 @@ SPELLINGS: list[tuple[dict[str, Any], re.Pattern[str]]] = [
         {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "strict": True, "schema": CLOSED}}},
         IS_CLOSED,
     ),
+    ({"response_format": {"type": "json_object", "schema": CLOSED}}, IS_CLOSED),
+    ({"response_format": {"type": "json_object", "value": CLOSED}}, IS_CLOSED),
+    ({"response_format": {"type": "json_object", "value": json.dumps(CLOSED), "schema": CLOSED}}, IS_CLOSED),
+    ({"response_format": {"type": "json_schema", "schema": CLOSED}}, IS_CLOSED),
+    ({"response_format": {"type": "json", "value": CLOSED}}, IS_CLOSED),
+    ({"response_format": {"type": "regex", "value": CODE}}, IS_CODE),
     ({"response_format": {"type": "structural_tag", **TAGS}}, IS_TAGGED),
     ({"response_format": {"type": "text"}, "guided_choice": ["Yes"]}, IS_CHOICE),
     (tree("const_string", value="Yes"), IS_CHOICE),
@@ -186,7 +193,18 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"guided_grammar": 'start: "a" foo'}, "guided_grammar", 'unknown name: "foo"'),
     ({"guided_grammar": "nonsense"}, "guided_grammar", "invalid grammar"),
     ({"response_format": {"type": "xml"}}, "response_format", "'text', 'json_object', 'json_schema'"),
+    ({"response_format": {"type": "grammar"}}, "response_format", r"\(got 'grammar'\)$"),
     ({"response_format": {}}, "response_format", "Its type is required"),
+    ({"response_format": {"type": "json"}}, "response_format.value", "Field required"),
+    ({"response_format": {"type": "json_object", "value": 5}}, "response_format.value", "a JSON object"),
+    ({"response_format": {"type": "json_object", "schema": "x"}}, "response_format.schema", "JSON"),
+    ({"response_format": {"type": "json_object", "value": {"not": {}}}}, "response_format.value", "Unimplemented"),
+    (
+        {"response_format": {"type": "json_object", "value": CLOSED, "schema": {}}},
+        "response_format.value",
+        "one constraint only",
+    ),
+    ({"response_format": {"type": "json_schema", "schema": 5}}, "response_format.schema", "a JSON object"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "Field required"),
     (
         {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"not": {}}}}},

@@ -17,8 +17,11 @@ from batchline.openai_api.structural_tags import StructuralTag
 from batchline.openai_api.structured_outputs import (
     JsonObjectFormat,
     JsonSchemaFormat,
+    JsonValueFormat,
+    RegexValueFormat,
     StructuralTagFormat,
     StructuredOutputs,
+    TextFormat,
 )
 from batchline.text.grammars import NOTHING_ELSE, CompiledGrammar, Constraint, Surroundings
 from batchline.text.isolation import run_on
@@ -69,14 +72,26 @@ async def compiled(
 
 def _response_format(body: GenerationBody) -> Iterator[Constraint]:
     wanted, field = body.response_format, "response_format"
-    if isinstance(wanted, JsonObjectFormat):
-        yield Constraint(kind="json_schema", field=field, source=_ANY_OBJECT)
-    elif isinstance(wanted, JsonSchemaFormat):
-        yield Constraint(
-            kind="json_schema", field=f"{field}.json_schema.schema", source=_text(wanted.json_schema.schema_)
-        )
+    if isinstance(wanted, RegexValueFormat):
+        yield Constraint(kind="regex", field=f"{field}.value", source=wanted.value)
     elif isinstance(wanted, StructuralTagFormat):
         yield _structural_tag(wanted, field)
+    elif wanted is not None:
+        schemas = {name: schema for name, schema in _schemas(wanted).items() if schema is not None}
+        if not schemas and isinstance(wanted, JsonObjectFormat):
+            yield Constraint(kind="json_schema", field=field, source=_ANY_OBJECT)
+        for name, schema in schemas.items():
+            yield Constraint(kind="json_schema", field=f"{field}.{name}", source=_text(schema))
+
+
+def _schemas(wanted: TextFormat | JsonObjectFormat | JsonSchemaFormat | JsonValueFormat) -> dict[str, Any]:
+    """The schema in each place where a format may have it."""
+    if isinstance(wanted, JsonSchemaFormat):
+        named = wanted.json_schema
+        return {"schema": wanted.schema_, "json_schema.schema": None if named is None else named.schema_}
+    if isinstance(wanted, JsonObjectFormat):
+        return {"schema": wanted.schema_, "value": wanted.value}
+    return {"value": wanted.value} if isinstance(wanted, JsonValueFormat) else {}
 
 
 def _structured_outputs(wanted: StructuredOutputs | None) -> Iterator[Constraint]:

@@ -335,7 +335,8 @@ def _sentence(path: str, details: Sequence[ErrorDetails]) -> str:
     first, *others = dict.fromkeys(map(_fault, details))
     what = " or ".join([first, *(other.removeprefix("Input should be ") for other in others)])
     is_missing = details[0]["type"] == "missing"
-    got = "" if is_missing or not path else f" (got {_shown(details[0]['input'])})"
+    given = details[0].get("ctx", {}).get("tag", details[0]["input"])  # the type of an object that has one
+    got = "" if is_missing or not path else f" (got {_shown(given)})"
     return f"{path}: {what}{got}" if path else what
 
 

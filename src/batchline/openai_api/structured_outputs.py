@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
 
 from batchline.openai_api.common import WireModel
 from batchline.openai_api.structural_tags import JsonSchema, NonEmptyText, StructuralTag
 
 Choices = Annotated[list[str], Field(min_length=1)]
+SchemaOrText = JsonSchema | str
 
 
 class NamedSchema(WireModel):
@@ -32,16 +34,43 @@ class TextFormat(WireModel):
 
 
 class JsonObjectFormat(WireModel):
-    """Any JSON object."""
+    """Any JSON object, or JSON of a schema. schema: Together's, Fireworks' and llama.cpp's name of it; value: TGI's."""
 
     type: Literal["json_object"]
+    schema_: SchemaOrText | None = Field(None, alias="schema")
+    value: SchemaOrText | None = None
 
 
 class JsonSchemaFormat(WireModel):
-    """JSON of a schema."""
+    """JSON of a schema, in OpenAI's envelope or, as other servers take it, without one."""
 
     type: Literal["json_schema"]
-    json_schema: NamedSchema
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+    schema_: SchemaOrText | None = Field(None, alias="schema")
+    json_schema: NamedSchema | None = Field(None, validate_default=True)
+
+    @field_validator("json_schema")
+    @classmethod
+    def _has_schema(cls, value: NamedSchema | None, info: ValidationInfo) -> NamedSchema | None:
+        if value is None and info.data.get("schema_", "invalid") is None:
+            raise PydanticCustomError("missing", "Field required")
+        return value
+
+
+class JsonValueFormat(WireModel):
+    """TGI's form of JSON of a schema."""
+
+    type: Literal["json"]
+    value: SchemaOrText
+
+
+class RegexValueFormat(WireModel):
+    """TGI's form of a regular expression."""
+
+    type: Literal["regex"]
+    value: NonEmptyText
 
 
 class StructuralTagFormat(StructuralTag):
@@ -51,7 +80,8 @@ class StructuralTagFormat(StructuralTag):
 
 
 ResponseFormat = Annotated[
-    TextFormat | JsonObjectFormat | JsonSchemaFormat | StructuralTagFormat, Field(discriminator="type")
+    TextFormat | JsonObjectFormat | JsonSchemaFormat | StructuralTagFormat | JsonValueFormat | RegexValueFormat,
+    Field(discriminator="type"),
 ]
 
 
@@ -64,7 +94,7 @@ class StructuredOutputs(WireModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    json_: JsonSchema | str | None = Field(None, alias="json")
+    json_: SchemaOrText | None = Field(None, alias="json")
     regex: NonEmptyText | None = None
     choice: Choices | None = None
     grammar: NonEmptyText | None = None
@@ -81,12 +111,12 @@ class ConstrainedBody(WireModel):
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: JsonSchema | str | None = None
+    guided_json: SchemaOrText | None = None
     guided_regex: NonEmptyText | None = None
     guided_choice: Choices | None = None
     guided_grammar: NonEmptyText | None = None
     guided_json_object: bool | None = None
     guided_whitespace_pattern: str | None = None
     regex: NonEmptyText | None = None
-    json_schema: JsonSchema | str | None = None
+    json_schema: SchemaOrText | None = None
     ebnf: NonEmptyText | None = None
