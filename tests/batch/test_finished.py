@@ -243,6 +243,25 @@ def test_no_overwrite_resumes_a_run_that_died_with_its_output_in_place(tmp_path:
     assert not (tmp_path / "out.partial").exists()
 
 
+def test_a_cancelled_run_that_another_process_delivers_is_not_finished(
+    tmp_path: Path, batch: Path, state: Path, again: Again, run_file: Any
+) -> None:
+    """Repeating its command said "Already complete" and left the lines that were never run as they were."""
+    stop = Stop()
+
+    async def cancel(_request: object) -> None:
+        stop.end("batch_cancelled")
+        (tmp_path / "out").mkdir()
+
+    cancelling = FakeBackend(before_answer=cancel)
+    with pytest.raises(RunFailed, match="cannot be written"):
+        again(backend=cancelling, stop=stop, max_inflight=1)
+    (tmp_path / "out").rmdir()
+    assert again()[0].failures_by_code == {"batch_cancelled": 1, "invalid_json_line": 1}
+    summary, backend, _ = again()
+    assert (summary.succeeded, summary.finished_before, backend.is_started) == (2, None, True)
+
+
 @pytest.mark.parametrize("noted", ["delivering", "delivered"])
 def test_no_overwrite_resumes_a_run_that_died_after_its_upload(tmp_path: Path, again: Again, noted: str) -> None:
     """Its own upload was taken for another's output, on every resume."""

@@ -35,7 +35,7 @@ from batchline.batch.rates import keep_measurement
 from batchline.batch.recovery import RunState, note_crash, recover, run_identity
 from batchline.batch.runner import Feeder, Runner
 from batchline.batch.sink import account_for_older_outputs, deliver_results
-from batchline.batch.stopping import STOPPING, STOPPING_IDLE, STOPPING_LOADING, Stop, unless_stopped
+from batchline.batch.stopping import END_REASONS, STOPPING, STOPPING_IDLE, STOPPING_LOADING, Stop, unless_stopped
 from batchline.batch.summary import RunSummary, summarize
 from batchline.errors import EngineLost, ModelLoadError, RunFailed, RunInterrupted, UsageError, counted
 
@@ -110,7 +110,6 @@ class BatchRun:
         self._stop = stop
         self._open_files = contextlib.ExitStack()
         self._state: RunState | None = None
-        self._is_cut_short = False
         self._finished_runs = FinishedRuns(files, options)
         self._pace = Pace()
         self._watch = BackendWatch(reporter, stop, options.grace_period_s)
@@ -146,7 +145,7 @@ class BatchRun:
             await deliver_results(state, self._files, self._options, scratch, self._reporter, self._stop)
             models = self._watch.models.values()
             summary = await asyncio.to_thread(summarize, state, checked.index, self._files, self._pace, models)
-            if not self._is_cut_short:
+            if END_REASONS.isdisjoint(state.tally.failures_by_code):  # an earlier process may have cut the run short
                 await self._finished_runs.add(identity, summary, self._reporter)
                 await asyncio.to_thread(keep_measurement, self._options, summary)
         except RunInterrupted as exc:
@@ -229,7 +228,6 @@ class BatchRun:
             if error is None:
                 raise
             await asyncio.to_thread(record_unrun_lines, error, reader, state.journal, state.tally)
-            self._is_cut_short = True
 
     async def _answer_rest(
         self, checked: CheckedInput, state: RunState, reader: LineReader, open_backend: OpenBackend

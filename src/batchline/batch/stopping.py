@@ -22,6 +22,7 @@ _UNRUN: Mapping[EndReason, str] = {
     "batch_cancelled": "This request was not run: the batch was cancelled.",
     "batch_expired": "This request was not run: the batch expired before its turn.",
 }
+END_REASONS = frozenset(_UNRUN)
 
 STOPPING = "Stopping: running requests may finish, and no new ones start. A second signal stops at once."
 STOPPING_IDLE = "Stopping: no request was running."
