@@ -104,6 +104,30 @@ def test_what_is_wrong_with_the_options_of_a_backend_is_told_before_any_work(pac
     assert refusal() == "Which model? Give one with --model."
 
 
+def test_options_of_a_model_are_refused_by_name_if_there_is_no_model(
+    package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A backend without models got none of them, and an invalid parser or data type was accepted without a word."""
+    shout = ["--backend", "shout", "--backend-plugin", str(package / "my_backends.py")]
+    given = ["--max-model-len", "7", "--tool-call-parser", "nonsense", "-q", "int8", "--no-enable-prefix-caching"]
+    assert refusal(*shout, *given) == (
+        "Without a model there is no use for --quantization, --max-model-len, --enable-prefix-caching, "
+        "--tool-call-parser. Give one with --model."
+    )
+    with pytest.raises(UsageError, match="no use for --strict, --dtype"):
+        app(["serve", *shout, "--strict", "--dtype", "auto"], standalone_mode=False)
+    with pytest.raises(UsageError, match="no use for --dtype, --max-num-seqs"):
+        app(["plan", str(package / "in.jsonl"), "--dtype", "half", "--max-num-seqs", "3"], standalone_mode=False)
+    monkeypatch.setenv("BATCHLINE_SEED", "1")
+    assert "no use for --seed (in the configuration file or the environment). Give" in refusal(*shout)
+
+
+def test_an_option_of_a_backend_that_is_given_twice_is_refused() -> None:
+    """The last of several values was taken, and the others were dropped."""
+    repeated = [f"--backend-option={name}={value}" for value in (1, 2) for name in ("y", "x")]
+    assert refusal("--backend", "shout", *repeated) == "--backend-option: 'x' is given more than once."
+
+
 @pytest.fixture
 def plugins(monkeypatch: pytest.MonkeyPatch) -> None:
     """Backends that a test registers are forgotten after it."""

@@ -51,4 +51,7 @@ class BackendOptions:
         for name, separator, value in pairs:
             if not (name and separator):
                 raise UsageError(f"--backend-option: {name + separator + value!r} is not NAME=VALUE.")
+        names = [name for name, _, _ in pairs]
+        if repeated := sorted({name for name in names if names.count(name) > 1}):
+            raise UsageError(f"--backend-option: {repeated[0]!r} is given more than once.")
         return {name: value for name, _, value in pairs}

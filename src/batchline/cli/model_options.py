@@ -360,6 +360,25 @@ class ModelOptions:
         )
 
 
+def refuse_without_model(context: typer.Context, *others: str) -> None:
+    """Raises: UsageError for options of a model that are given although there is none. others: further parameters."""
+    names = {*(option.name for option in dataclasses.fields(ModelOptions)), *others}
+    given = [_given(context, parameter) for parameter in context.command.params if parameter.name in names]
+    if any(given):
+        raise UsageError(
+            f"Without a model there is no use for {', '.join(filter(None, given))}. Give one with --model."
+        )
+
+
+def _given(context: typer.Context, parameter: Any) -> str:
+    """The option, if the user gave it a value."""
+    source = context.get_parameter_source(parameter.name)
+    if source is None or source.name == "DEFAULT":
+        return ""
+    elsewhere = " (in the configuration file or the environment)" if source.name == "DEFAULT_MAP" else ""
+    return f"{parameter.opts[0]}{elsewhere}"
+
+
 def _refuse_missing_template(option: str | None) -> None:
     """Before the input is read and the model loaded, which takes long. Raises: UsageError."""
     if option is None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import orjson
 import typer
 
-from batchline.cli.model_options import ModelOptions
+from batchline.cli.model_options import ModelOptions, refuse_without_model
 from batchline.cli.option_groups import takes_options
 from batchline.cli.progress_text import duration
 from batchline.errors import counted
@@ -41,6 +41,7 @@ class Estimate:
     model=[],
 )
 def plan(
+    context: typer.Context,
     input_file: Annotated[str, typer.Argument(metavar="FILE", help="Batch file: a path, - or a URL.")],
     model_options: ModelOptions,
     model: Annotated[
@@ -57,6 +58,8 @@ def plan(
     from batchline.batch.inspect import plan_overview
     from batchline.batch.tokens import CharacterCounter, TokenCounter
 
+    if model is None:
+        refuse_without_model(context)
     engine = None if model is None else dataclasses.replace(model_options, model=[model]).engines()[0]
     counter = CharacterCounter() if model is None else TokenCounter(model, model_options.max_model_len)
     count_tokens = counter.num_text_tokens if isinstance(counter, TokenCounter) else None

@@ -11,7 +11,7 @@ import typer
 from batchline.cli.backend_options import BackendOptions
 from batchline.cli.config_file import takes_config_file
 from batchline.cli.messages import LogFormatOption, QuietOption, configure, last_words
-from batchline.cli.model_options import ModelOptions
+from batchline.cli.model_options import ModelOptions, refuse_without_model
 from batchline.cli.option_groups import takes_options
 from batchline.cli.run_options import RunFileOptions
 from batchline.cli.summary import print_summary
@@ -25,6 +25,7 @@ _METRICS = "Metrics"
 @takes_options("backend_options", BackendOptions)
 @takes_options("run_file", RunFileOptions)
 def run_batch(
+    context: typer.Context,
     run_file: RunFileOptions,
     model_options: ModelOptions,
     backend_options: BackendOptions,
@@ -45,6 +46,8 @@ def run_batch(
 
     engines = model_options.engines(strict=run_file.strict)
     backend = backend_options.make(engines)
+    if not engines:
+        refuse_without_model(context)
     files, options = (
         run_file.run_files(),
         for_backend(run_file.run_options(), backend, backend_options.backend, engines),

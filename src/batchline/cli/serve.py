@@ -17,7 +17,7 @@ from batchline.backends.registry import EMBEDDED
 from batchline.cli.backend_options import BackendOptions
 from batchline.cli.config_file import takes_config_file
 from batchline.cli.messages import LogFormatOption, QuietOption, configure, log, log_formatter
-from batchline.cli.model_options import ModelOptions
+from batchline.cli.model_options import ModelOptions, refuse_without_model
 from batchline.cli.option_groups import takes_options
 from batchline.cli.server_options import ServingOptions
 from batchline.cli.values import together
@@ -54,6 +54,8 @@ def serve(
     model_options = dataclasses.replace(model_options, model=models)
     together(partial(model_options.engines, strict=strict), partial(serving.server, max_running=1))
     backend = backend_options.make(model_options.engines(strict=strict))
+    if not models:
+        refuse_without_model(context, "strict")
     max_running = len(models) * model_options.max_num_seqs if is_embedded else backend.concurrency()
     options = serving.server(max_running=max_running)
     handler = SparingHandler(sys.stderr)
