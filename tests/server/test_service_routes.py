@@ -228,6 +228,15 @@ def test_a_slash_at_the_end_of_a_path_makes_no_difference(serve: Serve, options:
         assert client.get("/v1/models//").status_code == 404
 
 
+def test_a_model_whose_name_ends_in_a_slash_is_found(serve: Serve) -> None:
+    """Shells complete the name of a model's folder with a slash; the server took it off the path, and answered 404."""
+    with httpx.Client(base_url=serve(FakeBackend("models/mine/")).url) as client:
+        assert [model["id"] for model in client.get("/v1/models").json()["data"]] == ["models/mine/"]
+        assert client.get("/v1/models/models/mine/").json()["id"] == "models/mine/"
+        assert client.get("/v1/models/models%2Fmine%2F").json()["id"] == "models/mine/"
+        assert client.get("/v1/models/models").status_code == 404
+
+
 def test_pages_may_ask_whether_they_may_call_a_private_network(serve: Serve) -> None:
     url = serve(cors=CorsOptions(allow_origins=("https://page.example",))).url
     asked = {"Origin": "https://page.example", "Access-Control-Request-Method": "POST"}

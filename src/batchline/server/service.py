@@ -32,7 +32,10 @@ class Service:
     async def model(self, request: Request) -> Response:
         """One model by any of its names. Raises: NotFound."""
         name = request.path_params["model_id"]
-        return JsonResponse(self._model(name, find_model(models_by_name(await self._backend.models()), name)))
+        by_name = models_by_name(await self._backend.models())
+        if name not in by_name and f"{name}/" in by_name:
+            name += "/"  # of a folder's name; `PlainPath` has removed it
+        return JsonResponse(self._model(name, find_model(by_name, name)))
 
     async def health(self, request: Request) -> Response:
         """200 while requests can be answered, 503 when the engine has died."""
