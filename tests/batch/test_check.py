@@ -122,6 +122,15 @@ def test_the_observer_sees_each_good_line_with_its_position(tmp_path: Path) -> N
     assert seen == [(1, "x"), (2, "y")]
 
 
+def test_a_stop_interrupts_a_check_whose_lines_take_long(tmp_path: Path) -> None:
+    """It was asked for every 4,096 lines, and under --strict each of them may compile a constraint for seconds."""
+    path = write_lines(tmp_path / "in.jsonl", [chat_line(f"r{n}") for n in range(3)])
+    seen: list[int] = []
+    with pytest.raises(RunInterrupted):
+        check(path, observer=lambda position, _url, _body: seen.append(position), should_stop=lambda: bool(seen))
+    assert seen == [0]
+
+
 def test_a_stop_interrupts_the_check(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "in", [b"bad"] * 5000)
     with pytest.raises(RunInterrupted):

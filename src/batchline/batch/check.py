@@ -33,7 +33,6 @@ LineObserver: TypeAlias = Callable[[int, str, dict[str, Any]], None]
 """Called with (position, url, body) of each good line, duplicates included. A `LineError` makes the line a bad one."""
 
 _BOM = b"\xef\xbb\xbf"
-_STOP_CHECK_LINES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +183,7 @@ class _CheckPass:
                 if not raw.isspace() and raw:
                     self._add_line(raw, start, line_number)
             offset += length
-            if line_number % _STOP_CHECK_LINES == 0 and should_stop():
+            if should_stop():  # at each line: the observer may compile a constraint for seconds
                 raise RunInterrupted("Interrupted while checking the input.")
         self.report.num_bytes = offset
 
