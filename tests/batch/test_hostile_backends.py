@@ -13,7 +13,16 @@ from batch_files import chat_line, contents, read_lines, write_lines
 from batchline.backends.base import Answer, EndpointRequest
 from batchline.batch import runner
 from batchline.batch.stopping import Stop
-from batchline.errors import BackendUnavailable, RunFailed, RunInterrupted, ServiceUnavailable
+from batchline.errors import (
+    BackendUnavailable,
+    ConstraintFailed,
+    EngineDead,
+    EngineOutOfMemory,
+    RequestRefused,
+    RunFailed,
+    RunInterrupted,
+    ServiceUnavailable,
+)
 from batchline.testing import FakeBackend
 
 Run = Any
@@ -135,6 +144,29 @@ def test_an_exception_out_of_the_contract_is_an_error_of_its_line(
     odd, *others = read_lines(tmp_path / "out")
     assert (odd["response"]["status_code"], "secret" in str(odd)) == (500, False)
     assert contents(others) == GOOD
+
+
+@pytest.mark.parametrize(
+    ("fault", "status", "num_asked"),
+    [
+        (RequestRefused("no tokens"), 400, 1),
+        (ConstraintFailed("no token satisfies them"), 400, 1),
+        (EngineOutOfMemory("one sequence"), 500, 3),
+        (EngineDead("its thread ended"), 503, 3),
+    ],
+)
+def test_an_exception_has_the_status_that_a_server_answers_with(
+    batch: Path, tmp_path: Path, run_file: Run, fault: Exception, status: int, num_asked: int
+) -> None:
+    """Every exception but a `RequestError` was a 500 of a batch line, and was asked only once."""
+
+    async def fail(_request: EndpointRequest) -> Answer:
+        raise fault
+
+    backend = HostileBackend(fail)
+    run_file(batch, tmp_path / "out", backend=backend)
+    assert read_lines(tmp_path / "out")[0]["response"]["status_code"] == status
+    assert backend.num_odd == num_asked
 
 
 def test_a_request_that_is_never_answered_costs_a_stopped_run_no_other_result(

@@ -28,13 +28,13 @@ from batchline.batch.journal import Outcome
 from batchline.batch.plan import WorkItem
 from batchline.errors import (
     BackendUnavailable,
-    InternalServerError,
+    EngineOutOfMemory,
     InvalidAnswer,
     LineError,
     ModelLoadError,
-    RequestError,
     RunFailed,
     ServiceUnavailable,
+    request_error,
 )
 from batchline.openai_api.endpoint_table import error_body, is_batch_url
 
@@ -212,25 +212,21 @@ class Runner:
 
     async def _ask(self, request: EndpointRequest) -> tuple[Answer, bytes]:
         """The backend's answer and its body as JSON. Raises: BackendUnavailable, ModelLoadError."""
-        error: RequestError
         try:
             if not is_batch_url(request.url):  # also where a backend answers it to a server, as `/tokenize`
                 raise unknown_path(request.url, await self._backend.models())
             return _checked(await self._backend.answer(request), request.request_id)
         except (BackendUnavailable, ModelLoadError):
             raise
-        except RequestError as exc:
-            error = exc
-        except Exception:
-            # The boundary of one line: whatever went wrong is that line's answer, and the traceback is in the log.
-            logger.exception("request failed inside the backend", extra={"request_id": request.request_id})
-            error = InternalServerError("The request failed because of an internal error.")
+        except Exception as exc:  # the boundary of one line: whatever went wrong is that line's answer
+            error = request_error(exc, request.request_id)
+            is_transient = isinstance(exc, EngineOutOfMemory) or isinstance(error, ServiceUnavailable)
         body = error_body(request.url, error.body())
         answer = Answer(
             status_code=error.status_code,
             body=body,
             request_id=request.request_id,
-            is_transient=isinstance(error, ServiceUnavailable),
+            is_transient=is_transient,
         )
         return _checked(answer, "")
 
