@@ -35,7 +35,6 @@ class Registry(Generic[P]):
         self._plugins: dict[str, P] = {}
         self._broken: dict[str, PluginLoadError] = {}
         self._has_installed = False
-        _REGISTRIES.append(self)
 
     def register(self, name: str) -> Callable[[P], P]:
         """A decorator."""
@@ -67,8 +66,11 @@ class Registry(Generic[P]):
         if self._has_installed:
             return
         self._has_installed = True
+        later = {name: plugin for name, plugin in self._plugins.items() if not _is_built_in(plugin)}
         for entry in installed(self._group):
             self._register_installed(entry)
+        for name, plugin in later.items():  # of plugin files and the program, registered before this call
+            self.register(name)(plugin)
 
     def is_valid(self, plugin: Any) -> bool:
         """Whether what an entry point names can be of this kind."""
@@ -86,7 +88,8 @@ class Registry(Generic[P]):
             logger.warning("%s", exc)
 
 
-_REGISTRIES: list[Registry[Any]] = []
+def _is_built_in(plugin: Any) -> bool:
+    return str(getattr(plugin, "__module__", "")).startswith("batchline.")
 
 
 def installed(group: str) -> list[EntryPoint]:
@@ -104,8 +107,6 @@ def _loaded(entry: EntryPoint, where: str) -> Any:
 
 def load_plugin(path: str | Path) -> None:
     """Run a Python file that registers plugins of any kind. Raises: PluginLoadError for any exception in it."""
-    for registry in _REGISTRIES:
-        registry.load_installed()  # a file replaces what an installed package registers
     file = Path(path)
     digest = hashlib.sha256(str(file.absolute()).encode(errors="surrogateescape")).hexdigest()[:8]
     name = f"batchline_plugin_{file.stem}_{digest}"

@@ -8,6 +8,7 @@ import pytest
 from batchline.batch.files import job_folder_for
 from batchline.batch.job_folder import JobFolder
 from batchline.batch.locations import parse_location
+from batchline.batch.targets import target_at
 from batchline.errors import OutputUnwritable, ResumeRefused
 
 IN = parse_location("in.jsonl")
@@ -52,6 +53,7 @@ def test_a_folder_with_a_journal_stays_without_its_scratch(tmp_path: Path) -> No
 def test_scratch_of_a_killed_run_is_cleared(tmp_path: Path) -> None:
     (tmp_path / "w" / "scratch").mkdir(parents=True)
     (tmp_path / "w" / "scratch" / "old").touch()
+    (tmp_path / "w" / "lock").touch()
     with JobFolder(tmp_path / "w") as job_folder:
         assert list(job_folder.scratch.iterdir()) == []
 
@@ -103,6 +105,29 @@ def test_a_users_own_files_in_a_folder_of_that_name_stay(tmp_path: Path) -> None
         job_folder.journal_path.touch()
         job_folder.remove()
     assert [path.name for path in (tmp_path / "w").iterdir()] == ["notes.txt"]
+
+
+def test_only_staged_results_are_removed_at_the_end(tmp_path: Path) -> None:
+    """Every file whose name began with "results." was removed, and a folder of such a name ended the run."""
+    staged = target_at(parse_location("memory://bucket/out.jsonl.gz"), tmp_path / "w").staged
+    with JobFolder(tmp_path / "w") as job_folder:
+        (tmp_path / "w" / "results.mine.csv").write_text("mine")
+        (tmp_path / "w" / "results.0123456789").mkdir()
+        staged.touch()
+        job_folder.journal_path.touch()
+        job_folder.remove()
+    assert sorted(path.name for path in (tmp_path / "w").iterdir()) == ["results.0123456789", "results.mine.csv"]
+
+
+def test_a_users_own_scratch_folder_is_refused_and_stays(tmp_path: Path) -> None:
+    """It was deleted when a run with that job folder began."""
+    precious = tmp_path / "w" / "scratch" / "precious"
+    precious.parent.mkdir(parents=True)
+    precious.write_text("mine")
+    with pytest.raises(OutputUnwritable, match="has a folder 'scratch' of something else"), JobFolder(tmp_path / "w"):
+        pass
+    assert [path.name for path in (tmp_path / "w").iterdir()] == ["scratch"]
+    assert precious.read_text() == "mine"
 
 
 def test_runs_of_different_inputs_to_standard_output_do_not_meet() -> None:
