@@ -47,9 +47,9 @@ assert len(names) > 200, names
 for name in names:
     if not name.endswith(("__main__", "._kernels")):  # runs a command; is no Python module
         importlib.import_module(name)
-import batchline.batch.durable
+import batchline.disk
 try:
-    batchline.batch.durable.refuse_windows()
+    batchline.disk.refuse_windows()
 except batchline.errors.UsageError as exc:
     print(exc)
 """

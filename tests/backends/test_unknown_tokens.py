@@ -124,9 +124,10 @@ async def test_loading_says_once_what_the_tokenizer_has_and_the_model_lacks(
 
 
 async def test_answers_that_a_stop_string_ends_are_counted_with_the_tokens_of_their_usage(
-    backend: InProcessBackend,
+    configs: dict[str, EngineConfig],
 ) -> None:
     """They were aborted in the engine, and missing from /metrics."""
+    backend = InProcessBackend([configs["tiny-chat"]])
     _, whole = await ask(backend, "/v1/completions", "tiny-chat", prompt="Hello", max_tokens=12, temperature=0)
     text = whole["choices"][0]["text"]
     before = backend.stats()
@@ -134,6 +135,7 @@ async def test_answers_that_a_stop_string_ends_are_counted_with_the_tokens_of_th
     _, answer = await ask(backend, "/v1/completions", "tiny-chat", **body)
     await ask(backend, "/v1/completions", "tiny-chat", prompt="Hello", max_tokens=1)  # the engine has heard of the end
     after, usage = backend.stats(), answer["usage"]
+    await backend.close()
     assert answer["choices"][0]["finish_reason"] == "stop"
     assert after.output_tokens - before.output_tokens == usage["completion_tokens"] + 1
     assert after.prompt_tokens - before.prompt_tokens == 2 * usage["prompt_tokens"]

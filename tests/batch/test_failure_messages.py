@@ -41,7 +41,7 @@ def test_the_three_most_frequent_messages_are_told_with_their_first_lines(tmp_pa
     assert len(too_long.message) == len(shown)
     assert too_long.message.isprintable()
     assert (unknown.code, unknown.count, unknown.line_numbers) == ("404", 3, (13, 14, 15))
-    assert unknown.message.startswith("The model `other-")
+    assert unknown.message.startswith("The model 'other-")
     assert len(rest) == 1
 
 
