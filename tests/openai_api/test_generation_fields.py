@@ -120,6 +120,24 @@ def test_continuing_excludes_a_generation_prompt() -> None:
     chat_request(continue_final_message=True, add_generation_prompt=False).check()
 
 
+def test_prefix_of_the_last_message_continues_it() -> None:
+    """Bug: Mistral's and DeepSeek's `prefix: true` was ignored, and a new message was begun."""
+    begun = {"role": "assistant", "content": "Once", "prefix": True}
+    request = chat_request(messages=[*MESSAGES, begun])
+    request.check()
+    assert (request.continue_final_message, request.add_generation_prompt) == (True, False)
+    assert not chat_request(messages=[*MESSAGES, {**begun, "prefix": False}]).continue_final_message
+
+
+@pytest.mark.parametrize("position", [0, 1])
+def test_prefix_is_refused_in_a_message_that_cannot_be_continued(position: int) -> None:
+    messages: list[dict[str, Any]] = [{"role": role, "content": "Once"} for role in ("assistant", "user")]
+    messages[position]["prefix"] = True
+    with pytest.raises(BadRequest, match="only the last message can be continued") as refused:
+        chat_request(messages=messages)
+    assert refused.value.param == f"messages[{position}].prefix"
+
+
 def test_top_logprobs_need_logprobs() -> None:
     with pytest.raises(BadRequest, match="top_logprobs: it requires logprobs: true"):
         chat_request(top_logprobs=2).check()

@@ -63,6 +63,8 @@ SPELLINGS: list[tuple[dict[str, Any], re.Pattern[str]]] = [
     ({"json_schema": json.dumps(CLOSED)}, IS_CLOSED),
     ({"regex": CODE}, IS_CODE),
     ({"ebnf": GBNF}, IS_CODE),
+    ({"grammar": GBNF}, IS_CODE),
+    ({"grammar": "", "regex": CODE}, IS_CODE),
     ({"structured_outputs": {"json": CLOSED}}, IS_CLOSED),
     ({"structured_outputs": {"json": json.dumps(CLOSED)}}, IS_CLOSED),
     ({"structured_outputs": {"json": CLOSED, "disable_any_whitespace": True}}, IS_COMPACT),

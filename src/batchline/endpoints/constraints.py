@@ -132,7 +132,7 @@ def _members(wanted: StructuredOutputs) -> Iterator[Constraint]:
 
 
 def _guided(body: GenerationBody) -> Iterator[Constraint]:
-    """The constraints of vLLM's older fields and of SGLang's."""
+    """The constraints of vLLM's older fields, and of SGLang's and llama.cpp's."""
     sources = {"guided_json": body.guided_json, "guided_json_object": _ANY_OBJECT if body.guided_json_object else None}
     for field, source in sources.items():
         if source is not None:
@@ -145,8 +145,8 @@ def _guided(body: GenerationBody) -> Iterator[Constraint]:
             yield Constraint(kind="regex", field=field, source=getattr(body, field))
     if body.guided_choice is not None:
         yield Constraint(kind="choice", field="guided_choice", source=_text(body.guided_choice))
-    for field in ("guided_grammar", "ebnf"):
-        if getattr(body, field) is not None:
+    for field in ("guided_grammar", "ebnf", "grammar"):
+        if getattr(body, field):
             yield Constraint(kind="grammar", field=field, source=getattr(body, field))
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, model_validator
 
 from batchline.errors import BadRequest
 from batchline.openai_api.common import Usage
@@ -56,6 +56,26 @@ class ChatCompletionRequest(GenerationBody):
     chat_template: Annotated[str | None, TEXT] = None
     chat_template_kwargs: Annotated[JsonObject, Limited("template_variables")] = Field(default_factory=dict)
     add_special_tokens: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _continue_prefix(cls, body: JsonObject) -> JsonObject:
+        """`prefix: true` of the last message, as Mistral and DeepSeek take it, means `continue_final_message`.
+
+        Raises: BadRequest where it is in a message that cannot be continued.
+        """
+        messages = body.get("messages")
+        if not isinstance(messages, list):
+            return body
+        found = enumerate(messages)
+        marked = [i for i, message in found if isinstance(message, dict) and message.get("prefix") is True]
+        if not marked:
+            return body
+        if marked != [len(messages) - 1] or messages[-1].get("role") != "assistant":
+            field = f"messages[{marked[0]}].prefix"
+            message = f"{field}: only the last message can be continued, and its role must be assistant"
+            raise BadRequest(message, param=field)
+        return {"add_generation_prompt": False, **body, "continue_final_message": True}
 
     def with_tools(self) -> ChatCompletionRequest:
         """The request with tools in place of `functions` and a `tool_choice` in place of `function_call`.

@@ -6,9 +6,9 @@ error that names the field, never a guess. Responses are plain dictionaries, bui
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator
 from pydantic_core import PydanticCustomError
@@ -22,9 +22,14 @@ Prompt: TypeAlias = str | tuple[int, ...]
 
 
 class WireModel(BaseModel):
-    """Base of request schemas: strict types, no NaN or infinity, immutable once checked."""
+    """Base of request schemas: strict types, no NaN or infinity, immutable once checked.
+
+    other_names: what other servers call some of the fields, and the field for each.
+    """
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True, allow_inf_nan=False)
+
+    other_names: ClassVar[Mapping[str, str]] = {}
 
 
 class ActivatedBody(WireModel):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -29,8 +29,10 @@ class EmbeddingsRequest(ActivatedBody):
 
     embed_dtype, endianness: of the numbers in base64. use_activation, normalize: two names of one switch, whether
     vectors have the L2 norm 1; None leaves it to the model. add_special_tokens: by default true for `input` and false
-    for messages, whose template writes them.
+    for messages, whose template writes them. output_dimension is Voyage's and Mistral's.
     """
+
+    other_names: ClassVar[Mapping[str, str]] = {"output_dimension": "dimensions"}
 
     model: str | None = None
     input: Annotated[Prompts | None, Limited("inputs", num_prompts, "inputs"), TEXT] = None

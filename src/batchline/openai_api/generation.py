@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 import reprlib
-from typing import Annotated, Any
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, ConfigDict, Field, PlainValidator
 from pydantic_core import PydanticCustomError
@@ -86,7 +87,9 @@ class StreamOptions(WireModel):
 
 
 class GenerationBody(ConstrainedBody):
-    """The body of a request that generates text."""
+    """The body of a request that generates text. random_seed is Mistral's."""
+
+    other_names: ClassVar[Mapping[str, str]] = {"random_seed": "seed"}
 
     model: str | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None

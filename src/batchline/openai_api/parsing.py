@@ -20,6 +20,7 @@ from pydantic_core import ErrorDetails
 
 from batchline.config import RequestLimits
 from batchline.errors import BadRequest
+from batchline.openai_api.common import WireModel
 from batchline.openai_api.limits import check_limits
 
 logger = logging.getLogger(__name__)
@@ -76,6 +77,10 @@ class Unsupported:
     advice: str = ""
 
 
+_MAX_TOKENS = Unsupported("this name", advice="set max_tokens")
+_NUMBER_FORMAT = Unsupported(
+    "a number format", ("float",), "use embed_dtype with encoding_format: base64, or embedding_types of /v2/embed"
+)
 _TOOLS = Unsupported("tool calling", ([], "none"))
 _REASONING = Unsupported("reasoning output")
 _MEDIA = Unsupported("media input", ({},))
@@ -147,6 +152,12 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
     "extra_key": Unsupported("this name", advice="set cache_salt, which separates prefix caches"),
     "rid": Unsupported("this name", advice="set request_id"),
     "session_params": _SESSIONS,
+    "max_new_tokens": _MAX_TOKENS,
+    "n_predict": _MAX_TOKENS,
+    "repeat_penalty": Unsupported("this name", (1,), "set repetition_penalty"),
+    "texts": Unsupported("this name", advice="set documents to rerank, or input to embed"),
+    "output_dtype": _NUMBER_FORMAT,
+    "embedding_type": _NUMBER_FORMAT,
     "extra_body": Unsupported("a body inside of the body", ({},), "move its fields into the body"),
     "vllm_xargs": Unsupported("extending the engine", ({},)),
     "custom_params": Unsupported("extending the engine", ({},)),
@@ -179,9 +190,12 @@ def parse_body(
 
     limits: None allows any size. Raises: BadRequest naming the field and what is wrong.
     """
-    if limits is not None:
-        check_limits(schema, body, limits)
     given = {name: value for name, value in body.items() if value is not None}
+    for name, field in _other_names(schema).items():
+        if name in given and given.setdefault(field, given[name]) != given.pop(name):
+            raise BadRequest(f"{name}: it is another name of {field}; give one of them", param=name)
+    if limits is not None:
+        check_limits(schema, given, limits)
     for name, value in given.items():
         if name not in schema.model_fields:
             _account_for(name, value, strict=strict)
@@ -189,6 +203,10 @@ def parse_body(
     for path in _unknown_inside(request, given, ""):
         _account_for_unknown(path, strict=strict)
     return request
+
+
+def _other_names(schema: type[BaseModel]) -> Mapping[str, str]:
+    return schema.other_names if issubclass(schema, WireModel) else {}
 
 
 def _validated(schema: type[T], given: dict[str, Any]) -> T:
@@ -280,7 +298,7 @@ def _unknown_field(name: str) -> str:
 
 def known_fields(schema: type[BaseModel]) -> frozenset[str]:
     """The fields that a body may have without a warning."""
-    return frozenset({*schema.model_fields, *NO_BEHAVIOUR, *UNSUPPORTED})
+    return frozenset({*schema.model_fields, *_other_names(schema), *NO_BEHAVIOUR, *UNSUPPORTED})
 
 
 def described_field(schema: type[BaseModel], name: str) -> str:

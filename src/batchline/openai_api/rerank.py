@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
@@ -24,8 +24,10 @@ from batchline.openai_api.limits import TEXT, Limited
 class RerankRequest(ActivatedBody):
     """The body of a rerank request. top_n: 0 answers with every document.
 
-    max_tokens_per_doc: a longer document is cut to its beginning, as Cohere's API does.
+    max_tokens_per_doc: a longer document is cut to its beginning, as Cohere's API does. top_k is Voyage's.
     """
+
+    other_names: ClassVar[Mapping[str, str]] = {"top_k": "top_n"}
 
     model: str | None = None
     query: Annotated[TextInput, TEXT]

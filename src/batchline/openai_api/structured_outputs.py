@@ -107,7 +107,10 @@ class StructuredOutputs(WireModel):
 
 
 class ConstrainedBody(WireModel):
-    """The fields, as part of a request's body. regex, json_schema and ebnf are SGLang's."""
+    """The fields, as part of a request's body. regex, json_schema and ebnf are SGLang's.
+
+    grammar: llama.cpp's; its clients send an empty one for none.
+    """
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -120,3 +123,4 @@ class ConstrainedBody(WireModel):
     regex: NonEmptyText | None = None
     json_schema: SchemaOrText | None = None
     ebnf: NonEmptyText | None = None
+    grammar: str | None = None

@@ -70,6 +70,8 @@ class AllowedToolsChoice(WireModel):
 def _tool_choice(value: Any) -> str | NamedToolChoice | AllowedToolsChoice:
     if value in ("none", "auto", "required"):
         return str(value)
+    if value == "any":  # Mistral's word
+        return "required"
     is_allowed = isinstance(value, dict) and value.get("type") == "allowed_tools"
     try:
         return (AllowedToolsChoice if is_allowed else NamedToolChoice).model_validate(value)
