@@ -147,8 +147,9 @@ def num_sequences(body: Mapping[str, Any]) -> int:
 
 def _choices(body: Mapping[str, Any], field: str) -> int:
     value = body.get(field)
-    is_number = isinstance(value, (int, float)) and math.isfinite(value)  # 4.0 is an integer here
-    return max(1, int(value)) if is_number else 1
+    if isinstance(value, (int, float)) and math.isfinite(value):  # 4.0 is an integer here
+        return max(1, int(value))
+    return 1
 
 
 def _members(messages: Any, key: str) -> Iterator[Any]:
