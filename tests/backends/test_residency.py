@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import subprocess
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -458,3 +460,70 @@ async def test_close_does_not_wait_for_a_load_whose_model_is_closed_by_its_threa
     assert [type(outcome) for outcome in outcomes] == [EngineLost, EngineLost]
     with pytest.raises(EngineLost):
         await one_use(shelf, shelf.model("a"))
+
+
+async def test_a_load_waits_until_the_model_of_an_abandoned_one_is_closed() -> None:
+    """Another run in the process loaded its model beside the one that an earlier run had given up."""
+    earlier, later = Shelf(room=1), Shelf(room=1)
+    gate = Gate("a", earlier.events)
+    abandoned = asyncio.create_task(one_use(earlier, earlier.model("a", gate)))
+    await asyncio.to_thread(gate.entered.wait, 60)
+    await earlier.residency.close()
+    given_up = Shelf(room=1)
+    behind = asyncio.create_task(one_use(given_up, given_up.model("b")))
+    waiting = asyncio.create_task(one_use(later, later.model("c", lambda: Recorded("c", earlier.events))))
+    for _ in range(20):
+        await asyncio.sleep(0)  # until their threads wait
+    await given_up.residency.close()
+    gate.opened.set()
+    await waiting
+    assert earlier.events == ["load a", "unload a", "load c"]
+    assert given_up.events == []
+    outcomes = await asyncio.gather(abandoned, behind, return_exceptions=True)
+    assert [type(outcome) for outcome in outcomes] == [EngineLost, EngineLost]
+
+
+ABANDON = """
+import asyncio, threading
+from batchline.backends.residency import Loadable, ModelResidency
+from batchline.errors import EngineLost
+
+async def main():
+    entered = threading.Event()
+    def load():
+        entered.set()
+        threading.Event().wait()
+    async def use():
+        async with residency.use(Loadable("a", load, lambda: True)):
+            pass
+    residency = ModelResidency()
+    using = asyncio.create_task(use())
+    await asyncio.to_thread(entered.wait)
+    await residency.close()
+    try:
+        await using
+    except EngineLost:
+        print("stopped", flush=True)
+
+asyncio.run(main())
+"""
+
+
+def test_a_python_program_ends_without_waiting_for_a_load() -> None:
+    """After a stop, the interpreter waited at its exit for the thread that was loading."""
+    done = subprocess.run([sys.executable, "-c", ABANDON], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "stopped\n", "")
+
+
+async def test_a_stop_during_a_reload_says_nothing_of_another_attempt(caplog: pytest.LogCaptureFixture) -> None:
+    shelf = Shelf(room=1)
+    gate = Gate("a", shelf.events)
+    (await one_use(shelf, shelf.model("a"))).has_ended = True
+    reloading = asyncio.create_task(one_use(shelf, shelf.model("a", gate)))
+    await asyncio.to_thread(gate.entered.wait, 60)
+    await shelf.residency.close()
+    gate.opened.set()
+    with pytest.raises(EngineLost):
+        await reloading
+    assert "has ended" in caplog.text
+    assert "another attempt follows" not in caplog.text

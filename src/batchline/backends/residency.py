@@ -17,10 +17,11 @@ import asyncio
 import contextlib
 import gc
 import logging
+import threading
 import time
 import traceback
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import count
@@ -42,6 +43,10 @@ MAX_CULPRITS = 100
 
 FIRST_REFUSAL_S, LONGEST_REFUSAL_S = 1.0, 60.0
 """How long to wait before loading is tried again after it failed; doubles each time."""
+
+_LOADING = threading.Lock()
+"""Held by the thread that loads a model. A load that was abandoned may still run, in this run or an earlier one of the
+process; the next one waits until its model is closed, so that the two never need memory at once."""
 
 
 class Residing(Protocol):
@@ -279,6 +284,7 @@ class ModelResidency(Generic[ModelT]):
             try:
                 return await self._load_until_closed(wanted)
             except BatchlineError as exc:
+                self._raise_if_closed()
                 logger.warning("%s could not be loaded again; another attempt follows: %s", wanted.name, exc)
             await self._pause(delay_s)
         return await self._load_until_closed(wanted)
@@ -286,7 +292,7 @@ class ModelResidency(Generic[ModelT]):
     async def _load_until_closed(self, wanted: Loadable[ModelT]) -> ModelT:
         """The loaded model. Raises: BatchlineError; EngineLost as soon as `close` is called."""
         self._raise_if_closed()
-        thread_result = _start_thread(wanted.name, wanted.load)
+        thread_result = _start_thread(wanted.name, wanted.load, _LOADING)
         loading = asyncio.wrap_future(thread_result)
         closing: asyncio.Future[Any] = asyncio.create_task(self._closed.wait())
         try:
@@ -348,8 +354,12 @@ def _close_unwanted(loaded: Future[ModelT]) -> None:
         loaded.result().close()
 
 
-def _start_thread(name: str, work: Callable[[], T]) -> Future[T]:
+def _start_thread(
+    name: str, work: Callable[[], T], turn: contextlib.AbstractContextManager[object] | None = None
+) -> Future[T]:
     """Run `work` for the model `name` on a thread that ends with it. It fails with a BatchlineError only.
+
+    A daemon thread: a process that ends does not wait for a load that was abandoned. turn: held while it works.
 
     OpenMP keeps a team for every computing thread as long as that thread lives. If the teams have more threads than
     there are cores, they sleep at barriers instead of spinning, which costs the engine's thread a tenth of its speed.
@@ -369,11 +379,17 @@ def _start_thread(name: str, work: Callable[[], T]) -> Future[T]:
         _free_what_it_made(failure)
         raise failure
 
-    executor = ThreadPoolExecutor(1, "batchline-loading")
-    try:
-        return executor.submit(guarded)
-    finally:
-        executor.shutdown(wait=False)
+    def run() -> None:
+        with turn or contextlib.nullcontext():
+            if future.set_running_or_notify_cancel():  # not given up before its turn
+                try:
+                    future.set_result(guarded())
+                except BatchlineError as exc:
+                    future.set_exception(exc.with_traceback(None))  # it would refer to the future
+
+    future: Future[T] = Future()
+    threading.Thread(target=run, name="batchline-loading", daemon=True).start()
+    return future
 
 
 def _free_what_it_made(failure: BaseException | None) -> None:
