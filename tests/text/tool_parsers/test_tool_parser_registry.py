@@ -212,6 +212,22 @@ def test_an_installed_packages_parsers_are_found(package: str, caplog: pytest.Lo
     assert [("broken" in line or "Missing" in line) for line in caplog.messages] == [True, False]
 
 
+def test_what_is_registered_before_the_installed_packages_are_read_replaces_theirs(package: str) -> None:
+    """A plugin file lost its name to an installed package if it ran before anything had looked for a parser."""
+    registry: ParserRegistry[type[ToolCallParser]] = ParserRegistry("tool-call parser", package)
+    registry.register("hermes")(HermesToolParser)
+
+    class Mine(HermesToolParser):
+        @classmethod
+        def recognizes(cls, template: str) -> bool:
+            return True
+
+    registry.register("arrows")(Mine)
+    assert registry.detect("{{ '>>' }}") == "arrows"
+    assert registry.get("arrows") is Mine
+    assert registry.get("hermes") is HermesToolParser
+
+
 def test_an_installed_parser_that_cannot_be_loaded_is_an_error_for_those_who_want_it(package: str) -> None:
     registry: ParserRegistry[type[ToolCallParser]] = ParserRegistry("tool-call parser", package)
     with pytest.raises(PluginLoadError, match=r"arrow_parsers:Missing of the package arrow-parsers': AttributeError"):
