@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from batchline.batch.crashes import forget_crash
-from batchline.batch.targets import RESULTS_PREFIX
+from batchline.batch.targets import STAGED_RESULTS
 from batchline.disk import refuse_windows, sync_folder
 from batchline.errors import OutputUnwritable, ResumeRefused
 
@@ -68,7 +68,7 @@ class JobFolder:
         """Delete the folder; the run is finished. Files that are not a run's stay, and the folder with them."""
         self.start_over()
         shutil.rmtree(self.scratch, ignore_errors=True)
-        for path in self.path.glob(f"{RESULTS_PREFIX}*"):
+        for path in filter(Path.is_file, self.path.glob(STAGED_RESULTS)):
             path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             (self.path / _LOCK).unlink(missing_ok=True)  # from here on the folder is free for another run
@@ -80,6 +80,7 @@ class JobFolder:
             if not self.path.exists():
                 self.path.mkdir(exist_ok=True)
                 sync_folder(self.path.parent)
+            self._refuse_foreign_scratch()
             try:
                 self._lock_fd = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
             except FileNotFoundError:  # a finishing run has removed the folder
@@ -97,6 +98,17 @@ class JobFolder:
                 os.pwrite(self._lock_fd, str(os.getpid()).encode(), 0)
                 return
             self._unlock()
+
+    def _refuse_foreign_scratch(self) -> None:
+        """A run's scratch has a lock or a journal beside it; any other is not deleted. Raises: OutputUnwritable."""
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            is_filled = any(self.scratch.iterdir())
+            if is_filled and not (self.path / _LOCK).exists() and not self.journal_path.exists():
+                raise OutputUnwritable(
+                    str(self.path),
+                    "the run keeps temporary files there, and it has a folder 'scratch' of something else. Move that "
+                    "folder away, or set another folder for temporary files.",
+                )
 
     def _is_current(self) -> bool:
         """Whether the locked file is still the one in the folder: a finishing run may have removed it meanwhile."""

@@ -40,8 +40,9 @@ PIPE_POLL_S = 0.1
 Stamp = Mapping[str, str]
 """Names and values that change when the content at a place does."""
 
-RESULTS_PREFIX = "results."
-"""How the names of staged results begin in a job folder."""
+_RESULTS_PREFIX = "results."
+STAGED_RESULTS = f"{_RESULTS_PREFIX}{'[0-9a-f]' * 10}*"
+"""The names of staged results in a job folder, as a pattern: a prefix, the tag of a place, and a suffix."""
 
 _BLOCK_BYTES = 1 << 20
 _READER_WAIT_MS = 2000
@@ -108,7 +109,7 @@ class LocationTarget(ResultTarget):
     def staged(self) -> Path:
         """The local file with the results before they are committed."""
         suffix = "".join(Path(self.location.name).suffixes[-2:])[-STAGED_NAME_CHARS:]
-        return self._job_folder / f"{RESULTS_PREFIX}{self.tag}{suffix}"
+        return self._job_folder / f"{_RESULTS_PREFIX}{self.tag}{suffix}"
 
     @contextmanager
     def open(self) -> Iterator[BinaryIO]:
