@@ -41,7 +41,26 @@ def zip_file() -> bytes:
     return buffer.getvalue()
 
 
+def foreign_lines(field: str, **others: object) -> bytes:
+    """Lines of another service: a custom_id and the request."""
+    given = [{"custom_id": request["custom_id"], field: request["body"], **others} for request in REQUESTS]
+    return b"".join(orjson.dumps(line) + b"\n" for line in given)
+
+
 FOREIGN = {
+    "Mistral's lines": (
+        foreign_lines("body"),
+        'jq -c \'{custom_id, method:"POST", url:"/v1/chat/completions", body}\' input',
+    ),
+    "Anthropic's lines": (
+        foreign_lines("params"),
+        'jq -c \'{custom_id, method:"POST", url:"/v1/messages", body:.params}\' input',
+    ),
+    "Anthropic's request": (json.dumps({"requests": REQUESTS}).encode(), "jq -c '.requests[]' input"),
+    "Anthropic's pretty request": (
+        json.dumps({"requests": REQUESTS * 90}, indent=2).encode(),
+        "jq -c '.requests[]' input",
+    ),
     "csv": (TABLE.encode(), "it is a table with commas between its cells (CSV)"),
     "csv of Excel in Europe": (("\ufeff" + TABLE.replace(",", ";")).encode(), "it is a table with semicolons"),
     "tsv": (b"id\ttext\n1\tone\n2\ttwo\n", "it is a table with tabs between its cells"),

@@ -83,6 +83,8 @@ def test_what_is_not_a_json_object_is_an_invalid_line(raw: bytes) -> None:
         (without("method"), "missing_required_parameter", "method", "Missing required parameter: 'method'."),
         (without("url"), "missing_required_parameter", "url", "Missing required parameter: 'url'."),
         (without("body"), "missing_required_parameter", "body", "Missing required parameter: 'body'."),
+        (b'{"custom_id":"a"}', "missing_required_parameter", "method", "parameters: 'method', 'url' and 'body'."),
+        (b'{"prompt":"a","body":{}}', "missing_required_parameter", "custom_id", "'custom_id', 'method' and 'url'."),
         (changed(url=None), "missing_required_parameter", "url", "Missing required parameter: 'url'."),
         (changed(custom_id=""), "invalid_value", "custom_id", "it must be a non-empty string, but it is empty"),
         (changed(custom_id=7), "invalid_type", "custom_id", "expected a non-empty string, but got a number"),
@@ -106,6 +108,10 @@ def test_a_wrong_field_is_named(raw: bytes, code: str, param: str, message: str)
     error = error_of(raw)
     assert (error.code, error.param) == (code, param)
     assert message in error.message
+
+
+def test_the_method_may_be_in_lower_case() -> None:
+    assert lines.parse_line(changed(method="post")).custom_id == lines.parse_line(changed()).custom_id
 
 
 @pytest.mark.parametrize("stream", [False, None, "false", 0])

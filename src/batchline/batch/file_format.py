@@ -1,7 +1,8 @@
 """Files that are not batch files: recognised by how they start, so that one sentence replaces an error for every line.
 
-A file counts as a batch file as soon as one of its first lines is a JSON object. Every other file is refused only if
-its format is certain; what remains is for the check pass, which reports each bad line.
+A file counts as a batch file as soon as one of its first lines is a JSON object, unless all of them have the shape of
+another service's batches. Every other file is refused only if its format is certain; what remains is for the check
+pass, which reports each bad line.
 """
 
 from __future__ import annotations
@@ -82,8 +83,27 @@ def foreign_format(sample: bytes, *, is_whole: bool, location: Location) -> str 
     name = "FILE" if location.path is None else location.path.name
     lines = [line for line in sample.removeprefix(b"\xef\xbb\xbf").split(b"\n") if line.strip()]
     if not lines or _is_object(lines[0]):
-        return None
+        return _foreign_lines(lines if is_whole else lines[:-1], name) if lines else None
     return _encoding(sample, name) or _binary_format(sample, lines, location) or _text_format(lines, name, is_whole)
+
+
+_SHAPES = (
+    ("params", "Anthropic's batches", 'url:"/v1/messages", body:.params'),
+    ("body", "Mistral's, Fireworks' and Together's batches", 'url:"/v1/chat/completions", body'),
+)
+"""What the lines of other services hold beside a custom_id, whose lines they are, and the missing fields for jq."""
+
+
+def _foreign_lines(lines: list[bytes], name: str) -> str | None:
+    """Lines of another service's batches: they name neither method nor url."""
+    values = [_decoded(line) for line in lines]
+    if all(isinstance(value, dict) and value.keys() == {"requests"} for value in values) and values:
+        return f"its requests are a list in one object; take them out first: jq -c '.requests[]' {name} > lines.jsonl"
+    for field, whose, fields in _SHAPES:
+        if values and all(isinstance(value, dict) and value.keys() == {"custom_id", field} for value in values):
+            convert = f"jq -c '{{custom_id, method:\"POST\", {fields}}}' {name} > lines.jsonl"
+            return f"its lines have the form of {whose}, without a method and a url; convert it: {convert}"
+    return None
 
 
 def _encoding(sample: bytes, name: str) -> str | None:
@@ -144,6 +164,8 @@ def _odd_objects(lines: list[bytes], text: str, name: str) -> str | None:
         return None
     value, rest = _first_value(text)
     is_cut = value is None and lines[0].strip() == b"{" and len(lines) > 1 and lines[1].lstrip().startswith(b'"')
+    if re.match(r'\s*\{\s*"requests"\s*:\s*\[', text):
+        return f"its requests are a list in one object; take them out first: jq -c '.requests[]' {name} > lines.jsonl"
     if is_cut or (value is not None and len(text) - len(rest) > len(lines[0].decode("utf-8", "replace"))):
         return (
             "its JSON objects stand over several lines, and a batch file has one in each line; "

@@ -23,6 +23,7 @@ from batchline.openai_api.endpoint_table import CHAT, MESSAGES
 MAX_LINE_BYTES = 256 * 1024 * 1024
 """A longer line gets an error and is never held in memory as a whole."""
 
+_REQUIRED = ("custom_id", "method", "url", "body")
 _TRUE_WORDS = frozenset({"true", "t", "1", "yes", "y", "on"})
 _JSON = JSONDecoder(parse_int=str, parse_float=str)  # only where values end matters
 _BETWEEN_TOKENS = re.compile(r"[ \t\n\r,:]*")
@@ -70,7 +71,8 @@ def check_fields(value: object, default_model: str | None = None) -> tuple[str, 
     custom_id = value.get("custom_id")
     if type(custom_id) is not str or not custom_id:
         raise _field_error(value, "custom_id", "a non-empty string")
-    if value.get("method") != "POST":
+    method = value.get("method")
+    if method != "POST" and (not isinstance(method, str) or method.upper() != "POST"):
         raise _method_error(value)
     url = value.get("url")
     if type(url) is not str or not url:
@@ -212,7 +214,10 @@ def _is_true(value: object) -> bool:
 def _field_error(value: dict[str, Any], field: str, expected: str) -> LineError:
     found = value.get(field)
     if found is None:
-        return LineError("missing_required_parameter", f"Missing required parameter: '{field}'.", param=field)
+        missing = [name for name in _REQUIRED if value.get(name) is None]
+        names = " and ".join(filter(None, [", ".join(f"'{name}'" for name in missing[:-1]), f"'{missing[-1]}'"]))
+        message = f"Missing required parameter{'s' if len(missing) > 1 else ''}: {names}."
+        return LineError("missing_required_parameter", message, param=field)
     if found == "":
         return LineError("invalid_value", f"Invalid '{field}': it must be {expected}, but it is empty.", param=field)
     message = f"Invalid type for '{field}': expected {expected}, but got {_json_type(found)}."
