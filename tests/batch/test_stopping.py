@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import queue
 import signal
-import threading
 
 import pytest
 
@@ -13,16 +13,16 @@ from batchline.errors import RunInterrupted
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 async def test_the_first_signal_asks_to_stop_and_the_second_stops_at_once(number: signal.Signals) -> None:
-    told, at_once = asyncio.Event(), threading.Event()
+    told, at_once = asyncio.Event(), queue.SimpleQueue[int]()
     before = signal.getsignal(number)
     stopper = Stopper(lambda _notice: told.set())
-    with stopper.attached() as stop, stop_on_signals(stopper.stop, at_once.set):
+    with stopper.attached() as stop, stop_on_signals(stopper.stop, at_once.put):
         os.kill(os.getpid(), number)
         await asyncio.wait_for(stop.wait(), timeout=5)
         await asyncio.wait_for(told.wait(), timeout=5)
-        assert not at_once.is_set()
+        assert at_once.empty()
         os.kill(os.getpid(), number)
-        assert at_once.wait(timeout=5)
+        assert at_once.get(timeout=5) == number
     assert signal.getsignal(number) is before
 
 
@@ -44,7 +44,7 @@ async def test_signals_are_left_alone_off_the_main_thread() -> None:
     seen: list[object] = []
 
     async def in_thread() -> None:
-        with stop_on_signals(lambda: None, lambda: None):
+        with stop_on_signals(lambda: None, lambda _: None):
             seen.append(signal.getsignal(signal.SIGINT))
 
     await asyncio.to_thread(asyncio.run, in_thread())

@@ -109,8 +109,10 @@ class Stopper:
 
 
 @contextlib.contextmanager
-def stop_on_signals(stop: Callable[[], None], stop_at_once: Callable[[], None]) -> Iterator[None]:
-    """Call `stop` on the first signal, `stop_at_once` on the others. Off the main thread signals stay as they are.
+def stop_on_signals(stop: Callable[[], None], stop_at_once: Callable[[int], object]) -> Iterator[None]:
+    """Call `stop` on the first signal, `stop_at_once` with the number of each further one.
+
+    Off the main thread signals stay as they are.
 
     Plain handlers, not the event loop's: they come through even while the loop is busy.
     """
@@ -119,10 +121,10 @@ def stop_on_signals(stop: Callable[[], None], stop_at_once: Callable[[], None]) 
         return
     is_stopping = False
 
-    def handle(_signal: int, _frame: FrameType | None) -> None:
+    def handle(number: int, _frame: FrameType | None) -> None:
         nonlocal is_stopping
         if is_stopping:
-            stop_at_once()
+            stop_at_once(number)
             return
         is_stopping = True
         stop()

@@ -94,8 +94,11 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """The first signal stops the server; the second one ends the process at once, as there is nothing to save."""
-        with stop_on_signals(self._stop, lambda: os._exit(130)):
+        """The first signal stops the server; the second one ends the process at once, as there is nothing to save.
+
+        The exit code names the signal, as that of a shell does.
+        """
+        with stop_on_signals(self._stop, lambda number: os._exit(128 + number)):
             yield
 
     def _stop(self) -> None:
