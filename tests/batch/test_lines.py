@@ -110,6 +110,13 @@ def test_a_wrong_field_is_named(raw: bytes, code: str, param: str, message: str)
     assert message in error.message
 
 
+def test_a_deployment_of_azure_is_the_model_of_a_body_without_one() -> None:
+    url = "/openai/deployments/gpt/chat/completions?api-version=2024-10-21"
+    body = {"messages": [{"role": "user", "content": "hi"}]}
+    assert lines.parse_line(changed(url=url, body=body)).model == "gpt"
+    assert lines.parse_line(changed(url=url, body={**body, "model": "own"})).model == "own"
+
+
 def test_the_method_may_be_in_lower_case() -> None:
     assert lines.parse_line(changed(method="post")).custom_id == lines.parse_line(changed()).custom_id
 
@@ -128,6 +135,11 @@ def test_stream_that_is_off_is_fine(stream: object) -> None:
         ("http://[bad/v1", "http://[bad/v1"),
         ("v1/completions", "v1/completions"),
         ("/v1/nonsense", "/v1/nonsense"),
+        ("/nonsense", "/nonsense"),
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/v1/chat/completions?api-version=1", "/v1/chat/completions"),
+        ("/openai/v1/embeddings", "/v1/embeddings"),
+        ("https://x.openai.azure.com/openai/deployments/gpt/completions?api-version=1", "/v1/completions"),
     ],
 )
 def test_a_full_url_is_reduced_to_its_path(url: str, path: str) -> None:

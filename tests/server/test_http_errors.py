@@ -168,6 +168,11 @@ def test_unknown_paths_are_404_and_name_the_served_ones(fake: httpx.Client) -> N
     assert len(served) == len(set(served))
 
 
+@pytest.mark.parametrize("path", ["/chat/completions", "/openai/v1/chat/completions"])
+def test_a_path_of_another_service_is_a_404_with_the_path_here(fake: httpx.Client, path: str) -> None:
+    assert "Did you mean /v1/chat/completions? " in error_of(fake.post(path, json={}))["message"]
+
+
 def test_a_known_path_by_the_wrong_method_is_405(fake: httpx.Client) -> None:
     response = fake.get(CHAT)
     assert (response.status_code, response.headers["allow"]) == (405, "POST")

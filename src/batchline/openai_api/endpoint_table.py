@@ -6,6 +6,7 @@ the batch runner, the server, its OpenAPI description and its metrics read this 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -181,6 +182,19 @@ REQUEST_SCHEMAS: Mapping[str, type[BaseModel]] = {
     path: endpoint.schema for path, endpoint in ENDPOINTS.items() if endpoint.schema is not None
 }
 """The schema of the body of every path that a model can answer."""
+
+
+_ELSEWHERE = re.compile(r"(?:/openai/deployments/(?P<model>[^/?]+)|/openai/v1|/v1|)(?P<path>/[^?]+)(?:\?.*)?")
+
+
+def path_elsewhere(path: str) -> tuple[str, str | None] | None:
+    """The path here of an endpoint that other services have under `path`, and the model that it names (Azure does).
+
+    None if there is none.
+    """
+    found = _ELSEWHERE.fullmatch(path)
+    here = f"/v1{found['path']}" if found else path
+    return (here, found["model"]) if found and here in ENDPOINTS else None
 
 
 def is_batch_url(path: str) -> bool:
