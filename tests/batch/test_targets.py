@@ -157,3 +157,28 @@ def test_results_that_cannot_be_written_leave_no_draft(store: Path, files: RunFi
     backend = FakeBackend()
     run_once(files, backend)
     assert (backend.requests, left_in(store)) == ([], ["1", "2"])
+
+
+class StampedFile(StoredFile):
+    """Tells what is there, so that a finished run is recorded."""
+
+    async def stamp(self) -> dict[str, str] | None:
+        return {"bytes": str(self.path.stat().st_size)} if self.path.exists() else None
+
+
+def test_a_tag_may_be_any_text(tmp_path: Path, store: Path, files: RunFiles) -> None:
+    """A tag with `..` put the record outside of the state folder, and a commit with an ä in its tag was not noted."""
+    first, second = StampedFile(store, 1), StampedFile(store, 2)
+    first.tag, second.tag = "../../../\u00e4/first", "second"
+    second.error = RunFailed("the store is full")
+    files = replace(files, output=first, error_output=second)
+    state = tmp_path / "a" / "b" / "state"
+    with pytest.raises(RunFailed, match="the store is full"):
+        run_once(files, FakeBackend(), state_dir=state)
+    second.error = None
+    run_once(files, FakeBackend(), state_dir=state)
+    assert (first.num_commits, second.num_commits) == (1, 2)
+    assert len(left_in(state / "runs")) == 1
+    backend = FakeBackend()
+    assert run_once(files, backend, state_dir=state).finished_before is not None
+    assert backend.requests == []

@@ -18,6 +18,7 @@ from batchline.batch.files import RunFiles
 from batchline.batch.options import OutputOrder, RunOptions
 from batchline.batch.progress import Reporter
 from batchline.batch.summary import RunSummary
+from batchline.batch.targets import plain_tag
 from batchline.user_state import write_record
 
 logger = logging.getLogger(__name__)
@@ -43,7 +44,9 @@ class FinishedRuns:
     def __init__(self, files: RunFiles, options: RunOptions) -> None:
         self._targets = files.targets
         self._options = options
-        self._path = None if options.state_dir is None else options.state_dir / "runs" / f"{files.output.tag}.json"
+        self._path = (
+            None if options.state_dir is None else options.state_dir / "runs" / f"{plain_tag(files.output)}.json"
+        )
 
     async def find(self, run: Mapping[str, str]) -> RunSummary | None:
         """The summary of this run, if it is finished, its results are unchanged, and `overwrite` is not set.

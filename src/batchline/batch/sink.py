@@ -24,7 +24,7 @@ from batchline.batch.progress import Reporter
 from batchline.batch.recovery import RunState
 from batchline.batch.sorting import RecordSorter
 from batchline.batch.stopping import Stop, unless_stopped
-from batchline.batch.targets import HttpTarget, ResultTarget
+from batchline.batch.targets import HttpTarget, ResultTarget, plain_tag
 from batchline.errors import OutputUnwritable, RunFailed, RunInterrupted
 
 _ENTRY = struct.Struct(">QQI?")
@@ -86,7 +86,7 @@ async def _note_if_kept(target: ResultTarget, state: RunState, note: Note) -> No
 def _delivery_note(target: ResultTarget, files: RunFiles, order: OutputOrder) -> Note:
     """Names what decides the bytes of the file besides the journal: another command may send other lines there."""
     content = "all results" if files.error_output is None else "succeeded" if target is files.output else "failed"
-    return Note("delivered", f"{target.tag} {content} in {order} order")
+    return Note("delivered", f"{plain_tag(target)} {content} in {order} order")
 
 
 async def _commit(target: ResultTarget) -> None:

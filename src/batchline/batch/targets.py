@@ -12,6 +12,7 @@ import hashlib
 import io
 import logging
 import os
+import re
 import select
 import shutil
 import stat
@@ -93,6 +94,13 @@ class ResultTarget(ABC):
     async def is_unchanged(self, before: Stamp) -> bool:
         """Whether the content still has the stamp `before`."""
         return await self.stamp() == before
+
+
+def plain_tag(target: ResultTarget) -> str:
+    """The target's tag for file names and the journal: itself if it is plain text, or else a hash of it."""
+    if re.fullmatch(r"[\w.-]{1,80}", target.tag, re.ASCII):
+        return target.tag
+    return hashlib.sha256(target.tag.encode(errors="surrogatepass")).hexdigest()
 
 
 class LocationTarget(ResultTarget):
