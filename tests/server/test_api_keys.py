@@ -30,6 +30,14 @@ def test_without_a_key_everything_else_is_401(guarded: httpx.Client, path: str) 
     assert response.json()["error"]["code"] == "missing_api_key"
 
 
+def test_a_browsers_preflight_names_the_option_that_allows_it(guarded: httpx.Client) -> None:
+    """Bug: it asked for a key, which a preflight cannot have."""
+    asked = {"Origin": "https://page.example", "Access-Control-Request-Method": "POST"}
+    response = guarded.options("/v1/chat/completions", headers=asked)
+    assert response.status_code == 401
+    assert "--allowed-origins" in response.json()["error"]["message"]
+
+
 @pytest.mark.parametrize(
     "target",
     [

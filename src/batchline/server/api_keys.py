@@ -19,6 +19,11 @@ from batchline.server.request_path import route_path
 OPEN_PATHS = frozenset({"/health", "/ping", "/", "/docs"})
 """The page at /docs is the same for every server. It requests its contents with the key that the user enters."""
 
+_PREFLIGHT = "Browsers cannot call this server from other sites: its operator can start it with --allowed-origins"
+"""A preflight never has a key, and it comes here only if no origin is allowed."""
+
+_ASKED_METHOD = "access-control-request-method"
+
 
 def owner_of(request: Request) -> str:
     """The owner of a request: a name for its key; empty if the server has no keys."""
@@ -41,7 +46,11 @@ class ApiKeys:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises: Unauthorized."""
         if scope["type"] == "http" and route_path(scope) not in self._open_paths:
-            owner = self._check(_key_in(Headers(scope=scope)))
+            headers = Headers(scope=scope)
+            key = _key_in(headers)
+            if not key and scope["method"] == "OPTIONS" and {"origin", _ASKED_METHOD} <= set(headers):
+                raise Unauthorized(_PREFLIGHT, code="missing_api_key")
+            owner = self._check(key)
             scope.setdefault("state", {})["owner"] = owner
         await self._app(scope, receive, send)
 
