@@ -180,6 +180,7 @@ def constraint_cases(flavour: Flavour) -> list[Case]:
         case("regex", "[0-9]{4}", matches("[0-9]{4}")),
         case("json_schema", SCHEMA, is_seven),
         case("ebnf", 'root ::= "x" [0-9]', matches("x[0-9]")),
+        case("grammar", 'root ::= "x" [0-9]', matches("x[0-9]")),
         case("guided_json_object", True, lambda new, old: text(new).startswith("{")),
         case("guided_regex", "[0-9]{4}", matches("[0-9]{4}")),
         case("guided_choice", ["zebra", "yak"], matches("zebra|yak")),
