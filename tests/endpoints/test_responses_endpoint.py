@@ -154,7 +154,8 @@ async def test_a_stream_that_is_cut_ends_as_incomplete() -> None:
         ({"tools": [{"type": "local_shell"}]}, r"tools\[0\]: tools of type 'local_shell' are not supported"),
         ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice: there are no tools"),
         ({"tool_choice": "required"}, "tool_choice: there are no tools"),
-        ({"tool_choice": "any"}, '"required"'),
+        ({"tool_choice": "any"}, "tool_choice: there are no tools"),  # Mistral's word for required
+        ({"tool_choice": "some"}, '"required"'),
         ({"tool_choice": {"type": "allowed_tools", "tools": [1]}}, '"required"'),
         ({"temperature": 7}, "temperature"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
