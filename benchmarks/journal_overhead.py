@@ -19,7 +19,6 @@ from pathlib import Path
 
 from workload import CHAT, MODEL_NAME, make_workload
 
-from batchline.backends.base import Backend
 from batchline.backends.in_process import InProcessBackend
 from batchline.batch.api import run_blocking
 from batchline.batch.files import RunFiles
@@ -96,11 +95,9 @@ def _run(batch: Path, output: Path, model: Path, disk: TimedDisk) -> float:
             await super().start()
             started = time.perf_counter()
 
-    def open_backend() -> Backend:
-        config = ModelConfig(model=str(model), served_names=(MODEL_NAME,))
-        return Timed([EngineConfig(model=config, cache=CacheConfig(num_bytes=2 << 30))])
-
-    run_blocking(RunFiles.named(str(batch), str(output)), RunOptions(), open_backend, SilentReporter(), disk=disk)
+    config = ModelConfig(model=str(model), served_names=(MODEL_NAME,))
+    backend = Timed([EngineConfig(model=config, cache=CacheConfig(num_bytes=2 << 30))])
+    run_blocking(RunFiles.named(str(batch), str(output)), RunOptions(), backend, SilentReporter(), disk=disk)
     return time.perf_counter() - started
 
 

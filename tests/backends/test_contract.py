@@ -66,7 +66,7 @@ def make(request: pytest.FixtureRequest) -> Callable[[], Backend]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def backend(make: Callable[[], Backend]) -> AsyncIterator[Backend]:
-    async with running(make) as backend:
+    async with running(make()) as backend:
         yield backend
 
 
@@ -178,7 +178,7 @@ async def test_counters_only_grow(backend: Backend) -> None:
 async def test_a_closed_backend_is_not_alive_answers_nobody_and_can_be_closed_again(
     make: Callable[[], Backend],
 ) -> None:
-    async with running(make) as backend:
+    async with running(make()) as backend:
         assert backend.is_alive()
     await backend.close()
     assert not backend.is_alive()
@@ -191,7 +191,7 @@ async def test_a_closed_backend_is_not_alive_answers_nobody_and_can_be_closed_ag
 
 async def test_what_goes_wrong_in_the_block_closes_the_backend_too(make: Callable[[], Backend]) -> None:
     with pytest.raises(ZeroDivisionError):
-        async with running(make) as backend:
+        async with running(make()) as backend:
             raise ZeroDivisionError
     assert not backend.is_alive()
 
@@ -203,7 +203,7 @@ async def test_runs_that_are_lent_a_running_backend_leave_it_running(backend: Ba
 
     async def run_to(name: str) -> int:
         files = RunFiles.named(str(tmp_path / "in"), str(tmp_path / name))
-        return (await run(files, RunOptions(), lambda: nullcontext(backend), SilentReporter(), Stop())).succeeded
+        return (await run(files, RunOptions(), nullcontext(backend), SilentReporter(), Stop())).succeeded
 
     assert await asyncio.gather(run_to("first"), run_to("second")) == [len(TEXTS)] * 2
     first, second = (

@@ -38,12 +38,11 @@ def run_file() -> RunFile:
     ) -> RunSummary:
         error_file, tmp_dir = options.pop("error_file", None), options.pop("tmp_dir", None)
         files = RunFiles.named(str(input_file), str(output_file), error_file, tmp_dir)
-        answering = backend or FakeBackend()
         return asyncio.run(
             run(
                 files,
                 RunOptions(**options),
-                lambda: running(lambda: answering),
+                running(backend or FakeBackend()),
                 reporter or RecordingReporter(),
                 stop or Stop(),
                 disk,

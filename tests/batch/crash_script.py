@@ -80,7 +80,7 @@ def child(files: RunFiles) -> dict[str, Any]:
     pid = os.fork()
     if pid == 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        run_blocking(files, RunOptions(), lambda: FakeBackend(before_answer=before_answer), TellingReporter())
+        run_blocking(files, RunOptions(), FakeBackend(before_answer=before_answer), TellingReporter())
         os._exit(0)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     told = {name: json.loads((folder / name).read_text()) for name in ("asked", "warnings")}

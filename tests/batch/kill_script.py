@@ -77,7 +77,7 @@ def child(folder: Path, output: str, moments: int | None, start: str | None = No
         sys.addaudithook(countdown.audit)
         backend = FakeBackend()
         run_blocking(
-            run_files(folder, output), RunOptions(), lambda: backend, SilentReporter(), disk=KillingDisk(countdown)
+            run_files(folder, output), RunOptions(), backend, SilentReporter(), disk=KillingDisk(countdown)
         )
         (folder / "asked").write_text(str(len(backend.requests)))
         os._exit(0)

@@ -378,7 +378,7 @@ async def test_what_a_server_says_of_an_output_decides(batch: Path, state: Path,
         async def run_to(path: str, reporter: RecordingReporter, **options: Any) -> None:
             files = RunFiles.named(str(batch), str(server.make_url(path)), tmp_dir=tmp_path)
             run_options = RunOptions(**options, state_dir=state, settings={"--model": "m"})
-            await run(files, run_options, lambda: running(FakeBackend), reporter, Stop())
+            await run(files, run_options, running(FakeBackend()), reporter, Stop())
 
         for path in ("/kept", "/kept", "/weak", "/weak", "/secret", "/secret"):
             await run_to(path, RecordingReporter())

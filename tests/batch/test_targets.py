@@ -71,7 +71,7 @@ def files(tmp_path: Path, store: Path) -> RunFiles:
 
 def run_once(files: RunFiles, backend: FakeBackend, stop: Stop | None = None, **options: Any) -> RunSummary:
     """A run on a backend that others use too."""
-    work = run(files, RunOptions(**options), lambda: nullcontext(backend), RecordingReporter(), stop or Stop())
+    work = run(files, RunOptions(**options), nullcontext(backend), RecordingReporter(), stop or Stop())
     return asyncio.run(work)
 
 

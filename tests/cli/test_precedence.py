@@ -108,16 +108,16 @@ def settings_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, Any
     """`settings_of(command, *arguments)`: the engine's and the command's settings, where it would begin to work."""
     got: list[Any] = []
 
-    def serve(open_backend: Callable[[], Any], options: Any, on_ready: object) -> None:
-        got[:] = [*open_backend()._engines, options]
+    def serve(backend: Any, options: Any, on_ready: object) -> None:
+        got[:] = [*backend._engines, options]
         raise Stopped
 
-    def run(files: Any, options: Any, open_backend: Callable[[], Any], *_: object, **__: object) -> None:
+    def run(files: Any, options: Any, backend: Any, *_: object, **__: object) -> None:
         own = {field.name: getattr(options, field.name) for field in fields(options)}
-        got[:] = [*open_backend()._engines, SimpleNamespace(**own, tmp_dir=files.job_folder.parent)]
+        got[:] = [*backend._engines, SimpleNamespace(**own, tmp_dir=files.job_folder.parent)]
         raise Stopped
 
-    monkeypatch.setattr("batchline.cli.serve.running", lambda make: make())
+    monkeypatch.setattr("batchline.cli.serve.running", lambda backend: backend)
     monkeypatch.setattr("batchline.server.run.run", serve)
     monkeypatch.setattr("batchline.batch.api.run_blocking", run)
 

@@ -31,15 +31,15 @@ def settings_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Settings]:
     """What a command line becomes, where the command would begin to work. `M` stands for a model's folder."""
     got: list[Any] = []
 
-    def serve(open_backend: Callable[[], Any], options: Any, on_ready: object) -> None:
-        got[:] = [*open_backend()._engines, options]
+    def serve(backend: Any, options: Any, on_ready: object) -> None:
+        got[:] = [*backend._engines, options]
         raise Stopped
 
-    def run(files: Any, options: Any, open_backend: Callable[[], Any], *_: object, **__: object) -> None:
-        got[:] = [*open_backend()._engines, options]
+    def run(files: Any, options: Any, backend: Any, *_: object, **__: object) -> None:
+        got[:] = [*backend._engines, options]
         raise Stopped
 
-    monkeypatch.setattr("batchline.cli.serve.running", lambda make: make())
+    monkeypatch.setattr("batchline.cli.serve.running", lambda backend: backend)
     monkeypatch.setattr("batchline.server.run.run", serve)
     monkeypatch.setattr("batchline.batch.api.run_blocking", run)
 

@@ -90,7 +90,7 @@ def run_file(
     (folder / "in.jsonl").write_text("\n".join(lines))
     files = RunFiles.named(str(folder / "in.jsonl"), str(folder / "out.jsonl"))
     options = RunOptions(output_order=output_order, dedup=False)
-    work = run(files, options, lambda: nullcontext(server.backend), SilentReporter(), Stop())
+    work = run(files, options, nullcontext(server.backend), SilentReporter(), Stop())
     asyncio.run_coroutine_threadsafe(work, server.loop).result(600)
     return [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
 

@@ -87,9 +87,9 @@ async def test_a_server_leaves_a_backend_running_that_it_was_lent() -> None:
         raise Ended
 
     try:
-        async with running(FakeBackend) as backend:
+        async with running(FakeBackend()) as backend:
             with pytest.raises(Ended):
-                await serve_until_stopped(lambda: nullcontext(backend), ServerOptions(port=0), end)
+                await serve_until_stopped(nullcontext(backend), ServerOptions(port=0), end)
             assert backend.is_alive()
         assert not backend.is_alive()
     finally:

@@ -7,8 +7,7 @@ nothing about engines. An invalid request gets an `Answer` with an error status,
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -196,14 +195,13 @@ class Backend(Protocol):
         """Stop and free everything. Idempotent."""
 
 
-OpenBackend = Callable[[], AbstractAsyncContextManager[Backend]]
-"""Provides a running backend until the block ends. `lambda: nullcontext(backend)` provides one that others also use."""
+RunningBackend = AbstractAsyncContextManager[Backend]
+"""A backend that runs inside the block: `running(backend)`, or `nullcontext(backend)` for one that others also use."""
 
 
 @asynccontextmanager
-async def running(make: Callable[[], Backend]) -> AsyncIterator[Backend]:
-    """Create a backend on a thread, start it for the block, and close it afterwards. Raises: see `start`."""
-    backend = await asyncio.to_thread(make)  # importing an engine takes seconds
+async def running(backend: Backend) -> AsyncIterator[Backend]:
+    """Start a backend for the block, and close it afterwards. Raises: see `start`."""
     try:
         await backend.start()
         yield backend

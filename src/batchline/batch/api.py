@@ -87,7 +87,7 @@ def run_batch(
         limits=limits or Limits(),
     )
     with shown_progress(show_progress, on_progress, reporter) as shown:
-        return run_blocking(files, for_backend(options, answering, name, engines), lambda: answering, shown)
+        return run_blocking(files, for_backend(options, answering, name, engines), answering, shown)
 
 
 def for_backend(
@@ -112,14 +112,14 @@ def for_backend(
 def run_blocking(
     files: RunFiles,
     options: RunOptions,
-    open_backend: Callable[[], Backend],
+    backend: Backend,
     reporter: Reporter,
     stop_at_once: Callable[[], None] | None = None,
     disk: Disk | None = None,
 ) -> RunSummary:
     """`run` on a new event loop, stopped by signals.
 
-    open_backend: makes a backend, which is started for the run and closed after it.
+    backend: started for the run and closed after it.
     stop_at_once: called on the second signal; by default it raises KeyboardInterrupt. disk: see `run`.
     """
 
@@ -127,7 +127,7 @@ def run_blocking(
 
     async def run_until_stopped() -> RunSummary:
         with stopper.attached() as stop:
-            return await run(files, options, lambda: running(open_backend), reporter, stop, disk)
+            return await run(files, options, running(backend), reporter, stop, disk)
 
     with stop_on_signals(stopper.stop, lambda _: (stop_at_once or _interrupt)()):
         if not _is_in_event_loop():

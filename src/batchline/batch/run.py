@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from batchline.backends.base import Backend, OpenBackend
+from batchline.backends.base import Backend, RunningBackend
 from batchline.batch import source
 from batchline.batch.capacity import Capacity
 from batchline.batch.check import CheckReport, LineObserver, check_file, findings_of, refuse_over_limits
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 async def run(
     files: RunFiles,
     options: RunOptions,
-    open_backend: OpenBackend,
+    backend: RunningBackend,
     reporter: Reporter,
     stop: Stop,
     disk: Disk | None = None,
@@ -54,9 +54,9 @@ async def run(
 ) -> RunSummary:
     """Run a batch file to its end.
 
-    open_backend: provides a running backend; called only when there is something to compute. stop: ends the run, to be
-    resumed or for good. disk: writes the journal, instead of the system's own calls. capacity: is shared by runs on the
-    same backend; without it, the run uses all of the backend's concurrency.
+    backend: entered only if there is something to compute. stop: ends the run, to be resumed or for good. disk: writes
+    the journal, instead of the system's own calls. capacity: is shared by runs on the same backend; without it, the run
+    uses all of the backend's concurrency.
     Raises: UsageError (nothing was run), RunInterrupted, RunFailed, ModelLoadError.
     """
     started = time.monotonic()
@@ -65,7 +65,7 @@ async def run(
     with alternate_stacks(), JobFolder(files.job_folder) as job_folder:
         batch_run = BatchRun(files, options, job_folder, GuardedReporter(reporter), stop, disk, capacity)
         try:
-            summary = await batch_run.execute(open_backend)
+            summary = await batch_run.execute(backend)
         except BaseException as exc:
             if not batch_run.is_worth_keeping:
                 job_folder.start_over()  # nothing was computed: leave nothing that a corrected command would trip over
@@ -119,7 +119,7 @@ class BatchRun:
         """Whether the journal may hold what cannot be made again in seconds."""
         return self._state is None or self._state.is_worth_keeping
 
-    async def execute(self, open_backend: OpenBackend) -> RunSummary:
+    async def execute(self, backend: RunningBackend) -> RunSummary:
         """Every step, in order. Raises: as `run`."""
         try:
             checked = await self._check(await self._stage())
@@ -140,7 +140,7 @@ class BatchRun:
             if not 0 < state.tally.total == state.tally.resumed:  # or it ended with its results in place
                 await account_for_older_outputs(self._files, self._options, self._reporter)
             if state.tally.done < state.tally.total:
-                await self._answer_all(checked, state, open_backend)
+                await self._answer_all(checked, state, backend)
             scratch = self._job_folder.scratch
             await deliver_results(state, self._files, self._options, scratch, self._reporter, self._stop)
             models = self._watch.models.values()
@@ -212,12 +212,12 @@ class BatchRun:
             self._reporter.warn("The input has no lines; the output will be empty.")
         self._reporter.phase(f"Checked {counted(report.num_lines, 'line')}")
 
-    async def _answer_all(self, checked: CheckedInput, state: RunState, open_backend: OpenBackend) -> None:
+    async def _answer_all(self, checked: CheckedInput, state: RunState, backend: RunningBackend) -> None:
         """Raises: RunInterrupted where it stopped before the last line, to be resumed."""
         reader = LineReader(checked.path, checked.index, self._options.default_model)
         self._open_files.callback(reader.close)
         try:
-            await self._answer_rest(checked, state, reader, open_backend)
+            await self._answer_rest(checked, state, reader, backend)
             if state.tally.done < state.tally.total:
                 raise RunInterrupted
         except RunFailed as exc:
@@ -230,7 +230,7 @@ class BatchRun:
             await asyncio.to_thread(record_unrun_lines, error, reader, state.journal, state.tally)
 
     async def _answer_rest(
-        self, checked: CheckedInput, state: RunState, reader: LineReader, open_backend: OpenBackend
+        self, checked: CheckedInput, state: RunState, reader: LineReader, backend: RunningBackend
     ) -> None:
         plan = await self._plan(checked)
         await asyncio.to_thread(record_failed_lines, checked.report, reader, state.journal, state.done, state.tally)
@@ -242,14 +242,14 @@ class BatchRun:
         with watched(self._job_folder.path) as in_flight:
             self._pace.begin_loading()
             async with contextlib.AsyncExitStack() as stack:
-                backend = await unless_stopped(stack.enter_async_context(open_backend()), self._stop)
+                started = await unless_stopped(stack.enter_async_context(backend), self._stop)
                 self._stop.notice = STOPPING
                 self._pace.begin_running(state.tally)
-                await self._watch.report_models(backend)
+                await self._watch.report_models(started)
                 self._reporter.phase(f"Running {counted(state.tally.total - state.tally.done, 'request')}")
                 for items, are_suspects in _in_groups(plan, state):
-                    feeder = Feeder(items, reader, keeps_raw=backend.wants_raw_bodies)
-                    await self._run_requests(backend, feeder, state, in_flight, are_suspects=are_suspects)
+                    feeder = Feeder(items, reader, keeps_raw=started.wants_raw_bodies)
+                    await self._run_requests(started, feeder, state, in_flight, are_suspects=are_suspects)
                 self._pace.end(state.tally)
                 self._stop.notice = STOPPING_IDLE
 

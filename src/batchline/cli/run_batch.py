@@ -58,7 +58,7 @@ def run_batch(
             from batchline.cli.metrics_endpoint import serve_metrics  # an HTTP server, for this option alone
 
             reporter = stack.enter_context(serve_metrics(reporter, host, port))
-        summary = run_blocking(files, options, lambda: backend, reporter, stop_at_once=_stop_at_once)
+        summary = run_blocking(files, options, backend, reporter, stop_at_once=_stop_at_once)
     print_summary(summary)
     if summary.has_only_failures or (run_file.fail_on_error and summary.failed):
         raise typer.Exit(3)

@@ -78,7 +78,7 @@ def serve(
         names = ", ".join(models_by_name(models))
         log(f"Serving {names} at {url}", url=url)
 
-    run(lambda: running(lambda: backend), options, say_ready)
+    run(running(backend), options, say_ready)
 
 
 def _show(record: ModelRecord) -> None:

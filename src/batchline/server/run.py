@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import uvicorn
 
-from batchline.backends.base import Backend, OpenBackend, ServedModel
+from batchline.backends.base import Backend, RunningBackend, ServedModel
 from batchline.batch.stopping import stop_on_signals
 from batchline.server.app import create_app
 from batchline.server.connections import Connections, allow_reuse, bind, raise_file_limit, unusable
@@ -26,17 +26,16 @@ from batchline.server.tls import check_certificate
 OnReady = Callable[[str, Sequence[ServedModel]], None]
 
 
-async def serve(open_backend: OpenBackend, options: ServerOptions, on_ready: OnReady) -> None:
+async def serve(running_backend: RunningBackend, options: ServerOptions, on_ready: OnReady) -> None:
     """Serve until a SIGINT or SIGTERM; a second one ends the process.
 
-    open_backend: provides a running backend, and closes it if nobody else uses it. on_ready: called with the server's
-    URL and the models.
+    running_backend: entered once the address is bound. on_ready: called with the server's URL and the models.
 
     Raises: UsageError (address or certificate), ModelLoadError.
     """
     max_connections = raise_file_limit(options.max_connections)
     with bind(options.host, options.port, max_connections, options.uds) as listener:
-        async with open_backend() as backend:
+        async with running_backend as backend:
             config = uvicorn_config(backend, options, listener.connections)
             models = await backend.models()
             gc.collect()
@@ -114,6 +113,6 @@ def url_of(listener: socket.socket, *, is_tls: bool) -> str:
     return f"{'https' if is_tls else 'http'}://{shown}:{port}"
 
 
-def run(open_backend: OpenBackend, options: ServerOptions, on_ready: OnReady) -> None:
+def run(running_backend: RunningBackend, options: ServerOptions, on_ready: OnReady) -> None:
     """`serve` on a new event loop."""
-    asyncio.run(serve(open_backend, options, on_ready))
+    asyncio.run(serve(running_backend, options, on_ready))
