@@ -76,9 +76,7 @@ def child(folder: Path, output: str, moments: int | None, start: str | None = No
         countdown = Countdown(moments, start)
         sys.addaudithook(countdown.audit)
         backend = FakeBackend()
-        run_blocking(
-            run_files(folder, output), RunOptions(), backend, SilentReporter(), disk=KillingDisk(countdown)
-        )
+        run_blocking(run_files(folder, output), RunOptions(), backend, SilentReporter(), disk=KillingDisk(countdown))
         (folder / "asked").write_text(str(len(backend.requests)))
         os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0

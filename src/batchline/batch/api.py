@@ -105,7 +105,7 @@ def for_backend(
         settings={**({} if name is None else {"--backend": name}), **backend.identity()},
         served_models=names if names and name is not None else None,
         default_model=names[0][0] if len(names) == 1 else None,
-        text={served: engine.text for engine in engines for served in engine.model.names} if name == EMBEDDED else None,
+        text={engine.model.names: engine.text for engine in engines} if name == EMBEDDED else None,
     )
 
 

@@ -22,8 +22,6 @@ class Capacity:
     def __init__(self, num_places: int, num_bytes: int | None = None) -> None:
         self.num_places = num_places
         self._num_bytes = MAX_INFLIGHT_BYTES if num_bytes is None else num_bytes
-        self._used_places = 0
-        self._used_bytes = 0
         self._num_grants = 0
         self._shares: list[Share] = []
 
@@ -33,39 +31,29 @@ class Capacity:
         self._shares.append(share)
         return share
 
-    def leave(self, share: Share) -> None:
-        """A run ends. Places that it still has are free once it gives them back."""
-        if share in self._shares:
-            self._shares.remove(share)
-        self.grant()
-
-    def add(self, num_places: int, num_bytes: int) -> None:
-        """Count places in use; negative numbers for those given back."""
-        self._used_places += num_places
-        self._used_bytes += num_bytes
-
     def grant(self) -> None:
-        """Give free places to those who wait, as far as they reach. A request that needs
-        much room is not passed by smaller ones."""
-        while self._used_places < self.num_places:
-            waiting = [share for share in self._shares if share.is_waiting()]
-            if not waiting:
-                return
+        """Give free places to those who wait, as far as they reach. A request that needs much room is not passed by
+        smaller ones. To be called when a share has changed."""
+        self._shares = [share for share in self._shares if not share.is_over]
+        while waiting := [share for share in self._shares if share.is_waiting()]:
             share = min(waiting, key=lambda share: (share.num_held, share.last_grant))
-            has_places = self._used_places + share.places_per_request <= self.num_places
-            has_bytes = not self._used_bytes or self._used_bytes + share.next_bytes <= self._num_bytes
+            used_places = sum(share.num_held * share.places_per_request for share in self._shares)
+            used_bytes = sum(share.held_bytes for share in self._shares)
+            has_places = used_places + share.places_per_request <= self.num_places
+            has_bytes = not used_bytes or used_bytes + share.next_bytes <= self._num_bytes
             if not (has_places and has_bytes):
                 return
             self._num_grants += 1
-            share.grant(self._num_grants)
+            share.admit(self._num_grants)
 
 
 class Share:
-    """One run's part of a capacity. num_held: its requests in flight."""
+    """One run's part of a capacity. num_held: its requests in flight. held_bytes: of their lines."""
 
     def __init__(self, capacity: Capacity, places_per_request: int) -> None:
         self.places_per_request = places_per_request
         self.num_held = 0
+        self.held_bytes = 0
         self.last_grant = 0
         self._capacity = capacity
         self._waiting: deque[tuple[int, asyncio.Future[bool]]] = deque()
@@ -82,6 +70,11 @@ class Share:
         """The length of the request that has waited longest."""
         return self._waiting[0][0]
 
+    @property
+    def is_over(self) -> bool:
+        """Whether it holds no place and takes none."""
+        return self._is_closed and not self.num_held
+
     async def take(self, num_bytes: int) -> bool:
         """Wait for a place for a request. Returns whether it got one, which is False once the share is closed."""
         if self._is_closed:
@@ -97,23 +90,23 @@ class Share:
             self._capacity.grant()  # others may have waited behind a large request
             raise
 
-    def give_back(self, num_bytes: int) -> None:
-        """Free the place of a request."""
-        self.num_held -= 1
-        self._capacity.add(-self.places_per_request, -num_bytes)
-        self._capacity.grant()
-
-    def grant(self, number: int) -> None:
+    def admit(self, number: int) -> None:
         """Give a place to the request that has waited longest. number: counts all grants of the capacity."""
         num_bytes, place = self._waiting.popleft()
         self.num_held += 1
+        self.held_bytes += num_bytes
         self.last_grant = number
-        self._capacity.add(self.places_per_request, num_bytes)
         place.set_result(True)
+
+    def give_back(self, num_bytes: int) -> None:
+        """Free the place of a request."""
+        self.num_held -= 1
+        self.held_bytes -= num_bytes
+        self._capacity.grant()
 
     def close(self) -> None:
         """Take no more places. Who waits for one gets none. Idempotent."""
         self._is_closed = True
         while self.is_waiting():
             self._waiting.popleft()[1].set_result(False)
-        self._capacity.leave(self)
+        self._capacity.grant()

@@ -23,10 +23,10 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from batchline.batch.journal import Note
 from batchline.batch.plan import WorkItem
@@ -165,38 +165,52 @@ class InFlight:
 class _FaultReport:
     """The file that faulthandler writes to. A process has only one; runs at the same time share it by hard links."""
 
-    def __init__(self, path: Path) -> None:
-        self._paths = {path}
+    def __init__(self) -> None:
+        self._paths: set[Path] = set()
+        self._was_enabled = False
+        self._file: TextIO | None = None
+        self._lock = threading.Lock()  # runs of one process may be on several threads
+
+    @contextmanager
+    def at(self, path: Path) -> Iterator[None]:
+        """Report at `path` until the block ends. A file there is replaced. On another file system than the first path,
+        a crash accuses no request of this run."""
+        path.unlink(missing_ok=True)
+        with self._lock:
+            if self._file is None:
+                self._open(path)
+            else:
+                with suppress(OSError):
+                    os.link(next(filter(Path.exists, self._paths), path), path)
+            self._paths.add(path)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._paths.remove(path)
+                if not self._paths:
+                    self._close()
+
+    def _open(self, path: Path) -> None:
         self._was_enabled = faulthandler.is_enabled()
-        self._file = path.open("w")
-        self._file.write(f"{_oom_kills()}\n")
-        self._file.flush()
-        faulthandler.enable(self._file)
+        file = path.open("w")
+        file.write(f"{_oom_kills()}\n")
+        file.flush()
+        faulthandler.enable(file)
+        self._file = file
 
-    def link(self, path: Path) -> None:
-        """Report at `path` too. On another file system it cannot: a crash then accuses no request of that run."""
-        with suppress(OSError):
-            os.link(next(filter(Path.exists, self._paths), path), path)
-        self._paths.add(path)
-
-    def unlink(self, path: Path) -> bool:
-        """End the report at `path`. Returns whether that was the last one; faulthandler then continues with standard
-        error if it was on before."""
-        self._paths.remove(path)
-        if self._paths:
-            return False
+    def _close(self) -> None:
+        """faulthandler continues with standard error if it was on before."""
+        assert self._file is not None
         faulthandler.disable()
         self._file.close()
+        self._file = None
         if self._was_enabled and sys.__stderr__ is not None:
             with suppress(OSError, ValueError):  # standard error may be closed
                 faulthandler.enable(sys.__stderr__)
-        return True
 
 
-_report: _FaultReport | None = None
-_num_stack_blocks = 0
-_lock = threading.Lock()
-"""Of the two above, since runs of one process may be on several threads."""
+_fault_report = _FaultReport()
 
 
 @contextmanager
@@ -205,26 +219,10 @@ def watched(folder: Path) -> Iterator[InFlight]:
 
     On threads, an overflow of the stack is reported only if they were started under `alternate_stacks`.
     """
-    global _report
-    path = folder / _FAULT
-    path.unlink(missing_ok=True)  # before the seats: a fault must never be read with another's seats
-    with _lock:
-        if _report is None:
-            _report = _FaultReport(path)
-        else:
-            _report.link(path)
-        report = _report
-    try:
-        in_flight = InFlight(folder / _IN_FLIGHT)
-        try:
-            yield in_flight
-        finally:
-            in_flight.close()
-    finally:
-        with _lock:
-            if report.unlink(path):
-                _report = None
-        forget_crash(folder)
+    with ExitStack() as stack:
+        stack.callback(forget_crash, folder)
+        stack.enter_context(_fault_report.at(folder / _FAULT))  # first: a fault must never be read with another's seats
+        yield stack.enter_context(closing(InFlight(folder / _IN_FLIGHT)))
 
 
 class _SignalStack(ctypes.Structure):
@@ -235,6 +233,10 @@ class _SignalStack(ctypes.Structure):
 
 _stacks: dict[int, Any] = {}
 """By thread: kept until another thread has its number, for the system may use one until the thread's very end."""
+
+_num_stack_blocks = 0
+_lock = threading.Lock()
+"""Of `_num_stack_blocks`."""
 
 
 @contextmanager

@@ -35,8 +35,8 @@ class RunOptions:
     False refuses to replace another run's output; None skips a finished run and replaces another run's output.
     state_dir: the folder for records of finished runs; None keeps no records.
     strict: any bad line stops the run before compute, and so does an unknown field.
-    text: of each served name, the settings of the embedded engine that decide which bodies are refused. Under `strict`,
-    all bodies are checked with them before compute. None leaves bodies to the backend.
+    text: by the names of each model, the settings of the embedded engine that decide which bodies are refused. Under
+    `strict`, all bodies are checked with them before compute. None leaves bodies to the backend.
     dedup: run identical deterministic requests once. grace_period_s: how long a stop waits for what is in flight.
     settings: named settings that change results; a run is not resumed under others.
     served_models: the names of each model, as far as they are known before the backend exists.
@@ -49,7 +49,7 @@ class RunOptions:
     overwrite: bool | None = None
     state_dir: Path | None = None
     strict: bool = False
-    text: Mapping[str, TextConfig] | None = None
+    text: Mapping[tuple[str, ...], TextConfig] | None = None
     dedup: bool = True
     grace_period_s: float = DEFAULT_GRACE_PERIOD_S
     limits: Limits = field(default_factory=Limits)

@@ -304,8 +304,10 @@ def _judges(options: RunOptions) -> dict[str, RequestJudge]:
     from batchline.batch.inspect import RequestJudge  # every endpoint's text code, for this option alone
 
     served = [name for names in options.served_models or () for name in names]
-    judges = {id(text): RequestJudge(replace(text, strict=True), served) for text in options.text.values()}
-    return {name: judges[id(text)] for name, text in options.text.items()}
+    judges: dict[str, RequestJudge] = {}
+    for names, text in options.text.items():
+        judges |= dict.fromkeys(names, RequestJudge(replace(text, strict=True), served))
+    return judges
 
 
 def _judged(observer: LineObserver, judges: Mapping[str, RequestJudge]) -> LineObserver:

@@ -24,7 +24,7 @@ from batchline.batch.progress import Reporter
 from batchline.batch.recovery import RunState
 from batchline.batch.sorting import RecordSorter
 from batchline.batch.stopping import Stop, unless_stopped
-from batchline.batch.targets import HttpTarget, ResultTarget, plain_tag
+from batchline.batch.targets import ResultTarget, plain_tag
 from batchline.errors import OutputUnwritable, RunFailed, RunInterrupted
 
 _ENTRY = struct.Struct(">QQI?")
@@ -145,8 +145,7 @@ async def account_for_older_outputs(files: RunFiles, options: RunOptions, report
         if options.overwrite is False:
             await _refuse_to_replace(target, reporter)
             continue
-        is_worth_asking = options.overwrite is None and not isinstance(target, HttpTarget)  # few URLs tell
-        if is_worth_asking and await target.exists():
+        if options.overwrite is None and target.tells_if_it_exists and await target.exists():
             reporter.phase(
                 f"{target.display} exists and is not the result of this run. It is replaced when the new results are "
                 "complete"

@@ -56,11 +56,13 @@ class ResultTarget(ABC):
     it is resumed, it opens the target anew.
     display: the place as messages show it. tag: a short name of the place, the same in every process. Neither holds a
     secret. notes_commit: whether a commit is noted in the journal, so that a resumed run does not commit again.
+    tells_if_it_exists: whether `exists` is likely to have an answer.
     """
 
     display: str
     tag: str
     notes_commit = True
+    tells_if_it_exists = True
 
     @abstractmethod
     def open(self) -> AbstractContextManager[BinaryIO]:
@@ -240,8 +242,10 @@ def _open_unless_unread(path: Path) -> int | None:
 class HttpTarget(LocationTarget):
     """An http(s) URL: one PUT."""
 
+    tells_if_it_exists = False  # few servers answer a HEAD request for a presigned URL
+
     async def exists(self) -> bool | None:
-        """As the answer to a HEAD request says; few servers tell for a presigned URL."""
+        """As the answer to a HEAD request says."""
         status, _ = await head(self.location)
         return True if status == 200 else False if status in (404, 410) else None
 
