@@ -95,7 +95,7 @@ def fail_loads(monkeypatch: pytest.MonkeyPatch, backend: InProcessBackend) -> li
         tries.append("try")
         raise ModelLoadError("tiny-chat", "the disk is gone")
 
-    monkeypatch.setattr("batchline.backends.loaded_models.load", fail)
+    monkeypatch.setattr("batchline.backends.resident_models.load", fail)
     return tries
 
 

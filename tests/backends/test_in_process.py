@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from batchline.backends import loaded_models
+from batchline.backends import resident_models
 from batchline.backends.base import BATCH_PRIORITY, EndpointRequest
 from batchline.backends.in_process import InProcessBackend
 from batchline.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, TextConfig
@@ -333,14 +333,14 @@ async def test_garbage_is_collected_while_a_second_model_loads_beside_one_that_s
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What requests to the first model left behind was not collected meanwhile, and then frozen for good."""
-    load, is_enabled, num_frozen = loaded_models.load, list[bool](), list[int]()
+    load, is_enabled, num_frozen = resident_models.load, list[bool](), list[int]()
 
-    def noting(*arguments: Any) -> loaded_models.LoadedModel:
+    def noting(*arguments: Any) -> resident_models.ResidentModel:
         is_enabled.append(gc.isenabled())
         num_frozen.append(gc.get_freeze_count())
         return load(*arguments)
 
-    monkeypatch.setattr(loaded_models, "load", noting)
+    monkeypatch.setattr(resident_models, "load", noting)
     model = ModelConfig(model=str(TINY_CHAT.with_name("tiny-embed")), num_threads=1)
     backend = InProcessBackend([EngineConfig(model=replace(model, served_names=(name,))) for name in "ab"])
     try:

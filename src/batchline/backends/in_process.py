@@ -45,7 +45,7 @@ from batchline.openai_api.endpoint_table import ENDPOINTS, answering_path, endpo
 from batchline.pooling.detection import detect_task
 
 if TYPE_CHECKING:
-    from batchline.backends.loaded_models import LoadedModel
+    from batchline.backends.resident_models import ResidentModel
 
 logger = logging.getLogger(__name__)
 
@@ -62,11 +62,11 @@ class InProcessBackend:
         """Raises: UsageError if two models have the same name."""
         self._by_name: dict[str, EngineConfig] = {}
         self._tasks: dict[str, Task] = {}
-        self._loadables: dict[str, Loadable[LoadedModel]] = {}
+        self._loadables: dict[str, Loadable[ResidentModel]] = {}
         for config in engines:
             self._register(config)
         self._engines = tuple(engines)
-        self._residency: ModelResidency[LoadedModel] = ModelResidency(self._keep_counts)
+        self._residency: ModelResidency[ResidentModel] = ModelResidency(self._keep_counts)
         self._unloaded: dict[str, BackendStats] = {}
         self._has_started = False
         self._has_loaded = False
@@ -125,7 +125,7 @@ class InProcessBackend:
 
         Raises: RequestError, EngineLost, ModelLoadError, all before the first chunk.
         """
-        attempts: Attempts[LoadedModel] | None = None
+        attempts: Attempts[ResidentModel] | None = None
         try:
             asked = _as_answered(request)
             attempts = self._attempts(asked)
@@ -181,13 +181,13 @@ class InProcessBackend:
     def _fits(self, config: EngineConfig) -> bool:
         return fits_in_memory(config, self._task(config))
 
-    def _load(self, config: EngineConfig) -> LoadedModel:
+    def _load(self, config: EngineConfig) -> ResidentModel:
         name = config.model.names[0]
         task = self._task(config)
         logger.info("loading %s", name)
         collections = nullcontext() if self._has_loaded else _few_collections()
         with collections, cache_memory_ahead() if task == "generate" else nullcontext() as memory:
-            from batchline.backends.loaded_models import load  # imports torch and transformers, for seconds
+            from batchline.backends.resident_models import load  # imports torch and transformers, for seconds
 
             model = load(config, task, memory)
         self._has_loaded = True
@@ -197,7 +197,7 @@ class InProcessBackend:
                 logger.warning("%s: %s", name, model.record.warning)
         return replace(model, close=partial(_close, model.close))
 
-    def _keep_counts(self, model: LoadedModel) -> None:
+    def _keep_counts(self, model: ResidentModel) -> None:
         """Keep the counts of a model that was unloaded."""
         name = model.record.name
         self._unloaded[name] = _sum([self._unloaded.get(name, BackendStats()), replace(model.stats(), gauges={})])
@@ -216,7 +216,7 @@ class InProcessBackend:
             record=None if resident is None else resident.record,
         )
 
-    def _attempts(self, request: EndpointRequest) -> Attempts[LoadedModel]:
+    def _attempts(self, request: EndpointRequest) -> Attempts[ResidentModel]:
         """The request's turns on its model. Raises: NotFound, BadRequest."""
         endpoint = ENDPOINTS.get(request.url)
         if endpoint is None:
@@ -255,7 +255,7 @@ def _as_answered(request: EndpointRequest) -> EndpointRequest:
     return request if path == request.url else replace(request, url=path)
 
 
-def _chunks(model: LoadedModel, request: EndpointRequest) -> AsyncGenerator[dict[str, Any], None]:
+def _chunks(model: ResidentModel, request: EndpointRequest) -> AsyncGenerator[dict[str, Any], None]:
     """Raises: BadRequest if the endpoint cannot stream."""
     endpoint = model.streams.get(request.url)
     if endpoint is None:

@@ -1,7 +1,7 @@
 """The table of endpoints: every path that takes a JSON body for a model, and what the other layers need to know of it.
 
-The one place to add an endpoint's path. `backends/loaded_models.py` binds the paths to the functions that answer them;
-the batch runner, the server, its OpenAPI description and its metrics read this table.
+The one place to add an endpoint's path. `backends/resident_models.py` binds the paths to the functions that answer
+them; the batch runner, the server, its OpenAPI description and its metrics read this table.
 """
 
 from __future__ import annotations

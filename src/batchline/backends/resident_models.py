@@ -84,7 +84,7 @@ StreamingEndpoint = Callable[[EndpointRequest], AsyncGenerator[dict[str, Any], N
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoadedModel:
+class ResidentModel:
     """A model that answers requests. endpoints: by path, for its kind of model. max_model_len: in tokens.
 
     streams: by path, the endpoints that can also answer in chunks. is_alive: whether its thread still runs.
@@ -101,7 +101,7 @@ class LoadedModel:
     streams: Mapping[str, StreamingEndpoint] = field(default_factory=dict)
 
 
-def load(config: EngineConfig, task: Task, memory: CacheMemory | None) -> LoadedModel:
+def load(config: EngineConfig, task: Task, memory: CacheMemory | None) -> ResidentModel:
     """Load a model for `task` (not `auto`). memory: for its KV cache.
 
     Raises: ModelLoadError, UsageError.
@@ -114,7 +114,7 @@ def load(config: EngineConfig, task: Task, memory: CacheMemory | None) -> Loaded
     return _load_generative_model(config, memory)
 
 
-def _load_generative_model(config: EngineConfig, memory: CacheMemory | None) -> LoadedModel:
+def _load_generative_model(config: EngineConfig, memory: CacheMemory | None) -> ResidentModel:
     with ExitStack() as parts:
         text = load_text(config.model, config.text)
         reranker = find_reranker(config.model, text)
@@ -156,12 +156,12 @@ def _generative_model(
     reranker: Reranker | UnknownReranker | None,
     parts: ExitStack,
     settings: Callable[[], Mapping[str, Any]],
-) -> LoadedModel:
+) -> ResidentModel:
     """parts: what the model closes from now on. settings: of the tokenizer."""
     config = model.config
     embedder = EngineEmbedder(model, engine)
     scorer = _scorer_of(model, engine, embedder, reranker)
-    return LoadedModel(
+    return ResidentModel(
         record=engine.record,
         endpoints={
             CHAT: _generating(chat_completion, model),
@@ -237,7 +237,7 @@ def _tokenizer_settings(config: ModelConfig) -> Mapping[str, Any]:
     return read_json(config.tokenizer or config.model, "tokenizer_config.json", revision) or {}
 
 
-def _load_embedding_model(config: EngineConfig) -> LoadedModel:
+def _load_embedding_model(config: EngineConfig) -> ResidentModel:
     # with sentence-transformers come scikit-learn and scipy: most of a second that only such a model shall take
     from batchline.pooling.embedding import load_embedding_model
 
@@ -248,7 +248,7 @@ def _load_embedding_model(config: EngineConfig) -> LoadedModel:
         return _pooling_model(model, SimilarityScorer(model), model, parts, config, model.render_messages)
 
 
-def _load_cross_encoder(config: EngineConfig) -> LoadedModel:
+def _load_cross_encoder(config: EngineConfig) -> ResidentModel:
     from batchline.pooling.cross_encoder import load_cross_encoder  # as heavy as an embedding model's
 
     with ExitStack() as parts:
@@ -264,10 +264,10 @@ def _pooling_model(
     parts: ExitStack,
     config: EngineConfig,
     render: RenderMessages | None = None,
-) -> LoadedModel:
+) -> ResidentModel:
     """parts: what the model closes from now on. render: writes the conversations that the model embeds."""
     _warn_of_unknown_tokens(model.name, len(model.transformers_tokenizer), model.vocab_size)
-    return LoadedModel(
+    return ResidentModel(
         record=model.record,
         endpoints={
             **_pooling_endpoints(scorer, embedder, text=config.text),
