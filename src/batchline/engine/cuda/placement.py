@@ -10,8 +10,8 @@ import torch
 from batchline.config import EngineConfig
 from batchline.engine.cuda.flash import packed_flash_attention
 from batchline.engine.cuda.graphs import CudaRecorder, DecodeGraphs, Recorder
+from batchline.engine.cuda.probe import LENGTHS, agree, bytes_of_step, largest_step, num_probe_blocks
 from batchline.engine.cuda.runner import CudaRunner
-from batchline.engine.cuda.trial import LENGTHS, agree, bytes_of_step, largest_step, num_trial_blocks
 from batchline.engine.kv_cache import KVCache
 from batchline.engine.memory import free_bytes
 from batchline.engine.model_loader import LoadedModel
@@ -44,7 +44,7 @@ class CudaPlacement:
         """Whether the kernels give the same logits as attention in torch, up to rounding. Also enables FlashAttention
         if that gives the same logits."""
         if self._loaded.max_model_len < max(LENGTHS):
-            return False  # too short for the trial
+            return False  # too short for the probe
         self._use_flash = self._flash_works()
         return self._use_flash or self._agrees(use_flash=False)
 
@@ -93,7 +93,7 @@ class CudaPlacement:
 
     def _agrees(self, *, use_flash: bool) -> bool:
         size = self._shape.block_size
-        num_blocks = num_trial_blocks(size)
+        num_blocks = num_probe_blocks(size)
         runner = self._runner(self._cache(num_blocks), use_flash=use_flash)
         reference = ModelRunner(self._forward, self._cache(num_blocks))
         return agree(runner, reference, self._loaded.vocab_size, size, self._loaded.dtype)

@@ -21,14 +21,14 @@ CUTS = ((20, 17), (21, 24), (37, 25), (38, 25))
 """Where each sequence's chunks end: prompts, a decode beside a chunk, a chunk beside a decode, a decode."""
 
 
-def num_trial_blocks(block_size: int) -> int:
+def num_probe_blocks(block_size: int) -> int:
     """Blocks of a cache that holds the sequences of `agree`."""
     return sum(-(-length // block_size) for length in LENGTHS)
 
 
 def agree(runner: StepRunner, reference: StepRunner, vocab_size: int, block_size: int, dtype: torch.dtype) -> bool:
     """Whether both give the same logits, up to rounding, for prompts, chunks of prompts and decodes."""
-    for step in (pack(step, block_size) for step in _trial_steps(vocab_size, block_size)):
+    for step in (pack(step, block_size) for step in _probe_steps(vocab_size, block_size)):
         expected = reference.run(step).logits
         if not _relative_difference(runner.run(step).logits, expected) <= RELATIVE_TOLERANCE[dtype]:
             return False
@@ -58,7 +58,7 @@ def bytes_of_step(runner: StepRunner, step: Step, block_size: int, device: torch
     return torch.cuda.max_memory_allocated(device) - before
 
 
-def _trial_steps(vocab_size: int, block_size: int) -> Iterator[Step]:
+def _probe_steps(vocab_size: int, block_size: int) -> Iterator[Step]:
     stride = max(1, math.isqrt(vocab_size))
     tokens = [(index * stride + 3) % vocab_size for index in range(sum(LENGTHS))]
     with_logprobs = SamplingParams(max_tokens=0, prompt_logprobs=0)  # logits of every row are wanted
