@@ -18,7 +18,7 @@ from batchline.batch.files import RunFiles
 from batchline.batch.journal import Note
 from batchline.batch.locations import parse_location
 from batchline.batch.options import RunOptions
-from batchline.batch.recovery import RunState
+from batchline.batch.resuming import RunState
 from batchline.batch.run import run
 from batchline.batch.stopping import Stop
 from batchline.batch.summary import RunSummary

@@ -1,4 +1,4 @@
-"""One batch run from end to end: stage, check, recover, plan, run, deliver.
+"""One batch run from end to end: stage, check, resume, plan, run, deliver.
 
 The order matters: everything that can be refused is refused before the backend exists, nothing is computed that the
 journal already has, and the output appears only when it is whole. Each step is in another module. This one connects
@@ -32,7 +32,7 @@ from batchline.batch.options import RunOptions
 from batchline.batch.plan import Plan, Planner, WorkItem
 from batchline.batch.progress import BackendWatch, GuardedReporter, Pace, Reporter, models_of
 from batchline.batch.rates import keep_measurement
-from batchline.batch.recovery import RunState, note_crash, recover, run_identity
+from batchline.batch.resuming import RunState, note_crash, resume, run_identity
 from batchline.batch.runner import Feeder, Runner
 from batchline.batch.sink import account_for_older_outputs, deliver_results
 from batchline.batch.stopping import END_REASONS, STOPPING, STOPPING_IDLE, STOPPING_LOADING, Stop, unless_stopped
@@ -129,7 +129,7 @@ class BatchRun:
                 return summary
             self._tell_findings(checked.report)
             state = self._state = await asyncio.to_thread(
-                recover,
+                resume,
                 self._options,
                 checked.report,
                 self._job_folder,

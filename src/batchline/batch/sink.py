@@ -21,7 +21,7 @@ from batchline.batch.index import PositionSet
 from batchline.batch.journal import Journal, Note
 from batchline.batch.options import OutputOrder, RunOptions
 from batchline.batch.progress import Reporter
-from batchline.batch.recovery import RunState
+from batchline.batch.resuming import RunState
 from batchline.batch.sorting import RecordSorter
 from batchline.batch.stopping import Stop, unless_stopped
 from batchline.batch.targets import ResultTarget, plain_tag

@@ -14,7 +14,7 @@ from batchline.batch.files import RunFiles
 from batchline.batch.index import LineIndex, PositionSet
 from batchline.batch.journal import Journal, JournalEntry
 from batchline.batch.progress import Pace
-from batchline.batch.recovery import RunState
+from batchline.batch.resuming import RunState
 from batchline.model_record import ModelRecord
 
 _SHOWN_MESSAGES = 3

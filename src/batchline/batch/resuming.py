@@ -66,7 +66,7 @@ class RunState:
             self.suspects.add(note)
 
 
-def recover(
+def resume(
     options: RunOptions,
     report: CheckReport,
     job_folder: JobFolder,
