@@ -11,7 +11,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "src" / "batchline"
 LAYERS = [
-    {"config", "control_group", "errors", "model_record"},
+    {"config", "control_group", "errors", "model_facts"},
     {"disk"},
     {"user_state"},
     {"native", "checkpoints", "plugins"},

@@ -141,10 +141,10 @@ def test_the_cache_is_the_one_that_the_engine_reports_when_it_starts(config: Eng
     need = memory_need(config, "generate")
     assert need is not None
     assert need.cache is not None
-    record = Engine(config).record
-    assert (need.cache.num_bytes, need.dtype) == (record.cache_bytes, record.dtype)
+    facts = Engine(config).facts
+    assert (need.cache.num_bytes, need.dtype) == (facts.cache_bytes, facts.dtype)
     assert need.cache.num_bytes == need.cache.num_tokens * need.cache.bytes_per_token
-    assert min(need.cache.max_model_len, need.cache.num_tokens) == record.max_model_len
+    assert min(need.cache.max_model_len, need.cache.num_tokens) == facts.max_model_len
 
 
 def test_an_embedding_model_needs_no_cache() -> None:

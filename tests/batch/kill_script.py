@@ -94,7 +94,7 @@ def num_durable(folder: Path, output: str) -> int:
         return 0
     copy = shutil.copy(journal_path, folder / "journal.copy")
     with closing(Journal.open(Path(copy), {})) as journal:
-        return len({entry.outcome.position for entry in journal.entries()})
+        return len({entry.outcome.position for entry in journal.results()})
 
 
 def tell(folder: Path, output: str, kills: int, durable: int) -> None:

@@ -13,7 +13,7 @@ from batchline.batch import check as check_module
 from batchline.batch.check import CheckReport, check_file, findings_of, refuse_over_limits
 from batchline.batch.index import LineIndex, LineReader
 from batchline.batch.options import Limits
-from batchline.batch.sorting import RecordSorter
+from batchline.batch.sorting import RowSorter
 from batchline.errors import InputUnreadable, RunInterrupted, UsageError
 
 
@@ -76,9 +76,9 @@ def test_duplicates_are_exact_in_a_file_larger_than_the_memory_for_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def small_sorter(*args: Any, **options: Any) -> Any:
-        return RecordSorter(*args, **options, memory_bytes=500)
+        return RowSorter(*args, **options, memory_bytes=500)
 
-    monkeypatch.setattr(check_module, "RecordSorter", small_sorter)
+    monkeypatch.setattr(check_module, "RowSorter", small_sorter)
     names = [f"r{n}" for n in range(700)] + ["r3", "r699"]
     report = check(write_lines(tmp_path / "in", [chat_line(name) for name in names]))
     assert sorted(report.duplicates) == [700, 701]

@@ -36,7 +36,7 @@ async def test_results_that_end_together_are_synced_together_and_told_afterwards
         commit.close()
         await commit.run()
         assert disk.num_syncs == before + 1
-        assert [entry.outcome.position for entry in journal.entries()] == told == list(range(500))
+        assert [entry.outcome.position for entry in journal.results()] == told == list(range(500))
 
 
 async def test_a_full_backlog_holds_workers_back_until_it_is_on_disk(

@@ -12,33 +12,33 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from batchline.batch.journal import Journal, Note, Outcome, encode_note, encode_record
+from batchline.batch.journal import Journal, Note, Outcome, encode_note, encode_result
 from batchline.errors import ResumeRefused
 
 RUN = {"input": "sha256:abc", "--model": "m"}
 
 
-def record(position: int, text: str = "x") -> bytes:
-    return encode_record(Outcome(position, "200", 3, 2, 1), f'{{"n":"{text}"}}'.encode())
+def entry(position: int, text: str = "x") -> bytes:
+    return encode_result(Outcome(position, "200", 3, 2, 1), f'{{"n":"{text}"}}'.encode())
 
 
 def contents(journal: Journal) -> list[tuple[int, bytes]]:
-    return [(e.outcome.position, journal.read(e.offset, e.length)) for e in journal.entries()]
+    return [(e.outcome.position, journal.read(e.offset, e.length)) for e in journal.results()]
 
 
 def test_what_was_appended_is_read_back_after_reopening(tmp_path: Path) -> None:
     outcome = Outcome(7, "invalid_json_line", 1, 2, 3, is_copy=True)
     with closing(Journal.open(tmp_path / "j", RUN)) as journal:
-        journal.append(encode_record(outcome, b'{"a": "b c d"}') + record(8))
+        journal.append(encode_result(outcome, b'{"a": "b c d"}') + entry(8))
     with closing(Journal.open(tmp_path / "j", {})) as journal:
         assert journal.run == RUN
-        assert [entry.outcome for entry in journal.entries()] == [outcome, Outcome(8, "200", 3, 2, 1)]
+        assert [found.outcome for found in journal.results()] == [outcome, Outcome(8, "200", 3, 2, 1)]
         assert contents(journal) == [(7, b'{"a": "b c d"}'), (8, b'{"n":"x"}')]
 
 
 def test_the_journal_can_be_read_with_ordinary_tools(tmp_path: Path) -> None:
     with closing(Journal.open(tmp_path / "j", RUN)) as journal:
-        journal.append(record(5, "hello"))
+        journal.append(entry(5, "hello"))
     line = (tmp_path / "j").read_text().splitlines()[1]
     assert line.split(" ", 7)[1:] == ["5", "200", "3", "2", "1", "0", '{"n":"hello"}']
 
@@ -54,7 +54,7 @@ def test_every_prefix_of_a_journal_is_a_journal(tmp_path: Path) -> None:
         header_end = path.stat().st_size
         ends = [header_end]
         for position in range(4):
-            journal.append(record(position, "é" * position))
+            journal.append(entry(position, "é" * position))
             ends.append(path.stat().st_size)
     whole = path.read_bytes()
     for length in range(len(whole) + 1):
@@ -62,14 +62,14 @@ def test_every_prefix_of_a_journal_is_a_journal(tmp_path: Path) -> None:
         with closing(Journal.open(path, RUN)) as journal:
             survivors = [position for position, _ in contents(journal)]
             assert survivors == list(range(max(0, sum(end <= length for end in ends) - 1)))
-            journal.append(record(9))
+            journal.append(entry(9))
             assert [position for position, _ in contents(journal)] == [*survivors, 9]
 
 
-def test_a_damaged_record_is_skipped_and_the_others_are_kept(tmp_path: Path) -> None:
+def test_a_damaged_entry_is_skipped_and_the_others_are_kept(tmp_path: Path) -> None:
     path = tmp_path / "j"
     with closing(Journal.open(path, RUN)) as journal:
-        journal.append(record(0, "aaaa") + record(1, "bbbb") + record(2, "cccc"))
+        journal.append(entry(0, "aaaa") + entry(1, "bbbb") + entry(2, "cccc"))
     path.write_bytes(path.read_bytes().replace(b"bbbb", b"b\0bb"))
     with closing(Journal.open(path, RUN)) as journal:
         assert [position for position, _ in contents(journal)] == [0, 2]
@@ -78,7 +78,7 @@ def test_a_damaged_record_is_skipped_and_the_others_are_kept(tmp_path: Path) -> 
 def test_a_damaged_header_before_results_is_refused_instead_of_discarding_them(tmp_path: Path) -> None:
     path = tmp_path / "j"
     with closing(Journal.open(path, RUN)) as journal:
-        journal.append(record(0))
+        journal.append(entry(0))
     path.write_bytes(b"x" + path.read_bytes()[1:])
     with pytest.raises(ResumeRefused, match="--no-resume"):
         Journal.open(path, RUN)
@@ -93,7 +93,7 @@ def test_a_journal_of_another_version_is_refused_and_left_as_it_is(tmp_path: Pat
     """It was taken for one of this version."""
     path = tmp_path / "j"
     with closing(Journal.open(path, RUN)) as journal:
-        journal.append(record(0))
+        journal.append(entry(0))
     for version in (b"1", b"3", b'"2"'):
         rewrite_header(path, b'{"batchline_journal":%b,"run":{}}' % version)
         before = path.read_bytes()
@@ -134,18 +134,18 @@ def test_notes_are_kept_beside_results(tmp_path: Path) -> None:
         Note("crashed", "c0ffee 3 4"),
     ]
     with closing(Journal.open(tmp_path / "j", RUN)) as journal:
-        journal.append(encode_note(notes[0]) + record(0) + encode_note(notes[1]) + encode_note(notes[2]))
+        journal.append(encode_note(notes[0]) + entry(0) + encode_note(notes[1]) + encode_note(notes[2]))
     with closing(Journal.open(tmp_path / "j", RUN)) as journal:
         assert contents(journal) == [(0, b'{"n":"x"}')]
-        assert [found for found in journal.records() if isinstance(found, Note)] == notes
+        assert [found for found in journal.entries() if isinstance(found, Note)] == notes
 
 
-def test_a_record_of_an_unknown_form_is_skipped(tmp_path: Path) -> None:
+def test_an_entry_of_an_unknown_form_is_skipped(tmp_path: Path) -> None:
     """Token counts that are no integers made the journal unreadable for ever."""
     with closing(Journal.open(tmp_path / "j", RUN)) as journal:
         for content in (b"0 200 1.5 0 0 0 {}", b"0 200 -1 0 0 0 {}", b"x", b"later version's note"):
             journal.append(b"%08x %b\n" % (zlib.crc32(content), content))
-        journal.append(record(1))
+        journal.append(entry(1))
         assert [position for position, _ in contents(journal)] == [1]
 
 
@@ -154,12 +154,12 @@ def test_an_append_to_a_journal_that_is_not_in_its_place_any_more_fails(tmp_path
     """A run in a folder that was removed computed for hours, and all of it was lost at the end."""
     path = tmp_path / "j"
     with closing(Journal.open(path, RUN)) as journal:
-        journal.append(record(0))
+        journal.append(entry(0))
         path.unlink()
         if take_away == "replace":
             path.write_bytes(b"another")
         with pytest.raises(OSError, match="removed or replaced"):
-            journal.append(record(1))
+            journal.append(entry(1))
 
 
 @pytest.mark.parametrize("call", range(8))
@@ -171,7 +171,7 @@ def test_what_was_durable_survives_a_disk_that_fails_at_any_call(tmp_path: Path,
     try:
         with closing(Journal.open(path, RUN, disk)) as journal:
             for position in range(5):
-                journal.append(record(position) + record(position + 100))
+                journal.append(entry(position) + entry(position + 100))
                 durable += [position, position + 100]
     except OSError:
         pass
@@ -197,7 +197,7 @@ class JournalMachine(RuleBasedStateMachine):
     def append(self, texts: list[str]) -> None:
         assert self.journal is not None
         new = [(self.next_position + n, text.encode("utf-8", "replace")) for n, text in enumerate(texts)]
-        self.journal.append(b"".join(encode_record(Outcome(position, "200"), text) for position, text in new))
+        self.journal.append(b"".join(encode_result(Outcome(position, "200"), text) for position, text in new))
         self.durable += new
         self.next_position += len(texts)
 
@@ -206,11 +206,11 @@ class JournalMachine(RuleBasedStateMachine):
     def lose_power_in_an_append(self, data: st.DataObject) -> None:
         assert self.journal is not None
         before = self.path.stat().st_size
-        lost = b"".join(encode_record(Outcome(self.next_position + n, "200"), b"lost") for n in range(3))
+        lost = b"".join(encode_result(Outcome(self.next_position + n, "200"), b"lost") for n in range(3))
         with self.path.open("ab") as file:
             file.write(lost[: data.draw(st.integers(0, len(lost)))])
-        whole_records = self.path.read_bytes()[before:].count(b"\n")
-        self.durable += [(self.next_position + n, b"lost") for n in range(whole_records)]
+        whole_entries = self.path.read_bytes()[before:].count(b"\n")
+        self.durable += [(self.next_position + n, b"lost") for n in range(whole_entries)]
         self.next_position += 3
         self.journal.close()
         self.journal = None
@@ -241,9 +241,9 @@ def test_any_bytes_behind_the_header_can_be_opened_and_continued(tmp_path: Path,
     path = tmp_path / "j"
     path.unlink(missing_ok=True)
     with closing(Journal.open(path, RUN)) as journal:
-        journal.append(record(0))
+        journal.append(entry(0))
     with path.open("ab") as file:
         file.write(garbage)
     with closing(Journal.open(path, RUN)) as journal:
-        journal.append(record(1))
+        journal.append(entry(1))
         assert [position for position, _ in contents(journal)] == [0, 1]

@@ -13,7 +13,7 @@ from batchline.batch import plan as plan_module
 from batchline.batch.index import PositionSet
 from batchline.batch.plan import Plan, Planner, WorkItem
 from batchline.batch.request_traits import is_deterministic, request_hash
-from batchline.batch.sorting import RecordSorter
+from batchline.batch.sorting import RowSorter
 
 CHAT = "/v1/chat/completions"
 
@@ -130,9 +130,7 @@ def test_copies_stand_together_over_any_number_of_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory_bytes: int
 ) -> None:
     monkeypatch.setattr(plan_module, "MAX_COPIES", 3)
-    monkeypatch.setattr(
-        plan_module, "RecordSorter", lambda *args, **kw: RecordSorter(*args, **kw, memory_bytes=memory_bytes)
-    )
+    monkeypatch.setattr(plan_module, "RowSorter", lambda *args, **kw: RowSorter(*args, **kw, memory_bytes=memory_bytes))
     bodies = [chat("system " * 40, f"q{n % 4}", max_tokens=10 * (n % 4) + 1, temperature=0) for n in range(44)]
     items = order(plan_of(tmp_path, bodies))
     assert [len(item.copies) for item in items] == [3, 3, 2] * 4
@@ -223,9 +221,7 @@ def test_every_request_is_planned_once_however_little_memory(
     tmp_path: Path, requests: list[tuple[str, int, str, int]], memory_bytes: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            plan_module, "RecordSorter", lambda *args, **kw: RecordSorter(*args, **kw, memory_bytes=memory_bytes)
-        )
+        patch.setattr(plan_module, "RowSorter", lambda *args, **kw: RowSorter(*args, **kw, memory_bytes=memory_bytes))
         bodies = [chat(letter * length, user, temperature=t) for letter, length, user, t in requests]
         plan = plan_of(tmp_path, bodies)
         planned = [p for item in order(plan) for p in (item.position, *item.copies)]

@@ -8,11 +8,11 @@ import pytest
 from batchline.batch.options import RunOptions
 from batchline.batch.rates import keep_measurement, latest_measurement
 from batchline.batch.summary import RunSummary
-from batchline.model_record import ModelRecord
+from batchline.model_facts import ModelFacts
 
 
-def record(dtype: str = "float32") -> ModelRecord:
-    return ModelRecord(
+def facts(dtype: str = "float32") -> ModelFacts:
+    return ModelFacts(
         name="m",
         architecture="A",
         dtype=dtype,
@@ -24,7 +24,7 @@ def record(dtype: str = "float32") -> ModelRecord:
     )
 
 
-def summary(*models: ModelRecord, run_time_s: float = 10.0, requests_per_s: float = 2.0) -> RunSummary:
+def summary(*models: ModelFacts, run_time_s: float = 10.0, requests_per_s: float = 2.0) -> RunSummary:
     return RunSummary(
         requests=20,
         succeeded=20,
@@ -44,7 +44,7 @@ def options(folder: Path | None, model: str = "org/model") -> RunOptions:
 
 
 def test_a_run_like_the_last_one_takes_as_long_and_one_twice_as_large_twice_as_long(tmp_path: Path) -> None:
-    keep_measurement(options(tmp_path), summary(record()))
+    keep_measurement(options(tmp_path), summary(facts()))
     measured = latest_measurement(tmp_path, "org/model")
     assert measured is not None
     assert measured.output_tokens_per_request == pytest.approx(25.0)
@@ -53,9 +53,9 @@ def test_a_run_like_the_last_one_takes_as_long_and_one_twice_as_large_twice_as_l
 
 
 def test_the_latest_run_of_the_model_counts_whatever_its_data_type(tmp_path: Path) -> None:
-    keep_measurement(options(tmp_path), summary(record("float32")))
-    keep_measurement(options(tmp_path), summary(record("bfloat16"), requests_per_s=4.0))
-    keep_measurement(options(tmp_path, "another"), summary(record("float16")))
+    keep_measurement(options(tmp_path), summary(facts("float32")))
+    keep_measurement(options(tmp_path), summary(facts("bfloat16"), requests_per_s=4.0))
+    keep_measurement(options(tmp_path, "another"), summary(facts("float16")))
     measured = latest_measurement(tmp_path, "org/model")
     assert measured is not None
     assert (measured.dtype, measured.requests) == ("bfloat16", pytest.approx(40.0))
@@ -64,16 +64,16 @@ def test_the_latest_run_of_the_model_counts_whatever_its_data_type(tmp_path: Pat
 
 def test_runs_that_tell_nothing_are_not_kept(tmp_path: Path) -> None:
     keep_measurement(options(tmp_path), summary())
-    keep_measurement(options(tmp_path), summary(record(), record("bfloat16")))
-    keep_measurement(options(tmp_path), summary(record(), run_time_s=0.01))
-    keep_measurement(options(None), summary(record()))
+    keep_measurement(options(tmp_path), summary(facts(), facts("bfloat16")))
+    keep_measurement(options(tmp_path), summary(facts(), run_time_s=0.01))
+    keep_measurement(options(None), summary(facts()))
     assert list(tmp_path.iterdir()) == []
     assert latest_measurement(tmp_path, "org/model") is None
     assert latest_measurement(None, "org/model") is None
 
 
 def test_a_damaged_record_is_ignored_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    keep_measurement(options(tmp_path), summary(record()))
+    keep_measurement(options(tmp_path), summary(facts()))
     (damaged,) = (tmp_path / "rates").iterdir()
     damaged.write_bytes(b"{")
     assert latest_measurement(tmp_path, "org/model") is None
@@ -82,12 +82,12 @@ def test_a_damaged_record_is_ignored_with_a_warning(tmp_path: Path, caplog: pyte
 
 def test_a_folder_that_cannot_be_written_costs_the_run_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    keep_measurement(options(tmp_path / "file"), summary(record()))
+    keep_measurement(options(tmp_path / "file"), summary(facts()))
 
 
 def test_copies_do_not_shorten_the_usual_answer(tmp_path: Path) -> None:
     """Copies counted as requests without tokens, and `plan`, which leaves copies out, halved its estimate twice."""
-    with_copies = replace(summary(record(), requests_per_s=4.0), deduplicated=20, computed=20)
+    with_copies = replace(summary(facts(), requests_per_s=4.0), deduplicated=20, computed=20)
     keep_measurement(options(tmp_path), with_copies)
     measured = latest_measurement(tmp_path, "org/model")
     assert measured is not None

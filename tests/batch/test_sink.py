@@ -8,7 +8,7 @@ import pytest
 
 from batchline.batch import sink
 from batchline.batch.files import refuse_unwritable
-from batchline.batch.journal import Journal, Outcome, encode_record
+from batchline.batch.journal import Journal, Outcome, encode_result
 from batchline.batch.locations import parse_location
 from batchline.batch.targets import LocationTarget, target_at
 from batchline.errors import OutputUnwritable, RunFailed, RunInterrupted
@@ -20,7 +20,7 @@ RECORDS = [(3, "200"), (0, "404"), (2, "200"), (1, "200"), (2, "200")]
 def journal(tmp_path: Path) -> Any:
     with closing(Journal.open(tmp_path / "journal", {})) as journal:
         for number, (position, status) in enumerate(RECORDS):
-            journal.append(encode_record(Outcome(position, status), b"%d.%d" % (position, number)))
+            journal.append(encode_result(Outcome(position, status), b"%d.%d" % (position, number)))
         yield journal
 
 

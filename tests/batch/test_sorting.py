@@ -6,14 +6,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from batchline.batch.sorting import RecordSorter, column
+from batchline.batch.sorting import RowSorter, column
 
 WIDTH = 6
-records = st.lists(st.binary(min_size=WIDTH, max_size=WIDTH) | st.sampled_from([b"\0" * WIDTH, b"ab\0\0\0\0"]))
+rows = st.lists(st.binary(min_size=WIDTH, max_size=WIDTH) | st.sampled_from([b"\0" * WIDTH, b"ab\0\0\0\0"]))
 
 
 def sort_all(folder: Path, items: list[bytes], memory_bytes: int) -> list[bytes]:
-    sorter = RecordSorter(folder, "test", WIDTH, memory_bytes)
+    sorter = RowSorter(folder, "test", WIDTH, memory_bytes)
     for item in items:
         sorter.add(item)
     return [row.tobytes() for rows in sorter.sorted_blocks() for row in rows]
@@ -21,8 +21,8 @@ def sort_all(folder: Path, items: list[bytes], memory_bytes: int) -> list[bytes]
 
 @pytest.mark.parametrize("memory_bytes", [WIDTH, 5 * WIDTH, 1 << 20])
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(items=records)
-def test_records_come_back_sorted_as_bytes_however_little_memory(
+@given(items=rows)
+def test_rows_come_back_sorted_as_bytes_however_little_memory(
     tmp_path: Path, items: list[bytes], memory_bytes: int
 ) -> None:
     assert sort_all(tmp_path, items, memory_bytes) == sorted(items)
@@ -34,7 +34,7 @@ def test_nothing_sorted_is_nothing(tmp_path: Path) -> None:
 
 
 def test_closing_removes_what_was_written(tmp_path: Path) -> None:
-    sorter = RecordSorter(tmp_path, "test", WIDTH, memory_bytes=WIDTH)
+    sorter = RowSorter(tmp_path, "test", WIDTH, memory_bytes=WIDTH)
     for number in range(5):
         sorter.add(number.to_bytes(WIDTH, "big"))
     assert list(tmp_path.iterdir())
@@ -44,7 +44,7 @@ def test_closing_removes_what_was_written(tmp_path: Path) -> None:
 
 
 def test_a_column_is_read_as_a_big_endian_number(tmp_path: Path) -> None:
-    sorter = RecordSorter(tmp_path, "test", WIDTH)
+    sorter = RowSorter(tmp_path, "test", WIDTH)
     sorter.add(b"\x01" + (770).to_bytes(5, "big"))
     [rows] = list(sorter.sorted_blocks())
     assert column(rows, 1, 5).tolist() == [770]

@@ -14,7 +14,7 @@ from batchline.batch.check import check_file
 from batchline.batch.index import LineIndex, PositionSet
 from batchline.batch.locations import parse_location
 from batchline.batch.plan import Planner
-from batchline.batch.sorting import RecordSorter
+from batchline.batch.sorting import RowSorter
 from batchline.batch.source import stage_input
 from batchline.errors import InputUnreadable, RunFailed
 
@@ -78,6 +78,6 @@ def test_a_disk_that_is_full_while_keys_are_sorted_or_planned_is_told_as_such(sc
     with pytest.raises(OSError, match="No space left") as caught:
         planner.plan(skip=PositionSet())
     assert caught.value.errno == errno.ENOSPC
-    sorter = RecordSorter(scratch, "keys", width=8, memory_bytes=8)
+    sorter = RowSorter(scratch, "keys", width=8, memory_bytes=8)
     with pytest.raises(OSError, match="No space left"):
         sorter.add(np.arange(1000, dtype=">u8").tobytes())

@@ -19,7 +19,7 @@ from batchline.backends.base import ServedModel
 from batchline.batch import rates
 from batchline.cli.main import main
 from batchline.errors import EngineLost, ModelLoadError
-from batchline.model_record import ModelRecord
+from batchline.model_facts import ModelFacts
 from batchline.testing import FakeBackend
 
 TINY_CHAT = Path(__file__).parents[2] / "examples" / "models" / "tiny-chat"
@@ -436,14 +436,14 @@ def test_plan_says_what_a_run_takes_once_one_was_measured(
     command: Command, use_fake_engine: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """It counted groups, and nothing that helps to decide whether to run the file tonight."""
-    record = ModelRecord(
+    facts = ModelFacts(
         name="fake", architecture="Fake", dtype="float32", device="cpu", kernels="none", quantization="none",
         num_threads=1, max_model_len=64,
     )  # fmt: skip
 
     class Measured(FakeBackend):
         async def models(self) -> list[ServedModel]:
-            return [replace(model, record=record) for model in await super().models()]
+            return [replace(model, facts=facts) for model in await super().models()]
 
     use_fake_engine(Measured)
     monkeypatch.setattr(rates, "MIN_RUN_TIME_S", 0.0)

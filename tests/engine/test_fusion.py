@@ -81,8 +81,8 @@ def test_a_model_that_the_kernels_get_wrong_runs_without_them(
     engine = Engine(EngineConfig(model=config(folder)))
     reason = "the portable kernels do not reproduce its first layers as torch computes it"
     warning = f"no native kernels ({reason}): expect it to take about 2 to 4 times as long"
-    assert engine.record.warning == warning
-    assert reason not in caplog.text, "whoever shows the record warns, and a second warning says nothing new"
+    assert engine.facts.warning == warning
+    assert reason not in caplog.text, "whoever shows the facts warns, and a second warning says nothing new"
     assert engine.loaded.kernels is None
     assert engine.loaded.execution.kernels is None
     assert not engine.loaded.execution.is_fused

@@ -16,7 +16,7 @@ import orjson
 
 from batchline.engine.sequence_metrics import SequenceCounts
 from batchline.errors import BadRequest, InvalidAnswer, NotFound
-from batchline.model_record import ModelRecord
+from batchline.model_facts import ModelFacts
 
 T = TypeVar("T")
 
@@ -76,14 +76,14 @@ class Answer:
 class ServedModel:
     """A model that a backend serves: its name, its other names, its context length and the endpoints it can answer.
 
-    record: how it runs, for a model that is in this process's memory.
+    facts: how it runs, for a model that is in this process's memory.
     """
 
     name: str
     aliases: tuple[str, ...] = ()
     max_model_len: int | None = None
     endpoints: tuple[str, ...] = ()
-    record: ModelRecord | None = None
+    facts: ModelFacts | None = None
 
 
 MAX_SHOWN_NAME = 200

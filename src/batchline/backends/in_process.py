@@ -153,7 +153,7 @@ class InProcessBackend:
         """Counters of all models since the start, whether they are still in memory or not."""
         by_model = dict(self._unloaded)
         for model in self._residency.resident_models():
-            by_model[model.record.name] = _sum([by_model.get(model.record.name, BackendStats()), model.stats()])
+            by_model[model.facts.name] = _sum([by_model.get(model.facts.name, BackendStats()), model.stats()])
         return replace(_sum(by_model.values()), by_model=by_model)
 
     async def close(self) -> None:
@@ -191,15 +191,15 @@ class InProcessBackend:
 
             model = load(config, task, memory)
         self._has_loaded = True
-        if self._has_started:  # whoever starts the backend looks at the first model's record
-            logger.info("loaded %s", model.record.text)
-            if model.record.warning is not None:
-                logger.warning("%s: %s", name, model.record.warning)
+        if self._has_started:  # whoever starts the backend looks at the first model's facts
+            logger.info("loaded %s", model.facts.text)
+            if model.facts.warning is not None:
+                logger.warning("%s: %s", name, model.facts.warning)
         return replace(model, close=partial(_close, model.close))
 
     def _keep_counts(self, model: ResidentModel) -> None:
         """Keep the counts of a model that was unloaded."""
-        name = model.record.name
+        name = model.facts.name
         self._unloaded[name] = _sum([self._unloaded.get(name, BackendStats()), replace(model.stats(), gauges={})])
 
     def _served_models(self) -> list[ServedModel]:
@@ -213,7 +213,7 @@ class InProcessBackend:
             aliases=tuple(aliases),
             max_model_len=config.model.max_model_len if resident is None else resident.max_model_len,
             endpoints=endpoints_of(self._tasks[name]) if name in self._tasks else (),
-            record=None if resident is None else resident.record,
+            facts=None if resident is None else resident.facts,
         )
 
     def _attempts(self, request: EndpointRequest) -> Attempts[ResidentModel]:

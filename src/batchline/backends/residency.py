@@ -101,7 +101,7 @@ class _Life(Generic[ModelT]):
 
 
 @dataclass(slots=True)
-class _Record:
+class _History:
     """The history of a model's lives. fruitless_ends: engines that ended since the last good answer, without the
     `culprits` found since then.
 
@@ -138,7 +138,7 @@ class ModelResidency(Generic[ModelT]):
         self._uses = count()
         self._newest: dict[str, _Life[ModelT]] = {}
         self._residents: list[_Life[ModelT]] = []
-        self._records: dict[str, _Record] = {}
+        self._histories: dict[str, _History] = {}
         self._line = asyncio.Lock()
         self._someone_left = asyncio.Event()
         self._closed = asyncio.Event()
@@ -163,14 +163,14 @@ class ModelResidency(Generic[ModelT]):
 
     def note_good_answer(self, name: str) -> None:
         """Note that the model gave a good answer: earlier failures no longer count against it."""
-        record = self._records[name]
-        record.fruitless_ends = record.culprits = 0
+        history = self._histories[name]
+        history.fruitless_ends = history.culprits = 0
 
     def note_culprit(self, name: str) -> None:
         """Note that a request ended the engine while nothing else ran on it. It is not tried again."""
-        record = self._records[name]
-        record.fruitless_ends -= 1
-        record.culprits += 1
+        history = self._histories[name]
+        history.fruitless_ends -= 1
+        history.culprits += 1
 
     def resident_models(self) -> list[ModelT]:
         """The models in memory."""
@@ -183,8 +183,8 @@ class ModelResidency(Generic[ModelT]):
 
     def is_refused(self, name: str) -> bool:
         """Whether a model that has run before could not be loaded again, and has not been since."""
-        record = self._records.get(name)
-        return record is not None and record.was_loaded and record.refusal is not None
+        history = self._histories.get(name)
+        return history is not None and history.was_loaded and history.refusal is not None
 
     async def close(self) -> None:
         """Unload all models, in use or not. Idempotent.
@@ -195,7 +195,7 @@ class ModelResidency(Generic[ModelT]):
         self._someone_left.set()
         await asyncio.gather(
             *(life.loading for life in self._newest.values()),
-            *(record.retrying for record in self._records.values() if record.retrying is not None),
+            *(history.retrying for history in self._histories.values() if history.retrying is not None),
             return_exceptions=True,
         )
         for life in list(self._residents):
@@ -207,41 +207,41 @@ class ModelResidency(Generic[ModelT]):
         life = self._newest.get(wanted.name)
         if life is not None and life.takes_users:
             return life
-        record = self._records.setdefault(wanted.name, _Record())
+        history = self._histories.setdefault(wanted.name, _History())
         if life is not None and life.has_ended and not life.is_leaving:
-            self._note_end(wanted, record)
+            self._note_end(wanted, history)
             life.is_leaving = True
-        if record.refusal is not None and self._clock() < record.refused_until:
-            raise record.refusal.with_traceback(None)  # tracebacks of earlier raises would add up
+        if history.refusal is not None and self._clock() < history.refused_until:
+            raise history.refusal.with_traceback(None)  # tracebacks of earlier raises would add up
         life = self._newest[wanted.name] = _Life(wanted)
-        life.loading = asyncio.create_task(self._load(life, record), name=f"loading {wanted.name}")
+        life.loading = asyncio.create_task(self._load(life, history), name=f"loading {wanted.name}")
         return life
 
-    def _note_end(self, wanted: Loadable[ModelT], record: _Record) -> None:
-        record.fruitless_ends += 1
+    def _note_end(self, wanted: Loadable[ModelT], history: _History) -> None:
+        history.fruitless_ends += 1
         logger.warning("the engine of %s has ended; its model is loaded again", wanted.name)
-        if record.fruitless_ends >= MAX_FRUITLESS_ENDS or record.culprits >= MAX_CULPRITS:
-            record.fruitless_ends = record.culprits = 0
-            self._refuse(wanted, record, EngineLost(f"the engine of {wanted.name} ends on every request"))
+        if history.fruitless_ends >= MAX_FRUITLESS_ENDS or history.culprits >= MAX_CULPRITS:
+            history.fruitless_ends = history.culprits = 0
+            self._refuse(wanted, history, EngineLost(f"the engine of {wanted.name} ends on every request"))
 
-    def _refuse(self, wanted: Loadable[ModelT], record: _Record, error: BatchlineError) -> None:
-        delay_s = min(LONGEST_REFUSAL_S, FIRST_REFUSAL_S * 2**record.refusals)
-        record.refusals += 1
-        record.refused_until = self._clock() + delay_s
-        record.refusal = error
-        is_retrying = record.retrying is not None and not record.retrying.done()
-        if record.was_loaded and not is_retrying and not self._closed.is_set():
-            record.retrying = asyncio.create_task(self._retry(wanted, record), name=f"retrying {wanted.name}")
+    def _refuse(self, wanted: Loadable[ModelT], history: _History, error: BatchlineError) -> None:
+        delay_s = min(LONGEST_REFUSAL_S, FIRST_REFUSAL_S * 2**history.refusals)
+        history.refusals += 1
+        history.refused_until = self._clock() + delay_s
+        history.refusal = error
+        is_retrying = history.retrying is not None and not history.retrying.done()
+        if history.was_loaded and not is_retrying and not self._closed.is_set():
+            history.retrying = asyncio.create_task(self._retry(wanted, history), name=f"retrying {wanted.name}")
 
-    async def _retry(self, wanted: Loadable[ModelT], record: _Record) -> None:
+    async def _retry(self, wanted: Loadable[ModelT], history: _History) -> None:
         """Load a refused model again without a request, because a server that reports itself unhealthy gets none.
 
         If other models use its memory, only a request can unload them.
         """
-        while record.refusal is not None and not self._closed.is_set():
-            await self._pause(record.refused_until - self._clock())
+        while history.refusal is not None and not self._closed.is_set():
+            await self._pause(history.refused_until - self._clock())
             if not self._closed.is_set() and await self._has_room_beside_others(wanted):
-                with contextlib.suppress(BatchlineError):  # recorded as the next refusal
+                with contextlib.suppress(BatchlineError):  # noted as the next refusal
                     async with self.use(wanted):
                         break
             else:
@@ -260,27 +260,27 @@ class ModelResidency(Generic[ModelT]):
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._closed.wait(), delay_s)
 
-    async def _load(self, life: _Life[ModelT], record: _Record) -> None:
+    async def _load(self, life: _Life[ModelT], history: _History) -> None:
         """Load a life's model. Raises: BatchlineError."""
         async with self._line:
             if not life.users:
                 return  # all users left before its turn came
             try:
                 await self._make_room(life)
-                life.model = await self._loaded(life.wanted, record)
+                life.model = await self._loaded(life.wanted, history)
             except BatchlineError as exc:
                 if isinstance(exc, ModelLoadError):
-                    exc.ran_before = record.was_loaded
-                self._refuse(life.wanted, record, exc)
+                    exc.ran_before = history.was_loaded
+                self._refuse(life.wanted, history, exc)
                 raise
             self._residents.append(life)
-        record.was_loaded = True
-        record.refusals = 0
-        record.refusal = None
+        history.was_loaded = True
+        history.refusals = 0
+        history.refusal = None
 
-    async def _loaded(self, wanted: Loadable[ModelT], record: _Record) -> ModelT:
+    async def _loaded(self, wanted: Loadable[ModelT], history: _History) -> ModelT:
         """The loaded model. One that has run before gets several attempts, since a shortage may be temporary."""
-        for delay_s in self._reload_delays_s if record.was_loaded else ():
+        for delay_s in self._reload_delays_s if history.was_loaded else ():
             try:
                 return await self._load_until_closed(wanted)
             except BatchlineError as exc:

@@ -46,7 +46,7 @@ from batchline.endpoints.tokenizing import (
 from batchline.engine.async_engine import AsyncEngine
 from batchline.engine.cache_memory import CacheMemory
 from batchline.errors import BadRequest, UnsupportedModel
-from batchline.model_record import ModelRecord
+from batchline.model_facts import ModelFacts
 from batchline.openai_api.endpoint_table import (
     CHAT,
     COHERE_RERANK,
@@ -91,7 +91,7 @@ class ResidentModel:
     company: which requests may run on it together.
     """
 
-    record: ModelRecord
+    facts: ModelFacts
     endpoints: Mapping[str, Endpoint]
     max_model_len: int
     is_alive: Callable[[], bool]
@@ -162,7 +162,7 @@ def _generative_model(
     embedder = EngineEmbedder(model, engine)
     scorer = _scorer_of(model, engine, embedder, reranker)
     return ResidentModel(
-        record=engine.record,
+        facts=engine.facts,
         endpoints={
             CHAT: _generating(chat_completion, model),
             COMPLETIONS: _generating(completion, model),
@@ -268,7 +268,7 @@ def _pooling_model(
     """parts: what the model closes from now on. render: writes the conversations that the model embeds."""
     _warn_of_unknown_tokens(model.name, len(model.transformers_tokenizer), model.vocab_size)
     return ResidentModel(
-        record=model.record,
+        facts=model.facts,
         endpoints={
             **_pooling_endpoints(scorer, embedder, text=config.text),
             **_tokenizing_endpoints(_tokenized_pooling(model, config, render)),

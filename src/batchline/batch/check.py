@@ -20,7 +20,7 @@ import numpy as np
 from batchline.batch import lines
 from batchline.batch.index import LineIndex, LineReader, PositionSet, open_regular
 from batchline.batch.options import Limits
-from batchline.batch.sorting import RecordSorter, column
+from batchline.batch.sorting import RowSorter, column
 from batchline.batch.source import input_failure
 from batchline.batch.unknown_fields import UnknownFields
 from batchline.errors import InputTooLarge, LineError, RunInterrupted, counted
@@ -113,7 +113,7 @@ def check_file(
     line a bad one.
     Raises: InputUnreadable, RunFailed on a full disk, RunInterrupted when `should_stop`.
     """
-    sorter = RecordSorter(scratch, "custom-ids", width=24)
+    sorter = RowSorter(scratch, "custom-ids", width=24)
     try:
         check = _CheckPass(index, sorter, default_model, observer)
         with open_regular(path) as raw_file:
@@ -159,7 +159,7 @@ def findings_of(report: CheckReport, served_models: Sequence[str] | None) -> lis
 
 class _CheckPass:
     def __init__(
-        self, index: LineIndex, sorter: RecordSorter, default_model: str | None, observer: LineObserver | None
+        self, index: LineIndex, sorter: RowSorter, default_model: str | None, observer: LineObserver | None
     ) -> None:
         self.report = CheckReport()
         self._index = index

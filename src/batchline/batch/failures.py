@@ -10,7 +10,7 @@ from batchline.batch import lines
 from batchline.batch.check import CheckReport
 from batchline.batch.crashes import LETHAL_CRASHES
 from batchline.batch.index import LineReader, PositionSet
-from batchline.batch.journal import Journal, Outcome, encode_record
+from batchline.batch.journal import Journal, Outcome, encode_result
 from batchline.batch.plan import WorkItem
 from batchline.batch.progress import Tally
 from batchline.errors import InputChanged, InternalServerError, LineError, RunFailed
@@ -66,7 +66,7 @@ def record_unrun_lines(error: LineError, reader: LineReader, journal: Journal, t
     done = PositionSet()
     writer = _ResultWriter(journal, tally)
     try:
-        for entry in journal.entries():
+        for entry in journal.results():
             done.add(entry.outcome.position)
         for position in (position for position in range(tally.total) if position not in done):
             batch_line, span = reader.batch_line(position)
@@ -83,23 +83,23 @@ class _ResultWriter:
     def __init__(self, journal: Journal, tally: Tally) -> None:
         self._journal = journal
         self._tally = tally
-        self._records = bytearray()
+        self._entries = bytearray()
         self._outcomes: list[Outcome] = []
 
     def add(self, outcome: Outcome, result_line: bytes) -> None:
         """Take one result. Raises: OSError."""
-        self._records += encode_record(outcome, result_line)
+        self._entries += encode_result(outcome, result_line)
         self._outcomes.append(outcome)
-        if len(self._records) >= _GROUP_BYTES:
+        if len(self._entries) >= _GROUP_BYTES:
             self.flush()
 
     def flush(self) -> None:
         """Write what was taken. Raises: OSError."""
         if self._outcomes:
-            self._journal.append(bytes(self._records))
+            self._journal.append(bytes(self._entries))
         for outcome in self._outcomes:
             self._tally.add(outcome)
-        self._records.clear()
+        self._entries.clear()
         self._outcomes.clear()
 
 

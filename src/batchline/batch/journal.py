@@ -1,13 +1,13 @@
 """The journal: an append-only file beside the output. Only the journal decides which lines are done.
 
-One record is one line of text, so that half a run can be read with ordinary tools:
+One entry is one line of text, so that half a run can be read with ordinary tools:
 
     <crc-32, 8 hex> <position> <status> <prompt tokens> <cached tokens> <output tokens> <copy 0|1> <result line>
 
 The first line is a header: `<crc-32> {"batchline_journal": 2, "run": {...}}` with what identifies the run. Lines whose
 second word is not a number are notes, such as `<crc-32> delivered <what and where>`. A result is durable once `append`
-has returned. Every prefix of the file's bytes is a valid journal: opening it cuts a torn tail, and a record whose
-checksum fails counts as never written. Readers ignore a position's records after its first.
+has returned. Every prefix of the file's bytes is a valid journal: opening it cuts a torn tail, and an entry whose
+checksum fails counts as never written. Readers ignore a position's entries after its first.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class JournalEntry:
+class JournalResult:
     """An outcome and the place of its result line (without line end) in the journal."""
 
     outcome: Outcome
@@ -141,9 +141,9 @@ class Journal:
             raise
         return journal
 
-    def append(self, records: bytes) -> None:
-        """Write encoded records and wait until they are durable. Raises: OSError; then nothing more may be written."""
-        rest = memoryview(records)
+    def append(self, entries: bytes) -> None:
+        """Write encoded entries and wait until they are durable. Raises: OSError; then nothing more may be written."""
+        rest = memoryview(entries)
         while rest:
             rest = rest[self._disk.write(self._fd, rest) :]
         self._disk.fsync(self._fd)
@@ -157,19 +157,19 @@ class Journal:
         except FileNotFoundError:
             return False
 
-    def records(self) -> Iterator[JournalEntry | Note]:
-        """Every valid record, in the order of writing; a position may come twice."""
+    def entries(self) -> Iterator[JournalResult | Note]:
+        """Every valid entry, in the order of writing; a position may come twice."""
         offset = 0
         with self._absolute_path.open("rb", buffering=1 << 20) as file:
             for line in file:
-                record = _decode(line, offset) if offset else None
-                if record is not None:
-                    yield record
+                entry = _decode(line, offset) if offset else None
+                if entry is not None:
+                    yield entry
                 offset += len(line)
 
-    def entries(self) -> Iterator[JournalEntry]:
-        """The results among the records."""
-        return (record for record in self.records() if isinstance(record, JournalEntry))
+    def results(self) -> Iterator[JournalResult]:
+        """The results among the entries."""
+        return (entry for entry in self.entries() if isinstance(entry, JournalResult))
 
     def read(self, offset: int, length: int) -> bytes:
         """The bytes of a result line."""
@@ -182,7 +182,7 @@ class Journal:
             self._fd = -1
 
 
-def encode_record(outcome: Outcome, result_line: bytes) -> bytes:
+def encode_result(outcome: Outcome, result_line: bytes) -> bytes:
     """The journal's bytes for one result line, which holds no line end."""
     head = (
         f"{outcome.position} {outcome.status} {outcome.prompt_tokens} {outcome.cached_tokens} "
@@ -206,14 +206,14 @@ def _checked(line: bytes) -> bytes | None:
     return content if line == _with_crc(content) else None
 
 
-def _decode(line: bytes, offset: int) -> JournalEntry | Note | None:
+def _decode(line: bytes, offset: int) -> JournalResult | Note | None:
     content = _checked(line)
     if content is None:
         return None
     if found := _OUTCOME.match(content):
         position, status, prompt, cached, output, copy = found.groups()
         outcome = Outcome(int(position), status.decode(), int(prompt), int(cached), int(output), copy == b"1")
-        return JournalEntry(outcome, offset + _CRC_WIDTH + 1 + found.end(), len(content) - found.end())
+        return JournalResult(outcome, offset + _CRC_WIDTH + 1 + found.end(), len(content) - found.end())
     if found := _NOTE.fullmatch(content):
         return Note(found[1].decode(), found[2].decode())
     return None

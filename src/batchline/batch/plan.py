@@ -27,7 +27,7 @@ from batchline.batch.request_traits import (
     prompt_bytes,
     request_hash,
 )
-from batchline.batch.sorting import RecordSorter, Rows, column
+from batchline.batch.sorting import Rows, RowSorter, column
 
 GROUP_SAMPLES = 8
 
@@ -74,7 +74,7 @@ class Planner:
     def __init__(self, scratch: Path, *, dedup: bool = True) -> None:
         self._scratch = scratch
         self._dedup = dedup
-        self._sorter = RecordSorter(scratch, "plan-keys", KEY_WIDTH)
+        self._sorter = RowSorter(scratch, "plan-keys", KEY_WIDTH)
         self._models: dict[str, int] = {}
         self._endpoints: dict[str, int] = {}
 
@@ -89,7 +89,7 @@ class Planner:
 
     def plan(self, *, skip: PositionSet) -> Plan:
         """Write the order of all lines taken, but those in `skip`; once. Raises: OSError."""
-        by_group = RecordSorter(self._scratch, "plan-order", KEY_WIDTH)
+        by_group = RowSorter(self._scratch, "plan-order", KEY_WIDTH)
         for rows in _with_shared_prefixes(_without(self._sorter.sorted_blocks(), skip)):
             by_group.add(rows.tobytes())
         path = self._scratch / "plan"

@@ -16,7 +16,7 @@ from typing import Protocol, TypeVar
 
 from batchline.backends.base import Backend, BackendStats, ServedModel
 from batchline.batch.journal import Outcome
-from batchline.model_record import ModelRecord
+from batchline.model_facts import ModelFacts
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class Progress:
     eta_s: float | None = None
     num_running: int = 0
     stops_in_s: float | None = None
-    models: tuple[ModelRecord, ...] = ()
+    models: tuple[ModelFacts, ...] = ()
 
 
 class Reporter(Protocol):
@@ -140,7 +140,7 @@ class Tally:
     def snapshot(
         self,
         stats: BackendStats,
-        models: tuple[ModelRecord, ...] = (),
+        models: tuple[ModelFacts, ...] = (),
         *,
         num_running: int = 0,
         stops_in_s: float | None = None,
@@ -223,7 +223,7 @@ class BackendWatch:
     """Reports how a run goes while a backend answers its requests, and which models the backend has loaded."""
 
     def __init__(self, reporter: Reporter, stop: asyncio.Event, grace_period_s: float) -> None:
-        self.models: dict[str, ModelRecord] = {}
+        self.models: dict[str, ModelFacts] = {}
         self._reporter = reporter
         self._stop = stop
         self._grace_period_s = grace_period_s
@@ -242,12 +242,12 @@ class BackendWatch:
     async def report_models(self, backend: Backend) -> None:
         """Report each model once it is loaded."""
         for model in await models_of(backend):
-            if model.record is None or model.name in self.models:
+            if model.facts is None or model.name in self.models:
                 continue
-            self.models[model.name] = model.record
-            self._reporter.phase(model.record.text)
-            if model.record.warning is not None:
-                self._reporter.warn(f"{model.name}: {model.record.warning}.")
+            self.models[model.name] = model.facts
+            self._reporter.phase(model.facts.text)
+            if model.facts.warning is not None:
+                self._reporter.warn(f"{model.name}: {model.facts.warning}.")
 
     async def _report_again_and_again(self, backend: Backend, tally: Tally, in_flight: Sized) -> None:
         while True:

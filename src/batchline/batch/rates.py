@@ -60,12 +60,12 @@ def keep_measurement(options: RunOptions, summary: RunSummary) -> None:
     model = options.settings.get("--model")
     if options.state_dir is None or model is None or len(summary.models) != 1:
         return
-    record, time_s = summary.models[0], summary.run_time_s
+    facts, time_s = summary.models[0], summary.run_time_s
     run = MeasuredRun(
         model=model,
-        dtype=record.dtype,
-        quantization=record.quantization,
-        device=record.device,
+        dtype=facts.dtype,
+        quantization=facts.quantization,
+        device=facts.device,
         requests=summary.computed,
         prompt_tokens=summary.prompt_tokens_per_s * time_s,
         output_tokens=summary.output_tokens_per_s * time_s,

@@ -13,7 +13,7 @@ from batchline.batch.check import CheckReport
 from batchline.batch.crashes import LETHAL_CRASHES, Crash, Suspects, last_crash
 from batchline.batch.index import PositionSet
 from batchline.batch.job_folder import JobFolder
-from batchline.batch.journal import Disk, Journal, JournalEntry, Note, encode_note
+from batchline.batch.journal import Disk, Journal, JournalResult, Note, encode_note
 from batchline.batch.options import RunOptions
 from batchline.batch.progress import Reporter, Tally
 from batchline.errors import ResumeRefused, RunFailed, SavedResults, counted
@@ -50,12 +50,12 @@ class RunState:
 
     def read_journal(self) -> None:
         """Count what the journal holds. Raises: OSError."""
-        for record in self.journal.records():
-            if isinstance(record, JournalEntry):
-                if self.done.add(record.outcome.position):
-                    self.tally.add(record.outcome, is_resumed=True)
+        for entry in self.journal.entries():
+            if isinstance(entry, JournalResult):
+                if self.done.add(entry.outcome.position):
+                    self.tally.add(entry.outcome, is_resumed=True)
             else:
-                self._count_note(record)
+                self._count_note(entry)
 
     def _count_note(self, note: Note) -> None:
         if note.kind == "delivering":

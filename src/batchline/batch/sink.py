@@ -22,7 +22,7 @@ from batchline.batch.journal import Journal, Note
 from batchline.batch.options import OutputOrder, RunOptions
 from batchline.batch.progress import Reporter
 from batchline.batch.resuming import RunState
-from batchline.batch.sorting import RecordSorter
+from batchline.batch.sorting import RowSorter
 from batchline.batch.stopping import Stop, unless_stopped
 from batchline.batch.targets import ResultTarget, plain_tag
 from batchline.errors import OutputUnwritable, RunFailed, RunInterrupted
@@ -162,10 +162,10 @@ async def _refuse_to_replace(target: ResultTarget, reporter: Reporter) -> None:
 
 
 def _in_input_order(journal: Journal, scratch: Path) -> Iterator[tuple[int, int, bool]]:
-    """(offset, length, is_failure) of each position's first record, by position."""
-    sorter = RecordSorter(scratch, "result-order", _ENTRY.size)
+    """(offset, length, is_failure) of each position's first result, by position."""
+    sorter = RowSorter(scratch, "result-order", _ENTRY.size)
     try:
-        for entry in journal.entries():
+        for entry in journal.results():
             outcome = entry.outcome
             sorter.add(_ENTRY.pack(outcome.position, entry.offset, entry.length, outcome.is_failure))
         previous = -1
@@ -180,6 +180,6 @@ def _in_input_order(journal: Journal, scratch: Path) -> Iterator[tuple[int, int,
 
 def _in_completion_order(journal: Journal) -> Iterator[tuple[int, int, bool]]:
     seen = PositionSet()
-    for entry in journal.entries():
+    for entry in journal.results():
         if seen.add(entry.outcome.position):
             yield entry.offset, entry.length, entry.outcome.is_failure

@@ -1,7 +1,7 @@
-"""Sorts fixed-width byte records in bounded memory. If there are many, they are sorted in files in the job folder.
+"""Sorts fixed-width rows of bytes in bounded memory. If there are many, they are sorted in files in the job folder.
 
 It finds duplicate `custom_id`s, plans the order of requests, puts results back into input order, and matches results
-with lines. Records compare as unsigned bytes, so callers pack their keys big-endian, most significant field first.
+with lines. Rows compare as unsigned bytes, so callers pack their keys big-endian, most significant field first.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any, TypeAlias
 import numpy as np
 
 Rows: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
-"""(num_records, width) uint8."""
+"""(num_rows, width) uint8."""
 
 DEFAULT_MEMORY_BYTES = 48 * 1024 * 1024
 
 
-class RecordSorter:
-    """Takes records in any order and gives them back sorted. Holds at most about twice `memory_bytes`."""
+class RowSorter:
+    """Takes rows in any order and gives them back sorted. Holds at most about twice `memory_bytes`."""
 
     def __init__(self, directory: Path, name: str, width: int, memory_bytes: int = DEFAULT_MEMORY_BYTES) -> None:
         self.width = width
@@ -28,16 +28,16 @@ class RecordSorter:
         self._limit = max(1, memory_bytes // width) * width
         self._buffer = bytearray()
         self._runs: list[_Run] = []
-        self._block_records = max(1, memory_bytes // width)
+        self._block_rows = max(1, memory_bytes // width)
 
-    def add(self, records: bytes) -> None:
-        """Take one record or several, concatenated."""
-        self._buffer += records
+    def add(self, rows: bytes) -> None:
+        """Take one row or several, concatenated."""
+        self._buffer += rows
         if len(self._buffer) >= self._limit:
             self._spill()
 
     def sorted_blocks(self) -> Iterator[Rows]:
-        """All records in ascending order, in blocks; once. The sorter's files are gone afterwards."""
+        """All rows in ascending order, in blocks; once. The sorter's files are gone afterwards."""
         if not self._runs:
             yield from self._sorted_buffer_blocks()
             return
@@ -49,7 +49,7 @@ class RecordSorter:
             self.close()
 
     def close(self) -> None:
-        """Drop every record and file. Idempotent."""
+        """Drop every row and file. Idempotent."""
         self._buffer = bytearray()
         for run in self._runs:
             run.path.unlink(missing_ok=True)
@@ -58,28 +58,28 @@ class RecordSorter:
     def _spill(self) -> None:
         directory, name = self._paths
         path = directory / f"{name}.{len(self._runs)}.run"
-        records = np.frombuffer(self._buffer, dtype=self._dtype)
-        records.sort()
-        path.write_bytes(records.data)  # not numpy's own writer: its errors do not say that a disk is full
-        del records
+        rows = np.frombuffer(self._buffer, dtype=self._dtype)
+        rows.sort()
+        path.write_bytes(rows.data)  # not numpy's own writer: its errors do not say that a disk is full
+        del rows
         self._buffer = bytearray()
         self._runs.append(_Run(path, self._dtype))
 
     def _sorted_buffer_blocks(self) -> Iterator[Rows]:
         buffer, self._buffer = self._buffer, bytearray()
-        records = np.frombuffer(buffer, dtype=self._dtype)
-        records.sort()
-        for start in range(0, len(records), 65536):
-            yield _as_rows(records[start : start + 65536], self.width)
+        rows = np.frombuffer(buffer, dtype=self._dtype)
+        rows.sort()
+        for start in range(0, len(rows), 65536):
+            yield _as_rows(rows[start : start + 65536], self.width)
 
     def _merged_blocks(self) -> Iterator[Rows]:
-        share = max(1, self._block_records // len(self._runs))
+        share = max(1, self._block_rows // len(self._runs))
         runs = self._runs
         while True:
             runs = [run for run in runs if run.fill(share)]
             if not runs:
                 return
-            # Everything up to the smallest last record in memory can have no predecessor left on disk.
+            # Everything up to the smallest last row in memory can have no predecessor left on disk.
             unfinished = [bytes(run.buffer[-1]) for run in runs if not run.is_exhausted]
             parts = [run.take_through(min(unfinished) if unfinished else None) for run in runs]
             merged = np.concatenate(parts)
@@ -96,28 +96,28 @@ class _Run:
         self.is_exhausted = False
         self._offset = 0
 
-    def fill(self, num_records: int) -> bool:
+    def fill(self, num_rows: int) -> bool:
         """Read on when the window is empty. Returns whether it holds anything."""
         if len(self.buffer) == 0 and not self.is_exhausted:
             dtype = self.buffer.dtype
-            self.buffer = np.fromfile(self.path, dtype=dtype, count=num_records, offset=self._offset)
+            self.buffer = np.fromfile(self.path, dtype=dtype, count=num_rows, offset=self._offset)
             self._offset += len(self.buffer) * dtype.itemsize
             self.is_exhausted = self._offset >= self.path.stat().st_size
         return len(self.buffer) > 0
 
     def take_through(self, bound: bytes | None) -> np.ndarray[Any, np.dtype[np.bytes_]]:
-        """Remove and return the window's records up to and including `bound`; None takes all."""
+        """Remove and return the window's rows up to and including `bound`; None takes all."""
         count = len(self.buffer) if bound is None else int(np.searchsorted(self.buffer, np.bytes_(bound), side="right"))
         taken, self.buffer = self.buffer[:count], self.buffer[count:]
         return taken
 
 
 def column(rows: Rows, start: int, width: int) -> np.ndarray[Any, np.dtype[np.uint64]]:
-    """The big-endian integer at bytes `start:start + width` (width at most 8) of every row: (num_records,) uint64."""
+    """The big-endian integer at bytes `start:start + width` (width at most 8) of every row: (num_rows,) uint64."""
     padded = np.zeros((len(rows), 8), dtype=np.uint8)
     padded[:, 8 - width :] = rows[:, start : start + width]
     return padded.view(">u8").ravel().astype(np.uint64)
 
 
-def _as_rows(records: np.ndarray[Any, np.dtype[np.bytes_]], width: int) -> Rows:
-    return np.ascontiguousarray(records).view(np.uint8).reshape(-1, width)
+def _as_rows(rows: np.ndarray[Any, np.dtype[np.bytes_]], width: int) -> Rows:
+    return np.ascontiguousarray(rows).view(np.uint8).reshape(-1, width)

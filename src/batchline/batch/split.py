@@ -25,7 +25,7 @@ from batchline.batch.compression import codec_of_name, compressor_for
 from batchline.batch.files import refuse_unwritable
 from batchline.batch.locations import STDIO, Location, parse_location
 from batchline.batch.options import Limits
-from batchline.batch.sorting import RecordSorter
+from batchline.batch.sorting import RowSorter
 from batchline.batch.source import refuse_unreadable, stage_input
 from batchline.disk import write_lines
 from batchline.errors import InputUnreadable, LineError, OutputUnwritable, UsageError
@@ -36,7 +36,7 @@ _RESULT = struct.Struct(">QIQQ")  # input position, file number, offset, length
 _NAMED = struct.Struct(">16sIQQ")  # custom_id hash, file number, offset, length
 
 _LINE, _ANSWER, _DUPLICATE_ERROR = range(3)
-"""What a record to be matched is. In this order: the error of a repeated line must not get the first line's place."""
+"""What a row to be matched is. In this order: the error of a repeated line must not get the first line's place."""
 
 _SHOWN_DUPLICATES = 5
 _SUFFIXES = (".jsonl", ".ndjson", ".json", ".txt")
@@ -184,7 +184,7 @@ def _merge_in_order(input_file: str, files: list[_ResultFile], output: Path, scr
     location = parse_location(input_file)
     refuse_unreadable(location)
     path = _plain_bytes(location, scratch / "input")
-    matches = RecordSorter(scratch, "matches", _MATCH.size)
+    matches = RowSorter(scratch, "matches", _MATCH.size)
     num_lines = 0
     with path.open("rb") as source:
         for num_lines, line in enumerate(_result_lines(source), 1):
@@ -193,7 +193,7 @@ def _merge_in_order(input_file: str, files: list[_ResultFile], output: Path, scr
         value = _parsed(line, files[number].name)
         kind = _DUPLICATE_ERROR if _is_of_duplicate_line(value) else _ANSWER
         matches.add(_MATCH.pack(_hash(lines.custom_id_of(value)), kind, number, offset, len(line)))
-    ordered = RecordSorter(scratch, "ordered", _RESULT.size)
+    ordered = RowSorter(scratch, "ordered", _RESULT.size)
     duplicates = _Duplicates(files)
     num_unmatched = _match(matches, ordered, duplicates)
     duplicates.refuse()
@@ -201,7 +201,7 @@ def _merge_in_order(input_file: str, files: list[_ResultFile], output: Path, scr
     return MergeSummary(count, missing=num_lines - count, unmatched=num_unmatched)
 
 
-def _match(matches: RecordSorter, ordered: RecordSorter, duplicates: _Duplicates) -> int:
+def _match(matches: RowSorter, ordered: RowSorter, duplicates: _Duplicates) -> int:
     """Give each input line a result, those of one `custom_id` in order. duplicates: gets results whose lines all have
     one. Returns the number of results that belong to no line."""
     current = b""
@@ -225,7 +225,7 @@ def _match(matches: RecordSorter, ordered: RecordSorter, duplicates: _Duplicates
     return num_unmatched
 
 
-def _ordered_lines(ordered: RecordSorter, files: list[_ResultFile]) -> Iterator[bytes]:
+def _ordered_lines(ordered: RowSorter, files: list[_ResultFile]) -> Iterator[bytes]:
     for rows in ordered.sorted_blocks():
         for _position, number, offset, length in _RESULT.iter_unpack(rows.tobytes()):
             yield files[number].read(offset, length).rstrip(b"\r\n") + b"\n"
@@ -247,7 +247,7 @@ def _numbered_results(files: Sequence[_ResultFile]) -> Iterator[tuple[int, int, 
 
 def _lines_without_duplicates(files: Sequence[_ResultFile], scratch: Path) -> Iterator[bytes]:
     """Every result as it comes. Raises: UsageError at the end, where a `custom_id` has two of them."""
-    named = RecordSorter(scratch, "results", _NAMED.size)
+    named = RowSorter(scratch, "results", _NAMED.size)
     for number, offset, line in _numbered_results(files):
         value = _parsed(line, files[number].name)
         custom_id = lines.custom_id_of(value)

@@ -12,10 +12,10 @@ import orjson
 
 from batchline.batch.files import RunFiles
 from batchline.batch.index import LineIndex, PositionSet
-from batchline.batch.journal import Journal, JournalEntry
+from batchline.batch.journal import Journal, JournalResult
 from batchline.batch.progress import Pace
 from batchline.batch.resuming import RunState
-from batchline.model_record import ModelRecord
+from batchline.model_facts import ModelFacts
 
 _SHOWN_MESSAGES = 3
 _SHOWN_LINES = 5
@@ -74,7 +74,7 @@ class RunSummary:
     prompt_tokens_per_s: float = 0.0
     output_tokens_per_s: float = 0.0
     wall_time_s: float = 0.0
-    models: tuple[ModelRecord, ...] = ()
+    models: tuple[ModelFacts, ...] = ()
     finished_before: datetime | None = None
     output: str = ""
     error_file: str | None = None
@@ -91,7 +91,7 @@ class RunSummary:
 
 
 def summarize(
-    state: RunState, index: LineIndex, files: RunFiles, pace: Pace, models: Iterable[ModelRecord]
+    state: RunState, index: LineIndex, files: RunFiles, pace: Pace, models: Iterable[ModelFacts]
 ) -> RunSummary:
     """The summary of a run whose journal is complete. Raises: OSError."""
     tally = state.tally
@@ -148,15 +148,15 @@ def frequent_failures(journal: Journal, index: LineIndex) -> tuple[FailureMessag
     )
 
 
-def _failures(journal: Journal) -> Iterator[JournalEntry]:
-    """The first record of each failed position."""
+def _failures(journal: Journal) -> Iterator[JournalResult]:
+    """The first result of each failed position."""
     seen = PositionSet()
-    for entry in journal.entries():
+    for entry in journal.results():
         if entry.outcome.is_failure and seen.add(entry.outcome.position):
             yield entry
 
 
-def _message(journal: Journal, entry: JournalEntry) -> str:
+def _message(journal: Journal, entry: JournalResult) -> str:
     """The error's message on one line, or nothing where the result line has none."""
     if entry.length > _MAX_LINE_BYTES:
         return ""

@@ -22,7 +22,7 @@ from batchline.cli.option_groups import takes_options
 from batchline.cli.server_options import ServingOptions
 from batchline.cli.values import together
 from batchline.errors import UsageError
-from batchline.model_record import ModelRecord
+from batchline.model_facts import ModelFacts
 from batchline.server.connections import bind
 from batchline.server.log_lines import SparingHandler
 from batchline.server.options import ServerOptions
@@ -73,18 +73,18 @@ def serve(
 
     def say_ready(url: str, models: Sequence[ServedModel]) -> None:
         for model in models:
-            if model.record is not None:
-                _show(model.record)
+            if model.facts is not None:
+                _show(model.facts)
         names = ", ".join(models_by_name(models))
         log(f"Serving {names} at {url}", url=url)
 
     run(running(backend), options, say_ready)
 
 
-def _show(record: ModelRecord) -> None:
-    log(record.text, **dict[str, Any](record.labels()))
-    if record.warning is not None:
-        log(f"{record.name}: {record.warning}.", "warning")
+def _show(facts: ModelFacts) -> None:
+    log(facts.text, **dict[str, Any](facts.labels()))
+    if facts.warning is not None:
+        log(f"{facts.name}: {facts.warning}.", "warning")
 
 
 def _models(context: typer.Context, argument: str | None, options: list[str]) -> list[str]:

@@ -44,7 +44,7 @@ class AsyncEngine:
     def __init__(self, config: EngineConfig, memory: CacheMemory | None = None) -> None:
         """Load the model in the calling thread. memory: see `Engine`. Raises: ModelLoadError."""
         self._engine = Engine(config, memory)
-        self.record = self._engine.record
+        self.facts = self._engine.facts
         self.max_model_len = self._engine.max_model_len
         self.vocab_size = self._engine.vocab_size
         self.eos_token_ids = self._engine.eos_token_ids

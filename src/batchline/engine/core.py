@@ -22,7 +22,7 @@ from batchline.config import EngineConfig
 from batchline.engine.block_pool import BlockPool
 from batchline.engine.cache_memory import CacheMemory
 from batchline.engine.model_loader import load_model
-from batchline.engine.placement import choose_kernels, place, record_of, size_cache
+from batchline.engine.placement import choose_kernels, facts_of, place, size_cache
 from batchline.engine.recovery import FaultSearch, StepSize, canary, drop_locals, reraise_interrupt
 from batchline.engine.request import (
     EmbeddingOutput,
@@ -70,7 +70,7 @@ class Engine:
         self.eos_token_ids = known_eos_token_ids(self.loaded)
         placement = place(config, self.loaded, memory)
         self.max_model_len, num_blocks = size_cache(config, self.loaded, placement)
-        self.record = record_of(config, self.loaded, num_blocks * placement.block_bytes, self.max_model_len)
+        self.facts = facts_of(config, self.loaded, num_blocks * placement.block_bytes, self.max_model_len)
         pool = BlockPool(num_blocks, config.cache.block_size, enable_prefix_caching=config.cache.enable_prefix_caching)
         num_prompt_logprob_tokens = max(1, MAX_PROMPT_LOGPROB_BYTES // (4 * self.loaded.vocab_size))
         self.scheduler = Scheduler(config.scheduler, pool, num_prompt_logprob_tokens)

@@ -34,7 +34,7 @@ from batchline.engine.native_probe import first_layers_are_exact, whole_model_on
 from batchline.engine.probe import OWN_ATTENTION, Probe, own_hidden_states, probe_model
 from batchline.engine.quantization import Int8Format, quantize_linears, use_int8_kernels
 from batchline.errors import ModelLoadError, UnsupportedModel
-from batchline.model_record import NOT_BUILT
+from batchline.model_facts import NOT_BUILT
 from batchline.native.int8 import open_int8_kernels
 from batchline.native.library import NativeKernels, load_library, open_kernels
 
@@ -66,7 +66,7 @@ class LoadedModel:
 
     groups: its attention layers, by the shape of their caches. kernels: the native kernels that it runs on, and whose
     cache layout it needs; None if it runs on torch only.
-    execution: the same facts for the model's record.
+    execution: the same for the model's facts.
     """
 
     model: torch.nn.Module
@@ -210,7 +210,7 @@ def _usable(kernels: NativeKernels, model: Any, probe: Probe) -> tuple[NativeKer
 
 
 def _refused(kernels: NativeKernels, what: str) -> str:
-    """The reason for the warning in the model's record."""
+    """The reason for the warning in the model's facts."""
     return f"the {kernels.isa.name.lower()} kernels do not reproduce {what} as torch computes it"
 
 

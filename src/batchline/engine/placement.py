@@ -19,7 +19,7 @@ from batchline.engine.model_loader import LoadedModel
 from batchline.engine.model_runner import Forward, ModelRunner, StepRunner
 from batchline.engine.native_cache import NativeKVCache, padded
 from batchline.errors import ModelLoadError
-from batchline.model_record import ModelRecord, missing_kernels
+from batchline.model_facts import ModelFacts, missing_kernels
 from batchline.native.library import NativeKernels, open_kernels
 from batchline.native.packing import PANEL
 
@@ -93,10 +93,10 @@ def choose_kernels(config: EngineConfig) -> NativeKernels | None:
     return open_kernels(config.model.cpu_kernels)
 
 
-def record_of(config: EngineConfig, loaded: LoadedModel, cache_bytes: int, max_model_len: int) -> ModelRecord:
-    """The model's record, with the placement's decisions."""
+def facts_of(config: EngineConfig, loaded: LoadedModel, cache_bytes: int, max_model_len: int) -> ModelFacts:
+    """The model's facts, with the placement's decisions."""
     kernels, warning = _kernels_in_use(config, loaded)
-    return ModelRecord(
+    return ModelFacts(
         name=config.model.names[0],
         architecture=type(loaded.model).__name__,
         dtype=str(loaded.dtype).removeprefix("torch."),
@@ -111,7 +111,7 @@ def record_of(config: EngineConfig, loaded: LoadedModel, cache_bytes: int, max_m
 
 
 def _kernels_in_use(config: EngineConfig, loaded: LoadedModel) -> tuple[str, str | None]:
-    """(kernels for the record, warning if they are missing although they were not turned off)."""
+    """(kernels for the facts, warning if they are missing although they were not turned off)."""
     execution = loaded.execution
     if execution.kernels is not None:
         return f"{execution.kernels}, {'fused layers' if execution.is_fused else 'attention'}", None

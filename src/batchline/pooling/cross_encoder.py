@@ -36,7 +36,7 @@ class CrossEncoderModel:
     def __init__(self, name: str, loaded: LoadedPoolingModel) -> None:
         module = loaded.module
         self.name = name
-        self.record = loaded.record(name)
+        self.facts = loaded.facts(name)
         self.max_model_len = loaded.max_model_len
         self.vocab_size = loaded.vocab_size
         self.transformers_tokenizer = loaded.tokenizer

@@ -25,7 +25,7 @@ from batchline.checkpoints.overrides import config_arguments
 from batchline.checkpoints.weights import LoadingReport, loading_reports, refuse_odd_numbers, refuse_wrong_weights
 from batchline.config import ModelConfig
 from batchline.errors import EngineOutOfMemory, ModelLoadError, UnsupportedModel, first_line
-from batchline.model_record import NOT_BUILT, ModelRecord, missing_kernels
+from batchline.model_facts import NOT_BUILT, ModelFacts, missing_kernels
 from batchline.native.library import isa_name, load_library
 from batchline.pooling.batching import BatchLimits, TokenSequence
 from batchline.pooling.features import make_features
@@ -69,9 +69,9 @@ class LoadedPoolingModel:
     kernels: str = "none"
     warning: str | None = None
 
-    def record(self, name: str) -> ModelRecord:
+    def facts(self, name: str) -> ModelFacts:
         """The facts of this model, under the name in answers."""
-        return ModelRecord(
+        return ModelFacts(
             name=name,
             architecture=self.architecture,
             dtype=str(self.dtype).removeprefix("torch."),

@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from batchline.backends.base import BackendStats, ServedModel
-from batchline.model_record import ModelRecord
+from batchline.model_facts import ModelFacts
 from batchline.server.vllm_metrics import histogram_family, vllm_metrics
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -144,7 +144,7 @@ class _BackendCollector(Collector):
             yield GaugeMetricFamily(f"batchline_{name}", f"The backend's {name.replace('_', ' ')}", value)
         yield from _sequence_metrics(stats.by_model)
         yield from vllm_metrics(stats.by_model)
-        yield _model_info(model.record for model in self.models if model.record is not None)
+        yield _model_info(model.facts for model in self.models if model.facts is not None)
 
 
 def _sequence_metrics(by_model: Mapping[str, BackendStats]) -> Iterable[Metric]:
@@ -160,13 +160,12 @@ def _sequence_metrics(by_model: Mapping[str, BackendStats]) -> Iterable[Metric]:
         yield histogram_family(f"batchline_sequence_{name}", text, name, ["model"], by_model)
 
 
-def _model_info(models: Iterable[ModelRecord]) -> Metric:
+def _model_info(models: Iterable[ModelFacts]) -> Metric:
     """A gauge of value 1 for each model in memory; its labels describe how the model runs."""
-    records = list(models)
-    labels = list(records[0].labels()) if records else []
-    family = GaugeMetricFamily("batchline_model_info", "What runs, by labels", labels=labels)
-    for record in records:
-        family.add_metric(list(record.labels().values()), 1)
+    labels = [model.labels() for model in models]
+    family = GaugeMetricFamily("batchline_model_info", "What runs, by labels", labels=list(labels[0]) if labels else [])
+    for of_model in labels:
+        family.add_metric(list(of_model.values()), 1)
     return family
 
 
@@ -182,7 +181,7 @@ class RunMetric(NamedTuple):
 class _RunCollector(Collector):
     """The numbers of a batch run at one moment."""
 
-    def __init__(self, metrics: Iterable[RunMetric], models: Iterable[ModelRecord]) -> None:
+    def __init__(self, metrics: Iterable[RunMetric], models: Iterable[ModelFacts]) -> None:
         self._metrics = metrics
         self._models = models
 
@@ -193,6 +192,6 @@ class _RunCollector(Collector):
         yield _model_info(self._models)
 
 
-def run_metrics_text(metrics: Iterable[RunMetric], models: Iterable[ModelRecord]) -> bytes:
+def run_metrics_text(metrics: Iterable[RunMetric], models: Iterable[ModelFacts]) -> bytes:
     """The numbers of a batch run, and what runs, in Prometheus' text format."""
     return generate_latest(_RunCollector(metrics, models))

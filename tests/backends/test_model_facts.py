@@ -14,7 +14,7 @@ from batchline.batch.progress import Progress, SilentReporter
 from batchline.cli.metrics_endpoint import MetricsReporter
 from batchline.cli.summary import summary_lines
 from batchline.config import CacheConfig, EngineConfig, ModelConfig
-from batchline.model_record import ModelRecord
+from batchline.model_facts import ModelFacts
 from batchline.native import library
 from batchline.server.metrics import Metrics
 
@@ -31,45 +31,45 @@ def config(name: str, **settings: Any) -> EngineConfig:
     return EngineConfig(model=model, cache=CacheConfig(num_bytes=8 << 20))
 
 
-async def record_of(name: str, **settings: Any) -> ModelRecord:
+async def facts_of(name: str, **settings: Any) -> ModelFacts:
     backend = InProcessBackend([config(name, **settings)])
-    assert [model.record for model in await backend.models()] == [None], "nothing is in memory yet"
+    assert [model.facts for model in await backend.models()] == [None], "nothing is in memory yet"
     try:
         await backend.start()
         (served,) = await backend.models()
     finally:
         await backend.close()
-    assert served.record is not None
-    assert served.record.max_model_len == served.max_model_len
-    return served.record
+    assert served.facts is not None
+    assert served.facts.max_model_len == served.max_model_len
+    return served.facts
 
 
 @has_kernels
 async def test_generative_model_tells_all_that_runs() -> None:
-    record = await record_of("tiny-chat")
+    facts = await facts_of("tiny-chat")
     isa = library.isa_name("auto")
-    assert record.kernels == f"{isa}, fused layers"
-    assert record.warning is None
-    assert record.cache_bytes is not None
-    assert 7 << 20 < record.cache_bytes <= 8 << 20
-    assert record.text == (
+    assert facts.kernels == f"{isa}, fused layers"
+    assert facts.warning is None
+    assert facts.cache_bytes is not None
+    assert 7 << 20 < facts.cache_bytes <= 8 << 20
+    assert facts.text == (
         f"m: LlamaForCausalLM, float32 on cpu, kernels: {isa}, fused layers, quantization: none, 1 thread, "
-        f"cache 8 MiB, context {record.max_model_len:,} tokens"
+        f"cache 8 MiB, context {facts.max_model_len:,} tokens"
     )
 
 
 @has_kernels
 async def test_embedding_model_and_cross_encoder_tell_what_runs() -> None:
     for name, architecture in (("tiny-embed", "BertModel"), ("tiny-rerank", "BertForSequenceClassification")):
-        record = await record_of(name)
-        assert (record.architecture, record.kernels) == (architecture, f"{library.isa_name('auto')}, whole encoder")
-        assert "no cache" in record.text
+        facts = await facts_of(name)
+        assert (facts.architecture, facts.kernels) == (architecture, f"{library.isa_name('auto')}, whole encoder")
+        assert "no cache" in facts.text
 
 
 @has_kernels
 async def test_quantization_and_kernels_switched_off_are_told() -> None:
-    record = await record_of("tiny-chat", quantization="int8", cpu_kernels="off")
-    assert (record.quantization, record.kernels, record.warning) == ("int8", "none (they are turned off)", None)
+    facts = await facts_of("tiny-chat", quantization="int8", cpu_kernels="off")
+    assert (facts.quantization, facts.kernels, facts.warning) == ("int8", "none (they are turned off)", None)
 
 
 @pytest.mark.parametrize("name", ["tiny-chat", "tiny-embed"])
@@ -80,11 +80,11 @@ async def test_kernels_that_were_not_built_are_a_warning_with_the_slowdown(
     absent = lambda: None  # noqa: E731
     for module in ("native.library", "native.int8", "engine.model_loader", "pooling.loading"):
         monkeypatch.setattr(f"batchline.{module}.load_library", absent, raising=False)
-    record = await record_of(name)
-    assert record.kernels.startswith("none")
-    assert record.warning is not None
-    assert "they were not built: no C++ compiler was found" in record.warning
-    assert "about 2 to 4 times as long; install g++ or clang" in record.warning
+    facts = await facts_of(name)
+    assert facts.kernels.startswith("none")
+    assert facts.warning is not None
+    assert "they were not built: no C++ compiler was found" in facts.warning
+    assert "about 2 to 4 times as long; install g++ or clang" in facts.warning
 
 
 class Recorder(SilentReporter):
@@ -99,13 +99,13 @@ def test_run_says_what_runs_once_and_sums_it_up(tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_bytes(CHAT)
     reporter = Recorder()
     summary = run_batch(tmp_path / "in.jsonl", tmp_path / "out.jsonl", model=config("tiny-chat"), reporter=reporter)
-    (record,) = summary.models
-    assert record.architecture == "LlamaForCausalLM"
-    assert reporter.phases.count(record.text) == 1
-    assert f"Model          {record.text}" in summary_lines(summary)
+    (facts,) = summary.models
+    assert facts.architecture == "LlamaForCausalLM"
+    assert reporter.phases.count(facts.text) == 1
+    assert f"Model          {facts.text}" in summary_lines(summary)
 
 
-RECORD = ModelRecord(
+FACTS = ModelFacts(
     name='a "b"',
     architecture="LlamaForCausalLM",
     dtype="bfloat16",
@@ -126,17 +126,17 @@ SERIES = (
 )
 
 
-def test_metrics_of_a_server_carry_the_record() -> None:
-    models = [ServedModel(name="a", record=RECORD), ServedModel(name="asleep")]
+def test_metrics_of_a_server_carry_the_facts() -> None:
+    models = [ServedModel(name="a", facts=FACTS), ServedModel(name="asleep")]
     lines = Metrics(BackendStats).render(models).decode().splitlines()
     (line,) = [line for line in lines if line.startswith("batchline_model_info{")]
     assert line.endswith("} 1.0")
     assert all(label in line for label in SERIES)
 
 
-def test_metrics_of_a_run_carry_the_record() -> None:
+def test_metrics_of_a_run_carry_the_facts() -> None:
     reporter = MetricsReporter(SilentReporter())
-    reporter.progress(Progress(done=0, total=1, failed=0, resumed=0, models=(RECORD,)))
+    reporter.progress(Progress(done=0, total=1, failed=0, resumed=0, models=(FACTS,)))
     (line,) = [
         line for line in reporter.metrics_text().decode().splitlines() if line.startswith("batchline_model_info{")
     ]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelRecord:
+class ModelFacts:
     """One loaded model, as it runs.
 
     kernels: the instruction set and the parts that run on it, or `none` and the reason. cache_bytes: None for a model
