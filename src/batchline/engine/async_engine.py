@@ -1,7 +1,7 @@
 """The bridge between event loops and the engine's thread, and the only place where the two meet.
 
-The thread owns the `Engine`. Callers put requests into its inbox. The thread delivers all new outputs for a loop in one
-call, at the pace of `delivery.py`. The loop never touches torch, and the thread touches asyncio objects only in that
+The thread owns the `Engine`. Callers put requests into its inbox. The thread sends all new outputs for a loop in one
+call, at the pace of `outbox.py`. The loop never touches torch, and the thread touches asyncio objects only in that
 call. Cancelling a call, or closing its iterator, aborts the sequence before the next step.
 """
 
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from batchline.config import EngineConfig
 from batchline.engine.cache_memory import CacheMemory
 from batchline.engine.core import Engine, Output
-from batchline.engine.delivery import Caller, Deliveries, call_in
+from batchline.engine.outbox import Caller, Outbox, call_in
 from batchline.engine.request import (
     EmbeddingOutput,
     EmbeddingRequest,
@@ -51,7 +51,7 @@ class AsyncEngine:
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._callers: dict[str, Caller] = {}
-        self._deliveries = Deliveries()
+        self._outbox = Outbox()
         self._numbers = count(1)
         self._is_closing = False
         self._death: BaseException | None = None
@@ -152,7 +152,7 @@ class AsyncEngine:
             self._engine.enter_thread()
             while self._take_in():
                 if self._engine.has_work:
-                    self._hand_out(self._engine.step(holds_streams=self._deliveries.holds_streams))
+                    self._hand_out(self._engine.step(holds_streams=self._outbox.holds_streams))
         except BaseException as exc:
             logger.exception("the engine has died")
             self._die(exc)
@@ -173,7 +173,7 @@ class AsyncEngine:
     def _hand_out(self, outputs: list[Output]) -> None:
         found = ((self._callers.get(output.request_id), output) for output in outputs)
         # callers that are not found left during the step
-        self._deliveries.send([(caller, output) for caller, output in found if caller is not None])
+        self._outbox.send([(caller, output) for caller, output in found if caller is not None])
 
     def _die(self, cause: BaseException | None) -> None:
         """Answer every caller, now and later, with EngineDead."""

@@ -1,9 +1,9 @@
-"""Delivers outputs from the engine's thread to the callers' event loops, and limits how often.
+"""Sends outputs from the engine's thread to the callers' event loops, and limits how often.
 
-Delivering one token to each of hundreds of streams costs the event loop (and, through the interpreter's lock, the
+Sending one token to each of hundreds of streams costs the event loop (and, through the interpreter's lock, the
 engine) more time than a step of a small model. So streams get a step's tokens only after the loops have handled the
-previous delivery, and rested for a multiple of the time that took. Tokens of the steps in between are delivered
-together. With few streams, or steps longer than a hundred milliseconds, every step is delivered.
+previous dispatch, and rested for a multiple of the time that took. Tokens of the steps in between are sent
+together. With few streams, or steps longer than a hundred milliseconds, each step's tokens are sent at once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from batchline.errors import EngineDead
 logger = logging.getLogger(__name__)
 
 REST_PER_WORK = 12
-"""A loop rests this many times as long as it worked on a delivery, so streams use at most 1/13 of one core."""
+"""A loop rests this many times as long as it worked on a dispatch, so streams use at most 1/13 of one core."""
 
 MAX_HOLD_S = 0.25
 """Streams are never held longer than this, however busy the loops are."""
@@ -31,7 +31,7 @@ MAX_HOLD_S = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The caller of a request. queue: filled by deliveries, on the caller's loop."""
+    """The caller of a request. queue: filled by dispatches, on the caller's loop."""
 
     loop: asyncio.AbstractEventLoop
     queue: asyncio.Queue[Output | EngineDead]
@@ -49,8 +49,8 @@ class Caller:
         return output
 
 
-class Deliveries:
-    """Delivers outputs to loops, and decides when streams get the next. Used by the engine's thread."""
+class Outbox:
+    """Sends outputs to loops, and decides when streams get the next. Used by the engine's thread."""
 
     def __init__(self) -> None:
         self._open: set[object] = set()  # added to by the thread, discarded from by the loops: both are atomic
@@ -59,7 +59,7 @@ class Deliveries:
 
     @property
     def holds_streams(self) -> bool:
-        """Whether loops still handle the last delivery, or rest from it."""
+        """Whether loops still handle the last dispatch, or rest from it."""
         now = time.monotonic()
         if (self._open or now < self._rests_until) and now - self._held_since < MAX_HOLD_S:
             return True
@@ -67,30 +67,30 @@ class Deliveries:
         self._open.clear()  # a stopped loop never reports that it is done
         return False
 
-    def send(self, deliveries: Sequence[tuple[Caller, Output]]) -> None:
+    def send(self, outputs: Sequence[tuple[Caller, Output]]) -> None:
         """Send each output to its caller, with one wake-up per loop."""
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Caller, Output]]] = defaultdict(list)
-        for caller, output in deliveries:
+        for caller, output in outputs:
             by_loop[caller.loop].append((caller, output))
         for loop, part in by_loop.items():
-            delivery = object()
-            self._open.add(delivery)
-            if not call_in(loop, self._deliver, delivery, loop, part):
-                self._open.discard(delivery)
+            dispatch = object()
+            self._open.add(dispatch)
+            if not call_in(loop, self._wake, dispatch, loop, part):
+                self._open.discard(dispatch)
 
-    def _deliver(
-        self, delivery: object, loop: asyncio.AbstractEventLoop, outputs: Sequence[tuple[Caller, Output]]
+    def _wake(
+        self, dispatch: object, loop: asyncio.AbstractEventLoop, outputs: Sequence[tuple[Caller, Output]]
     ) -> None:
         """Called on the loop: wake the callers, and take the time after they have run."""
         started = time.thread_time()
         for caller, output in outputs:
             caller.queue.put_nowait(output)
-        loop.call_soon(self._note_work, delivery, started)
+        loop.call_soon(self._note_work, dispatch, started)
 
-    def _note_work(self, delivery: object, started: float) -> None:
+    def _note_work(self, dispatch: object, started: float) -> None:
         rest_s = REST_PER_WORK * (time.thread_time() - started)
         self._rests_until = max(self._rests_until, time.monotonic() + rest_s)
-        self._open.discard(delivery)
+        self._open.discard(dispatch)
 
 
 def joined(outputs: Sequence[GenerationOutput]) -> GenerationOutput:

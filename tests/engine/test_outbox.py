@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from batchline.engine import delivery
-from batchline.engine.delivery import Caller, Deliveries, joined
+from batchline.engine import outbox as outbox_module
+from batchline.engine.outbox import Caller, Outbox, joined
 from batchline.engine.request import EmbeddingOutput, GenerationOutput, RequestFailed, TokenLogprobs
 from batchline.errors import EngineDead, EngineOutOfMemory
 
@@ -39,18 +39,18 @@ def test_joined_outputs_hold_all_tokens_and_end_as_the_last() -> None:
 
 
 async def test_what_came_since_the_last_look_comes_together() -> None:
-    caller, deliveries = make_caller(), Deliveries()
+    caller, outbox = make_caller(), Outbox()
     for item in (output(1), output(2), output(3, finish_reason="length")):
-        deliveries.send([(caller, item)])
+        outbox.send([(caller, item)])
     for _ in range(3):
         await asyncio.sleep(0)
     assert await caller.next() == output(1, 2, 3, finish_reason="length")
 
 
 async def test_failure_behind_tokens_is_told_as_it_is() -> None:
-    caller, deliveries = make_caller(), Deliveries()
+    caller, outbox = make_caller(), Outbox()
     failure = RequestFailed(request_id="r", error=EngineOutOfMemory("too much"))
-    deliveries.send([(caller, output(1)), (caller, failure)])
+    outbox.send([(caller, output(1)), (caller, failure)])
     await asyncio.sleep(0)
     assert await caller.next() is failure
     assert caller.queue.empty()
@@ -64,37 +64,37 @@ async def test_engine_that_stops_behind_a_finished_output_does_not_take_it_back(
     assert await caller.next() is end
 
 
-async def test_streams_are_held_until_a_delivery_has_been_dealt_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delivery, "MAX_HOLD_S", 60.0)
-    monkeypatch.setattr(delivery, "REST_PER_WORK", 0)
-    caller, deliveries = make_caller(), Deliveries()
-    assert not deliveries.holds_streams
-    deliveries.send([(caller, output(1))])
-    assert deliveries.holds_streams
+async def test_streams_are_held_until_a_dispatch_has_been_dealt_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outbox_module, "MAX_HOLD_S", 60.0)
+    monkeypatch.setattr(outbox_module, "REST_PER_WORK", 0)
+    caller, outbox = make_caller(), Outbox()
+    assert not outbox.holds_streams
+    outbox.send([(caller, output(1))])
+    assert outbox.holds_streams
     await caller.next()
     await asyncio.sleep(0)
-    assert not deliveries.holds_streams
+    assert not outbox.holds_streams
 
 
-async def test_streams_rest_after_a_delivery_in_proportion_to_its_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delivery, "MAX_HOLD_S", 60.0)
-    monkeypatch.setattr(delivery, "REST_PER_WORK", 1e9)
-    caller, deliveries = make_caller(), Deliveries()
-    assert not deliveries.holds_streams
-    deliveries.send([(caller, output(1))])
+async def test_streams_rest_after_a_dispatch_in_proportion_to_its_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outbox_module, "MAX_HOLD_S", 60.0)
+    monkeypatch.setattr(outbox_module, "REST_PER_WORK", 1e9)
+    caller, outbox = make_caller(), Outbox()
+    assert not outbox.holds_streams
+    outbox.send([(caller, output(1))])
     await caller.next()
     await asyncio.sleep(0)
-    assert deliveries.holds_streams
+    assert outbox.holds_streams
 
 
 def test_loop_that_was_stopped_holds_streams_for_a_while_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    deliveries = Deliveries()
+    outbox = Outbox()
     stopped = asyncio.new_event_loop()
-    deliveries.send([(Caller(stopped, asyncio.Queue()), output(1))])
-    monkeypatch.setattr(delivery, "MAX_HOLD_S", 0.0)
-    assert not deliveries.holds_streams
-    monkeypatch.setattr(delivery, "MAX_HOLD_S", 60.0)
-    assert not deliveries.holds_streams, "the delivery that nobody took is forgotten"
+    outbox.send([(Caller(stopped, asyncio.Queue()), output(1))])
+    monkeypatch.setattr(outbox_module, "MAX_HOLD_S", 0.0)
+    assert not outbox.holds_streams
+    monkeypatch.setattr(outbox_module, "MAX_HOLD_S", 60.0)
+    assert not outbox.holds_streams, "the dispatch that nobody took is forgotten"
     stopped.close()
 
 
@@ -102,14 +102,14 @@ def test_output_for_a_closed_loop_is_dropped() -> None:
     async def make() -> Caller:
         return make_caller()
 
-    caller, deliveries = asyncio.run(make()), Deliveries()
-    deliveries.send([(caller, output(1))])
+    caller, outbox = asyncio.run(make()), Outbox()
+    outbox.send([(caller, output(1))])
     assert caller.queue.empty()
-    assert not deliveries.holds_streams
+    assert not outbox.holds_streams
 
 
 async def test_outputs_of_other_kinds_come_one_by_one() -> None:
-    caller, deliveries = make_caller(), Deliveries()
+    caller, outbox = make_caller(), Outbox()
     hidden = EmbeddingOutput(request_id="r", hidden=None)  # type: ignore[arg-type] # nobody looks at it
-    deliveries.send([(caller, hidden)])
+    outbox.send([(caller, hidden)])
     assert await caller.next() is hidden
