@@ -64,7 +64,7 @@ SIGNATURES = [
 def test_a_place_stays_the_same_from_one_signing_to_the_next(signature: str, query: str) -> None:
     signed = [parse_location(f"https://u{n}:p@HOST/out?{query}{signature.format(n=n)}") for n in (1, 2)]
     plain = parse_location(f"https://host/out?{query}".rstrip("?&"))
-    assert {location.place for location in signed} == {plain.place}
+    assert {location.key for location in signed} == {plain.key}
     assert {location.tag for location in signed} == {plain.tag}
 
 

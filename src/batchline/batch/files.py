@@ -82,7 +82,7 @@ def refuse_unwritable(location: Location, source: Location) -> None:
         file_system(location)
     elif location.kind == "stdio" and sys.stdout is None:
         raise OutputUnwritable(location.text, "standard output is closed.")
-    if location.is_remote and location.place == source.place:
+    if location.is_remote and location.key == source.key:
         raise OutputUnwritable(location.display, "it is the same place as the input.")
     if location.path is None:
         return
@@ -109,4 +109,4 @@ def _are_same(first: Location, second: Location) -> bool:
         is_one_name = os.path.realpath(first.path) == os.path.realpath(second.path)
         # a hard link, or a name in other letters where case makes no difference
         return is_one_name or (first.path.exists() and second.path.exists() and first.path.samefile(second.path))
-    return first.place == second.place
+    return first.key == second.key

@@ -1,7 +1,7 @@
 """Records of finished runs in the state folder, one for each output, so that repeating a run computes nothing.
 
-A record holds the run's identity (as in its journal), the order and places of its results, a stamp of each
-place, and the summary. It is valid only as long as all of these are unchanged.
+A record holds the run's identity (as in its journal), the order and targets of its results, a stamp of each
+target, and the summary. It is valid only as long as all of these are unchanged.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MAX_RECORD_BYTES = 1 << 20
 
 
 class FinishedRun(BaseModel):
-    """One record. outputs: the stamp of each place by its tag (a URL may hold a secret), the result file first."""
+    """One record. outputs: the stamp of each target by its tag (a URL may hold a secret), the result file first."""
 
     version: Literal[1] = 1
     run: dict[str, str]

@@ -74,10 +74,10 @@ class Location:
         return f"{parts.scheme}://{self._host}{parts.path}"
 
     @property
-    def place(self) -> str:
-        """The identity of a remote location, without credentials and expiry.
+    def key(self) -> str:
+        """What distinguishes the location from others, without credentials and expiry.
 
-        Two presigned URLs of one object are one place; `?id=1` and `?id=2` are two.
+        Two presigned URLs of one object have one key; `?id=1` and `?id=2` have two.
         """
         if self.kind in ("path", "stdio"):
             return self.text
@@ -88,8 +88,8 @@ class Location:
 
     @property
     def tag(self) -> str:
-        """A short stable name for the place."""
-        return hashlib.sha256(self.place.encode(errors="surrogatepass")).hexdigest()[:10]
+        """A short stable name for the key."""
+        return hashlib.sha256(self.key.encode(errors="surrogatepass")).hexdigest()[:10]
 
     @property
     def _host(self) -> str:

@@ -24,7 +24,7 @@ _INPUT = "input"
 @dataclass(frozen=True, slots=True)
 class RunState:
     """What is durable: the journal, the positions in it and their sums, where results are on their way
-    to a free place or have arrived, who is suspect."""
+    to a free target or have arrived, who is suspect."""
 
     journal: Journal
     tally: Tally

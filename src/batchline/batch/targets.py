@@ -1,6 +1,7 @@
-"""Where results go. A result target is a place for one file, which appears there whole or not at all.
+"""Where results go. A result target is the destination of one file, which appears there whole or not at all.
 
-Paths, streams and URLs are targets. Any other place, such as a file store, is one too if it implements `ResultTarget`.
+Paths, streams and URLs are targets. Any other destination, such as a file store, is one too if it
+implements `ResultTarget`.
 """
 
 from __future__ import annotations
@@ -39,22 +40,22 @@ PIPE_POLL_S = 0.1
 """Between two looks for a reader of a named pipe."""
 
 Stamp = Mapping[str, str]
-"""Names and values that change when the content at a place does."""
+"""Names and values that change when the content of a target does."""
 
 _RESULTS_PREFIX = "results."
 STAGED_RESULTS = f"{_RESULTS_PREFIX}{'[0-9a-f]' * 10}*"
-"""The names of staged results in a job folder, as a pattern: a prefix, the tag of a place, and a suffix."""
+"""The names of staged results in a job folder, as a pattern: a prefix, the tag of a target, and a suffix."""
 
 _BLOCK_BYTES = 1 << 20
 _READER_WAIT_MS = 2000
 
 
 class ResultTarget(ABC):
-    """A place for one file of results.
+    """The destination of one file of results.
 
     A run opens it, writes all results, and commits them. A run that fails or is stopped before that discards them. When
     it is resumed, it opens the target anew.
-    display: the place as messages show it. tag: a short name of the place, the same in every process. Neither holds a
+    display: the target as messages show it. tag: a short name of the target, the same in every process. Neither holds a
     secret. notes_commit: whether a commit is noted in the journal, so that a resumed run does not commit again.
     tells_if_it_exists: whether `exists` is likely to have an answer.
     """
@@ -82,7 +83,7 @@ class ResultTarget(ABC):
         """Drop what was written and not committed. Idempotent."""
 
     async def exists(self) -> bool | None:
-        """Whether something is there that a commit would replace; None if the place does not tell."""
+        """Whether something is there that a commit would replace; None if the target does not tell."""
         return None
 
     async def holds_staged(self) -> bool:
@@ -90,7 +91,7 @@ class ResultTarget(ABC):
         return False
 
     async def stamp(self) -> Stamp | None:
-        """The stamp of what is there now; None if nothing is, or the place does not tell."""
+        """The stamp of what is there now; None if nothing is, or the target does not tell."""
         return None
 
     async def is_unchanged(self, before: Stamp) -> bool:

@@ -57,5 +57,5 @@ def _largest(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tens
     within = (firsts[:, :, None] + torch.arange(_BLOCK, device=logits.device)).flatten(1)
     after = torch.arange(num_blocks * _BLOCK, vocab, device=logits.device).expand(num_rows, -1)
     candidates = torch.cat([within, after], dim=-1)
-    values, places = logits.gather(1, candidates).topk(count, dim=-1)
-    return values, candidates.gather(1, places)
+    values, indices = logits.gather(1, candidates).topk(count, dim=-1)
+    return values, candidates.gather(1, indices)

@@ -49,17 +49,17 @@ def num_greater(logits: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 
 
 def find(logits: torch.Tensor, values: torch.Tensor, num_before: torch.Tensor) -> torch.Tensor:
-    """Where each row holds its value, passing over `num_before` earlier places that hold it too.
+    """Where each row holds its value, passing over `num_before` earlier columns that hold it too.
 
-    values, num_before: (n, 1). Returns (n,) int64; any place in a row that does not hold its value so often.
+    values, num_before: (n, 1). Returns (n,) int64; any column of a row that does not hold its value so often.
     """
     if not runs_by_numpy(logits):
         return ((logits == values).cumsum(-1) > num_before).int().argmax(-1)
     num_rows, width = logits.shape
-    places = np.append(np.flatnonzero(logits.numpy() == values.numpy()), 0)
-    firsts = np.searchsorted(places[:-1], np.arange(num_rows) * width)
-    wanted = np.minimum(firsts + num_before.numpy()[:, 0], len(places) - 1)
-    return torch.from_numpy(places[wanted] % width)
+    indices = np.append(np.flatnonzero(logits.numpy() == values.numpy()), 0)
+    firsts = np.searchsorted(indices[:-1], np.arange(num_rows) * width)
+    wanted = np.minimum(firsts + num_before.numpy()[:, 0], len(indices) - 1)
+    return torch.from_numpy(indices[wanted] % width)
 
 
 def log_normalizer(logits: torch.Tensor) -> torch.Tensor:

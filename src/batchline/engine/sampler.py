@@ -57,14 +57,14 @@ def _draw(logits: torch.Tensor, sequences: Sequence[RunningSequence], rows: Sequ
     for is_filtered in (False, True):
         members = [index for index, s in enumerate(sampling) if _is_filtered(s) is is_filtered]
         for part in _parts(members, row_ops.rows_at_once(logits)):
-            places = torch.tensor([part, [rows[index] for index in part]], device=logits.device)
-            part_logits, part_draws = logits.index_select(0, places[1]), draws[places[0]]
+            indices = torch.tensor([part, [rows[index] for index in part]], device=logits.device)
+            part_logits, part_draws = logits.index_select(0, indices[1]), draws[indices[0]]
             own = [sampling[index] for index in part]
             if is_filtered:
-                tokens[places[0]] = _draw_filtered(part_logits, part_draws, own, NUM_CANDIDATES)
+                tokens[indices[0]] = _draw_filtered(part_logits, part_draws, own, NUM_CANDIDATES)
             else:
                 probs = torch.softmax(part_logits.div_(_temperatures(own, logits.device)), -1)
-                tokens[places[0]] = _invert(probs, part_draws)
+                tokens[indices[0]] = _invert(probs, part_draws)
     return tokens
 
 
@@ -165,5 +165,5 @@ def _invert(weights: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
     block = torch.searchsorted(ends, targets, right=True).clamp_(max=ends.shape[-1] - 1)
     starts = pad(ends, (1, 0)).gather(1, block)
     inside = blocks[torch.arange(num_rows, device=weights.device), block[:, 0]].cumsum(-1, dtype=torch.float64)
-    place = torch.searchsorted(inside, targets - starts, right=True)
-    return (block * _BLOCK + place)[:, 0].clamp_(max=num_weights - 1)
+    index = torch.searchsorted(inside, targets - starts, right=True)
+    return (block * _BLOCK + index)[:, 0].clamp_(max=num_weights - 1)
