@@ -2,7 +2,8 @@
 
 To restore the order, only offsets are sorted, in bounded memory. Uploads are noted in the journal: if the process dies
 before it has removed the job folder, the next one does not upload the same file again. Under `--no-overwrite`, the
-journal also notes that an upload to a free target begins: if the process dies during it, the next one replaces the file.
+journal also notes that an upload to a free target begins: if the process dies during it, the next one
+replaces the file.
 """
 
 from __future__ import annotations
