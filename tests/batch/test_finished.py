@@ -189,7 +189,7 @@ def test_a_record_that_cannot_be_written_costs_a_warning(tmp_path: Path, again: 
     summary, _, reporter = again(state_dir=tmp_path / "file")
     assert summary.succeeded == 2
     assert len(reporter.warnings) == 2  # the bad line is one of them
-    assert reporter.warnings[1].startswith(f"Cannot note in {tmp_path / 'file'} that this run is finished")
+    assert reporter.warnings[1].startswith(f"Cannot record in {tmp_path / 'file'} that this run is finished")
 
 
 def test_the_oldest_records_make_room(again: Again, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,7 +213,7 @@ def test_a_record_holds_no_secret_of_a_url(state: Path, again: Again, tmp_path: 
 def test_an_output_of_another_run_is_replaced_and_the_start_says_so(tmp_path: Path, again: Again) -> None:
     (tmp_path / "out").write_text("of another run")
     _, _, reporter = again()
-    note = f"{tmp_path / 'out'} exists and is not the result of this run. It is replaced when the new results"
+    note = f"{tmp_path / 'out'} exists and is not the result of this run. It will be replaced when the new results"
     assert [phase for phase in reporter.phases if "replaced" in phase] == [f"{note} are complete"]
     assert len(read_lines(tmp_path / "out")) == 3
     assert not [phase for phase in again(tmp_path / "new")[2].phases if "replaced" in phase]

@@ -88,13 +88,13 @@ def test_older_parts_are_replaced_only_if_that_is_wanted(batch: Path, tmp_path: 
 
 
 def test_a_line_over_the_limit_is_named(batch: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"Line 1 of .* alone is over 10 bytes"):
+    with pytest.raises(UsageError, match=r"Line 1 of .* is longer than 10 bytes"):
         split_file(str(batch), tmp_path, Limits(max_file_bytes=10))
 
 
 def test_a_file_that_cannot_be_cut_leaves_no_part_half_written(batch: Path, tmp_path: Path) -> None:
     write_lines(batch, [{"n": 1}, {"n": "x" * 100}])
-    with pytest.raises(UsageError, match=r"Line 2 of .* alone is over 50 bytes"):
+    with pytest.raises(UsageError, match=r"Line 2 of .* is longer than 50 bytes"):
         split_file(str(batch), tmp_path, Limits(max_file_bytes=50))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl"]
 

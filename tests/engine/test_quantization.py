@@ -217,7 +217,7 @@ def test_a_model_that_the_int8_kernels_get_wrong_runs_on_torch(
 
 @pytest.mark.parametrize("family", REFUSED)
 def test_a_model_with_other_weights_is_refused_by_name(family: str, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModel, match=f"plain linear layers, and its .+ \\({REFUSED[family]}\\)"):
+    with pytest.raises(UnsupportedModel, match=f"plain linear layers, but .+ \\({REFUSED[family]}\\)"):
         load_model(config(make_model(family, tmp_path)))
 
 

@@ -50,20 +50,20 @@ def run_batch(
 ) -> RunSummary:
     """Run a batch file and write one result line for each of its lines.
 
-    model: a folder, a hub id or a whole `EngineConfig`, or several of them.
-    backend: the name of a backend, by default the embedded engine; backend_options: its options. Or, instead of a
-    model, a backend object, which is started for the run and closed after it.
-    served_model_name: the name that requests use for each model, in the same order, or several names separated by
-    commas; without it, a model's name is its folder or id as given.
-    state_dir: the folder for records of finished runs; by default the user's folder for state, or none with a backend
-    object.
+    model: a folder, a hub id, an `EngineConfig`, or several of them.
+    backend: the name of a backend (by default the embedded engine), or, instead of a model, a backend object, which is
+    started for the run and closed after it. backend_options: options of the named backend.
+    served_model_name: for each model, in the same order, the name that requests use for it, or several names separated
+    by commas. Without it, a model's name is its folder or id as given.
+    state_dir: the folder for records of finished runs. The default is the user's folder for state; with a backend
+    object, no records are kept.
 
     show_progress: whether to show a bar; None shows one in terminals and notebooks. Without a bar, warnings are logged.
     on_progress: called with a `Progress` about twice a second, on the thread of the run. reporter: shows the run
     instead of the bar. The other arguments are those of `RunOptions`.
 
-    Ctrl-C and SIGTERM stop the run, and so does interrupting a notebook: running requests may finish, and the same call
-    resumes the run. A second signal raises KeyboardInterrupt at once. Signals work only in the main thread.
+    Ctrl-C, SIGTERM and interrupting a notebook stop the run: running requests may finish, and the same call resumes the
+    run. A second signal raises KeyboardInterrupt at once. Signals only work in the main thread.
 
     Raises: UsageError (nothing was run), ModelLoadError, RunFailed and RunInterrupted (the same call resumes).
     """
@@ -95,7 +95,7 @@ def for_backend(
 ) -> RunOptions:
     """The options of a run on this backend, with its settings and the models that it knows before it starts.
 
-    name: by which it was chosen; None if it was given as an object. engines: that it was made with.
+    name: the backend's name; None for a backend object. engines: the models' settings that the backend was made with.
     """
     with ThreadPoolExecutor(1) as pool:  # an event loop may be running on this thread
         models = pool.submit(lambda: asyncio.run(backend.models())).result()
@@ -152,7 +152,7 @@ def _is_in_event_loop() -> bool:
 def _backend(
     given: Backend | str | None, engines: Sequence[EngineConfig], options: Mapping[str, str]
 ) -> tuple[Backend, str | None]:
-    """The backend, and the name by which it was chosen, if it was. Raises: UsageError."""
+    """The backend, and its name; None for a backend object. Raises: UsageError."""
     if isinstance(given, str) or (given is None and engines):
         name = given or EMBEDDED
         return make_backend(name, engines, options), name

@@ -10,13 +10,14 @@ import asyncio
 from collections import deque
 
 MAX_INFLIGHT_BYTES = 256 * 1024 * 1024
-"""Of batch lines, so that a file of images does not fill the memory; one request is always let through."""
+"""Limit on the bytes of batch lines in flight, so that a file of images does not fill the memory. A single request may
+exceed it."""
 
 
 class Capacity:
-    """The places at one backend.
+    """The places for requests at one backend.
 
-    num_places: how many requests it takes at once. num_bytes: of all their lines, by default `MAX_INFLIGHT_BYTES`.
+    num_places: how many requests it takes at once. num_bytes: the limit on the bytes of all their lines.
     """
 
     def __init__(self, num_places: int, num_bytes: int | None = None) -> None:
@@ -32,8 +33,8 @@ class Capacity:
         return share
 
     def grant(self) -> None:
-        """Give free places to those who wait, as far as they reach. A request that needs much room is not passed by
-        smaller ones. To be called when a share has changed."""
+        """Give the free places to waiting requests. Smaller requests do not overtake one that needs much room. To be
+        called when a share has changed."""
         self._shares = [share for share in self._shares if not share.is_over]
         while waiting := [share for share in self._shares if share.is_waiting()]:
             share = min(waiting, key=lambda share: (share.num_held, share.last_grant))
@@ -105,7 +106,7 @@ class Share:
         self._capacity.grant()
 
     def close(self) -> None:
-        """Take no more places. Who waits for one gets none. Idempotent."""
+        """Take no more places; requests that wait get none. Idempotent."""
         self._is_closed = True
         while self.is_waiting():
             self._waiting.popleft()[1].set_result(False)

@@ -30,7 +30,8 @@ MAX_FAULTS_KEPT = 1000
 MAX_GROUPS_KEPT = 10_000
 
 LineObserver: TypeAlias = Callable[[int, str, dict[str, Any]], None]
-"""Called with (position, url, body) of each good line, duplicates included. A `LineError` makes the line a bad one."""
+"""Called with (position, url, body) of each good line, duplicates included. A line for which it raises `LineError` is
+bad."""
 
 _BOM = b"\xef\xbb\xbf"
 
@@ -61,9 +62,10 @@ class CheckReport:
     """The result of the check pass.
 
     num_lines: non-blank lines, which is the number of results. num_requests: lines that are requests, including those
-    with a duplicate `custom_id` and those that the observer has made bad ones. faults: the first `MAX_FAULTS_KEPT` bad
-    lines. num_faults: how many there are. bad: the positions of all of them. duplicates: those that are bad only
-    because of their `custom_id`. groups: by (model, url), up to a limit. unknown_fields: of the requests.
+    with a duplicate `custom_id` and those that the observer refused. faults: the first `MAX_FAULTS_KEPT` bad lines.
+    num_faults: how many bad lines there are. bad: the positions of all of them. duplicates: the positions of lines that
+    are bad only because of their `custom_id`. groups: by (model, url), up to a limit. unknown_fields: the requests'
+    unknown fields.
     """
 
     num_lines: int = 0
@@ -109,8 +111,8 @@ def check_file(
 ) -> CheckReport:
     """Check the plain-bytes file at `path` and fill `index`.
 
-    scratch: an existing folder for temporary files. default_model: of requests that name no model; None makes such a
-    line a bad one.
+    scratch: an existing folder for temporary files. default_model: the model of requests that name none; if it is None,
+    such a line is bad.
     Raises: InputUnreadable, RunFailed on a full disk, RunInterrupted when `should_stop`.
     """
     sorter = RowSorter(scratch, "custom-ids", width=24)
@@ -183,7 +185,7 @@ class _CheckPass:
                 if not raw.isspace() and raw:
                     self._add_line(raw, start, line_number)
             offset += length
-            if should_stop():  # at each line: the observer may compile a constraint for seconds
+            if should_stop():  # at each line, because the observer may compile a constraint for seconds
                 raise RunInterrupted("Interrupted while checking the input.")
         self.report.num_bytes = offset
 
@@ -236,7 +238,7 @@ class _CheckPass:
         report = self.report
         previous = np.zeros(1, dtype="S16")
         for rows in self._sorter.sorted_blocks():
-            # Equal hashes stand in line order: all but the first of them are repeats.
+            # Equal hashes are in line order: all but the first of them are repeats.
             hashes = np.concatenate([previous, rows[:, :16].copy().view("S16").ravel()])
             for position in column(rows[hashes[1:] == hashes[:-1]], 16, 8).tolist():
                 if position not in report.bad:

@@ -43,8 +43,8 @@ _ALTERNATE_STACK_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Crash:
-    """How a process died. token: tells crashes apart. positions: the first lines of the requests in flight, and of some
-    whose results are durable."""
+    """How a process died. token: distinguishes crashes. positions: the first lines of the requests in flight; some of
+    these requests may have durable results."""
 
     token: str
     fault: str
@@ -73,7 +73,7 @@ def last_crash(folder: Path) -> Crash | None:
 
 
 def _oom_kills() -> str:
-    """`GROUP COUNT`, see `oom_kills`; empty where that cannot be read."""
+    """`GROUP COUNT`, see `oom_kills`; empty if that cannot be read."""
     kills = oom_kills()
     return "" if kills is None else f"{kills[0]} {kills[1]}"
 
@@ -110,8 +110,8 @@ class Suspects:
         return [item for item in items if self.num_crashes[item.position] >= LETHAL_CRASHES]
 
     def groups(self, items: Iterable[WorkItem]) -> Iterator[Sequence[WorkItem]]:
-        """The suspects among `items` in groups; each group must be durable before the next starts. The most suspicious
-        run alone. Larger groups run faster, but lose more work in a crash; the groups of the others balance the two."""
+        """The suspects among `items` in groups; each group must be durable before the next starts. Each of the most
+        suspicious is a group by itself. For the others, the size balances speed against work lost in a crash."""
         suspects = [item for item in items if item.position in self.num_crashes]
         yield from ([item] for item in suspects if self.num_crashes[item.position] == LETHAL_CRASHES - 1)
         others = [item for item in suspects if self.num_crashes[item.position] < LETHAL_CRASHES - 1]
@@ -141,13 +141,13 @@ class InFlight:
         self._write(_SEAT.pack(position + 1), (seat + 1) * _SEAT.size)
 
     def leave(self, position: int) -> None:
-        """Its result is durable. A position that has no seat is ignored."""
+        """A request's result is durable. A position that has no seat is ignored."""
         seat = self._seats.pop(position, None)
         if seat is not None:
             self._free.append(seat)
 
     def crash(self, fault: str) -> Crash:
-        """A crash that this process survives. A later fault has the same token, so both count as one."""
+        """Describe a crash that this process survives. A later fault has the same token, so both count as one crash."""
         return Crash(self.token, fault, tuple(sorted(self._seats)))
 
     def _write(self, data: bytes, offset: int) -> None:
@@ -200,7 +200,7 @@ class _FaultReport:
         self._file = file
 
     def _close(self) -> None:
-        """faulthandler continues with standard error if it was on before."""
+        """Close the file. faulthandler continues with standard error if it was on before."""
         assert self._file is not None
         faulthandler.disable()
         self._file.close()
@@ -232,7 +232,8 @@ class _SignalStack(ctypes.Structure):
 
 
 _stacks: dict[int, Any] = {}
-"""By thread: kept until another thread has its number, for the system may use one until the thread's very end."""
+"""The stacks by thread. Each is kept until another thread gets the same number, because the system may use it until the
+very end of its thread."""
 
 _num_stack_blocks = 0
 _lock = threading.Lock()

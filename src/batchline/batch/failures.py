@@ -1,4 +1,4 @@
-"""Writes result lines without a backend: for invalid batch lines, for requests that have ended the engine or its
+"""Writes result lines without a backend: for invalid batch lines, for requests that have crashed the engine or the
 process too often, and for lines that a cancelled or expired run has not run."""
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def record_failed_lines(
 def record_lethal_requests(
     items: Sequence[WorkItem], reader: LineReader, journal: Journal, done: PositionSet, tally: Tally
 ) -> list[tuple[str, int]]:
-    """Answer requests that have ended engine or process `LETHAL_CRASHES` times, and their copies, with an error.
+    """Answer requests that have ended the engine or process `LETHAL_CRASHES` times, and their copies, with an error.
 
     Returns the (custom_id, line number) of each. Raises: RunFailed.
     """
@@ -78,7 +78,7 @@ def record_unrun_lines(error: LineError, reader: LineReader, journal: Journal, t
 
 
 class _ResultWriter:
-    """Writes results into the journal in groups, and counts them once they are durable."""
+    """Writes results to the journal in groups, and counts them once they are durable."""
 
     def __init__(self, journal: Journal, tally: Tally) -> None:
         self._journal = journal

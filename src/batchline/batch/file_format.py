@@ -46,7 +46,7 @@ _BINARY: tuple[tuple[re.Pattern[bytes], str, str], ...] = (
     (re.compile(rb"\x04\x22\x4d\x18"), "lz4 data", "decompress it first, or use gzip, bzip2, xz or zstd"),
     (re.compile(rb"\x1f\x9d"), "data of compress (.Z)", "decompress it first, or use gzip, bzip2, xz or zstd"),
 )
-"""First bytes, the format they tell, and what to do with such a file."""
+"""First bytes, the format that they indicate, and what to do with such a file."""
 
 _UTF_BOMS = {
     b"\xff\xfe\x00\x00": "UTF-32LE",
@@ -76,7 +76,7 @@ def refuse_foreign_format(path: Path, location: Location) -> None:
 
 
 def foreign_format(sample: bytes, *, is_whole: bool, location: Location) -> str | None:
-    """What the file is and what to do, in a sentence; None for what may be a batch file.
+    """A sentence that says what the file is and what to do; None if it may be a batch file.
 
     sample: its first bytes; is_whole: whether these are all of them.
     """
@@ -91,11 +91,11 @@ _SHAPES = (
     ("params", "Anthropic's batches", 'url:"/v1/messages", body:.params'),
     ("body", "Mistral's, Fireworks' and Together's batches", 'url:"/v1/chat/completions", body'),
 )
-"""What the lines of other services hold beside a custom_id, whose lines they are, and the missing fields for jq."""
+"""The keys of other services' lines beside `custom_id`, the services, and the missing fields in jq's syntax."""
 
 
 def _foreign_lines(lines: list[bytes], name: str) -> str | None:
-    """Lines of another service's batches: they name neither method nor url."""
+    """Recognise lines of another service's batches, which name neither method nor url."""
     values = [_decoded(line) for line in lines]
     if all(isinstance(value, dict) and value.keys() == {"requests"} for value in values) and values:
         return f"its requests are a list in one object; take them out first: jq -c '.requests[]' {name} > lines.jsonl"
@@ -129,7 +129,7 @@ def _binary_format(sample: bytes, lines: list[bytes], location: Location) -> str
 
 
 def _text_format(lines: list[bytes], name: str, is_whole: bool) -> str | None:
-    """The format of text. lines: those of the sample that are not blank; the last one may be cut."""
+    """Recognise a format of text. lines: the non-blank lines of the sample; the last one may be cut."""
     text = b"\n".join(lines).decode("utf-8", "replace")
     first = text.lstrip()[:1]
     if first == "[":
@@ -144,7 +144,7 @@ def _text_format(lines: list[bytes], name: str, is_whole: bool) -> str | None:
 
 
 def _array(lines: list[bytes], text: str, name: str, is_whole: bool) -> str | None:
-    """A JSON array: whole, or without lines that are objects, except for the last one before the closing bracket."""
+    """Recognise a JSON array: a complete one, or one of whose lines at most the last before `]` is an object."""
     whole = _decoded(text) if is_whole else None
     holds_objects = isinstance(whole, list) and any(isinstance(item, dict) for item in whole)
     opens = lines[0].strip() == b"[" or (lines[0].lstrip().startswith(b"[{") and _decoded(lines[0]) is None)
@@ -159,7 +159,7 @@ def _array(lines: list[bytes], text: str, name: str, is_whole: bool) -> str | No
 
 
 def _odd_objects(lines: list[bytes], text: str, name: str) -> str | None:
-    """Text that starts as an object does, but whose first line is none."""
+    """Recognise text that starts like an object, but whose first line is not one."""
     if any(map(_is_object, lines)):
         return None
     value, rest = _first_value(text)
@@ -179,7 +179,7 @@ def _odd_objects(lines: list[bytes], text: str, name: str) -> str | None:
 
 
 def _table(text: str, is_whole: bool) -> str | None:
-    """A table with a header and rows of as many cells."""
+    """Recognise a table: a header, and rows with the same number of cells."""
     for delimiter, name in _DELIMITERS.items():
         try:
             rows = [row for row in islice(csv.reader(io.StringIO(text), delimiter=delimiter), _COMPARED_ROWS) if row]

@@ -17,7 +17,7 @@ from batchline.batch.targets import ResultTarget, is_special, target_at
 from batchline.errors import OutputUnwritable, UsageError
 
 _REMOTE_NAME_CHARS = 60
-"""Of a URL's last part, its end names the folder: more than a file system takes would be no reason to refuse it."""
+"""How many characters at the end of a URL's last part name the folder. File systems limit the length of names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class RunFiles:
     ) -> RunFiles:
         """The files that a user has named: paths, `-`, or URLs.
 
-        tmp_dir: the folder for the job folder; None is beside the output. Raises: UsageError for what can never work.
+        tmp_dir: where the job folder is; None is beside the output. Raises: UsageError for what can never work.
         """
         source = parse_location(input_file)
         outputs = [parse_location(text) for text in (output_file, error_file) if text is not None]
@@ -59,13 +59,13 @@ class RunFiles:
 
 
 def job_folder_for(output: Location, source: Location, tmp_dir: Path | None) -> Path:
-    """The job folder of a run to an output: beside it, or for outputs that are no path, in the current folder.
+    """The job folder of a run: beside the output, or in the current folder if the output is not a path.
 
     source: the input, which distinguishes runs to standard output. tmp_dir: the folder to use instead. The name is the
-    same for the same output, whatever a URL's query says.
+    same for the same output; a URL's query does not change it.
     """
     if output.path is not None and not is_special(output.path):
-        # A link is not the output: the file behind it is, under whatever name a second run writes it.
+        # The output is the file behind a link, so that a second run to it under another name has the same folder.
         target = Path(os.path.realpath(output.path)) if output.path.is_symlink() else output.path
         folder = tmp_dir or target.parent
         tag = "" if tmp_dir is None else f".{Location(os.path.realpath(target), 'path').tag}"
@@ -88,7 +88,7 @@ def refuse_unwritable(location: Location, source: Location) -> None:
         return
     try:
         _refuse_unwritable_path(location, location.path, source)
-    except OSError as exc:  # a name that is too long, or a folder that may not be looked into
+    except OSError as exc:  # a name that is too long, or a folder that may not be read
         raise OutputUnwritable(location.text, f"{exc.strerror or exc}.") from exc
 
 
@@ -107,6 +107,6 @@ def _refuse_unwritable_path(location: Location, path: Path, source: Location) ->
 def _are_same(first: Location, second: Location) -> bool:
     if first.path is not None and second.path is not None:
         is_one_name = os.path.realpath(first.path) == os.path.realpath(second.path)
-        # a hard link, or a name in other letters where case makes no difference
+        # a hard link, or a name in another case on a file system that ignores case
         return is_one_name or (first.path.exists() and second.path.exists() and first.path.samefile(second.path))
     return first.key == second.key

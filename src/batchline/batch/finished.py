@@ -1,7 +1,7 @@
 """Records of finished runs in the state folder, one for each output, so that repeating a run computes nothing.
 
-A record holds the run's identity (as in its journal), the order and targets of its results, a stamp of each
-target, and the summary. It is valid only as long as all of these are unchanged.
+A record holds the run's identity (as in its journal), the order and targets of its results, a stamp of each target, and
+the summary. It is only valid while all of these are unchanged.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ _MAX_RECORD_BYTES = 1 << 20
 
 
 class FinishedRun(BaseModel):
-    """One record. outputs: the stamp of each target by its tag (a URL may hold a secret), the result file first."""
+    """One record. outputs: the stamp of each target by its tag (because a URL may hold a secret), the result file
+    first."""
 
     version: Literal[1] = 1
     run: dict[str, str]
@@ -39,7 +40,7 @@ class FinishedRun(BaseModel):
 
 
 class FinishedRuns:
-    """The record of a run's output, in the state folder that its options name; without one, there is none."""
+    """The record for a run's output, in the options' state folder. Without a state folder, there are no records."""
 
     def __init__(self, files: RunFiles, options: RunOptions) -> None:
         self._targets = files.targets
@@ -85,8 +86,8 @@ class FinishedRuns:
             write_record(self._path, record.model_dump_json().encode(), max_records=MAX_RECORDS)
         except OSError as exc:
             reporter.warn(
-                f"Cannot note in {self._options.state_dir} that this run is finished: {exc.strerror or exc}. The same "
-                "command will compute it again. --state-dir sets another folder."
+                f"Cannot record in {self._options.state_dir} that this run is finished: {exc.strerror or exc}. The "
+                "same command will compute it again. --state-dir sets another folder."
             )
 
     def _read(self) -> FinishedRun | None:

@@ -20,7 +20,7 @@ from batchline.disk import refuse_windows
 from batchline.errors import InputChanged
 
 _ENTRY = struct.Struct("<QIIq")
-"""Offset, length, line number and Python's own 64-bit hash of the line, which no other process ever compares."""
+"""Offset, length, line number, and Python's 64-bit hash of the line. Only this process compares the hashes."""
 
 _FLUSH_BYTES = 1 << 20
 
@@ -86,7 +86,7 @@ class LineIndex:
             del self._pending[: self._file.write(self._pending)]
 
     def span(self, position: int) -> tuple[LineSpan, int]:
-        """The span of `position`, which was flushed before, and the line's hash."""
+        """The span of `position` (which must be flushed) and the line's hash."""
         data = os.pread(self._file.fileno(), _ENTRY.size, position * _ENTRY.size)
         offset, length, line_number, line_hash = _ENTRY.unpack(data)
         return LineSpan(offset, length, line_number), line_hash
@@ -100,8 +100,8 @@ class LineIndex:
 
 
 def open_regular(path: Path) -> io.FileIO:
-    """Open a file for reading, unbuffered. Raises: OSError, also where a pipe or a folder has taken its place, whose
-    opening or reading could wait for ever."""
+    """Open a file for reading, unbuffered. Raises: OSError, also if a pipe or a folder has taken its place, because
+    opening or reading that could wait for ever."""
     refuse_windows()
     file = io.FileIO(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -114,13 +114,13 @@ class LineReader:
     """Raw lines of the input by position, each the same bytes that the check pass read."""
 
     def __init__(self, input_path: Path, index: LineIndex, default_model: str | None = None) -> None:
-        """default_model: as in `lines.check_fields`, of the check pass."""
+        """default_model: as in the check pass (`lines.check_fields`)."""
         self._file = open_regular(input_path)
         self._index = index
         self._default_model = default_model
 
     def read(self, position: int) -> tuple[bytes, LineSpan]:
-        """The line's bytes, at most `MAX_LINE_BYTES` of them, and where they stand. Raises: InputChanged."""
+        """The line's bytes, at most `MAX_LINE_BYTES` of them, and its span. Raises: InputChanged."""
         span, line_hash = self._index.span(position)
         raw = os.pread(self._file.fileno(), min(span.length, MAX_LINE_BYTES), span.offset)
         if hash(raw) != line_hash:

@@ -30,7 +30,7 @@ from batchline.errors import BadRequest, LineError, NotFound, RequestError, coun
 from batchline.openai_api.endpoint_table import is_batch_url
 
 NO_MODEL_NAMED = "(no model named)"
-"""Stands for the model of requests that name none. They are valid if one model is served, which is not known here."""
+"""The model of requests that name none. They are valid if one model is served, which is not known here."""
 
 _TOP_GROUPS = 20
 _SHOWN_CHARS = 400
@@ -39,7 +39,7 @@ _SHOWN_URL = 200
 
 @dataclass(frozen=True, slots=True)
 class InputFile:
-    """An input as plain bytes, checked. default_model: of requests that name none, as for `check_file`."""
+    """A checked input as plain bytes. default_model: the model of requests that name none, as for `check_file`."""
 
     path: Path
     index: LineIndex
@@ -49,7 +49,7 @@ class InputFile:
 
 @dataclass(frozen=True, slots=True)
 class GroupOverview:
-    """One group of a plan. prefix: the text its first requests share, shortened; prefix_chars: its whole length."""
+    """One group of a plan. prefix: the text that its first requests share, shortened; prefix_chars: its full length."""
 
     model: str
     url: str
@@ -62,7 +62,7 @@ class GroupOverview:
 
 @dataclass(frozen=True, slots=True)
 class PlanOverview:
-    """A plan, in numbers. largest: the groups with the most requests, the largest first."""
+    """A plan in numbers. largest: the groups with the most requests, the largest first."""
 
     num_requests: int
     num_copies: int
@@ -71,9 +71,9 @@ class PlanOverview:
 
 
 class RequestJudge:
-    """A `check.LineObserver` that makes bad lines of the requests which a run would answer with an error.
+    """A `check.LineObserver` that refuses the requests that a run would answer with an error.
 
-    text: the model's settings that decide what it refuses. served_models: empty for any.
+    text: the model's settings that decide what it refuses. served_models: their names; empty means any.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class RequestJudge:
         return [f"The constraints of {counted(num_untried, 'request')} were not compiled: {different}."]
 
     def __call__(self, position: int, url: str, body: dict[str, Any]) -> None:
-        """Judge a line and count its tokens. Raises: LineError with the status that the request would get as code."""
+        """Check a line and count its tokens. Raises: LineError, whose code is the status that the request would get."""
         try:
             request = self._checked(url, body)
             if self._counter is not None:
@@ -114,7 +114,10 @@ class RequestJudge:
 
 
 def bad_lines(checked: InputFile, judge: RequestJudge) -> Iterator[LineFault]:
-    """Every bad line in the file's order, judged again, since the report keeps only the first. Raises: InputChanged."""
+    """Every bad line in the file's order, checked again because the report keeps only the first ones.
+
+    Raises: InputChanged.
+    """
     with closing(LineReader(checked.path, checked.index)) as reader:
         for position in checked.report.bad:
             raw, span = reader.read(position)
@@ -140,7 +143,7 @@ def _line_error(raw: bytes, position: int, checked: InputFile, judge: RequestJud
 def checked_input(
     input_file: str, *, default_model: str | None = NO_MODEL_NAMED, observer: LineObserver | None = None
 ) -> Iterator[InputFile]:
-    """Check an input of any kind; its plain bytes are there until the block ends.
+    """Check an input of any kind; its plain bytes exist until the block ends.
 
     default_model: as for `check_file`. Raises: UsageError.
     """
@@ -162,7 +165,7 @@ def plan_overview(
     observer: LineObserver | None = None,
     count_tokens: Callable[[str], int] | None = None,
 ) -> PlanOverview:
-    """Plan an input without running it. observer: sees every good line too. count_tokens: of a text.
+    """Plan an input without running it. observer: also gets every good line. count_tokens: counts those of a text.
 
     Raises: UsageError.
     """

@@ -1,7 +1,6 @@
 """The locked job folder of a run, with its journal and temporary files.
 
-Owns the names in the folder, the lock that keeps a second run out, and the clean-up. Does not know what is in the
-files.
+Owns the names in the folder, the lock that excludes a second run, and the clean-up. Does not know what is in the files.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class JobFolder:
         return self.path / "scratch"
 
     def __enter__(self) -> JobFolder:
-        """Make and lock the folder. Raises: OutputUnwritable, ResumeRefused when another run holds it."""
+        """Create and lock the folder. Raises: OutputUnwritable, ResumeRefused if another run holds it."""
         try:
             self._lock()
             self._clear_scratch()
@@ -55,23 +54,23 @@ class JobFolder:
     def __exit__(self, *exc_info: object) -> None:
         if self.journal_path.exists():
             shutil.rmtree(self.scratch, ignore_errors=True)
-        elif self._is_current():  # else it has been removed, and another run may have made it anew
+        elif self._is_current():  # otherwise it was removed, and another run may have created it again
             self.remove()
         self._unlock()
 
     def start_over(self) -> None:
-        """Forget what an earlier run did. The journal goes first: what is left then is no run any more."""
+        """Delete what an earlier run did. The journal is deleted first: what is left then is no longer a run."""
         self.journal_path.unlink(missing_ok=True)
         forget_crash(self.path)
 
     def remove(self) -> None:
-        """Delete the folder; the run is finished. Files that are not a run's stay, and the folder with them."""
+        """Delete the folder of a finished run. Files that do not belong to a run stay, and so does the folder then."""
         self.start_over()
         shutil.rmtree(self.scratch, ignore_errors=True)
         for path in filter(Path.is_file, self.path.glob(STAGED_RESULTS)):
             path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
-            (self.path / _LOCK).unlink(missing_ok=True)  # from here on the folder is free for another run
+            (self.path / _LOCK).unlink(missing_ok=True)  # from here on, another run may use the folder
             self.path.rmdir()
 
     def _lock(self) -> None:
@@ -100,7 +99,7 @@ class JobFolder:
             self._unlock()
 
     def _refuse_foreign_scratch(self) -> None:
-        """A run's scratch has a lock or a journal beside it; any other is not deleted. Raises: OutputUnwritable."""
+        """Refuse to delete a `scratch` without a run's lock or journal beside it. Raises: OutputUnwritable."""
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             is_filled = any(self.scratch.iterdir())
             if is_filled and not (self.path / _LOCK).exists() and not self.journal_path.exists():

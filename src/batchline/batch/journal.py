@@ -1,13 +1,13 @@
 """The journal: an append-only file beside the output. Only the journal decides which lines are done.
 
-One entry is one line of text, so that half a run can be read with ordinary tools:
+One entry is one line of text, so that ordinary tools can read an unfinished run:
 
     <crc-32, 8 hex> <position> <status> <prompt tokens> <cached tokens> <output tokens> <copy 0|1> <result line>
 
-The first line is a header: `<crc-32> {"batchline_journal": 2, "run": {...}}` with what identifies the run. Lines whose
+The first line is a header with the run's identity: `<crc-32> {"batchline_journal": 2, "run": {...}}`. Lines whose
 second word is not a number are notes, such as `<crc-32> delivered <what and where>`. A result is durable once `append`
-has returned. Every prefix of the file's bytes is a valid journal: opening it cuts a torn tail, and an entry whose
-checksum fails counts as never written. Readers ignore a position's entries after its first.
+has returned. Every prefix of the file's bytes is a valid journal: opening it cuts off an incomplete last line, and an
+entry whose checksum fails counts as never written. Readers use only the first entry of each position.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _VERSION = 2
 _CRC_WIDTH = 8
 _MAX_HEADER_BYTES = 1 << 20
 _TORN_HEADER = re.compile(rb"([0-9a-f]{0,8}|[0-9a-f]{8} (\{[^\n]*)?)\0*")
-"""A header that was cut off while it was written; a file system may fill the rest with zeros."""
+"""A header that was not written completely; a file system may fill the rest with zeros."""
 
 _OUTCOME = re.compile(rb"(\d{1,18}) ([!-~]+) (\d{1,18}) (\d{1,18}) (\d{1,18}) ([01]) ")
 _NOTE = re.compile(rb"(delivering|delivered|crashed) ([ -~]*)")
@@ -40,8 +40,8 @@ _NOTE = re.compile(rb"(delivering|delivered|crashed) ([ -~]*)")
 class Outcome:
     """How one line ended, without its text.
 
-    status: the answer's HTTP status, or the code of a line that could not be a request. is_copy: another line's
-    answer served it; its tokens are those of that answer, which were not computed again.
+    status: the answer's HTTP status, or the error code of an invalid line. is_copy: whether another line's answer was
+    used; its tokens are those of that answer and were not computed again.
     """
 
     position: int
@@ -64,7 +64,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class JournalResult:
-    """An outcome and the place of its result line (without line end) in the journal."""
+    """An outcome, and where its result line (without the line end) is in the journal."""
 
     outcome: Outcome
     offset: int
@@ -81,7 +81,7 @@ class Note:
 
 
 class Disk(Protocol):
-    """The system calls that can fail on a full or broken disk; tests replace them by failing ones."""
+    """The system calls that can fail on a full or broken disk; tests replace them with failing ones."""
 
     def write(self, fd: int, data: bytes | memoryview) -> int:
         """As `os.write`."""
@@ -101,7 +101,7 @@ class OsDisk:
         return os.write(fd, data)
 
     def fsync(self, fd: int) -> None:
-        """Like `os.fsync`, without waiting for a file time to be written where the system can."""
+        """Like `os.fsync`, but without waiting for the file's times to be written if the system allows that."""
         getattr(os, "fdatasync", os.fsync)(fd)
 
     def truncate(self, fd: int, length: int) -> None:
@@ -121,9 +121,9 @@ class Journal:
 
     @classmethod
     def open(cls, path: Path, run: Mapping[str, str], disk: Disk | None = None) -> Journal:
-        """Open the journal at `path`, or start one for `run` if there is none or its header was never complete.
+        """Open the journal at `path`. Start one for `run` if there is none, or if its header was never complete.
 
-        The journal's own `run` may differ from the given one; the caller compares them.
+        The opened journal's `run` may differ from the given one; the caller compares them.
         Raises: OSError; ResumeRefused if the header is damaged or from another version, and results follow it.
         """
         disk = disk or OsDisk()
@@ -142,7 +142,7 @@ class Journal:
         return journal
 
     def append(self, entries: bytes) -> None:
-        """Write encoded entries and wait until they are durable. Raises: OSError; then nothing more may be written."""
+        """Write encoded entries and wait until they are durable. Raises: OSError; nothing may be written afterwards."""
         rest = memoryview(entries)
         while rest:
             rest = rest[self._disk.write(self._fd, rest) :]
@@ -183,7 +183,7 @@ class Journal:
 
 
 def encode_result(outcome: Outcome, result_line: bytes) -> bytes:
-    """The journal's bytes for one result line, which holds no line end."""
+    """The journal's bytes for one result line, which must not contain a line end."""
     head = (
         f"{outcome.position} {outcome.status} {outcome.prompt_tokens} {outcome.cached_tokens} "
         f"{outcome.output_tokens} {outcome.is_copy:d} "
@@ -230,7 +230,7 @@ def _read_header(path: Path) -> Mapping[str, str] | None:
     except orjson.JSONDecodeError:
         header = None
     if not isinstance(header, dict) or "batchline_journal" not in header:
-        raise ResumeRefused(f"The journal {path} is damaged in its first line. Pass --no-resume to start over.")
+        raise ResumeRefused(f"The first line of the journal {path} is damaged. Pass --no-resume to start over.")
     if header["batchline_journal"] != _VERSION:
         raise ResumeRefused(
             f"The unfinished run in {path.parent} was begun by another version of Batchline. "

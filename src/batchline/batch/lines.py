@@ -1,7 +1,7 @@
 """Parses a batch line into a request or a `LineError`, and writes an answer or an error as a result line.
 
-Only this module knows the format of both lines. It knows nothing about files, order or backends. Any bytes give exactly
-one of: a `BatchLine`, a `LineError`.
+Only this module knows both formats. It knows nothing about files, order or backends. Any bytes give either a
+`BatchLine` or a `LineError`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from batchline.errors import LineError
 from batchline.openai_api.endpoint_table import CHAT, ENDPOINTS, MESSAGES, path_elsewhere
 
 MAX_LINE_BYTES = 256 * 1024 * 1024
-"""A longer line gets an error and is never held in memory as a whole."""
+"""A longer line gets an error, and is never in memory as a whole."""
 
 _REQUIRED = ("custom_id", "method", "url", "body")
 _TRUE_WORDS = frozenset({"true", "t", "1", "yes", "y", "on"})
@@ -62,9 +62,9 @@ def load_json(raw: bytes) -> object:
 
 
 def check_fields(value: object, default_model: str | None = None) -> tuple[str, str, dict[str, Any]]:
-    """`(custom_id, url path, body)` of a parsed line, its fields checked.
+    """Check the fields of a parsed line, and return `(custom_id, url path, body)`.
 
-    default_model: put into a body that names no model; None makes such a line an error. Raises: LineError.
+    default_model: put into a body that names no model; if it is None, such a line is an error. Raises: LineError.
     """
     if not isinstance(value, dict):
         raise LineError("invalid_json_line", "This line is JSON, but not a JSON object.")
@@ -93,7 +93,7 @@ def check_fields(value: object, default_model: str | None = None) -> tuple[str, 
 
 
 def raw_body(raw: bytes, body: Mapping[str, Any]) -> bytes | None:
-    """The exact bytes of the body in a valid batch line; None if `body` differs from them (a default model)."""
+    """The exact bytes of the body in a valid batch line; None if `body` differs from them (by a default model)."""
     text = raw.decode()
     found = None
     position = _skipped(text, text.index("{") + 1)
@@ -111,14 +111,14 @@ def raw_body(raw: bytes, body: Mapping[str, Any]) -> bytes | None:
 
 
 def _skipped(text: str, position: int) -> int:
-    """Where the next token of an object begins."""
+    """The index at which the next token of an object begins."""
     between = _BETWEEN_TOKENS.match(text, position)
     assert between is not None  # it matches the empty text
     return between.end()
 
 
 def url_path(url: str) -> str:
-    """The path of a full URL (`https://host/v1/completions?x` is `/v1/completions`); any other text as it is."""
+    """The path of a full URL (`/v1/completions` for `https://host/v1/completions?x`); any other text unchanged."""
     if "://" not in url:
         return url
     try:
@@ -128,7 +128,7 @@ def url_path(url: str) -> str:
 
 
 def readable_custom_id(raw: bytes) -> str | None:
-    """The `custom_id` of an invalid line, if it can be read; for damaged JSON, found by a pattern."""
+    """The `custom_id` of an invalid line, if it can be read. In damaged JSON, a pattern finds it."""
     try:
         value = orjson.loads(raw)
     except orjson.JSONDecodeError:
@@ -137,7 +137,7 @@ def readable_custom_id(raw: bytes) -> str | None:
 
 
 def custom_id_of(value: object) -> str | None:
-    """The usable `custom_id` of a parsed line, even if the line has other errors."""
+    """The `custom_id` of a parsed line if it is valid, even if the line has other errors."""
     custom_id = value.get("custom_id") if isinstance(value, dict) else None
     return custom_id if isinstance(custom_id, str) and custom_id else None
 
@@ -180,7 +180,7 @@ def error_line(hex_id: str, custom_id: str | None, error: LineError, line_number
 
 def _readable(value: Any) -> Any:
     """The value in a form that every JSON reader accepts: a lone surrogate becomes U+FFFD, and an integer beyond 64
-    bits a float, as `orjson` itself reads it."""
+    bits becomes a float, as when `orjson` reads it."""
     if isinstance(value, str):
         return value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
     if isinstance(value, Mapping):

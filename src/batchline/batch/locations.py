@@ -35,7 +35,7 @@ _USER_IS_CONTAINER = frozenset({"abfs", "abfss", "wasb", "wasbs"})
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """An input or output. text: as the user wrote it. path: for kind `path` alone."""
+    """An input or output. text: as the user wrote it. path: only for the kind `path`."""
 
     text: str
     kind: LocationKind
@@ -53,9 +53,9 @@ class Location:
 
     @property
     def name(self) -> str:
-        """The last part of the path, as a suffix like `.gz` is looked for there; `-` for standard streams.
+        """The last part of the path, which may have a suffix such as `.gz`; `-` for standard streams.
 
-        It can be the name of a local file: an object's key may have an escaped slash in it.
+        It is safe as the name of a local file, even though an object's key may contain an escaped slash.
         """
         if self.path is not None:
             return self.path.name

@@ -1,4 +1,4 @@
-"""Finds requests that name an unserved model, the commonest mistake in a batch file, and the option that fixes it.
+"""Finds requests that name an unserved model (the most common mistake in a batch file) and the option that fixes it.
 
 Works on the counts of the check pass. A file in which no request names a served model is refused before a model is
 loaded. If only some requests name an unserved model, the file runs with one warning.
@@ -23,7 +23,7 @@ _MAX_SHOWN_CHARS = 100
 
 @dataclass(frozen=True, slots=True)
 class UnservedModel:
-    """A model name in the file that no served model has. first_line: the line number of the first such request."""
+    """A name in the file that no served model has. first_line: the line number of the first request with it."""
 
     name: str
     count: int
@@ -46,7 +46,7 @@ def unserved_models(report: CheckReport, served: ServedNames) -> list[UnservedMo
 
 
 def refuse_unserved_file(report: CheckReport, served: ServedNames) -> None:
-    """Raises: NoModelServed if there are requests and none of them names a served model."""
+    """Raises: NoModelServed if there are requests, but no request names a served model."""
     unserved = unserved_models(report, served)
     if unserved and sum(model.count for model in unserved) == report.num_requests:
         raise NoModelServed(
@@ -77,7 +77,7 @@ def unserved_warning(report: CheckReport, served: ServedNames) -> str | None:
 
 
 def _option(names: ServedNames) -> str | None:
-    """The options that give each model its names; None if they are too many, or the option cannot hold one of them."""
+    """The options that give each model its names; None if there are too many names, or the option cannot hold one."""
     every = [name for model in names for name in model]
     if len(every) > _MAX_OPTION_NAMES or not all(map(_fits_option, every)):
         return None

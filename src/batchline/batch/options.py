@@ -35,12 +35,12 @@ class RunOptions:
     False refuses to replace another run's output; None skips a finished run and replaces another run's output.
     state_dir: the folder for records of finished runs; None keeps no records.
     strict: any bad line stops the run before compute, and so does an unknown field.
-    text: by the names of each model, the settings of the embedded engine that decide which bodies are refused. Under
-    `strict`, all bodies are checked with them before compute. None leaves bodies to the backend.
+    text: for the names of each model, the embedded engine's settings that decide which bodies are refused. Under
+    `strict`, all bodies are checked with them before compute. None leaves this to the backend.
     dedup: run identical deterministic requests once. grace_period_s: how long a stop waits for what is in flight.
-    settings: named settings that change results; a run is not resumed under others.
+    settings: named settings that change results; a run is only resumed with equal ones.
     served_models: the names of each model, as far as they are known before the backend exists.
-    default_model: answers requests that name no model; None makes them errors.
+    default_model: the model that answers requests that name none; if it is None, they are errors.
     """
 
     max_inflight: int | None = None

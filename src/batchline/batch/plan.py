@@ -1,9 +1,9 @@
-"""Decides in which order requests run, and which of them run only once. Works on fixed-width keys, not on whole lines.
+"""Decides the order in which requests run, and which requests run only once. Works on fixed-width keys, not on lines.
 
 Requests are ordered by model, endpoint, and the leading bytes of the prompt (a cheap substitute for its leading
 tokens), so that requests that share a prefix are neighbours. In such a group, the longest expected answer comes first,
-so that the group's tail is short. One short request runs before all others: its answer shows early how the run goes.
-Prefixes are compared by hashes at a few lengths. A prefix that a request shares with no other one does not separate the
+so that the group's tail is short. One short request runs before all others, so that an answer shows early whether the
+run works. Prefixes are compared by hashes at a few lengths. A prefix that no other request shares does not separate a
 request from its group. Identical deterministic requests are neighbours, and run once.
 """
 
@@ -32,7 +32,7 @@ from batchline.batch.sorting import Rows, RowSorter, column
 GROUP_SAMPLES = 8
 
 MAX_COPIES = 1023
-"""How many copies one run of a request may serve: bounds the memory of a file of identical lines."""
+"""How many lines one answer may serve. It bounds the memory for a file of identical lines."""
 
 # A planning key, every part big-endian. The last part makes the order total and names the line.
 #   0      2        3                              27          31           47        55
@@ -53,7 +53,7 @@ _POSITION_BITS = _START_BIT - 1
 
 @dataclass(frozen=True, slots=True)
 class WorkItem:
-    """One request to run: the line it stands on, and the lines that its answer also serves."""
+    """One request to run: its line, and the other lines that its answer also serves."""
 
     position: int
     copies: tuple[int, ...] = ()
@@ -88,7 +88,7 @@ class Planner:
         self._sorter.add(_KEY.pack(model, endpoint, *prefix_hashes(prompt), 0xFFFFFFFF - decode, request, position))
 
     def plan(self, *, skip: PositionSet) -> Plan:
-        """Write the order of all lines taken, but those in `skip`; once. Raises: OSError."""
+        """Write the order of all lines taken, except those in `skip`. Call only once. Raises: OSError."""
         by_group = RowSorter(self._scratch, "plan-order", KEY_WIDTH)
         for rows in _with_shared_prefixes(_without(self._sorter.sorted_blocks(), skip)):
             by_group.add(rows.tobytes())
@@ -113,7 +113,7 @@ class Planner:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The order of a run, on disk. num_copies: how many of the requests are served by another one's answer."""
+    """The order of a run, on disk. num_copies: how many requests another one's answer serves."""
 
     path: Path
     num_requests: int
@@ -122,7 +122,7 @@ class Plan:
     def items(self, done: PositionSet) -> Iterator[WorkItem]:
         """What is left to run: the shortest request of the first group, then the others in order.
 
-        A request whose first line is done, but not its copies, runs again for the copies.
+        If a request's first line is done, but its copies are not, it runs again for the copies.
         """
         ahead = next(_work_items(_entries(self.path, _last_of_first_group(self.path)), done), None)
         if ahead is not None:
@@ -169,7 +169,7 @@ def _without(blocks: Iterator[Rows], skip: PositionSet) -> Iterator[Rows]:
 
 
 def _with_shared_prefixes(blocks: Iterator[Rows]) -> Iterator[Rows]:
-    """The same rows in order, hashes that a request shares with no other set to zero. Holds one run's copies back."""
+    """The rows in order, with hashes that no two requests share set to zero. Holds back the copies of one request."""
     before = np.zeros((1, KEY_WIDTH), dtype=np.uint8)
     held = before[:0]
     for rows in blocks:
@@ -184,7 +184,7 @@ def _with_shared_prefixes(blocks: Iterator[Rows]) -> Iterator[Rows]:
 
 
 def _first_rows(rows: Rows) -> np.ndarray[Any, np.dtype[np.intp]]:
-    """Where requests start that are no copies of the one before; of more copies than one run serves, each run's."""
+    """The rows where a new request starts: not a copy of the one before, or one copy more than an answer may serve."""
     numbers = np.arange(len(rows))
     is_copy = np.concatenate([[False], _is_copy(rows)])
     num_before = numbers - np.maximum.accumulate(np.where(is_copy, 0, numbers))
@@ -192,8 +192,8 @@ def _first_rows(rows: Rows) -> np.ndarray[Any, np.dtype[np.intp]]:
 
 
 def _keep_shared_prefixes(before: Rows, rows: Rows, firsts: np.ndarray[Any, np.dtype[np.intp]], after: Rows) -> Rows:
-    """A copy of `rows` where the hashes are zero that no neighbour shares with a request. firsts: where each starts;
-    before, after: (1, KEY_WIDTH), the requests around them."""
+    """A copy of `rows` in which hashes that a request shares with no neighbour are zero. firsts: where each request
+    starts; before, after: (1, KEY_WIDTH), the requests around the rows."""
     requests = np.concatenate([before, rows[firsts], after])
     equals_next = requests[1:] == requests[:-1]
     lengths = np.diff(firsts, append=len(rows))
@@ -206,14 +206,14 @@ def _keep_shared_prefixes(before: Rows, rows: Rows, firsts: np.ndarray[Any, np.d
 
 
 def _is_copy(rows: Rows) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """Of all rows but the first: whether the row's request equals the one before it."""
+    """For all rows but the first: whether the row's request equals the one before it."""
     requests = rows[:, _REQUEST]
     is_copy: np.ndarray[Any, np.dtype[np.bool_]] = (requests[1:] == requests[:-1]).all(axis=1)
     return is_copy & requests[1:].any(axis=1)
 
 
 def _is_group_start(rows: Rows) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """Of all rows but the first: whether its model, endpoint or shared prefix differs from the one before it."""
+    """For all rows but the first: whether its model, endpoint or shared prefix differs from the one before it."""
     groups = rows[:, : _PREFIX.stop]
     is_start: np.ndarray[Any, np.dtype[np.bool_]] = (groups[1:] != groups[:-1]).any(axis=1)
     return is_start
@@ -233,7 +233,7 @@ def _work_items(entries: Iterable[int], done: PositionSet) -> Iterator[WorkItem]
 
 
 def _last_of_first_group(path: Path) -> int:
-    """The number of the entry with which the last request of the first group, the shortest, starts."""
+    """The number of the entry at which the last (and so the shortest) request of the first group starts."""
     number = last = 0
     for block in _blocks(path):
         starts = np.flatnonzero(block & np.uint64(_START_BIT))

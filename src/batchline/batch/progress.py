@@ -1,6 +1,6 @@
-"""The progress of a run: how much is durable, how fast it grows, and how long the rest takes.
+"""The progress of a run: how many results are durable, how fast the run is, and how long the rest takes.
 
-Owns the numbers and the interface of the reporters that show them. Shows nothing itself.
+Owns the numbers, and the interface of the reporters that show them. Shows nothing itself.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _INTERVAL_S = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """One look at a run. Rates are over the last half minute; eta_s is None until there is a rate.
+    """The state of a run at one moment. Rates are over the last half minute; eta_s is None until there is a rate.
 
-    prompt_tokens, cached_tokens and output_tokens: the backend's counters since it was started. models: those that it
-    has loaded. num_running: requests that the backend has. stops_in_s: once the run is being stopped, the seconds that
-    these may still take.
+    prompt_tokens, cached_tokens and output_tokens: the backend's counters since its start. models: the models that it
+    has loaded. num_running: requests at the backend. stops_in_s: while the run is being stopped, the seconds that these
+    may still take.
     """
 
     done: int
@@ -52,20 +52,20 @@ class Progress:
 
 
 class Reporter(Protocol):
-    """Whoever tells people how a run goes."""
+    """Shows people how a run goes."""
 
     def phase(self, text: str) -> None:
         """A new phase begins: "Checking in.jsonl"."""
 
     def progress(self, progress: Progress) -> None:
-        """The run has come this far; called about twice a second while requests run, and once at their end."""
+        """Show the state of the run. Called about twice a second while requests run, and once at their end."""
 
     def warn(self, text: str) -> None:
-        """Something a person should know that does not stop the run."""
+        """Show something that a person should know and that does not stop the run."""
 
 
 class SilentReporter:
-    """Tells nobody anything."""
+    """Shows nothing."""
 
     def phase(self, text: str) -> None:
         """Ignored."""
@@ -78,7 +78,7 @@ class SilentReporter:
 
 
 class GuardedReporter:
-    """Passes everything on to `inner`, whose failures cost a run nothing: a closed terminal, a fault in a callback."""
+    """Passes everything on to `inner`, and ignores its failures: a closed terminal must not end a run."""
 
     def __init__(self, inner: Reporter) -> None:
         self._inner = inner
@@ -145,8 +145,8 @@ class Tally:
         num_running: int = 0,
         stops_in_s: float | None = None,
     ) -> Progress:
-        """How the run stands now. stats: the backend's counters, which move before whole answers arrive; the rest as in
-        `Progress`."""
+        """The state of the run now. stats: the backend's counters, which grow before whole answers arrive. The other
+        arguments are fields of `Progress`."""
         now = self._clock()
         if self._began is None:
             self._began = (now, self.done)
@@ -174,7 +174,7 @@ class Tally:
         )
 
     def _eta_s(self, now: float, rate: float) -> float | None:
-        """At the latest rate; while no answer comes, at that of this run so far. Earlier runs do not count."""
+        """Seconds left at the latest rate, or, while no answer comes, at this run's mean rate, without earlier runs."""
         began_at, done_before = self._began or (now, self.done)
         if rate <= 0 and now > began_at:
             rate = (self.done - done_before) / (now - began_at)
@@ -182,7 +182,7 @@ class Tally:
 
 
 class Pace:
-    """How long a run loads and runs, and how fast it is while it runs. What an earlier run did is not counted."""
+    """Measures how long a run loads and runs, and how fast it runs. Results of an earlier run are not counted."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.load_time_s = 0.0
@@ -196,18 +196,18 @@ class Pace:
         self._before = (0, 0, 0, 0)
 
     def begin_loading(self) -> None:
-        """The backend is being made."""
+        """The backend is being started."""
         self._began_at = self._clock()
 
     def begin_running(self, tally: Tally) -> None:
-        """The backend is ready. tally: what is done before it answers anything."""
+        """The backend is ready. tally: the counts before it answers anything."""
         now = self._clock()
         self.load_time_s = now - self._began_at
         self._began_at = now
         self._before = _counts(tally)
 
     def end(self, tally: Tally) -> None:
-        """Nothing runs any more."""
+        """The last request has ended."""
         self.run_time_s = max(self._clock() - self._began_at, 1e-9)
         done, copies, *tokens = [now - before for now, before in zip(_counts(tally), self._before, strict=True)]
         self.num_computed = done - copies
@@ -220,7 +220,7 @@ def _counts(tally: Tally) -> tuple[int, int, int, int]:
 
 
 class BackendWatch:
-    """Reports how a run goes while a backend answers its requests, and which models the backend has loaded."""
+    """Reports the progress of a run while a backend answers its requests, and which models the backend has loaded."""
 
     def __init__(self, reporter: Reporter, stop: asyncio.Event, grace_period_s: float) -> None:
         self.models: dict[str, ModelFacts] = {}
@@ -271,7 +271,7 @@ class BackendWatch:
 
 
 async def models_of(backend: Backend) -> Sequence[ServedModel]:
-    """A backend's models; none if it cannot list them, which is no reason to end a run."""
+    """A backend's models; an empty list if it cannot list them, which must not end a run."""
     try:
         return await backend.models()
     except Exception:
@@ -280,7 +280,7 @@ async def models_of(backend: Backend) -> Sequence[ServedModel]:
 
 
 def _stats(backend: Backend) -> BackendStats:
-    """A backend's counters; zeros if it cannot read them, which is no reason to end a run."""
+    """A backend's counters; zeros if it cannot read them, which must not end a run."""
     try:
         return backend.stats()
     except Exception:

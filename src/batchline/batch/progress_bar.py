@@ -1,4 +1,4 @@
-"""How a run that Python code starts shows itself: a bar in a terminal or notebook, log records anywhere else."""
+"""Shows a run that Python code starts: a bar in a terminal or notebook, log records anywhere else."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ logger = logging.getLogger(__name__)
 def shown_progress(
     show: bool | None, on_progress: Callable[[Progress], None] | None, given: Reporter | None = None
 ) -> Iterator[Reporter]:
-    """The reporter of a run: the given one, or a bar. show: None shows a bar only where somebody may see it.
+    """The reporter of a run: the given one, or a bar. show: None shows a bar only in a terminal or a notebook.
 
-    on_progress: gets each look at the run as well.
+    on_progress: also gets each `Progress`.
     """
     wants_bar = given is None and (_is_watched() if show is None else show)
     bar = ProgressBar() if wants_bar else None
@@ -55,7 +55,7 @@ class LogReporter:
 
 
 class ProgressBar:
-    """A bar of `tqdm`, as other libraries of the field show one; in a notebook it is a widget."""
+    """A `tqdm` bar; in a notebook it is a widget."""
 
     def __init__(self) -> None:
         with warnings.catch_warnings():
@@ -74,9 +74,9 @@ class ProgressBar:
         self._tqdm.write(f"Warning: {text}", file=sys.stderr)
 
     def progress(self, progress: Progress) -> None:
-        """The bar's new state. Requests that an earlier run did are not part of its rate."""
+        """Update the bar. Its rate does not include requests that an earlier run did."""
         if self._bar is None:
-            # smoothing=0: answers come in bursts, and only the mean rate goes on changing between two of them
+            # smoothing=0: answers come in bursts, and only the mean rate keeps changing between them
             self._bar = self._tqdm(
                 total=progress.total, initial=progress.resumed, unit="req", file=sys.stderr, smoothing=0
             )
@@ -86,21 +86,21 @@ class ProgressBar:
         self._bar.refresh()
 
     def close(self) -> None:
-        """Leave the bar as it stands."""
+        """Leave the bar as it is."""
         if self._bar is not None:
             self._bar.close()
 
 
 def stopping_text(progress: Progress) -> str:
-    """What a run that is being stopped waits for, and how long."""
+    """Text for a run that is being stopped: what it waits for, and how long."""
     seconds = max(0.0, progress.stops_in_s or 0.0)
     return f"stopping: {progress.num_running:,} in flight, cut in {seconds:.0f} s"
 
 
 class CallbackReporter:
-    """Passes everything on to `inner`, and each look at the run to a callback as well.
+    """Passes everything on to `inner`, and each `Progress` also to a callback.
 
-    What the callback raises is logged, the first time, and stops nothing.
+    The first exception of the callback is logged. No exception stops the run.
     """
 
     def __init__(self, inner: Reporter, on_progress: Callable[[Progress], None]) -> None:

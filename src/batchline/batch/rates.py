@@ -1,6 +1,6 @@
-"""How fast this machine ran each model last time, and from that how long a batch file will take.
+"""Records how fast this machine ran each model last time, and estimates from that how long a batch file will take.
 
-One small record for each model, data type and device in the user's state folder, written at the end of a run.
+At the end of a run, a small record for its model, data type and device is written to the user's state folder.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ logger = logging.getLogger(__name__)
 
 MAX_RECORDS = 200
 MIN_RUN_TIME_S = 1.0
-"""A shorter run tells nothing about a long one."""
+"""Shorter runs are not recorded: they say nothing about long ones."""
 
 OUTPUT_TOKEN_COST = 4.0
-"""The time of an output token, in prompt tokens. A rule of thumb; it cancels out if a run is like the last one."""
+"""The time of an output token in prompt tokens: a rule of thumb. It cancels out if a run is like the last one."""
 
 
 class MeasuredRun(BaseModel):
-    """What one run took. model: a hub id, or the stamp of a folder. Tokens and requests: without an earlier run's and
-    without copies, which take no tokens."""
+    """What one run took. model: a hub id, or the stamp of a folder. Tokens and requests do not include an earlier run's
+    or copies, which are not computed."""
 
     version: Literal[1] = 1
     model: str
@@ -56,7 +56,7 @@ class MeasuredRun(BaseModel):
 
 
 def keep_measurement(options: RunOptions, summary: RunSummary) -> None:
-    """Write down how fast a run was, where it had one model and was long enough. Costs a run nothing if it fails."""
+    """Record how fast a run was, if it had one model and was long enough. A failure does not affect the run."""
     model = options.settings.get("--model")
     if options.state_dir is None or model is None or len(summary.models) != 1:
         return
@@ -86,8 +86,8 @@ def keep_measurement(options: RunOptions, summary: RunSummary) -> None:
 def latest_measurement(
     state_dir: Path | None, model: str, *, dtype: str | None = None, quantization: str | None = None
 ) -> MeasuredRun | None:
-    """The latest run of a model on this machine. model: a hub id, or the stamp of a folder. dtype, quantization: of the
-    run; None is any."""
+    """The latest run of a model on this machine. model: a hub id, or the stamp of a folder. dtype, quantization: the
+    run's; None means any."""
     paths = [] if state_dir is None else _folder(state_dir).glob(f"{_tag(model)}-*.json")
     runs = [
         run

@@ -5,8 +5,8 @@ if it fits: the same ETag or modification time, the right start, the announced l
 over. An upload is one HTTP PUT, or a multipart upload through fsspec. The local file stays unchanged, so that a failed
 upload can be repeated.
 
-Here the exceptions of cloud clients and of the HTTP client become Batchline's. Messages show a location without its
-query, because a presigned URL is a secret.
+This module translates the exceptions of cloud clients and of the HTTP client to Batchline's. Messages show a location
+without its query, because a presigned URL is a secret.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ _VERSION_FIELDS = ("size", "ETag", "etag", "LastModified", "last_modified", "mti
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """How often to try in vain before giving up, and how long to wait: doubled each time, up to `max_delay_s`."""
+    """How often to try, and how long to wait after a failure: doubled each time, up to `max_delay_s`."""
 
     attempts: int = 6
     first_delay_s: float = 1.0
     max_delay_s: float = 30.0
 
     def delay_s(self, failures: int) -> float:
-        """Seconds to wait after that many failures in a row."""
+        """Seconds to wait after this many failures in a row."""
         return min(self.first_delay_s * 2.0 ** (failures - 1), self.max_delay_s)
 
 
 def _http_session() -> aiohttp.ClientSession:
-    """A session that waits long for slow servers but not for ever, and hands bytes on as they were stored."""
+    """A session that waits long for slow servers, but not for ever, and does not decompress what it receives."""
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=30, sock_read=300)
     return aiohttp.ClientSession(timeout=timeout, auto_decompress=False, headers={"Accept-Encoding": "identity"})
 
@@ -62,7 +62,7 @@ async def _response_excerpt(response: aiohttp.ClientResponse) -> str:
 
 
 async def head(location: Location) -> tuple[int | None, str | None]:
-    """Status and strong ETag that a HEAD request for an HTTP location gets; (None, None) if it gets no answer."""
+    """Status and strong ETag of a HEAD request to an HTTP location; (None, None) without an answer."""
     timeout = aiohttp.ClientTimeout(total=_HEAD_TIMEOUT_S)
     try:
         async with _http_session() as session, session.head(location.text, timeout=timeout) as response:
@@ -73,7 +73,7 @@ async def head(location: Location) -> tuple[int | None, str | None]:
 
 
 def object_version(fs: Any, path: str) -> dict[str, Any]:
-    """What changes when a remote file is written anew, as far as its file system says; None for what it does not."""
+    """Values that change when a remote file is replaced; None for those that its file system does not report."""
     fs.invalidate_cache()
     info = fs.info(path)
     return {name: info.get(name) for name in _VERSION_FIELDS}
@@ -90,13 +90,13 @@ def file_system(location: Location) -> tuple[Any, str]:
     except ValueError as exc:
         raise UsageError(f"Cannot use {location.display!r}: {exc}") from exc
     except Exception as exc:
-        # Some file systems connect at once, and each has an exception tree of its own.
+        # Some file systems connect at once, and each has its own exception tree.
         raise UsageError(f"Cannot use {location.display!r}: {type(exc).__name__}: {exc}") from exc
     return fs, path
 
 
 def refuse_unknown_host(location: Location) -> None:
-    """Look the host of an HTTP location up. Raises: UsageError."""
+    """Look up the host of an HTTP location. Raises: UsageError."""
     try:
         parts = urlsplit(location.text)
         host, port = parts.hostname, parts.port
@@ -112,7 +112,7 @@ def refuse_unknown_host(location: Location) -> None:
 
 @dataclass(slots=True)
 class _Received:
-    """The data so far. validator: its strong ETag or modification time."""
+    """What was received so far. validator: its strong ETag or modification time."""
 
     num_bytes: int = 0
     total: int | None = None
@@ -146,7 +146,7 @@ async def download(location: Location, target: Path, retry: RetryPolicy | None =
 async def _attempt(
     session: aiohttp.ClientSession, location: Location, file: BinaryIO, received: _Received
 ) -> str | None:
-    """One GET of what is missing. Returns None when all is there, else why it has to be tried again."""
+    """One GET of what is missing. Returns None if the file is complete, else why to try again."""
     headers = {}
     if received.num_bytes and received.validator:
         headers = {"Range": f"bytes={received.num_bytes}-", "If-Range": received.validator}
@@ -187,7 +187,7 @@ def _start_over(file: BinaryIO, received: _Received) -> None:
 
 
 def _continues(response: aiohttp.ClientResponse, received: _Received) -> bool:
-    """Whether a partial answer is what follows the bytes received."""
+    """Whether a partial answer continues the received bytes."""
     part, _, total = response.headers.get("Content-Range", "").removeprefix("bytes ").partition("/")
     is_next = part.split("-")[0] == str(received.num_bytes)
     same_total = received.total is None or total in ("*", str(received.total))
@@ -202,7 +202,7 @@ def _validator(response: aiohttp.ClientResponse) -> str | None:
 
 
 async def upload_file(path: Path, location: Location, retry: RetryPolicy | None = None) -> None:
-    """Send the file to an http(s) or fsspec location. Raises: RunFailed, saying where the results are."""
+    """Send the file to an http(s) or fsspec location. Raises: RunFailed, which says where the results are."""
     if location.kind == "http":
         reason = await _put_until_accepted(path, location, retry or RetryPolicy())
     else:
@@ -216,7 +216,7 @@ async def upload_file(path: Path, location: Location, retry: RetryPolicy | None 
 
 
 async def _put_until_accepted(path: Path, location: Location, retry: RetryPolicy) -> str | None:
-    """One PUT that the server accepts. Returns None, or why none was."""
+    """PUT until the server accepts it. Returns None, or why it never did."""
     async with _http_session() as session:
         for failures in range(1, retry.attempts + 1):
             try:
@@ -234,11 +234,11 @@ async def _put_until_accepted(path: Path, location: Location, retry: RetryPolicy
 
 
 async def _put(session: aiohttp.ClientSession, path: Path, location: Location) -> tuple[str | None, bool]:
-    """One PUT. Returns (why it failed or None, whether trying again is useless)."""
+    """One PUT. Returns (why it failed or None, whether another attempt is useless)."""
     with path.open("rb") as file:
         headers = {"Content-Length": str(os.fstat(file.fileno()).st_size)}
         async with session.put(location.text, data=file, headers=headers, allow_redirects=False) as response:
-            # The status alone decides: what breaks after a 2xx must not cause a second upload.
+            # Only the status counts: a connection that breaks after a 2xx must not cause a second upload.
             if 200 <= response.status < 300:
                 return None, True
             return await _response_excerpt(response), response.status not in _RETRIED_STATUSES
@@ -249,7 +249,7 @@ def _put_through_fsspec(path: Path, location: Location) -> str | None:
     try:
         fs.put_file(str(path), remote_path)
     except Exception as exc:
-        # Each cloud client has an exception tree of its own; this is the seam that turns them all into words.
+        # Each cloud client has its own exception tree; this is the seam that turns them all into words.
         logger.debug("upload failed", exc_info=True)
         return f"{type(exc).__name__}: {exc}"
     return None

@@ -11,10 +11,10 @@ import orjson
 from batchline.openai_api.endpoint_table import ENDPOINTS, generates
 
 PREFIX_LENGTHS = (64, 256, 512, 1024, 2048, 4096)
-"""Bytes of the prompt at which a shared prefix is looked for."""
+"""Lengths in bytes at which prompts are compared for a shared prefix."""
 
 NOT_DEDUPLICABLE = bytes(16)
-"""The hash of a request that equals no other."""
+"""The hash of a request that counts as different from all others."""
 
 _LEADING_FIELDS = ("tools", "instructions", "system")
 _PROMPT_FIELDS = ("prompt", "input", "texts", "query", "text_1", "queries", "data_1")
@@ -22,7 +22,7 @@ _UNKNOWN_DECODE = 2**31
 
 
 def prompt_bytes(body: dict[str, Any]) -> bytes:
-    """Bytes in place of the rendered prompt: tools, instructions and messages, or the prompt or input."""
+    """Bytes that stand for the rendered prompt: tools, instructions and messages, or the prompt or input."""
     content = prompt_content(body)
     leading = [body[name] for name in _LEADING_FIELDS if body.get(name)]
     if leading:
@@ -31,12 +31,12 @@ def prompt_bytes(body: dict[str, Any]) -> bytes:
         return content[: PREFIX_LENGTHS[-1]].encode()
     try:
         return orjson.dumps(content)
-    except TypeError:  # nested deeper than the writer goes: such a request gets no company
+    except TypeError:  # nested too deeply for the writer: such a request shares no prefix
         return b""
 
 
 def prompt_content(body: dict[str, Any]) -> Any:
-    """The field of a body that is its prompt: the messages, or the prompt, input or query; None without any."""
+    """The value of the body's prompt: the messages, or the prompt, input or query; None if it has none of them."""
     messages = body.get("messages")
     if messages is not None:
         return messages
@@ -44,7 +44,7 @@ def prompt_content(body: dict[str, Any]) -> Any:
 
 
 def prompt_text(body: dict[str, Any]) -> str:
-    """The prompt's text for people to read: message contents one after another."""
+    """The prompt as readable text: the message contents one after another."""
     content = prompt_content(body)
     if isinstance(content, str):
         return content
@@ -66,7 +66,7 @@ def prefix_hashes(prompt: bytes) -> list[int]:
 
 
 def expected_decode(url: str, body: dict[str, Any], prompt: bytes) -> int:
-    """How much work comes after the prefix: output tokens at most; for requests that generate nothing, input bytes."""
+    """How much work follows the prefix: the most output tokens, or input bytes if the request generates nothing."""
     if not generates(url):
         return min(len(prompt), _UNKNOWN_DECODE)
     limit = output_limit(url, body)
@@ -74,7 +74,7 @@ def expected_decode(url: str, body: dict[str, Any], prompt: bytes) -> int:
 
 
 def output_limit(url: str, body: dict[str, Any]) -> int | None:
-    """The most output tokens that a generating request asks for; None is all that the context leaves."""
+    """The most output tokens that a generating request asks for; None means as many as the context leaves room for."""
     limit = body.get("max_completion_tokens") or body.get("max_tokens") or body.get("max_output_tokens")
     if isinstance(limit, int) and limit > 0:
         return limit
@@ -82,7 +82,7 @@ def output_limit(url: str, body: dict[str, Any]) -> int | None:
 
 
 def is_deterministic(url: str, body: dict[str, Any]) -> bool:
-    """Whether asking twice gives the same answer: greedy, seeded, or nothing is sampled at all."""
+    """Whether repeating the request gives the same answer: it is greedy or seeded, or samples nothing."""
     if not generates(url):
         return True
     temperature = body.get("temperature")

@@ -1,4 +1,4 @@
-"""What an earlier process left of a run: its journal, read once, and the crash that may have ended it.
+"""Reads what an earlier process left of a run: its journal, and the crash that may have ended it.
 
 A journal belongs to one run, identified by its input and settings. Results of different runs are never mixed.
 """
@@ -23,8 +23,8 @@ _INPUT = "input"
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """What is durable: the journal, the positions in it and their sums, where results are on their way
-    to a free target or have arrived, who is suspect."""
+    """What is durable: the journal, the positions in it, their sums, the deliveries that have begun or ended, and the
+    suspects."""
 
     journal: Journal
     tally: Tally
@@ -35,11 +35,11 @@ class RunState:
 
     @property
     def is_worth_keeping(self) -> bool:
-        """Whether it holds more than a new run can make in seconds."""
+        """Whether it has more than a new run could do again in seconds."""
         return self.tally.answered > 0 or bool(self.suspects.tokens)
 
     def saved(self) -> SavedResults:
-        """What a run that ends now leaves."""
+        """What a run that ended now would leave."""
         num_done = self.tally.done if self.is_worth_keeping else 0
         return SavedResults(num_done, self.tally.total, are_lost=not self.journal.is_in_place())
 
@@ -74,7 +74,7 @@ def resume(
     open_files: ExitStack,
     disk: Disk | None = None,
 ) -> RunState:
-    """Open the journal and count what it holds. open_files: closes it. Raises: ResumeRefused, RunFailed."""
+    """Open the journal and count its records. open_files: closes it later. Raises: ResumeRefused, RunFailed."""
     if not options.resume or not job_folder.journal_path.exists():
         job_folder.start_over()
     identity = run_identity(options, report)
@@ -102,7 +102,7 @@ def resume(
 
 
 def note_crash(state: RunState, crash: Crash) -> int:
-    """Count a crash in the journal. Returns how many requests it makes suspects. Raises: OSError."""
+    """Write a crash to the journal and count it. Returns the number of its suspects. Raises: OSError."""
     positions = tuple(p for p in crash.positions if p < state.tally.total and p not in state.done)
     if not positions or crash.token in state.suspects.tokens:
         return 0
@@ -111,7 +111,7 @@ def note_crash(state: RunState, crash: Crash) -> int:
 
 
 def _count_last_crash(state: RunState, crash: Crash | None, reporter: Reporter) -> None:
-    """Count the crash that ended the process before this one, and say what follows from it."""
+    """Count the crash that ended the previous process, and tell the user what happens now."""
     num_suspects = 0 if crash is None else note_crash(state, crash)
     if crash is None or not num_suspects:
         return
@@ -123,12 +123,12 @@ def _count_last_crash(state: RunState, crash: Crash | None, reporter: Reporter) 
 
 
 def run_identity(options: RunOptions, report: CheckReport) -> dict[str, str]:
-    """Names and values that must be equal for a run to be resumed: the input's digest and the result's settings."""
+    """Names and values that must be equal to resume a run: the input's digest and the settings that change results."""
     return {_INPUT: f"sha256:{report.digest}, {report.num_bytes} bytes", **options.settings}
 
 
 def _refuse_other_run(found: Mapping[str, str], wanted: Mapping[str, str], num_done: int) -> None:
-    """Raises: ResumeRefused, which says what differs and what to do."""
+    """Raises: ResumeRefused, whose message says what differs and what to do."""
     changes = [
         _change(name, found.get(name), wanted.get(name))
         for name in {**found, **wanted}

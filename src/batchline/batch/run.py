@@ -1,8 +1,8 @@
 """One batch run from end to end: stage, check, resume, plan, run, deliver.
 
-The order matters: everything that can be refused is refused before the backend exists, nothing is computed that the
-journal already has, and the output appears only when it is whole. Each step is in another module. This one connects
-them, and ends with a summary or an error.
+The order matters: everything that can be refused is refused before the backend starts, nothing is computed that the
+journal already has, and the output appears only when it is complete. Each step is in a separate module. This one
+connects them, and ends with a summary or an error.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ async def run(
 ) -> RunSummary:
     """Run a batch file to its end.
 
-    backend: entered only if there is something to compute. stop: ends the run, to be resumed or for good. disk: writes
-    the journal, instead of the system's own calls. capacity: is shared by runs on the same backend; without it, the run
-    uses all of the backend's concurrency.
+    backend: only entered if there is something to compute. stop: ends the run, either to be resumed or for good. disk:
+    writes the journal instead of the system's own calls. capacity: shared by runs on the same backend; without it, the
+    run uses all of the backend's concurrency.
     Raises: UsageError (nothing was run), RunInterrupted, RunFailed, ModelLoadError.
     """
     started = time.monotonic()
@@ -68,7 +68,7 @@ async def run(
             summary = await batch_run.execute(backend)
         except BaseException as exc:
             if not batch_run.is_worth_keeping:
-                job_folder.start_over()  # nothing was computed: leave nothing that a corrected command would trip over
+                job_folder.start_over()  # nothing was computed: leave nothing behind
             if isinstance(exc, OSError):  # no file descriptors left, or a folder that was removed
                 raise RunFailed(f"The run cannot go on: {exc}.") from exc
             raise
@@ -80,7 +80,7 @@ async def run(
 
 @dataclass(frozen=True, slots=True)
 class CheckedInput:
-    """The input as plain bytes, where its lines are, what is wrong with them, and who orders them."""
+    """The input as plain bytes, the positions of its lines, what is wrong with them, and their planner."""
 
     path: Path
     index: LineIndex
@@ -116,7 +116,7 @@ class BatchRun:
 
     @property
     def is_worth_keeping(self) -> bool:
-        """Whether the journal may hold what cannot be made again in seconds."""
+        """Whether the journal may have more than could be done again in seconds."""
         return self._state is None or self._state.is_worth_keeping
 
     async def execute(self, backend: RunningBackend) -> RunSummary:
@@ -137,7 +137,7 @@ class BatchRun:
                 self._open_files,
                 self._disk,
             )
-            if not 0 < state.tally.total == state.tally.resumed:  # or it ended with its results in place
+            if not 0 < state.tally.total == state.tally.resumed:  # else they may be delivered already
                 await account_for_older_outputs(self._files, self._options, self._reporter)
             if state.tally.done < state.tally.total:
                 await self._answer_all(checked, state, backend)
@@ -186,7 +186,7 @@ class BatchRun:
 
     async def _already_complete(self, identity: Mapping[str, str]) -> RunSummary | None:
         if self._job_folder.journal_path.exists():
-            return None  # a run that was begun later, of which nothing must be lost
+            return None  # of a later run, which must lose nothing
         summary = await self._finished_runs.find(identity)
         if summary is not None and summary.finished_before is not None:
             when = summary.finished_before.astimezone().strftime("%Y-%m-%d %H:%M")
@@ -213,7 +213,7 @@ class BatchRun:
         self._reporter.phase(f"Checked {counted(report.num_lines, 'line')}")
 
     async def _answer_all(self, checked: CheckedInput, state: RunState, backend: RunningBackend) -> None:
-        """Raises: RunInterrupted where it stopped before the last line, to be resumed."""
+        """Raises: RunInterrupted if it stopped before the last line and is to be resumed."""
         reader = LineReader(checked.path, checked.index, self._options.default_model)
         self._open_files.callback(reader.close)
         try:
@@ -298,7 +298,7 @@ class BatchRun:
 
 
 def _judges(options: RunOptions) -> dict[str, RequestJudge]:
-    """Who checks the bodies for each served model under `strict`, as `batchline check --strict` does."""
+    """Under `strict`, the judges that check the bodies for each served model, as `batchline check --strict` does."""
     if not options.strict or not options.text:
         return {}
     from batchline.batch.inspect import RequestJudge  # every endpoint's text code, for this option alone
@@ -311,7 +311,7 @@ def _judges(options: RunOptions) -> dict[str, RequestJudge]:
 
 
 def _judged(observer: LineObserver, judges: Mapping[str, RequestJudge]) -> LineObserver:
-    """`observer`, and then the judge of the line's model. Any of them refuses a model that is not served."""
+    """Calls `observer`, and then the judge of the line's model. Any judge refuses a model that is not served."""
     any_judge = next(iter(judges.values()))
 
     def observe(position: int, url: str, body: dict[str, Any]) -> None:
@@ -322,9 +322,9 @@ def _judged(observer: LineObserver, judges: Mapping[str, RequestJudge]) -> LineO
 
 
 def _in_groups(plan: Plan, state: RunState) -> Iterator[tuple[Iterator[WorkItem], bool]]:
-    """What is left to run, in groups that end one before the other starts: suspects of crashes, then all others.
+    """What is left to run, in groups: suspects of crashes, then all others. Each group ends before the next starts.
 
-    Each with whether it is a group of suspects.
+    Yields each group, and whether it consists of suspects.
     """
     suspects = state.suspects.num_crashes
     if suspects:
@@ -333,7 +333,7 @@ def _in_groups(plan: Plan, state: RunState) -> Iterator[tuple[Iterator[WorkItem]
 
 
 async def _may_be_a_requests_fault(cause: BaseException | None, backend: Backend) -> bool:
-    """Whether a run ended because an engine did, or a model that had run cannot be loaded again."""
+    """Whether a run failed because an engine ended, or because a model that had run cannot be loaded again."""
     if isinstance(cause, ModelLoadError):
         return cause.ran_before or len(await models_of(backend)) == 1  # `start` had loaded the only one
     return isinstance(cause, EngineLost)

@@ -41,25 +41,25 @@ from batchline.openai_api.endpoint_table import error_body, is_batch_url
 logger = logging.getLogger(__name__)
 
 MAX_LEAD_S = 2.0
-"""How long the first request runs alone at most: its answer is an early sign of how the run goes."""
+"""How long at most the first request runs by itself. Its answer shows early whether the run works."""
 
 RETRY_DELAYS_S = (1.0, 5.0, 25.0)
-"""Pauses before a request with a transient answer is asked again."""
+"""Pauses before a request with a transient answer is sent again."""
 
 READ_AHEAD_LINES = 256
 READ_AHEAD_BYTES = 32 * 1024 * 1024
 MAX_BODY_BYTES = 1 << 30
-"""Of one answer, as JSON. A longer one is replaced by an error."""
+"""Limit of one answer's JSON in bytes. A longer answer is replaced by an error."""
 
 _MAX_COUNT = 2**53
-"""No honest count of tokens reaches it."""
+"""Larger than any plausible number of tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReadyRequest:
-    """A parsed request with the lines that its answer serves: (position, custom_id), its own line first.
+    """A parsed request, and the lines that its answer serves: (position, custom_id), its own line first.
 
-    num_bytes: the length of its line, which stands for the memory it takes.
+    num_bytes: the length of its line, as a measure of the memory that it takes.
     """
 
     request: EndpointRequest
@@ -71,7 +71,7 @@ class Feeder:
     """Gives workers the next request, read and parsed a little ahead of them, off the event loop."""
 
     def __init__(self, items: Iterator[WorkItem], reader: LineReader, *, keeps_raw: bool = False) -> None:
-        """keeps_raw: give each request its body as it was written, too."""
+        """keeps_raw: whether requests also get their bodies as they were written."""
         self._keeps_raw = keeps_raw
         self._items = items
         self._reader = reader
@@ -134,9 +134,9 @@ class Runner:
         self._has_warned_of_usage = False
 
     async def run(self, stop: asyncio.Event, grace_period_s: float) -> None:
-        """Run to the end, or, once `stop` is set, take nothing new and give what is in flight `grace_period_s`.
+        """Run to the end. Once `stop` is set, take nothing new, and give requests in flight `grace_period_s` to finish.
 
-        Everything answered is durable on return, and as far as the journal can be written also on failure.
+        On return, all answers are durable; after a failure, too, if the journal can still be written.
         Raises: RunFailed.
         """
         commit_task = asyncio.create_task(self._commit.run(), name="journal commit")
@@ -172,9 +172,9 @@ class Runner:
         self._lead_is_over.set()
 
     async def _take(self) -> ReadyRequest | None:
-        """The next request and a place for it; None if there is none, or the share is closed.
+        """The next request and a place for it; None if there is no request, or the share is closed.
 
-        Only one worker at a time holds a request without a place, so the limit of bytes holds for all of them.
+        Only one worker at a time has a request without a place, so that the limit on bytes covers all requests.
         """
         async with self._taking:
             item = await self._feeder.next()
@@ -187,7 +187,7 @@ class Runner:
     async def _answer(self, item: ReadyRequest, stop: asyncio.Event) -> None:
         asked = await self._ask_until_final(item.request, stop)
         if asked is None:
-            return  # the next run asks again
+            return  # the next run sends it again
         answer, body = asked
         tokens = self._counted_tokens(answer)
         for number, (position, custom_id) in enumerate(item.served):
@@ -199,7 +199,7 @@ class Runner:
             await self._commit.put(outcome, lines.answer_line(hex_id, custom_id, given, written))
 
     async def _ask_until_final(self, request: EndpointRequest, stop: asyncio.Event) -> tuple[Answer, bytes] | None:
-        """The first answer that is not transient, or the last one. None: the run was stopped between two answers."""
+        """The first answer that is not transient, or the last one; None if the run was stopped between two attempts."""
         for delay_s in RETRY_DELAYS_S:
             answer, body = await self._ask(request)
             if not answer.is_transient:
@@ -218,7 +218,7 @@ class Runner:
             return _checked(await self._backend.answer(request), request.request_id)
         except (BackendUnavailable, ModelLoadError):
             raise
-        except Exception as exc:  # the boundary of one line: whatever went wrong is that line's answer
+        except Exception as exc:  # the boundary of one line: any other exception becomes that line's answer
             error = request_error(exc, request.request_id)
             is_transient = isinstance(exc, EngineOutOfMemory) or isinstance(error, ServiceUnavailable)
         body = error_body(request.url, error.body())
@@ -231,7 +231,7 @@ class Runner:
         return _checked(answer, "")
 
     def _counted_tokens(self, answer: Answer) -> tuple[int, int, int]:
-        """(prompt, cached, output) tokens of an answer; zeros, and one warning, where its usage is no count."""
+        """(prompt, cached, output) tokens of an answer; zeros, and one warning, if its usage is not a count."""
         try:
             return _usage(answer.parsed_body())
         except InvalidAnswer as exc:
@@ -242,8 +242,8 @@ class Runner:
 
 
 def _checked(answer: Answer, request_id: str) -> tuple[Answer, bytes]:
-    """An answer that a result line can hold, its body parsed, and the body as JSON. request_id: instead of one that is
-    no plain text.
+    """An answer that a result line can hold (with its body parsed), and the body as JSON. request_id: replaces an id
+    that is not plain text.
 
     Raises: InvalidAnswer, and TypeError or RecursionError for a body that JSON cannot express.
     """
@@ -265,12 +265,12 @@ def _checked(answer: Answer, request_id: str) -> tuple[Answer, bytes]:
 
 
 def _copy(answer: Answer, body: bytes, request: EndpointRequest, hex_id: str) -> tuple[Answer, bytes]:
-    """An answer and its JSON for another line with the same request, with ids of its own. The body's id keeps its
-    prefix; one that the request itself sets stays."""
+    """An answer and its JSON for another line with the same request, with new ids. The body's id keeps its prefix; an
+    id that the request itself sets stays."""
     old = answer.parsed_body().get("id")
     if isinstance(old, str) and not request.body.get("request_id"):
         if request.request_id in old:
-            body = body.replace(request.request_id.encode(), hex_id.encode())  # in ids inside of the body, too
+            body = body.replace(request.request_id.encode(), hex_id.encode())  # also in ids inside the body
         else:
             new = old[: max(old.rfind("-"), old.rfind("_")) + 1] + hex_id
             body = body.replace(orjson.dumps(old), orjson.dumps(new), 1)
@@ -284,7 +284,7 @@ async def _until_stopped_or_failed(
     grace_period_s: float,
     on_stop: Callable[[], None],
 ) -> None:
-    """Wait until all workers are done, one or the journal has failed, or the grace period after a stop ends."""
+    """Wait until all workers are done, a worker or the journal has failed, or the grace period after a stop ends."""
     working = asyncio.create_task(_until_first_failure(workers))
     stopping = asyncio.create_task(stop.wait())
     try:
@@ -315,7 +315,7 @@ def _usage(body: Mapping[str, Any]) -> tuple[int, int, int]:
     Responses and messages use other names. The `input_tokens` of a message do not include cached ones. Cohere's API
     has billed units.
 
-    Raises: InvalidAnswer for what is there and is no count.
+    Raises: InvalidAnswer for a value that is not a count.
     """
     usage = body.get("usage") or _of(body.get("meta") or {}, "billed_units")
     if usage is None:

@@ -1,9 +1,9 @@
 """Writes the results from the journal to their targets, each once and in order, and commits them when all are written.
 
-To restore the order, only offsets are sorted, in bounded memory. Uploads are noted in the journal: if the process dies
-before it has removed the job folder, the next one does not upload the same file again. Under `--no-overwrite`, the
-journal also notes that an upload to a free target begins: if the process dies during it, the next one
-replaces the file.
+To restore the input's order, only offsets are sorted, in bounded memory. Finished uploads are noted in the journal: if
+the process dies before it has removed the job folder, the next process does not upload the file again. Under
+`--no-overwrite`, the journal also notes that an upload to an empty target begins: if the process dies during it, the
+next process may replace the file.
 """
 
 from __future__ import annotations
@@ -80,12 +80,12 @@ async def deliver_results(
 
 async def _note_if_kept(target: ResultTarget, state: RunState, note: Note) -> None:
     if target.notes_commit:
-        with suppress(OSError):  # on a full disk: no reason to fail, because all results exist
+        with suppress(OSError):  # a full disk is no reason to fail: all results exist
             await asyncio.to_thread(state.write_note, note)
 
 
 def _delivery_note(target: ResultTarget, files: RunFiles, order: OutputOrder) -> Note:
-    """Names what decides the bytes of the file besides the journal: another command may send other lines there."""
+    """Names what the file's bytes depend on besides the journal: another command may write other lines there."""
     content = "all results" if files.error_output is None else "succeeded" if target is files.output else "failed"
     return Note("delivered", f"{plain_tag(target)} {content} in {order} order")
 
@@ -112,7 +112,7 @@ def write_results(
     """Write every result line once, failed ones to `error_output` if there is one, without committing them.
 
     delivered: targets that have their results already. scratch: an existing folder for temporary files.
-    Raises: RunFailed when the disk fails, RunInterrupted when `should_stop`.
+    Raises: RunFailed if the disk fails, RunInterrupted if `should_stop`.
     """
 
     def writer(target: ResultTarget) -> AbstractContextManager[BinaryIO]:
@@ -132,7 +132,7 @@ def write_results(
     except OSError as exc:
         reason = exc.strerror or str(exc)
         kept = "All results are saved; fix the problem and run the same command again."
-        lost = "The journal with all results is gone: was its folder removed?"
+        lost = "The journal with all results is gone; its folder may have been removed."
         raise RunFailed(
             f"Cannot write the results for {output.display}: {reason}. {kept if journal.is_in_place() else lost}"
         ) from exc
@@ -141,15 +141,15 @@ def write_results(
 
 
 async def account_for_older_outputs(files: RunFiles, options: RunOptions, reporter: Reporter) -> None:
-    """Report which outputs of other runs this one will replace. Raises: OutputUnwritable if it must not."""
+    """Report which outputs of other runs will be replaced. Raises: OutputUnwritable if the options forbid that."""
     for target in files.targets:
         if options.overwrite is False:
             await _refuse_to_replace(target, reporter)
             continue
         if options.overwrite is None and target.tells_if_it_exists and await target.exists():
             reporter.phase(
-                f"{target.display} exists and is not the result of this run. It is replaced when the new results are "
-                "complete"
+                f"{target.display} exists and is not the result of this run. It will be replaced when the new results "
+                "are complete"
             )
 
 
@@ -159,7 +159,7 @@ async def _refuse_to_replace(target: ResultTarget, reporter: Reporter) -> None:
         reason = "it exists and is not the result of this run. Give another output, or leave out --no-overwrite."
         raise OutputUnwritable(target.display, reason)
     if is_there is None:
-        reporter.warn(f"Cannot find out whether {target.display} exists. If it does, it is replaced.")
+        reporter.warn(f"Cannot find out whether {target.display} exists. If it does, it will be replaced.")
 
 
 def _in_input_order(journal: Journal, scratch: Path) -> Iterator[tuple[int, int, bool]]:

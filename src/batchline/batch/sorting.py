@@ -1,6 +1,6 @@
 """Sorts fixed-width rows of bytes in bounded memory. If there are many, they are sorted in files in the job folder.
 
-It finds duplicate `custom_id`s, plans the order of requests, puts results back into input order, and matches results
+Used to find duplicate `custom_id`s, plan the order of requests, put results into the input's order, and match results
 with lines. Rows compare as unsigned bytes, so callers pack their keys big-endian, most significant field first.
 """
 
@@ -19,7 +19,7 @@ DEFAULT_MEMORY_BYTES = 48 * 1024 * 1024
 
 
 class RowSorter:
-    """Takes rows in any order and gives them back sorted. Holds at most about twice `memory_bytes`."""
+    """Takes rows in any order and returns them sorted. Uses at most about twice `memory_bytes`."""
 
     def __init__(self, directory: Path, name: str, width: int, memory_bytes: int = DEFAULT_MEMORY_BYTES) -> None:
         self.width = width
@@ -37,7 +37,7 @@ class RowSorter:
             self._spill()
 
     def sorted_blocks(self) -> Iterator[Rows]:
-        """All rows in ascending order, in blocks; once. The sorter's files are gone afterwards."""
+        """All rows in ascending order, in blocks. Call only once; it removes the sorter's files."""
         if not self._runs:
             yield from self._sorted_buffer_blocks()
             return
@@ -49,7 +49,7 @@ class RowSorter:
             self.close()
 
     def close(self) -> None:
-        """Drop every row and file. Idempotent."""
+        """Drop all rows and files. Idempotent."""
         self._buffer = bytearray()
         for run in self._runs:
             run.path.unlink(missing_ok=True)
@@ -79,7 +79,7 @@ class RowSorter:
             runs = [run for run in runs if run.fill(share)]
             if not runs:
                 return
-            # Everything up to the smallest last row in memory can have no predecessor left on disk.
+            # No row on disk can come before the smallest of the last rows in memory.
             unfinished = [bytes(run.buffer[-1]) for run in runs if not run.is_exhausted]
             parts = [run.take_through(min(unfinished) if unfinished else None) for run in runs]
             merged = np.concatenate(parts)
@@ -97,7 +97,7 @@ class _Run:
         self._offset = 0
 
     def fill(self, num_rows: int) -> bool:
-        """Read on when the window is empty. Returns whether it holds anything."""
+        """Read on if the window is empty. Returns whether it has any rows."""
         if len(self.buffer) == 0 and not self.is_exhausted:
             dtype = self.buffer.dtype
             self.buffer = np.fromfile(self.path, dtype=dtype, count=num_rows, offset=self._offset)

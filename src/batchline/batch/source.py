@@ -29,7 +29,7 @@ _CHANGED = "it changed while it was being read; run the same command again."
 
 
 def refuse_unreadable(location: Location) -> None:
-    """Refuse at once what can be known to be unreadable without reading it. Raises: InputUnreadable, UsageError."""
+    """Refuse at once an input that certainly cannot be read. Raises: InputUnreadable, UsageError."""
     if location.kind == "fsspec":
         file_system(location)
     if location.kind == "stdio" and sys.stdin is None:
@@ -67,8 +67,8 @@ def _is_disk_full(exc: BaseException) -> bool:
 def input_failure(location: str, exc: OSError) -> BatchlineError:
     """What to raise for an error while an input is read. location: as messages show it.
 
-    Reading an input also writes: staged copies, indexes, keys. If that fails because the disk is full, the input is
-    fine, and the same command works once there is space.
+    Reading an input also writes files: staged copies, indexes, keys. If that fails because the disk is full, the input
+    is fine, and the same command will work once there is space.
     """
     reason = exc.strerror or str(exc)
     if _is_disk_full(exc):
@@ -122,7 +122,7 @@ def _stage_stream(location: Location, staged: Path, should_stop: Callable[[], bo
         except Exception as exc:
             if _is_disk_full(exc):
                 raise
-            # Each cloud client has an exception tree of its own; this is the seam that turns them all into words.
+            # Each cloud client has its own exception tree; this is the seam that turns them all into words.
             raise InputUnreadable(location.display, f"{type(exc).__name__}: {exc}") from exc
         return
     if location.path is None:
@@ -145,7 +145,7 @@ def _copy(file: BinaryIO, staged: Path, location: Location, should_stop: Callabl
 
 
 class _Rewound:
-    """A file whose first bytes were already read, as if they were not."""
+    """A file whose first bytes were already read; it returns them again."""
 
     def __init__(self, start: bytes, file: BinaryIO) -> None:
         self._start = start
@@ -160,7 +160,7 @@ class _Rewound:
 
 
 class _InterruptibleReader:
-    """Reads a pipe, looking up now and then whether to stop while nothing comes."""
+    """Reads a pipe, and while nothing comes, checks now and then whether to stop."""
 
     def __init__(self, file: BinaryIO, should_stop: Callable[[], bool]) -> None:
         self._fd = file.fileno()

@@ -1,7 +1,7 @@
 """Splits a batch file into parts for a service with limits, and merges result files.
 
 `split` copies lines unchanged, and leaves out blank ones. `merge` joins results in the order of the files, or in the
-order of an input, and counts missing ones. It refuses two results for one line, because nothing says which of them
+order of an input, and counts missing ones. It refuses two results for one line, because it cannot know which of them
 counts. Results are matched by 128-bit hashes of `custom_id`, sorted in bounded memory.
 """
 
@@ -36,7 +36,7 @@ _RESULT = struct.Struct(">QIQQ")  # input position, file number, offset, length
 _NAMED = struct.Struct(">16sIQQ")  # custom_id hash, file number, offset, length
 
 _LINE, _ANSWER, _DUPLICATE_ERROR = range(3)
-"""What a row to be matched is. In this order: the error of a repeated line must not get the first line's place."""
+"""Kinds of rows to match. The order matters: a duplicate line's error must not take the first line's turn."""
 
 _SHOWN_DUPLICATES = 5
 _SUFFIXES = (".jsonl", ".ndjson", ".json", ".txt")
@@ -52,8 +52,8 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class MergeSummary:
-    """results: lines written. missing: input lines without a result. unmatched: results left out, because no input line
-    has their `custom_id`. Without an input nothing is missing or unmatched."""
+    """results: lines written. missing: input lines without a result. unmatched: results that were left out because no
+    input line has their `custom_id`. Without an input, nothing is missing or unmatched."""
 
     results: int
     missing: int = 0
@@ -63,7 +63,7 @@ class MergeSummary:
 def split_file(input_file: str, folder: Path, limits: Limits, *, overwrite: bool = False) -> list[Part]:
     """Cut an input into `<name>-00001.jsonl`, ... in `folder`. Returns the parts.
 
-    overwrite: replace older parts of that name. Raises: UsageError, also for a single line over the limit.
+    overwrite: replace older parts of the same names. Raises: UsageError, also for a single line over the limit.
     """
     location = parse_location(input_file)
     refuse_unreadable(location)
@@ -83,7 +83,7 @@ def split_file(input_file: str, folder: Path, limits: Limits, *, overwrite: bool
 
 
 def _stem(location: Location) -> str:
-    """The name of the parts: the input's, without the suffixes of batch files and compression."""
+    """The common part of the parts' names: the input's name without its suffixes."""
     name = location.name.removeprefix(STDIO)
     if codec_of_name(name) is not None:
         name = Path(name).stem
@@ -102,7 +102,7 @@ def _part(source: _Peekable, limits: Limits, display: str) -> Iterator[bytes]:
     count = size = 0
     while (line := source.peek()) is not None:
         if limits.max_file_bytes is not None and len(line) > limits.max_file_bytes:
-            raise UsageError(f"Line {source.line_number} of {display} alone is over {limits.max_file_bytes:,} bytes.")
+            raise UsageError(f"Line {source.line_number} of {display} is longer than {limits.max_file_bytes:,} bytes.")
         is_full = limits.max_requests is not None and count >= limits.max_requests
         if is_full or (limits.max_file_bytes is not None and size + len(line) > limits.max_file_bytes):
             return
@@ -112,8 +112,10 @@ def _part(source: _Peekable, limits: Limits, display: str) -> Iterator[bytes]:
 
 
 class _Peekable:
-    """Non-blank lines of a file, each ending in a line end, with the next one visible. Raises: UsageError for a line
-    that is too long to be held."""
+    """Non-blank lines of a file, each with a line end, and a view of the next one.
+
+    Raises: UsageError for a line that is too long.
+    """
 
     def __init__(self, file: BinaryIO, display: str) -> None:
         self._file = file
@@ -142,7 +144,7 @@ def merge_files(results: Sequence[Path], output: Path, input_file: str | None = 
     """Join result files into `output`, in the order of `input_file` if it is given.
 
     results: files, pipes, or compressed files. The output is compressed if its name says so.
-    Raises: UsageError, also where a line has two results.
+    Raises: UsageError, also if a line has two results.
     """
     refuse_unwritable(Location(str(output), "path", output), source=parse_location(input_file or STDIO))
     for path in results:
@@ -175,7 +177,7 @@ class _ResultFile:
 
 
 def _plain_bytes(location: Location, folder: Path) -> Path:
-    """A local file with the plain bytes of a location; pipes and compressed files are copied to a new folder."""
+    """A local file with the plain bytes of a location. Pipes and compressed files are copied to a new folder."""
     folder.mkdir()
     return asyncio.run(stage_input(location, folder, should_stop=lambda: False))
 
@@ -202,8 +204,10 @@ def _merge_in_order(input_file: str, files: list[_ResultFile], output: Path, scr
 
 
 def _match(matches: RowSorter, ordered: RowSorter, duplicates: _Duplicates) -> int:
-    """Give each input line a result, those of one `custom_id` in order. duplicates: gets results whose lines all have
-    one. Returns the number of results that belong to no line."""
+    """Match input lines with results; lines with the same `custom_id` get theirs in order.
+
+    duplicates: gets results whose lines all have one already. Returns the number of results that belong to no line.
+    """
     current = b""
     is_in_input = False
     positions: deque[int] = deque()
@@ -246,7 +250,7 @@ def _numbered_results(files: Sequence[_ResultFile]) -> Iterator[tuple[int, int, 
 
 
 def _lines_without_duplicates(files: Sequence[_ResultFile], scratch: Path) -> Iterator[bytes]:
-    """Every result as it comes. Raises: UsageError at the end, where a `custom_id` has two of them."""
+    """All results in order. Raises: UsageError at the end if a `custom_id` has two results."""
     named = RowSorter(scratch, "results", _NAMED.size)
     for number, offset, line in _numbered_results(files):
         value = _parsed(line, files[number].name)
@@ -265,7 +269,7 @@ def _lines_without_duplicates(files: Sequence[_ResultFile], scratch: Path) -> It
 
 
 class _Duplicates:
-    """Results for lines that have a result already: how many there are, and the first few of them."""
+    """Results for lines that already have one: their number, and the first few of them."""
 
     def __init__(self, files: Sequence[_ResultFile]) -> None:
         self._files = files
@@ -273,7 +277,7 @@ class _Duplicates:
         self._shown: list[str] = []
 
     def add(self, number: int, offset: int, length: int) -> None:
-        """Count one. number: of its file."""
+        """Count one. number: the number of its file."""
         self._count += 1
         if len(self._shown) < _SHOWN_DUPLICATES:
             file = self._files[number]
@@ -281,7 +285,7 @@ class _Duplicates:
             self._shown.append(f"{custom_id!r} (again in {file.name})")
 
     def refuse(self) -> None:
-        """Raises: UsageError where there are any."""
+        """Raises: UsageError if there are any."""
         if not self._count:
             return
         more = f" and {self._count - len(self._shown):,} more" if self._count > len(self._shown) else ""
@@ -292,7 +296,7 @@ class _Duplicates:
 
 
 def _is_of_duplicate_line(result: Any) -> bool:
-    """Whether it is the error of a batch line whose `custom_id` an earlier line has."""
+    """Whether this is the error of a batch line whose `custom_id` an earlier line has."""
     error = result.get("error") if isinstance(result, dict) else None
     return isinstance(error, dict) and error.get("code") == "duplicate_custom_id"
 
@@ -305,7 +309,7 @@ def _parsed(line: bytes, name: str) -> object:
 
 
 def _hash(custom_id: str | None) -> bytes:
-    """What a line is matched by; lines without a readable `custom_id` are matched with results that have none."""
+    """The key for matching a line. Lines without a readable `custom_id` match results that have none."""
     return hashlib.blake2b((custom_id or "").encode(), digest_size=16).digest()
 
 

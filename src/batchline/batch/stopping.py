@@ -1,4 +1,4 @@
-"""Stops a run without losing results: turns signals into an event, and ends waits when it is set.
+"""Stops a run without losing results: turns signals into an event, and ends waits once it is set.
 
 The first SIGINT or SIGTERM asks the run to stop; the second one calls `stop_at_once`.
 """
@@ -37,7 +37,7 @@ class Stop(asyncio.Event):
     After a shutdown, the run can be resumed. A run that is cancelled or expires ends for good: its results are
     delivered, and each line that was not run gets an error. The first reason counts.
 
-    notice: what to say to people if a shutdown is asked for at this moment; the run keeps it true.
+    notice: the message for people if a shutdown is requested now; the run keeps it up to date.
     """
 
     def __init__(self) -> None:
@@ -57,14 +57,14 @@ class Stop(asyncio.Event):
         super().set()
 
     def unrun_error(self) -> LineError | None:
-        """The result of lines that were not run; None if the run is to be resumed."""
+        """The error of lines that were not run; None if the run is to be resumed."""
         return None if self._ended_by is None else LineError(self._ended_by, _UNRUN[self._ended_by])
 
 
 class Stopper:
     """Stops a run that has its own event loop, from any thread and from signal handlers.
 
-    on_stop: called once in the run's loop when a stop is asked for, with what to say to people.
+    on_stop: called once in the run's loop when a stop is requested, with the message for people.
     """
 
     def __init__(self, on_stop: Callable[[str], None]) -> None:
@@ -76,7 +76,7 @@ class Stopper:
 
     @contextlib.contextmanager
     def attached(self) -> Iterator[Stop]:
-        """For the run, in its loop: the event that is set when it is to stop."""
+        """The run's `Stop`, inside the run's loop."""
         self._task = asyncio.current_task()
         self._loop = asyncio.get_running_loop()
         if self._is_wanted:  # before there was a loop
@@ -87,7 +87,7 @@ class Stopper:
             self._loop = None
 
     def stop(self) -> None:
-        """Let what runs finish, and start nothing new."""
+        """Let running requests finish, and start nothing new."""
         self._is_wanted = True
         self._call(self._begin)
 
@@ -114,7 +114,7 @@ def stop_on_signals(stop: Callable[[], None], stop_at_once: Callable[[int], obje
 
     Off the main thread signals stay as they are.
 
-    Plain handlers, not the event loop's: they come through even while the loop is busy.
+    These are plain handlers, not the event loop's, so that they work even while the loop is busy.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -138,9 +138,9 @@ def stop_on_signals(stop: Callable[[], None], stop_at_once: Callable[[int], obje
 
 
 async def unless_stopped(work: Coroutine[Any, Any, T], stop: asyncio.Event, grace_period_s: float = 0.0) -> T:
-    """The result of `work`, cancelled when it is not done `grace_period_s` after `stop` is set.
+    """The result of `work`. It is cancelled if it is not done `grace_period_s` after `stop` is set.
 
-    Raises: RunInterrupted when it was cancelled.
+    Raises: RunInterrupted if it was cancelled.
     """
     task = asyncio.create_task(work)
     stopping = asyncio.create_task(stop.wait())

@@ -30,9 +30,9 @@ _DETAILS = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailureMessage:
-    """Why lines failed. code: HTTP status, or the code of a line that could not be a request. message: of the first.
+    """Why lines failed. code: the HTTP status, or the error code of an invalid line. message: that of the first line.
 
-    line_numbers: the first few lines, from 1.
+    line_numbers: those of the first few lines, from 1.
     """
 
     code: str
@@ -43,17 +43,18 @@ class FailureMessage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
-    """The end of a run. Counts cover the whole result file, those lines too that an earlier, interrupted run did.
+    """The results of a run in numbers. Counts cover the whole result file, including lines that an earlier, interrupted
+    run did.
 
-    requests: result lines. failures_by_code: HTTP status, or the code of a line that could not be a request.
-    prompt_tokens, cached_tokens and output_tokens: what was really computed or reused, copies not counted again.
-    deduplicated: requests served by the answer of an identical one; deduplicated_tokens: what that spared, prompts and
-    outputs. resumed: lines that an earlier run did. frequent_failures: the most frequent messages.
-    load_time_s: until the backend was ready. run_time_s: from then until the last answer was saved. The rates are those
-    of this time, without what an earlier run did; computed: requests in this time, copies not counted.
-    models: what ran, of every model that this run loaded.
-    finished_before: when an equal run finished whose results are still there, so that this one computed nothing.
-    output, error_file: where the results are, as the user wrote it without the secrets of a URL.
+    requests: result lines. failures_by_code: by HTTP status, or by the error code of an invalid line.
+    prompt_tokens, cached_tokens and output_tokens: tokens that were computed or reused; copies do not count again.
+    deduplicated: requests that got the answer of an identical one; deduplicated_tokens: the prompt and output tokens
+    that this saved. resumed: lines that an earlier run did. frequent_failures: the most frequent messages.
+    load_time_s: time until the backend was ready. run_time_s: time from then until the last answer was saved. The rates
+    are for this time, without lines of an earlier run; computed: requests in this time, without copies.
+    models: a record of each model that this run loaded.
+    finished_before: when an equal run finished whose results are unchanged, so that this run computed nothing.
+    output, error_file: where the results are, as the user wrote it but without the secrets of a URL.
     """
 
     requests: int
@@ -86,7 +87,7 @@ class RunSummary:
 
     @property
     def has_only_failures(self) -> bool:
-        """Whether there were requests and none of them succeeded."""
+        """Whether there were requests, and all of them failed."""
         return self.requests > 0 and self.succeeded == 0
 
 
@@ -157,7 +158,7 @@ def _failures(journal: Journal) -> Iterator[JournalResult]:
 
 
 def _message(journal: Journal, entry: JournalResult) -> str:
-    """The error's message on one line, or nothing where the result line has none."""
+    """The error's message on one line; empty if the result line has none."""
     if entry.length > _MAX_LINE_BYTES:
         return ""
     result: Any = orjson.loads(journal.read(entry.offset, entry.length))

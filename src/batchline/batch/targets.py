@@ -1,7 +1,7 @@
-"""Where results go. A result target is the destination of one file, which appears there whole or not at all.
+"""The destinations of results. A result target is the destination of one file, which appears there whole or not at all.
 
-Paths, streams and URLs are targets. Any other destination, such as a file store, is one too if it
-implements `ResultTarget`.
+Paths, streams and URLs are targets. Any other destination, such as a file store, is one if it implements
+`ResultTarget`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if sys.platform != "win32":
 logger = logging.getLogger(__name__)
 
 PIPE_POLL_S = 0.1
-"""Between two looks for a reader of a named pipe."""
+"""The pause between two checks for a reader of a named pipe."""
 
 Stamp = Mapping[str, str]
 """Names and values that change when the content of a target does."""
@@ -53,11 +53,11 @@ _READER_WAIT_MS = 2000
 class ResultTarget(ABC):
     """The destination of one file of results.
 
-    A run opens it, writes all results, and commits them. A run that fails or is stopped before that discards them. When
-    it is resumed, it opens the target anew.
-    display: the target as messages show it. tag: a short name of the target, the same in every process. Neither holds a
-    secret. notes_commit: whether a commit is noted in the journal, so that a resumed run does not commit again.
-    tells_if_it_exists: whether `exists` is likely to have an answer.
+    A run opens it, writes all results, and commits them. A run that fails or stops before the commit discards them, and
+    opens the target again when it is resumed.
+    display: the target as messages show it. tag: a short name of the target, the same in every process. Neither
+    contains a secret. notes_commit: whether a commit is noted in the journal, so that a resumed run does not commit
+    again. tells_if_it_exists: whether `exists` is likely to have an answer.
     """
 
     display: str
@@ -67,14 +67,14 @@ class ResultTarget(ABC):
 
     @abstractmethod
     def open(self) -> AbstractContextManager[BinaryIO]:
-        """A writer. After a clean exit of the block, what was written is on disk. Opening the target drops what was
-        written before and not committed. Called on a thread. Raises: OSError."""
+        """A writer. After a clean exit of the block, what was written is on disk. Opening the target drops uncommitted
+        data of an earlier writer. Called on a thread. Raises: OSError."""
 
     @abstractmethod
     async def commit(self) -> None:
-        """Put what was written in its place. If that fails or is cancelled, it is kept to be committed again.
+        """Put what was written in its place. If that fails or is cancelled, it is kept for another commit.
 
-        A process may die after a commit, before it is noted. A resumed run then writes and commits the same again.
+        If a process dies after a commit, before it is noted, a resumed run writes and commits the same again.
         Raises: RunFailed, OSError.
         """
 
@@ -83,15 +83,15 @@ class ResultTarget(ABC):
         """Drop what was written and not committed. Idempotent."""
 
     async def exists(self) -> bool | None:
-        """Whether something is there that a commit would replace; None if the target does not tell."""
+        """Whether a commit would replace something; None if that is not known."""
         return None
 
     async def holds_staged(self) -> bool:
-        """Whether the content is known to be what a commit would put there."""
+        """Whether the target certainly has what a commit would put there."""
         return False
 
     async def stamp(self) -> Stamp | None:
-        """The stamp of what is there now; None if nothing is, or the target does not tell."""
+        """The stamp of the current content; None if there is none, or it is not known."""
         return None
 
     async def is_unchanged(self, before: Stamp) -> bool:
@@ -100,15 +100,15 @@ class ResultTarget(ABC):
 
 
 def plain_tag(target: ResultTarget) -> str:
-    """The target's tag for file names and the journal: itself if it is plain text, or else a hash of it."""
+    """The target's tag for file names and the journal: the tag itself if it is plain text, else a hash of it."""
     if re.fullmatch(r"[\w.-]{1,80}", target.tag, re.ASCII):
         return target.tag
     return hashlib.sha256(target.tag.encode(errors="surrogatepass")).hexdigest()
 
 
 class LocationTarget(ResultTarget):
-    """A target that the user has named. Results are first written to a staged local file, compressed if the location's
-    name says so."""
+    """A target that the user has named. Results are first written to a local staged file, compressed if the location's
+    name asks for it."""
 
     def __init__(self, location: Location, job_folder: Path) -> None:
         self.location = location
@@ -129,7 +129,7 @@ class LocationTarget(ResultTarget):
             yield writer
 
     async def commit(self) -> None:
-        """Raises: RunFailed; then the staged file stays where it is."""
+        """Raises: RunFailed; the staged file stays in this case."""
         try:
             await self._deliver()
         except OSError as exc:
@@ -160,14 +160,14 @@ class FileTarget(LocationTarget):
 
     @property
     def staged(self) -> Path:
-        """The name contains the job folder: runs with other folders may be writing the same output."""
+        """Its name contains the job folder's, because runs with other folders may write the same output."""
         target = self._target
         owner = hashlib.sha256(os.fsencode(Path(os.path.realpath(self._job_folder)) / target.name)).hexdigest()[:8]
         return target.with_name(f"{target.name[:STAGED_NAME_CHARS]}.{owner}.incomplete")
 
     @property
     def _target(self) -> Path:
-        """The file behind a link. A link in a loop is replaced itself."""
+        """The file behind a link. If links form a loop, the link itself is replaced."""
         return Path(os.path.realpath(self.path))
 
     async def _deliver(self) -> None:
@@ -178,7 +178,7 @@ class FileTarget(LocationTarget):
         return self.path.is_file()
 
     async def holds_staged(self) -> bool:
-        """A process may have died after the rename."""
+        """True if a process died after the rename."""
         return await asyncio.to_thread(filecmp.cmp, self.staged, self.path, shallow=False)
 
     async def stamp(self) -> Stamp | None:
@@ -186,7 +186,7 @@ class FileTarget(LocationTarget):
         return await asyncio.to_thread(_file_stamp, self.path)
 
     async def is_unchanged(self, before: Stamp) -> bool:
-        """A file of another time is read whole only if its size is the same: it may have been copied or touched."""
+        """If only the time differs, the whole file is read and compared: it may have been copied or touched."""
         return await asyncio.to_thread(_is_unchanged_file, self.path, before)
 
 
@@ -196,7 +196,7 @@ class StreamTarget(LocationTarget):
     notes_commit = False
 
     async def exists(self) -> bool:
-        """Nothing is replaced."""
+        """A stream replaces nothing."""
         return False
 
     async def _deliver(self) -> None:
@@ -204,16 +204,16 @@ class StreamTarget(LocationTarget):
         await asyncio.to_thread(self._copy, None if path is None else await _opened(path))
 
     def _copy(self, fd: int | None) -> None:
-        """fd: to write to, in place of standard output; it is closed.
+        """Copy the results. fd: written to instead of standard output, and closed.
 
-        Raises: OSError, also where a pipe's reader has left before it had read everything.
+        Raises: OSError, also if a pipe's reader leaves before it has read everything.
         """
         with ExitStack() as stack:
             target = sys.stdout.buffer if fd is None else stack.enter_context(open(fd, "wb"))
             file = stack.enter_context(self.staged.open("rb"))
             shutil.copyfileobj(file, target, _BLOCK_BYTES)
             target.flush()
-            with suppress(io.UnsupportedOperation):  # a stream that is no file, put in the place of standard output
+            with suppress(io.UnsupportedOperation):  # standard output was replaced by a stream without a file
                 _refuse_lost_tail(target.fileno())
 
 
@@ -246,7 +246,7 @@ class HttpTarget(LocationTarget):
     tells_if_it_exists = False  # few servers answer a HEAD request for a presigned URL
 
     async def exists(self) -> bool | None:
-        """As the answer to a HEAD request says."""
+        """Asked with a HEAD request."""
         status, _ = await head(self.location)
         return True if status == 200 else False if status in (404, 410) else None
 
@@ -263,11 +263,11 @@ class ObjectTarget(LocationTarget):
     """An object in a remote file system that fsspec supports."""
 
     async def exists(self) -> bool | None:
-        """As the file system says."""
+        """Asked from the file system."""
         return await asyncio.to_thread(_object_exists, self.location)
 
     async def stamp(self) -> Stamp | None:
-        """What the file system tells, if that is more than the size."""
+        """What the file system reports, if that is more than the size."""
         return await asyncio.to_thread(_object_stamp, self.location)
 
     async def _deliver(self) -> None:
@@ -275,7 +275,7 @@ class ObjectTarget(LocationTarget):
 
 
 def is_special(path: Path) -> bool:
-    """Whether `path` is there and neither a file nor a folder: `/dev/null`, a pipe."""
+    """Whether `path` exists and is neither a file nor a folder: `/dev/null`, a pipe."""
     return path.exists() and not path.is_file() and not path.is_dir()
 
 
@@ -289,9 +289,9 @@ def target_at(location: Location, job_folder: Path) -> LocationTarget:
 
 
 def _refuse_lost_tail(fd: int) -> None:
-    """Give a pipe's reader a moment to read what is still in the pipe. Raises: BrokenPipeError if it leaves instead.
+    """Give a pipe's reader a moment to read the rest. Raises: BrokenPipeError if it leaves instead.
 
-    A reader that only takes its time is trusted to go on.
+    A slow reader is trusted to continue.
     """
     if not stat.S_ISFIFO(os.fstat(fd).st_mode):
         return
@@ -341,7 +341,7 @@ def _object_exists(location: Location) -> bool | None:
     try:
         fs, path = file_system(location)
         return bool(fs.exists(path))
-    except Exception:  # each cloud client has an exception tree of its own
+    except Exception:  # each cloud client has its own exception tree
         logger.debug("cannot tell whether %s exists", location.display, exc_info=True)
         return None
 
@@ -349,7 +349,7 @@ def _object_exists(location: Location) -> bool | None:
 def _object_stamp(location: Location) -> Stamp | None:
     try:
         version = object_version(*file_system(location))
-    except Exception:  # each cloud client has an exception tree of its own
+    except Exception:  # each cloud client has its own exception tree
         logger.debug("cannot tell what is at %s", location.display, exc_info=True)
         return None
     known = {name: str(value) for name, value in version.items() if value is not None}

@@ -1,4 +1,4 @@
-"""Counting the tokens of a batch file's prompts with a model's tokenizer and chat template, without the model."""
+"""Counts the tokens of a batch file's prompts with a model's tokenizer and chat template, without the model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from batchline.text.tokenizer import load_tokenizer
 TokenIds = tuple[int, ...]
 
 CHARACTERS_PER_TOKEN = 4
-"""Of English text, with the usual tokenizers."""
+"""Typical for English text with the usual tokenizers."""
 
 _UNBOUNDED = 2**62
 _DEFAULTS = TextConfig()
@@ -38,11 +38,11 @@ _DEFAULTS = TextConfig()
 
 @dataclass(slots=True)
 class TokenCounts:
-    """Sums over the good lines. output_limit: the most that requests with a limit may produce.
+    """Sums over the good lines. output_limit: the most tokens that requests with a limit may produce.
 
     limited, unlimited: generating requests with and without a limit. uncounted: requests whose prompt the template or
-    tokenizer refuses. with_control_tokens: requests whose messages hold control tokens; control_token_example: where
-    the first one does.
+    tokenizer refuses. with_control_tokens: requests whose messages contain control tokens; control_token_example: where
+    the first of them is.
     """
 
     prompt: int = 0
@@ -55,7 +55,7 @@ class TokenCounts:
     limited: int = 0
 
     def add_output(self, url: str, body: dict[str, Any]) -> None:
-        """Count what a request may produce."""
+        """Count the tokens that a request may produce."""
         if generates(url):
             limit = output_limit(url, body)
             self.output_limit += limit or 0
@@ -92,7 +92,7 @@ class TokenCounter:
         self._control_tokens = ControlTokens(self._tokenizer, [source] if source else [])
 
     def __call__(self, position: int, url: str, body: dict[str, Any]) -> None:
-        """Count one line, whether its body is right or not; a `check.LineObserver`."""
+        """Count one line, even if its body is invalid; a `check.LineObserver`."""
         try:
             if url not in CHECKS:
                 raise BadRequest("unknown endpoint")
@@ -103,7 +103,7 @@ class TokenCounter:
     def count(self, position: int, url: str, body: dict[str, Any], request: BaseModel) -> None:
         """Count the request that was read from a body.
 
-        Raises: RequestError where the template or the tokenizer refuses it, or it does not fit the context.
+        Raises: RequestError if the template or the tokenizer refuses it, or if it does not fit the context.
         """
         prompts = self.prompts(request)
         self._check_lengths(request, prompts)
@@ -115,7 +115,7 @@ class TokenCounter:
             self._note_control_tokens(position, request)
 
     def prompts(self, request: BaseModel) -> list[TokenIds]:
-        """The tokens of each prompt. Each text that is scored counts once. Raises: RequestError."""
+        """The number of tokens of each prompt. Each text to score counts once. Raises: RequestError."""
         if isinstance(request, ChatCompletionRequest):
             return [self._chat_tokens(_chat_prompt(request))]
         if isinstance(request, EmbeddingsRequest) and request.messages is not None:
@@ -123,11 +123,11 @@ class TokenCounter:
         return [self._prompt_tokens(prompt) for prompt in _texts(request)]
 
     def num_text_tokens(self, text: str) -> int:
-        """Tokens of a plain prompt, the special ones that the tokenizer adds included."""
+        """The number of tokens of a plain prompt, including special tokens that the tokenizer adds."""
         return len(self._prompt_tokens(text))
 
     def _check_lengths(self, request: BaseModel, prompts: Sequence[TokenIds]) -> None:
-        """Raises: BadRequest for a request that the run would answer with one."""
+        """Raises: BadRequest for a request that the run would answer with this error."""
         limit, keep = self._max_model_len, getattr(request, "truncate_prompt_tokens", None)
         if isinstance(request, GenerationBody):
             wanted = _max_tokens(request)
@@ -142,7 +142,7 @@ class TokenCounter:
             raise prompt_too_long(limit, longest)
 
     def _note_control_tokens(self, position: int, request: ChatCompletionRequest) -> None:
-        """Count a request whose messages, tools or documents hold control tokens."""
+        """Count a request whose messages, tools or documents contain control tokens."""
         found = self._control_tokens.find(_chat_prompt(request))
         if found is not None:
             self.counts.with_control_tokens += 1
@@ -185,7 +185,7 @@ def _texts(request: BaseModel) -> Sequence[Prompt]:
 
 
 def _max_tokens(request: GenerationBody) -> int | None:
-    """The output tokens that a request asks for; None where it leaves that open."""
+    """The most output tokens that a request asks for; None if it leaves that open."""
     if isinstance(request, ChatCompletionRequest) and request.max_completion_tokens is not None:
         return request.max_completion_tokens
     assert isinstance(request, (ChatCompletionRequest, CompletionRequest))

@@ -1,6 +1,6 @@
-"""Fields of requests that nobody reads, found by the check pass: one warning for each, with where it stands first.
+"""Collects unknown request fields in the check pass: one warning for each, with the first line that has it.
 
-Knows the same fields as the parser of bodies, which then does not log them once more.
+Knows the same fields as the parser of bodies, which then does not log them again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _KNOWN = {url: known_fields(schema) for url, schema in REQUEST_SCHEMAS.items()}
 
 @dataclass(slots=True)
 class _UnknownField:
-    """Where a field stands first, and how many requests have it. path: of the endpoint that answers the first one."""
+    """Where a field occurs first, and how many requests have it. path: the endpoint of the first of them."""
 
     path: str
     line_number: int
@@ -38,7 +38,7 @@ class UnknownFields:
         self._has_more = False
 
     def add(self, url: str, body: Mapping[str, Any], line_number: int, custom_id: str) -> None:
-        """Look at one request. A field that is null counts as left out."""
+        """Check one request. A field that is null counts as left out."""
         try:
             path = answering_path(url, body)
         except BadRequest:
@@ -51,7 +51,7 @@ class UnknownFields:
                 self._count(name, path, line_number, custom_id)
 
     def warnings(self) -> list[str]:
-        """A sentence for each field, in the order of the file, as far as there are not absurdly many."""
+        """A sentence for each field, in the file's order, up to a limit."""
         shown = [_warning(name, found) for name, found in islice(self._fields.items(), MAX_SHOWN)]
         if len(self._fields) > MAX_SHOWN:
             number = f"more than {_MAX_KEPT:,}" if self._has_more else f"{len(self._fields):,}"

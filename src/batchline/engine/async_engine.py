@@ -99,7 +99,7 @@ class AsyncEngine:
         return not self._is_closing
 
     def stats(self) -> EngineStats:
-        """Counters since the start. Read without a lock, so they may be of slightly different moments."""
+        """Counters since the start. Read without a lock, so they may be from slightly different moments."""
         return self._engine.stats()
 
     def close(self) -> None:

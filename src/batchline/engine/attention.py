@@ -202,27 +202,27 @@ def _cap(scores: torch.Tensor, softcap: float | None) -> torch.Tensor:
 
 
 class RowPositions:
-    """Tells Llama 4's layers at which position of its own sequence each row of a packed step is.
+    """Tells Llama 4's layers the position of each row of a packed step within its sequence.
 
-    Its layers without rotary embeddings scale queries by their position ("temperature tuning"), and count positions
-    from the start of the row that they are given and the length of the cache: in a packed step, over all sequences. So
-    they get this stand-in for the cache, which holds nothing, and whose "length" is each row's distance from that
-    count. positions: (num_rows,) of the step that runs.
+    Layers without rotary embeddings scale queries by their position ("temperature tuning"). They number the rows of
+    their input from the length of the cache on, which would count over all sequences of a packed step. So they get this
+    stand-in for the cache. It holds nothing, and its "length" is each row's position minus its number in the step.
+    positions: (num_rows,) of the step that runs.
     """
 
     def __init__(self) -> None:
         self.positions: torch.Tensor | None = None
 
     def note(self, _layer: Any, _args: Any, settings: dict[str, Any]) -> None:
-        """Before a layer runs: keep the positions that it is given. They are (1, num_rows)."""
+        """Called before a layer runs: store the positions that it is given, (1, num_rows)."""
         self.positions = settings["position_ids"][0]
 
     def stand_in(self, _attention: Any, args: Any, settings: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Before its attention runs: be its cache."""
+        """Called before its attention runs: pass this object as the cache."""
         return args, {**settings, "past_key_values": self}
 
     def get_seq_length(self, layer_idx: int = 0) -> torch.Tensor:
-        """(num_rows,): what added to 0, 1, 2... gives the positions."""
+        """(num_rows,): each row's position minus its number in the step."""
         assert self.positions is not None  # the layer noted them just now
         return self.positions - torch.arange(len(self.positions), device=self.positions.device)
 

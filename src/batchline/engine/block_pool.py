@@ -49,7 +49,7 @@ class BlockPool:
         self._tainted.clear()  # a new cache holds zeros
 
     def reset(self) -> None:
-        """Reset: every block is free, holds no prefix and counts as tainted. Existing block tables become invalid."""
+        """Start over: every block is free, tainted and without a prefix. Existing block tables become invalid."""
         self._blocks = [_Block() for _ in range(self.num_blocks)]
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(self.num_blocks))
         self._index: dict[BlockKey, int] = {}

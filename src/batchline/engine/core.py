@@ -50,8 +50,8 @@ from batchline.errors import EngineError, EngineOutOfMemory, NumbersNotFinite, S
 logger = logging.getLogger(__name__)
 
 MAX_PROMPT_LOGPROB_BYTES = 256 << 20
-"""Of a step's float32 logits that are wanted for log-probabilities of prompts: with large vocabularies those of a whole
-step would take gigabytes."""
+"""Limit of the float32 logits that one step computes for log-probabilities of prompts. With a large vocabulary, logits
+for all of a step's positions would take gigabytes."""
 
 Output = GenerationOutput | EmbeddingOutput | RequestFailed
 
@@ -121,7 +121,7 @@ class Engine:
             self._end_early(request_id, None)
 
     def _end_early(self, request_id: str, reason: str | None) -> None:
-        """Free what a request holds, if it is live. reason: of its end, None where that is counted already."""
+        """Free what a request holds, if it is live. reason: why it ends; None if that is counted already."""
         sequence = self._sequences.pop(request_id, None)
         if sequence is not None:
             if reason is not None and not sequence.wants_hidden:
@@ -131,7 +131,7 @@ class Engine:
     def step(self, *, holds_streams: bool = False) -> list[Output]:
         """Compute one step and return the new outputs. Raises only if the engine itself is broken.
 
-        holds_streams: of streams, return only first and last outputs now; a later output brings the rest.
+        holds_streams: for streams, return only first and last outputs now; a later output has the rest.
         """
         outputs, self._refused = self._refused, []
         outputs += self._step(holds_streams=holds_streams)
@@ -191,11 +191,11 @@ class Engine:
         )
 
     def check_integrity(self) -> None:
-        """Raises BlockPoolCorrupt where cache blocks are leaked or doubly owned."""
+        """Raises: BlockPoolCorrupt if cache blocks are leaked or owned twice."""
         self.scheduler.check_integrity()
 
     def free_model(self) -> None:
-        """Let go of the model and the cache; no step can be computed afterwards. Idempotent.
+        """Drop the model and the cache; no step can be computed afterwards. Idempotent.
 
         Their memory is free after the next garbage collection, on a GPU at once."""
         self._masks.close()
@@ -299,7 +299,8 @@ class Engine:
         self.scheduler.restart([sequence for sequence in self._sequences.values() if not sequence.is_finished])
 
     def _narrow(self, sequences: Iterable[Sequence], exc: Exception) -> list[Output]:
-        """After a step of these failed and was undone: try parts of it next. A sequence that ran alone fails."""
+        """Continue after a step of these sequences failed and was undone: try parts of it next. If the step had only
+        one sequence, that sequence fails."""
         sequences = list(sequences)
         logger.error("a step of %d sequences failed", len(sequences), exc_info=exc)
         drop_locals(exc)
@@ -311,7 +312,7 @@ class Engine:
         return [self._fail(culprit, SequenceFailed.because_of(exc))]
 
     def _check_self(self, exc: Exception) -> None:
-        """Raises the last step's exception if a harmless test sequence fails too: then no request is to blame."""
+        """Run a harmless test sequence. If it fails too, no request is to blame: raises the last step's exception."""
         sequence = canary(min(self.scheduler.pool.block_size, self.max_model_len), self.vocab_size)
         try:
             self.scheduler.add(sequence)
@@ -328,7 +329,8 @@ class Engine:
             raise exc  # noqa: B904 - the first exception says more
 
     def _shrink(self, step: Step, exc: Exception) -> list[Output]:
-        """After a step that did not fit in memory and was undone: try smaller ones. If it was one token, it fails."""
+        """Continue after a step that did not fit in memory and was undone: try smaller ones. If the step had only one
+        token, its sequence fails."""
         drop_locals(exc)
         if self.loaded.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -1,10 +1,14 @@
 """Fused decoder layers for known models: fewer and larger products, with native steps between them.
 
-Replaces the decoder layers of a loaded `transformers` model by one module that computes the same: query, key and value
-projections in one product, gate and up projections with their activation in another, residual sums inside the
-normalisation, and rotation together with the cache write. Weights are repacked, never stored twice. Models whose code
-is not known exactly are not changed. The caller compares the fused model with the original before it uses it
-(`native_probe`).
+Replaces the decoder layers of a loaded `transformers` model with one module that computes the same. It fuses
+
+    query, key and value projections    into one product
+    gate and up projections             into one product, together with the activation
+    residual sums                       into the normalisation
+    rotation                            into the cache write
+
+Weights are repacked, never stored twice. A model is only changed if its code is known exactly. The caller compares the
+fused model with the original before it uses it (`native_probe`).
 """
 
 from __future__ import annotations

@@ -145,7 +145,8 @@ def load_model(config: ModelConfig, kernels: NativeKernels | None = None, refusa
 
 def _read(config: ModelConfig, dtype: torch.dtype, *, warns: bool) -> tuple[Any, Any, frozenset[int]]:
     """The model as `transformers` loads it, its text part's config, and its end tokens. Checks the files and what
-    became of their weights. warns: a second attempt would repeat the warning. Raises: ModelLoadError, UnsupportedModel.
+    became of their weights. warns: False for a second attempt, which would repeat the warnings. Raises: ModelLoadError,
+    UnsupportedModel.
     """
     refuse_foreign_format(config.model, config.revision)
     refuse_odd_numbers(config.model, config.revision)
@@ -203,7 +204,7 @@ def _usable(kernels: NativeKernels, model: Any, probe: Probe) -> tuple[NativeKer
     """The kernels, or None and why they cannot be used for this model."""
     dtype = probe.own.dtype
     if not can_hold(probe.groups, dtype, probe.own.device):
-        return None, f"they know neither {str(dtype).removeprefix('torch.')} nor heads beyond {MAX_KEY_DIM} numbers"
+        return None, f"they only support float32 and bfloat16, and heads of up to {MAX_KEY_DIM} numbers"
     if not first_layers_are_exact(model, probe, kernels):
         return None, _refused(kernels, "its first layers")
     return kernels, None

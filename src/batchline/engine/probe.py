@@ -2,9 +2,9 @@
 
 Test sequences run packed through the model with a recording attention, and one by one through the model's own eager
 attention. The recording gives every layer's shapes and sliding window. The hidden states must agree (`agreement`): for
-short sequences through all layers up to rounding, for a long one through the first layers exactly, in float32. So a
-model that mixes positions in a way that the engine does not know (recurrent layers, position biases, attention sinks,
-attention in both directions) is refused when it is loaded, and never gives wrong tokens.
+short sequences through all layers up to rounding, for a long one through the first layers exactly, in float32. A model
+that mixes positions in a way that the engine does not know (recurrent layers, position biases, attention sinks,
+attention in both directions) is therefore refused when it is loaded. It never gives wrong tokens.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MAX_FIRST_LAYERS = 8
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """A model's attention layers, and the results of its own attention for the probe's sequences.
+    """A model's attention layers, and what its original attention gives for the probe's sequences.
 
     groups: its layers, by the shape of their caches. short: (NUM_SHORT, SHORT) token ids for all layers; one sequence
     begins with the padding token. reference: their hidden states in float32, (rows, hidden). own: the same in the

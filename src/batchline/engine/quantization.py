@@ -85,8 +85,8 @@ def quantize_linears(name: str, model: Any) -> None:
         elif not is_kept and any(parameter.ndim > 1 for parameter in module.parameters(recurse=False)):
             raise UnsupportedModel(
                 name,
-                f"--quantization int8 is for models of plain linear layers, and its {path} holds weights of another "
-                f"kind ({type(module).__name__}); run it without",
+                f"--quantization int8 needs plain linear layers, but {path} has weights of another kind "
+                f"({type(module).__name__}); leave out the option",
             )
     for path, linear in plain:
         model.set_submodule(path, Int8Linear(linear))

@@ -78,7 +78,8 @@ class FaultSearch:
         return None
 
     def narrow(self, sequences: Iterable[Sequence]) -> Sequence | None:
-        """After a step of these failed: the culprit if it ran alone; otherwise None, and its halves are tried next."""
+        """Continue after a step of these sequences failed. Returns the culprit if there was only one sequence; else
+        None, and the halves are tried next."""
         suspects = sorted(sequences, key=lambda sequence: sequence.order)
         self.clear(suspects)
         if len(suspects) == 1:

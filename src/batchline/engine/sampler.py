@@ -1,7 +1,11 @@
 """Samples the next token of every sequence from the logits, vectorised over the batch.
 
-Order: raw log-probabilities, which are reported (`logprobs.py`) -> the constraint's mask -> the request's masks, biases
-and penalties (`logits_processing.py`) -> greedy, or a draw: temperature -> top_k -> top_p -> min_p -> one random token.
+The order of the work:
+
+    raw log-probabilities, for the answer (`logprobs.py`)
+    -> the constraint's mask
+    -> the request's masks, biases and penalties (`logits_processing.py`)
+    -> the most likely token, or a draw: temperature -> top_k -> top_p -> min_p -> one random token
 
 The order and formulas of the filters are those of `transformers.generation.logits_process`. Each filter keeps the first
 tokens of a row that is sorted by probability. So a draw needs only the row's largest values in order and one cumulative

@@ -1,4 +1,4 @@
-"""How long sequences waited and ran, how many tokens they had and how they ended: counts for a server's metrics.
+"""Counts for a server's metrics: how long sequences waited and ran, how many tokens they had, and how they ended.
 
 Updated when a sequence starts, has its first token and ends, never per token. Imports no torch.
 """
@@ -30,34 +30,34 @@ BOUNDS: Mapping[str, tuple[float, ...]] = {
     "total_seconds": _TIME_BOUNDS,
     "output_token_seconds": _TOKEN_TIME_BOUNDS,
 }
-"""What is counted of every sequence that generates, and the upper bounds of its buckets.
+"""What is measured for every generating sequence, with the upper bounds of its buckets.
 
     arrival --queue--> first step --prefill--> first token --decode--> end
             <------------first token------------>
                                   <---------------run----------------->
             <------------------------total---------------------------->
 
-`output_token_seconds`: between two tokens; counted for each token, with the mean of its sequence.
+`output_token_seconds`: time between two tokens; each token counts with the mean of its sequence.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
-    """How many values are in which bucket. counts: of the buckets up to each bound, and of the one above the last."""
+    """How many values are in each bucket. counts: for the values up to each bound, and for those above the last one."""
 
     bounds: tuple[float, ...]
     counts: tuple[int, ...]
     sum: float
 
     def __add__(self, other: Histogram) -> Histogram:
-        """Both together; their bounds are the same."""
+        """The sum of both, which have the same bounds."""
         counts = tuple(map(sum, zip(self.counts, other.counts, strict=True)))
         return Histogram(self.bounds, counts, self.sum + other.sum)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceCounts:
-    """Since the start.
+    """The counts since the start.
 
     finished: by reason (`stop`, `length`, `abort`, `error`). histograms: by the names of `BOUNDS`.
     """
@@ -75,7 +75,7 @@ class SequenceMetrics:
         self._sums = dict.fromkeys(BOUNDS, 0.0)
 
     def note_end(self, sequence: Sequence, num_output_tokens: int, reason: str) -> None:
-        """A sequence that generates has ended. One that has no output is counted by its reason alone."""
+        """Count a generating sequence that has ended. If it has no output, only the reason is counted."""
         self._finished[reason] += 1
         first, started = sequence.first_token_at, sequence.started_at
         if first is None or started is None:
@@ -93,7 +93,7 @@ class SequenceMetrics:
             self._add("output_token_seconds", (now - first) / (num_output_tokens - 1), num_output_tokens - 1)
 
     def counts(self) -> SequenceCounts:
-        """All of it so far."""
+        """All counts so far."""
         histograms = {name: Histogram(BOUNDS[name], tuple(self._counts[name]), self._sums[name]) for name in BOUNDS}
         return SequenceCounts(finished=dict(self._finished), histograms=histograms)
 
@@ -103,7 +103,7 @@ class SequenceMetrics:
 
 
 def total(first: SequenceCounts, second: SequenceCounts) -> SequenceCounts:
-    """Both together."""
+    """The sum of both."""
     if not first.histograms or not second.histograms:
         return first if first.histograms else second
     return SequenceCounts(

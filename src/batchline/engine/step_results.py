@@ -39,7 +39,7 @@ class SequenceResult:
 
 
 def finite_reach(groups: Iterable[CacheGroup]) -> int | None:
-    """How many positions back NaN in keys and values is certain to show in a position's result; None is all."""
+    """How far back a NaN in keys and values certainly shows in a position's result, in positions; None is no limit."""
     windows = [group.sliding_window for group in by_layer(groups)]
     return None if None in windows else sum(window - 1 for window in windows if window is not None)
 
