@@ -210,7 +210,9 @@ class ByteTokenizer:
         return ((1,) if add_special_tokens else ()) + tuple(text.encode())
 
 
-def engine_embedder(engine: FakeEngine, template: str | None = None) -> EngineEmbedder:
+def engine_embedder(
+    engine: FakeEngine, template: str | None = None, config: TextConfig | None = None
+) -> EngineEmbedder:
     chat_template = None if template is None else compile_template(template, "auto", {})
     text: Any = TextParts(
         tokenizer=ByteTokenizer(),  # type: ignore[arg-type]
@@ -219,7 +221,7 @@ def engine_embedder(engine: FakeEngine, template: str | None = None) -> EngineEm
         defaults=GenerationDefaults(),
     )
     model = GenerativeModel(
-        name="lm", engine=engine, text=text, config=TextConfig(), executor=ThreadPoolExecutor(max_workers=1)
+        name="lm", engine=engine, text=text, config=config or TextConfig(), executor=ThreadPoolExecutor(max_workers=1)
     )
     return EngineEmbedder(model, engine)
 
@@ -246,6 +248,14 @@ async def test_generative_model_embeds_a_conversation_with_its_template() -> Non
     embedder = engine_embedder(engine, "{% for m in messages %}<{{ m.content }}>{% endfor %}")
     await embeddings({"messages": [{"role": "user", "content": "hi"}]}, "r", embedder)
     assert engine.requests[0].prompt_token_ids == tuple(b"<hi>")
+
+
+async def test_generative_model_embeds_a_conversation_with_the_default_template_variables() -> None:
+    """Bug: --default-chat-template-kwargs had no effect on conversations that are embedded."""
+    engine, config = FakeEngine(), TextConfig(default_chat_template_kwargs={"mood": "calm"})
+    embedder = engine_embedder(engine, "{{ mood }}: {{ messages[0].content }}", config)
+    await embeddings({"messages": [{"role": "user", "content": "hi"}]}, "r", embedder)
+    assert engine.requests[0].prompt_token_ids == tuple(b"calm: hi")
 
 
 async def test_conversation_without_a_template_is_a_400_that_names_the_option() -> None:

@@ -143,8 +143,9 @@ class EngineEmbedder:
                 f"messages: {self.name} has no chat template; send input, or give one with --chat-template",
                 param="messages",
             )
-        prompt = ChatPrompt(messages=messages, add_generation_prompt=False)
         model = self._model
+        variables = model.config.default_chat_template_kwargs
+        prompt = ChatPrompt(messages=messages, add_generation_prompt=False, variables=variables)
 
         def encode() -> tuple[int, ...]:
             rendered = model.render(template, prompt)

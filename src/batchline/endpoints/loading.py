@@ -82,7 +82,7 @@ def message_renderer(model: ModelConfig, text: TextConfig, tokenizer: Any) -> Re
         return ControlTokens(copied, [source or ""], text.special_tokens_in_content)
 
     def render(messages: Sequence[Mapping[str, Any]], add_special_tokens: bool) -> str | tuple[int, ...]:
-        prompt = ChatPrompt(messages=messages, add_generation_prompt=False)
+        prompt = ChatPrompt(messages=messages, add_generation_prompt=False, variables=text.default_chat_template_kwargs)
         found = control_tokens()
         rendered = RenderedChat(template.render(prompt)) if found is None else found.render(template, prompt)
         check_text("messages", rendered.text, text.limits)
