@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from batchline.openai_api.endpoint_table import ENDPOINTS, REQUEST_SCHEMAS, endpoints_of, is_batch_url
+from batchline.openai_api.endpoint_table import ENDPOINTS, REQUEST_SCHEMAS, endpoints_of, is_batch_url, path_here
 
 ROOT = Path(__file__).parents[2]
 TABLE = ROOT / "src/batchline/openai_api/endpoint_table.py"
@@ -40,3 +40,26 @@ def test_a_model_is_listed_with_the_paths_that_a_batch_line_may_name() -> None:
     assert "/v1/chat/completions" in endpoints_of("generate")
     assert endpoints_of("embed")[0] == "/v1/embeddings"
     assert "/v1/embeddings" not in endpoints_of("score")
+
+
+@pytest.mark.parametrize(
+    ("path", "here", "model"),
+    [
+        ("/openai/v1/chat/completions", "/v1/chat/completions", None),
+        ("/openai/responses", "/v1/responses", None),
+        ("/openai/v1/responses/resp_1/cancel", "/v1/responses/resp_1/cancel", None),
+        ("/openai/models", "/v1/models", None),
+        ("/openai/v1/models/org/name", "/v1/models/org/name", None),
+        ("/openai/deployments/gpt/embeddings", "/v1/embeddings", "gpt"),
+        ("/openai/deployments/org/name/chat/completions", "/v1/chat/completions", "org/name"),
+        ("/chat/completions", "/v1/chat/completions", None),
+        *((path, path, None) for path in ENDPOINTS),
+        *((path, path, None) for path in ("/v1/models/chat/completions", "/v1/responses/resp_1", "/health", "/")),
+        *(
+            (path, path, None)
+            for path in ("/openai/v1/nonsense", "/openai/deployments//chat/completions", "//v1/models")
+        ),
+    ],
+)
+def test_a_path_of_another_service_has_one_here(path: str, here: str, model: str | None) -> None:
+    assert path_here(path) == (here, model)

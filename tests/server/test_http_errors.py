@@ -112,6 +112,10 @@ def test_a_request_whose_end_is_not_clear_is_refused(serve: Serve, headers: byte
         (b"PRI * HTTP/2.0", b"400"),
         (b"\x16\x03\x01\x02", b"400"),
         (b"TRACE /health HTTP/1.1", b"405"),
+        (b"get /health HTTP/1.1", b"405"),
+        (b"FOO /health HTTP/3.1", b"400"),
+        (b"F(O /health HTTP/1.1", b"400"),
+        (b"FOO", b"400"),
         (b"OPTIONS * HTTP/1.1", b"404"),
         (b"GET /health HTTP/1.0", b"200"),
         (b"GET http://other.example/health HTTP/1.1", b"200"),
@@ -168,16 +172,28 @@ def test_unknown_paths_are_404_and_name_the_served_ones(fake: httpx.Client) -> N
     assert len(served) == len(set(served))
 
 
-@pytest.mark.parametrize("path", ["/chat/completions", "/openai/v1/chat/completions"])
-def test_a_path_of_another_service_is_a_404_with_the_path_here(fake: httpx.Client, path: str) -> None:
-    assert "Did you mean /v1/chat/completions? " in error_of(fake.post(path, json={}))["message"]
-
-
 def test_a_known_path_by_the_wrong_method_is_405(fake: httpx.Client) -> None:
     response = fake.get(CHAT)
     assert (response.status_code, response.headers["allow"]) == (405, "POST")
     assert error_of(response)["type"] == "MethodNotAllowedError"
     assert fake.put("/ping").headers["allow"] == "GET, HEAD, POST"
+
+
+@pytest.mark.parametrize("method", ["FOO", "M-SEARCH2", "X" * 32])
+def test_a_method_that_http_does_not_know_is_405(fake: httpx.Client, method: str) -> None:
+    """Bug: it was a 400 that said the request was not valid HTTP. Its body, and the next request, are read as usual."""
+    response = fake.request(method, CHAT, json=HELLO)
+    assert (response.status_code, response.headers["allow"]) == (405, "POST")
+    assert error_of(response)["message"] == f"{method} is not allowed here; allowed: POST"
+    assert fake.request(method, "/v1/nonsense").status_code == 404
+    assert fake.post(CHAT, json=HELLO).status_code == 200
+
+
+def test_unknown_methods_in_a_row_are_answered_one_after_another(serve: Serve) -> None:
+    head = b" /health HTTP/1.1\r\nHost: x\r\n"
+    answers = read_to_end(sending(serve(), b"FOO" + head + b"\r\nBAR" + head + b"Connection: close\r\n\r\n"))
+    assert answers.startswith(b"HTTP/1.1 405 ")
+    assert b"FOO is not allowed here" in answers
 
 
 def test_a_backends_error_answer_comes_as_it_is(fake: httpx.Client) -> None:

@@ -228,6 +228,31 @@ def test_a_slash_at_the_end_of_a_path_makes_no_difference(serve: Serve, options:
         assert client.get("/v1/models//").status_code == 404
 
 
+AZURE = "/openai/deployments/fake/chat/completions?api-version=2024-10-21"
+
+
+@pytest.mark.parametrize("options", [{}, {"api_keys": ("secret",)}, {"root_path": "/api/"}])
+def test_clients_of_azure_and_groq_find_their_paths(serve: Serve, options: dict[str, Any]) -> None:
+    """Bug: batch lines might have these paths, and the server answered 404. Azure names the model in the path."""
+    unnamed = {"messages": HELLO["messages"]}
+    with httpx.Client(base_url=serve(**options).url, headers={"api-key": "secret"}) as client:
+        for path in (AZURE, "/openai/v1/chat/completions", "/openai/v1/chat/completions/", "/chat/completions"):
+            assert client.post(path, json=unnamed).json()["choices"][0]["message"]["content"] == "one two three"
+        assert client.get("/openai/v1/models/fake").json()["id"] == "fake"
+        assert f'endpoint="{CHAT}",status="200"}} 4.0' in client.get("/metrics").text
+        unknown = AZURE.replace("fake", "org/other")
+        assert "'org/other' does not exist" in client.post(unknown, json=unnamed).json()["error"]["message"]
+        assert client.post(unknown, json=HELLO).status_code == 200
+        refused = client.get(AZURE)
+        assert (refused.status_code, refused.headers["allow"]) == (405, "POST")
+
+
+def test_paths_of_other_services_need_a_key_too(serve: Serve) -> None:
+    url = serve(api_keys=("secret",)).url
+    assert httpx.post(url + AZURE, json=HELLO).status_code == 401
+    assert httpx.get(url + "/openai/v1/models").status_code == 401
+
+
 def test_a_model_whose_name_ends_in_a_slash_is_found(serve: Serve) -> None:
     """Shells complete the name of a model's folder with a slash; the server took it off the path, and answered 404."""
     with httpx.Client(base_url=serve(FakeBackend("models/mine/")).url) as client:

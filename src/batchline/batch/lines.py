@@ -18,7 +18,7 @@ import orjson
 
 from batchline.backends.base import BATCH_PRIORITY, Answer, EndpointRequest
 from batchline.errors import LineError
-from batchline.openai_api.endpoint_table import CHAT, ENDPOINTS, MESSAGES, path_elsewhere
+from batchline.openai_api.endpoint_table import CHAT, ENDPOINTS, MESSAGES, path_here
 
 MAX_LINE_BYTES = 256 * 1024 * 1024
 """A longer line gets an error, and is never in memory as a whole."""
@@ -82,8 +82,8 @@ def check_fields(value: object, default_model: str | None = None) -> tuple[str, 
         raise _field_error(value, "body", "an object")
     if url[0] != "/":
         url = url_path(url)
-    if url not in ENDPOINTS and (found := path_elsewhere(url)) is not None:
-        url, model = found
+    if url not in ENDPOINTS:
+        url, model = path_here(url.partition("?")[0])
         if model is not None and body.get("model") is None:
             body["model"] = model
     if body.get("model") is None and default_model is not None:

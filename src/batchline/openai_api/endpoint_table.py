@@ -184,17 +184,20 @@ REQUEST_SCHEMAS: Mapping[str, type[BaseModel]] = {
 """The schema of the body of every path that a model can answer."""
 
 
-_ELSEWHERE = re.compile(r"(?:/openai/deployments/(?P<model>[^/?]+)|/openai/v1|/v1|)(?P<path>/[^?]+)(?:\?.*)?")
+_PATHS = "|".join(re.escape(path.removeprefix("/v1")) for path in ENDPOINTS if path.startswith("/v1/"))
+_ELSEWHERE = re.compile(
+    r"(?:/openai/deployments/(?P<model>[^/].*?)|/openai(?:/v1)?|/v1|)"
+    rf"(?P<path>{_PATHS}|/models(?:/.+)?|/responses/[^/]+(?:/cancel|/input_items)?)"
+)
 
 
-def path_elsewhere(path: str) -> tuple[str, str | None] | None:
-    """The path here of an endpoint that other services have under `path`, and the model that it names (Azure does).
+def path_here(path: str) -> tuple[str, str | None]:
+    """The path here of what other services have under `path`, and the model that it names (Azure does).
 
-    None if there is none.
+    A path that is served here, or nowhere, stays as it is.
     """
-    found = _ELSEWHERE.fullmatch(path)
-    here = f"/v1{found['path']}" if found else path
-    return (here, found["model"]) if found and here in ENDPOINTS else None
+    found = None if path in ENDPOINTS else _ELSEWHERE.fullmatch(path)
+    return (path, None) if found is None else (f"/v1{found['path']}", found["model"])
 
 
 def is_batch_url(path: str) -> bool:

@@ -16,7 +16,7 @@ from batchline.errors import (
     ServiceUnavailable,
     Unauthorized,
 )
-from batchline.openai_api.endpoint_table import error_body, path_elsewhere
+from batchline.openai_api.endpoint_table import error_body
 from batchline.server.request_path import route_path
 from batchline.server.responses import JsonResponse
 
@@ -42,10 +42,7 @@ def unrouted(request: Request, exc: HTTPException, served: Iterable[str], method
         return MethodNotAllowed(f"{request.method} is not allowed here; allowed: {allowed}", allowed=allowed)
     if exc.status_code == NotFound.status_code:
         paths = ", ".join(sorted(served))
-        path = route_path(request.scope)
-        found = path_elsewhere(path)
-        hint = "" if found is None else f"Did you mean {found[0]}? "
-        return NotFound(f"Unknown path {_shown(path)}. {hint}Served here: {paths}")
+        return NotFound(f"Unknown path {_shown(route_path(request.scope))}. Served here: {paths}")
     return InternalServerError("Internal server error")
 
 

@@ -8,6 +8,7 @@ limits bodies (`incoming_body.py`).
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import deque
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,12 @@ MAX_PIPELINED = 32
 LINGER_S = 5.0
 """How long a connection stays open after an answer before the end of its request. If it were closed at once, a client
 that is still sending would lose the answer."""
+
+
+_FIRST_LINE = re.compile(rb"([!#$%&'*+.^_`|~\w-]{1,32})( \S+ HTTP/1\.[01]\r?\n)")
+
+_STAND_IN = b"TRACE"
+"""A method that the parser knows and no path allows. It is read in place of a method that the parser does not know."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +64,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._unanswered: deque[RequestResponseCycle] = deque()  # the first is being answered
         self._is_in_head = False
         self._is_upgrade = False
+        self._unknown_method: str | None = None  # of the request whose head is being read
         self._is_deaf = False  # what else arrives is dropped
         self._is_lingering = False
         self._has_progressed = False
@@ -133,9 +141,12 @@ class BoundedProtocol(HttpToolsProtocol):
         except httptools.HttpParserUpgrade as exc:
             self._go_on_without_upgrade(data[exc.args[0] :])
             return
+        except httptools.HttpParserInvalidMethodError:
+            self._go_on_with_stand_in(data)
+            return
         except httptools.HttpParserError as exc:
             fault = exc.__context__
-            self._refuse(fault.error if isinstance(fault, _Refused) else BadRequest("The request is not valid HTTP"))
+            self._refuse(fault.error if isinstance(fault, _Refused) else _no_http())
             return
         self._num_other_bytes = 0 if self._has_progressed else self._num_other_bytes + len(data)
         if self._num_other_bytes > MAX_HEAD_BYTES:
@@ -173,6 +184,8 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._is_upgrade:
             return  # the parser stops here: see _go_on_without_upgrade
         super().on_headers_complete()
+        if self._unknown_method is not None:
+            self.scope["method"], self._unknown_method = self._unknown_method, None
         is_old = self.parser.get_http_version() == "1.0"
         self.cycle.transport = (_UnchunkedTransport if is_old else _CycleTransport)(self)  # type: ignore[assignment]
         self._unanswered.append(self.cycle)
@@ -258,9 +271,22 @@ class BoundedProtocol(HttpToolsProtocol):
         version = self.parser.get_http_version().encode()
         lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)]
         lines += [b"%b: %b" % header for header in self.headers if header[0] != b"upgrade"]
+        self._read_again(b"\r\n".join(lines) + b"\r\n\r\n" + rest)
+
+    def _go_on_with_stand_in(self, data: bytes) -> None:
+        """Read a request with an unknown method as one that no path allows, so that the application answers it."""
+        line = _FIRST_LINE.match(data)
+        if line is None or line[1] == _STAND_IN:  # no HTTP, or the fault is in a later request
+            self._refuse(_no_http())
+            return
+        self._unknown_method = line[1].decode("ascii")
+        self._read_again(_STAND_IN + data[line.end(1) :])
+
+    def _read_again(self, data: bytes) -> None:
+        """Let a new parser read what the last one has stopped at."""
         self.parser = httptools.HttpRequestParser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
-        self.data_received(b"\r\n".join(lines) + b"\r\n\r\n" + rest)
+        self.data_received(data)
 
     def _refuse(self, error: RequestError) -> None:
         """End the connection, with `error` as the answer to the request that is at fault."""
@@ -322,6 +348,10 @@ class _UnchunkedTransport(_CycleTransport):
             size, _, chunk = data.partition(b"\r\n")
             data = chunk[: int(size, 16)] if size else b""
         super().write(data)
+
+
+def _no_http() -> BadRequest:
+    return BadRequest("The request is not valid HTTP")
 
 
 def _too_large() -> HeadTooLarge:

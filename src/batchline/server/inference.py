@@ -43,7 +43,7 @@ class Inference:
     async def look_up(self, request: Request) -> Response:
         """The backend's answer to a question in the query. Raises: BadRequest, EngineLost, ClientDisconnect."""
         body = dict(request.query_params)
-        await self._name_model(body)
+        await self._name_model(request, body)
         url = route_path(request.scope)
         answer = await self.answer_of(request, EndpointRequest(url=url, body=body, request_id=request.state.request_id))
         return await written(answer.body, answer.status_code)
@@ -56,16 +56,17 @@ class Inference:
         """The body of `read_body`, and its bytes as they were sent; None if it is not the body that was sent."""
         body, raw_body = await read_json_object(request, self._max_request_bytes)
         request.state.places.hold(num_places(route_path(request.scope), body))
-        return body, None if await self._name_model(body) else raw_body
+        return body, None if await self._name_model(request, body) else raw_body
 
-    async def _name_model(self, body: dict[str, Any]) -> bool:
-        """Put the only served model into a body that names none. Returns whether it did.
+    async def _name_model(self, request: Request, body: dict[str, Any]) -> bool:
+        """Put the path's model, or the only served one, into a body that names none. Returns whether it did.
 
         Raises: BadRequest if several are served.
         """
         if body.get("model") is not None:
             return False
-        body["model"] = find_model(models_by_name(await self._backend.models()), None).name
+        named: str | None = request.state.model_of_path
+        body["model"] = named or find_model(models_by_name(await self._backend.models()), None).name
         return True
 
     async def answer_of(self, request: Request, endpoint_request: EndpointRequest) -> Answer:

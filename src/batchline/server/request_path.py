@@ -1,4 +1,4 @@
-"""The path of a request, without what is optional in it: a proxy's prefix, and a slash at the end.
+"""The path of a request, without what is optional in it: a proxy's prefix, another service's, and a slash at the end.
 
 `PlainPath` is the outermost layer, so that all others (keys, admission, routes, metrics) see one form of each path.
 """
@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 from starlette.types import ASGIApp, Receive, Scope, Send
+
+from batchline.openai_api.endpoint_table import path_here
 
 
 def route_path(scope: Scope) -> str:
@@ -15,7 +17,8 @@ def route_path(scope: Scope) -> str:
 
 
 class PlainPath:
-    """Removes the slash at the end of a path, and makes every path begin with the prefix. ASGI middleware.
+    """Gives every path one form: with the prefix, without a slash at its end, and as it is called here if it is another
+    service's. The model that such a path names is left in the request's state (`model_of_path`). ASGI middleware.
 
     The router and `route_path` leave the prefix out. A proxy may strip it from requests or not.
     """
@@ -31,5 +34,7 @@ class PlainPath:
             path: str = scope["path"].removesuffix("/")
             if path == self._prefix or path.startswith(f"{self._prefix}/"):
                 path = path.removeprefix(self._prefix)
-            scope = {**scope, "root_path": self._prefix, "path": self._prefix + (path or "/")}
+            path, model = path_here(path or "/")
+            state = {**scope.get("state", {}), "model_of_path": model}
+            scope = {**scope, "root_path": self._prefix, "path": self._prefix + path, "state": state}
         await self._app(scope, receive, send)
