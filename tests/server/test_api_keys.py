@@ -9,7 +9,9 @@ import pytest
 from raw_http import read_to_end, sending
 from threaded_server import Serve, ThreadedServer
 
+from batchline.backends.base import EndpointRequest
 from batchline.testing import FakeBackend
+from batchline.text.fair_threads import current_caller
 
 GUARDED = ["/v1/models", "/v1/models/fake", "/version", "/openapi.json", "/v1/nonsense", "/health//"]
 
@@ -91,7 +93,17 @@ def test_clients_of_other_services_send_the_key_in_headers_of_their_own(guarded:
     """Azure's clients send `api-key`, which was a 401."""
     assert guarded.get("/v1/models", headers={header: "first"}).status_code == 200
     assert guarded.get("/v1/models", headers={header: "wrong"}).status_code == 401
-    assert guarded.get("/v1/models", headers={header: "first", "Authorization": "Bearer wrong"}).status_code == 401
+
+
+@pytest.mark.parametrize("authorization", ["", "Bearer", "Basic Zmlyc3Q6Zmlyc3Q=", "Bearer wrong"])
+@pytest.mark.parametrize("header", ["X-Api-Key", "api-key"])
+def test_a_valid_key_is_found_beside_another_authorization(
+    guarded: httpx.Client, header: str, authorization: str
+) -> None:
+    """Bug: an `Authorization` that was empty or of another scheme, as proxies add it, hid the valid key."""
+    headers = {header: "first", "Authorization": authorization}
+    assert guarded.get("/v1/models", headers=headers).status_code == 200
+    assert guarded.get("/v1/models", headers=headers | {header: "wrong"}).status_code == 401
 
 
 @pytest.mark.parametrize("authorization", ["Bearer wrong", "Bearer firs", "Bearer first2", "Basic first", "Bearer", ""])
@@ -99,6 +111,21 @@ def test_anything_else_does_not(guarded: httpx.Client, authorization: str) -> No
     response = guarded.get("/v1/models", headers={"Authorization": authorization})
     assert response.status_code == 401
     assert "first" not in response.text
+
+
+def test_the_work_of_each_key_is_known_by_its_caller(serve: Serve) -> None:
+    """Threads that keys share take turns by it."""
+    callers = []
+
+    async def note(request: EndpointRequest) -> None:
+        callers.append(current_caller.get())
+
+    server = serve(FakeBackend(before_answer=note), api_keys=("k", "l"))
+    body = {"messages": [{"role": "user", "content": "x"}]}
+    for key in ("k", "l", "k"):
+        httpx.post(f"{server.url}/v1/chat/completions", json=body, headers={"X-Api-Key": key})
+    assert callers[0] == callers[2] != callers[1]
+    assert all(callers)
 
 
 def test_a_refused_request_does_not_reach_the_backend(serve: Serve) -> None:

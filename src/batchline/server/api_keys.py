@@ -1,6 +1,7 @@
 """API keys: if the operator has set any, every path needs one, except a few that show nothing about requests.
 
-A request's key is checked before its body is read, and decides whose stored objects it sees (`owner_of`).
+A request's key is checked before its body is read, and decides whose stored objects it sees (`owner_of`) and with whose
+work its own takes turns (`current_caller`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from batchline.errors import Unauthorized
 from batchline.server.request_path import route_path
+from batchline.text.fair_threads import current_caller
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/", "/docs"})
 """The page at /docs is the same for every server. It requests its contents with the key that the user enters."""
@@ -47,31 +49,35 @@ class ApiKeys:
         """Raises: Unauthorized."""
         if scope["type"] == "http" and route_path(scope) not in self._open_paths:
             headers = Headers(scope=scope)
-            key = _key_in(headers)
-            if not key and scope["method"] == "OPTIONS" and {"origin", _ASKED_METHOD} <= set(headers):
+            keys = _keys_in(headers)
+            if not keys and scope["method"] == "OPTIONS" and {"origin", _ASKED_METHOD} <= set(headers):
                 raise Unauthorized(_PREFLIGHT, code="missing_api_key")
-            owner = self._check(key)
+            owner = self._check(keys)
             scope.setdefault("state", {})["owner"] = owner
+            current_caller.set(owner)
         await self._app(scope, receive, send)
 
-    def _check(self, key: str) -> str:
-        """The owner that the key stands for. Raises: Unauthorized."""
-        if not key:
+    def _check(self, keys: Sequence[str]) -> str:
+        """The owner that the first valid key stands for. Raises: Unauthorized."""
+        if not keys:
             raise Unauthorized("An API key is needed: send Authorization: Bearer <key>", code="missing_api_key")
-        # headers arrive as latin-1; the digests are compared without a hint of where they differ, all of them
-        given = _digest(key.encode("latin-1"))
-        matches = [hmac.compare_digest(given, digest) for digest in self._digests]
-        if not any(matches):
-            raise Unauthorized("The API key is not valid", code="invalid_api_key")
-        return given.hex()
+        for key in keys:
+            # headers arrive as latin-1; the digests are compared without a hint of where they differ, all of them
+            given = _digest(key.encode("latin-1"))
+            matches = [hmac.compare_digest(given, digest) for digest in self._digests]
+            if any(matches):
+                return given.hex()
+        raise Unauthorized("The API key is not valid", code="invalid_api_key")
 
 
-def _key_in(headers: Headers) -> str:
-    """The key of a request; empty if it has none. Anthropic's clients send `X-Api-Key`, and Azure's send `Api-Key`."""
-    if "authorization" not in headers:
-        return headers.get("x-api-key", headers.get("api-key", "")).strip()
-    scheme, _, key = headers["authorization"].partition(" ")
-    return key.strip() if scheme.lower() == "bearer" else ""
+def _keys_in(headers: Headers) -> list[str]:
+    """The keys that a request carries. Anthropic's clients send `X-Api-Key`, and Azure's send `Api-Key`.
+
+    Some clients and proxies send an empty `Authorization` beside them, or one of another scheme.
+    """
+    scheme, _, bearer = headers.get("authorization", "").partition(" ")
+    keys = [bearer if scheme.lower() == "bearer" else "", headers.get("x-api-key", ""), headers.get("api-key", "")]
+    return [key for key in map(str.strip, keys) if key]
 
 
 def _digest(key: bytes) -> bytes:

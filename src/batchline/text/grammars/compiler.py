@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import llguidance
 
 from batchline.errors import BadRequest
+from batchline.text.fair_threads import FairThreads
 from batchline.text.grammars.grammar import (
     LIMITS,
     NOTHING_ELSE,
@@ -49,7 +49,8 @@ MAX_CACHED_CHARACTERS = 2 * MAX_CHARACTERS
 """The largest total length of the constraints in the cache."""
 
 NUM_THREADS = 4
-"""Threads that wait for trials. A constraint that takes long delays only other constraints that need a trial."""
+"""Threads that wait for trials. A constraint that takes long delays only other constraints that need a trial, those of
+its own caller first."""
 
 
 class GrammarCompiler:
@@ -65,7 +66,7 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._remembered: OrderedDict[tuple[Constraint, Surroundings], CompiledGrammar | BadRequest] = OrderedDict()
         self._num_characters = 0
-        self.executor = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="batchline-grammars")
+        self.executor = FairThreads(NUM_THREADS, "batchline-grammars")
 
     def close(self) -> None:
         """End the threads when their work is done. Cancelling the work would look like cancelled requests."""

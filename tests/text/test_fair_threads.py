@@ -1,0 +1,83 @@
+"""Callers take turns on shared threads, however much work each of them has submitted."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextvars import copy_context
+from functools import partial
+from typing import Any
+
+import pytest
+
+from batchline.text.fair_threads import FairThreads, current_caller
+
+TIMEOUT_S = 30
+
+
+@pytest.fixture
+def threads() -> Iterator[FairThreads]:
+    made = FairThreads(2, "fair")
+    yield made
+    made.shutdown()
+
+
+def submit(threads: FairThreads, caller: str, work: Callable[[], Any]) -> Future[Any]:
+    def as_caller() -> Future[Any]:
+        current_caller.set(caller)
+        return threads.submit(work)
+
+    return copy_context().run(as_caller)
+
+
+def test_one_caller_never_has_all_threads(threads: FairThreads) -> None:
+    """Bug: grammars of one client that compile for seconds delayed the grammars of all others."""
+    is_allowed = threading.Event()
+    long = [submit(threads, "a", is_allowed.wait) for _ in range(5)]
+    assert submit(threads, "b", lambda: "done").result(TIMEOUT_S) == "done"
+    assert not any(future.done() for future in long)
+    is_allowed.set()
+    assert all(future.result(TIMEOUT_S) for future in long)
+
+
+def test_waiting_callers_take_turns(threads: FairThreads) -> None:
+    is_allowed, is_over = threading.Event(), threading.Event()
+    order: list[str] = []
+    holders = [submit(threads, "x", is_over.wait), submit(threads, "y", is_allowed.wait)]
+    names = ("a1", "a2", "a3", "b1", "b2", "c1")
+    waiting = [submit(threads, name[0], partial(order.append, name)) for name in names]
+    is_allowed.set()  # now one of the two threads is free
+    for future in waiting:
+        future.result(TIMEOUT_S)
+    assert order == ["a1", "b1", "c1", "a2", "b2", "a3"]
+    is_over.set()
+    assert all(holder.result(TIMEOUT_S) for holder in holders)
+
+
+def test_what_work_raises_reaches_the_one_who_waits(threads: FairThreads) -> None:
+    with pytest.raises(ZeroDivisionError):
+        submit(threads, "a", lambda: 1 / 0).result(TIMEOUT_S)
+
+
+def test_cancelled_work_is_not_run(threads: FairThreads) -> None:
+    is_allowed, ran = threading.Event(), threading.Event()
+    holder = submit(threads, "a", is_allowed.wait)
+    waiting = submit(threads, "a", ran.set)
+    assert waiting.cancel()
+    is_allowed.set()
+    holder.result(TIMEOUT_S)
+    assert submit(threads, "a", lambda: 1).result(TIMEOUT_S) == 1
+    assert not ran.is_set()
+
+
+@pytest.mark.parametrize("cancels", [False, True])
+def test_a_shutdown_finishes_or_cancels_what_waits(cancels: bool) -> None:
+    made = FairThreads(2, "fair")
+    is_allowed = threading.Event()
+    holder = submit(made, "a", is_allowed.wait)
+    waiting = submit(made, "a", lambda: "done")
+    made.shutdown(wait=False, cancel_futures=cancels)
+    is_allowed.set()
+    assert holder.result(TIMEOUT_S)
+    assert waiting.cancelled() if cancels else waiting.result(TIMEOUT_S) == "done"
