@@ -68,6 +68,9 @@ class ScriptedBackend:
     async def models(self) -> Sequence[ServedModel]:
         return (ServedModel(name="scripted", endpoints=tuple(ANSWERS)),)
 
+    async def check(self, request: EndpointRequest) -> None:
+        """Leaves everything to `answer`."""
+
     async def answer(self, request: EndpointRequest) -> Answer:
         try:
             body = await ANSWERS[request.url](request.body, request.request_id, self._model)

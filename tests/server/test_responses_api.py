@@ -12,8 +12,8 @@ import orjson
 import pytest
 from threaded_server import Serve, ThreadedServer
 
-from batchline.backends.base import Answer, EndpointRequest, ServedModel
-from batchline.errors import NotFound, Overloaded
+from batchline.backends.base import BATCH_PRIORITY, Answer, EndpointRequest, ServedModel
+from batchline.errors import InternalServerError, NotFound, Overloaded
 from batchline.server import responses_api
 from batchline.server.kept_responses import KeptResponse, KeptResponses
 from batchline.testing import FakeBackend
@@ -202,15 +202,6 @@ async def test_a_response_can_be_made_in_the_background(client: openai.AsyncOpen
     assert "pong" in begun.output_text.lower()
 
 
-async def test_a_failure_in_the_background_is_told_by_the_response(client: openai.AsyncOpenAI) -> None:
-    begun = await client.responses.create(model="tiny", input="Hi", temperature=2, background=True, top_logprobs=99)
-    while begun.status in ("queued", "in_progress"):
-        begun = await client.responses.retrieve(begun.id)
-    assert begun.status == "failed"
-    assert begun.error is not None
-    assert "top_logprobs" in begun.error.message
-
-
 class StuckBackend(FakeBackend):
     """Never answers; tells when it was cancelled."""
 
@@ -248,6 +239,35 @@ def test_what_is_made_in_the_background_can_be_cancelled(serve: Serve) -> None:
     assert backend.is_cancelled
 
 
+class FailingBackend(StuckBackend):
+    """Fails with each request, after its check found nothing."""
+
+    async def answer(self, request: EndpointRequest) -> Answer:
+        self.requests.append(request)
+        error = InternalServerError("Out of memory")
+        return Answer(status_code=500, body=error.body(), request_id=request.request_id)
+
+
+def test_a_failure_in_the_background_is_told_by_the_response(serve: Serve) -> None:
+    with httpx.Client(base_url=serve(FailingBackend()).url) as client:
+        begun = client.post("/v1/responses", json={"model": "stuck", "input": "x", "background": True}).json()
+        while begun["status"] in ("queued", "in_progress"):
+            begun = client.get(f"/v1/responses/{begun['id']}").json()
+    assert (begun["status"], begun["error"]) == ("failed", {"code": "500", "message": "Out of memory"})
+
+
+def test_the_background_comes_after_all_requests_that_clients_wait_for_and_before_batches(serve: Serve) -> None:
+    """Bug: responses in the background, which hold no place among the requests, delayed all others."""
+    backend = FailingBackend()
+    with httpx.Client(base_url=serve(backend).url) as client:
+        for fields in ({"background": True}, {}):
+            client.post("/v1/responses", json={"model": "stuck", "input": "x", **fields})
+    background, foreground = sorted((request.priority for request in backend.requests), reverse=True)
+    last_of_own, first_of_own = 2**31 - 1, -(2**31)
+    assert foreground + last_of_own < background + first_of_own
+    assert background + last_of_own < BATCH_PRIORITY + first_of_own
+
+
 @pytest.mark.parametrize(
     ("fields", "status", "param"),
     [
@@ -259,11 +279,18 @@ def test_what_is_made_in_the_background_can_be_cancelled(serve: Serve) -> None:
         ({"reasoning": {"summary": "long"}}, 400, "reasoning.summary"),
         ({"text": {"format": {"type": "xml"}}}, 400, "text.format"),
         ({"input": [{"type": "x"}]}, 400, "input[0]"),
+        ({"top_logprobs": 99}, 400, "top_logprobs"),
+        ({"input": [{"role": "user", "content": 5}]}, 400, "input[0].content"),
+        ({"input": "Hello world! " * 1000}, 400, None),
+        ({"max_output_tokens": 1_000_000}, 400, "max_output_tokens"),
+        ({"stop_token_ids": [10**9]}, 400, "stop_token_ids"),
+        ({"guided_regex": "("}, 400, "guided_regex"),
     ],
 )
 async def test_a_wrong_request_is_refused_before_it_goes_to_the_background(
-    client: openai.AsyncOpenAI, fields: dict[str, Any], status: int, param: str
+    client: openai.AsyncOpenAI, fields: dict[str, Any], status: int, param: str | None
 ) -> None:
+    """Bug: what only the model's tokenizer, limits or grammars tell was accepted, and the response failed later."""
     body = {"model": "tiny", "input": "Hi", "background": True, **fields}
     with pytest.raises(openai.APIStatusError) as refused:
         await client.responses.create(extra_body=body)

@@ -20,9 +20,12 @@ from batchline.model_facts import ModelFacts
 
 T = TypeVar("T")
 
-BATCH_PRIORITY = 1 << 32
-"""The priority of batch work, after every interactive request. A body's own 32-bit `priority` is added to it, so it
-orders requests of one kind but never puts batch work before interactive work."""
+BACKGROUND_PRIORITY = 1 << 32
+"""The priority of responses in the background, after every request that a client waits for."""
+
+BATCH_PRIORITY = 2 << 32
+"""The priority of batch work, after all requests of a server. A body's own 32-bit `priority` is added to these two, so
+it orders requests of one kind but never puts batch work before interactive work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,6 +171,12 @@ class Backend(Protocol):
     def concurrency(self) -> int:
         """How many requests a run should keep in flight so that the backend is never idle; at least 1. May be called
         before `start`."""
+
+    async def check(self, request: EndpointRequest) -> None:
+        """Raise the error that `answer` is certain to have for a request, as far as it is known without computing it.
+
+        A server calls it before it accepts a request that it answers later. Raises: as `stream` does.
+        """
 
     async def answer(self, request: EndpointRequest) -> Answer:
         """The answer to a request. Cancelling the call frees its resources.

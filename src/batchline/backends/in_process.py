@@ -95,6 +95,17 @@ class InProcessBackend:
         """Two requests for each sequence that the largest engine runs, so that its queue is never empty."""
         return max(MIN_CONCURRENCY, *(2 * config.scheduler.max_num_seqs for config in self._engines))
 
+    async def check(self, request: EndpointRequest) -> None:
+        """Find what is wrong with a request; loads its model if it is not in memory.
+
+        Raises: RequestError, EngineLost, ModelLoadError.
+        """
+        asked = _as_answered(request)
+        async with self._residency.use(self._loadable(asked)) as model:
+            check = model.checks.get(asked.url)
+            if check is not None:
+                await check(asked)
+
     async def answer(self, request: EndpointRequest) -> Answer:
         """The answer to a request. If the engine ends meanwhile, the request runs again.
 
@@ -218,6 +229,10 @@ class InProcessBackend:
 
     def _attempts(self, request: EndpointRequest) -> Attempts[ResidentModel]:
         """The request's turns on its model. Raises: NotFound, BadRequest."""
+        return Attempts(self._residency, self._loadable(request), request)
+
+    def _loadable(self, request: EndpointRequest) -> Loadable[LoadedModel]:
+        """The request's model. Raises: NotFound, BadRequest."""
         endpoint = ENDPOINTS.get(request.url)
         if endpoint is None:
             raise unknown_path(request.url, self._served_models())
@@ -225,7 +240,7 @@ class InProcessBackend:
         name, task = config.model.names[0], self._task(config)
         if task not in endpoint.tasks:
             raise unsupported_path(request.url, request.body.get("model") or name, endpoints_of(task))
-        return Attempts(self._residency, self._loadables[name], request)
+        return self._loadables[name]
 
 
 @contextmanager

@@ -32,7 +32,7 @@ from batchline.endpoints.loading import RenderMessages, load_text, message_rende
 from batchline.endpoints.messages import counted_tokens, message, message_events
 from batchline.endpoints.model import GenerativeModel
 from batchline.endpoints.rerank import rerank
-from batchline.endpoints.responses import input_tokens, response, response_events
+from batchline.endpoints.responses import check_response, input_tokens, response, response_events
 from batchline.endpoints.score import score
 from batchline.endpoints.scorers import PairScorer, Scorer, SimilarityScorer
 from batchline.endpoints.tokenizing import (
@@ -79,6 +79,9 @@ Body = Mapping[str, Any]
 Endpoint = Callable[[EndpointRequest], Awaitable[dict[str, Any]]]
 """Request to response body. Raises: RequestError, EngineError."""
 
+Check = Callable[[EndpointRequest], Awaitable[None]]
+"""Does what an endpoint does before any computation. Raises: RequestError."""
+
 StreamingEndpoint = Callable[[EndpointRequest], AsyncGenerator[dict[str, Any], None]]
 """Request to chunks. Raises: RequestError, EngineError, both at any time."""
 
@@ -87,8 +90,8 @@ StreamingEndpoint = Callable[[EndpointRequest], AsyncGenerator[dict[str, Any], N
 class ResidentModel:
     """A model that answers requests. endpoints: by path, for its kind of model. max_model_len: in tokens.
 
-    streams: by path, the endpoints that can also answer in chunks. is_alive: whether its thread still runs.
-    company: which requests may run on it together.
+    streams: by path, the endpoints that can also answer in chunks. checks: by path, what finds the faults of a request
+    without answering it. is_alive: whether its thread still runs. company: which requests may run on it together.
     """
 
     facts: ModelFacts
@@ -99,6 +102,7 @@ class ResidentModel:
     company: Company
     close: Callable[[], None]
     streams: Mapping[str, StreamingEndpoint] = field(default_factory=dict)
+    checks: Mapping[str, Check] = field(default_factory=dict)
 
 
 def load(config: EngineConfig, task: Task, memory: CacheMemory | None) -> ResidentModel:
@@ -179,6 +183,7 @@ def _generative_model(
             RESPONSES: _streaming(response_events, model),
             MESSAGES: _streaming(message_events, model),
         },
+        checks={RESPONSES: lambda request: check_response(request.body, model)},
         max_model_len=engine.max_model_len,
         is_alive=lambda: engine.is_alive,
         stats=lambda: _engine_stats(engine),

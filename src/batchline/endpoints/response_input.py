@@ -12,7 +12,6 @@ from typing import Any
 from batchline.config import RequestLimits
 from batchline.endpoints.chat_form import ChatForm
 from batchline.errors import BadRequest
-from batchline.openai_api.chat import ChatCompletionRequest
 from batchline.openai_api.parsing import DEFAULT_LIMITS, parse_body, warn_once
 from batchline.openai_api.responses import (
     CHAT_FIELDS,
@@ -45,16 +44,6 @@ def read_request(
     request = parse_body(ResponsesRequest, body, strict=strict, limits=limits)
     request.check()
     return request
-
-
-def check_without_model(body: Mapping[str, Any]) -> None:
-    """Tell what is wrong with a body, as far as no model is needed to know it. Raises: BadRequest.
-
-    Limits are a model's.
-    """
-    form = chat_form(read_request(body, strict=False, limits=None))
-    with form.in_own_fields():
-        parse_body(ChatCompletionRequest, form.body, strict=False, limits=None).check()
 
 
 def chat_form(request: ResponsesRequest) -> ChatForm:

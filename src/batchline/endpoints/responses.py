@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -34,9 +34,9 @@ async def response(
     body: Mapping[str, Any], request_id: str, model: GenerativeModel, priority: int = 0
 ) -> dict[str, Any]:
     """The answer to a response request. Raises: RequestError, EngineError."""
-    encoded = await model.off_loop(partial(_encode, body, model, is_streamed=False))
+    encoded = await _prepared(body, model, is_streamed=False)
+    chat = encoded.chat
     with encoded.form.in_own_fields():
-        chat = await constrained_chat(encoded.chat, model)
         (result,) = await run_jobs(model, [chat.job], chat.request, request_id=request_id, priority=priority)
 
     def write() -> JsonObject:
@@ -52,9 +52,9 @@ async def response_events(
     body: Mapping[str, Any], request_id: str, model: GenerativeModel, priority: int = 0
 ) -> AsyncGenerator[JsonObject, None]:
     """The answer to a response request as events, each with its `type`. Raises: RequestError, EngineError."""
-    encoded = await model.off_loop(partial(_encode, body, model, is_streamed=True))
+    encoded = await _prepared(body, model, is_streamed=True)
+    chat = encoded.chat
     with encoded.form.in_own_fields():
-        chat = await constrained_chat(encoded.chat, model)
         deltas = stream_jobs(model, [chat.job], chat.request, request_id=request_id, priority=priority)
         events = _Events(ResponseWriter(body, request_id, model), chat, model)
         async with aclosing(deltas):
@@ -65,12 +65,24 @@ async def response_events(
             yield event
 
 
+async def check_response(body: Mapping[str, Any], model: GenerativeModel) -> None:
+    """Find what is wrong with a response request, as `response` does before it runs the model. Raises: RequestError."""
+    await _prepared(body, model, is_streamed=False)
+
+
 @dataclass(frozen=True, slots=True)
 class _EncodedResponse:
     """The request as a chat that is ready to be run."""
 
     chat: EncodedChat
     form: ChatForm
+
+
+async def _prepared(body: Mapping[str, Any], model: GenerativeModel, *, is_streamed: bool) -> _EncodedResponse:
+    """The request, checked and encoded off the event loop, its constraint compiled. Raises: RequestError."""
+    encoded = await model.off_loop(partial(_encode, body, model, is_streamed=is_streamed))
+    with encoded.form.in_own_fields():
+        return replace(encoded, chat=await constrained_chat(encoded.chat, model))
 
 
 def _encode(body: Mapping[str, Any], model: GenerativeModel, *, is_streamed: bool) -> _EncodedResponse:

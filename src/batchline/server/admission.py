@@ -5,7 +5,9 @@ Work is counted in sequences. A request counts as one until its body has been re
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
+from math import ceil
+from time import monotonic
 from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -16,7 +18,7 @@ from batchline.openai_api.limits import num_sequences, num_texts
 from batchline.server.metrics import Metrics
 from batchline.server.request_path import route_path
 
-RETRY_AFTER_S = 1
+LONGEST_RETRY_S = 60
 
 TEXTS_PER_SEQUENCE = 64
 """This many texts to embed, score or rank count as one sequence, because each needs only one forward pass."""
@@ -28,6 +30,43 @@ def num_places(path: str, body: Mapping[str, Any]) -> int:
     if endpoint.generates or endpoint.schema is None:
         return num_sequences(body)
     return max(1, -(-num_texts(endpoint.schema, body) // TEXTS_PER_SEQUENCE))
+
+
+class Pace:
+    """How fast the server finishes its work, which tells when a refused client should try again. Mutable.
+
+    num_running: the sequences in the server, waiting ones and those made in the background included.
+    """
+
+    def __init__(self, clock: Callable[[], float] = monotonic) -> None:
+        self.num_running = 0
+        self._clock = clock
+        self._last = 0.0  # when a sequence was finished, or the first one begun
+        self._seconds_each: float | None = None  # a moving mean, of the times in which there was work
+
+    def begin(self, number: int = 1) -> None:
+        """So many sequences begin."""
+        if not self.num_running:
+            self._last = self._clock()
+        self.num_running += number
+
+    def finish(self, number: int = 1) -> None:
+        """So many of them have ended."""
+        now = self._clock()
+        seconds_each = (now - self._last) / number
+        before = seconds_each if self._seconds_each is None else self._seconds_each
+        self._seconds_each = before + (seconds_each - before) * min(1.0, number / 16)
+        self._last = now
+        self.num_running -= number
+
+    @property
+    def retry_after_s(self) -> int:
+        """The time in which half of the work will be done: then there is room, and the model is not idle yet.
+
+        1 to `LONGEST_RETRY_S`; 1 while nothing has been finished.
+        """
+        seconds = self.num_running / 2 * (self._seconds_each or 0.0)
+        return max(1, min(LONGEST_RETRY_S, ceil(seconds)))
 
 
 class Places:
@@ -45,12 +84,15 @@ class Places:
                 f"{self._admission.max_in_flight:,} at a time (--max-num-seqs and --max-waiting): send it in parts"
             )
         if self._admission.num_in_flight + number - self.num_held > self._admission.max_in_flight:
-            raise Overloaded("Too many requests are waiting; try again later", retry_after_s=RETRY_AFTER_S)
+            raise Overloaded("Too many requests are waiting; try again later")
         self._admission.num_in_flight += number - self.num_held
+        self._admission.pace.begin(number - self.num_held)
         self.num_held = number
 
     def release(self) -> None:
         """Release all of them."""
+        if self.num_held:
+            self._admission.pace.finish(self.num_held)
         self._admission.num_in_flight -= self.num_held
         self.num_held = 0
 
@@ -61,8 +103,11 @@ class Admission:
     Leaves a request's `Places` in its state. num_in_flight: places that are held.
     """
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, max_in_flight: int, paths: Container[str]) -> None:
-        """paths: those that do work; all others are always let through."""
+    def __init__(
+        self, app: ASGIApp, metrics: Metrics, max_in_flight: int, paths: Container[str], pace: Pace | None = None
+    ) -> None:
+        """paths: those that do work; all others are always let through. pace: of the server's whole work."""
+        self.pace = pace or Pace()
         self.max_in_flight = max_in_flight
         self.num_in_flight = 0
         self._app = app
@@ -70,13 +115,19 @@ class Admission:
         self._paths = paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raises: Overloaded."""
+        """Raises: Overloaded, which says when to try again."""
+        try:
+            await self._pass_on(scope, receive, send)
+        except Overloaded as exc:
+            raise Overloaded(exc.message, retry_after_s=self.pace.retry_after_s) from exc
+
+    async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or route_path(scope) not in self._paths:
             await self._app(scope, receive, send)
             return
         state = scope.setdefault("state", {})
         if state.get("is_crowded"):
-            raise Overloaded("Too many connections are open; try again later", retry_after_s=RETRY_AFTER_S)
+            raise Overloaded("Too many connections are open; try again later")
         places = state["places"] = Places(self)
         places.hold(1)
         self._metrics.num_in_flight += 1

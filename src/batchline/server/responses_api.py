@@ -20,16 +20,23 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from batchline.backends.base import Backend, EndpointRequest, find_model, models_by_name, unsupported_path
+from batchline.backends.base import (
+    BACKGROUND_PRIORITY,
+    Backend,
+    EndpointRequest,
+    find_model,
+    models_by_name,
+    unsupported_path,
+)
 from batchline.endpoints.pooling_limits import off_loop_if_large
-from batchline.endpoints.response_input import check_without_model
 from batchline.errors import BadRequest, request_error
 from batchline.openai_api.common import ListParams, list_page
 from batchline.openai_api.endpoint_table import INPUT_TOKENS, RESPONSES
 from batchline.openai_api.parsing import parse_body
 from batchline.openai_api.responses import ITEM_REFERENCE, Status, input_item, response_object
+from batchline.server.admission import Pace
 from batchline.server.api_keys import owner_of
-from batchline.server.event_stream import close_stream
+from batchline.server.event_stream import close_stream, while_connected
 from batchline.server.inference import Inference
 from batchline.server.kept_responses import KeptResponse, KeptResponses
 from batchline.server.responses import JsonResponse, written
@@ -40,9 +47,10 @@ JsonObject = dict[str, Any]
 class ResponsesApi:
     """Makes, keeps, shows and cancels responses."""
 
-    def __init__(self, backend: Backend, inference: Inference, *, max_running: int) -> None:
-        """max_running: how many may be made in the background at once."""
+    def __init__(self, backend: Backend, inference: Inference, pace: Pace, *, max_running: int) -> None:
+        """pace: of the server's whole work. max_running: how many may be made in the background at once."""
         self._backend = backend
+        self._pace = pace
         self._inference = inference
         self._max_running = max_running
         self._kept = KeptResponses()
@@ -53,8 +61,7 @@ class ResponsesApi:
         given = await off_loop_if_large(body, partial(_given_input, body.get("input")))
         call = self._call(body, given, owner_of(request))
         if body.get("background") is True:
-            await self._check_in_background(call)
-            await off_loop_if_large(body, partial(check_without_model, call.request.body))
+            await self._check_in_background(request, call)
             return JsonResponse(self._start(call))
         if body.get("stream") is True:
             chunks = _keeping(self._backend.stream(call.request), self._kept, call)
@@ -127,13 +134,14 @@ class ResponsesApi:
             num_bytes += len(orjson.dumps(items[index]))
         return _Input(items, num_bytes)
 
-    async def _check_in_background(self, call: _Call) -> None:
-        """Report the errors that are known at once. Raises: BadRequest, NotFound."""
+    async def _check_in_background(self, request: Request, call: _Call) -> None:
+        """Report the errors that are known at once. Raises: RequestError, EngineLost, ClientDisconnect."""
         if call.body.get("stream") or call.body.get("store") is False:
             raise BadRequest("background: it cannot be combined with stream: true or store: false", param="background")
         model = find_model(models_by_name(await self._backend.models()), call.body["model"])
         if RESPONSES not in model.endpoints:
             raise unsupported_path(RESPONSES, call.body["model"], model.endpoints)
+        await while_connected(request.receive, self._backend.check(call.request))
 
     def _start(self, call: _Call) -> JsonObject:
         """Start a response in the background, and return its current state. Raises: Overloaded."""
@@ -144,9 +152,16 @@ class ResponsesApi:
 
     async def _make(self, kept: KeptResponse, call: _Call) -> None:
         """The background task. Its result or its error becomes the kept response."""
+        self._pace.begin()
+        try:
+            await self._answer_later(kept, call)
+        finally:
+            self._pace.finish()
+
+    async def _answer_later(self, kept: KeptResponse, call: _Call) -> None:
         kept.response = kept.response | {"status": "in_progress"}
         try:
-            answer = await self._backend.answer(call.request)
+            answer = await self._backend.answer(replace(call.request, priority=BACKGROUND_PRIORITY))
             made = answer.parsed_body()
             error = made["error"] if answer.is_error else None
         except Exception as exc:
