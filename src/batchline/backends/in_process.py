@@ -231,7 +231,7 @@ class InProcessBackend:
         """The request's turns on its model. Raises: NotFound, BadRequest."""
         return Attempts(self._residency, self._loadable(request), request)
 
-    def _loadable(self, request: EndpointRequest) -> Loadable[LoadedModel]:
+    def _loadable(self, request: EndpointRequest) -> Loadable[ResidentModel]:
         """The request's model. Raises: NotFound, BadRequest."""
         endpoint = ENDPOINTS.get(request.url)
         if endpoint is None:

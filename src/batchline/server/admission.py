@@ -89,9 +89,11 @@ class Places:
         self._admission.pace.begin(number - self.num_held)
         self.num_held = number
 
-    def release(self) -> None:
-        """Release all of them."""
-        if self.num_held:
+    def release(self, *, was_refused: bool) -> None:
+        """Release all of them. was_refused: what was refused is no work that is finished."""
+        if was_refused:
+            self._admission.pace.num_running -= self.num_held
+        elif self.num_held:
             self._admission.pace.finish(self.num_held)
         self._admission.num_in_flight -= self.num_held
         self.num_held = 0
@@ -131,8 +133,12 @@ class Admission:
         places = state["places"] = Places(self)
         places.hold(1)
         self._metrics.num_in_flight += 1
+        was_refused = False
         try:
             await self._app(scope, receive, send)
+        except Overloaded:
+            was_refused = True
+            raise
         finally:
-            places.release()
+            places.release(was_refused=was_refused)
             self._metrics.num_in_flight -= 1
