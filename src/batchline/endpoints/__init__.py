@@ -1,4 +1,4 @@
-"""From an endpoint's request to its answer, a file per endpoint: pure translation around the engine where possible.
+"""The endpoints, a file for each: they translate a request for the engine, and the engine's results into an answer.
 
-Knows models that are loaded, and nothing of which model serves a request, of batch files or of HTTP.
+Knows loaded models. Does not know which model serves a request, nor batch files or HTTP.
 """

@@ -1,4 +1,4 @@
-"""How the answer to one chat request is constrained and parsed: reasoning, content, tool calls.
+"""Decides how the answer to one chat request is constrained and parsed: reasoning, content, tool calls.
 
 The format is decided before the model runs, from the request, the model's parsers and the end of the prompt. It says
 what the text must match (a constraint, if the request has one or demands a call), and how the text is parsed. A
@@ -32,9 +32,9 @@ class AnswerFormat:
     """constraint: what the text must match, with its surroundings; not compiled yet.
 
     kept_special_ids: special tokens that are markers for the parsers.
-    reasoning, tools: parsers; None if there is nothing to parse. make_call_id: makes the id of a call without one.
-    shows_reasoning: whether the message has it. call_reason: the finish_reason of an answer with calls; `stop` if the
-    request itself chose the call. is_single_call: whether the message ends before a second call.
+    reasoning, tools: parsers; None if there is nothing to parse. make_call_id: makes an id for a call without one.
+    shows_reasoning: whether the message includes the reasoning. call_reason: the finish_reason of an answer with calls;
+    `stop` if the request itself chose the call. is_single_call: whether the message ends before a second call.
     """
 
     constraint: Constraint | None
@@ -114,7 +114,7 @@ def _tool_parser(request: ChatCompletionRequest, model: GenerativeModel) -> Tool
 
 
 def chat_constraint(request: ChatCompletionRequest) -> Constraint | None:
-    """The request's constraint, or that of the calls that it demands.
+    """The request's constraint, or the one for the calls that it requires.
 
     A response_format applies to the content, and an answer that must be a call has no content.
     """
@@ -172,7 +172,7 @@ class MessageReader:
         self._format = answer_format
         self._reasoning = None if answer_format.reasoning is None else answer_format.reasoning.stream()
         self._tools = None if answer_format.tools is None else answer_format.tools.stream()
-        self._undecided: deque[int] = deque()  # text offsets of tokens that may yet turn out to be reasoning
+        self._undecided: deque[int] = deque()  # text offsets of tokens that may still turn out to be reasoning
         self._has_calls = False
         self.is_over = False
 
@@ -201,7 +201,7 @@ class MessageReader:
         return parts if self._tools is None else self._with_calls(self._tools, parts, is_last=is_last)
 
     def _with_calls(self, tools: PartStream, parts: Iterable[MessagePart], *, is_last: bool) -> list[MessagePart]:
-        """The parts with content split into content and calls."""
+        """The parts, with the content split into content and calls."""
         found: list[MessagePart] = []
         for part in parts:
             found += tools.push(part.text) if isinstance(part, ContentDelta) else [part]
@@ -222,7 +222,7 @@ class MessageReader:
         return replace(part, id=self._format.make_call_id())
 
     def _count_reasoning(self, text_offsets: Sequence[int]) -> int:
-        """How many more tokens are known to be reasoning. A token is reasoning if its text begins inside of it."""
+        """How many more tokens are known to be reasoning. A token is reasoning if its text begins inside it."""
         if self._reasoning is None:
             return 0
         self._undecided.extend(text_offsets)

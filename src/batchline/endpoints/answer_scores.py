@@ -1,4 +1,4 @@
-"""Rerankers that are generative models: the score of a pair is how much likelier the answer "yes" is than "no".
+"""Rerankers that are generative models. They score a pair by the logits of the answers "yes" and "no".
 
 `find_reranker` recognises such a model and the form of its prompt. `AnswerScorer` computes the prompt's last hidden
 state in the engine, and from it only the logits of the two answers, not of the whole vocabulary.
@@ -52,11 +52,11 @@ class PairFormat(Protocol):
     def can_cut(self) -> bool: ...
 
     def encode(self, first: str, second: str, max_tokens: int | None) -> tuple[int, ...]:
-        """Token ids of the prompt, cut to fit `max_tokens` where that is given. Raises: BadRequest."""
+        """Token ids of the prompt, cut to `max_tokens` if it is given. Raises: BadRequest."""
 
 
 class Qwen3Format:
-    """As on the model card of Qwen3-Reranker, with parts tokenized one by one. Truncation cuts the document's end."""
+    """The form on Qwen3-Reranker's model card. Parts are tokenized one by one; truncation cuts the document's end."""
 
     can_cut = True
 
@@ -80,7 +80,7 @@ class Qwen3Format:
 
 
 class TemplateFormat:
-    """As in sentence-transformers: the chat template renders a message `query` and a message `document`."""
+    """The form of sentence-transformers: the chat template renders a message `query` and a message `document`."""
 
     num_special_tokens = 0
     can_cut = False
@@ -157,7 +157,7 @@ def find_reranker(config: ModelConfig, text: TextParts) -> Reranker | UnknownRer
 
 
 def _is_qwen3_reranker(model: str, settings: Mapping[str, Any]) -> bool:
-    """Marked as one in config.json, or of that architecture and named as one or marked as a reranker."""
+    """Whether config.json says so, or the architecture fits and the model's name or another mark says so."""
     if any(settings.get(flag) for flag in QWEN3_FLAGS):
         return True
     if not QWEN3_ARCHITECTURES.intersection(settings.get("architectures") or ()):
@@ -187,7 +187,7 @@ def _saved_by_sentence_transformers(config: ModelConfig, text: TextParts) -> Rer
 
 
 def _logit_score_path(modules: Mapping[str, Any] | None) -> str | None:
-    """The folder of the module that reads scores off logits."""
+    """The folder of the module that turns logits into scores."""
     for module in (modules or {}).get("items", ()):
         if str(module.get("type", "")).endswith(".LogitScore"):
             return str(module["path"])
@@ -207,7 +207,7 @@ class AnswerScorer:
     def __init__(
         self, model: GenerativeModel, embedder: EngineEmbedder, reranker: Reranker, head: NDArray[np.float32]
     ) -> None:
-        """head: of the language model, for yes and then no: (1 or 2, hidden_size + 1), biases in the last column."""
+        """head: (1 or 2, hidden_size + 1), the language-model head for yes and then no; the last column is the bias."""
         self.name = model.name
         self._model = model
         self._embedder = embedder

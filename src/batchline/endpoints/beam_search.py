@@ -1,6 +1,6 @@
 """Beam search on top of the engine: each step runs every beam for one token.
 
-The results equal `transformers`' `generate(num_beams=n, do_sample=False, early_stopping=False)`, and so do the rules.
+Rules and results are those of `transformers`' `generate(num_beams=n, do_sample=False, early_stopping=False)`.
 Each step takes the best (1 + number of end tokens) x n continuations. Those among the first n that end are finished,
 and the best n that do not end continue. The search stops when no running beam can beat the worst finished one. Scores
 are float32 sums. The engine's prefix cache keeps the repeated prompts cheap.
@@ -38,7 +38,7 @@ _NEUTRAL_IN_BEAM_SEARCH: Mapping[str, tuple[object, ...]] = {
     "allowed_token_ids": (),
     "bad_words": ((),),
 }
-"""Fields that steer sampling, which beam search does not do, with the values of each that ask for nothing."""
+"""Fields that control sampling, which beam search does not do, and the values of each that have no effect."""
 
 
 def check_beam_search(body: GenerationBody) -> None:
@@ -55,7 +55,7 @@ def check_beam_search(body: GenerationBody) -> None:
 class BeamSearchParams:
     """How to search. end_token_ids: tokens that end a beam.
 
-    num_logprobs, num_prompt_logprobs: alternatives to report, None for none.
+    num_logprobs, num_prompt_logprobs: how many alternatives to report; None reports nothing.
     """
 
     num_beams: int
@@ -67,7 +67,7 @@ class BeamSearchParams:
 
     @property
     def num_continuations(self) -> int:
-        """How many continuations each step takes: enough that n are left if all others end."""
+        """How many continuations each step takes, so that n are left if all others end."""
         return max(2, 1 + len(self.end_token_ids)) * self.num_beams
 
 
@@ -86,7 +86,7 @@ class _Beam:
 async def requested_beams(
     engine: GenerationEngine, request: GenerationRequest, body: GenerationBody
 ) -> list[GenerationOutput]:
-    """The beams that a request's body asks for, best first, each in the form of a sequence that the engine ran."""
+    """The beams that a request's body asks for, best first, each in the form of an engine's finished sequence."""
     sampling = request.sampling
     params = BeamSearchParams(
         num_beams=body.n,
@@ -100,7 +100,7 @@ async def requested_beams(
 
 
 def _with_stop_reason(output: GenerationOutput, sampling: SamplingParams) -> GenerationOutput:
-    """The stop reason of a beam that a stop token id ended, as a sampled sequence has it."""
+    """The output with the stop reason of a sampled sequence, for a beam that a stop token id ended."""
     is_stop_token = output.finish_reason == "stop" and output.token_ids[-1] not in sampling.eos_token_ids
     return replace(output, stop_reason=output.token_ids[-1]) if is_stop_token else output
 
@@ -108,7 +108,7 @@ def _with_stop_reason(output: GenerationOutput, sampling: SamplingParams) -> Gen
 async def beam_search(
     engine: GenerationEngine, request: GenerationRequest, params: BeamSearchParams
 ) -> list[GenerationOutput]:
-    """The finished beams, best first, as many as there are beams. request: its prompt, id and priority are used."""
+    """The finished beams, best first; as many as requested. request: only its prompt, id and priority are used."""
     running = [_Beam()]
     finished: list[_Beam] = []
     first_output: GenerationOutput | None = None
@@ -133,7 +133,7 @@ async def beam_search(
 
 
 def _can_improve(best_running: np.float32, finished: Sequence[_Beam], num_beams: int) -> bool:
-    """Whether some running beam, scored as if it ended here, would be among the finished ones."""
+    """Whether a running beam that ended here would score well enough to be among the finished ones."""
     return len(finished) < num_beams or bool(best_running > finished[-1].score)
 
 
@@ -183,7 +183,7 @@ def _continuations(running: Sequence[_Beam], outputs: Sequence[GenerationOutput]
 
 
 def _output(beam: _Beam, params: BeamSearchParams, first_output: GenerationOutput) -> GenerationOutput:
-    """A finished beam in the form of a sequence that the engine ran."""
+    """A finished beam in the form of an engine's finished sequence."""
     wanted = params.num_logprobs
     logprobs = None if wanted is None else tuple(replace(t, top=_reported(t, wanted)) for t in beam.tokens)
     return GenerationOutput(

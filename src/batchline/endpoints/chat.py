@@ -35,7 +35,7 @@ from batchline.text.messages import message_text
 from batchline.text.tool_parsers import assemble
 
 _THINKING_SWITCHES = ("enable_thinking", "thinking")
-"""What templates call the switch between thinking and answering at once."""
+"""Names that templates have for the switch that turns thinking on or off."""
 
 
 async def chat_completion(
@@ -60,7 +60,7 @@ def parse_chat(body: Mapping[str, Any], config: TextConfig) -> ChatCompletionReq
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedChat:
-    """A checked request, its conversation in the form to run, and the format of its answer."""
+    """A checked request, its prompt, and the format of its answer."""
 
     request: ChatCompletionRequest
     job: PromptJob
@@ -81,7 +81,7 @@ async def encode_chat(
 
 
 async def constrained_chat(chat: EncodedChat, model: GenerativeModel) -> EncodedChat:
-    """The same with its constraint compiled, where it has one. Raises: BadRequest."""
+    """The same, with its constraint compiled if it has one. Raises: BadRequest."""
     wanted = chat.answer_format
     if wanted.constraint is None:
         return chat
@@ -113,7 +113,7 @@ def echoed_text(request: ChatCompletionRequest) -> str:
 
 
 def encoded_chat(request: ChatCompletionRequest, model: GenerativeModel) -> EncodedChat:
-    """Render and tokenize; to be called off the event loop. There is no constraint yet. Raises: BadRequest."""
+    """Render and tokenize; call it off the event loop. The constraint is not compiled yet. Raises: BadRequest."""
     rendered = render_chat(request, model)
     max_tokens = request.max_completion_tokens
     if max_tokens is None:
@@ -166,8 +166,8 @@ def render_chat(request: ChatCompletionRequest, model: GenerativeModel) -> Rende
 def _hints(request: ChatCompletionRequest, template: ChatTemplate | RequestTemplate, model_name: str) -> dict[str, Any]:
     """`reasoning_effort` and `verbosity` under the names that the template reads.
 
-    Files made for hosted models carry both, so a template that reads neither is no error. Raises: BadRequest for a
-    request's own template that does not compile.
+    Files made for hosted models have both fields, so a template that reads neither is not an error. Raises: BadRequest
+    if the request's own template does not compile.
     """
     hints: dict[str, Any] = {}
     if request.reasoning_effort is not None:
@@ -187,7 +187,7 @@ def _hints(request: ChatCompletionRequest, template: ChatTemplate | RequestTempl
 
 
 def chat_template(request: ChatCompletionRequest, model: GenerativeModel) -> ChatTemplate | RequestTemplate:
-    """The request's own template if that is allowed, else the model's. Raises: BadRequest."""
+    """The request's own template if it has one and that is allowed, else the model's. Raises: BadRequest."""
     reserved = RESERVED_VARIABLES.intersection(request.chat_template_kwargs)
     if reserved:
         name = sorted(reserved)[0]
@@ -262,12 +262,12 @@ def _logprob_format(request: ChatCompletionRequest, model: GenerativeModel) -> L
 
 
 def _content(content: str, message: GeneratedText) -> str | None:
-    """The message's content; None if the message only has other parts."""
+    """The message's content; None if it only has other parts."""
     return content if content or not (message.reasoning or message.calls) else None
 
 
 def _calls(message: GeneratedText, request: ChatCompletionRequest) -> dict[str, Any]:
-    """The message's calls in the requested form; nothing if there are none."""
+    """The message's calls in the requested form; empty if there are none."""
     if not message.calls:
         return {}
     calls = assemble(message.calls).calls

@@ -20,9 +20,9 @@ _INDEX = re.compile(r"\[\d+\]$")
 class ChatForm:
     """A request as a chat completion's body.
 
-    paths: where in the request a message (`messages[0]`), its content, a part or a call of it, or a tool comes from.
-    renamed: the request's fields, by regular expressions of what chat completions call them.
-    default_path: the field of a message without a path.
+    paths: where in the request each message (`messages[0]`), its content, parts and calls, and each tool come from.
+    renamed: the request's field names, by regular expressions for the chat completion's names.
+    default_path: the field for a message without a path.
     """
 
     body: dict[str, Any]
@@ -32,7 +32,7 @@ class ChatForm:
 
     @contextmanager
     def in_own_fields(self) -> Iterator[None]:
-        """Raise errors again that name the request's own fields."""
+        """Translate errors inside the block, so that they name the request's own fields."""
         try:
             yield
         except BadRequest as exc:
@@ -53,7 +53,7 @@ class ChatForm:
         return _names(tuple(self.renamed)).sub(other_name, text)
 
     def _path_of(self, name: str) -> str:
-        """The path of a message or of something in it; a part without a path has its index in the content\'s path."""
+        """The path of a message or of something in it. For a part without a path, the content's path and its index."""
         index = _INDEX.search(name)
         if name in self.paths or index is None:
             return self.paths.get(name, self.default_path)
@@ -63,5 +63,5 @@ class ChatForm:
 
 @cache
 def _names(patterns: tuple[str, ...]) -> re.Pattern[str]:
-    """Any field that has another name, as a whole word."""
+    """A pattern for every field that has another name, as a whole word."""
     return re.compile(rf"(?<![\w.'\"])(?:{'|'.join(patterns)}|(?P<message>{_MESSAGE})|(?P<tool>{_TOOL}))(?!\w)")

@@ -46,7 +46,7 @@ async def chat_completion_chunks(
 
 
 class _ChatChunks:
-    """Deltas of choices to chunks of the answer. Mutable; one per request."""
+    """Turns deltas of choices into chunks of the answer. Mutable; one per request."""
 
     def __init__(self, chat: EncodedChat, model: GenerativeModel, completion_id: str) -> None:
         request = self._request = chat.request
@@ -61,7 +61,7 @@ class _ChatChunks:
         self._is_open = False
 
     def push(self, choice: int, delta: GeneratedText) -> Iterable[Chunk]:
-        """The chunks of a choice's delta; none while its text is held back and there is nothing else to report.
+        """The chunks of a choice's delta; empty while its text is held back and there is nothing else to report.
 
         With log-probabilities, each of a choice's last tokens gets its own chunk. The token that ends the choice adds
         no text, and clients that assemble the text from tokens skip a chunk without text.

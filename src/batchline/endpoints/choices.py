@@ -37,9 +37,9 @@ USUAL_LENGTH = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptChoices:
-    """A prompt with its finished choices, best first where they are ranked.
+    """A prompt with its finished choices, best first if they are ranked.
 
-    num_generated: tokens of all sequences that were run, also of those that are not returned.
+    num_generated: tokens of all sequences that were run, including those that are not returned.
     """
 
     prompt: EncodedPrompt
@@ -75,7 +75,7 @@ def check_choices(body: GenerationBody) -> None:
 
 
 def check_whole(body: GenerationBody) -> None:
-    """The request wants one whole answer. Raises: BadRequest."""
+    """Check that the request wants one whole answer. Raises: BadRequest."""
     if body.stream:
         raise BadRequest("stream: a batch line or a call for one answer cannot be streamed", param="stream")
     if body.stream_options is not None:
@@ -83,7 +83,7 @@ def check_whole(body: GenerationBody) -> None:
 
 
 def check_streamed(body: GenerationBody) -> None:
-    """What is only known at the end cannot be streamed. Raises: BadRequest."""
+    """Check that the request asks for nothing that is only known at the end. Raises: BadRequest."""
     if body.use_beam_search:
         raise BadRequest("use_beam_search: beams are known at the end only and cannot be streamed", param="stream")
     if body.best_of is not None and body.best_of > body.n:
@@ -94,7 +94,7 @@ def check_streamed(body: GenerationBody) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptJob:
-    """A prompt with all that its sequences have in common."""
+    """A prompt, and everything that its sequences have in common."""
 
     prompt: EncodedPrompt
     sampling: SamplingParams
@@ -105,7 +105,7 @@ class PromptJob:
 def prompt_jobs(
     prompts: Sequence[EncodedPrompt], body: GenerationBody, model: GenerativeModel, logprobs: ReportedLogprobs
 ) -> list[PromptJob]:
-    """The jobs to run. Does text work, so call it off the event loop. Raises: BadRequest."""
+    """The jobs to run. This does text work, so call it off the event loop. Raises: BadRequest."""
     prompts = _with_room_for_logprobs(prompts, body, model, logprobs)
     first = sampling_params(
         body,
@@ -126,10 +126,10 @@ def prompt_jobs(
 def _with_room_for_logprobs(
     prompts: Sequence[EncodedPrompt], body: GenerationBody, model: GenerativeModel, logprobs: ReportedLogprobs
 ) -> Sequence[EncodedPrompt]:
-    """The prompts. Outputs whose length the request left open are shortened to what the limit allows.
+    """The prompts, with outputs whose length the request left open shortened so that the limit holds.
 
     Every choice reports its prompt's log-probabilities. A single output may have as many as the context has room for.
-    Raises: BadRequest for more log-probabilities than there should be in memory.
+    Raises: BadRequest for more log-probabilities than the limit.
     """
     num_choices, limit = body.best_of or body.n, model.config.limits.logprobs
     num_of_prompts = 0
@@ -159,7 +159,7 @@ def _check_num_logprobs(number: int, limit: int, body: GenerationBody, logprobs:
 
 
 def _least_max_tokens(prompt: EncodedPrompt, body: GenerationBody) -> int:
-    """The output length that must be possible: what the request asks for, or enough for a usual answer."""
+    """The output length that must be possible: the one that the request asks for, or enough for a usual answer."""
     if not prompt.has_default_length:
         return prompt.max_tokens
     return min(prompt.max_tokens, max(USUAL_LENGTH, body.min_tokens))
@@ -174,7 +174,7 @@ async def run_jobs(
 ) -> list[PromptChoices]:
     """Run all sequences of all prompts and pick each prompt's choices.
 
-    request_id: of the engine's requests, which extend it. Raises: RequestError, EngineError.
+    request_id: the beginning of the engine's request ids. Raises: RequestError, EngineError.
     """
     requests = [_engine_request(job, body, _job_id(request_id, index), priority) for index, job in enumerate(jobs)]
     is_beam_search = body.use_beam_search and any(job.sampling.max_tokens for job in jobs)
@@ -195,7 +195,7 @@ def _picked(job: PromptJob, texts: Sequence[GeneratedText], body: GenerationBody
 async def stream_jobs(
     model: GenerativeModel, jobs: Sequence[PromptJob], body: GenerationBody, *, request_id: str, priority: int
 ) -> AsyncGenerator[tuple[int, int, GeneratedText], None]:
-    """(prompt, choice, delta) of each prompt's `n` sequences as they come. Closing it aborts them all.
+    """(prompt, choice, delta) of each prompt's `n` sequences as they come. Closing the iterator aborts them all.
 
     If the request asks for the prompt's log-probabilities, the first delta of each choice has them, so that no choice
     waits for another. The body has passed `check_streamed`. Raises: RequestError, EngineError.
@@ -213,7 +213,7 @@ async def stream_jobs(
 
 
 def is_long(results: Sequence[PromptChoices], body: GenerationBody) -> bool:
-    """Whether the answer takes so long to write that it must be written off the event loop."""
+    """Whether writing the answer takes so long that it must not be done on the event loop."""
     has_logprobs = any(text.logprobs or text.prompt_logprobs for result in results for text in result.choices[:1])
     num_tokens = sum(result.num_generated for result in results)
     if body.echo or body.return_token_ids:
@@ -222,7 +222,7 @@ def is_long(results: Sequence[PromptChoices], body: GenerationBody) -> bool:
 
 
 def _engine_request(job: PromptJob, body: GenerationBody, request_id: str, priority: int) -> GenerationRequest:
-    """What all of a prompt's sequences have in common."""
+    """The part of the engine's request that all of a prompt's sequences have in common."""
     return GenerationRequest(
         request_id=request_id,
         prompt_token_ids=job.prompt.token_ids,
@@ -236,7 +236,7 @@ def _engine_request(job: PromptJob, body: GenerationBody, request_id: str, prior
 async def _run_samples(
     model: GenerativeModel, requests: Sequence[GenerationRequest], jobs: Sequence[PromptJob], body: GenerationBody
 ) -> list[Sequence[GeneratedText]]:
-    """`best_of` or `n` sequences of each prompt; with more run than returned, the best come first."""
+    """Run `best_of` or `n` sequences of each prompt. If more are run than returned, the best come first."""
     num_sequences = body.best_of or body.n
     is_ranked = num_sequences > body.n
     calls = [
@@ -256,7 +256,8 @@ async def _complete(
 
 
 def _ranked(texts: Sequence[GeneratedText]) -> Sequence[GeneratedText]:
-    """The texts by log-probability per token, as OpenAI defines it. Each gets what only the first one computed."""
+    """The texts, ordered by log-probability per token as OpenAI defines it. Each gets the prompt's log-probabilities,
+    which only the first one computed."""
     ranked = sorted(texts, key=lambda text: -text.mean_logprob)
     prompt_logprobs, num_cached_tokens = texts[0].prompt_logprobs, texts[0].num_cached_tokens
     return [replace(text, prompt_logprobs=prompt_logprobs, num_cached_tokens=num_cached_tokens) for text in ranked]
@@ -282,7 +283,7 @@ def _numbered(request: GenerationRequest, choice: int) -> GenerationRequest:
 async def _run_beams(
     model: GenerativeModel, requests: Sequence[GenerationRequest], jobs: Sequence[PromptJob], body: GenerationBody
 ) -> list[Sequence[GeneratedText]]:
-    """`n` beams of each prompt, best first."""
+    """Search `n` beams of each prompt; the best come first."""
     calls = [partial(_beams_of, model, request, job.rules, body) for request, job in zip(requests, jobs, strict=True)]
     return await gather_or_cancel(calls, max(1, model.max_request_sequences // body.n))
 

@@ -47,10 +47,10 @@ async def completion_chunks(
 
 
 class _CompletionChunks:
-    """Deltas of choices to chunks of the answer. Mutable; one per request."""
+    """Turns deltas of choices into chunks of the answer. Mutable; one per request."""
 
     def __init__(self, encoded: EncodedCompletion, model: GenerativeModel, answer_id: str) -> None:
-        """Call it off the event loop if there are prompts to echo, since it writes them."""
+        """Call it off the event loop if there are prompts to echo, because it writes them."""
         request = self._request = encoded.request
         prompts = self._prompts = [job.prompt for job in encoded.jobs]
         self._model = model
@@ -62,7 +62,7 @@ class _CompletionChunks:
         self._begun: set[int] = set()
 
     def push(self, prompt: int, choice: int, delta: GeneratedText) -> list[Chunk]:
-        """The chunk of a choice's delta; none while its text is held back and there is nothing else to report."""
+        """The chunk of a choice's delta; empty while its text is held back and there is nothing else to report."""
         self._usage.count(delta, prompt=prompt, choice=choice)
         index = prompt * self._request.n + choice
         is_first = index not in self._begun

@@ -1,4 +1,4 @@
-"""`/v1/completions`: prompts in, text that follows them out; p prompts times n choices, prompt-major."""
+"""`/v1/completions`: prompts in, text that follows them out. Each prompt's n choices are neighbours."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def parse_completion(body: Mapping[str, Any], config: TextConfig) -> CompletionR
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedCompletion:
-    """A checked request, and what is to be run for each of its prompts."""
+    """A checked request, and the job for each of its prompts."""
 
     request: CompletionRequest
     jobs: list[PromptJob]
@@ -161,7 +161,7 @@ class Echo:
 
 
 def echoed_prompt(request: CompletionRequest, prompt: EncodedPrompt, model: GenerativeModel) -> Echo:
-    """The prompt as `echo` shows it: nothing without `echo`."""
+    """The prompt as `echo` shows it; empty without `echo`."""
     if not request.echo:
         return Echo()
     detokenizer = Detokenizer(

@@ -46,10 +46,10 @@ def requested_constraint(body: GenerationBody) -> Constraint | None:
 
 
 def _meaning(constraint: Constraint) -> Constraint:
-    """Equal for one constraint that is given in two spellings, as some clients do."""
+    """A value that is equal for two spellings of the same constraint, which some clients send together."""
     source = constraint.source
     if constraint.kind not in ("regex", "grammar"):
-        with suppress(ValueError, RecursionError):  # compiling it says what is wrong
+        with suppress(ValueError, RecursionError):  # compiling it will report the error
             source = json.dumps(json.loads(source))
     return replace(constraint, field="", source=source)
 
@@ -85,7 +85,7 @@ def _response_format(body: GenerationBody) -> Iterator[Constraint]:
 
 
 def _schemas(wanted: TextFormat | JsonObjectFormat | JsonSchemaFormat | JsonValueFormat) -> dict[str, Any]:
-    """The schema in each place where a format may have it."""
+    """The schema, in each place where a format may have it."""
     if isinstance(wanted, JsonSchemaFormat):
         named = wanted.json_schema
         return {"schema": wanted.schema_, "json_schema.schema": None if named is None else named.schema_}

@@ -57,7 +57,7 @@ def _read(body: Mapping[str, Any], model: Embedder, text: TextConfig) -> EmbedRe
 
 
 async def _tokenize(request: EmbedRequest, model: Embedder) -> list[TokenSequence]:
-    """The request's sequences, cut as asked and of a length that the model takes. Raises: BadRequest."""
+    """The request's sequences, cut as requested, and checked to fit the model. Raises: BadRequest."""
     limit = min(request.max_tokens or model.max_model_len, model.max_model_len)
     if limit <= model.num_special_tokens:
         raise BadRequest(
@@ -76,12 +76,12 @@ async def _tokenize(request: EmbedRequest, model: Embedder) -> list[TokenSequenc
 
 
 def _written(vectors: Vectors, request: EmbedRequest) -> dict[str, list[Any]]:
-    """The vectors in each of the formats asked for. Raises: BadRequest."""
+    """The vectors in each of the requested formats. Raises: BadRequest."""
     return {kind: _WRITERS[kind](vectors) for kind in request.embedding_types}
 
 
 def _int8(vectors: Vectors) -> np.ndarray[Any, np.dtype[np.int8]]:
-    """Each vector scaled so that its largest number is 127 or -127, which keeps the angles between vectors."""
+    """Each vector, scaled so that its largest number is 127 or -127. This keeps the angles between vectors."""
     largest = np.abs(vectors).max(axis=1, keepdims=True)
     scaled: np.ndarray[Any, np.dtype[np.int8]] = np.rint(
         vectors / np.maximum(largest, np.finfo(np.float32).tiny) * 127
@@ -90,7 +90,7 @@ def _int8(vectors: Vectors) -> np.ndarray[Any, np.dtype[np.int8]]:
 
 
 def _bits(vectors: Vectors) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """One bit a number, set where it is positive, eight to a byte. Raises: BadRequest."""
+    """One bit per number (1 if it is positive), eight bits per byte. Raises: BadRequest."""
     if vectors.shape[1] % 8:
         raise BadRequest(
             f"embedding_types: vectors of {vectors.shape[1]} numbers do not fill bytes with their bits; "

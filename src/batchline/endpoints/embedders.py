@@ -1,6 +1,6 @@
-"""What turns texts into vectors: an embedding model, or a generative model by its last token.
+"""Turns texts into vectors, by an embedding model or by a generative model's last token.
 
-`EmbeddingModel` of `pooling` is an `Embedder` as it stands; `EngineEmbedder` makes one of a generative model.
+`EmbeddingModel` of `pooling` already is an `Embedder`; `EngineEmbedder` makes a generative model one.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from batchline.text.detokenizer import detokenize
 class Embedder(Protocol):
     """Texts to token sequences, token sequences to vectors.
 
-    name: what answers carry. num_special_tokens: added around a text, and kept when it is cut. matryoshka: the sizes
-    that vectors may be cut to, None where they may not be cut.
+    name: the model's name in answers. num_special_tokens: how many are added to a text, and kept when it is cut.
+    matryoshka: the sizes that vectors may be cut to; None if they may not be cut.
     """
 
     @property
@@ -52,7 +52,7 @@ class Embedder(Protocol):
         max_tokens: int | None = None,
         side: Side | None = None,
     ) -> list[TokenSequence]:
-        """One sequence per text, cut to `max_tokens` where that is given. side: to cut at, the model's own if None."""
+        """One sequence per text, cut to `max_tokens` if it is given. side: where to cut; None is the model's choice."""
 
     async def cut(self, texts: Sequence[str], max_tokens: int) -> list[str]:
         """The texts' beginnings, of at most so many tokens. Raises: BadRequest."""
@@ -60,12 +60,12 @@ class Embedder(Protocol):
     async def tokenize_messages(
         self, messages: Sequence[Mapping[str, Any]], *, add_special_tokens: bool = False
     ) -> TokenSequence:
-        """A conversation through the chat template. Raises: BadRequest, also where there is no template."""
+        """A conversation, rendered by the chat template. Raises: BadRequest, also if there is no template."""
 
     def from_token_ids(
         self, token_ids: Sequence[int], *, max_tokens: int | None = None, side: Side | None = None
     ) -> TokenSequence:
-        """Token ids as they are, cut to `max_tokens` where that is given. side: see `tokenize`."""
+        """Token ids unchanged, but cut to `max_tokens` if it is given. side: see `tokenize`."""
 
     async def embed(
         self,
@@ -75,9 +75,9 @@ class Embedder(Protocol):
         normalises: bool | None = None,
         priority: int = 0,
     ) -> Vectors:
-        """(num_sequences, size) float32. normalises: whether their L2 norm is 1, as the model says if None.
+        """(num_sequences, size) float32. normalises: whether their L2 norm is 1; None leaves it to the model.
 
-        Raises: BadRequest where the model cannot, EngineDead, EngineError.
+        Raises: BadRequest if the model cannot do that, EngineDead, EngineError.
         """
 
 
@@ -91,14 +91,14 @@ class EmbeddingEngine(Protocol):
 class EngineEmbedder:
     """A generative model as an `Embedder`: the last token's final hidden state, L2-normalised.
 
-    Cutting keeps a prompt's end, as it does where the model generates.
+    Cutting keeps a prompt's end, as when the model generates.
     """
 
     num_special_tokens = 0
     matryoshka: Matryoshka | None = None
 
     def __init__(self, model: GenerativeModel, engine: EmbeddingEngine) -> None:
-        """engine: the model's own."""
+        """engine: the model's engine."""
         self.name = model.name
         self.max_model_len = model.engine.max_model_len
         self.vocab_size = model.engine.vocab_size
@@ -157,7 +157,7 @@ class EngineEmbedder:
     def from_token_ids(
         self, token_ids: Sequence[int], *, max_tokens: int | None = None, side: Side | None = None
     ) -> TokenSequence:
-        """Token ids as they are, by default their start cut to fit `max_tokens`."""
+        """Token ids unchanged, but cut to `max_tokens`, by default at their start."""
         if max_tokens is None:
             return TokenSequence(token_ids=tuple(token_ids))
         return TokenSequence(token_ids=tuple(token_ids[:max_tokens] if side == "right" else token_ids[-max_tokens:]))

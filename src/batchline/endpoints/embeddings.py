@@ -31,7 +31,7 @@ from batchline.pooling.batching import TokenSequence
 from batchline.pooling.vectors import Vectors, are_finite
 
 LARGE_ANSWER = 65_536
-"""Numbers that take longer to write than it takes to wake up a thread for it."""
+"""Writing this many numbers takes longer than waking up a thread for it."""
 
 
 async def embeddings(
@@ -87,12 +87,12 @@ def _read(body: Mapping[str, Any], model: Embedder, text: TextConfig) -> Embeddi
 
 
 def numbers(vectors: Vectors) -> list[list[float]]:
-    """Row by row: nothing else can run while numpy makes numbers of an array."""
+    """The vectors as lists of numbers, row by row, because no other thread can run while numpy converts an array."""
     return [row.tolist() for row in vectors]
 
 
 def encode_base64(vectors: Vectors, dtype: EmbedDtype = "float32", order: ByteOrder = "little") -> list[str]:
-    """Each row as base64 of its numbers. order: of each number's bytes."""
+    """Each row's numbers in base64. order: the byte order of each number."""
     numbers = _bfloat16_bits(vectors) if dtype == "bfloat16" else vectors.astype(dtype)
     rows = numbers.astype(numbers.dtype.newbyteorder(order))
     return [base64.b64encode(row.tobytes()).decode("ascii") for row in rows]
@@ -106,7 +106,7 @@ def _bfloat16_bits(vectors: Vectors) -> NDArray[np.uint16]:
 
 
 async def _tokenize(request: EmbeddingsRequest, model: Embedder) -> list[TokenSequence]:
-    """The request's sequences, cut as asked and of a length that the model takes."""
+    """The request's sequences, cut as requested, and checked to fit the model."""
     max_tokens = resolve_truncation(
         request.truncate_prompt_tokens,
         max_model_len=model.max_model_len,
@@ -145,7 +145,7 @@ async def _tokenize_input(
 
 
 def check_dimensions(dimensions: int | None, model: Embedder, field: str) -> None:
-    """Only a matryoshka model's vectors may be cut, and to the sizes it was trained for. Raises: BadRequest."""
+    """Check that the model is a Matryoshka model, and was trained for vectors of this size. Raises: BadRequest."""
     if dimensions is None:
         return
     if model.matryoshka is None:

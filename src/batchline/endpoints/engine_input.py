@@ -1,4 +1,4 @@
-"""From a request's fields to what the engine takes: token ids that fit the context, and sampling parameters.
+"""Turns a request's fields into the engine's input: token ids that fit the context, and sampling parameters.
 
 Sampling parameters are resolved in the order request > model > built-in default.
 """
@@ -32,8 +32,8 @@ GREEDY_BELOW = 1e-5
 class EncodedPrompt:
     """A prompt ready for the engine.
 
-    text: as it was given; None for token ids and for a truncated prompt. max_tokens: of the answer; has_default_length:
-    whether the request left it open.
+    text: as it was given; None for token ids and for a truncated prompt. max_tokens: the answer's limit;
+    has_default_length: whether the request left it open.
     kept_special_ids: special tokens that stay in the answer's text for its parsers.
     """
 
@@ -53,10 +53,10 @@ def encode_prompt(
     max_tokens: int | None,
     default_max_tokens: int | None = None,
 ) -> EncodedPrompt:
-    """Tokenize, truncate as asked, and check the length.
+    """Tokenize, truncate as requested, and check the length.
 
-    max_tokens: of the request. If it sets none, the default applies, as far as the context leaves room for it. Without
-    a default, the answer may have all that is left.
+    max_tokens: the request's. If it is None, the default applies, as far as the context leaves room for it. Without a
+    default, the answer may use all that is left.
 
     Raises: BadRequest, in OpenAI's words for a prompt that is too long.
     """
@@ -83,7 +83,7 @@ def encode_prompt(
 
 
 def check_vocabulary(token_ids: tuple[int, ...], vocab_size: int, field: str) -> tuple[int, ...]:
-    """The same token ids, all of them below `vocab_size`. Raises: BadRequest naming the field."""
+    """Check that all token ids are below `vocab_size`, and return them. Raises: BadRequest, which names the field."""
     for token_id in token_ids:
         if not 0 <= token_id < vocab_size:
             raise BadRequest(
@@ -93,7 +93,7 @@ def check_vocabulary(token_ids: tuple[int, ...], vocab_size: int, field: str) ->
 
 
 def check_known(token_ids: tuple[int, ...], model: GenerativeModel, field: str) -> None:
-    """Raises: BadRequest for a token of the tokenizer that the model has no embedding for."""
+    """Raises: BadRequest if the tokenizer gives a token for which the model has no embedding."""
     for token_id in token_ids:
         if token_id >= model.engine.vocab_size:
             token = model.tokenizer.added_token(token_id)
@@ -112,7 +112,7 @@ def _refuse_far_too_long(text: str, model: GenerativeModel) -> None:
 
 
 def prompt_too_long(limit: int, num_tokens: int | str, field: str | None = None) -> PromptTooLong:
-    """The error of a prompt longer than the context. field: that holds the prompt, if the request has several."""
+    """The error of a prompt longer than the context. field: the prompt's field, if the request has several prompts."""
     where = "" if field is None else f" ({field})"
     return PromptTooLong(
         f"This model's maximum context length is {limit} tokens, but the prompt has {num_tokens} tokens{where}. "
@@ -126,7 +126,7 @@ def truncate(
 ) -> tuple[int, ...]:
     """The first or last `keep` tokens; -1 keeps as many as fit the context beside those reserved for the answer.
 
-    limit: the context length. side: where tokens are cut off. Raises: BadRequest.
+    limit: the context length. side: the side that is cut. Raises: BadRequest.
     """
     if keep is None:
         return token_ids
@@ -209,7 +209,7 @@ def sampling_params(
 
 
 def check_min_tokens(body: GenerationBody, max_tokens: int) -> None:
-    """Raises: BadRequest if the answer must have more tokens than it may."""
+    """Raises: BadRequest if the answer's minimum of tokens is larger than its maximum."""
     if body.min_tokens > max_tokens:
         raise BadRequest(
             f"min_tokens: {body.min_tokens} is more than the {max_tokens} tokens the answer may have",
@@ -264,7 +264,7 @@ def _first(given: T | None, default: T | None, fallback: T) -> T:
 
 
 def _top_k(wanted: int, vocab_size: int) -> int:
-    """The number, or 0 (off) if it would allow every token: a request's number may exceed the engine's integers."""
+    """The number, or 0 (off) if it allows every token. A request's number may exceed the engine's integers."""
     return wanted if 0 < wanted < vocab_size else 0
 
 

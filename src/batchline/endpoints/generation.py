@@ -1,7 +1,7 @@
-"""Running sequences and turning their tokens into text: the pipeline under completions and chat completions.
+"""Runs sequences and turns their tokens into text, for completions and chat completions.
 
-Everything flows as deltas: the engine's outputs go in, text that is certain comes out, ending at a stop string, a stop
-token or the token limit. A whole answer is its deltas put together, so that streaming can show the same text.
+Everything is a delta: the engine's outputs go in, and text that is certain comes out, up to a stop string, a stop token
+or the token limit. A whole answer is the sum of its deltas, so that a stream has the same text.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LONG_OUTPUT = 2048
 class TextRules:
     """How tokens become text, and which text ends it. Stop strings do not count before `min_tokens`.
 
-    make_watcher: makes a function that gets each delta of a sequence, and ends the sequence by returning True.
+    make_watcher: makes a function that gets each delta of a sequence; if it returns True, the sequence ends.
     """
 
     skip_special_tokens: bool = True
@@ -43,7 +43,7 @@ class TextRules:
 
 
 def text_rules(body: GenerationBody, kept_special_ids: frozenset[int] = frozenset()) -> TextRules:
-    """The rules that a request asks for. kept_special_ids: special tokens that the text's parsers need."""
+    """The rules for a request. kept_special_ids: special tokens that the text's parsers need."""
     return TextRules(
         skip_special_tokens=body.skip_special_tokens,
         spaces_between_special_tokens=body.spaces_between_special_tokens,
@@ -56,13 +56,13 @@ def text_rules(body: GenerationBody, kept_special_ids: frozenset[int] = frozense
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratedText:
-    """Text of one sequence: what is new (a delta), or the whole.
+    """Text of one sequence: the new part (a delta), or all of it.
 
-    token_ids: up to and including the one that completed a stop string or was a stop token, even if their text is cut.
+    token_ids: up to and including the one that completed a stop string or was a stop token, even if its text is cut.
     text_offsets: for each token, how many characters of the sequence's text came before it.
     finish_reason: None while more will come. stop_reason: the stop string or stop token id, None for eos and length.
-    parts, num_reasoning_tokens: of a message, filled in by its reader. The first part of each call has the name and an
-    id. The number is how many more tokens are known to be reasoning or its markers.
+    parts, num_reasoning_tokens: only for messages; the message's reader sets them. The first part of each call has the
+    name and an id. The number says how many more tokens are known to be reasoning or its markers.
     """
 
     text: str = ""
@@ -88,12 +88,12 @@ class GeneratedText:
 
     @property
     def calls(self) -> Sequence[ToolCallDelta]:
-        """What its parts add to calls."""
+        """The parts that add to calls."""
         return [part for part in self.parts if isinstance(part, ToolCallDelta)]
 
     @property
     def mean_logprob(self) -> float:
-        """Log-probability per token; sequences must have been run with logprobs."""
+        """Log-probability per token; the sequence must have been run with logprobs."""
         if not self.logprobs:
             return 0.0
         return sum(token.logprob for token in self.logprobs) / len(self.logprobs)
@@ -116,7 +116,7 @@ class SequenceText:
         self._num_characters = 0
 
     def push(self, output: GenerationOutput) -> GeneratedText:
-        """What the output adds. Nothing may be pushed after a delta with a finish_reason."""
+        """The delta for an output. Nothing may be pushed after a delta with a finish_reason."""
         offsets: list[int] = []
         num_visible = len(output.token_ids) - self._num_hidden(output)
         for index, token_id in enumerate(output.token_ids):
@@ -168,7 +168,7 @@ class SequenceText:
 async def stream_text(
     engine: GenerationEngine, request: GenerationRequest, tokenizer: Tokenizer, rules: TextRules
 ) -> AsyncGenerator[GeneratedText, None]:
-    """A sequence's text as deltas. A stop string ends the sequence in the engine; a caller that leaves aborts it."""
+    """A sequence's text as deltas. A stop string ends the sequence in the engine; closing the iterator aborts it."""
     sequence = SequenceText(tokenizer, rules)
     watcher = None if rules.make_watcher is None else rules.make_watcher()
     outputs = engine.generate(request)
@@ -193,13 +193,13 @@ async def stream_text(
 async def complete_text(
     engine: GenerationEngine, request: GenerationRequest, tokenizer: Tokenizer, rules: TextRules
 ) -> GeneratedText:
-    """A sequence's whole text. The engine reports every step only where its text may end it."""
+    """A sequence's whole text. The engine only reports every step if the text may end the sequence."""
     request = replace(request, stream=bool(rules.stop) or rules.make_watcher is not None)
     return whole_text([delta async for delta in stream_text(engine, request, tokenizer, rules)])
 
 
 def whole_text(deltas: Sequence[GeneratedText]) -> GeneratedText:
-    """All deltas of a sequence put together."""
+    """The sum of all deltas of a sequence."""
     if len(deltas) == 1:
         return deltas[0]
     text = "".join(delta.text for delta in deltas)
@@ -217,7 +217,7 @@ def whole_text(deltas: Sequence[GeneratedText]) -> GeneratedText:
 
 
 def by_token(delta: GeneratedText, start: int) -> Iterator[GeneratedText]:
-    """A delta as one for each of its tokens. start: how many characters of the sequence's text came before it."""
+    """A delta, split into one for each token. start: how many characters of the sequence's text came before it."""
     if len(delta.token_ids) < 2:
         yield delta
         return
@@ -239,9 +239,9 @@ def by_token(delta: GeneratedText, start: int) -> Iterator[GeneratedText]:
 async def gather_or_cancel(
     calls: Sequence[Callable[[], Coroutine[Any, Any, T]]], at_once: int | None = None
 ) -> list[T]:
-    """The results of all calls in order. at_once: how many run at a time, begun in order; None: all.
+    """The results of all calls, in order. at_once: how many run at a time, started in order; None means all.
 
-    When one fails or the caller is cancelled, the others are cancelled and awaited.
+    If one fails or the caller is cancelled, the others are cancelled and awaited.
     """
     if len(calls) == 1:
         return [await calls[0]()]

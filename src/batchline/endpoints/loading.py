@@ -1,4 +1,4 @@
-"""Loading what a generative model needs besides its weights: tokenizer, chat template, generation defaults."""
+"""Loads what a generative model needs besides its weights: tokenizer, chat template, generation defaults."""
 
 from __future__ import annotations
 
@@ -60,9 +60,10 @@ def load_text(model: ModelConfig, text: TextConfig) -> TextParts:
 
 
 def message_renderer(model: ModelConfig, text: TextConfig, tokenizer: Any) -> RenderMessages | None:
-    """What writes a conversation as the text that an embedding model embeds: the option's template, else its own.
+    """A function that renders a conversation as the text that an embedding model embeds, with the option's template or
+    else the model's own.
 
-    tokenizer: of transformers. Raises: ModelLoadError, UsageError.
+    tokenizer: one of transformers. Raises: ModelLoadError, UsageError.
     """
     source = _template_source(text, tokenizer.chat_template, with_tools=False)
     template = _template(model, text, tokenizer.special_tokens_map, source)
@@ -94,11 +95,11 @@ def message_renderer(model: ModelConfig, text: TextConfig, tokenizer: Any) -> Re
 
 
 def _tool_parser(model: ModelConfig, text: TextConfig, source: str | None) -> type[ToolCallParser] | None:
-    """The option's parser, else the one that the template asks for. Raises: UsageError where there must be one."""
+    """The option's parser, else the one that the template asks for. Raises: UsageError if there must be one."""
     parser = _named(text.tool_parser or detect_tool_parser(source or ""), tool_parser)
     if parser is None and text.needs_tool_parser:
         raise UsageError(
-            f"The chat template of {model.model} does not tell how the model writes calls of tools: "
+            f"The chat template of {model.model} does not show how the model writes tool calls: "
             f"name the format with --tool-call-parser. Known: {', '.join(tool_parser_names())}."
         )
     return parser
@@ -110,7 +111,7 @@ def _named(name: str | None, parser: Callable[[str], T]) -> T | None:
 
 
 def _processor_template(model: str, revision: str | None) -> str | Mapping[str, str] | None:
-    """The template that older processors keep beside the tokenizer's files, which do not name it."""
+    """The template that older processors store beside the tokenizer's files, which do not mention it."""
     source = (read_json(model, "chat_template.json", revision) or {}).get("chat_template")
     return source if isinstance(source, (str, dict)) else None
 
@@ -125,7 +126,7 @@ def _template_source(text: TextConfig, templates: str | Mapping[str, str] | None
 def _template(
     model: ModelConfig, text: TextConfig, special_tokens: Mapping[str, str], source: str | None
 ) -> ChatTemplate | None:
-    """A template that does not compile is the option's fault, or the model's."""
+    """Compile the template. Raises: UsageError for the option's template, ModelLoadError for the model's own."""
     if source is None:
         return None
     try:
@@ -137,19 +138,19 @@ def _template(
 
 
 def _defaults(model: ModelConfig, text: TextConfig) -> GenerationDefaults:
-    """What the generation config says, under the operator's overrides."""
+    """The generation config's values, with the operator's overrides."""
     values = {} if model.generation_config == "vllm" else _generation_config(model)
     return generation_defaults({**values, **text.override_generation_config})
 
 
 def _generation_config(model: ModelConfig) -> dict[str, Any]:
-    """The values of generation_config.json; models without one have no opinion. Raises: ModelLoadError."""
+    """The values of generation_config.json; empty for a model without one. Raises: ModelLoadError."""
     from transformers import GenerationConfig  # heavy: only a model that is loaded needs it
 
     folder, revision = model.generation_source
     try:
         config = GenerationConfig.from_pretrained(folder, revision=revision)
-    except OSError as exc:  # raised for a file that is missing and for one that is no JSON
+    except OSError as exc:  # raised for a missing file, and for one that is not JSON
         if (Path(folder) / "generation_config.json").is_file():
             raise ModelLoadError(model.model, "its generation_config.json is not valid JSON") from exc
         if folder != model.model:

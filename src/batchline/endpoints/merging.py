@@ -14,7 +14,7 @@ Stream = AsyncGenerator[T, None]
 async def merge(streams: Sequence[Stream[T]], at_once: int | None = None) -> AsyncGenerator[tuple[int, T], None]:
     """(number of the stream, item) as items come; items that are ready together come in the streams' order.
 
-    Each stream is read at most one item ahead. at_once: how many are open at a time, started in order; None: all.
+    Each stream is read at most one item ahead. at_once: how many are open at a time, started in order; None means all.
     If a stream raises, or the caller closes this one, all are closed. The cost of an item does not depend on the number
     of streams.
     """
@@ -41,7 +41,7 @@ async def merge(streams: Sequence[Stream[T]], at_once: int | None = None) -> Asy
 
 
 class _Reading(Generic[T]):
-    """The streams that are being read, one task each, and those that have an item. Mutable."""
+    """The streams that are being read (one task each), and those that have an item. Mutable."""
 
     def __init__(self, streams: Sequence[Stream[T]], at_once: int) -> None:
         self.tasks: dict[int, asyncio.Task[T]] = {}
@@ -75,7 +75,7 @@ class _Reading(Generic[T]):
         return numbers
 
     async def close(self) -> None:
-        """A stream that is being read cannot be closed: the readers are cancelled first."""
+        """Close all streams. The readers are cancelled first, because a stream that is being read cannot be closed."""
         for task in self.tasks.values():
             task.cancel()
         await asyncio.gather(*self.tasks.values(), return_exceptions=True)

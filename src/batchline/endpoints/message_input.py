@@ -1,7 +1,7 @@
-"""From a request for a message to the chat request that says the same.
+"""Turns a request for a message into the equivalent chat request.
 
-Content blocks become messages: results of tools are messages of their own, a model's thinking and calls belong to its
-message. Chat completions check what a text or a tool holds.
+Content blocks become messages: each result of a tool becomes a separate message, and the model's thinking and calls
+become parts of its message. Chat completions check the texts and tools themselves.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ RENAMED: Mapping[str, str] = {
     r"max_completion_tokens": "max_tokens",
     r"(?P<schema>tools\[\d+\])\.function\.parameters": r"\g<schema>.input_schema",
 }
-"""Fields of this API, by regular expressions of what chat completions call them."""
+"""Fields of this API, by regular expressions for the chat completion's names."""
 
 _SAMPLING = ("temperature", "top_p", "top_k", "priority")
 _TOOL_MODES = {"auto": "auto", "any": "required", "none": "none"}
@@ -63,14 +63,14 @@ def chat_form(request: CountTokensRequest) -> ChatForm:
     if isinstance(request, MessagesRequest):
         chat |= {name: getattr(request, name) for name in _SAMPLING}
         chat |= {"max_completion_tokens": request.max_tokens, "stop": list(request.stop_sequences)}
-    if conversation.ends_with_the_models_text:  # the answer goes on from there
+    if conversation.ends_with_the_models_text:  # the answer continues it
         chat |= {"add_generation_prompt": False, "continue_final_message": True}
     body = {name: value for name, value in chat.items() if value is not None}
     return ChatForm(body, conversation.paths, RENAMED, default_path="messages")
 
 
 def _thinking_variables(request: CountTokensRequest) -> JsonObject:
-    """The switch of templates that have one, under both names that are in use."""
+    """The template's switch for thinking, under both names that templates use."""
     if request.thinking is None or request.thinking.type not in ("enabled", "disabled"):
         return {}
     return dict.fromkeys(("enable_thinking", "thinking"), request.thinking.type == "enabled")
@@ -93,7 +93,7 @@ def _tool(given: JsonObject, path: str) -> JsonObject:
 
 
 def _tool_use(request: CountTokensRequest) -> JsonObject:
-    """The choice of a tool, and whether there may be several calls, as a chat completion spells them."""
+    """The choice of a tool, and whether several calls are allowed, in the form of a chat completion."""
     choice = request.tool_choice
     if choice is None:
         return {}
@@ -105,9 +105,9 @@ def _tool_use(request: CountTokensRequest) -> JsonObject:
 
 
 class _Conversation:
-    """Messages that are put together from content blocks. Mutable.
+    """Builds messages from content blocks. Mutable.
 
-    paths: where in the request a message, its content or a call of it comes from.
+    paths: where in the request each message, its content and its calls come from.
     """
 
     def __init__(self) -> None:
@@ -121,7 +121,7 @@ class _Conversation:
         return last["role"] == "assistant" and bool(last["content"]) and not last.get("tool_calls")
 
     def add_system(self, system: Any) -> None:
-        """Add the instructions, which come first. Raises: BadRequest."""
+        """Add the instructions as the first message. Raises: BadRequest."""
         self._add_blocks("system", system, "system", "system")
 
     def add(self, message: JsonObject, path: str) -> None:
@@ -191,7 +191,7 @@ def _add_thinking(message: JsonObject, block: JsonObject, path: str) -> None:
 
 
 def _skip_redacted(message: JsonObject, block: JsonObject, path: str) -> None:
-    """Thinking that only the hosted service can read says nothing to the model."""
+    """Leave out thinking that only the hosted service can decrypt."""
 
 
 def _add_call(message: JsonObject, block: JsonObject, path: str) -> None:
@@ -226,7 +226,7 @@ def _part(block: Any, kind: Any, path: str) -> JsonObject:
 
 
 def _image_url(source: Any, path: str) -> str:
-    """Where an image is; a data URL for one that came with the request."""
+    """The URL of an image; a data URL if the request contains the image."""
     if isinstance(source, dict) and source.get("type") == "url" and isinstance(source.get("url"), str):
         return str(source["url"])
     if isinstance(source, dict) and source.get("type") == "base64":
@@ -236,7 +236,7 @@ def _image_url(source: Any, path: str) -> str:
 
 
 def _document_text(block: JsonObject, path: str) -> str:
-    """A plain text document: its title and context, where it has them, before the text."""
+    """A plain text document: its title and context, if it has them, before the text."""
     source = block.get("source")
     if not isinstance(source, dict) or source.get("type") != "text" or not isinstance(source.get("data"), str):
         raise BadRequest(f"{path}.source: only documents of type text are supported", param=f"{path}.source")
@@ -255,7 +255,7 @@ def _search_result_text(block: JsonObject, path: str) -> str:
 
 
 def _check_strings(block: JsonObject, fields: tuple[str, ...], path: str) -> None:
-    """Raises: BadRequest naming the field that is no string."""
+    """Raises: BadRequest, which names the field that is not a string."""
     wrong = next((field for field in fields if not isinstance(block.get(field), str)), None)
     if wrong is not None:
         raise BadRequest(f"{path}.{wrong}: Input should be a string", param=f"{path}.{wrong}")

@@ -1,7 +1,7 @@
-"""`/v1/messages` and `/v1/messages/count_tokens`, Anthropic's API: a chat completion under another shape.
+"""`/v1/messages` and `/v1/messages/count_tokens`, Anthropic's API: a chat completion in another form.
 
-The request becomes a chat request, and what the model says is read as there; the answer is written as content blocks.
-A whole message is what the events of a stream add up to.
+The request becomes a chat request, and the model's text is parsed as for a chat completion. The answer is written as
+content blocks. A whole message is the sum of a stream's events.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ async def message(body: Mapping[str, Any], request_id: str, model: GenerativeMod
     def write() -> JsonObject:
         writer = _MessageWriter(chat, model, request_id)
         for _ in writer.push(result.choices[0]):
-            """A whole message needs no events."""
+            """Ignore the events: a whole message needs none."""
         return writer.message()
 
     return await model.off_loop(write) if is_long([result], chat.request) else write()
@@ -74,7 +74,7 @@ async def message_events(
 async def counted_tokens(
     body: Mapping[str, Any], request_id: str, model: GenerativeModel, priority: int = 0
 ) -> JsonObject:
-    """How many tokens the model reads for a conversation. Raises: BadRequest."""
+    """The number of prompt tokens for a conversation. Raises: BadRequest."""
 
     def count() -> JsonObject:
         form = chat_form(read_conversation(body, model.config))
@@ -87,7 +87,7 @@ async def counted_tokens(
 
 
 def _encode(body: Mapping[str, Any], model: GenerativeModel, *, is_streamed: bool) -> tuple[EncodedChat, ChatForm]:
-    """Check, render and tokenize; to be called off the event loop. Raises: BadRequest."""
+    """Check, render and tokenize; call it off the event loop. Raises: BadRequest."""
     request = read_message(body, model.config)
     if request.stream and not is_streamed:
         raise BadRequest("stream: a batch line or a call for one answer cannot be streamed", param="stream")
@@ -97,9 +97,9 @@ def _encode(body: Mapping[str, Any], model: GenerativeModel, *, is_streamed: boo
 
 
 class _MessageWriter:
-    """Writes one message and its events: content blocks one after the other. Mutable.
+    """Writes one message and its events, one content block after the other. Mutable.
 
-    Blocks are in the order of the model's text. One is open at a time; text of another kind closes it.
+    Blocks are in the order of the model's text. One block is open at a time; text of another kind closes it.
     """
 
     def __init__(self, chat: EncodedChat, model: GenerativeModel, request_id: str) -> None:
@@ -143,7 +143,7 @@ class _MessageWriter:
         )
 
     def _beginning(self) -> JsonObject:
-        """The message before its first token: the usage counts only the prompt."""
+        """The message before its first token, whose usage counts only the prompt."""
         so_far = self._usage.so_far
         usage = Usage(prompt_tokens=so_far.prompt_tokens, cached_tokens=so_far.cached_tokens)
         return message_object(message_id=self._id, model=self._model, content=[], usage=usage)
@@ -173,12 +173,12 @@ class _MessageWriter:
         yield {"type": "content_block_start", "index": len(self._blocks) - 1, "content_block": block.opened()}
 
     def _close(self) -> Iterator[JsonObject]:
-        """The end of the open block, which is the last one."""
+        """The event that closes the open block, which is the last one."""
         if self._blocks:
             yield {"type": "content_block_stop", "index": len(self._blocks) - 1}
 
     def _finish(self, finish_reason: str, stopped_by: int | str | None) -> None:
-        """Note why the message ends. The call of a named tool is a use of a tool, too."""
+        """Set the stop reason. A call of a named tool also counts as tool use."""
         if finish_reason == "length":
             self._stop_reason = "max_tokens"
         elif any(block.kind == "tool_use" for block in self._blocks):
@@ -191,7 +191,7 @@ class _MessageWriter:
 
 @dataclass(slots=True)
 class _Block:
-    """A content block while it is written. call_id, name: of a call."""
+    """A content block while it is written. call_id, name: only for calls."""
 
     kind: BlockKind
     call_id: str = ""
@@ -199,7 +199,7 @@ class _Block:
     pieces: list[str] = field(default_factory=list)
 
     def opened(self) -> JsonObject:
-        """The block before its first piece."""
+        """The block before its first piece of text."""
         return tool_use_block(self.call_id, self.name, {}) if self.kind == "tool_use" else written_block(self.kind, "")
 
     def whole(self) -> JsonObject:

@@ -1,4 +1,4 @@
-"""A loaded generative model as endpoints see it: an engine behind an interface, and everything around it."""
+"""A loaded generative model as endpoints see it: an engine behind an interface, tokenizer, templates, parsers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class GenerationEngine(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """How many token ids the model knows: every id of a request is below it."""
+        """How many token ids the model has; every id of a request is below it."""
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -39,14 +39,15 @@ class GenerationEngine(Protocol):
         """Deltas if the request streams, else one whole output. Closing the iterator aborts the sequence."""
 
     def end(self, request_id: str, num_output_tokens: int) -> None:
-        """End a sequence that runs, as finished after so many output tokens. request_id: as its outputs carry it."""
+        """End a running sequence as finished after this many output tokens. request_id: the id in its outputs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationDefaults:
-    """Defaults of a model's `generation_config.json`. Requests override them; they override the built-in defaults.
+    """Defaults of a model's `generation_config.json`. They override the built-in defaults, and requests override them.
 
-    None: the file has no value. `do_sample` is ignored: a request without a temperature samples, as with a hosted API.
+    None means that the file has no value. `do_sample` is ignored: a request without a temperature samples, as with a
+    hosted API.
     """
 
     temperature: float | None = None
@@ -59,7 +60,7 @@ class GenerationDefaults:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextParts:
-    """What turns requests into tokens and back for one model. chat_template: None where there is none.
+    """The parts that turn requests into tokens and back for one model. chat_template: None if the model has none.
 
     control_tokens: handles control tokens in messages; None for a tokenizer without any.
     tool_parser, reasoning_parser: for the model's formats of calls and reasoning; None if a format is not known.
@@ -76,10 +77,10 @@ class TextParts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerativeModel:
-    """One served model. name: what answers carry. executor: a few threads for rendering and tokenizing.
+    """One served model. name: the model's name in answers. executor: a few threads for rendering and tokenizing.
 
     max_request_sequences: how many sequences of one request may be in the engine at once. The others wait here, so that
-    they are not in line before later requests.
+    they are not ahead of later requests in the engine's queue.
     grammars: compiles constraints for this model's tokens.
     """
 
@@ -101,14 +102,14 @@ class GenerativeModel:
         return self.text.tokenizer
 
     def render(self, template: Renderer, prompt: ChatPrompt) -> RenderedChat:
-        """The prompt by a template, with control tokens in messages treated as configured. Raises: BadRequest."""
+        """The rendered prompt, with control tokens in messages treated as configured. Raises: BadRequest."""
         control_tokens = self.text.control_tokens
         if control_tokens is None:
             return RenderedChat(template.render(prompt))
         return control_tokens.render(template, prompt)
 
     async def off_loop(self, work: Callable[[], T]) -> T:
-        """Run text work on a thread, so that a long prompt does not hold up the event loop.
+        """Run text work on a thread, so that a long prompt does not block the event loop.
 
         Cancelling the call drops work that has not begun.
         """
@@ -129,7 +130,7 @@ has no effect there either."""
 
 
 def fields_not_honoured(config: Mapping[str, Any]) -> list[str]:
-    """The fields of a generation config that Batchline would have to honour and does not."""
+    """The fields of a generation config that would change answers, but that Batchline does not apply."""
     return [name for name, neutral in NOT_HONOURED.items() if config.get(name) not in (neutral, None, [], {})]
 
 

@@ -1,4 +1,4 @@
-"""Limits that embeddings, scores and reranking share: how a sequence is cut, how long it may be, how failures show."""
+"""For embeddings, scores and reranking: how sequences are cut, how long they may be, how failures are answered."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DEFAULT_TEXT = TextConfig()
 
 
 def resolve_truncation(keep: int | None, *, max_model_len: int, num_special_tokens: int) -> int | None:
-    """Tokens that a sequence is cut to, from `truncate_prompt_tokens`; -1 is the context length. Raises: BadRequest."""
+    """The length that `truncate_prompt_tokens` cuts sequences to; -1 is the context length. Raises: BadRequest."""
     if keep is None:
         return None
     if keep == -1:
@@ -36,7 +36,7 @@ def resolve_truncation(keep: int | None, *, max_model_len: int, num_special_toke
 
 
 def check_sequences(sequences: Sequence[TokenSequence], *, max_model_len: int, vocab_size: int, param: str) -> None:
-    """Every sequence has tokens, fits the model and holds only tokens that it knows. Raises: BadRequest naming one."""
+    """Check that every sequence has tokens, fits the model, and has only known tokens. Raises: BadRequest."""
     for index, sequence in enumerate(sequences):
         which = f"{param}[{index}]" if len(sequences) > 1 else param
         if not len(sequence):
@@ -48,19 +48,19 @@ def check_sequences(sequences: Sequence[TokenSequence], *, max_model_len: int, v
 
 
 def salted(sequences: Sequence[TokenSequence], salt: str | None) -> Sequence[TokenSequence]:
-    """The sequences under a request's `cache_salt`."""
+    """The sequences with a request's `cache_salt`."""
     return sequences if salt is None else [replace(sequence, cache_key=salt) for sequence in sequences]
 
 
 async def off_loop_if_large(body: Mapping[str, Any], work: Callable[[], T]) -> T:
-    """What reading a body gives; a large one is read on a thread, so that it does not hold up the event loop."""
+    """Call `read`; for a large body on a thread, so that it does not block the event loop."""
     return work() if is_small(body) else await asyncio.to_thread(work)
 
 
 @contextmanager
 def engine_errors_answered() -> Iterator[None]:
-    """A model that fails on a request is that request's error 500. One that has died is everybody's, and for one that
-    lacks memory the request may be tried again."""
+    """Turn a model's failure on a request into a 500. If the model has died, or memory is short, the original error is
+    raised, because the request may be tried again."""
     try:
         yield
     except (EngineDead, EngineOutOfMemory):

@@ -1,4 +1,4 @@
-"""What answers report beside their text: log-probabilities in the shapes of the wire, and exact usage in streams.
+"""Reports what answers have besides text: log-probabilities in the formats of the API, and exact usage in streams.
 
 JSON has no infinity, so a log-probability of minus infinity is written as -9999, as in the field's usual engines. A
 token's bytes are its true bytes, even if they are only a part of a character.
@@ -20,14 +20,14 @@ LOWEST = -9999.0
 
 
 class LogprobFormat:
-    """Writes tokens with their log-probabilities. as_token_ids: tokens are written `token_id:<id>`."""
+    """Writes tokens with their log-probabilities. as_token_ids: whether tokens are written as `token_id:<id>`."""
 
     def __init__(self, tokenizer: Tokenizer, *, as_token_ids: bool = False) -> None:
         self._tokenizer = tokenizer
         self._as_token_ids = as_token_ids
 
     def chat(self, tokens: Sequence[TokenLogprobs], num_top: int) -> dict[str, Any]:
-        """`{"content": [...]}`, one entry per token. num_top: -1 is all there are."""
+        """`{"content": [...]}`, one entry per token. num_top: -1 means all."""
         return {
             "content": [
                 {
@@ -67,7 +67,7 @@ class LogprobFormat:
         }
 
     def _top(self, token: TokenLogprobs, num_top: int) -> dict[str, float]:
-        """The most likely tokens, and the chosen one where it is not among them; of equal texts the likelier counts."""
+        """The most likely tokens, and also the chosen one. If two texts are equal, the likelier one counts."""
         top: dict[str, float] = {}
         for token_id, logprob in (*_cut(token.top, num_top), (token.token_id, token.logprob)):
             top.setdefault(self._token(token_id), _clamp(logprob))
@@ -93,14 +93,14 @@ def _clamp(logprob: float) -> float:
 
 
 streams_of_request: ContextVar[list[StreamUsage] | None] = ContextVar("streams_of_request", default=None)
-"""A caller sets a list here to learn how many tokens are streamed in its context, even if a stream breaks off."""
+"""A caller sets a list here to get the number of tokens streamed in its context, even if a stream breaks off."""
 
 
 class StreamUsage:
     """Counts a request's tokens while it streams, and adds them to chunks as `stream_options` says. Mutable."""
 
     def __init__(self, options: StreamOptions | None, num_prompt_tokens: int) -> None:
-        """num_prompt_tokens: of all prompts together."""
+        """num_prompt_tokens: the sum over all prompts."""
         self._options = options or StreamOptions()
         self._num_prompt_tokens = num_prompt_tokens
         self._num_generated = 0
@@ -118,7 +118,7 @@ class StreamUsage:
 
     @property
     def so_far(self) -> Usage:
-        """The counts of all deltas until now."""
+        """The counts of all deltas so far."""
         return Usage(
             prompt_tokens=self._num_prompt_tokens,
             completion_tokens=self._num_generated,
@@ -127,11 +127,11 @@ class StreamUsage:
         )
 
     def in_chunk(self, chunk: dict[str, Any]) -> dict[str, Any]:
-        """The chunk with the usage so far if each chunk has it, with null if only the last one does."""
+        """The chunk, with the usage so far if each chunk has it, or with null if only the last one has it."""
         if self._options.continuous_usage_stats:
             return chunk | {"usage": self.so_far.to_dict()}
         return chunk | {"usage": None} if self._options.include_usage else chunk
 
     def last_chunk(self, chunk: dict[str, Any]) -> list[dict[str, Any]]:
-        """`chunk`, which has no choices, with the final usage; nothing if the options do not ask for it."""
+        """`chunk` (which has no choices) with the final usage; None if the options do not ask for it."""
         return [chunk | {"usage": self.so_far.to_dict()}] if self._options.include_usage else []

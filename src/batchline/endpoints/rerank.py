@@ -1,4 +1,4 @@
-"""`/v1/rerank`, `/v2/rerank` and `/rerank`: documents in order of how well they answer a query."""
+"""`/v1/rerank`, `/v2/rerank` and `/rerank`: documents ordered by how well they answer a query."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ async def rerank(
 ) -> dict[str, Any]:
     """The response body. text: its limits, and whether unknown fields are errors.
 
-    cuts_long_documents: as Cohere's API does, where others refuse them. Raises: RequestError, EngineDead.
+    cuts_long_documents: cut long documents, as Cohere's API does, instead of refusing them. Raises: RequestError,
+    EngineDead.
     """
     request = await off_loop_if_large(body, partial(_read, body, text))
     task = ScoringTask(

@@ -1,7 +1,7 @@
-"""From a response request to the chat request that says the same.
+"""Turns a response request into the equivalent chat request.
 
-Items of the conversation become messages. A model's reasoning, text and calls that follow each other become one
-message, as chat templates expect. Chat completions check what an item holds.
+Items of the conversation become messages. The model's reasoning, text and calls that follow each other become one
+message, as chat templates expect. Chat completions check the content of the items.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ RENAMED: Mapping[str, str] = {
     r"reasoning_effort": "reasoning.effort",
     r"verbosity": "text.verbosity",
 }
-"""Fields of responses, by regular expressions of what chat completions call them."""
+"""Fields of responses, by regular expressions for the chat completion's names."""
 
 
 def read_request(
@@ -67,9 +67,9 @@ def chat_form(request: ResponsesRequest) -> ChatForm:
 
 
 def later_starts(messages: Sequence[JsonObject]) -> list[int]:
-    """Where a conversation may begin when its oldest messages are dropped, in order; system messages always stay.
+    """The positions at which a conversation may begin if its oldest messages are dropped. System messages always stay.
 
-    At a user's message where there is one, as templates expect it; never at the result of a call that is dropped.
+    It begins at a user's message if there is one, as templates expect; never at the result of a dropped call.
     """
     movable = [index for index, message in enumerate(messages) if message["role"] not in _INSTRUCTING]
     of_users = [index for index in movable[1:] if messages[index]["role"] == "user"]
@@ -79,19 +79,19 @@ def later_starts(messages: Sequence[JsonObject]) -> list[int]:
 
 
 def without_oldest(messages: Sequence[JsonObject], start: int) -> list[JsonObject]:
-    """The messages from `start` on, behind all system messages before it."""
+    """All system messages before `start`, and all messages from `start` on."""
     return [message for i, message in enumerate(messages) if i >= start or message["role"] in _INSTRUCTING]
 
 
 def _response_format(given: JsonObject) -> JsonObject:
-    """A schema stands beside its type here, and within `json_schema` in a chat completion."""
+    """Move the schema, which is beside its type here, into `json_schema`, as in a chat completion."""
     if given.get("type") != "json_schema":
         return given
     return {"type": "json_schema", "json_schema": {name: value for name, value in given.items() if name != "type"}}
 
 
 def _is_hosted(tool: Any) -> bool:
-    """Whether a hosted service would run the tool itself. The model here is not shown it."""
+    """Whether the tool is one that a hosted service runs. The model does not see such tools."""
     kind = tool.get("type") if isinstance(tool, dict) else None
     if not isinstance(kind, str) or kind not in HOSTED_TOOLS:
         return False
@@ -100,7 +100,7 @@ def _is_hosted(tool: Any) -> bool:
 
 
 def _tool(given: JsonObject, path: str) -> JsonObject:
-    """A tool of the only type there is here."""
+    """A tool of the only supported type. Raises: BadRequest for others."""
     kind = given.get("type")
     if kind != "function":
         raise BadRequest(f"{path}: tools of type {str(kind)[:80]!r} are not supported", param=path)
@@ -108,7 +108,7 @@ def _tool(given: JsonObject, path: str) -> JsonObject:
 
 
 def _function(given: JsonObject) -> JsonObject:
-    """A function's fields stand beside its type here, and within `function` in a chat completion."""
+    """Move a function's fields, which are beside its type here, into `function`, as in a chat completion."""
     return {"type": given.get("type"), "function": {name: value for name, value in given.items() if name != "type"}}
 
 
@@ -135,9 +135,9 @@ def _conversation(request: ResponsesRequest) -> _Conversation:
 
 
 class _Conversation:
-    """Messages that are put together from items. Mutable.
+    """Builds messages from items. Mutable.
 
-    Reasoning belongs to the model's message or call that follows it; without one, it is left out.
+    Reasoning belongs to the model's message or call that follows it; if none follows, it is left out.
     """
 
     def __init__(self) -> None:
@@ -175,7 +175,7 @@ class _Conversation:
         self._append(message, path, f"{path}.content")
 
     def _add_call(self, item: JsonObject, path: str) -> None:
-        """A call belongs to the message before it if that is the model's own, and no reasoning is between them."""
+        """Add a call to the message before it if that is the model's own, with no reasoning between them."""
         if self._reasoning or not self.messages or self.messages[-1]["role"] != "assistant":
             self._append({"role": "assistant", "content": None, **self._pending_reasoning()}, path, path)
         function = {"name": item["name"], "arguments": item["arguments"]}
@@ -208,6 +208,6 @@ def _content(content: Any) -> Any:
 
 
 def _part(part: Any) -> Any:
-    """Text parts under the name that chat completions know; others are judged there."""
+    """Rename text parts as chat completions name them, which also check all other parts."""
     is_text = isinstance(part, dict) and part.get("type") in _TEXT_PARTS
     return {"type": "text", "text": part.get("text")} if is_text else part

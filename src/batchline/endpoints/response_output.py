@@ -1,7 +1,7 @@
 """Writes a response: its output items, one after the other, and the events that report them.
 
-A whole response is taken from the last event, so both forms agree. Items are in the order of the model's text. One is
-open at a time; text of another kind closes it.
+A whole response is taken from the last event, so both forms agree. Items are in the order of the model's text. One item
+is open at a time; text of another kind closes it.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class _Item(ABC):
 
     @abstractmethod
     def grown(self, piece: str) -> tuple[str, JsonObject]:
-        """The event of more text."""
+        """The event for more text."""
 
     @abstractmethod
     def closed(self) -> list[tuple[str, JsonObject]]:
@@ -72,10 +72,10 @@ class _Message(_Item):
     def __init__(self, item_id: str) -> None:
         super().__init__(item_id)
         self._logprobs: list[JsonObject] = []
-        self._unsent: list[JsonObject] = []  # to go with the next piece of text
+        self._unsent: list[JsonObject] = []  # sent with the next piece of text
 
     def add_logprobs(self, logprobs: Sequence[JsonObject]) -> None:
-        """Add those of more tokens."""
+        """Add the log-probabilities of more tokens."""
         self._logprobs += logprobs
         self._unsent += logprobs
 
@@ -126,7 +126,7 @@ class _Call(_Item):
         self._name = name
 
     def item(self, status: Status) -> JsonObject:
-        if status == "incomplete" and _is_object(self.text):  # it was what would have followed that is missing
+        if status == "incomplete" and _is_object(self.text):  # complete: only what would have followed is missing
             status = "completed"
         return function_call(self.item_id, status, call_id=self._call_id, name=self._name, arguments=self.text)
 
@@ -141,7 +141,7 @@ class _Call(_Item):
 
 
 class ResponseWriter:
-    """Writes one response and its events, numbered. Mutable."""
+    """Writes one response and its numbered events. Mutable."""
 
     def __init__(self, body: Mapping[str, Any], request_id: str, model: GenerativeModel) -> None:
         self._suffix = request_id
@@ -154,7 +154,7 @@ class ResponseWriter:
         )
         self._encodes_reasoning = ENCRYPTED_REASONING in (body.get("include") or ())
         self._num_events = 0
-        self._logprobs: list[JsonObject] = []  # of tokens that belong to no item yet
+        self._logprobs: list[JsonObject] = []  # log-probabilities of tokens that belong to no item yet
         self._finished: list[JsonObject] = []
         self._open: _Item | None = None
 
@@ -164,7 +164,7 @@ class ResponseWriter:
         yield self._event("in_progress", response=self._base)
 
     def push(self, message: GeneratedText, logprobs: Sequence[JsonObject]) -> Iterator[JsonObject]:
-        """What a delta adds. logprobs: of its tokens; those of reasoning and of calls are not reported."""
+        """The events of a delta. logprobs: its tokens'; those of reasoning and calls are not reported."""
         self._logprobs += logprobs
         del self._logprobs[: message.num_reasoning_tokens]
         for part in message.parts:
@@ -176,7 +176,7 @@ class ResponseWriter:
                 yield from self._push_call(part)
 
     def closing(self, finish_reason: str, usage: JsonObject) -> Iterator[JsonObject]:
-        """The events after the last output. An answer without any output is an empty message."""
+        """The events after the last output. If there was no output, the answer is an empty message."""
         is_cut = finish_reason == "length"
         status: Status = "incomplete" if is_cut else "completed"
         if self._open is None:
@@ -198,7 +198,7 @@ class ResponseWriter:
         yield from self._grow(piece)
 
     def _push_call(self, part: ToolCallDelta) -> Iterator[JsonObject]:
-        """Start a call with its first part, or add to it."""
+        """Start a call with its first part, or add a later part."""
         if part.name is not None:
             yield from self._start(_Call(self._next_id(_Call), part.id or "", part.name))
         if part.arguments_fragment:
@@ -238,14 +238,14 @@ class ResponseWriter:
         self._open = None
 
     def _next_id(self, kind: type[_Item]) -> str:
-        """The first item of a kind has the answer's own suffix."""
+        """The next item's id. The first item of a kind has the answer's own suffix."""
         num_before = len(self._finished) + (self._open is not None)
         is_first = not any(item["id"].startswith(f"{kind.prefix}_") for item in self._finished)
         is_first = is_first and not isinstance(self._open, kind)
         return f"{kind.prefix}_{self._suffix}" if is_first else f"{kind.prefix}_{self._suffix}_{num_before}"
 
     def _placed(self, kind: str, fields: JsonObject) -> JsonObject:
-        """An event of the open item."""
+        """An event with the position of the open item."""
         assert self._open is not None
         return self._event(kind, item_id=self._open.item_id, output_index=len(self._finished), **fields)
 

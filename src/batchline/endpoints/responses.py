@@ -1,8 +1,8 @@
-"""`/v1/responses`: a chat completion under another shape, whole and in events.
+"""`/v1/responses`: a chat completion in another form, whole or as events.
 
-The request becomes a chat request and what the model says is read as there, so that whatever chat completions can do
-holds here too; the answer is written as items. Nothing is kept: earlier responses are put into the input by the server,
-which knows them.
+The request becomes a chat request, and the model's text is parsed as for a chat completion, so that everything that
+chat completions can do works here, too. The answer is written as items. This module stores nothing: the server, which
+keeps earlier responses, puts them into the input.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ async def check_response(body: Mapping[str, Any], model: GenerativeModel) -> Non
 
 @dataclass(frozen=True, slots=True)
 class _EncodedResponse:
-    """The request as a chat that is ready to be run."""
+    """The request as a chat that is ready to run."""
 
     chat: EncodedChat
     form: ChatForm
@@ -86,7 +86,7 @@ async def _prepared(body: Mapping[str, Any], model: GenerativeModel, *, is_strea
 
 
 def _encode(body: Mapping[str, Any], model: GenerativeModel, *, is_streamed: bool) -> _EncodedResponse:
-    """Check, render and tokenize; to be called off the event loop. Raises: BadRequest."""
+    """Check, render and tokenize; call it off the event loop. Raises: BadRequest."""
     request = read_request(body, strict=model.config.strict, limits=model.config.limits)
     if request.stream and not is_streamed:
         raise BadRequest("stream: a batch line or a call for one answer cannot be streamed", param="stream")
@@ -102,9 +102,9 @@ def _encode(body: Mapping[str, Any], model: GenerativeModel, *, is_streamed: boo
 
 
 def _encode_latest(request: ChatCompletionRequest, model: GenerativeModel) -> EncodedChat:
-    """The chat without as many of its oldest messages as is needed to fit the context. Raises: BadRequest.
+    """The chat, without as many of its oldest messages as do not fit the context. Raises: BadRequest.
 
-    Where the answer's length is left open, a quarter of the context is kept for it.
+    If the request leaves the answer's length open, a quarter of the context is reserved for it.
     """
     room = request.max_completion_tokens or max(1, model.engine.max_model_len // 4)
     starts = later_starts(request.messages)
@@ -126,7 +126,7 @@ def _from(request: ChatCompletionRequest, start: int, **fields: Any) -> ChatComp
 async def input_tokens(
     body: Mapping[str, Any], request_id: str, model: GenerativeModel, priority: int = 0
 ) -> dict[str, Any]:
-    """How many tokens the input of a response request has, however long it is. Raises: BadRequest."""
+    """The number of tokens in the input of a response request, even if it does not fit. Raises: BadRequest."""
 
     def count() -> int:
         form = chat_form(read_request(body, strict=model.config.strict, limits=model.config.limits))
@@ -140,7 +140,7 @@ async def input_tokens(
 
 
 class _Events:
-    """Deltas of the one choice to events, from the first delta on. Mutable; one per request."""
+    """Turns deltas of the only choice into events. Mutable; one per request."""
 
     def __init__(self, writer: ResponseWriter, chat: EncodedChat, model: GenerativeModel) -> None:
         self._writer = writer
@@ -152,7 +152,7 @@ class _Events:
         self._finish_reason = "abort"
 
     def push(self, delta: GeneratedText) -> Iterator[JsonObject]:
-        """What a delta becomes. With log-probabilities it is read token by token, so that each comes with its text."""
+        """The events of a delta. With log-probabilities, it is split by token, so that each comes with its text."""
         if self._num_characters is None:
             self._num_characters = 0
             yield from self._writer.opening()

@@ -1,4 +1,4 @@
-"""`/v1/score` and `/score`: how well texts go together, pair by pair."""
+"""`/v1/score` and `/score`: how well two texts match, pair by pair."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What scores texts against each other: a cross-encoder pair by pair, or an embedding model by cosine similarity."""
+"""Scores texts against each other: by a cross-encoder, pair by pair, or by the cosine similarity of embeddings."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ from batchline.pooling.tokenizing import Role
 from batchline.pooling.vectors import are_finite, cosine_similarities
 
 ROLES: tuple[Role, Role] = ("query", "document")
-"""Of the two sides."""
+"""Field names of the two sides."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoringTask:
     """What to score: `firsts` (one, or as many as `seconds`) against `seconds`.
 
-    names: of the request's fields, for errors. are_queries: firsts are queries and seconds documents, which models
-    may put different prompts before. truncate, truncation_side, use_activation, cache_salt, max_tokens_per_doc: as in
-    the request, None where it is silent. cuts_to_fit: what is too long is cut where the model can do that, not refused.
+    names: the request's field names, for errors. are_queries: whether firsts are queries and seconds documents, for
+    models that put different prompts before them. truncate, truncation_side, use_activation, cache_salt,
+    max_tokens_per_doc: as in the request; None if it has no value. cuts_to_fit: whether texts that are too long are cut
+    instead of refused, if the model can do that.
     """
 
     firsts: Sequence[str]
@@ -43,7 +44,7 @@ class ScoringTask:
     priority: int = 0
 
     def max_tokens(self, *, max_model_len: int, num_special_tokens: int, can_cut: bool = True) -> int | None:
-        """What a sequence is cut to. can_cut: whether the model's sequences can be cut at all. Raises: BadRequest."""
+        """The length that sequences are cut to. can_cut: whether the model can cut sequences. Raises: BadRequest."""
         keep = -1 if self.truncate is None and self.cuts_to_fit and can_cut else self.truncate
         return resolve_truncation(keep, max_model_len=max_model_len, num_special_tokens=num_special_tokens)
 
@@ -57,7 +58,7 @@ class Scores:
 
 
 class Scorer(Protocol):
-    """Scores texts. name: what answers carry."""
+    """Scores texts. name: the model's name in answers."""
 
     @property
     def name(self) -> str: ...
@@ -70,11 +71,11 @@ class TextCutter(Protocol):
     """Cuts texts by the model's own tokens."""
 
     async def cut(self, texts: Sequence[str], max_tokens: int) -> list[str]:
-        """The texts' beginnings, of at most so many tokens. Raises: BadRequest."""
+        """The texts' beginnings, of at most this many tokens. Raises: BadRequest."""
 
 
 async def cut_documents(task: ScoringTask, cutter: TextCutter) -> Sequence[str]:
-    """The second texts, as long as `max_tokens_per_doc` allows. Raises: BadRequest."""
+    """The second texts, cut to `max_tokens_per_doc`. Raises: BadRequest."""
     if task.max_tokens_per_doc is None:
         return task.seconds
     return await cutter.cut(task.seconds, task.max_tokens_per_doc)
@@ -83,7 +84,7 @@ async def cut_documents(task: ScoringTask, cutter: TextCutter) -> Sequence[str]:
 class PairModel(TextCutter, Protocol):
     """A cross-encoder: pairs to token sequences, token sequences to scores.
 
-    takes_whole_pairs: its pairs cannot be cut.
+    takes_whole_pairs: whether its pairs cannot be cut.
     """
 
     @property
@@ -100,7 +101,7 @@ class PairModel(TextCutter, Protocol):
     async def tokenize_pairs(
         self, pairs: Sequence[tuple[str, str]], *, max_tokens: int | None = None, side: TruncationSide | None = None
     ) -> list[TokenSequence]:
-        """One sequence per pair, cut to `max_tokens` where that is given."""
+        """One sequence per pair, cut to `max_tokens` if it is given."""
 
     async def score(
         self, sequences: Sequence[TokenSequence], *, use_activation: bool = True, priority: int = 0
@@ -116,7 +117,7 @@ class PairScorer:
         self._model = model
 
     async def score(self, task: ScoringTask) -> Scores:
-        """The model's own activation unless the task says otherwise. Raises: BadRequest, InternalServerError."""
+        """Uses the model's own activation unless the task says otherwise. Raises: BadRequest, InternalServerError."""
         max_tokens = task.max_tokens(
             max_model_len=self._model.max_model_len,
             num_special_tokens=self._model.num_special_tokens,
@@ -143,7 +144,7 @@ class SimilarityScorer:
         self._embedder = embedder
 
     async def score(self, task: ScoringTask) -> Scores:
-        """Cosine similarity, which no activation is applied to. Raises: BadRequest, InternalServerError."""
+        """Cosine similarity, without an activation. Raises: BadRequest, InternalServerError."""
         if task.use_activation:
             raise BadRequest(
                 f"use_activation: {self.name} scores by cosine similarity, which has no activation",
@@ -170,7 +171,7 @@ class SimilarityScorer:
 
 
 def checked_scores(scores: NDArray[np.float32], sequences: Sequence[TokenSequence]) -> Scores:
-    """Scores as they are answered. Raises: InternalServerError where one is no number."""
+    """The scores for the answer. Raises: InternalServerError if one is not a number."""
     if not are_finite(scores):
         raise InternalServerError("The model's score is not a number; a wider dtype may help")
     return Scores(values=scores.tolist(), num_prompt_tokens=sum(len(sequence) for sequence in sequences))

@@ -1,4 +1,4 @@
-"""`/tokenize`, `/detokenize` and `/tokenizer_info`, of a model of any kind."""
+"""`/tokenize`, `/detokenize` and `/tokenizer_info`, for models of every kind."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizedModel:
-    """What these paths need of a model.
+    """The parts of a model that these paths need.
 
-    tokenizer: gives it, and may take a while to make it. encode_messages: a request's conversation by the model's chat
-    template; raises BadRequest, also where there is none. executor: for text work; None takes the event loop's own.
-    settings: reads the model's `tokenizer_config.json`.
+    tokenizer: returns it, and may take a while to make it. encode_messages: encodes a request's conversation by the
+    model's chat template; raises BadRequest, also if there is none. executor: runs text work; None is the event loop's
+    own. settings: reads the model's `tokenizer_config.json`.
     """
 
     tokenizer: Callable[[], Tokenizer]
@@ -56,7 +56,7 @@ class TokenizedModel:
 
 
 def generative(model: GenerativeModel, settings: Callable[[], Mapping[str, Any]] = dict) -> TokenizedModel:
-    """A model that generates, with its own template."""
+    """The parts of a generative model."""
     return TokenizedModel(
         tokenizer=lambda: model.tokenizer,
         encode_messages=partial(_encode_chat, model=model),
@@ -109,14 +109,14 @@ def _tokenize(body: Mapping[str, Any], model: TokenizedModel) -> dict[str, Any]:
 
 
 def _encode(request: TokenizeRequest, model: TokenizedModel, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Render where it is a conversation, and tokenize."""
+    """Render, if it is a conversation, and tokenize."""
     if request.prompt is not None:
         return tokenizer.encode(request.prompt, add_special_tokens=request.add_special_tokens is not False)
     return model.encode_messages(request, tokenizer)
 
 
 def _encode_chat(request: TokenizeRequest, tokenizer: Tokenizer, *, model: GenerativeModel) -> tuple[int, ...]:
-    """The conversation as a chat completion has it. Raises: BadRequest."""
+    """The conversation's tokens, as in a chat completion. Raises: BadRequest."""
     limits = model.config.limits
     given = {name: getattr(request, name) for name in CONVERSATION_FIELDS}
     chat = parse_body(ChatCompletionRequest, given | {"tool_choice": "none"}, strict=True, limits=limits)
@@ -129,7 +129,7 @@ def _encode_chat(request: TokenizeRequest, tokenizer: Tokenizer, *, model: Gener
 def encode_embedded(
     request: TokenizeRequest, tokenizer: Tokenizer, *, name: str, render: RenderMessages | None
 ) -> tuple[int, ...]:
-    """The conversation as the model `name` embeds it. render: None if there is no chat template. Raises: BadRequest."""
+    """The tokens that the model `name` embeds for messages. render: None without a template. Raises: BadRequest."""
     if render is None:
         raise BadRequest(f"messages: {name} has no chat template; send prompt instead", param="messages")
     for field in CONVERSATION_FIELDS[1:]:

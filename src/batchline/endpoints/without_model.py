@@ -1,7 +1,7 @@
-"""What is wrong with a body as far as no model is needed to know it, checked by the functions that endpoints use.
+"""Finds what is wrong with a body without a model, with the functions that the endpoints use.
 
-`batchline check` reads whole files with it. Knows nothing of batch lines. Constraints are compiled over bytes instead
-of a model's tokens.
+`batchline check` checks whole files with it. Knows nothing about batch lines. Constraints are compiled over bytes
+instead of a model's tokens.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Body = Mapping[str, Any]
 
 
 MAX_CONSTRAINTS = 1_000
-"""How many different constraints are compiled for one file: hard ones take up to 5 seconds each."""
+"""How many different constraints are compiled for one file. Hard ones take up to 5 seconds each."""
 
 _NO_VOCABULARY = '{"vocab_size": 0, "special": {}}'
 
@@ -55,9 +55,9 @@ TryConstraint = Callable[[Constraint | None], None]
 
 
 class ConstraintTrial:
-    """Compiles constraints of requests as a model would, each different one once, up to `MAX_CONSTRAINTS` of them.
+    """Compiles the constraints of requests as a model would: each different one once, up to `MAX_CONSTRAINTS` of them.
 
-    num_untried: requests whose constraint was left out.
+    num_untried: requests whose constraint was not compiled.
     """
 
     def __init__(self) -> None:
@@ -90,11 +90,11 @@ class ConstraintTrial:
 
 
 def _untried(_constraint: Constraint | None) -> None:
-    """Leaves it to the model."""
+    """Leave the constraint to the model."""
 
 
 def checked_request(path: str, body: Body, config: TextConfig, try_constraint: TryConstraint = _untried) -> BaseModel:
-    """The request in a body; of a response or a message, the chat completion that it becomes. path: one of `CHECKS`.
+    """The request in a body; for a response or a message, the chat completion that it becomes. path: one of `CHECKS`.
 
     Raises: RequestError.
     """
@@ -164,7 +164,7 @@ def _invocation(body: Body, config: TextConfig, try_constraint: TryConstraint) -
 
 
 def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
-    """What every template would find. Raises: BadRequest."""
+    """Check what every template would refuse. Raises: BadRequest."""
     normalise_messages(messages, "string", knows_developer=True)
 
 
@@ -180,4 +180,4 @@ CHECKS: Mapping[str, Callable[[Body, TextConfig, TryConstraint], BaseModel]] = {
     **dict.fromkeys(RERANK, _rerank),
     INVOCATIONS: _invocation,
 }
-"""The check of each path that a batch line can name and a model can answer."""
+"""The check for each path that a batch line can name and a model can answer."""
