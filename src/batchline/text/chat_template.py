@@ -1,4 +1,4 @@
-"""A model's chat template: finding it, analysing it, and rendering it.
+"""Finds, analyses and renders a model's chat template.
 
 Templates run in the sandbox of `sandbox.py`. A template that fails while rendering makes the request fail (many refuse
 messages with `raise_exception`). A template that does not compile is a configuration error.
@@ -61,7 +61,7 @@ class ChatTemplate:
         except BadRequest:
             if not wrap_text_arguments(messages):
                 raise
-            text = self._run(messages, prompt)  # a template that goes through arguments one by one
+            text = self._run(messages, prompt)  # a template that loops over arguments
         return text if continued is None else _cut_at_mark(text, continued)
 
     def _run(self, messages: Sequence[Mapping[str, Any]], prompt: ChatPrompt) -> str:
@@ -77,12 +77,12 @@ class ChatTemplate:
                 )
         except TemplateLimitExceeded as exc:
             raise BadRequest(f"The chat template was stopped: {exc}", param="messages") from exc
-        except Exception as exc:  # a template is a stranger's program: it can raise anything
+        except Exception as exc:  # a template is foreign code: it can raise anything
             raise BadRequest(f"The chat template {_reason(exc)[:500]}", param="messages") from exc
 
 
 def _reason(error: Exception) -> str:
-    """Why the template failed, in its own words if it has any; never a traceback."""
+    """Why the template failed, in its own words if possible; never a traceback."""
     if isinstance(error, TemplateError) and not isinstance(error, UndefinedError):
         return f"refused the messages: {error}"
     words = f": {error}" if isinstance(error, (UndefinedError, TypeError, ValueError)) else ""
@@ -166,7 +166,7 @@ class RequestTemplate:
 
 
 def _request_template(argument: list[Any]) -> list[str] | str:
-    """Run in a child: render the prompt, or without one find the template's variables. Raises: BadRequest."""
+    """Runs in a child: render the prompt, or, without a prompt, find the template's variables. Raises: BadRequest."""
     source, content_format, special_tokens, prompt = argument
     try:
         template = compile_template(source, content_format, special_tokens)
@@ -176,7 +176,7 @@ def _request_template(argument: list[Any]) -> list[str] | str:
 
 
 def read_template(option: str) -> str:
-    """The template that `--chat-template` gives: a file's text, or the option's if it is Jinja. Raises: UsageError."""
+    """The template that `--chat-template` sets: a file's content, or the option itself. Raises: UsageError."""
     try:
         with open(option, encoding="utf-8") as file:
             return file.read()
@@ -190,7 +190,7 @@ def read_template(option: str) -> str:
 
 
 def own_template(templates: str | Mapping[str, str] | None, *, with_tools: bool = False) -> str | None:
-    """The tokenizer's template to use: the only one, or of several the one named `tool_use` or `default`."""
+    """The tokenizer's template to use: the only one, or else the one named `tool_use` or `default`."""
     if templates is None or isinstance(templates, str):
         return templates
     if with_tools and "tool_use" in templates:

@@ -1,9 +1,9 @@
-"""Finds whether a chat template wants a message's content as a string or as a list of parts.
+"""Finds out whether a chat template expects a message's content as a string or as a list of parts.
 
-It wants parts if a loop runs over a message's `content`. The analysis follows the possible values of each variable
+It expects parts if a loop runs over a message's `content`. The analysis follows the possible values of each variable
 through the whole syntax tree (aliases, slices, filters, conditional expressions, namespaces, macro parameters) until it
-finds nothing new. It ignores scopes and order, so it may find too many values but misses none. A template that cannot
-be parsed is assumed to want a string.
+finds nothing new. It ignores scopes and order, so it may find too many values, but misses none. A template that cannot
+be parsed is assumed to expect a string.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class _Flow:
         return _NOTHING
 
     def _method(self, call: nodes.Call) -> _Kinds:
-        """Handles `message.get("content")`; other calls return a new, unrelated value."""
+        """Follow `message.get("content")`; other calls return a new, unrelated value."""
         is_get = isinstance(call.node, nodes.Getattr) and call.node.attr == "get"
         if is_get and call.args and _is_constant(call.args[0], "content"):
             assert isinstance(call.node, nodes.Getattr)

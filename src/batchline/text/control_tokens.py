@@ -34,7 +34,7 @@ from batchline.text.tokenizer import HuggingFaceTokenizer, Tokenizer
 logger = logging.getLogger(__name__)
 
 _NONCHARACTERS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
-"""Never assigned, so rare in texts. The marks are two of them that the prompt does not hold."""
+"""Unassigned characters, so they are rare in texts. The marks are two of them that the prompt does not contain."""
 
 Span = tuple[int, int]
 
@@ -71,20 +71,20 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class _Searches:
-    """Searches for control tokens. of_anyone: finds all; of_assistant: those that count in an assistant's messages."""
+    """Searches for control tokens. of_anyone finds all of them, of_assistant those that count in assistant messages."""
 
     of_anyone: TokenSearch
     of_assistant: TokenSearch
 
     def of(self, role: Any) -> TokenSearch:
-        """The search for a role's messages; None is any text outside messages."""
+        """The search for a role's messages; None means text outside messages."""
         return self.of_assistant if role == "assistant" else self.of_anyone
 
 
 class ControlTokens:
     """A model's control tokens: its special tokens, and added tokens that its chat templates write.
 
-    In an assistant's messages only the special tokens count: the model writes the others itself, such as `<think>` and
+    In assistant messages, only special tokens count: the model itself writes the others, such as `<think>` and
     `<tool_call>`, and clients send its answers back. Mutable: counts the prompts with control tokens.
     """
 
@@ -125,7 +125,7 @@ class ControlTokens:
         return self.render_checked(template, prompt)
 
     def check_texts(self, texts: Mapping[str, Sequence[str]]) -> None:
-        """Refuse or count a control token in texts that a request gives by field. Raises: BadRequest."""
+        """Refuse or count a control token in a request's fields. Raises: BadRequest."""
         if self._mode == "escape":
             return
         for field, several in texts.items():
@@ -136,13 +136,13 @@ class ControlTokens:
                     return
 
     def render_checked(self, template: Renderer, prompt: ChatPrompt) -> RenderedChat:
-        """Render a prompt whose texts need no check any more. Raises: BadRequest."""
+        """Render a prompt whose texts are already checked. Raises: BadRequest."""
         return (
             self._render_escaped(template, prompt) if self._mode == "escape" else RenderedChat(template.render(prompt))
         )
 
     def encode_checked(self, text: str) -> tuple[int, ...]:
-        """Tokens of a user's text that needs no check any more. Raises: BadRequest."""
+        """Tokens of a user's text that is already checked. Raises: BadRequest."""
         if self._mode == "escape" and self._searches.of_anyone.first(text) is not None:
             return self.encode(text, (), add_special_tokens=False)
         return self._tokenizer.encode(text, add_special_tokens=False)
@@ -162,7 +162,7 @@ class ControlTokens:
             )
 
     def report(self) -> None:
-        """Log how many prompts held control tokens, if more than the one already reported."""
+        """Log how many prompts contained control tokens, if there are more than the one already reported."""
         if self.num_prompts > 1:
             logger.warning("%d prompts contain control tokens that users wrote.", self.num_prompts)
 
@@ -188,12 +188,12 @@ class ControlTokens:
 
     @cached_property
     def _escaping(self) -> _EscapingTokenizer:
-        """Made for the first prompt that needs it, since that takes a second for a large vocabulary."""
+        """The escaping tokenizer, made for the first prompt that needs it. A large vocabulary takes a second."""
         return _EscapingTokenizer(self._tokenizer, self._ids)
 
 
 _LEAD = "\U00017000"
-"""A letter of Tangut: no normalizer changes or drops it, and it is rare in texts. Texts with it are refused."""
+"""A letter of Tangut: no normalizer changes or drops it, and it is rare. Texts that contain it are refused."""
 
 
 class _EscapingTokenizer:
@@ -239,7 +239,7 @@ def _rename_vocabulary(model: dict[str, Any], names: Mapping[str, str]) -> set[s
 
 
 class _Marks:
-    """The marks of one prompt: two characters that it does not contain. Mutable: counts the marks put."""
+    """The marks of one prompt: two characters that it does not contain. Mutable: counts the marks that it puts."""
 
     def __init__(self, searches: _Searches, prompt: ChatPrompt) -> None:
         """Raises: BadRequest."""
@@ -267,7 +267,7 @@ class _Marks:
 
     def _marked(self, search: TokenSearch, text: str) -> str:
         """The text with marks around control tokens, and at an end or beginning that neighbouring text could complete
-        to a token. The latter marks are put inside surrounding white space, because a template may trim that.
+        to a token. The latter marks are put inside the surrounding white space, because a template may trim it.
         """
         pieces: list[str] = []
         position = 0
@@ -307,12 +307,12 @@ class _Marks:
 
 
 def _spellings(char: str) -> tuple[str, str]:
-    """A character as itself and as a JSON escape, since templates print tools and arguments as JSON."""
+    """A character and its JSON escape, because templates print tools and arguments as JSON."""
     return char, json.dumps(char)[1:-1]
 
 
 def _with_decoded_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The message with its calls' arguments decoded, as the template will get them: JSON escapes may hide a token."""
+    """The message with its calls' arguments decoded, as for the template, because JSON escapes may hide a token."""
     calls = message.get("tool_calls")
     if not isinstance(calls, list):
         return message
@@ -327,7 +327,7 @@ def _with_arguments(call: Any) -> Any:
 
 
 def _user_inputs(prompt: ChatPrompt) -> Iterator[tuple[str, Any, Any]]:
-    """(path, value, role) of each message and of other user input, which has None for a role."""
+    """(path, value, role) of each message, and of other user input, whose role is None."""
     for index, message in enumerate(prompt.messages):
         yield f"messages[{index}]", _with_decoded_arguments(message), message.get("role")
     others = {"tools": prompt.tools, "documents": prompt.documents, "chat_template_kwargs": prompt.variables}
@@ -335,7 +335,7 @@ def _user_inputs(prompt: ChatPrompt) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _texts(root: str, value: Any) -> Iterator[tuple[str, str]]:
-    """(path, text) of all texts in a value, including keys of objects. Not recursive, since the depth is unbounded."""
+    """(path, text) of all texts in a value, including keys of objects. Not recursive: the depth is unbounded."""
     waiting = [(root, value)]
     while waiting:
         path, value = waiting.pop()
@@ -349,7 +349,7 @@ def _texts(root: str, value: Any) -> Iterator[tuple[str, str]]:
 
 
 def _mapped(value: Any, change: Callable[[str], str]) -> Any:
-    """A value with all its texts changed, including keys of objects. Raises: BadRequest."""
+    """A value with `change` applied to all its texts, including keys of objects. Raises: BadRequest."""
     try:
         return _mapped_below(value, change)
     except RecursionError as exc:

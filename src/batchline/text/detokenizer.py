@@ -101,9 +101,10 @@ class StopMatch:
 class StopStrings:
     """The stop strings of a request as an automaton. Immutable once made; shared by the request's sequences.
 
-    State 0 is the start. Indexed by state: next_states: the following states by character; fallbacks: the state of the
-    next shorter suffix of the text; complete: the longest stop string that ends there; num_held: how many of the last
-    characters may begin a stop string.
+    State 0 is the start. Each list has an entry per state.
+    next_states: the following states, by character. fallbacks: the state of the next shorter suffix of the text.
+    complete: the longest stop string that ends there. num_held: how many of the last characters may begin a stop
+    string.
     """
 
     def __init__(self, stops: Iterable[str] = ()) -> None:
@@ -160,7 +161,7 @@ class StopStringMatcher:
     def __init__(self, stops: StopStrings) -> None:
         self._stops = stops
         self._state = 0
-        self._pieces: list[str] = []  # of the text not yet taken, which begins at _num_taken
+        self._pieces: list[str] = []  # the text not yet taken, which begins at _num_taken
         self._num_characters = 0
         self._num_taken = 0
 

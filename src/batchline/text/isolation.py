@@ -1,8 +1,8 @@
-"""Runs work in child processes if a stranger's input can make it crash, hang or use all memory.
+"""Runs work in child processes if a client's input can make it crash, hang or use all memory.
 
 A child does one piece of work at a time: it gets the name of a function, its argument as JSON, and a limit of processor
 time, which the kernel enforces. Then it waits for the next piece. A child that has ended (by its limits, by a crash, or
-because nobody waits for the answer any more) is replaced on demand. Nothing that a child sends is executed.
+because nobody waits for the answer any more) is replaced when one is needed. Nothing that a child sends is executed.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ CPU_SECONDS = 5.0
 """Processor time that one piece of work may take."""
 
 WALL_SECONDS = 60.0
-"""Time after which a child counts as stuck, however little it has computed."""
+"""Wall-clock time after which a child counts as stuck."""
 
 NUM_ATTEMPTS = 2
-"""How many children are tried when a child ends for a reason other than its work."""
+"""How many children are tried if a child ends for a reason other than its work."""
 
 MEMORY_BYTES = 1 << 30
 """Memory that a child may allocate beyond what it uses when it is ready."""
 
 IDLE_BYTES = 128 << 20
-"""Memory that an idle child may keep beyond what it uses when it is ready, since the cache's sizing ignores it."""
+"""Memory that an idle child may keep beyond what it uses when it is ready. The sizing of the KV cache ignores it."""
 
 CHILD_STACK_BYTES = 64 << 20
 PARENT_STACK_BYTES = 128 << 20
@@ -51,7 +51,7 @@ PARENT_STACK_BYTES = 128 << 20
 _HEADER = struct.Struct("<I")
 _OUT_OF_TIME = -getattr(signal, "SIGPROF", 0)
 _ENDED_FROM_OUTSIDE = (-getattr(signal, "SIGKILL", 9), -signal.SIGTERM)
-"""Windows has neither of the two signals that have no name here."""
+"""Numbers, because two of these signals do not exist on Windows."""
 
 
 class WorkEnded(Exception):
@@ -70,7 +70,7 @@ class WorkAbandoned(Exception):
 
 
 class Abandonment:
-    """Ends the child that does a piece of work when the caller no longer waits for it. Safe across threads."""
+    """Ends the child that does a piece of work once the caller no longer waits for it. Safe to use across threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -106,7 +106,7 @@ _current: ContextVar[Abandonment | None] = ContextVar("abandonment", default=Non
 
 
 async def run_on(executor: Executor | None, work: Callable[[], T]) -> T:
-    """Run work on a thread. If the caller is cancelled, end the child that works for it."""
+    """Run work on a thread. If the caller is cancelled, its child is ended."""
     abandonment = Abandonment()
     context = copy_context()
     context.run(_current.set, abandonment)
@@ -172,7 +172,7 @@ class _Child:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "USE_TORCH": "0"},
-            start_new_session=True,  # a Ctrl-C at the terminal is for the parent
+            start_new_session=True,  # Ctrl-C on the terminal must only reach the parent
         )
 
     @property
@@ -342,7 +342,7 @@ def _no_core_dump() -> None:
 
 @cache
 def _limit_memory() -> None:
-    """Called once, after the imports. Does nothing if the system does not report how much memory is in use."""
+    """Set the memory limit, once, after the imports. Does nothing if the system does not report the memory in use."""
     import resource
 
     num_bytes = _memory_bytes(0)

@@ -1,4 +1,4 @@
-"""The parts of a model's message (reasoning, content, calls of tools), and the stream in which parsers find them.
+"""The parts of a model's message (reasoning, content, tool calls), and the stream in which parsers find them.
 
 A parser is a reader of text that arrives in pieces (`text_cursor`). It reports what it finds to a sink, which decides
 when a part is certain.
@@ -48,10 +48,10 @@ class PartSink:
         self._parts: list[MessagePart] = []
 
     def finish(self) -> None:
-        """Called when the text has ended and was read."""
+        """Called after the whole text has been read."""
 
     def drain(self) -> list[MessagePart]:
-        """Parts not yet drained, with neighbours that belong together merged."""
+        """Parts not yet drained. Neighbours that belong together are merged."""
         parts, self._parts = self._parts, []
         return parts if len(parts) < 2 else [_merged(list(group)) for _, group in groupby(parts, key=_belongs_to)]
 

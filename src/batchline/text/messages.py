@@ -51,16 +51,16 @@ def _normalise(
     if "tool_calls" in normal:
         normal["tool_calls"] = _tool_calls(normal["tool_calls"], f"{path}.tool_calls")
     if "reasoning" in normal:
-        normal.setdefault("reasoning_content", normal["reasoning"])  # the name that templates read
+        normal.setdefault("reasoning_content", normal["reasoning"])  # the field that templates read
     return normal
 
 
 _FUNCTION_CALL_ID = "function0"
-"""Of calls in their older form, which has none: nine letters and digits, as the strictest templates want them."""
+"""The id of a call in the older form, which has no ids: nine letters and digits, as the strictest templates require."""
 
 
 def _use_tool_calls(message: dict[str, Any]) -> None:
-    """Make a tool call of a `function_call`, and a tool's result of a function's, in place: templates know no other."""
+    """Turn a `function_call` into a tool call, and a function's result into a tool's, in place, as templates expect."""
     if "function_call" in message and "tool_calls" not in message:
         call = {"id": _FUNCTION_CALL_ID, "type": "function", "function": message.pop("function_call")}
         message["tool_calls"] = [call]

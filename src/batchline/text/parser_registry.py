@@ -22,7 +22,7 @@ P = TypeVar("P", bound=type[Recognizing])
 
 
 class ParserRegistry(Registry[P]):
-    """Parser classes of one kind. To detect a template's parser, the latest registration is tried first."""
+    """Parser classes of one kind. Detection tries the latest registration first."""
 
     def detect(self, template: str) -> str | None:
         """The parser that recognizes the template, None if none does."""

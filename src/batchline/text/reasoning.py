@@ -35,7 +35,8 @@ class ParsedReasoning:
 class ReasoningParser(ABC):
     """Separates reasoning from content. One instance may serve many texts that answer the same prompt.
 
-    is_over: the prompt ends the reasoning, so the text has none. is_open: the text begins inside the reasoning.
+    is_over: whether the prompt ends the reasoning, so that the text has none. is_open: whether the text begins inside
+    the reasoning.
 
     A subclass names its markers. Register it with `register_reasoning_parser`.
     """

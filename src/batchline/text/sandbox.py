@@ -1,6 +1,6 @@
 """The sandbox in which chat templates run: no access to Python's internals, bounded time, bounded size.
 
-Templates are programs by strangers. Jinja's immutable sandbox keeps them from Python's internals. The filters, globals
+Templates are foreign programs. Jinja's immutable sandbox keeps them away from Python's internals. The filters, globals
 and the `generation` tag are those of `transformers`, so that a template gives the same text in both.
 
 The limits are cooperative. Every loop iteration, call, filter and output expression checks the characters produced and
@@ -44,7 +44,7 @@ class TemplateLimitExceeded(Exception):
 
 
 class Budget:
-    """The processor time and characters that one rendering may still use."""
+    """The processor time and the characters that one rendering may still use."""
 
     __slots__ = ("characters", "deadline")
 
@@ -80,7 +80,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        """Parse, and pass the iterable of each loop and each `~` through a filter that is a checkpoint."""
+        """Parse, and pass each loop's iterable and each `~` through a filter that acts as a checkpoint."""
         if len(source) > MAX_TEMPLATE_CHARACTERS:
             raise TemplateLimitExceeded("the template itself is too long")
         tree = super()._parse(source, name, filename)
@@ -125,7 +125,8 @@ def _weight(value: Any) -> int:
 
 
 def _check_growth(name: str, arguments: Iterable[Any]) -> None:
-    """Refuse a multiplying operation before it runs: the product of its two heaviest arguments bounds its result."""
+    """Refuse a multiplying operation before it runs if its result may be too large: the product of its two heaviest
+    arguments is the bound."""
     if name == "round" and any(isinstance(value, int) and abs(value) > MAX_DIGITS for value in list(arguments)[1:]):
         raise TemplateLimitExceeded("it computes too large a number")
     if name not in _MULTIPLYING:
@@ -198,7 +199,7 @@ def template_environment() -> BoundedEnvironment:
         finalize=_checked_output,
     )
     environment.globals.update(original.globals)
-    del environment.globals["lipsum"]  # produces filler text of any length in one call
+    del environment.globals["lipsum"]  # it produces filler text of any length in one call
     filters = {name: _checked_filter(name, function) for name, function in original.filters.items()}
     environment.filters.update(filters, checked_items=_checked_items, checked_concat=_checked_concat)
     return environment

@@ -1,8 +1,8 @@
-"""Lets parsers of text that arrives in pieces be written as if the whole text were there.
+"""Reads text that arrives in pieces. Parsers are written as if the whole text were there.
 
-A parser is a generator (`Reading`). When the text so far does not decide what comes next, it yields, and is resumed
-when there is more text or the text has ended. The methods here decide by the text and never by where a piece ended, so
-the result of a parser does not depend on how the text was cut.
+A parser is a generator (`Reading`). If the text so far does not decide what comes next, it yields, and is resumed when
+there is more text or the text has ended. The methods here decide by the text, never by where a piece ends, so the
+result of a parser does not depend on how the text was cut.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class UnexpectedText(Exception):
 
 
 class Markers:
-    """Strings to look for. None may begin inside another; otherwise the end of a match would depend on the pieces."""
+    """Strings to look for. None may begin inside another, or the end of a match would depend on the pieces."""
 
     __slots__ = ("_pattern", "texts")
 
@@ -72,7 +72,7 @@ class TextCursor:
         self.text += piece
 
     def end(self) -> None:
-        """Say that no more text will follow."""
+        """Mark the end of the text."""
         self._has_ended = True
 
     def take(self, end: int) -> str:

@@ -19,7 +19,7 @@ _MAX_DEPTH = 20
 
 
 class TokenSearch:
-    """Finds tokens in texts. If several begin at one place, the longest is found."""
+    """Finds tokens in texts. If several begin at the same position, the longest is found."""
 
     def __init__(self, tokens: Iterable[str]) -> None:
         self._tokens = frozenset(tokens)

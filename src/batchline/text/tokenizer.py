@@ -1,9 +1,9 @@
 """Tokenizers: text to token ids, and the bytes that each token id stands for.
 
-Detokenizing concatenates bytes. A token's bytes are those that it adds to the text after another token. So text comes
-out token by token, log-probabilities have the exact bytes, and an incomplete UTF-8 character needs no special case. The
-bytes of byte tokens come from the vocabulary, those of all others from the tokenizer's own decoder, in context. This
-works only if the decoder works token by token; loading checks that.
+Detokenizing concatenates bytes. A token's bytes are those that it adds to the text after another token. So text is
+available token by token, log-probabilities have the exact bytes, and an incomplete UTF-8 character needs no special
+case. The bytes of byte tokens come from the vocabulary, those of all others from the tokenizer's own decoder, in
+context. This requires a decoder that works token by token; loading checks that.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Tokenizer(VocabularyTokenizer, Protocol):
         """The model's own chat template, or several by name."""
 
     def num_tokens_at_least(self, text: str) -> int:
-        """A lower bound of the text's number of tokens, found without tokenizing; 0 if none is known."""
+        """A lower bound of the text's number of tokens, found without tokenizing; 0 if it is not known."""
 
 
 def special_token_ids(tokenizer: VocabularyTokenizer, text: str) -> tuple[int, ...]:
@@ -81,7 +81,7 @@ class HuggingFaceTokenizer:
         special_tokens: Mapping[str, str],
         chat_templates: str | Mapping[str, str] | None = None,
     ) -> None:
-        """Becomes the backend's owner, and switches its truncation and padding off."""
+        """Takes ownership of the backend, and turns off its truncation and padding."""
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
@@ -143,9 +143,9 @@ class HuggingFaceTokenizer:
         return tuple(encoding.ids)
 
     def num_tokens_at_least(self, text: str) -> int:
-        """Computed as if the text consisted of the longest token. Saves tokenizing megabytes only to refuse them.
+        """The bound for a text that consists of the longest token. It avoids tokenizing megabytes only to refuse them.
 
-        Known only for vocabularies that spell every byte; in others an unknown token may stand for text of any length.
+        Only known for vocabularies that have every byte; in others, an unknown token may stand for text of any length.
         """
         if self._backend.normalizer is not None or not (self._is_byte_level or self._has_byte_tokens):
             return 0
@@ -184,14 +184,14 @@ class HuggingFaceTokenizer:
         return text.encode()
 
     def decodes_token_by_token(self) -> bool:
-        """Whether decoding a sequence equals decoding its tokens one by one; tried on a sample, in both orders."""
+        """Whether decoding a sequence equals decoding its tokens one by one, for a sample of tokens in both orders."""
         sample = self._sample_ids()
         sequence = [*sample, *reversed(sample)]
         pieces = [self.token_bytes(token_id, is_first=index == 0) for index, token_id in enumerate(sequence)]
         return b"".join(pieces).decode(errors="replace").encode() == self._decode(sequence)
 
     def _sample_ids(self) -> list[int]:
-        """Known tokens spread over the vocabulary, without those for single bytes, which may not be valid text."""
+        """Known tokens, spread over the vocabulary, without those for single bytes, which may not be valid text."""
         step = max(1, self._vocab_size // _NUM_PROBED)
         tokens = ((token_id, self._backend.id_to_token(token_id)) for token_id in range(0, self._vocab_size, step))
         return [token_id for token_id, token in tokens if token is not None and not _BYTE_TOKEN.match(token)]
@@ -248,7 +248,7 @@ def load_tokenizer(model: str, *, revision: str | None = None, trust_remote_code
 
 
 def from_transformers(model: str, tokenizer: Any) -> HuggingFaceTokenizer:
-    """Our tokenizer from one of `transformers`, which must not be used afterwards. Raises: UnsupportedModel."""
+    """A tokenizer made from one of `transformers`, which must not be used afterwards. Raises: UnsupportedModel."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise UnsupportedModel(model, "its tokenizer is not one of the `tokenizers` library (no tokenizer.json)")

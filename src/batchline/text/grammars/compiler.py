@@ -43,7 +43,7 @@ from batchline.text.isolation import WorkEnded, on_large_stack, run_isolated
 from batchline.text.tokenizer import VocabularyTokenizer, special_token_ids
 
 NUM_CACHED = 256
-"""How many compiled grammars and refusals are cached: a batch has few schemas and many lines."""
+"""How many compiled grammars and refusals are cached. A batch has few schemas and many lines."""
 
 MAX_CACHED_CHARACTERS = 2 * MAX_CHARACTERS
 """The largest total length of the constraints in the cache."""
@@ -54,9 +54,9 @@ its own caller first."""
 
 
 class GrammarCompiler:
-    """Compiles for one model. Safe to use from several threads; remembers what it has compiled.
+    """Compiles for one model, and caches the results. Safe to use from several threads.
 
-    executor: for `compile` where `is_quick` is false.
+    executor: runs `compile` if `is_quick` is false.
     """
 
     def __init__(self, tokenizer: VocabularyTokenizer, vocab_size: int) -> None:
@@ -69,13 +69,13 @@ class GrammarCompiler:
         self.executor = FairThreads(NUM_THREADS, "batchline-grammars")
 
     def close(self) -> None:
-        """End the threads when their work is done. Cancelling the work would look like cancelled requests."""
+        """End the threads when their work is done. Cancelled work would look like cancelled requests."""
         self.executor.shutdown(wait=False)
 
     def is_quick(self, constraint: Constraint, surroundings: Surroundings = NOTHING_ELSE) -> bool:
         """Whether `compile` takes a few milliseconds at most."""
         if num_characters(constraint) > MAX_CHARACTERS:
-            return False  # even a hash of it takes long
+            return False  # even hashing it takes long
         return (constraint, surroundings) in self._remembered or is_plain(constraint)
 
     def compile(
@@ -84,7 +84,7 @@ class GrammarCompiler:
         """A constraint's grammar, in its surroundings.
 
         end_token_ids: tokens that end the text. They are allowed only where the grammar lets the text end.
-        Raises: BadRequest, with what is wrong and where; WorkAbandoned; ServiceUnavailable, which is not remembered.
+        Raises: BadRequest, with what is wrong and where; WorkAbandoned; ServiceUnavailable, which is not cached.
         """
         key = constraint, surroundings
         with self._lock:
@@ -92,7 +92,7 @@ class GrammarCompiler:
             if found is not None:
                 self._remembered.move_to_end(key)
         if found is None:
-            check_size(constraint)  # not remembered: it is quick, and would keep a text of any length
+            check_size(constraint)  # not cached: it is quick, and the cache would keep a text of any length
             found = self._compile(constraint, surroundings)
             self._remember(key, found)
         if isinstance(found, BadRequest):
@@ -101,7 +101,7 @@ class GrammarCompiler:
 
     def _remember(self, key: tuple[Constraint, Surroundings], found: CompiledGrammar | BadRequest) -> None:
         with self._lock:
-            if key not in self._remembered:  # another thread may have compiled the same
+            if key not in self._remembered:  # another thread may have compiled it
                 self._num_characters += num_characters(key[0])
             self._remembered[key] = found
             while len(self._remembered) > NUM_CACHED or self._num_characters > MAX_CACHED_CHARACTERS:
@@ -126,7 +126,7 @@ class GrammarCompiler:
             raise BadRequest(f"{constraint.field}: it is too complex: {exc}", param=constraint.field) from exc
 
     def compile_untried(self, constraint: Constraint, surroundings: Surroundings) -> CompiledGrammar:
-        """Compile without a trial; the caller makes sure that a crash does no harm. Raises: BadRequest."""
+        """Compile without a trial; the caller ensures that a crash does no harm. Raises: BadRequest."""
         grammar = constraint_grammar(constraint, self._special_tokens)
         start = self._start(grammar, constraint)
         if surroundings != NOTHING_ELSE:
@@ -148,7 +148,7 @@ class GrammarCompiler:
 
     def _special_tokens(self, text: str) -> tuple[int, ...]:
         token_ids = special_token_ids(self._tokenizer, text)
-        # the model never writes a token that it does not have, and the first such id is that of END
+        # the model never writes a token that it does not have; the first such id is that of END
         return token_ids if all(token_id < self._vocab_size for token_id in token_ids) else ()
 
     @cached_property
@@ -157,7 +157,7 @@ class GrammarCompiler:
 
     @cached_property
     def _engine_tokenizer(self) -> llguidance.LLTokenizer:
-        """Made for the first constraint, since that takes a second for a large vocabulary."""
+        """The engine's tokenizer, made for the first constraint because a large vocabulary takes a second."""
         tokens = [self._tokenizer.token_bytes(token_id) for token_id in range(self._vocab_size)]
         special_ids = [token_id for token_id in range(self._vocab_size) if self._tokenizer.is_special(token_id)]
         return llguidance.LLTokenizer(
@@ -189,7 +189,7 @@ class _TokenBytes:
         self.special_token_ids = [*special_ids, end]
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """No tokens: the engine needs a text's tokens only to force text, which our grammars turn off."""
+        """Returns no tokens: the engine needs a text's tokens only to force text, which our grammars turn off."""
         return []
 
 

@@ -1,4 +1,4 @@
-"""A request's constraint as it is given, and the grammars that constraints become, in the engine's dialect of Lark.
+"""A request's constraint, and the grammars that constraints are compiled to, in the engine's dialect of Lark.
 
 A part is one of the engine's grammars, `{"lark_grammar": ...}` or `{"json_schema": ...}`. Parts refer to each other by
 name (`@name`); the first is the whole grammar. To the engine, markup that a tokenizer encodes as a special token is not
@@ -23,29 +23,29 @@ SpecialTokens = Callable[[str], tuple[int, ...]]
 ANY_TEXT = r"/(?s:.*)/"
 
 _WITHOUT_FORCING = '%llguidance {"no_forcing": true}'
-"""Otherwise the engine allows only one tokenization of text that it knows beforehand. That is wrong for tokenizers that
-put a space before a text, and it calls Python from the engine's threads."""
+"""Without this, the engine allows only one tokenization of text that it knows beforehand. That is wrong for tokenizers
+that put a space before a text, and it calls Python from the engine's threads."""
 
 MAX_ALTERNATIVES = 20_000
 
 LIMITS = llguidance.LLParserLimits(
     verbose_errors=False, max_items_in_row=MAX_ALTERNATIVES + 100, step_max_items=10 * MAX_ALTERNATIVES
 )
-"""The engine's default limits of a grammar, with more alternatives at one place of the text. Its messages do not repeat
-the grammar."""
+"""The engine's default limits, but with more alternatives at one position of the text. Its messages do not repeat the
+grammar."""
 
 _BYTES = llguidance.LLTokenizer("byte")
-"""For questions to the engine that need no model's tokenizer."""
+"""A tokenizer for calls of the engine that do not depend on a model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraint:
     """One constraint. Hashable: equal constraints share a compiled grammar.
 
-    field: the request's field that it comes from, for error messages. source: JSON text of a schema, of a list of
-    choices, of structural tags, or of an object of tools' parameter schemas by name; else a regular expression or a
-    grammar. whitespace_pattern: regular expression of the white space between JSON tokens, None for a bounded amount of
-    any. is_compact: whether there is no white space at all.
+    field: the request's field, for error messages. source: JSON text of a schema, of a list of choices, of structural
+    tags, or of an object with tools' parameter schemas by name; else a regular expression or a grammar.
+    whitespace_pattern: regular expression of the white space between JSON tokens; None allows a bounded amount of any
+    white space. is_compact: whether there is no white space at all.
     tool_indices: the index in the field of each tool in the source, if the source does not have all of them.
     is_single: whether only one tool call is allowed.
     """
@@ -97,7 +97,7 @@ def lark(rules: str) -> Part:
 
 
 def choices(texts: Sequence[str]) -> Grammar:
-    """One of the texts. They are a single terminal, which the engine turns into a tree, so many texts cost little."""
+    """One of the texts. They are a single terminal, which the engine turns into a tree, so many texts are cheap."""
     spelled = " | ".join(literal(text) for text in dict.fromkeys(texts) if text)
     if not spelled:
         return Grammar(lark('start: ""'))
@@ -111,7 +111,7 @@ def literal(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What else may be in a text.
+    """What a text may contain besides the constrained part.
 
     preamble: text before the constrained one. escapes: markers; a text that begins with one is not constrained.
     """
@@ -140,8 +140,8 @@ def _or_begun_by(markers: Sequence[str], answer: Grammar, special: SpecialTokens
 def after(preamble: Preamble, answer: Grammar, special: SpecialTokens) -> Grammar:
     """The preamble, a little white space, and a text of the answer's grammar.
 
-    White space is not allowed before the preamble: a model that cannot write what it wants to would write white space
-    without end.
+    White space is not allowed before the preamble: a model that cannot write what it wants to write would produce
+    endless white space.
     """
     names = [f"preamble_{index}" for index in range(len(preamble.ends))]
     ends = "\n".join(
@@ -184,7 +184,7 @@ def written(text: str, special: SpecialTokens) -> str:
 
 
 def refusal(source: str, tokenizer: llguidance.LLTokenizer = _BYTES) -> str | None:
-    """Why the engine refuses a grammar; None if it does not. A warning counts: it names something that is ignored."""
+    """Why the engine refuses a grammar; None if it accepts it. A warning counts, because it names something ignored."""
     _, messages = llguidance.LLMatcher.validate_grammar_with_warnings(source, tokenizer, limits=LIMITS)
     return messages[0] if messages else None
 

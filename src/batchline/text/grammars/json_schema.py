@@ -2,8 +2,8 @@
 
 The engine refuses keywords that it cannot express, but it would enforce some others too loosely. This module makes
 those strict (leap seconds, negated classes in patterns) or refuses them (a minimum of properties that a repeated key
-would satisfy, numbers that the engine would round). A schema cannot turn on the engine's lenient options. In tests,
-`jsonschema` is the oracle.
+would satisfy, numbers that the engine would round). A schema cannot turn on the engine's lenient options. The tests
+compare the results with `jsonschema`.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[str, str | int | Non
 
 
 def path_below(path: str, keyword: str, key: str | int | None) -> str:
-    """The path of a subschema, such as `properties.a.anyOf[0]`. path: of the schema; "the root" for the whole one."""
+    """The path of a subschema, such as `properties.a.anyOf[0]`. path: the schema's; "the root" for the whole schema."""
     place = keyword if key is None else f"{keyword}[{key}]" if isinstance(key, int) else f"{keyword}.{key}"
     return place if path == "the root" else f"{path}.{place}"
 
@@ -154,7 +154,7 @@ class _Strictness:
         return strict
 
     def _refuse_large_enums(self, schema: Mapping[str, Any], path: str) -> None:
-        """Strings and numbers become one terminal, so there may be any number of them. Objects and lists do not."""
+        """Limit the objects and lists in an `enum`. Strings and numbers become one terminal, so they need no limit."""
         values = schema.get("enum")
         num_containers = sum(isinstance(value, (dict, list)) for value in values) if isinstance(values, list) else 0
         if num_containers > MAX_ALTERNATIVES:
@@ -162,7 +162,7 @@ class _Strictness:
             raise BadRequest(f"{message}; the limit is {MAX_ALTERNATIVES:,}", param=self._field)
 
     def _refuse_countless_properties(self, schema: Mapping[str, Any], path: str) -> None:
-        """A key that the schema does not name may be repeated, so at most one such key is certain to count."""
+        """Refuse a `minProperties` that needs several keys that the schema does not name: they may be repeated."""
         least, required = schema.get("minProperties"), schema.get("required", [])
         if not isinstance(least, int) or not isinstance(required, list):
             return
@@ -174,7 +174,7 @@ class _Strictness:
             )
 
     def _refuse_rounded_numbers(self, schema: Mapping[str, Any], path: str) -> None:
-        """The engine reads numbers as floating point and writes them with fifteen digits."""
+        """Refuse numbers that the engine would round: it reads floating point, and writes fifteen digits."""
         bounds = [schema[keyword] for keyword in _BOUNDS if isinstance(schema.get(keyword), (int, float))]
         constants = [schema[keyword] for keyword in ("const", "enum") if keyword in schema]
         rounded = [number for number in (*bounds, *_numbers(constants)) if not _is_exact(number)]
@@ -188,7 +188,7 @@ def _is_exact(number: float) -> bool:
 
 
 def _numbers(value: Any) -> Iterator[float]:
-    """All numbers in a JSON value. Not recursive, since the depth is unbounded."""
+    """All numbers in a JSON value. Not recursive, because the depth is unbounded."""
     waiting = [value]
     while waiting:
         part = waiting.pop()

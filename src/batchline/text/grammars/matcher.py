@@ -20,7 +20,7 @@ MASK_SECONDS = 0.02
 """Processor time that a text's masks may take on average. Ordinary masks take 0.1 to 1 ms."""
 
 FIRST_SECONDS = 1.0
-"""Additional time for all masks of a text together, since the first ones also build the lexer's tables."""
+"""Additional time for all masks of a text together, because the first ones also build the lexer's tables."""
 
 
 @contextmanager
@@ -38,7 +38,7 @@ class CompiledGrammar:
     """A grammar at the beginning of its text. Immutable; each text has its own matcher."""
 
     def __init__(self, start: llguidance.LLMatcher, vocab_size: int, end_token_ids: frozenset[int]) -> None:
-        """start: never advanced. vocab_size: of the model; also the id of `END`. end_token_ids: they end a text."""
+        """start: never advanced. vocab_size: the model's; also the id of `END`. end_token_ids: they end a text."""
         self._start = start
         self._vocab_size = vocab_size
         self._end_token_ids = end_token_ids
@@ -93,7 +93,7 @@ class GrammarMatcher:
         self._check()
 
     def _spend(self, seconds: float) -> None:
-        """Account for a mask's processor time. One slow mask does no harm; many would slow down all other requests."""
+        """Account for a mask's processor time. One slow mask is harmless; many would slow down all other requests."""
         self._seconds_left += MASK_SECONDS - seconds
         if self._seconds_left < 0:
             raise ConstraintFailed(

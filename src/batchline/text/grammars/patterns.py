@@ -1,7 +1,7 @@
 """Regular expressions in requests: what the grammar engine reads differently, and shorter forms of its messages.
 
 The dialect is the engine's: Rust's `regex` syntax without look-around and back-references, matched against the whole
-text, `\\d` and `\\w` being ASCII as in JavaScript. In JSON Schema, `pattern` is searched for.
+text, with ASCII `\\d` and `\\w` as in JavaScript. A JSON Schema's `pattern` is searched for in the text.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _REASON = re.compile(r"^\s*error: (.*)$", re.MULTILINE)
 def json_pattern(pattern: str) -> str:
     """A schema's `pattern`, changed so that no class lets through a quote or a backslash that it excludes.
 
-    The engine takes `[^"]` to match `"` where that is written as an escape, as it does with any class that holds
-    control characters. Such classes lose their control characters: narrower, and never loose.
+    In the engine, `[^"]` matches a `"` that is written as an escape, and so does any class that contains control
+    characters. Such classes lose their control characters: they become narrower, but never too wide.
     """
     parts: list[str] = []
     position = 0
@@ -73,7 +73,7 @@ def _may_be_loose(text: str) -> bool:
 
 
 def short_reason(message: str) -> str:
-    """The gist of the engine's message about a regular expression, with the position if the message has one."""
+    """The essence of the engine's message about a regular expression, with the position if the message has one."""
     reason = _REASON.search(message)
     if reason is None:
         return one_line(message)
@@ -90,7 +90,7 @@ _PLAIN_WORDS = {
     r"Resource ('.*?') is not present in a registry and .*": r"the reference to \1 leads out of the schema",
     r"Failed to convert the grammar from GBNF to Lark: ": "",
 }
-"""Expressions of the engine, as regular expressions, and what they mean."""
+"""Phrases in the engine's messages, as regular expressions, and plain words for them."""
 
 
 def one_line(message: str) -> str:

@@ -1,7 +1,7 @@
 """Finds the part of a JSON Schema that the grammar engine refuses.
 
-The engine says what is wrong, but not where. So its subschemas are tried separately, and the deepest one that is
-refused for the same reason is reported.
+The engine says what is wrong, but not where. So this module tries the subschemas separately, and reports the deepest
+one that is refused for the same reason.
 """
 
 from __future__ import annotations

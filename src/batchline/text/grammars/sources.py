@@ -1,4 +1,4 @@
-"""Turns a constraint into a grammar, and refuses what is invalid by itself."""
+"""Turns a constraint into a grammar. Refuses what is invalid without asking the engine."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def constraint_grammar(constraint: Constraint, special: SpecialTokens) -> Gramma
 
 
 def schema_part(constraint: Constraint, source: str, index: int = 0) -> Part:
-    """A JSON Schema as a part. source: its text. index: which of the constraint's schemas it is."""
+    """A JSON Schema as a part. source: its text. index: its number among the constraint's schemas."""
     return {"json_schema": strict_schema(replace(constraint, field=constraint.field_of(index)), source)}
 
 
@@ -68,7 +68,8 @@ def _lark_text(constraint: Constraint, text: str) -> str:
 def _with_groups_kept(gbnf: str) -> str:
     """The same grammar, with an empty literal in each group that ends in a repetition.
 
-    The converter drops the parentheses of a group that only holds a repetition, and so the meaning of `(x{2}){3}`.
+    Without it, the converter drops the parentheses of a group that only has a repetition, which changes the meaning of
+    `(x{2}){3}`.
     """
     words: list[str] = []
     last = ""

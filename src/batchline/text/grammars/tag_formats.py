@@ -1,7 +1,7 @@
 """Structural tags as grammars: a rule for each node of the tree of formats.
 
-Free text has no end of its own, so only the end of a tag or of the text may follow it. In any other position the
-grammar engine could not tell where it stops, and the tree is refused.
+Free text has no end marker, so only the end of a tag or of the whole text may follow it. In any other position the
+grammar engine could not know where it ends, and the tree is refused.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def format_grammar(constraint: Constraint, tree: Node, special: SpecialTokens, r
 
 
 def tags_of_structures(structures: Sequence[Node], triggers: Sequence[str], field: str) -> Node:
-    """The older spelling in the newer one. path: where in the request a node is, in the older spelling."""
+    """Translate the older spelling to the newer one. path: the path of a node in the older spelling."""
     tags = [_tag_of_structure(structure, f"{field}.structures[{i}]") for i, structure in enumerate(structures)]
     return {"type": "triggered_tags", "triggers": triggers, "tags": tags}
 
@@ -61,7 +61,7 @@ class _Rules:
         self._read_grammar = read_grammar
 
     def of(self, node: Node, path: str, *, is_last: bool) -> str:
-        """An expression for the node. is_last: nothing may follow it but the end of the text. Raises: BadRequest."""
+        """An expression for the node. is_last: whether only the end of the text may follow it. Raises: BadRequest."""
         kind = node["type"]
         if kind == "const_string":
             return written(node["value"], self._special)

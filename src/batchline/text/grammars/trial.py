@@ -1,11 +1,11 @@
 """Limits of a constraint, and its trial: a grammar is compiled in a child process before it is compiled here.
 
 The grammar engine's compiler recurses as deeply as a grammar's rules or a schema's references go, and some small
-patterns keep it busy for hours. Neither can be stopped from outside. So a constraint that is not plainly harmless is
-first tried in a child process (`isolation.py`), where a crash or a kill costs nothing. If it compiles there, it also
+patterns keep it busy for hours. Neither can be stopped from outside. So a constraint that is not obviously harmless is
+first compiled in a child process (`isolation.py`), where a crash or a kill does no harm. If it compiles there, it also
 compiles here, on a larger stack.
 
-Following a text needs no such care: the engine's parser and lexer do that without recursion, within `grammar.LIMITS`.
+Following a text is safe: the engine's parser and lexer do that without recursion, within `grammar.LIMITS`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _PLAIN_KEYWORDS = frozenset(
     | {"minItems", "maxItems", "minLength", "maxLength", "minimum", "maximum"}
 )
 """Keywords that cause no work beyond the schema's own size. References and unions cause more if they are merged with
-other keywords, so they are plain only without others."""
+other keywords, so they are only plain without others."""
 
 _RULE = re.compile(r"^[ \t]*[?!]?\w[\w.-]*(?:\[[^\]\n]*\])?[ \t]*(?:::=|:)", re.MULTILINE)
 
@@ -46,7 +46,7 @@ def num_characters(constraint: Constraint) -> int:
 
 
 def check_size(constraint: Constraint) -> None:
-    """Raises: BadRequest naming the limit that the constraint exceeds."""
+    """Raises: BadRequest, which names the limit that the constraint exceeds."""
     field, source = constraint.field, constraint.source
     _check(field, num_characters(constraint), MAX_CHARACTERS, "characters")
     if constraint.kind == "choice":
@@ -82,7 +82,7 @@ def _is_plain(schema: dict[str, Any]) -> bool:
 
 
 def _all_schemas(schemas: Iterable[Any]) -> Iterator[dict[str, Any]]:
-    """The schemas and all below them. Not recursive: nothing has bounded the depth yet."""
+    """The schemas and all below them. Not recursive, because the depth is not limited yet."""
     waiting = list(schemas)
     while waiting:
         part = waiting.pop()
@@ -107,14 +107,14 @@ def read_trial_argument(argument: list[Any]) -> tuple[Constraint, Surroundings, 
 
 
 def sketch_of(tokenizer: VocabularyTokenizer, vocab_size: int) -> str:
-    """A vocabulary without its texts, as JSON: its size and its special tokens, which grammars may name."""
+    """The outline of a vocabulary, as JSON: its size, and its special tokens, which grammars may name."""
     special = (token_id for token_id in range(vocab_size) if tokenizer.is_special(token_id))
     names = {token_id: tokenizer.token_bytes(token_id).decode(errors="replace") for token_id in special}
     return json.dumps({"vocab_size": vocab_size, "special": names})
 
 
 class SketchedTokenizer:
-    """Stands for a model's tokenizer in a trial: its special tokens, and any text as bytes behind its vocabulary.
+    """Replaces a model's tokenizer in a trial. It has the special tokens, and a token for each byte.
 
     So a grammar compiles as it does for the model, and the child need not know hundreds of thousands of tokens.
     """
@@ -133,7 +133,7 @@ class SketchedTokenizer:
         return self._size + 256
 
     def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
-        """Special tokens where the text has their names, bytes elsewhere."""
+        """Special tokens for their names in the text, bytes for everything else."""
         return tuple(token_id for piece in self._pieces.split(text) for token_id in self._piece(piece))
 
     def _piece(self, text: str) -> Iterable[int]:

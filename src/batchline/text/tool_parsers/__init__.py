@@ -1,7 +1,7 @@
 """Finds tool calls in a model's text: a parser for each format, by name or detected from the chat template.
 
 Knows no wire schema and no tokens: text in, content and calls out, at once or in pieces. `batchline.text.reasoning`
-removes the reasoning before.
+removes the reasoning first.
 """
 
 from batchline.plugins import load_plugin

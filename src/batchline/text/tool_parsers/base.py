@@ -2,7 +2,7 @@
 
 A format is implemented once, as a reader of text that arrives in pieces; a complete text is one piece. So the deltas of
 a stream always add up to the result for the whole text. Anything that is not a complete call becomes content: no text
-is lost, and no text raises.
+is lost, and no text causes an exception.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class CallSink(PartSink):
         self._cursor.set_mark()
 
     def abandon_call(self) -> bool:
-        """Break the open call off, if there is one. True if it was shown, and so stays a call."""
+        """Break off the open call, if there is one. True if it was already shown, so that it stays a call."""
         was_shown = self._open is not None and self._is_shown
         self._open = None
         self._num_calls += was_shown
@@ -149,8 +149,8 @@ class CallSink(PartSink):
 
 
 MAX_REREAD = 32 * 1024
-"""How many characters of refused blocks are read again, for blocks that begin inside them. Otherwise a text could take
-seconds: one in which every opening begins a block that is refused late."""
+"""How many characters of refused blocks are read again, to find blocks that begin inside them. Without a limit, a text
+in which every opening begins a block that is refused late would take seconds."""
 
 
 class ToolCallParser(ABC):
@@ -170,7 +170,7 @@ class ToolCallParser(ABC):
     """Markers that may be special tokens, so detokenizing must not skip them."""
 
     def __init__(self, tools: Sequence[ToolDefinition] = (), *, eager: bool = False, only_these: bool = False) -> None:
-        """tools: the functions that the model may call; formats without types take argument types from them.
+        """tools: the functions that the model may call; in formats without types, they define the argument types.
 
         eager: stream a call of one of the tools while it is written, instead of when it is complete and valid. If such
         a call breaks off, it stays a call with the arguments so far; only the text after it is content.

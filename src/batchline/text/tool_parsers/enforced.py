@@ -1,9 +1,9 @@
 """Parsers for calls that a grammar forces into one format, regardless of the model's own.
 
-With `tool_choice` "required", the text is a JSON list of calls, `{"name": ..., "parameters": {...}}` each, as
-`batchline.text.grammars.grammar.calls` spells them. If a function was chosen, the text is only its arguments. Calls are
-streamed as they are written, since they cannot turn out to be content. If the text breaks off (at the token limit or a
-stop string), a call with a known name stays a call with the arguments so far, and no text is content.
+With `tool_choice` "required", the text is a JSON list of calls, each `{"name": ..., "parameters": {...}}`, as
+`batchline.text.grammars.grammar.calls` defines them. If a function was chosen, the text is only its arguments. Calls
+are streamed as they are written, because they cannot turn out to be content. If the text breaks off (at the token limit
+or a stop string), a call with a known name stays a call with the arguments so far, and no text is content.
 """
 
 from __future__ import annotations

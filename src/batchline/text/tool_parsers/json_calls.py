@@ -138,7 +138,7 @@ class _CallObject:
 
 
 def read_call_object(cursor: TextCursor, sink: CallSink, *, needs_arguments: bool = False) -> Reading[None]:
-    """One call. needs_arguments: whether an object with only a name is not a call. Raises: UnexpectedText."""
+    """Read one call. needs_arguments: whether an object with only a name is not a call. Raises: UnexpectedText."""
     yield from _CallObject(cursor, sink).read(needs_arguments=needs_arguments)
 
 

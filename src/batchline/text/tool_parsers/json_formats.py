@@ -62,9 +62,9 @@ class DeepSeekV3ToolParser(ToolCallParser):
 class GraniteToolParser(ToolCallParser):
     """Granite 3 and 4: `<|tool_call|>` and a JSON list of calls.
 
-    Format: IBM's chat templates, "respond only with <|tool_call|> followed by a JSON list of tools used" (3.0 to 3.3);
-    `<tool_call>` as text in 3.1; an object between `<tool_call>` tags in 4.0; vLLM's `granite` parser, which also takes
-    a list at the beginning of the text without any marker.
+    Format: IBM's chat templates. Those of 3.0 to 3.3 say "respond only with <|tool_call|> followed by a JSON list of
+    tools used"; in 3.1 the marker is `<tool_call>` as text; 4.0 has an object between `<tool_call>` tags. vLLM's
+    `granite` parser also accepts a list without a marker at the beginning of the text, and so does this one.
     """
 
     openings = ("<|tool_call|>", "<tool_call>")
@@ -188,10 +188,14 @@ _ID_CHARACTERS = string.ascii_letters + string.digits
 class MistralToolParser(ToolCallParser):
     """Mistral: `[TOOL_CALLS]` and a JSON list of calls, or in newer models a name and its arguments.
 
-    Format: mistral-common's tokenizers. Up to version 7 `[TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...]`;
-    version 11 `[TOOL_CALLS]name[CALL_ID]id[ARGS]{...}`, version 13 `[TOOL_CALLS]name[ARGS]{...}`, each call with its
-    own marker. vLLM's `mistral` parser reads the first and `name{...}`. Mistral's templates refuse ids of calls that
-    are not 9 characters of a-z, A-Z, 0-9.
+    Format: mistral-common's tokenizers.
+
+        up to version 7    `[TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...]`
+        version 11         `[TOOL_CALLS]name[CALL_ID]id[ARGS]{...}` for each call
+        version 13         `[TOOL_CALLS]name[ARGS]{...}` for each call
+
+    vLLM's `mistral` parser reads the first form, and `name{...}`. Mistral's templates refuse ids of calls that are not
+    9 characters of a-z, A-Z, 0-9.
     """
 
     openings = ("[TOOL_CALLS]",)
@@ -226,9 +230,9 @@ class MistralToolParser(ToolCallParser):
 class Phi4MiniJsonToolParser(ToolCallParser):
     """Phi-4-mini: `functools[{"name": ..., "arguments": {...}}, ...]`.
 
-    Format: vLLM's template for Phi-4-mini, "prefix function calls with functools marker (no closing marker required)",
-    and its `phi4_mini_json` parser; and the model's own tokens, `<|tool_call|>` before a list or an object and
-    `<|/tool_call|>` after it, as in llama.cpp's template. The word `functools` in code is content.
+    Format: vLLM's template for Phi-4-mini ("prefix function calls with functools marker (no closing marker required)")
+    and its `phi4_mini_json` parser. The model's own tokens are accepted, too: `<|tool_call|>` before a list or an
+    object and `<|/tool_call|>` after it, as in llama.cpp's template. The word `functools` in code is content.
     """
 
     openings = ("functools", "<|tool_call|>")

@@ -1,4 +1,4 @@
-"""JSON text as strictly as clients read it, and Python literals in a model's text converted to it.
+"""Reads JSON as strictly as clients do, and converts Python literals in a model's text to JSON.
 
 Python's own parser is not used: it needs the whole text at once, warns about unknown escapes, and refuses things that
 models really write: `true`, `null`, line breaks in strings.

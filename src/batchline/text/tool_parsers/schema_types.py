@@ -1,4 +1,4 @@
-"""The tools of a request, and arguments in plain text converted to JSON of the types in their schemas.
+"""The tools of a request. Converts arguments in plain text to JSON of the types in the tools' schemas.
 
 A text that fits none of the types becomes a string, so that the client sees the model's mistake.
 """
@@ -28,7 +28,7 @@ class ArgumentTypes:
         self._schemas = {tool.name: tool.parameters for tool in tools}
 
     def parameter_names(self, function: str) -> list[str]:
-        """In the schema's order; empty for an unknown function."""
+        """The parameters' names in the schema's order; empty for an unknown function."""
         return list(_mapping(_mapping(self._schemas.get(function)).get("properties")))
 
     def types(self, function: str, parameter: str) -> frozenset[str]:
