@@ -31,6 +31,16 @@ def waiting_for(share: Share, count: int, num_bytes: int = 1) -> list[asyncio.Ta
     return [asyncio.create_task(share.take(num_bytes)) for _ in range(count)]
 
 
+async def held_after_each_return(share: Share, other: Share, count: int) -> list[tuple[int, int]]:
+    """How many places both shares have after each of `count` places that the first one gives back."""
+    held = []
+    for _ in range(count):
+        share.give_back(1)
+        await turn()
+        held.append((share.num_held, other.num_held))
+    return held
+
+
 async def test_a_run_alone_has_all_places_and_never_more() -> None:
     share = Capacity(3).share()
     tasks = waiting_for(share, 5)
@@ -50,18 +60,10 @@ async def test_a_second_run_gets_the_places_that_become_free_until_both_have_as_
     await turn()
     late = waiting_for(second, 20)
     await turn()
-    held = []
-    for _ in range(4):
-        first.give_back(1)
-        await turn()
-        held.append((first.num_held, second.num_held))
-    assert held == [(3, 1), (2, 2), (2, 2), (2, 2)]
+    assert await held_after_each_return(first, second, 4) == [(3, 1), (2, 2), (2, 2), (2, 2)]
     assert sum(task.done() for task in late) == 2
     second.close()
-    second.give_back(1)
-    second.give_back(1)
-    await turn()
-    assert (first.num_held, second.num_held) == (4, 0)
+    assert await held_after_each_return(second, first, 2) == [(1, 3), (0, 4)]
     first.close()
 
 
@@ -102,18 +104,10 @@ async def test_a_request_of_an_exclusive_share_runs_alone() -> None:
     await turn()
     alone = waiting_for(exclusive, 2)
     await turn()
-    held = []
-    for _ in range(3):
-        first.give_back(1)
-        await turn()
-        held.append((first.num_held, exclusive.num_held))
-    assert held == [(2, 0), (1, 0), (0, 1)]
-    exclusive.give_back(1)
-    await turn()
-    assert (first.num_held, exclusive.num_held) == (1, 0)
-    first.give_back(1)
-    await turn()
-    assert (first.num_held, exclusive.num_held, [task.done() for task in alone]) == (0, 1, [True, True])
+    assert await held_after_each_return(first, exclusive, 3) == [(2, 0), (1, 0), (0, 1)]
+    assert await held_after_each_return(exclusive, first, 1) == [(0, 1)]
+    assert await held_after_each_return(first, exclusive, 1) == [(0, 1)]
+    assert [task.done() for task in alone] == [True, True]
 
 
 async def test_a_cancelled_wait_costs_no_place_and_blocks_nobody() -> None:

@@ -6,6 +6,7 @@ import itertools
 import os
 import shutil
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,18 @@ async def commit_output_only(target: FileTarget, commit: Any = FileTarget.commit
     if target.path.name == "err":
         raise KeyboardInterrupt
     await commit(target)
+
+
+def ending_in_the_fifth(end: Callable[[], None]) -> FakeBackend:
+    """A backend that ends the run while it answers its fifth request."""
+
+    async def before_answer(_request: EndpointRequest) -> None:
+        if len(backend.requests) == 5:
+            end()
+        await asyncio.sleep(0)
+
+    backend = FakeBackend(before_answer=before_answer)
+    return backend
 
 
 def dying_after(count: int, error: Exception) -> FakeBackend:
@@ -356,20 +369,12 @@ def test_a_stop_finishes_what_runs_takes_nothing_new_and_can_be_resumed(
     batch: Path, tmp_path: Path, run_file: Run
 ) -> None:
     stop = Stop()
-    asked = 0
-
-    async def before_answer(_request: EndpointRequest) -> None:
-        nonlocal asked
-        asked += 1
-        if asked == 5:
-            stop.set()
-        await asyncio.sleep(0)
-
+    backend = ending_in_the_fifth(stop.set)
     with pytest.raises(RunInterrupted, match="of 20 requests are done and saved"):
-        run_file(batch, tmp_path / "out", backend=FakeBackend(before_answer=before_answer), max_inflight=4, stop=stop)
-    assert 5 <= asked <= 8
+        run_file(batch, tmp_path / "out", backend=backend, max_inflight=4, stop=stop)
+    assert 5 <= len(backend.requests) <= 8
     summary = run_file(batch, tmp_path / "out")
-    assert summary.resumed == asked
+    assert summary.resumed == len(backend.requests)
     assert len(read_lines(tmp_path / "out")) == 20
 
 
@@ -379,19 +384,11 @@ def test_a_stop_leaves_requests_that_wait_for_their_turn(
     """Those that waited because large lines were in flight were still started after the stop, all of them."""
     monkeypatch.setattr("batchline.batch.capacity.MAX_INFLIGHT_BYTES", 25_000)
     stop = Stop()
-    asked = 0
-
-    async def before_answer(_request: EndpointRequest) -> None:
-        nonlocal asked
-        asked += 1
-        if asked == 5:
-            stop.set()
-        await asyncio.sleep(0)
-
+    backend = ending_in_the_fifth(stop.set)
     path = write_lines(tmp_path / "in", [chat_line(f"r{n}", "x" * 10_000) for n in range(40)])
     with pytest.raises(RunInterrupted):
-        run_file(path, tmp_path / "out", backend=FakeBackend(before_answer=before_answer), stop=stop)
-    assert 5 <= asked <= 6
+        run_file(path, tmp_path / "out", backend=backend, stop=stop)
+    assert 5 <= len(backend.requests) <= 6
 
 
 @pytest.mark.parametrize("reason", ["batch_cancelled", "batch_expired"])
@@ -400,23 +397,9 @@ def test_a_run_that_is_ended_for_good_keeps_what_is_done_and_names_what_was_not_
 ) -> None:
     """A run could only be stopped to be resumed; nothing could cancel one and still deliver its results."""
     stop = Stop()
-    asked = 0
-
-    async def before_answer(_request: EndpointRequest) -> None:
-        nonlocal asked
-        asked += 1
-        if asked == 5:
-            stop.end(reason)
-
+    backend = ending_in_the_fifth(lambda: stop.end(reason))
     options: dict[str, Any] = {"error_file": str(tmp_path / "errors"), "state_dir": tmp_path / "state"}
-    summary = run_file(
-        batch,
-        tmp_path / "out",
-        backend=FakeBackend(before_answer=before_answer),
-        max_inflight=1,
-        stop=stop,
-        **options,
-    )
+    summary = run_file(batch, tmp_path / "out", backend=backend, max_inflight=1, stop=stop, **options)
     assert (summary.succeeded, summary.failures_by_code) == (5, {reason: 15})
     done, unrun = read_lines(tmp_path / "out"), read_lines(tmp_path / "errors")
     assert len(contents(done)) == 5
