@@ -221,12 +221,11 @@ class UnsupportedModel(ModelLoadError):
 class LineError(BatchlineError):
     """A batch line cannot be turned into a request. Codes: OpenAI's Batch API error codes."""
 
-    def __init__(self, code: str, message: str, *, param: str | None = None, line: int | None = None) -> None:
+    def __init__(self, code: str, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
         self.code = code
         self.message = message
         self.param = param
-        self.line = line
 
 
 class InvalidAnswer(BatchlineError):

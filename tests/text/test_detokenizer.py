@@ -109,5 +109,5 @@ def test_spaces_between_special_tokens_can_be_taken_away(tokenizers_by_family: F
     oracle, ours = tokenizers_by_family["word_piece"]
     ids = [oracle.token_to_id(token) for token in ("[CLS]", "dog", "[SEP]", "[SEP]")]
     assert detokenize(ours, ids, skip_special_tokens=False) == "[CLS] dog [SEP] [SEP]"
-    joined = detokenize(ours, ids, skip_special_tokens=False, spaces_between_special_tokens=False)
-    assert joined == "[CLS] dog [SEP][SEP]"
+    detokenizer = Detokenizer(ours, skip_special_tokens=False, spaces_between_special_tokens=False)
+    assert "".join(map(detokenizer.push, ids)) + detokenizer.flush() == "[CLS] dog [SEP][SEP]"

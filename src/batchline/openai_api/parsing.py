@@ -224,13 +224,13 @@ def _validated(schema: type[T], given: dict[str, Any]) -> T:
         raise _bad_request(exc, given) from exc
 
 
-SMALL_BODY = 4096
+_SMALL = 4096
 """Values and hundreds of characters of a body that is checked faster than a thread wakes up."""
 
 
-def is_small(value: Any, budget: int = SMALL_BODY) -> bool:
+def is_small(value: Any) -> bool:
     """Whether a JSON value has at most so many values and hundreds of characters. Reads no more of it than that."""
-    waiting = [value]
+    waiting, budget = [value], _SMALL
     while waiting and budget > 0:
         value = waiting.pop()
         budget -= 1

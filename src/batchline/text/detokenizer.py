@@ -69,19 +69,9 @@ class Detokenizer:
         return token_bytes
 
 
-def detokenize(
-    tokenizer: Tokenizer,
-    token_ids: Iterable[int],
-    *,
-    skip_special_tokens: bool = True,
-    spaces_between_special_tokens: bool = True,
-) -> str:
+def detokenize(tokenizer: Tokenizer, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
     """The text of all tokens at once."""
-    detokenizer = Detokenizer(
-        tokenizer,
-        skip_special_tokens=skip_special_tokens,
-        spaces_between_special_tokens=spaces_between_special_tokens,
-    )
+    detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
     return "".join(map(detokenizer.push, token_ids)) + detokenizer.flush()
 
 
