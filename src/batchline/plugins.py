@@ -14,11 +14,14 @@ import sys
 from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from batchline.errors import PluginLoadError, UnknownPlugin
 
 logger = logging.getLogger(__name__)
+
+TOOL_PARSERS, REASONING_PARSERS = "batchline.tool_parsers", "batchline.reasoning_parsers"
+"""Names of the groups of entry points."""
 
 P = TypeVar("P")
 
@@ -90,6 +93,31 @@ class Registry(Generic[P]):
 
 def _is_built_in(plugin: Any) -> bool:
     return str(getattr(plugin, "__module__", "")).startswith("batchline.")
+
+
+class Recognizing(Protocol):
+    """A class that can recognize its format in a chat template's text."""
+
+    @classmethod
+    def recognizes(cls, template: str) -> bool:
+        """Whether the template asks the model for this format."""
+
+
+ParserT = TypeVar("ParserT", bound=type[Recognizing])
+
+
+class ParserRegistry(Registry[ParserT]):
+    """Parser classes of one kind. Detection tries the latest registration first."""
+
+    def detect(self, template: str) -> str | None:
+        """The parser that recognizes the template, None if none does."""
+        self.load_installed()
+        newest_first = reversed(self._plugins.items())
+        return next((name for name, parser in newest_first if parser.recognizes(template)), None)
+
+    def is_valid(self, plugin: Any) -> bool:
+        """Whether it is a parser class."""
+        return isinstance(plugin, type) and hasattr(plugin, "recognizes")
 
 
 def installed(group: str) -> list[EntryPoint]:

@@ -19,10 +19,9 @@ from threaded_server import Serve
 
 from batchline.backends.base import EndpointRequest
 from batchline.errors import BadRequest
-from batchline.server import json_body, responses
+from batchline.server import json_body
 from batchline.server.admission import TEXTS_PER_SEQUENCE, num_places
-from batchline.server.json_body import MAX_CONTAINERS, MAX_VALUES
-from batchline.server.responses import json_in_parts
+from batchline.server.json_body import MAX_CONTAINERS, MAX_VALUES, json_in_parts
 from batchline.testing import FakeBackend
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -62,10 +61,10 @@ def test_a_large_body_is_parsed_off_the_event_loop_and_a_small_one_on_it(serve: 
 
 
 async def test_a_large_answer_is_written_off_the_event_loop_and_a_small_one_on_it(threads_of: Any) -> None:
-    seen = threads_of(responses, "json_in_parts")
+    seen = threads_of(json_body, "json_in_parts")
     small, large = {"data": [1.5] * 100}, {"data": [{"embedding": [1.5] * 1024} for _ in range(300)], "id": "x"}
-    assert (await responses.written(small)).body == orjson.dumps(small)
-    assert (await responses.written(large)).body == orjson.dumps(large)
+    assert (await json_body.written(small)).body == orjson.dumps(small)
+    assert (await json_body.written(large)).body == orjson.dumps(large)
     assert len(seen) == 1
     assert seen[0] is not threading.current_thread()
 

@@ -18,8 +18,7 @@ from batchline.checkpoints.digests import folder_digest
 from batchline.checkpoints.files import hub_commit
 from batchline.config import EngineConfig, RequestLimits
 from batchline.errors import ModelLoadError, UsageError
-from batchline.plugins import installed
-from batchline.text.parser_registry import REASONING_PARSERS, TOOL_PARSERS
+from batchline.plugins import REASONING_PARSERS, TOOL_PARSERS, installed
 from batchline.user_state import user_state_dir
 
 

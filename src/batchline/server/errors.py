@@ -17,8 +17,8 @@ from batchline.errors import (
     Unauthorized,
 )
 from batchline.openai_api.endpoint_table import error_body
+from batchline.server.json_body import JsonResponse
 from batchline.server.request_path import route_path
-from batchline.server.responses import JsonResponse
 
 SHUTTING_DOWN = ServiceUnavailable("The server is shutting down")
 

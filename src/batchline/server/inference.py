@@ -12,10 +12,9 @@ from starlette.responses import Response
 from batchline.backends.base import Answer, Backend, EndpointRequest, find_model, models_by_name
 from batchline.server.admission import num_places
 from batchline.server.event_stream import EventStream, close_stream, while_connected
-from batchline.server.json_body import SMALL_BODY, read_json_object
+from batchline.server.json_body import SMALL_BODY, read_json_object, written
 from batchline.server.metrics import Metrics
 from batchline.server.request_path import route_path
-from batchline.server.responses import written
 
 
 class Inference:

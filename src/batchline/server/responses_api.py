@@ -38,8 +38,8 @@ from batchline.server.admission import Pace
 from batchline.server.api_keys import owner_of
 from batchline.server.event_stream import close_stream, while_connected
 from batchline.server.inference import Inference
+from batchline.server.json_body import JsonResponse, written
 from batchline.server.kept_responses import KeptResponse, KeptResponses
-from batchline.server.responses import JsonResponse, written
 
 JsonObject = dict[str, Any]
 

@@ -14,8 +14,8 @@ from abc import ABC
 from dataclasses import dataclass
 from typing import ClassVar
 
+from batchline.plugins import REASONING_PARSERS, ParserRegistry
 from batchline.text.message_parts import ContentDelta, PartSink, PartStream, ReasoningDelta
-from batchline.text.parser_registry import REASONING_PARSERS, ParserRegistry
 from batchline.text.text_cursor import Markers, Reading, TextCursor
 
 

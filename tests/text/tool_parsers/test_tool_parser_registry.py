@@ -12,7 +12,7 @@ import pytest
 from batchline.backends.identity import result_settings
 from batchline.config import EngineConfig, ModelConfig
 from batchline.errors import PluginLoadError, UnknownPlugin, UsageError
-from batchline.text.parser_registry import TOOL_PARSERS, ParserRegistry
+from batchline.plugins import TOOL_PARSERS, ParserRegistry
 from batchline.text.tool_parsers import (
     HermesToolParser,
     ToolCall,

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from batchline.plugins import TOOL_PARSERS, ParserRegistry
 from batchline.text.message_parts import ContentDelta, MessagePart, PartSink, PartStream, ToolCallDelta
-from batchline.text.parser_registry import TOOL_PARSERS, ParserRegistry
 from batchline.text.text_cursor import Markers, Reading, TextCursor, UnexpectedText
 from batchline.text.tool_parsers.literals import strict_loads
 from batchline.text.tool_parsers.schema_types import ArgumentTypes, ToolDefinition
