@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from batchline.errors import BadRequest, ConstraintFailed
 from batchline.testing import ByteTokenizer
-from batchline.text.grammars import Constraint, GrammarCompiler, GrammarMatcher, Preamble, Surroundings
+from batchline.text.grammars import NOTHING_ELSE, Constraint, GrammarCompiler, GrammarMatcher, Preamble, Surroundings
+from batchline.text.grammars.sources import grammar_error
 from batchline.text.tokenizer import Tokenizer
 
 END = ByteTokenizer.EOS
@@ -45,6 +46,43 @@ def passes(matcher: GrammarMatcher, token_ids: Any, end: int = END, vocab_size: 
 def accepts(wanted: Constraint, text: str, **more: Any) -> bool:
     grammar = BYTES.compile(wanted, end_token_ids=frozenset({END}), **more)
     return passes(grammar.matcher(), text.encode())
+
+
+WRONG_CLASS = 'root ::= "a" one-Two\none-Two ::= [z-a]'
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "message"),
+    [
+        ("grammar", "root ::= " + "(" * 2000 + '"a"' + ")" * 2000, "invalid grammar: it is nested too deeply"),
+        ("grammar", "start: " + "(" * 2000 + '"a"' + ")" * 2000, "at line 1, column 37: it is nested too deeply"),
+        ("grammar", WRONG_CLASS, 'invalid grammar: invalid regular expression "[z-a]": '),
+        ("grammar", 'root ::= a-b aB\na-b ::= "a"\naB ::= "b"', "names of two rules differ only in case"),
+        ("grammar", "start: a\na: /(/", 'at line 2, column 4: invalid regular expression "(": unclosed group'),
+        ("regex", r"\w+\b", r"invalid regular expression: word boundaries (\b, \B) and anchors"),
+        ("json_schema", {"pattern": r"a\b"}, r"at the root: word boundaries (\b, \B) and anchors"),
+        ("json_schema", {"pattern": "("}, "at the root: invalid regular expression: unclosed group"),
+        ("json_schema", {"minimum": "a"}, "Expected a number for 'minimum'"),
+        ("json_schema", '{"const":' + "[" * 300 + "]" * 300 + "}", "at the root: it is nested too deeply"),
+        (
+            "structural_tag",
+            {"format": {"type": "grammar", "grammar": WRONG_CLASS}},
+            'grammar: invalid regular expression "[',
+        ),
+    ],
+)
+def test_what_is_wrong_is_said_in_the_requests_own_words(kind: Any, source: Any, message: str) -> None:
+    """Bug: messages had names of the translated rules, lines of the translation, and words of the engine's code."""
+    with pytest.raises(BadRequest) as caught:
+        BYTES.compile_untried(constraint(kind, source), NOTHING_ELSE)
+    assert message in caught.value.message
+    assert not re.search(r"recursion|WordUnicode|f64|R1|ONE|%llguidance|\d \|", caught.value.message)
+
+
+def test_rules_have_the_names_that_the_request_gave_them() -> None:
+    listing = '\n   1 | start: "a" ONE_TWO\n   3 | ONE_TWO: R1\n       ^\n'
+    error = grammar_error(constraint("grammar", WRONG_CLASS), f'at 3(4): no "ONE_TWO", "one_two" or "other"{listing}')
+    assert error.message == 'field: invalid grammar: no "one-Two", "one-Two" or "other"'
 
 
 @pytest.mark.parametrize(

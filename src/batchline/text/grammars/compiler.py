@@ -28,7 +28,7 @@ from batchline.text.grammars.grammar import (
 from batchline.text.grammars.matcher import CompiledGrammar
 from batchline.text.grammars.patterns import one_line, short_reason
 from batchline.text.grammars.schema_errors import schema_error
-from batchline.text.grammars.sources import constraint_grammar
+from batchline.text.grammars.sources import constraint_grammar, grammar_error
 from batchline.text.grammars.trial import (
     MAX_CHARACTERS,
     SketchedTokenizer,
@@ -199,7 +199,7 @@ def _invalid(constraint: Constraint, grammar: Grammar, reason: str) -> BadReques
     if constraint.kind == "regex":
         return BadRequest(f"{field}: invalid regular expression: {short_reason(reason)}", param=field)
     if constraint.kind == "grammar":
-        return BadRequest(f"{field}: invalid grammar: {one_line(reason)}", param=field)
+        return grammar_error(constraint, reason)
     parts = (grammar.part, *grammar.others.values())
     for index, schema in enumerate(part["json_schema"] for part in parts if "json_schema" in part):
         what = schema_error(schema)

@@ -16,6 +16,9 @@ _ESCAPE = re.compile(r"\\.", re.DOTALL)
 _SET_OPERATION = re.compile(r"\[|&&|--|~~|\|\|")
 _POINTER = re.compile(r"^( *)\^+\s*$", re.MULTILINE)
 _REASON = re.compile(r"^\s*error: (.*)$", re.MULTILINE)
+_PLACE = re.compile(r"(?:at )?(\d+)\((\d+)\): ")
+_LISTING = re.compile(r"^ *(?:\d+ \| .*|\^+ *)(?:\n|\Z)", re.MULTILINE)
+"""Lines of a grammar with their numbers, and pointers into them."""
 
 
 @lru_cache(maxsize=16)  # a pattern may be megabytes long
@@ -76,14 +79,37 @@ def short_reason(message: str) -> str:
     """The essence of the engine's message about a regular expression, with the position if the message has one."""
     reason = _REASON.search(message)
     if reason is None:
-        return one_line(message)
+        return one_line(_LISTING.sub("", message[_place_end(message) :]))
     pointer = _POINTER.search(message)
     place = "" if pointer is None else f" at character {len(pointer[1]) - 3}"
     return f"{reason[1].strip()}{place}"
 
 
+def grammar_reason(message: str) -> tuple[str, str]:
+    """(place, gist) of the engine's message about a grammar. The place is empty if the message has none."""
+    place = _PLACE.match(message)
+    gist = one_line(_LISTING.sub("", message[_place_end(message) :]))
+    return ("" if place is None else f"line {place[1]}, column {place[2]}"), gist
+
+
+def _place_end(message: str) -> int:
+    place = _PLACE.match(message)
+    return 0 if place is None else place.end()
+
+
 _PLAIN_WORDS = {
     r"<non-verbose/>": "",
+    r'(?:invalid regex ".*" \(in regex\): )?lookarounds not supported yet; .*': (
+        r"word boundaries (\\b, \\B) and anchors inside of the expression are not supported"
+    ),
+    r'invalid regex (".*") \(in regex\): regex parse error: .* error: ': r"invalid regular expression \1: ",
+    r"regex parse error: .* error: ": "invalid regular expression: ",
+    r"(?:lark grammar too deeply nested|maximum recursion depth exceeded|recursion limit exceeded).*": (
+        "it is nested too deeply"
+    ),
+    r"Rule '.*' already exists": "the names of two rules differ only in case, hyphens and underscores",
+    r"^lexer error$": "no word of a grammar begins here",
+    r"\bf64\b": "a number",
     r"\b(Parser|Lexer) Error: ": "",
     r"\bNoExtensionBias\b": "nothing could follow what is written so far",
     r"Current row has .* items; max is (\d+);.*": r"it has more than \1 alternatives at one place",

@@ -20,13 +20,18 @@ from batchline.text.grammars.grammar import (
     choices,
     engine_regex,
     lark,
+    refusal,
 )
 from batchline.text.grammars.json_schema import strict_schema
-from batchline.text.grammars.patterns import one_line
+from batchline.text.grammars.patterns import grammar_reason, one_line
 from batchline.text.grammars.tag_formats import format_grammar, tags_of_structures
 
 _GBNF_WORD = re.compile(r""""(?:\\.|[^"\\])*"?|\[(?:\\.|[^\]\\])*\]?|#[^\r\n]*|\s+|.""", re.DOTALL)
 """A literal, a character class, a comment, white space, or any other character."""
+
+
+_GBNF_RULE = re.compile(r"^\s*([\w-]+)\s*::=", re.MULTILINE)
+_TRANSLATED = re.compile(r'"([\w]+)"')
 
 
 def constraint_grammar(constraint: Constraint, special: SpecialTokens) -> Grammar:
@@ -62,7 +67,35 @@ def _lark_text(constraint: Constraint, text: str) -> str:
     try:
         return str(llguidance.grammar_from("grammar", _with_groups_kept(text)))
     except ValueError as exc:
-        raise BadRequest(f"{constraint.field}: {one_line(str(exc))}", param=constraint.field) from exc
+        raise BadRequest(f"{constraint.field}: invalid grammar: {one_line(str(exc))}", param=constraint.field) from exc
+
+
+def _accepted_grammar(constraint: Constraint, text: str) -> Part:
+    """A grammar that the engine accepts on its own. Raises: BadRequest."""
+    part = lark(_lark_text(constraint, text))
+    reason = refusal(Grammar(part).serialised())
+    if reason is not None:
+        raise grammar_error(replace(constraint, source=text), reason)
+    return part
+
+
+def grammar_error(constraint: Constraint, message: str) -> BadRequest:
+    """The error of a grammar that the engine refuses, in the request's own words."""
+    place, reason = grammar_reason(message)
+    own_names = _own_names(constraint.source)
+    if own_names:  # the place is one in the translation
+        place, reason = "", _TRANSLATED.sub(lambda match: f'"{own_names.get(match[1], match[1])}"', reason)
+    where = f" at {place}" if place else ""
+    return BadRequest(f"{constraint.field}: invalid grammar{where}: {reason}", param=constraint.field)
+
+
+def _own_names(grammar: str) -> dict[str, str]:
+    """The names of GBNF's rules by those that the converter gives to them."""
+    names = {}
+    for name in _GBNF_RULE.findall(grammar):
+        renamed = re.sub(r"([a-z])([A-Z])", r"\1_\2", name.replace("-", "_"))
+        names |= {renamed.lower(): name, renamed.upper(): name}
+    return names
 
 
 def _with_groups_kept(gbnf: str) -> str:
@@ -84,4 +117,4 @@ def _structural_tags(constraint: Constraint, special: SpecialTokens) -> Grammar:
     """The grammar of structural tags in either spelling. Raises: BadRequest."""
     wanted = json.loads(constraint.source)
     tree = wanted.get("format") or tags_of_structures(wanted["structures"], wanted["triggers"], constraint.field)
-    return format_grammar(constraint, tree, special, lambda part, text: lark(_lark_text(part, text)))
+    return format_grammar(constraint, tree, special, _accepted_grammar)

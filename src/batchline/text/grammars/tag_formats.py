@@ -33,7 +33,10 @@ ReadGrammar = Callable[[Constraint, str], Part]
 
 
 def format_grammar(constraint: Constraint, tree: Node, special: SpecialTokens, read_grammar: ReadGrammar) -> Grammar:
-    """The grammar of a tree of formats. read_grammar: a part from the text of a grammar. Raises: BadRequest."""
+    """The grammar of a tree of formats. Raises: BadRequest.
+
+    read_grammar: a part that the engine accepts, from the text of a grammar.
+    """
     rules = _Rules(constraint, special, read_grammar)
     start = rules.of(tree, f"{constraint.field}.format", is_last=True)
     return Grammar(lark("\n".join([f"start: {start}", *rules.lines])), rules.others)
@@ -92,9 +95,9 @@ class _Rules:
         if node["type"] == "json_schema":
             part = _schema_part(constraint, node["json_schema"])
         elif node["type"] == "regex":
-            part = _accepted(lark(f"start: /{engine_regex(node['pattern'])}/"), path, "invalid regular expression")
+            part = _regex_part(node["pattern"], path)
         else:
-            part = _accepted(self._read_grammar(constraint, node["grammar"]), path, "invalid grammar")
+            part = self._read_grammar(constraint, node["grammar"])
         name = f"part_{len(self.others)}"
         self.others[name] = part
         return f"@{name}"
@@ -158,9 +161,10 @@ def _schema_part(constraint: Constraint, schema: Any) -> Part:
     return {"json_schema": strict}
 
 
-def _accepted(part: Part, path: str, complaint: str) -> Part:
-    """The part, if the engine accepts it on its own. Raises: BadRequest."""
+def _regex_part(pattern: str, path: str) -> Part:
+    """Raises: BadRequest."""
+    part = lark(f"start: /{engine_regex(pattern)}/")
     reason = refusal(Grammar(part).serialised())
     if reason is not None:
-        raise BadRequest(f"{path}: {complaint}: {short_reason(reason)}", param=path)
+        raise BadRequest(f"{path}: invalid regular expression: {short_reason(reason)}", param=path)
     return part
