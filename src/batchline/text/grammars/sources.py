@@ -91,7 +91,7 @@ def grammar_error(constraint: Constraint, message: str) -> BadRequest:
 
 def _own_names(grammar: str) -> dict[str, str]:
     """The names of GBNF's rules by those that the converter gives to them."""
-    names = {}
+    names: dict[str, str] = {}
     for name in _GBNF_RULE.findall(grammar):
         renamed = re.sub(r"([a-z])([A-Z])", r"\1_\2", name.replace("-", "_"))
         names |= {renamed.lower(): name, renamed.upper(): name}
