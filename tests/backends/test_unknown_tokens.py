@@ -123,7 +123,7 @@ async def test_loading_says_once_what_the_tokenizer_has_and_the_model_lacks(
     assert any("end tokens outside its vocabulary" in record.getMessage() for record in caplog.records)
 
 
-async def test_answers_that_a_stop_string_ends_are_counted_with_the_tokens_of_their_usage(
+async def test_answers_that_a_stop_string_ends_are_counted_with_all_tokens_that_were_generated(
     configs: dict[str, EngineConfig],
 ) -> None:
     """They were aborted in the engine, and missing from /metrics."""
@@ -137,5 +137,6 @@ async def test_answers_that_a_stop_string_ends_are_counted_with_the_tokens_of_th
     after, usage = backend.stats(), answer["usage"]
     await backend.close()
     assert answer["choices"][0]["finish_reason"] == "stop"
-    assert after.output_tokens - before.output_tokens == usage["completion_tokens"] + 1
+    # tokens that were generated before the engine heard of the end count too
+    assert usage["completion_tokens"] + 1 <= after.output_tokens - before.output_tokens <= 12 + 1
     assert after.prompt_tokens - before.prompt_tokens == 2 * usage["prompt_tokens"]

@@ -146,7 +146,7 @@ async def test_cancelled_request_frees_its_blocks(engine: AsyncEngine) -> None:
     with pytest.raises(asyncio.CancelledError):
         await caller
     await assert_idle_after_the_next_request(engine)
-    assert engine.stats().output_tokens == 1
+    assert 1 < engine.stats().output_tokens < 200  # what was generated counts, though nobody got all of it
 
 
 async def test_closing_the_iterator_early_frees_its_blocks(engine: AsyncEngine) -> None:

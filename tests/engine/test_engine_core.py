@@ -315,7 +315,19 @@ def test_sequences_without_a_seed_differ(engine: Engine) -> None:
     assert len({output.token_ids for output in outputs.values()}) == 6
 
 
-def test_statistics_count_finished_requests_exactly(make_engine: MakeEngine) -> None:
+def test_statistics_count_tokens_as_they_are_generated(make_engine: MakeEngine) -> None:
+    """Tokens were counted when a request ended: the rate of a run of long answers stood still until then."""
+    engine = make_engine(max_tokens=1000, max_seqs=20)
+    engine.add(request("long", max_tokens=12))
+    seen = []
+    while engine.has_work:
+        engine.step()
+        seen.append(engine.stats().output_tokens)
+    assert seen == list(range(1, 13))
+    assert engine.stats().prompt_tokens == len(PROMPT)
+
+
+def test_statistics_count_tokens_exactly(make_engine: MakeEngine) -> None:
     engine = make_engine(max_tokens=1000, max_seqs=20)
     outputs = finals(engine, *(request(str(i), p, max_tokens=i) for i, p in enumerate(PROMPTS)), request("again"))
     (embedding,) = run(engine, EmbeddingRequest(request_id="e", prompt_token_ids=PROMPT))["e"]
@@ -324,10 +336,10 @@ def test_statistics_count_finished_requests_exactly(make_engine: MakeEngine) -> 
     engine.step()
     engine.abort("aborted")
     stats = engine.stats()
-    assert stats.prompt_tokens == sum(len(p) for p in PROMPTS) + 2 * len(PROMPT)
-    assert stats.output_tokens == sum(range(len(PROMPTS))) + 12
+    assert stats.prompt_tokens == sum(len(p) for p in PROMPTS) + 3 * len(PROMPT)
+    assert stats.output_tokens == sum(range(len(PROMPTS))) + 12 + 1
     assert embedding.num_cached_tokens == 16
-    assert stats.cached_tokens == 16 + sum(output.num_cached_tokens for output in outputs.values())
+    assert stats.cached_tokens == 16 + 16 + sum(output.num_cached_tokens for output in outputs.values())
     assert (stats.running, stats.waiting, stats.cache_usage) == (0, 0, 0.0)
     assert stats.steps == 12 + 1 + 1
 

@@ -117,15 +117,15 @@ class Engine:
         """End a request as finished after this many output tokens, because its reader found the end in the text."""
         sequence = self._sequences.get(request_id)
         if sequence is not None:
-            self._count(sequence, num_output_tokens, "stop")
+            self._note_end(sequence, num_output_tokens, "stop")
             self._end_early(request_id, None)
 
     def _end_early(self, request_id: str, reason: str | None) -> None:
         """Free what a request holds, if it is live. reason: why it ends; None if that is counted already."""
         sequence = self._sequences.pop(request_id, None)
         if sequence is not None:
-            if reason is not None and not sequence.wants_hidden:
-                self._metrics.note_end(sequence, sequence.num_output_tokens, reason)
+            if reason is not None:
+                self._note_end(sequence, sequence.num_output_tokens, reason)
             self._drop(sequence)
 
     def step(self, *, holds_streams: bool = False) -> list[Output]:
@@ -229,6 +229,8 @@ class Engine:
         sequence = result.sequence
         if result.error is not None:
             raise result.error
+        if sequence.first_token_at is None:
+            self._note_prompt(result)
         if result.hidden is not None:
             output = embedding_output(sequence, result.hidden)
             sequence.finish("length")
@@ -236,9 +238,8 @@ class Engine:
         if result.token is None:
             sequence.finish("length")
         else:
-            if sequence.first_token_at is None:
-                sequence.first_token_at = time.monotonic()
             sequence.append(result.token)
+            self._output_tokens += 1
             if result.logprobs is not None:
                 sequence.logprobs.append(result.logprobs)
         return self._output(sequence, holds_streams=holds_streams)
@@ -261,16 +262,21 @@ class Engine:
     def _retire(self, finished: list[Sequence]) -> None:
         for sequence in finished:
             del self._sequences[sequence.request_id]
-            self._count(sequence, sequence.num_output_tokens, sequence.finish_reason or "stop")
+            self._note_end(sequence, sequence.num_output_tokens, sequence.finish_reason or "stop")
         with self._restarting_after("blocks could not be freed"):
             self.scheduler.retire(finished)
 
-    def _count(self, sequence: Sequence, num_output_tokens: int, reason: str) -> None:
-        if not sequence.wants_hidden:
-            self._metrics.note_end(sequence, num_output_tokens, reason)
+    def _note_prompt(self, result: SequenceResult) -> None:
+        """Count a prompt when its computation ends, and note the time of the first token, if there is one."""
+        sequence = result.sequence
+        if result.token is not None:
+            sequence.first_token_at = time.monotonic()
         self._prompt_tokens += sequence.num_prompt_tokens
         self._cached_tokens += sequence.num_cached_tokens or 0
-        self._output_tokens += num_output_tokens
+
+    def _note_end(self, sequence: Sequence, num_output_tokens: int, reason: str) -> None:
+        if not sequence.wants_hidden:
+            self._metrics.note_end(sequence, num_output_tokens, reason)
 
     def _fail(self, sequence: Sequence, exc: BaseException) -> RequestFailed:
         """End one sequence with an error."""

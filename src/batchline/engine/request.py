@@ -203,9 +203,11 @@ class RequestFailed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """Counters of finished requests since the start, and the current state of the queue and cache.
+    """Counters since the start, and the current state of the queue and cache.
 
-    cached_tokens: prompt tokens taken from the prefix cache. cache_usage: share of blocks in use, 0..1.
+    prompt_tokens: of all prompts that have been computed. cached_tokens: those of them that came from the prefix cache.
+    output_tokens: all that were generated, also of requests that still run or were aborted.
+    cache_usage: share of blocks in use, 0..1.
     """
 
     prompt_tokens: int
