@@ -76,8 +76,8 @@ class Terminal:
 
     @property
     def text(self) -> str:
-        """The screen as one text, whatever was wrapped."""
-        return "".join(self.screen.display)
+        """The screen as one text, whatever was wrapped at word ends."""
+        return " ".join(" ".join(self.lines).split())
 
     def wait_for(self, is_there: Callable[[], bool]) -> None:
         """Read on until something is on the screen."""

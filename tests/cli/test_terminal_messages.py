@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
+import os
+import pty
 import re
 import signal
+import struct
 import subprocess
 import sys
+import termios
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import orjson
 import pytest
+from rich.cells import cell_len
 from test_serve_command import TINY_CHAT, serving
 
 from batchline.cli import messages
@@ -121,3 +130,58 @@ def test_a_server_logs_json() -> None:
     (ready,) = [entry for entry in entries if entry["message"].startswith("Serving ")]
     assert ready["url"].startswith("http://127.0.0.1:")
     assert all({"time", "level", "message"} <= set(entry) for entry in entries)
+
+
+@pytest.fixture
+def terminal() -> Iterator[Callable[[int], TextIO]]:
+    """Makes a terminal of so many columns to write to."""
+    with ExitStack() as opened:
+
+        def make(columns: int) -> TextIO:
+            master, slave = pty.openpty()
+            opened.callback(os.close, master)
+            fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
+            return opened.enter_context(os.fdopen(slave, "w", encoding="utf-8"))
+
+        yield make
+
+
+PATH = "/data/a folder with a long name/and another one/results of the run.jsonl"
+TEXTS = {
+    "a sentence": f"Cannot write the output '{PATH}': the disk is full. Free some and run the same command again.",
+    "a command": "No request names a served model. The file names 'gpt-4o' (2 requests, first on line 3); served here: "
+    "'./m'. To run them, use:\n  --served-model-name gpt-4o,gpt-4,another-name-of-the-model,and-one-more-of-them",
+    "a label": "Rates          1,234.5 requests/s, 123,456 prompt tokens/s, 12,345 output tokens/s, and more of them",
+    "a list": "2 problems with the arguments:\n- --max-model-len: it needs a value, a number of at least 1 or auto"
+    "\n- No such option: --max-model. Did you mean --max-model-len?",
+    "wide characters": "3 x 400: \u4f60\u597d\u4e16\u754c " * 8,
+}
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+@pytest.mark.parametrize("name", TEXTS)
+def test_text_is_wrapped_at_word_ends_and_what_people_copy_stays_whole(
+    terminal: Callable[[int], TextIO], name: str, columns: int
+) -> None:
+    """Lines were as long as their text, so the terminal broke words."""
+    text = TEXTS[name]
+    lines = messages.wrapped(text, terminal(columns)).split("\n")
+    assert " ".join(" ".join(lines).split()) == " ".join(text.split()), "no word is lost or broken"
+    long = [line for line in lines if cell_len(line) > columns]
+    assert all(PATH in line or "--served-model-name" in line for line in long)
+    assert all(next_word_does_not_fit(line, following, columns) for line, following in pairwise(lines))
+    if name == "a label":
+        assert all(line.startswith(" " * 15 + "1") or line[:15].isspace() for line in lines[1:])
+
+
+def next_word_does_not_fit(line: str, following: str, columns: int) -> bool:
+    """Or the break is one of the text itself."""
+    word = messages._UNBROKEN.match(following)
+    is_of_text = following.startswith(("  --served", "- "))
+    return is_of_text or (word is not None and cell_len(f"{line} {word[2]}") > columns)
+
+
+def test_text_for_a_file_is_not_wrapped(tmp_path: Path) -> None:
+    with (tmp_path / "log").open("w", encoding="utf-8") as file:
+        assert messages.wrapped(TEXTS["a sentence"], file) == TEXTS["a sentence"]
+    assert messages.wrapped(TEXTS["a sentence"], None) == TEXTS["a sentence"]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import orjson
 import typer
 
+from batchline.cli.messages import show
 from batchline.cli.values import LimitPreset, MaxFileSize, MaxRequests, limits_of, parse_request_limits
 from batchline.config import TextConfig
 from batchline.errors import UsageError, counted
@@ -116,34 +117,34 @@ def _write_bad_lines(target: Path, checked: InputFile, judge: RequestJudge) -> N
 def _print_report(
     report: CheckReport, found: list[str], warnings: list[str], counts: TokenCounts | None, bad_lines: Path | None
 ) -> None:
-    typer.echo(f"{counted(report.num_lines, 'request')}, {counted(report.num_bytes, 'byte')}")
+    show(f"{counted(report.num_lines, 'request')}, {counted(report.num_bytes, 'byte')}")
     for group in report.groups.values():
-        typer.echo(f"  {group.count:>12,}  {group.url}  {group.model}")
+        show(f"  {group.count:>12,}  {group.url}  {group.model}", is_whole=True)
     if counts is not None:
         _print_tokens(counts)
     for finding in found:
-        typer.echo(finding)
+        show(finding)
     for warning in warnings:
-        typer.echo(warning)
+        show(warning)
     for code, count in sorted(report.faults_by_code.items(), key=lambda item: -item[1]):
-        typer.echo(f"  {count:>12,}  {code}")
+        show(f"  {count:>12,}  {code}")
     for fault in report.faults[:_SHOWN_FAULTS]:
-        typer.echo(f"  line {fault.line_number}: {fault.code}: {fault.message}")
+        show(f"  line {fault.line_number}: {fault.code}: {fault.message}")
     if report.num_faults > _SHOWN_FAULTS and bad_lines is None:
-        typer.echo(f"  ... and {report.num_faults - _SHOWN_FAULTS:,} more; --bad-lines FILE writes all of them")
+        show(f"  ... and {report.num_faults - _SHOWN_FAULTS:,} more; --bad-lines FILE writes all of them")
     if bad_lines is not None:
-        typer.echo(f"{counted(report.num_faults, 'bad line')} written to {bad_lines}")
+        show(f"{counted(report.num_faults, 'bad line')} written to {bad_lines}", is_whole=True)
     if not found:
-        typer.echo("Nothing is wrong with it." if not warnings else "Nothing else is wrong.")
+        show("Nothing is wrong with it." if not warnings else "Nothing else is wrong.")
 
 
 def _print_tokens(counts: TokenCounts) -> None:
-    typer.echo(f"{counted(counts.prompt, 'prompt token')}, the longest prompt has {counts.longest_prompt:,}")
-    typer.echo(f"at most {counted(counts.output_limit, 'output token')} where requests set a limit")
+    show(f"{counted(counts.prompt, 'prompt token')}, the longest prompt has {counts.longest_prompt:,}")
+    show(f"at most {counted(counts.output_limit, 'output token')} where requests set a limit")
     if counts.unlimited:
-        typer.echo(f"without a limit of output tokens: {counted(counts.unlimited, 'request')}")
+        show(f"without a limit of output tokens: {counted(counts.unlimited, 'request')}")
     if counts.with_control_tokens:
-        typer.echo(
+        show(
             f"with control tokens in their messages: {counted(counts.with_control_tokens, 'request')}, the first is "
             f"{counts.control_token_example} (see --special-tokens-in-content of run-batch)"
         )

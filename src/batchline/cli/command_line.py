@@ -54,8 +54,6 @@ class CheckedCommand(GroupedCommand):
         problems = [*reader.problems, *reader.translation.refusals, *map(_text_of, failures)]
         if rest and not reader.problems:
             problems.append(f"There is nothing to do with {' '.join(rest)!r}.")
-        if len(problems) == len(failures) == 1:
-            raise failures[0]
         if problems:
             raise UsageError(f"{listed(problems)}\nTry '{ctx.command_path} --help' for help.")
         configure(ctx.params.get("log_format", "text"), quiet=ctx.params.get("quiet", False))

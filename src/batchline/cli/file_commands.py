@@ -41,7 +41,7 @@ def merge(
     from batchline.batch.split import merge_files
 
     summary = merge_files(results, output_file, input_file)
-    tell(f"{counted(summary.results, 'result')} in {output_file}")
+    tell(f"{counted(summary.results, 'result')} in {output_file}", is_whole=True)
     if summary.unmatched:
         tell(f"{counted(summary.unmatched, 'result')} left out: no line of the input has the custom_id")
     if summary.missing:
@@ -61,4 +61,4 @@ def upload(
     if location.kind not in ("http", "fsspec"):
         raise UsageError(f"{url!r} is not a URL to upload to.")
     asyncio.run(upload_file(file, location))
-    tell(f"Sent {file} to {location.display}")
+    tell(f"Sent {file} to {location.display}", is_whole=True)

@@ -1,18 +1,20 @@
 """The only place that prints a command's messages: to standard error, as text, as JSON objects, or only errors.
 
-Standard output may be the result file. A standard error that is closed or full costs nothing.
+Standard output may be the result file. A standard error that is closed or full costs nothing. On a terminal, text is
+wrapped at word ends; what people copy (paths, commands, anything in quotes) is never broken.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol, TextIO
 
 import orjson
 import typer
@@ -30,6 +32,10 @@ QuietOption = Annotated[
 TIME_FORMAT = "%Y-%m-%d %H:%M:%S"
 _PREFIXES: Mapping[Level, str] = {"info": "", "warning": "Warning: ", "error": "Error: "}
 _CLEAR_LINE = "\r\x1b[2K"
+_LABEL = re.compile(r"- | *(?:[^ ]+(?: [^ ]+)* {2,})?")
+"""What begins a line of a list or a table, up to its text."""
+_UNBROKEN = re.compile(r"""(\s*)([(\[]*(?:'[^'\n]*'|`[^`\n]*`|"[^"\n]*")\S*|\S+)""")
+"""A word, or words in quotes, and the space before it."""
 _STANDARD_ATTRIBUTES = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "color_message"}
 
 
@@ -82,10 +88,16 @@ def log(text: str, level: Level = "info", **fields: Any) -> None:
         _print(f"{stamp}{_PREFIXES[level]}{text}", text, level, fields)
 
 
-def tell(text: str, level: Level = "info", *, is_result: bool = False, **fields: Any) -> None:
-    """A line without a time: how a command ends. is_result: shown under `--quiet` too. fields: for JSON."""
+def tell(text: str, level: Level = "info", *, is_result: bool = False, is_whole: bool = False, **fields: Any) -> None:
+    """A line without a time: how a command ends. is_result: shown under `--quiet` too. is_whole: never wrapped.
+    fields: for JSON."""
     if level == "error" or is_result or not _output.is_quiet:
-        _print(f"{_PREFIXES[level]}{text}", text, level, fields)
+        _print(f"{_PREFIXES[level]}{text}", text, level, fields, is_whole=is_whole)
+
+
+def show(text: str, *, is_whole: bool = False) -> None:
+    """A line of a report, on standard output. is_whole: never wrapped."""
+    typer.echo(text if is_whole else wrapped(text, sys.stdout))
 
 
 def last_words(text: str) -> None:
@@ -113,13 +125,53 @@ def log_formatter() -> logging.Formatter:
     return logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", TIME_FORMAT)
 
 
-def _line(line: str, text: str, level: Level, fields: Mapping[str, Any]) -> str:
-    """What is printed: the line as it is, or an object with the text and the fields."""
-    return line if _output.log_format == "text" else _json_line(datetime.now(timezone.utc), level, text, fields)
+def wrapped(text: str, stream: TextIO | None) -> str:
+    """The text with line breaks at word ends, if the stream is a terminal.
+
+    A further line of the text that begins with spaces is a command or the like to copy, and stays as it is.
+    """
+    width = _columns(stream)
+    if width is None:
+        return text
+    first, *others = text.split("\n")
+    lines = [_wrapped_line(first, width)]
+    lines += [line if line.startswith(" ") else _wrapped_line(line, width) for line in others]
+    return "\n".join(lines)
 
 
-def _print(line: str, text: str, level: Level, fields: Mapping[str, Any]) -> None:
-    line = _line(line, text, level, fields)
+def _wrapped_line(line: str, width: int) -> str:
+    """The lines that a break makes begin below the text of the first one, behind its label."""
+    from rich.cells import cell_len  # only needed on a terminal
+
+    label = _LABEL.match(line)
+    indent = label.end() if label and label.end() <= width // 2 else 0
+    parts: list[str] = []
+    column = 0
+    for space, word in _UNBROKEN.findall(line):
+        if parts and column + len(space) + cell_len(word) > width >= cell_len(word):
+            space, column = "\n" + " " * indent, -1
+        parts += [space, word]
+        column += len(space) + cell_len(word)
+    return "".join(parts)
+
+
+def _columns(stream: TextIO | None) -> int | None:
+    """The width of the terminal behind a stream; None if it is none."""
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or None if stream and stream.isatty() else None
+    except (OSError, ValueError):
+        return None
+
+
+def _line(line: str, text: str, level: Level, fields: Mapping[str, Any], *, is_whole: bool = False) -> str:
+    """What is printed: the line, or an object with the text and the fields."""
+    if _output.log_format == "json":
+        return _json_line(datetime.now(timezone.utc), level, text, fields)
+    return line if is_whole else wrapped(line, sys.stderr)
+
+
+def _print(line: str, text: str, level: Level, fields: Mapping[str, Any], *, is_whole: bool = False) -> None:
+    line = _line(line, text, level, fields, is_whole=is_whole)
     with suppress(OSError, ValueError):
         if _output.display is not None:
             _output.display.show(line, level)
@@ -151,6 +203,8 @@ class _Handler(logging.Handler):
             return
         try:
             line = log_formatter().format(record)
+            if _output.log_format == "text":
+                line = wrapped(line, sys.stderr)
             if _output.display is not None:
                 _output.display.show(line, "error" if record.levelno >= logging.ERROR else "warning")
             elif sys.stderr is not None:

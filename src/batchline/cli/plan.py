@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import orjson
 import typer
 
+from batchline.cli.messages import show
 from batchline.cli.model_options import ModelOptions, refuse_without_model
 from batchline.cli.option_groups import takes_options
 from batchline.cli.progress_text import duration
@@ -71,14 +72,15 @@ def plan(
         return
     _print_numbers(overview, estimate, counter.counts, model)
     if engine is not None:
-        typer.echo(f"Memory         {_memory_text(memory) if memory is not None else f'unknown: {problem}'}")
+        for line in _memory_lines(memory) if memory is not None else [f"Memory         unknown: {problem}"]:
+            show(line)
     for group in overview.largest:
         shared = f"{counted(group.prefix_chars, 'character')} shared" if group.prefix_chars else "no shared prefix"
         if group.prefix_tokens is not None:
             shared += f", about {counted(group.prefix_tokens, 'token')}"
-        typer.echo(f"{group.num_requests:>12,}  {group.url}  {group.model}  ({shared})")
+        show(f"{group.num_requests:>12,}  {group.url}  {group.model}  ({shared})")
         if group.prefix:
-            typer.echo(f"              {' '.join(group.prefix.split())[:100]}")
+            show(f"              {' '.join(group.prefix.split())[:100]}")
 
 
 def _estimate(
@@ -131,7 +133,7 @@ def _memory(engine: EngineConfig) -> tuple[MemoryNeed | None, str | None]:
     return need, "the model's weights are not on this machine" if need is None else None
 
 
-def _memory_text(need: MemoryNeed) -> str:
+def _memory_lines(need: MemoryNeed) -> list[str]:
     cache = need.cache
     weights = f"{_mib(need.resident_bytes)} for the weights"
     if need.resident_bytes < need.weight_bytes:
@@ -141,7 +143,10 @@ def _memory_text(need: MemoryNeed) -> str:
         parts.append(
             f"{_mib(cache.num_bytes)} for the KV cache ({cache.num_tokens:,} tokens of {cache.bytes_per_token:,} bytes)"
         )
-    return f"{', '.join(parts)}\n               {_mib(need.free_bytes)} are free: {_verdict(need)}"
+    return [
+        f"Memory         {', '.join(parts)}",
+        f"               {_mib(need.free_bytes)} are free: {_verdict(need)}",
+    ]
 
 
 def _verdict(need: MemoryNeed) -> str:
@@ -181,17 +186,17 @@ def _print_json(
 
 
 def _print_numbers(overview: PlanOverview, estimate: Estimate, counts: TokenCounts, model: str | None) -> None:
-    typer.echo(f"{counted(overview.num_requests, 'request')} in {counted(overview.num_groups, 'group')}")
+    show(f"{counted(overview.num_requests, 'request')} in {counted(overview.num_groups, 'group')}")
     if overview.num_copies:
-        typer.echo(f"{counted(overview.num_copies, 'duplicate')} among them, served by an identical one's answer")
+        show(f"{counted(overview.num_copies, 'duplicate')} among them, served by an identical one's answer")
     if estimate.are_prompt_tokens_counted:
-        typer.echo(f"Prompt tokens  {estimate.prompt_tokens:,}")
+        show(f"Prompt tokens  {estimate.prompt_tokens:,}")
     else:
-        typer.echo(f"Prompt tokens  about {estimate.prompt_tokens:,}, from their characters; --model counts them")
+        show(f"Prompt tokens  about {estimate.prompt_tokens:,}, from their characters; --model counts them")
     if counts.uncounted:
-        typer.echo(f"               without {counts.uncounted:,} requests that will fail; `batchline check` says why")
-    typer.echo(f"Output tokens  {_output_text(estimate, counts)}")
-    typer.echo(f"Time           {_time_text(estimate, model)}")
+        show(f"               without {counts.uncounted:,} requests that will fail; `batchline check` says why")
+    show(f"Output tokens  {_output_text(estimate, counts)}")
+    show(f"Time           {_time_text(estimate, model)}")
 
 
 def _output_text(estimate: Estimate, counts: TokenCounts) -> str:

@@ -17,7 +17,7 @@ def print_summary(summary: RunSummary) -> None:
     """The end of a run: for people, or as one JSON object, or under `--quiet` in one line."""
     if is_plain_text():
         for line in summary_lines(summary):
-            tell(line)
+            tell(line, is_whole=line.startswith(("Output   ", "Failed lines")))
         return
     failed = f", {summary.failed:,} failed" if summary.failed else ""
     text = f"{counted(summary.requests, 'request')}{failed}: {summary.output}"

@@ -158,7 +158,7 @@ def listed(problems: Sequence[str]) -> str:
     """One text of one or more problems."""
     if len(problems) == 1:
         return problems[0]
-    return "\n  ".join([f"{len(problems)} problems with the arguments:", *problems])
+    return "\n- ".join([f"{len(problems)} problems with the arguments:", *problems])
 
 
 def _problem_of(check: Callable[[], object]) -> str | None:
