@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -140,19 +141,37 @@ async def test_a_server_that_announces_more_than_it_has_is_given_up(tmp_path: Pa
         await fetch(handler, tmp_path / "in", RetryPolicy(attempts=2, first_delay_s=0))
 
 
-@pytest.mark.parametrize("status", [403, 404])
-async def test_a_refusal_is_final_and_told_without_the_signature(tmp_path: Path, status: int) -> None:
+HTML = f"<!DOCTYPE html><html><body>{'<p>Nothing here</p>' * 100}</body></html>"
+REFUSALS = {
+    "a page": (404, "text/html", HTML, "HTTP 404 Not Found"),
+    "plain text": (404, "text/plain", " No such file.\nAsk the owner.\n", "HTTP 404 Not Found: No such file."),
+    "control characters": (403, "text/plain", "\x1b[2Jgone", "HTTP 403 Forbidden"),
+    "a long text": (403, "text/plain", "no " * 500, f"HTTP 403 Forbidden: {('no ' * 500)[:200]}"),
+    "a storage service": (
+        403,
+        "application/xml",
+        "<?xml version='1.0'?>\n<Error><Code>AccessDenied</Code><Message>Request has expired</Message></Error>",
+        "HTTP 403 Forbidden: AccessDenied",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+async def test_a_refusal_is_final_and_told_in_one_line_without_the_signature(tmp_path: Path, name: str) -> None:
+    """A server's whole page of HTML was printed."""
+    status, content_type, text, told = REFUSALS[name]
     calls = 0
 
     async def handler(_request: web.Request) -> web.StreamResponse:
         nonlocal calls
         calls += 1
-        return web.Response(status=status, text="<Code>SignatureDoesNotMatch</Code>")
+        return web.Response(status=status, text=text, content_type=content_type)
 
-    with pytest.raises(InputUnreadable, match=f"HTTP {status}.*SignatureDoesNotMatch") as caught:
+    with pytest.raises(InputUnreadable) as caught:
         await fetch(handler, tmp_path / "in")
     assert calls == 1
-    assert "secret" not in str(caught.value)
+    assert caught.value.reason == told
+    assert re.fullmatch(r"http://127.0.0.1:\d+/in.jsonl", caught.value.location)
 
 
 async def test_redirects_without_an_end_are_refused_without_the_signature(tmp_path: Path) -> None:

@@ -76,6 +76,17 @@ def test_what_is_not_a_json_object_is_an_invalid_line(raw: bytes) -> None:
     assert error.param is None
 
 
+def test_a_line_in_latin_1_is_named_as_one_with_the_byte_and_what_to_do() -> None:
+    """It was "not valid JSON: str is not valid UTF-8 ... at column 1"."""
+    error = error_of('{"custom_id": "caf\xe9"}'.encode("latin-1"))
+    assert error.message == (
+        "This line is not UTF-8: byte 0xe9 at column 19. If the file is in Latin-1 or Windows-1252, convert it: "
+        "`iconv -f WINDOWS-1252 -t UTF-8 FILE > utf8.jsonl`."
+    )
+    behind_two_bytes = error_of(b'{"custom_id": "\xc3\xa9\xe9"}')
+    assert "byte 0xe9 at column 17." in behind_two_bytes.message, "columns are characters"
+
+
 @pytest.mark.parametrize(
     ("raw", "code", "param", "message"),
     [

@@ -17,6 +17,7 @@ from batchline.config import EngineConfig, ModelConfig
 from batchline.errors import ModelLoadError, UnsupportedModel
 
 LLAMA: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+NO_TENSORS = (2).to_bytes(8, "little") + b"{}"
 BERT: dict[str, Any] = {"architectures": ["BertModel"], "model_type": "bert"}
 
 
@@ -95,7 +96,7 @@ def test_weights_of_another_program_are_refused_by_its_name(
 def test_other_formats_beside_the_models_own_weights_do_not_matter(tmp_path: Path) -> None:
     files = {
         "config.json": BERT,
-        "model.safetensors": b"",
+        "model.safetensors": NO_TENSORS,
         "onnx/model.onnx": b"",
         "model.gguf": b"",
         "tf_model.h5": b"",
@@ -138,6 +139,29 @@ def test_folder_that_was_not_downloaded_whole_says_what_is_missing(
 ) -> None:
     with pytest.raises(ModelLoadError, match=reason):
         refuse_foreign_format(str(folder_with(tmp_path, files)))
+
+
+HEADER = json.dumps({"weight": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}).encode()
+WHOLE = len(HEADER).to_bytes(8, "little") + HEADER + bytes(16)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (WHOLE[:-6], f"is cut off: it has {len(WHOLE) - 6} bytes, but its header describes {len(WHOLE)}"),
+        (WHOLE + b"x", f"is damaged: it has {len(WHOLE) + 1} bytes, but its header describes {len(WHOLE)}"),
+        (b"", "is damaged: its 0 bytes do not begin with a header that can be read"),
+        (WHOLE[:40], "is damaged: its 40 bytes do not begin with a header that can be read"),
+        (b"<html>" * 300, "is damaged: its 1,800 bytes do not begin with a header that can be read"),
+        (b"\x02" + bytes(7) + b"[]", "is damaged: its 10 bytes do not begin with a header that can be read"),
+    ],
+)
+def test_a_damaged_weight_file_is_named_with_what_is_wrong(tmp_path: Path, content: bytes, reason: str) -> None:
+    """The error was the library's, such as "incomplete metadata", and did not name the file."""
+    folder = folder_with(tmp_path, {"config.json": LLAMA, "model-1.safetensors": WHOLE, "model-2.safetensors": content})
+    with pytest.raises(ModelLoadError) as caught:
+        refuse_foreign_format(str(folder))
+    assert caught.value.reason == f"model-2.safetensors {reason}; download or copy this file again"
 
 
 @pytest.mark.parametrize("task", ["auto", "generate", "embed", "score"])

@@ -58,7 +58,21 @@ def load_json(raw: bytes) -> object:
     try:
         return orjson.loads(raw)
     except orjson.JSONDecodeError as exc:
-        raise LineError("invalid_json_line", f"This line is not valid JSON: {exc.msg} at column {exc.colno}.") from exc
+        problem = _encoding_problem(raw) or f"This line is not valid JSON: {exc.msg} at column {exc.colno}."
+        raise LineError("invalid_json_line", problem) from exc
+
+
+def _encoding_problem(raw: bytes) -> str | None:
+    """What is wrong with a line that is not UTF-8; None for any other."""
+    try:
+        raw.decode()
+    except UnicodeDecodeError as exc:
+        column = len(raw[: exc.start].decode()) + 1
+        return (
+            f"This line is not UTF-8: byte 0x{raw[exc.start]:02x} at column {column:,}. If the file is in Latin-1 or "
+            "Windows-1252, convert it: `iconv -f WINDOWS-1252 -t UTF-8 FILE > utf8.jsonl`."
+        )
+    return None
 
 
 def check_fields(value: object, default_model: str | None = None) -> tuple[str, str, dict[str, Any]]:

@@ -14,6 +14,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
+import shlex
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +33,9 @@ _RETRIED_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504})
 _TRANSIENT_ERRORS = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, asyncio.TimeoutError, ConnectionError)
 
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure", "abfss": "azure"}
-_EXCERPT_CHARS = 2000
+_EXCERPT_BYTES, _EXCERPT_CHARS = 2000, 200
+_STORAGE_ERROR = re.compile(r"<Error>.*?<Code>([^<]{1,100})</Code>", re.DOTALL)
+"""Where S3 and its relatives name an error, such as an expired signature."""
 _HEAD_TIMEOUT_S = 10
 _VERSION_FIELDS = ("size", "ETag", "etag", "LastModified", "last_modified", "mtime", "updated", "generation", "blob_id")
 
@@ -56,9 +60,15 @@ def _http_session() -> aiohttp.ClientSession:
 
 
 async def _response_excerpt(response: aiohttp.ClientResponse) -> str:
-    """What the server said, shortened for a message."""
-    text = (await response.content.read(_EXCERPT_CHARS)).decode(errors="replace").strip()
-    return f"HTTP {response.status} {response.reason or ''}".strip() + (f": {text}" if text else "")
+    """The status of an answer, and why, if its body says so in a line of plain text or as storage services do."""
+    status = f"HTTP {response.status} {response.reason or ''}".strip()
+    text = (await response.content.read(_EXCERPT_BYTES)).decode(errors="replace").strip()
+    if response.content_type == "text/plain":
+        reason = text.partition("\n")[0].strip()[:_EXCERPT_CHARS]
+    else:  # a page of HTML says no more than the status
+        code = _STORAGE_ERROR.search(text)
+        reason = code[1] if code else ""
+    return f"{status}: {reason}" if reason and reason.isprintable() else status
 
 
 async def head(location: Location) -> tuple[int | None, str | None]:
@@ -210,8 +220,8 @@ async def upload_file(path: Path, location: Location, retry: RetryPolicy | None 
     if reason is not None:
         raise RunFailed(
             f"The upload to {location.display} failed: {reason}\n"
-            f"The results are complete in {path}. Run the same command again, or send them with:\n"
-            f"  batchline upload {path} '<URL>'"
+            f"The results are complete in {str(path)!r}. Run the same command again, or send them with:\n"
+            f"  batchline upload {shlex.quote(str(path))} '<URL>'"
         )
 
 

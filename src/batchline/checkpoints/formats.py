@@ -1,4 +1,4 @@
-"""Refuses checkpoints in formats that Batchline cannot run, with the format's name in the error.
+"""Refuses checkpoints in formats that Batchline cannot run, with the format's name in the error, and damaged files.
 
 Without this check, quantized weights, adapters and other programs' formats fail to load with misleading errors, or load
 without an error and give garbage. This module reads only file names and JSON files: no torch, no transformers.
@@ -6,6 +6,7 @@ without an error and give garbage. This module reads only file names and JSON fi
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -64,12 +65,14 @@ OTHER_TENSORS = ("adapter_*", "consolidated*", "training_args.bin", "optimizer.b
 UNQUANTIZED = "give the unquantized model (--quantization int8 quantizes it when it is loaded)"
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 LARGEST_POINTER = 1024
+_LARGEST_HEADER = 100_000_000
+"""As the safetensors library has it."""
 
 
 def refuse_foreign_format(model: str, revision: str | None = None) -> None:
     """Refuse a checkpoint in an unsupported format. A missing folder is reported elsewhere.
 
-    Raises: UnsupportedModel; ModelLoadError for weights that were not downloaded.
+    Raises: UnsupportedModel; ModelLoadError for weights that were not downloaded, or not whole.
     """
     if os.path.isfile(model):
         kind = "a GGUF file" if model.endswith(".gguf") else "a file"
@@ -137,6 +140,8 @@ def _refuse_files(model: str, folder: Path, *, has_config: bool) -> None:
             raise ModelLoadError(
                 model, f"{path.name} is a Git LFS pointer and not the weights; run `git lfs pull` in the folder"
             )
+        if path.suffix == ".safetensors" and (damage := _damage(path)) is not None:
+            raise ModelLoadError(model, f"{path.name} {damage}; download or copy this file again")
     if weights:
         return
     for pattern, name in FOREIGN_WEIGHTS.items():
@@ -146,6 +151,24 @@ def _refuse_files(model: str, folder: Path, *, has_config: bool) -> None:
         raise ModelLoadError(model, "the folder holds a tokenizer and no model")
     if has_config:
         raise ModelLoadError(model, "the folder holds no weights (*.safetensors or *.bin); was the download complete?")
+
+
+def _damage(path: Path) -> str | None:
+    """What is wrong with a safetensors file by its size: 8 bytes with the header's length, the header, the tensors."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        header_size = int.from_bytes(file.read(8), "little")
+        header = file.read(header_size) if header_size <= min(size, _LARGEST_HEADER) else b""
+    try:
+        tensors = json.loads(header)
+        end = max((tensor["data_offsets"][1] for name, tensor in tensors.items() if name != "__metadata__"), default=0)
+        wanted = 8 + header_size + int(end)
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return f"is damaged: its {size:,} bytes do not begin with a header that can be read"
+    if size == wanted:
+        return None
+    fault = "is cut off" if size < wanted else "is damaged"
+    return f"{fault}: it has {size:,} bytes, but its header describes {wanted:,}"
 
 
 def _matching(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
