@@ -7,6 +7,7 @@
     │   ├── OutputUnwritable        the result file cannot be written
     │   ├── ResumeRefused           this command cannot continue the unfinished run beside the output
     │   ├── NoModelServed           no request of the batch file names a served model
+    │   ├── NoEndpointServed        no request of the batch file is to an endpoint that the model serves
     │   ├── UnknownPlugin           no parser or backend has this name
     │   └── PluginLoadError         a plugin cannot be loaded
     ├── RunInterrupted              stopped by a signal; the same command resumes it (exit code 130)
@@ -119,6 +120,18 @@ class NoModelServed(UsageError):
         self.requested = requested
         self.served = served
         self.option = option
+
+
+class NoEndpointServed(UsageError):
+    """No request of the batch file is to an endpoint that its model serves. requested: the endpoints, with counts."""
+
+    def __init__(self, requested: list[str], served: list[str]) -> None:
+        super().__init__(
+            f"The model serves none of the endpoints in the file: {', '.join(requested)}. "
+            f"It serves: {', '.join(served)}. Change 'url' in the file, or use another model."
+        )
+        self.requested = requested
+        self.served = served
 
 
 class UnknownPlugin(UsageError):

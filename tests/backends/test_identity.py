@@ -11,7 +11,7 @@ from batchline.backends.identity import model_stamp, refuse_missing_folder, resu
 from batchline.checkpoints import digests
 from batchline.checkpoints.files import _ask_hub
 from batchline.config import CacheConfig, EngineConfig, ModelConfig, RequestLimits, SchedulerConfig, TextConfig
-from batchline.errors import UsageError
+from batchline.errors import RunInterrupted, UsageError
 
 
 def settings(*, text: TextConfig | None = None, **model: Any) -> dict[str, str]:
@@ -134,6 +134,25 @@ def test_a_large_file_is_read_only_once_while_it_does_not_change(
     assert model_stamp(str(model)) != before
     record.write_bytes(b"damaged")
     assert model_stamp(str(model)) == before
+
+
+def test_a_large_file_that_is_read_is_reported_and_reading_it_can_be_ended(model: Path) -> None:
+    """Nothing was shown for as long as the reading took, and Ctrl-C killed the process."""
+    size = (model / "model.safetensors").stat().st_size
+    seen: list[tuple[int, int]] = []
+    digest = digests.folder_digest(model, None, lambda *numbers: seen.append(numbers))
+    assert digest == digests.folder_digest(model, None)
+    assert [number for number, _ in seen] == sorted({number for number, _ in seen})
+    assert (seen[-1], {total for _, total in seen}) == ((size, size), {size})
+    seen.clear()
+
+    def stop(*numbers: int) -> None:
+        seen.append(numbers)  # type: ignore[arg-type]
+        raise RunInterrupted
+
+    with pytest.raises(RunInterrupted):
+        digests.folder_digest(model, None, stop)
+    assert len(seen) <= 1 + size // digests._PIECE_BYTES, "each piece ends at its first buffer"
 
 
 def test_a_file_that_changed_just_now_is_not_remembered(

@@ -47,6 +47,7 @@ class RecordingReporter:
     def __init__(self) -> None:
         self.phases: list[str] = []
         self.warnings: list[str] = []
+        self.details: list[str] = []
         self.snapshots: list[Progress] = []
 
     def phase(self, text: str) -> None:
@@ -54,6 +55,9 @@ class RecordingReporter:
 
     def warn(self, text: str) -> None:
         self.warnings.append(text)
+
+    def detail(self, text: str) -> None:
+        self.details.append(text)
 
     def progress(self, progress: Progress) -> None:
         self.snapshots.append(progress)

@@ -7,11 +7,17 @@ import pytest
 from batch_files import RecordingReporter, chat_line, contents, read_lines, write_lines
 
 from batchline import run_batch
+from batchline.backends.registry import make_backend
+from batchline.batch.api import for_backend
 from batchline.batch.inspect import plan_overview
-from batchline.errors import NoModelServed, UsageError
+from batchline.batch.options import RunOptions
+from batchline.config import EngineConfig, ModelConfig
+from batchline.errors import NoEndpointServed, NoModelServed, UsageError
+from batchline.openai_api.endpoint_table import endpoints_of
 from batchline.testing import FakeBackend
 
 Run = Any
+MODELS = Path(__file__).parents[2] / "examples" / "models"
 
 
 def test_a_file_that_names_no_served_model_is_refused_before_the_model_loads(tmp_path: Path, run_file: Run) -> None:
@@ -65,7 +71,7 @@ def test_some_requests_to_an_unserved_model_are_warned_of_and_the_run_goes_on(tm
     summary = run_file(path, tmp_path / "out", reporter=reporter, served_models=(("fake",),))
     assert reporter.warnings == [
         "2 of 3 requests name a model that is not served: 'other' (2 requests, first on line 2). "
-        "To run all of them, use --served-model-name fake,other"
+        "To run all of them, use `--served-model-name fake,other`"
     ]
     assert (summary.succeeded, summary.failed) == (1, 2)
     assert [line["response"]["status_code"] for line in read_lines(tmp_path / "out")] == [200, 404, 404]
@@ -135,3 +141,51 @@ def test_a_plan_puts_requests_without_a_model_into_groups_of_their_own(tmp_path:
     path = write_lines(tmp_path / "in", [without_model("a"), without_model("b"), chat_line("c")])
     overview = plan_overview(str(path), dedup=True)
     assert [(group.model, group.num_requests) for group in overview.largest] == [("(no model named)", 2), ("fake", 1)]
+
+
+def to(url: str, custom_id: str = "a", **fields: Any) -> dict[str, Any]:
+    return chat_line(custom_id) | {"url": url, **fields}
+
+
+ENDPOINTS = {"fake": ("/v1/chat/completions", "/v1/completions")}
+
+
+def test_a_file_without_an_endpoint_of_its_model_is_refused_before_the_model_loads(
+    tmp_path: Path, run_file: Run
+) -> None:
+    """The run loaded the model to answer every line with an error."""
+    lines = [to("/v1/embeddings"), to("/v1/embeddings", "b"), to("/v1/chat", "c"), b"bad"]
+    backend = FakeBackend()
+    served = {"served_models": (("fake",),), "served_endpoints": ENDPOINTS}
+    with pytest.raises(NoEndpointServed) as caught:
+        run_file(write_lines(tmp_path / "in", lines), tmp_path / "out", backend=backend, **served)
+    assert str(caught.value) == (
+        "The model serves none of the endpoints in the file: /v1/embeddings (2 requests), /v1/chat (1 request). "
+        "It serves: /v1/chat/completions, /v1/completions. Change 'url' in the file, or use another model."
+    )
+    assert not backend.is_started
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+def test_some_requests_to_an_unserved_endpoint_are_warned_of_and_the_run_goes_on(tmp_path: Path, run_file: Run) -> None:
+    reporter = RecordingReporter()
+    path = write_lines(tmp_path / "in", [chat_line("a"), to("/v1/score", "b")])
+    summary = run_file(path, tmp_path / "out", reporter=reporter, served_endpoints=ENDPOINTS)
+    assert reporter.warnings[0] == "1 request to /v1/score, which 'fake' does not serve, first on line 2."
+    assert (summary.succeeded, summary.failed) == (1, 1)
+
+
+def test_a_model_whose_endpoints_are_not_known_is_asked(tmp_path: Path, run_file: Run) -> None:
+    path = write_lines(tmp_path / "in", [to("/v1/score")])
+    summary = run_file(path, tmp_path / "out", served_endpoints={"other": ("/v1/embeddings",)})
+    assert summary.failures_by_code == {"404": 1}
+
+
+def test_a_run_knows_the_endpoints_of_a_model_in_a_folder_before_it_loads(tmp_path: Path) -> None:
+    engine = EngineConfig(model=ModelConfig(model=str(MODELS / "tiny-rerank"), served_names=("m", "n")))
+    options = for_backend(RunOptions(), make_backend("embedded", [engine], {}), "embedded", [engine])
+    assert dict(options.served_endpoints) == {name: endpoints_of("score") for name in ("m", "n")}
+    hub = EngineConfig(model=ModelConfig(model="org/not-downloaded"))
+    options = for_backend(RunOptions(), make_backend("embedded", [hub], {}), "embedded", [hub])
+    assert dict(options.served_endpoints) == {"org/not-downloaded": endpoints_of("generate")}
+    assert not for_backend(RunOptions(), FakeBackend(), None).served_endpoints

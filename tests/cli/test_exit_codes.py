@@ -96,7 +96,7 @@ def test_failed_lines_are_counted_and_end_with_0(
     assert "Warning: 1 bad line, the first being line 2" in ended.err
     assert (
         "Warning: 1 of 2 requests names a model that is not served: 'other' (1 request, first on line 3). "
-        "To run all of them, use --served-model-name fake,other\n"
+        "To run all of them, use `--served-model-name fake,other`\n"
     ) in ended.err
 
 
@@ -177,6 +177,22 @@ def test_strict_finds_the_same_bad_lines_as_check_before_the_model_loads(
     assert checked["bad_lines"] == 5
     assert (ended.code, backend.is_started) == (2, False)
     assert f"Error: Stopped by --strict before any request was run: {checked['findings'][0]}" in ended.err
+
+
+def test_a_finished_strict_run_is_known_before_its_constraints_are_compiled_again(
+    command: Command, backend: FakeBackend, good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every body was checked again, with constraints that take minutes, to say "Already complete"."""
+    arguments = (*run_args(good, tmp_path / "out"), "--strict")
+    assert command(*arguments).code == 0
+    judged: list[object] = []
+    monkeypatch.setattr("batchline.batch.inspect.RequestJudge.__call__", lambda *given: judged.append(given))
+    ended = command(*arguments)
+    assert (ended.code, judged) == (0, [])
+    assert "Already complete: finished on " in ended.err
+    good.write_bytes(good.read_bytes() + b"\n")
+    assert command(*arguments).code == 0
+    assert len(judged) == 3, "another input is checked"
 
 
 def test_strict_stops_on_an_unknown_field(command: Command, backend: FakeBackend, tmp_path: Path) -> None:

@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import orjson
 
+from batchline.checkpoints.digests import OnRead
 from batchline.engine.sequence_metrics import SequenceCounts
 from batchline.errors import BadRequest, InvalidAnswer, NotFound
 from batchline.model_facts import ModelFacts
@@ -202,6 +203,14 @@ class Backend(Protocol):
 
     async def close(self) -> None:
         """Stop and free everything. Idempotent."""
+
+
+@runtime_checkable
+class WatchedIdentity(Protocol):
+    """A backend that reads large files for its identity."""
+
+    def watched_identity(self, on_read: OnRead) -> Mapping[str, str]:
+        """As `Backend.identity`. Raises: ModelLoadError, and what `on_read` raises."""
 
 
 RunningBackend = AbstractAsyncContextManager[Backend]

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from batchline.checkpoints.digests import folder_digest
+from batchline.checkpoints.digests import OnRead, folder_digest
 from batchline.checkpoints.files import hub_commit
 from batchline.config import EngineConfig, RequestLimits
 from batchline.errors import ModelLoadError, UsageError
@@ -22,12 +22,12 @@ from batchline.plugins import REASONING_PARSERS, TOOL_PARSERS, installed
 from batchline.user_state import user_state_dir
 
 
-def result_settings(engines: Sequence[EngineConfig]) -> Mapping[str, str]:
-    """Option names and values to compare, of all engines."""
+def result_settings(engines: Sequence[EngineConfig], on_read: OnRead | None = None) -> Mapping[str, str]:
+    """Option names and values to compare, of all engines. on_read: see `model_stamp`."""
     settings = {}
     for number, engine in enumerate(engines):
         suffix = f" ({engine.model.names[0]})" if number else ""
-        settings.update({f"{name}{suffix}": value for name, value in _settings(engine).items()})
+        settings.update({f"{name}{suffix}": value for name, value in _settings(engine, on_read).items()})
     return settings
 
 
@@ -41,15 +41,15 @@ def refuse_missing_folder(model: str) -> None:
         raise UsageError(f"There is no model at {model!r}.{hint}")
 
 
-def _settings(engine: EngineConfig) -> dict[str, str]:
+def _settings(engine: EngineConfig, on_read: OnRead | None) -> dict[str, str]:
     model, text = engine.model, engine.text
-    stamp = model_stamp(model.model, model.revision)
+    stamp = model_stamp(model.model, model.revision, on_read)
     values = {
         "--model": stamp,
         "--served-model-name": " ".join(model.names),
         "--task": model.task,
         "--scoring": model.scoring,
-        "--tokenizer": None if model.tokenizer is None else model_stamp(model.tokenizer),
+        "--tokenizer": None if model.tokenizer is None else model_stamp(model.tokenizer, None, on_read),
         "--revision": model.revision if stamp == model.model else None,
         "--dtype": model.dtype,
         "--quantization": model.quantization,
@@ -93,14 +93,14 @@ def _changed_limits(limits: RequestLimits) -> str:
     return " ".join(f"{name}={value}" for name, value, default in pairs if value != default)
 
 
-def model_stamp(model: str, revision: str | None = None) -> str:
+def model_stamp(model: str, revision: str | None = None, on_read: OnRead | None = None) -> str:
     """A local folder's digest, so that a copy of it is the same model; a hub id with its commit, if that is known.
 
-    Raises: ModelLoadError.
+    on_read: sees large files being read. Raises: ModelLoadError, and what `on_read` raises.
     """
     if os.path.isdir(model):
         try:
-            return f"a folder with digest {folder_digest(Path(model), user_state_dir())[:12]}"
+            return f"a folder with digest {folder_digest(Path(model), user_state_dir(), on_read)[:12]}"
         except OSError as exc:
             raise ModelLoadError(model, f"its files cannot be read: {exc.strerror}") from exc
     commit = hub_commit(model, revision)

@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import os
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager, nullcontext
+from contextlib import aclosing, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,7 @@ from batchline.backends.identity import result_settings
 from batchline.backends.model_memory import fits_in_memory
 from batchline.backends.residency import Loadable, ModelResidency
 from batchline.backends.supervision import Attempts
+from batchline.checkpoints.digests import OnRead
 from batchline.checkpoints.formats import refuse_foreign_format
 from batchline.config import EngineConfig, Task
 from batchline.engine import sequence_metrics
@@ -84,12 +86,18 @@ class InProcessBackend:
                 self._has_started = True
 
     async def models(self) -> Sequence[ServedModel]:
-        """The models, in the order in which they were given; before `start`, without their endpoints."""
+        """The models, in the order in which they were given; before `start`, only those in folders with endpoints."""
+        if not self._has_started:
+            await asyncio.to_thread(self._detect_local_tasks)
         return self._served_models()
 
     def identity(self) -> Mapping[str, str]:
         """The settings that change results. Reads the models' folders."""
         return result_settings(self._engines)
+
+    def watched_identity(self, on_read: OnRead) -> Mapping[str, str]:
+        """As `identity`. on_read: sees large files being read, and can end it by raising."""
+        return result_settings(self._engines, on_read)
 
     def concurrency(self) -> int:
         """Two requests for each sequence that the largest engine runs, so that its queue is never empty."""
@@ -188,6 +196,13 @@ class InProcessBackend:
             is_known = model.task != "auto"
             self._tasks[name] = model.task if is_known else detect_task(model.model, model.revision, model.hf_overrides)
         return self._tasks[name]
+
+    def _detect_local_tasks(self) -> None:
+        """Read the small files of the models in folders. What is wrong with them is reported by `start`."""
+        for config in self._engines:
+            if os.path.isdir(config.model.model):
+                with suppress(ModelLoadError):
+                    self._task(config)
 
     def _fits(self, config: EngineConfig) -> bool:
         return fits_in_memory(config, self._task(config))

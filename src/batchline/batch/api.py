@@ -7,9 +7,10 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-from batchline.backends.base import Backend, running
+from batchline.backends.base import Backend, ServedModel, WatchedIdentity, running
 from batchline.backends.identity import refuse_missing_folder
 from batchline.backends.registry import EMBEDDED, make_backend
 from batchline.batch.files import RunFiles
@@ -20,8 +21,10 @@ from batchline.batch.progress_bar import shown_progress
 from batchline.batch.run import run
 from batchline.batch.stopping import Stopper, stop_on_signals
 from batchline.batch.summary import RunSummary
+from batchline.checkpoints.digests import OnRead
 from batchline.config import EngineConfig, ModelConfig
 from batchline.errors import UsageError
+from batchline.openai_api.endpoint_table import endpoints_of
 from batchline.user_state import user_state_dir
 
 
@@ -93,7 +96,7 @@ def run_batch(
 def for_backend(
     options: RunOptions, backend: Backend, name: str | None, engines: Sequence[EngineConfig] = ()
 ) -> RunOptions:
-    """The options of a run on this backend, with its settings and the models that it knows before it starts.
+    """The options of a run on this backend, with the models that it knows before it starts. The run reads its settings.
 
     name: the backend's name; None for a backend object. engines: the models' settings that the backend was made with.
     """
@@ -102,11 +105,27 @@ def for_backend(
     names = tuple((model.name, *model.aliases) for model in models)
     return replace(
         options,
-        settings={**({} if name is None else {"--backend": name}), **backend.identity()},
+        settings={} if name is None else {"--backend": name},
+        read_settings=partial(_identity, backend),
         served_models=names if names and name is not None else None,
+        served_endpoints=_endpoints(models, name),
         default_model=names[0][0] if len(names) == 1 else None,
         text={engine.model.names: engine.text for engine in engines} if name == EMBEDDED else None,
     )
+
+
+def _identity(backend: Backend, on_read: OnRead) -> Mapping[str, str]:
+    return backend.watched_identity(on_read) if isinstance(backend, WatchedIdentity) else backend.identity()
+
+
+def _endpoints(models: Sequence[ServedModel], backend: str | None) -> dict[str, Sequence[str]]:
+    """The paths that each name of a model answers, as far as they are known. Of the embedded engine, any model that
+    still has to be downloaded answers some of its paths. A backend that was given as an object may answer any path."""
+    if backend is None:
+        return {}
+    possible = endpoints_of("generate") if backend == EMBEDDED else ()
+    known = {name: model.endpoints or possible for model in models for name in (model.name, *model.aliases)}
+    return {name: paths for name, paths in known.items() if paths}
 
 
 def run_blocking(

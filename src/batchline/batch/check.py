@@ -132,6 +132,19 @@ def check_file(
     return check.report
 
 
+def file_digest(path: Path) -> tuple[str, int]:
+    """(digest, size in bytes) of a file, as in its report. Raises: InputUnreadable."""
+    try:
+        with open_regular(path) as file:
+            source = _DigestingReader(file)
+            buffer = bytearray(1 << 20)
+            while source.readinto(buffer):
+                pass
+            return source.hexdigest(), file.tell()
+    except OSError as exc:
+        raise input_failure(str(path), exc) from exc
+
+
 def refuse_over_limits(report: CheckReport, limits: Limits) -> None:
     """Raises: InputTooLarge."""
     if limits.max_requests is not None and report.num_lines > limits.max_requests:

@@ -49,6 +49,11 @@ class FinishedRuns:
             None if options.state_dir is None else options.state_dir / "runs" / f"{plain_tag(files.output)}.json"
         )
 
+    @property
+    def has_record(self) -> bool:
+        """Whether a run to this output was finished."""
+        return self._path is not None and self._path.exists()
+
     async def find(self, run: Mapping[str, str]) -> RunSummary | None:
         """The summary of this run, if it is finished, its results are unchanged, and `overwrite` is not set.
 

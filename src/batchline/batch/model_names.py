@@ -1,17 +1,19 @@
-"""Finds requests that name an unserved model (the most common mistake in a batch file) and the option that fixes it.
+"""Finds requests that name an unserved model (the most common mistake in a batch file) and the option that fixes it,
+and requests to endpoints that their model does not serve.
 
-Works on the counts of the check pass. A file in which no request names a served model is refused before a model is
-loaded. If only some requests name an unserved model, the file runs with one warning.
+Works on the counts of the check pass. A file in which no request can be answered is refused before a model is loaded.
+If only some requests name an unserved model or endpoint, the file runs with a warning.
 """
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from batchline.batch.check import CheckReport
-from batchline.errors import NoModelServed, counted
+from batchline.batch.check import CheckReport, RequestGroup
+from batchline.errors import NoEndpointServed, NoModelServed, counted
+from batchline.openai_api.endpoint_table import is_batch_url
 
 ServedNames = Sequence[Sequence[str]]
 """The names of each served model, in the order of the models."""
@@ -72,8 +74,47 @@ def unserved_warning(report: CheckReport, served: ServedNames) -> str | None:
     )
     option = _option([[*served[0], *(model.name for model in unserved)], *served[1:]])
     if option is not None:
-        warning += f" To run all of them, use {option}"
+        warning += f" To run all of them, use `{option}`"
     return warning
+
+
+def refuse_unserved_endpoints(report: CheckReport, endpoints: Mapping[str, Sequence[str]]) -> None:
+    """endpoints: of each served name, as far as they are known before the model is loaded.
+
+    Raises: NoEndpointServed if there are requests and none of them is to an endpoint that its model serves.
+    """
+    unserved = _unserved_groups(report, endpoints)
+    if unserved and sum(group.count for group in unserved) == report.num_requests:
+        served = {url: None for group in unserved for url in endpoints.get(group.model, ())}
+        raise NoEndpointServed(requested=_urls(unserved), served=list(served))
+
+
+def endpoint_warnings(report: CheckReport, endpoints: Mapping[str, Sequence[str]]) -> list[str]:
+    """Warnings of the requests to endpoints that exist, but not for their model."""
+    return [
+        f"{counted(group.count, 'request')} to {group.url}, which {_shortened(group.model)!r} does not serve, "
+        f"first on line {group.first_line}."
+        for group in _unserved_groups(report, endpoints)
+        if is_batch_url(group.url)
+    ]
+
+
+def _unserved_groups(report: CheckReport, endpoints: Mapping[str, Sequence[str]]) -> list[RequestGroup]:
+    """The requests that their model certainly does not serve. Those to unserved models are not among them."""
+    return [
+        group
+        for group in report.groups.values()
+        if group.model in endpoints and group.url not in endpoints[group.model]
+    ]
+
+
+def _urls(groups: Sequence[RequestGroup]) -> list[str]:
+    """The endpoints of the groups with their numbers of requests, the most frequent first, up to a few."""
+    counts: dict[str, int] = {}
+    for group in groups:
+        counts[group.url] = counts.get(group.url, 0) + group.count
+    ordered = sorted(counts, key=lambda url: -counts[url])
+    return [f"{_shortened(url)} ({counted(counts[url], 'request')})" for url in ordered[:_SHOWN_NAMES]]
 
 
 def _option(names: ServedNames) -> str | None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from batchline.checkpoints.digests import OnRead
 from batchline.config import TextConfig
 
 OutputOrder = Literal["input", "completion"]
@@ -38,8 +39,10 @@ class RunOptions:
     text: for the names of each model, the embedded engine's settings that decide which bodies are refused. Under
     `strict`, all bodies are checked with them before compute. None leaves this to the backend.
     dedup: run identical deterministic requests once. grace_period_s: how long a stop waits for what is in flight.
-    settings: named settings that change results; a run is only resumed with equal ones.
+    settings: named settings that change results; a run is only resumed with equal ones. read_settings: provides more of
+    them; it may read the model's files for a minute.
     served_models: the names of each model, as far as they are known before the backend exists.
+    served_endpoints: the paths that each served name answers, as far as they are known.
     default_model: the model that answers requests that name none; if it is None, they are errors.
     """
 
@@ -54,5 +57,7 @@ class RunOptions:
     grace_period_s: float = DEFAULT_GRACE_PERIOD_S
     limits: Limits = field(default_factory=Limits)
     settings: Mapping[str, str] = field(default_factory=dict)
+    read_settings: Callable[[OnRead], Mapping[str, str]] | None = None
     served_models: tuple[tuple[str, ...], ...] | None = None
+    served_endpoints: Mapping[str, Sequence[str]] = field(default_factory=dict)
     default_model: str | None = None

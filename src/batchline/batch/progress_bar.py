@@ -50,6 +50,9 @@ class LogReporter:
         """Logged as a warning."""
         logger.warning("%s", text)
 
+    def detail(self, text: str) -> None:
+        """Not logged."""
+
     def progress(self, progress: Progress) -> None:
         """Not logged."""
 
@@ -72,6 +75,9 @@ class ProgressBar:
     def warn(self, text: str) -> None:
         """A line above the bar."""
         self._tqdm.write(f"Warning: {text}", file=sys.stderr)
+
+    def detail(self, text: str) -> None:
+        """Not shown."""
 
     def progress(self, progress: Progress) -> None:
         """Update the bar. Its rate does not include requests that an earlier run did."""
@@ -115,6 +121,10 @@ class CallbackReporter:
     def warn(self, text: str) -> None:
         """Passed on."""
         self._inner.warn(text)
+
+    def detail(self, text: str) -> None:
+        """Passed on."""
+        self._inner.detail(text)
 
     def progress(self, progress: Progress) -> None:
         """Passed on to both."""

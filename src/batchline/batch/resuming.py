@@ -77,7 +77,7 @@ def resume(
     """Open the journal and count its records. open_files: closes it later. Raises: ResumeRefused, RunFailed."""
     if not options.resume or not job_folder.journal_path.exists():
         job_folder.start_over()
-    identity = run_identity(options, report)
+    identity = run_identity(options, report.digest, report.num_bytes)
 
     def open_state() -> RunState:
         journal = Journal.open(job_folder.journal_path, identity, disk)
@@ -122,9 +122,9 @@ def _count_last_crash(state: RunState, crash: Crash | None, reporter: Reporter) 
     )
 
 
-def run_identity(options: RunOptions, report: CheckReport) -> dict[str, str]:
+def run_identity(options: RunOptions, digest: str, num_bytes: int) -> dict[str, str]:
     """Names and values that must be equal to resume a run: the input's digest and the settings that change results."""
-    return {_INPUT: f"sha256:{report.digest}, {report.num_bytes} bytes", **options.settings}
+    return {_INPUT: f"sha256:{digest}, {num_bytes} bytes", **options.settings}
 
 
 def _refuse_other_run(found: Mapping[str, str], wanted: Mapping[str, str], num_done: int) -> None:

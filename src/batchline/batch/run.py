@@ -18,7 +18,14 @@ from typing import TYPE_CHECKING, Any
 from batchline.backends.base import Backend, RunningBackend
 from batchline.batch import source
 from batchline.batch.capacity import Capacity
-from batchline.batch.check import CheckReport, LineObserver, check_file, findings_of, refuse_over_limits
+from batchline.batch.check import (
+    CheckReport,
+    LineObserver,
+    check_file,
+    file_digest,
+    findings_of,
+    refuse_over_limits,
+)
 from batchline.batch.commit import GroupCommit
 from batchline.batch.crashes import LETHAL_CRASHES, InFlight, alternate_stacks, watched
 from batchline.batch.failures import record_failed_lines, record_lethal_requests, record_unrun_lines
@@ -27,10 +34,15 @@ from batchline.batch.finished import FinishedRuns
 from batchline.batch.index import LineIndex, LineReader
 from batchline.batch.job_folder import JobFolder
 from batchline.batch.journal import Disk, Outcome
-from batchline.batch.model_names import refuse_unserved_file, unserved_warning
-from batchline.batch.options import RunOptions
+from batchline.batch.model_names import (
+    endpoint_warnings,
+    refuse_unserved_endpoints,
+    refuse_unserved_file,
+    unserved_warning,
+)
+from batchline.batch.options import Limits, RunOptions
 from batchline.batch.plan import Plan, Planner, WorkItem
-from batchline.batch.progress import BackendWatch, GuardedReporter, Pace, Reporter, models_of
+from batchline.batch.progress import BackendWatch, GuardedReporter, Pace, ReadingWatch, Reporter, models_of
 from batchline.batch.rates import keep_measurement
 from batchline.batch.resuming import RunState, note_crash, resume, run_identity
 from batchline.batch.runner import Feeder, Runner
@@ -122,8 +134,13 @@ class BatchRun:
     async def execute(self, backend: RunningBackend) -> RunSummary:
         """Every step, in order. Raises: as `run`."""
         try:
-            checked = await self._check(await self._stage())
-            identity = run_identity(self._options, checked.report)
+            path = await self._stage()
+            summary = await self._complete_before_check(path)
+            if summary is not None:
+                return summary
+            checked = await self._check(path)
+            await self._read_settings()
+            identity = run_identity(self._options, checked.report.digest, checked.report.num_bytes)
             summary = await self._already_complete(identity)
             if summary is not None:
                 return summary
@@ -164,6 +181,7 @@ class BatchRun:
         return await unless_stopped(work, self._stop.shutdown)
 
     async def _check(self, path: Path) -> CheckedInput:
+        """Raises: InputUnreadable, InputTooLarge, NoModelServed, NoEndpointServed, RunInterrupted."""
         scratch, options = self._job_folder.scratch, self._options
         index = LineIndex(scratch / "index")
         self._open_files.callback(index.close)
@@ -182,7 +200,28 @@ class BatchRun:
         for warning in dict.fromkeys(warning for judge in judges.values() for warning in judge.warnings()):
             self._reporter.warn(warning)
         refuse_over_limits(report, options.limits)
+        if options.served_models:
+            refuse_unserved_file(report, options.served_models)
+        refuse_unserved_endpoints(report, options.served_endpoints)
         return CheckedInput(path, index, report, planner)
+
+    async def _read_settings(self) -> None:
+        """Complete the settings in the options. Raises: ModelLoadError, RunInterrupted."""
+        read, self._options = self._options.read_settings, replace(self._options, read_settings=None)
+        if read is not None:
+            watch = ReadingWatch(self._reporter, self._stop.shutdown)
+            found = await unless_stopped(asyncio.to_thread(read, watch.on_read), self._stop.shutdown)
+            self._options = replace(self._options, settings={**self._options.settings, **found})
+
+    async def _complete_before_check(self, path: Path) -> RunSummary | None:
+        """The summary of the same run, if it is finished; looked for only where the check may compile constraints for
+        minutes. Limits need the check, which counts the requests."""
+        options = self._options
+        if not (options.strict and options.text and self._finished_runs.has_record) or options.limits != Limits():
+            return None
+        await self._read_settings()
+        digest, num_bytes = await asyncio.to_thread(file_digest, path)
+        return await self._already_complete(run_identity(self._options, digest, num_bytes))
 
     async def _already_complete(self, identity: Mapping[str, str]) -> RunSummary | None:
         if self._job_folder.journal_path.exists():
@@ -196,13 +235,12 @@ class BatchRun:
         return summary
 
     def _tell_findings(self, report: CheckReport) -> None:
-        """Warn of what will fail. Raises: NoModelServed; UsageError under `strict`."""
+        """Warn of what will fail. Raises: UsageError under `strict`."""
         served = self._options.served_models or ()
-        if served:
-            refuse_unserved_file(report, served)
         findings = findings_of(report, None)
         if served and (warning := unserved_warning(report, served)) is not None:
             findings.append(warning)
+        findings += endpoint_warnings(report, self._options.served_endpoints)
         findings += report.unknown_fields.warnings()
         for warning in findings:
             self._reporter.warn(warning)

@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -35,14 +36,40 @@ _UNREAD_FOLDERS = (".", "__pycache__", "checkpoint-")
 _UNREAD_NAMES = (*FOREIGN_WEIGHTS, *OTHER_TENSORS)
 
 
-def folder_digest(folder: Path, state_dir: Path | None) -> str:
-    """The digest of a model's folder. state_dir: the user's state folder; None remembers nothing. Raises: OSError."""
+OnRead = Callable[[int, int], None]
+"""Called with the bytes of large files that are read so far and that have to be read, on several threads; what it
+raises ends the reading."""
+
+
+def folder_digest(folder: Path, state_dir: Path | None, on_read: OnRead | None = None) -> str:
+    """The digest of a model's folder. state_dir: the user's state folder; None remembers nothing.
+
+    Raises: OSError, and what `on_read` raises.
+    """
     digest = hashlib.sha256()
+    files = [_File(path, state_dir) for path in sorted(_files(folder))]
+    reading = _Reading(sum(file.size for file in files if file.has_to_be_read), on_read)
     with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1), thread_name_prefix="batchline-digests") as pool:
-        for path in sorted(_files(folder)):
-            name = os.fsencode(path.relative_to(folder))
-            digest.update(b"%s\0%s\0" % (name, _file_digest(path, state_dir, pool)))
+        for file in files:
+            name = os.fsencode(file.path.relative_to(folder))
+            digest.update(b"%s\0%s\0" % (name, file.digest(pool, reading)))
     return digest.hexdigest()
+
+
+class _Reading:
+    """Adds up what several threads read."""
+
+    def __init__(self, total: int, on_read: OnRead | None) -> None:
+        self._total = total
+        self._on_read = on_read
+        self._num_read = 0
+        self._lock = threading.Lock()
+
+    def add(self, num_bytes: int) -> None:
+        with self._lock:
+            self._num_read += num_bytes
+            if self._on_read is not None:
+                self._on_read(self._num_read, self._total)
 
 
 def _files(folder: Path) -> Iterator[Path]:
@@ -59,26 +86,41 @@ def _files(folder: Path) -> Iterator[Path]:
             yield path
 
 
-def _file_digest(path: Path, state_dir: Path | None, pool: Executor) -> bytes:
-    seen = path.stat()
-    if seen.st_size < LARGE_BYTES:
-        return hashlib.sha256(path.read_bytes()).digest()
-    # The time of the last change of the inode is part of the key, because a program can set the other times.
-    key = f"{path.resolve()}\0{seen.st_size}\0{seen.st_ino}\0{seen.st_mtime_ns}\0{seen.st_ctime_ns}"
-    record = state_dir and state_dir / "digests" / hashlib.sha256(os.fsencode(key)).hexdigest()[:32]
-    found = record and _read(record)
-    if found:
-        return found
-    is_settled = time.time_ns() - max(seen.st_mtime_ns, seen.st_ctime_ns) > _SETTLED_NS
-    logger.info("hashing %s", path)
-    pieces = pool.map(partial(_piece_digest, path), range(0, seen.st_size, _PIECE_BYTES))
-    digest = hashlib.sha256(b"".join(pieces)).digest()
-    if record and is_settled:
-        _remember(record, digest)
-    return digest
+class _File:
+    """A file of the folder. A large one is read only if its digest is not remembered."""
+
+    def __init__(self, path: Path, state_dir: Path | None) -> None:
+        self.path = path
+        seen = path.stat()
+        self.size = seen.st_size
+        self._changed_ns = max(seen.st_mtime_ns, seen.st_ctime_ns)
+        # The time of the last change of the inode is part of the key, because a program can set the other times.
+        key = f"{path.resolve()}\0{seen.st_size}\0{seen.st_ino}\0{seen.st_mtime_ns}\0{seen.st_ctime_ns}"
+        name = hashlib.sha256(os.fsencode(key)).hexdigest()[:32]
+        self._record = state_dir / "digests" / name if state_dir and self.size >= LARGE_BYTES else None
+        self._found = self._record and _read(self._record)
+
+    @property
+    def has_to_be_read(self) -> bool:
+        """Whether it is large, and its digest is not known."""
+        return self.size >= LARGE_BYTES and not self._found
+
+    def digest(self, pool: Executor, reading: _Reading) -> bytes:
+        """Of the file's bytes. Raises: OSError, and what `reading` raises."""
+        if self._found:
+            return self._found
+        if self.size < LARGE_BYTES:
+            return hashlib.sha256(self.path.read_bytes()).digest()
+        is_settled = time.time_ns() - self._changed_ns > _SETTLED_NS
+        logger.info("hashing %s", self.path)
+        pieces = pool.map(partial(_piece_digest, self.path, reading), range(0, self.size, _PIECE_BYTES))
+        digest = hashlib.sha256(b"".join(pieces)).digest()
+        if self._record and is_settled:
+            _remember(self._record, digest)
+        return digest
 
 
-def _piece_digest(path: Path, start: int) -> bytes:
+def _piece_digest(path: Path, reading: _Reading, start: int) -> bytes:
     digest = hashlib.sha256()
     buffer = memoryview(bytearray(_BUFFER_BYTES))
     with path.open("rb", buffering=0) as file:
@@ -87,6 +129,7 @@ def _piece_digest(path: Path, start: int) -> bytes:
         while left and (num_read := file.readinto(buffer[: min(left, _BUFFER_BYTES)])):
             digest.update(buffer[:num_read])
             left -= num_read
+            reading.add(num_read)
     return digest.digest()
 
 

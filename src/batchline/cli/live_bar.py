@@ -54,6 +54,10 @@ class LiveBar:
         """Shown above the bar."""
         log(text, "warning")
 
+    def detail(self, text: str) -> None:
+        """Shown behind the phase."""
+        self._line.detail = text
+
     def progress(self, progress: Progress) -> None:
         """The bar's new state."""
         self._line.latest = progress
@@ -80,6 +84,7 @@ class _Line:
 
     def __init__(self) -> None:
         self.latest: Progress | None = None
+        self.detail = ""
         self.is_over = False
         self._phase = "Starting"
         self._since = time.monotonic()
@@ -89,7 +94,7 @@ class _Line:
         """A new phase, of which there is no progress yet."""
         if self.latest is None or self.latest.done == self.latest.total:
             self.latest = None
-        self._phase, self._since = phase, time.monotonic()
+        self._phase, self._since, self.detail = phase, time.monotonic(), ""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if self.is_over:
@@ -106,6 +111,8 @@ class _Line:
     def _cells(self, room: int) -> Iterator[ProgressBar | Text]:
         if self.latest is None:
             elapsed = f"{GAP}{duration(time.monotonic() - self._since)}"
+            if self.detail:
+                elapsed = f"{GAP}{self.detail}{elapsed}"
             phase = self._phase.partition("\n")[0]
             yield _one_line(phase[: max(0, room - len(elapsed))] + elapsed, room)
             return

@@ -37,6 +37,10 @@ class MetricsReporter:
         """Passed on."""
         self._inner.warn(text)
 
+    def detail(self, text: str) -> None:
+        """Passed on."""
+        self._inner.detail(text)
+
     def progress(self, progress: Progress) -> None:
         """Kept and passed on."""
         self._latest = progress

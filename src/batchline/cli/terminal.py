@@ -47,15 +47,23 @@ class LineReporter:
     """Lines for logs: phases, warnings, and progress every few seconds."""
 
     def __init__(self) -> None:
-        self._next_line_at = 0.0
+        self._next_line_at = self._next_detail_at = 0.0
 
     def phase(self, text: str) -> None:
         """One line."""
         log(text)
+        self._next_detail_at = time.monotonic() + LINE_INTERVAL_S
 
     def warn(self, text: str) -> None:
         """One line."""
         log(text, "warning")
+
+    def detail(self, text: str) -> None:
+        """One line, at most every `LINE_INTERVAL_S`."""
+        now = time.monotonic()
+        if now >= self._next_detail_at:
+            self._next_detail_at = now + LINE_INTERVAL_S
+            log(text)
 
     def progress(self, progress: Progress) -> None:
         """One line, at most every `LINE_INTERVAL_S`, and one at the end."""
