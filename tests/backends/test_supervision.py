@@ -19,7 +19,8 @@ from batchline.openai_api.endpoint_table import DETOKENIZE, TOKENIZE
 @pytest.fixture(autouse=True)
 def _no_collections(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each unload looks through all that the process has imported, which these models have no part in."""
-    monkeypatch.setattr("batchline.backends.residency.gc", SimpleNamespace(collect=lambda: None))
+    for module in ("residency", "loading_thread"):
+        monkeypatch.setattr(f"batchline.backends.{module}.gc", SimpleNamespace(collect=lambda: None))
 
 
 class Mortal:
@@ -192,11 +193,11 @@ async def test_tokenize_and_detokenize_wait_for_no_suspect_and_say_nothing_about
     house = House()
     async with house.attempts("first").turn() as model:
         model.company._num_ends = 2  # it runs alone, as a suspect
-        house.residency._records["m"].fruitless_ends = 5
+        house.residency._histories["m"].fruitless_ends = 5
         entering = house.attempts("count", url).turn()
         assert await asyncio.wait_for(entering.__aenter__(), 60) is model
         await entering.__aexit__(None, None, None)
-        assert house.residency._records["m"].fruitless_ends == 5
+        assert house.residency._histories["m"].fruitless_ends == 5
 
 
 @pytest.mark.parametrize("is_admitted", [False, True])
