@@ -155,3 +155,22 @@ def _choices(body: Mapping[str, Any], field: str) -> int:
 def _members(messages: Any, key: str) -> Iterator[Any]:
     found = messages if isinstance(messages, list) else ()
     return (message.get(key) for message in found if isinstance(message, dict))
+
+
+_SMALL = 4096
+"""Values and hundreds of characters of a body that is checked faster than a thread wakes up."""
+
+
+def is_small(value: Any) -> bool:
+    """Whether a JSON value has at most so many values and hundreds of characters. Reads no more of it than that."""
+    waiting, budget = [value], _SMALL
+    while waiting and budget > 0:
+        value = waiting.pop()
+        budget -= 1
+        if isinstance(value, str):
+            budget -= len(value) // 100
+        elif isinstance(value, (list, tuple, dict)):
+            if len(value) > budget:
+                return False
+            waiting.extend(value.values() if isinstance(value, dict) else value)
+    return budget > 0

@@ -224,25 +224,6 @@ def _validated(schema: type[T], given: dict[str, Any]) -> T:
         raise _bad_request(exc, given) from exc
 
 
-_SMALL = 4096
-"""Values and hundreds of characters of a body that is checked faster than a thread wakes up."""
-
-
-def is_small(value: Any) -> bool:
-    """Whether a JSON value has at most so many values and hundreds of characters. Reads no more of it than that."""
-    waiting, budget = [value], _SMALL
-    while waiting and budget > 0:
-        value = waiting.pop()
-        budget -= 1
-        if isinstance(value, str):
-            budget -= len(value) // 100
-        elif isinstance(value, (list, tuple, dict)):
-            if len(value) > budget:
-                return False
-            waiting.extend(value.values() if isinstance(value, dict) else value)
-    return budget > 0
-
-
 def _account_for(name: str, value: Any, *, strict: bool) -> None:
     """Refuse, drop or warn about a field that the schema does not declare."""
     if name in NO_BEHAVIOUR:
