@@ -16,13 +16,13 @@ from batchline.backends.base import running
 from batchline.batch import finished
 from batchline.batch.files import RunFiles
 from batchline.batch.journal import Note
+from batchline.batch.location_targets import FileTarget, target_at
 from batchline.batch.locations import parse_location
 from batchline.batch.options import RunOptions
 from batchline.batch.resuming import RunState
 from batchline.batch.run import run
 from batchline.batch.stopping import Stop
 from batchline.batch.summary import RunSummary
-from batchline.batch.targets import FileTarget, target_at
 from batchline.errors import EngineLost, OutputUnwritable, ResumeRefused, RunFailed, RunInterrupted
 from batchline.testing import FakeBackend
 from batchline.user_state import user_state_dir

@@ -18,11 +18,11 @@ from batch_files import RecordingReporter, chat_line, contents, read_lines, writ
 from batchline.backends.base import EndpointRequest
 from batchline.batch import compression
 from batchline.batch.index import LineIndex, LineReader
+from batchline.batch.location_targets import target_at
 from batchline.batch.locations import parse_location
 from batchline.batch.options import Limits
 from batchline.batch.source import stage_input
 from batchline.batch.split import merge_files, split_file
-from batchline.batch.targets import target_at
 from batchline.errors import InputUnreadable, OutputUnwritable, RunFailed, UsageError
 from batchline.testing import FakeBackend
 

@@ -18,12 +18,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from batchline.backends.base import Answer, EndpointRequest
+from batchline.batch.feeder import Feeder, ReadyRequest
 from batchline.batch.job_folder import JobFolder
+from batchline.batch.location_targets import FileTarget, StreamTarget
 from batchline.batch.locations import parse_location
 from batchline.batch.options import Limits
-from batchline.batch.runner import Feeder, ReadyRequest
 from batchline.batch.stopping import Stop
-from batchline.batch.targets import FileTarget, StreamTarget
 from batchline.errors import (
     BackendUnavailable,
     BadRequest,

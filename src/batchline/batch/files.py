@@ -10,10 +10,11 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from batchline.batch.location_targets import is_special, target_at
 from batchline.batch.locations import Location, parse_location
 from batchline.batch.remote import file_system, refuse_unknown_host
 from batchline.batch.source import refuse_unreadable
-from batchline.batch.targets import ResultTarget, is_special, target_at
+from batchline.batch.targets import ResultTarget
 from batchline.errors import OutputUnwritable, UsageError
 
 _REMOTE_NAME_CHARS = 60

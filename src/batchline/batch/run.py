@@ -29,6 +29,7 @@ from batchline.batch.check import (
 from batchline.batch.commit import GroupCommit
 from batchline.batch.crashes import LETHAL_CRASHES, InFlight, alternate_stacks, watched
 from batchline.batch.failures import record_failed_lines, record_lethal_requests, record_unrun_lines
+from batchline.batch.feeder import Feeder
 from batchline.batch.files import RunFiles
 from batchline.batch.finished import FinishedRuns
 from batchline.batch.index import LineIndex, LineReader
@@ -45,7 +46,7 @@ from batchline.batch.plan import Plan, Planner, WorkItem
 from batchline.batch.progress import BackendWatch, GuardedReporter, Pace, ReadingWatch, Reporter, models_of
 from batchline.batch.rates import keep_measurement
 from batchline.batch.resuming import RunState, note_crash, resume, run_identity
-from batchline.batch.runner import Feeder, Runner
+from batchline.batch.runner import Runner
 from batchline.batch.sink import account_for_older_outputs, deliver_results
 from batchline.batch.stopping import END_REASONS, STOPPING, STOPPING_IDLE, STOPPING_LOADING, Stop, unless_stopped
 from batchline.batch.summary import RunSummary, summarize

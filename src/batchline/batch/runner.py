@@ -11,9 +11,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -23,14 +22,12 @@ from batchline.batch import lines
 from batchline.batch.capacity import Share
 from batchline.batch.commit import GroupCommit
 from batchline.batch.crashes import InFlight
-from batchline.batch.index import LineReader
+from batchline.batch.feeder import Feeder, ReadyRequest
 from batchline.batch.journal import Outcome
-from batchline.batch.plan import WorkItem
 from batchline.errors import (
     BackendUnavailable,
     EngineOutOfMemory,
     InvalidAnswer,
-    LineError,
     ModelLoadError,
     RunFailed,
     ServiceUnavailable,
@@ -46,67 +43,11 @@ MAX_LEAD_S = 2.0
 RETRY_DELAYS_S = (1.0, 5.0, 25.0)
 """Pauses before a request with a transient answer is sent again."""
 
-READ_AHEAD_LINES = 256
-READ_AHEAD_BYTES = 32 * 1024 * 1024
 MAX_BODY_BYTES = 1 << 30
 """Limit of one answer's JSON in bytes. A longer answer is replaced by an error."""
 
 _MAX_COUNT = 2**53
 """Larger than any plausible number of tokens."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReadyRequest:
-    """A parsed request, and the lines that its answer serves: (position, custom_id), its own line first.
-
-    num_bytes: the length of its line, as a measure of the memory that it takes.
-    """
-
-    request: EndpointRequest
-    num_bytes: int
-    served: tuple[tuple[int, str], ...]
-
-
-class Feeder:
-    """Gives workers the next request, read and parsed a little ahead of them, off the event loop."""
-
-    def __init__(self, items: Iterator[WorkItem], reader: LineReader, *, keeps_raw: bool = False) -> None:
-        """keeps_raw: whether requests also get their bodies as they were written."""
-        self._keeps_raw = keeps_raw
-        self._items = items
-        self._reader = reader
-        self._ahead: deque[ReadyRequest] = deque()
-        self._lock = asyncio.Lock()
-
-    async def next(self) -> ReadyRequest | None:
-        """The next request; None at the end. Raises: RunFailed."""
-        if not self._ahead:
-            async with self._lock:
-                if not self._ahead:
-                    self._ahead.extend(await asyncio.to_thread(self._read_ahead))
-        return self._ahead.popleft() if self._ahead else None
-
-    def _read_ahead(self) -> list[ReadyRequest]:
-        ready: list[ReadyRequest] = []
-        num_bytes = 0
-        try:
-            for item in self._items:
-                ready.append(self._ready(item))
-                num_bytes += ready[-1].num_bytes
-                if len(ready) >= READ_AHEAD_LINES or num_bytes >= READ_AHEAD_BYTES:
-                    break
-        except (LineError, OSError) as exc:
-            raise RunFailed(f"The input cannot be read any more: {exc}.") from exc
-        return ready
-
-    def _ready(self, item: WorkItem) -> ReadyRequest:
-        line, span = self._reader.batch_line(item.position)
-        copies = ((position, self._reader.batch_line(position)[0].custom_id) for position in item.copies)
-        request = line.request(lines.new_id())
-        if self._keeps_raw:
-            raw, _ = self._reader.read(item.position)
-            request = replace(request, raw_body=lines.raw_body(raw, line.body))
-        return ReadyRequest(request, span.length, ((item.position, line.custom_id), *copies))
 
 
 class Runner:
