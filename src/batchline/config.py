@@ -110,6 +110,7 @@ class RequestLimits:
     allowed_token_ids: int = 32_768
     logit_bias: int = 32_768
     logprobs: int = 2_097_152
+    logprob_token_ids: int = 128
     inputs: int = 2_048
     documents: int = 20_480
     token_ids: int = 1_048_576

@@ -132,6 +132,13 @@ def text_cases(flavour: Flavour) -> list[Case]:
         told = new["choices"][0].get("prompt_logprobs") or new["prompt_logprobs"]
         return len(told) == num_prompt(new) and told[0] is None and all(len(top) >= 2 for top in told[1:])
 
+    def reports_both(new: Json, old: Json) -> bool:
+        told = new["choices"][0]["logprobs"]
+        if "content" not in told:
+            return all({"Hello", ends} <= top.keys() and len(top) <= 3 for top in told["top_logprobs"])
+        entries = told["content"]
+        return all(sorted(top["token"] for top in entry["top_logprobs"]) == [ends, "Hello"] for entry in entries)
+
     return [
         case("stop", [word], lambda new, old: (text(new), *finish(new)) == (text(old).split(word)[0], "stop", word)),
         case("include_stop_str_in_output", True, lambda new, old: text(new) == text(old) + word, stop=word),
@@ -148,6 +155,13 @@ def text_cases(flavour: Flavour) -> list[Case]:
         case("truncation_side", "right", first_three, truncate_prompt_tokens=3, return_token_ids=True),
         case("cache_salt", "", refused("cache_salt")),  # its effect: `test_salts_separate_prefix_caches`
         case("prompt_logprobs", 2, has_prompt_logprobs),
+        case("logprob_token_ids", [END, HELLO], reports_both, **logprobs),
+        case(
+            "repetition_detection",
+            {"max_pattern_size": 4, "min_count": 5},
+            lambda new, old: (*finish(new), num_generated(new)) == ("repetition", "repetition_detected", 5),
+            **HELLO_ONLY,
+        ),
         case("request_id", "mine-1", lambda new, old: new["id"].endswith("-mine-1")),
         case(
             "return_tokens_as_token_ids",

@@ -37,6 +37,8 @@ _NEUTRAL_IN_BEAM_SEARCH: Mapping[str, tuple[object, ...]] = {
     "logit_bias": ({},),
     "allowed_token_ids": (),
     "bad_words": ((),),
+    "logprob_token_ids": (),
+    "repetition_detection": (),
 }
 """Fields that control sampling, which beam search does not do, and the values of each that have no effect."""
 

@@ -92,7 +92,7 @@ async def constrained_chat(chat: EncodedChat, model: GenerativeModel) -> Encoded
 def reported_logprobs(request: ChatCompletionRequest) -> ReportedLogprobs:
     """Which log-probabilities the answer reports."""
     return ReportedLogprobs(
-        output=(request.top_logprobs or 0) if request.logprobs else None, prompt=request.prompt_logprobs
+        output=request.num_alternatives if request.logprobs else None, prompt=request.prompt_logprobs
     )
 
 
@@ -240,7 +240,7 @@ def _choices(
     for index, message in enumerate(messages):
         logprobs = None
         if request.logprobs:
-            logprobs = _logprob_format(request, model).chat(message.logprobs, request.top_logprobs or 0)
+            logprobs = _logprob_format(request, model).chat(message.logprobs, request.num_alternatives)
         wire = chat_choice(
             index=index,
             role=role,

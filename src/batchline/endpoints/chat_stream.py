@@ -101,7 +101,7 @@ class _ChatChunks:
         wire = chat_chunk_choice(
             index=choice,
             delta=added,
-            logprobs=self._style.chat(message.logprobs, request.top_logprobs or 0) if request.logprobs else None,
+            logprobs=self._style.chat(message.logprobs, request.num_alternatives) if request.logprobs else None,
             finish_reason=message.finish_reason,
             stop_reason=message.stop_reason,
         )

@@ -92,7 +92,7 @@ class _CompletionChunks:
 
     def _logprobs(self, prompt: int, delta: GeneratedText, *, is_first: bool) -> Chunk | None:
         """The log-probabilities of the delta's tokens; in a choice's first chunk, after those of an echoed prompt."""
-        if self._request.logprobs is None:
+        if self._request.num_alternatives is None:
             return None
         echo = self._echoes[prompt]
         shown = echo if is_first else Echo()
@@ -100,7 +100,7 @@ class _CompletionChunks:
             [*(delta.prompt_logprobs or ()), *delta.logprobs],
             [*shown.text_offsets, *(len(echo.text) + offset for offset in delta.text_offsets)],
             [*shown.token_ids, *delta.token_ids],
-            self._request.logprobs,
+            self._request.num_alternatives,
         )
 
     def _chunk(self, choices: list[Chunk]) -> Chunk:

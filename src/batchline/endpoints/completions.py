@@ -59,6 +59,7 @@ def _answer(
 def parse_completion(body: Mapping[str, Any], config: TextConfig) -> CompletionRequest:
     """The checked request. Raises: BadRequest."""
     request = parse_body(CompletionRequest, body, strict=config.strict, limits=config.limits)
+    request.check()
     check_choices(request)
     check_num_logprobs(request.logprobs, config, "logprobs")
     check_num_logprobs(request.prompt_logprobs, config, "prompt_logprobs")
@@ -113,7 +114,7 @@ def reported_logprobs(request: CompletionRequest) -> ReportedLogprobs:
     echoed = request.logprobs if request.echo else None
     wanted = [number for number in (request.prompt_logprobs, echoed) if number is not None]
     most = (-1 if -1 in wanted else max(wanted)) if wanted else None
-    return ReportedLogprobs(output=request.logprobs, prompt=most)
+    return ReportedLogprobs(output=request.num_alternatives, prompt=most)
 
 
 def _choices(request: CompletionRequest, result: PromptChoices, model: GenerativeModel) -> list[dict[str, Any]]:
@@ -127,12 +128,12 @@ def _choices(request: CompletionRequest, result: PromptChoices, model: Generativ
     choices = []
     for choice in result.choices:
         logprobs = None
-        if request.logprobs is not None:
+        if request.num_alternatives is not None:
             logprobs = style.completion(
                 [*(scored_prompt if request.echo else ()), *choice.logprobs],
                 [*echo.text_offsets, *(len(echo.text) + offset for offset in choice.text_offsets)],
                 [*echo.token_ids, *choice.token_ids],
-                request.logprobs,
+                request.num_alternatives,
             )
         wire = completion_choice(
             text=echo.text + choice.text,

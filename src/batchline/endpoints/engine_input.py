@@ -11,10 +11,11 @@ from typing import TypeVar
 
 from batchline.config import TextConfig
 from batchline.endpoints.model import GenerativeModel
+from batchline.engine.repetition import Repetition
 from batchline.engine.request import BannedSequences, SamplingParams
 from batchline.errors import BadRequest, PromptTooLong
 from batchline.openai_api.common import Prompt, TruncationSide
-from batchline.openai_api.generation import GenerationBody
+from batchline.openai_api.generation import GenerationBody, RepetitionDetection
 from batchline.openai_api.limits import check_text
 from batchline.text.control_tokens import RenderedChat
 from batchline.text.tokenizer import Tokenizer
@@ -199,12 +200,14 @@ def sampling_params(
         stop_token_ids=_token_ids(body.stop_token_ids, model, "stop_token_ids"),
         min_tokens=body.min_tokens,
         logprobs=num_logprobs,
+        logprob_token_ids=_logprob_token_ids(body, model),
         prompt_logprobs=num_prompt_logprobs,
         logit_bias=_logit_bias(body, model),
         allowed_token_ids=(
             None if body.allowed_token_ids is None else _token_ids(body.allowed_token_ids, model, "allowed_token_ids")
         ),
         bad_words=_known_bad_words(body, model),
+        repetition=_repetition(body.repetition_detection),
     )
 
 
@@ -270,6 +273,19 @@ def _top_k(wanted: int, vocab_size: int) -> int:
 
 def _token_ids(token_ids: list[int], model: GenerativeModel, field: str) -> frozenset[int]:
     return frozenset(check_vocabulary(tuple(token_ids), model.engine.vocab_size, field))
+
+
+def _logprob_token_ids(body: GenerationBody, model: GenerativeModel) -> tuple[int, ...]:
+    wanted = tuple(dict.fromkeys(body.logprob_token_ids or ()))
+    return check_vocabulary(wanted, model.engine.vocab_size, "logprob_token_ids")
+
+
+def _repetition(wanted: RepetitionDetection | None) -> Repetition | None:
+    if wanted is None or not wanted.max_pattern_size:
+        return None
+    return Repetition(
+        min_size=max(1, wanted.min_pattern_size), max_size=wanted.max_pattern_size, count=wanted.min_count
+    )
 
 
 def _logit_bias(body: GenerationBody, model: GenerativeModel) -> dict[int, float]:

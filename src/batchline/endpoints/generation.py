@@ -22,6 +22,9 @@ T = TypeVar("T")
 
 NO_STOP_STRINGS = StopStrings()
 
+REPEATED = "repetition_detected"
+"""The `stop_reason` of an output that repeats itself, as vLLM has it."""
+
 LONG_OUTPUT = 2048
 """More tokens than this are turned into text on a thread, since they would block the event loop for milliseconds."""
 
@@ -135,7 +138,7 @@ class SequenceText:
             logprobs=output.logprobs or (),
             prompt_logprobs=output.prompt_logprobs,
             finish_reason=output.finish_reason,
-            stop_reason=output.stop_reason,
+            stop_reason=REPEATED if output.finish_reason == "repetition" else output.stop_reason,
             num_cached_tokens=output.num_cached_tokens,
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -24,6 +25,13 @@ def token_logprobs(logits: torch.Tensor, token_ids: Sequence[int], num_top: Sequ
         part = slice(first, first + size)
         found += _of_part(logits[part].float(), token_ids[part], num_top[part])
     return found
+
+
+def with_tokens(found: TokenLogprobs, logits: torch.Tensor, token_ids: Sequence[int]) -> TokenLogprobs:
+    """The same with given tokens as the alternatives, best first. logits: (vocab,) raw."""
+    row = logits[None].float()
+    values = (row[:, list(token_ids)] - row_ops.log_normalizer(row))[0].tolist()
+    return replace(found, top=tuple(sorted(zip(token_ids, values, strict=True), key=lambda pair: -pair[1])))
 
 
 def _of_part(logits: torch.Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:

@@ -13,10 +13,11 @@ from typing import Literal, Protocol
 
 import numpy as np
 
+from batchline.engine.repetition import Repetition
 from batchline.engine.sequence_metrics import SequenceCounts
 from batchline.errors import EngineError
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "repetition", "abort"]
 
 
 class BannedSequences:
@@ -64,8 +65,10 @@ class SamplingParams:
     min_tokens: until then, neither eos nor stop token ids can be sampled.
     logprobs: how many alternatives to report per output token besides the sampled one; None reports nothing,
         -1 the whole vocabulary. They are log-probabilities of the model's raw logits, before any processing.
-    prompt_logprobs: the same for each prompt token.
+    logprob_token_ids: the alternatives to report, in place of the most likely ones; `logprobs` is then their number.
+    prompt_logprobs: as `logprobs`, for each prompt token.
     allowed_token_ids: None allows all. bad_words: token sequences that must not appear in the output.
+    repetition: ends the output if it repeats itself, after `min_tokens`; None allows it to.
     """
 
     max_tokens: int
@@ -81,10 +84,12 @@ class SamplingParams:
     stop_token_ids: frozenset[int] = frozenset()
     min_tokens: int = 0
     logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] = ()
     prompt_logprobs: int | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     allowed_token_ids: frozenset[int] | None = None
     bad_words: BannedSequences | None = None
+    repetition: Repetition | None = None
 
     @property
     def is_greedy(self) -> bool:

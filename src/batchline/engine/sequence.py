@@ -18,6 +18,7 @@ from array import array
 
 import numpy as np
 
+from batchline.engine.repetition import RepetitionTracker
 from batchline.engine.request import (
     EmbeddingRequest,
     FinishReason,
@@ -41,7 +42,8 @@ class SequenceStatus(enum.Enum):
 class Sequence:
     """State of one running request. `seed` is the request's own or a random one.
 
-    matcher: follows its output through its constraint. Preemption does not change it, because tokens are kept.
+    matcher: follows its output through its constraint. repetition: notices when its output repeats itself. Preemption
+    changes neither, because tokens are kept.
     arrived_at, started_at, first_token_at: seconds of the monotonic clock; None for what has not happened yet.
     block_uids: of its full blocks, in order; the pool finds the next block under the last one.
     num_finite_tokens: positions whose keys and values are known to be finite, because a finite result depended on them.
@@ -64,6 +66,7 @@ class Sequence:
         "num_prompt_tokens",
         "priority",
         "prompt_logprobs",
+        "repetition",
         "request",
         "sampling",
         "seed",
@@ -81,6 +84,7 @@ class Sequence:
         self.wants_hidden = isinstance(request, EmbeddingRequest)
         self.sampling = EMBEDDING_SAMPLING if isinstance(request, EmbeddingRequest) else request.sampling
         self.matcher = _matcher(request)
+        self.repetition = RepetitionTracker(self.sampling.repetition) if self.sampling.repetition else None
         self.seed = seed
         self.priority = request.priority
         self.arrival = next(self._arrivals)
@@ -164,6 +168,8 @@ class Sequence:
             self.finish("stop")
         elif self.num_output_tokens >= sampling.max_tokens:
             self.finish("length")
+        elif self.repetition is not None and self._repeats(self.repetition):
+            self.finish("repetition")
 
     def finish(self, reason: FinishReason, stop_reason: int | None = None) -> None:
         """Mark as finished; the scheduler frees its blocks."""
@@ -177,6 +183,10 @@ class Sequence:
             return False
         self.matcher.accept(token_id)
         return self.matcher.is_finished
+
+    def _repeats(self, repetition: RepetitionTracker) -> bool:
+        num_output = self.num_output_tokens
+        return repetition.push(self.token_ids, num_output) and num_output >= self.sampling.min_tokens
 
     def forget_computed(self) -> None:
         """Reset to nothing computed, because its blocks were freed. Tokens and results stay."""

@@ -108,7 +108,14 @@ class ChatCompletionRequest(GenerationBody):
             )
         if self.top_logprobs and not self.logprobs:
             raise BadRequest("top_logprobs: it requires logprobs: true", param="top_logprobs")
+        if self.logprob_token_ids is not None and not self.logprobs:
+            raise BadRequest("logprob_token_ids: it requires logprobs: true", param="logprob_token_ids")
         self._check_tools()
+
+    @property
+    def num_alternatives(self) -> int:
+        """How many alternatives of each output token are reported."""
+        return (self.top_logprobs or 0) if self.logprob_token_ids is None else len(self.logprob_token_ids)
 
     @property
     def tool_mode(self) -> Literal["none", "auto", "required", "named"]:

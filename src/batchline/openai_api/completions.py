@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from batchline.errors import BadRequest
 from batchline.openai_api.common import Prompts, Usage
 from batchline.openai_api.generation import GenerationBody, NumLogprobs
 from batchline.openai_api.limits import TEXT, Limited, num_prompts
@@ -21,6 +22,18 @@ class CompletionRequest(GenerationBody):
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: NumLogprobs | None = None
     add_special_tokens: bool = True
+
+    def check(self) -> None:
+        """Check fields that depend on each other. Raises: BadRequest."""
+        field = "logprob_token_ids"
+        if self.logprob_token_ids is not None and (self.logprobs is None or self.echo):
+            reason = "it requires logprobs" if self.logprobs is None else "it cannot be combined with echo"
+            raise BadRequest(f"{field}: {reason}", param=field)
+
+    @property
+    def num_alternatives(self) -> int | None:
+        """How many alternatives of each output token are reported; None reports no log-probabilities."""
+        return self.logprobs if self.logprob_token_ids is None else len(self.logprob_token_ids)
 
 
 def completion_object(

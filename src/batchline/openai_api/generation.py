@@ -11,7 +11,7 @@ import reprlib
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, ConfigDict, Field, PlainValidator
+from pydantic import AfterValidator, ConfigDict, Field, PlainValidator, model_validator
 from pydantic_core import PydanticCustomError
 
 from batchline.openai_api.common import (
@@ -28,6 +28,10 @@ from batchline.openai_api.limits import Limited, longest_text
 from batchline.openai_api.structured_outputs import ConstrainedBody
 
 _TOKEN_ID = re.compile(r"[0-9]{1,19}")
+
+MAX_PATTERN_SIZE = 1024
+MAX_PATTERN_COUNT = 1_000_000
+"""Of a repetition that ends an output. The size is what each token costs."""
 
 Int64 = Annotated[int, Field(ge=-MAX_INT64 - 1, le=MAX_INT64)]
 TokenId = Annotated[int, Field(ge=0)]
@@ -86,6 +90,25 @@ class StreamOptions(WireModel):
     include_obfuscation: bool = False
 
 
+class RepetitionDetection(WireModel):
+    """vLLM's: ends an output in which a pattern of so many tokens stands `min_count` times in a row. A max_pattern_size
+    of 0 turns it off; a min_pattern_size of 0 means 1."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    max_pattern_size: Annotated[int, Field(ge=0, le=MAX_PATTERN_SIZE)] = 0
+    min_pattern_size: Annotated[int, Field(ge=0)] = 0
+    min_count: Annotated[int, Field(ge=0, le=MAX_PATTERN_COUNT)] = 0
+
+    @model_validator(mode="after")
+    def _check(self) -> RepetitionDetection:
+        if self.min_pattern_size > self.max_pattern_size:
+            raise PydanticCustomError("pattern_size", "min_pattern_size should not be more than max_pattern_size")
+        if self.max_pattern_size and self.min_count < 2:
+            raise PydanticCustomError("pattern_count", "min_count should be at least 2")
+        return self
+
+
 class GenerationBody(ConstrainedBody):
     """The body of a request that generates text. random_seed is Mistral's."""
 
@@ -118,6 +141,10 @@ class GenerationBody(ConstrainedBody):
     truncation_side: TruncationSide = "left"
     cache_salt: CacheSalt | None = None
     prompt_logprobs: NumLogprobs | None = None
+    logprob_token_ids: Annotated[Annotated[list[TokenId], Field(min_length=1)] | None, Limited("logprob_token_ids")] = (
+        None
+    )
+    repetition_detection: RepetitionDetection | None = None
     use_beam_search: bool = False
     length_penalty: Annotated[float, Field(ge=-5, le=5)] = 1.0
     echo: bool = False

@@ -114,8 +114,6 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
     "input_embeds": _EMBEDS,
     "prompt_token_ids": Unsupported("a prompt beside the prompt", advice="send token ids as prompt of a completion"),
     "input_ids": Unsupported("a prompt beside the messages", advice="send token ids as prompt of a completion"),
-    "logprob_token_ids": Unsupported("a choice of tokens for log-probabilities", advice="ask for top_logprobs"),
-    "repetition_detection": Unsupported("ending repetitive outputs", advice="set frequency_penalty or max_tokens"),
     "stop_regex": Unsupported("stopping at a regular expression", ([],), "use stop, or a regex for the whole text"),
     "no_stop_trim": Unsupported("this name", (False,), "set include_stop_str_in_output"),
     "separate_reasoning": Unsupported("reasoning as a part of the content", (True,)),
