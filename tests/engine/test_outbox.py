@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from batchline.engine import outbox as outbox_module
-from batchline.engine.outbox import Caller, Outbox, joined
+from batchline.engine import async_engine
+from batchline.engine.async_engine import Caller, Outbox, joined
 from batchline.engine.request import EmbeddingOutput, GenerationOutput, RequestFailed, TokenLogprobs
 from batchline.errors import EngineDead, EngineOutOfMemory
 
@@ -65,8 +65,8 @@ async def test_engine_that_stops_behind_a_finished_output_does_not_take_it_back(
 
 
 async def test_streams_are_held_until_a_dispatch_has_been_dealt_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outbox_module, "MAX_HOLD_S", 60.0)
-    monkeypatch.setattr(outbox_module, "REST_PER_WORK", 0)
+    monkeypatch.setattr(async_engine, "MAX_HOLD_S", 60.0)
+    monkeypatch.setattr(async_engine, "REST_PER_WORK", 0)
     caller, outbox = make_caller(), Outbox()
     assert not outbox.holds_streams
     outbox.send([(caller, output(1))])
@@ -77,8 +77,8 @@ async def test_streams_are_held_until_a_dispatch_has_been_dealt_with(monkeypatch
 
 
 async def test_streams_rest_after_a_dispatch_in_proportion_to_its_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outbox_module, "MAX_HOLD_S", 60.0)
-    monkeypatch.setattr(outbox_module, "REST_PER_WORK", 1e9)
+    monkeypatch.setattr(async_engine, "MAX_HOLD_S", 60.0)
+    monkeypatch.setattr(async_engine, "REST_PER_WORK", 1e9)
     caller, outbox = make_caller(), Outbox()
     assert not outbox.holds_streams
     outbox.send([(caller, output(1))])
@@ -91,9 +91,9 @@ def test_loop_that_was_stopped_holds_streams_for_a_while_only(monkeypatch: pytes
     outbox = Outbox()
     stopped = asyncio.new_event_loop()
     outbox.send([(Caller(stopped, asyncio.Queue()), output(1))])
-    monkeypatch.setattr(outbox_module, "MAX_HOLD_S", 0.0)
+    monkeypatch.setattr(async_engine, "MAX_HOLD_S", 0.0)
     assert not outbox.holds_streams
-    monkeypatch.setattr(outbox_module, "MAX_HOLD_S", 60.0)
+    monkeypatch.setattr(async_engine, "MAX_HOLD_S", 60.0)
     assert not outbox.holds_streams, "the dispatch that nobody took is forgotten"
     stopped.close()
 
