@@ -1,10 +1,10 @@
 """The `batchline` command: its subcommands, and the one mapping from errors to exit codes.
 
-0    finished (failed lines are in the output and counted on standard error)
-1    could not finish; the same command resumes it
-2    a wrong command, option or input; nothing was run
-3    finished, but every line failed, or any line under --fail-on-error; or `check` found bad lines
-130  interrupted; the same command resumes it
+0    the run finished; failed lines are in the output and are counted on standard error
+1    the run could not finish; the same command resumes it
+2    the command, an option or the input is wrong; nothing was run
+3    the run finished, but every line failed (or, with --fail-on-error, any line); or `check` found bad lines
+130  the run was interrupted; the same command resumes it
 """
 
 from __future__ import annotations
@@ -82,14 +82,14 @@ def command(arguments: Sequence[str] | None = None) -> NoReturn:
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
-            with suppress(OSError, ValueError):  # a pipe that nobody reads any more
+            with suppress(OSError, ValueError):  # a pipe without a reader
                 stream.flush()
     os._exit(code)
 
 
 def _open_missing_streams() -> None:
-    """Put the null device in the place of standard streams that were closed: else the next files that are opened take
-    their numbers, and what a library prints lands in the journal."""
+    """Open the null device for standard streams that were closed. Otherwise the next opened files would get their
+    numbers, and a library's output could land in the journal."""
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(fd)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Takes = Literal["flag", "value", "maybe", "values"]
-"""What follows an option: nothing (or true or false), one value, one value or none, or all up to the next option."""
+"""What follows an option: nothing (or true or false), one value, at most one value, or all up to the next option."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,9 +21,9 @@ class VllmOption:
     """What one option of vLLM becomes here. With none of the fields set, it is accepted without effect.
 
     is_default: whether a value asks for what happens anyway. Such an option is dropped silently.
-    ours, renamed: our option that does the same, and what its values are called here. With a refusal, other values than
-    these are refused.
-    refusal: why it is refused: a sentence that says what to do instead.
+    ours, renamed: our option that does the same, and the names of its values here. With a refusal, all other values are
+    refused.
+    refusal: a sentence that says why the option is refused, or what to do instead.
     variable: the environment variable that does the same.
     """
 
@@ -60,12 +60,15 @@ def _sets_only(*keys: str) -> Callable[[str], bool]:
 
 _LORA = "LoRA adapters are not supported. Merge the adapter into the model and use the merged model."
 _ONE_DEVICE = "A model runs on one device: there is no tensor, pipeline, data or context parallelism."
-_ONE_MACHINE = "One process on one machine runs the model."
+_ONE_MACHINE = "Batchline runs a model in one process on one machine."
 _SPECULATIVE = "Speculative decoding is not supported. Without it, the answers are the same."
 _MEDIA = "Images, audio and video are not supported."
-_OFFLOADING = "Weights and caches are not offloaded to other memory."
-_TRANSFER = "KV caches and weights are not transferred between servers."
-_OWN_CODE = "Python code of your own can only add parsers (--tool-parser-plugin, --reasoning-parser-plugin)."
+_OFFLOADING = "Batchline does not offload weights or caches to other memory."
+_TRANSFER = "Batchline does not transfer KV caches or weights between servers."
+_OWN_CODE = (
+    "Your own Python code can only add parsers (--tool-parser-plugin, --reasoning-parser-plugin) and backends "
+    "(--backend-plugin)."
+)
 _KINDS = "Models generate, embed or score (--task). Draft and reward models are not supported."
 _POOLING = "The model's own files set pooling and normalization."
 _CLIENT_CERTIFICATES = "Client certificates are not checked; use --api-key, or a proxy that checks them."
@@ -109,7 +112,7 @@ VLLM_OPTIONS: Mapping[str, VllmOption] = {
         "value",
     ),
     **_each("collect-detailed-traces", "values"),
-    # what is always so here
+    # what Batchline always does
     **_each(
         "enable-prompt-tokens-details enable-request-id-headers enable-tokenizer-info-endpoint enable-offline-docs "
         "enable-reasoning language-model-only use-v2-block-manager enable-chunked-prefill "
@@ -124,7 +127,7 @@ VLLM_OPTIONS: Mapping[str, VllmOption] = {
         is_default=_sets_only("backend", "disable_fallback"),
         refusal="Constraints are always enforced as they are written. Set the parser with --reasoning-parser.",
     ),
-    # scheduling, memory and kernels: they change speed alone
+    # scheduling, memory and kernels: they only change the speed
     **_each(
         "multi-step-stream-outputs disable-async-output-proc async-scheduling disable-chunked-mm-input "
         "disable-hybrid-kv-cache-manager disable-cascade-attn kv-sharing-fast-prefill calculate-kv-scales "
@@ -159,29 +162,36 @@ VLLM_OPTIONS: Mapping[str, VllmOption] = {
         refusal="Weights are read from safetensors files of the Hugging Face layout.",
     ),
     **_each(
-        "config-format", "value", is_default=_any_of("auto", "hf"), refusal="The model needs a config.json of its own."
+        "config-format",
+        "value",
+        is_default=_any_of("auto", "hf"),
+        refusal="The model folder must have its own config.json.",
     ),
     **_each(
         "model-impl",
         "value",
         is_default=_any_of("auto", "transformers", "vllm"),
-        refusal="Models run on the code of transformers.",
+        refusal="Batchline runs models with the code of transformers.",
     ),
     **_each(
         "tokenizer-mode",
         "value",
         is_default=_any_of("auto", "hf", "fast"),
-        refusal="Tokenizers run as the transformers library loads them. Give another one's folder with --tokenizer.",
+        refusal="Tokenizers are loaded by the transformers library. Use --tokenizer FOLDER for another tokenizer.",
     ),
     **_each("skip-tokenizer-init", "flag", refusal="The tokenizer is always loaded."),
     **_each(
         "tokenizer-revision code-revision",
         "value",
         is_default=_any_of("main"),
-        refusal="Tokenizer and code have the revision of the model: set it with --revision.",
+        refusal="The tokenizer and the code have the model's revision: set it with --revision.",
     ),
-    **_each("hf-config-path", "value", refusal="The config.json is that of the model. Change it with --hf-overrides."),
-    **_each("quantization-config", "value", refusal="Weights are quantized by --quantization int8 only."),
+    **_each(
+        "hf-config-path",
+        "value",
+        refusal="Batchline uses the model's own config.json. Change its values with --hf-overrides.",
+    ),
+    **_each("quantization-config", "value", refusal="The only quantization is --quantization int8."),
     **_each("rope-scaling", "value", refusal="""Write --hf-overrides '{"rope_scaling": {...}}' instead."""),
     **_each("rope-theta", "value", refusal="""Write --hf-overrides '{"rope_theta": ...}' instead."""),
     # one device
@@ -251,7 +261,11 @@ VLLM_OPTIONS: Mapping[str, VllmOption] = {
     **_each("worker-cls", "value", is_default=_any_of("auto"), refusal=_OWN_CODE),
     **_each("logits-processors", "values", refusal=_OWN_CODE),
     **_each("logits-processor-pattern", "value", refusal=_OWN_CODE),
-    **_each("tool-server", "value", refusal="Tools run on the client: the answer has the calls."),
+    **_each(
+        "tool-server",
+        "value",
+        refusal="The server does not run tools: the answer has the calls, and the client runs them.",
+    ),
     **_each("response-role", "value", is_default=_any_of("assistant"), refusal="Answers have the role 'assistant'."),
     **_each(
         "logprobs-mode",
@@ -265,17 +279,19 @@ VLLM_OPTIONS: Mapping[str, VllmOption] = {
     **_each(
         "enable-force-include-usage",
         "flag",
-        refusal='Streams have a usage where the request sets stream_options: {"include_usage": true}.',
+        refusal='A stream has the usage if the request sets stream_options: {"include_usage": true}.',
     ),
-    **_each("exclude-tools-when-tool-choice-none", "flag", refusal="Leave tools out of requests that may not call."),
+    **_each(
+        "exclude-tools-when-tool-choice-none", "flag", refusal="Leave tools out of requests that must not call them."
+    ),
     **_each("enable-prompt-embeds", "flag", refusal="Prompts are text or token ids."),
-    **_each("enable-return-routed-experts", "flag", refusal="Answers do not tell which experts computed them."),
+    **_each("enable-return-routed-experts", "flag", refusal="Answers do not show which experts computed them."),
     **_each("enable-per-request-metrics", "flag", refusal="Durations are in the log and on /metrics, not in answers."),
     **_each("disable-sliding-window", "flag", refusal="Set --max-model-len to the length of the window instead."),
     **_each("override-attention-dtype", "value", refusal="Attention computes in the data type that --dtype sets."),
     **_each("override-neuron-config additional-config", "value", refusal="There are no settings for other platforms."),
     **_each("enable-sleep-mode", "flag", refusal="The server cannot sleep: stop it to free the memory."),
-    **_each("tokens-only grpc", "flag", refusal="The server speaks OpenAI's API over HTTP only."),
+    **_each("tokens-only grpc", "flag", refusal="The server only speaks HTTP."),
     **_each("ssl-cert-reqs", "value", is_default=_any_of("0"), refusal=_CLIENT_CERTIFICATES),
     **_each("ssl-ca-certs", "value", refusal=_CLIENT_CERTIFICATES),
     **_each("ssl-ciphers", "value", refusal="Python's default ciphers are used; restrict them in a proxy."),
