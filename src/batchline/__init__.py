@@ -1,8 +1,8 @@
 """Batchline: a file of LLM requests in, an answer for every line out.
 
-`run_batch` and what it takes and gives is the Python API, loaded on first use: importing this package loads neither
-torch nor transformers. Its exceptions are in `batchline.errors`. `python -m batchline.run_batch` is a command; that
-module is not for importing.
+The Python API is `run_batch` with the types of its arguments and results. It is loaded on first use: importing this
+package loads neither torch nor transformers. Its exceptions are in `batchline.errors`. The module `run_batch` is for
+the command `python -m batchline.run_batch`, not for importing.
 """
 
 from __future__ import annotations

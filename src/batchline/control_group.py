@@ -1,4 +1,4 @@
-"""What the Linux kernel reports about this process's control group: the memory that is left, and kills for lack of it.
+"""Reads this process's control group in the Linux kernel: how much memory is left, and how often the lack of it killed.
 
 Reads control groups of version 1 and 2. A process is in one group per hierarchy; the limits of the groups above its own
 apply to it, too. In a container, its own group may appear as the root.

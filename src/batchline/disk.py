@@ -15,11 +15,11 @@ from typing import BinaryIO
 from batchline.errors import OutputUnwritable, UsageError
 
 STAGED_NAME_CHARS = 40
-"""How much of a file's name the staged file's name begins with, so that no file system finds that name too long."""
+"""How many characters of a file's name the staged file's name has, so that it is not too long for any file system."""
 
 
 def refuse_windows() -> None:
-    """Raises: UsageError on a system without what a run's files need: locks, reads at a position, synced folders."""
+    """Raises: UsageError on Windows, which lacks what a run needs: file locks, reads at a position, synced folders."""
     if sys.platform == "win32":
         raise UsageError("Batch files are processed on Linux and macOS only. On Windows, use WSL.")
 

@@ -102,8 +102,8 @@ class ResumeRefused(UsageError):
 class NoModelServed(UsageError):
     """No request of the batch file names a served model.
 
-    requested: what the file names, each with its count; num_more: how many names are left out there. option: the
-    command-line option that mends it, if there is one.
+    requested: the names in the file, each with its count; num_more: how many names are left out there. option: the
+    command-line option that fixes it, if there is one.
     """
 
     def __init__(self, requested: list[str], num_more: int, served: list[str], option: str | None) -> None:
@@ -155,7 +155,7 @@ class PluginLoadError(UsageError):
 
 @dataclass(frozen=True, slots=True)
 class SavedResults:
-    """What a run that ended early leaves: the results of `num_done` of its `num_requests`.
+    """The results that a run that ended early has saved: `num_done` of its `num_requests`.
 
     are_lost: whether somebody removed the journal that held them.
     """
@@ -250,14 +250,14 @@ class InvalidAnswer(BatchlineError):
 
 
 class BackendUnavailable(BatchlineError):
-    """The backend can answer nobody now, whatever is asked. It ends a run, which can be resumed; a server answers 503.
+    """The backend cannot answer any request now. It ends a run, which can be resumed; a server answers 503.
 
-    An error that only one request has is an answer. The text is for the log and the command line, not for clients.
+    An error of a single request is an answer instead. The text is for the log and the command line, not for clients.
     """
 
 
 class EngineLost(BackendUnavailable):
-    """The engine has ended, and the backend does not restart it: it has stopped trying for now, or is closed."""
+    """The engine has ended, and the backend does not restart it, because several attempts failed or it is closed."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"The engine stopped: {reason}")
@@ -391,8 +391,8 @@ class NumbersNotFinite(EngineError):
 
 
 class SequenceFailed(EngineError):
-    """The engine failed because of one request, and that request fails. `__cause__` is the original exception; its text
-    may hold internals, so it is only logged."""
+    """The engine failed because of one request, which fails. `__cause__` is the original exception. It is only logged,
+    because its text may contain internals."""
 
     @classmethod
     def because_of(cls, exc: BaseException) -> SequenceFailed:

@@ -72,11 +72,11 @@ class Registry(Generic[P]):
         later = {name: plugin for name, plugin in self._plugins.items() if not _is_built_in(plugin)}
         for entry in installed(self._group):
             self._register_installed(entry)
-        for name, plugin in later.items():  # of plugin files and the program, registered before this call
+        for name, plugin in later.items():  # registered before this call, by plugin files or the program
             self.register(name)(plugin)
 
     def is_valid(self, plugin: Any) -> bool:
-        """Whether what an entry point names can be of this kind."""
+        """Whether an entry point's object can be a plugin of this kind."""
         return callable(plugin)
 
     def _register_installed(self, entry: EntryPoint) -> None:
@@ -126,7 +126,7 @@ def installed(group: str) -> list[EntryPoint]:
 
 
 def _loaded(entry: EntryPoint, where: str) -> Any:
-    """What an entry point names. Raises: PluginLoadError."""
+    """The object of an entry point. Raises: PluginLoadError."""
     try:
         return entry.load()
     except (Exception, SystemExit) as exc:  # foreign code: it may raise anything

@@ -1,4 +1,4 @@
-"""`python -m batchline.run_batch`: the same as `batchline run-batch`, for those who come from other batch runners."""
+"""`python -m batchline.run_batch`: the same as `batchline run-batch`, for users of other batch runners."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Fakes for tests of code that uses Batchline: real parts with the model left out.
 
-`FakeBackend` answers at once, without a model, as predictably as a calculator; a test that needs a failure or a delay
-gives it a function. Nothing in Batchline itself uses this module.
+`FakeBackend` answers at once, without a model, and always in the same way. For a failure or a delay, a test passes a
+function to it. Nothing in Batchline itself uses this module.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ FAKE_ENDPOINTS = (CHAT, COMPLETIONS, EMBEDDINGS)
 class FakeBackend:
     """Answers chat and completion requests by echoing their last text, and embedding requests with its length.
 
-    model: the one name it serves. before_answer: awaited with every request first; what it raises is the fate of the
-    request. between_chunks: the same after each chunk of a stream.
-    wants_raw_bodies: take and give bodies as JSON bytes, as a backend does that passes them on.
-    requests: every request that was asked for, in the order of asking.
+    model: the name of its only model. before_answer: awaited with every request before the answer; the request fails
+    with any exception that it raises. between_chunks: the same after each chunk of a stream.
+    wants_raw_bodies: whether it takes and returns bodies as JSON bytes, as a backend does that forwards them.
+    requests: all requests so far, in order.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class FakeBackend:
         self._output_tokens = 0
 
     async def start(self) -> None:
-        """Make ready, also again after it was closed."""
+        """Open the backend; also works after it was closed."""
         self.is_started = True
         self.is_closed = False
 
@@ -76,11 +76,11 @@ class FakeBackend:
         return {"backend": f"fake, serving {self._model}"}
 
     def concurrency(self) -> int:
-        """As many as the embedded engine of the usual size."""
+        """As many as the embedded engine with default options."""
         return 512
 
     def is_alive(self) -> bool:
-        """Until it is closed, or until a test says otherwise by setting `is_dead`."""
+        """True until it is closed, or until a test sets `is_dead`."""
         return not (self.is_dead or self.is_closed)
 
     async def check(self, request: EndpointRequest) -> None:
@@ -188,7 +188,7 @@ class ByteTokenizer:
         return (self.BOS, *token_ids) if add_special_tokens else token_ids
 
     def num_tokens_at_least(self, text: str) -> int:
-        """One token a byte, and a character has at least one."""
+        """The number of characters: each byte is a token, and a character has at least one byte."""
         return len(text)
 
     def token_bytes(self, token_id: int, *, is_first: bool = False) -> bytes:
@@ -208,13 +208,13 @@ class ByteTokenizer:
 
 
 class ScriptedEngine:
-    """An engine that says what it is told to, for tests of what is around an engine. A `GenerationEngine`.
+    """An engine whose outputs a test scripts, to test the code around an engine. A `GenerationEngine`.
 
-    script: the token ids to say, or a function of the request that gives them. The engine ends by itself at end
-    tokens, stop tokens and `max_tokens`; it samples nothing. Each token has log-probability -0.25 (or what `logprob`
-    gives for it) and is the most likely one; the next token ids follow at -1, -2 and so on.
-    requests: all requests so far. aborted: ids of those whose outputs were not read to their end. ended: the number of
-    output tokens of those that `end` ended, by id.
+    script: the token ids of the output, or a function that returns them for a request. The output ends at end tokens,
+    stop tokens and `max_tokens`; nothing is sampled. Each token has log-probability -0.25 (or what `logprob` returns
+    for it) and is the most likely one; the next token ids follow at -1, -2 and so on.
+    requests: all requests so far. aborted: ids of requests whose outputs were not read to the end. ended: by id, the
+    number of output tokens of requests that `end` ended.
     """
 
     def __init__(
@@ -246,7 +246,7 @@ class ScriptedEngine:
             await asyncio.sleep(0)
 
     def end(self, request_id: str, num_output_tokens: int) -> None:
-        """Note the end."""
+        """Record the end."""
         self.ended[request_id] = num_output_tokens
 
     def _outputs(self, request: GenerationRequest, script: Sequence[int]) -> list[GenerationOutput]:

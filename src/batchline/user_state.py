@@ -17,7 +17,7 @@ STATE_DIR_VARIABLE = "BATCHLINE_STATE_DIR"
 
 
 def user_state_dir() -> Path | None:
-    """`$BATCHLINE_STATE_DIR`, or the platform's folder for a program's state; None for a user without a home."""
+    """`$BATCHLINE_STATE_DIR`, or the platform's folder for a program's state; None for a user without a home folder."""
     if os.environ.get(STATE_DIR_VARIABLE):
         return Path(os.environ[STATE_DIR_VARIABLE])
     try:
@@ -35,7 +35,7 @@ def write_record(path: Path, content: bytes, *, max_records: int) -> None:
 
 
 def _remove_oldest(folder: Path, max_records: int) -> None:
-    """Another process may do the same at the same time."""
+    """Remove the oldest records beyond the limit. Another process may do the same at the same time."""
     with suppress(OSError):
         records = [entry for entry in os.scandir(folder) if entry.is_file()]
         if len(records) <= max_records:

@@ -233,7 +233,7 @@ def test_a_model_takes_the_names_that_the_refusal_of_a_file_shows(
     assert names == "fake,other"
     summary = run_batch(batch, tmp_path / "out", model=str(TINY_CHAT), served_model_name=names)
     assert summary.succeeded == 1  # the fake knows one name; the check let both pass
-    with pytest.raises(UsageError, match="'a,' holds an empty name"):
+    with pytest.raises(UsageError, match="'a,' contains an empty name"):
         run_batch(batch, tmp_path / "out", model=str(TINY_CHAT), served_model_name="a,")
 
 

@@ -111,15 +111,15 @@ def test_options_of_a_model_are_refused_by_name_if_there_is_no_model(
     shout = ["--backend", "shout", "--backend-plugin", str(package / "my_backends.py")]
     given = ["--max-model-len", "7", "--tool-call-parser", "nonsense", "-q", "int8", "--no-enable-prefix-caching"]
     assert refusal(*shout, *given) == (
-        "Without a model there is no use for --quantization, --max-model-len, --enable-prefix-caching, "
+        "Without a model, these options cannot be used: --quantization, --max-model-len, --enable-prefix-caching, "
         "--tool-call-parser. Give one with --model."
     )
-    with pytest.raises(UsageError, match="no use for --strict, --dtype"):
+    with pytest.raises(UsageError, match="cannot be used: --strict, --dtype"):
         app(["serve", *shout, "--strict", "--dtype", "auto"], standalone_mode=False)
-    with pytest.raises(UsageError, match="no use for --dtype, --max-num-seqs"):
+    with pytest.raises(UsageError, match="cannot be used: --dtype, --max-num-seqs"):
         app(["plan", str(package / "in.jsonl"), "--dtype", "half", "--max-num-seqs", "3"], standalone_mode=False)
     monkeypatch.setenv("BATCHLINE_SEED", "1")
-    assert "no use for --seed (in the configuration file or the environment). Give" in refusal(*shout)
+    assert "cannot be used: --seed (in the configuration file or the environment). Give" in refusal(*shout)
 
 
 def test_an_option_of_a_backend_that_is_given_twice_is_refused() -> None:

@@ -149,7 +149,7 @@ def test_options_become_the_servers_settings() -> None:
         ({"ssl_keyfile_password": "p"}, "--ssl-keyfile-password requires --ssl-certfile"),
         ({"allowed_methods": ["GET"]}, "require --allowed-origins"),
         ({"allowed_origins": ["*"], "allow_credentials": True}, "name the origins"),
-        ({"allowed_origins": ['["https://a.example"]']}, "is no origin such as"),
+        ({"allowed_origins": ['["https://a.example"]']}, "is neither an origin such as"),
         ({"allowed_origins": ["*", "https://a.example,https://b.example"]}, "repeat the option"),
         ({"allowed_origins": ["https://a.example/"]}, "https://a.example/"),
     ],

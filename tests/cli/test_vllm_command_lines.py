@@ -234,7 +234,7 @@ REFUSED = [
     ("--max-model-len ٣", "is not a whole number"),
     ("--max-model-lan 5", "No such option: --max-model-lan. Did you mean --max-model-len?"),
     ("-z", "No such option: -z."),
-    ("two three", "There is nothing to do with 'two three'"),
+    ("two three", "Unexpected arguments: 'two three'"),
 ]
 
 

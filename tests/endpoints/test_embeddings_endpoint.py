@@ -308,7 +308,7 @@ def test_bfloat16_is_rounded_as_torch_rounds() -> None:
         ({"endianness": "big"}, "endianness: it requires encoding_format: base64"),
         ({"embed_dtype": "fp8_e4m3", "encoding_format": "base64"}, "embed_dtype: Input should be 'float32'"),
         ({"encoding_format": "bytes"}, "encoding_format: Input should be 'float' or 'base64'"),
-        ({"normalize": True, "use_activation": False}, "normalize: it says the opposite of use_activation"),
+        ({"normalize": True, "use_activation": False}, "normalize: it contradicts use_activation"),
         ({"truncation_side": "middle"}, "truncation_side: Input should be 'left' or 'right'"),
     ],
 )

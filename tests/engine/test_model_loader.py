@@ -132,7 +132,7 @@ def test_fewer_layers_in_the_config_than_in_the_file_are_refused(folder: Path) -
     """The weights of the last layers were dropped, and the model answered nonsense."""
     edit_config(folder, num_hidden_layers=3, layer_types=None)
     reason = refusal(folder)
-    assert reason.startswith("its files hold weights that its config.json has no place for: model.layers.3.")
+    assert reason.startswith("its files have weights that its config.json does not describe: model.layers.3.")
 
 
 def test_biases_that_the_config_switches_off_are_refused(tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_weights_of_a_part_that_the_model_does_not_have_are_left_alone_with_a_wa
 def test_biases_of_the_head_that_the_model_has_no_place_for_are_refused(folder: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     save_file({**tensors, "lm_head.bias": torch.ones(512)}, folder / "model.safetensors", metadata={"format": "pt"})
-    assert "no place for: lm_head.bias" in refusal(folder)
+    assert "does not describe: lm_head.bias" in refusal(folder)
 
 
 def store_as(folder: Path, name: str, dtype: torch.dtype) -> None:
@@ -296,7 +296,7 @@ def test_auto_device_is_the_gpu_where_there_is_one(
 
 def test_gpu_that_is_not_there_is_an_error_and_not_a_silent_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ModelLoadError, match="--device cuda was asked for, but torch sees no CUDA device"):
+    with pytest.raises(ModelLoadError, match="--device cuda is not possible: torch finds no CUDA device"):
         choose_device(settings("m", device="cuda"))
 
 

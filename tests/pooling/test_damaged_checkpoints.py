@@ -33,7 +33,7 @@ def test_layers_that_the_config_leaves_out_are_refused(tmp_path: Path) -> None:
     """They were dropped with a warning, and the vectors were another model's."""
     folder = save_sentence_transformer(tmp_path, make_backbone("bert"))
     change_json(folder, "config.json", num_hidden_layers=1)
-    assert "no place for: encoder.layer.1.attention" in refusal_to_embed(folder)
+    assert "does not describe: encoder.layer.1.attention" in refusal_to_embed(folder)
 
 
 def test_layers_that_the_files_lack_are_refused(tmp_path: Path) -> None:

@@ -253,7 +253,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (
         tree("sequence", elements=[{"type": "any_text"}, {"type": "const_string", "value": "x"}]),
         "response_format.format.elements[0]",
-        "any_text can only stand at the end, or alone in a tag",
+        "any_text must be the last part, or the only part of a tag",
     ),
     (
         tree("triggered_tags", triggers=["<g"], tags=TRIGGERED["tags"]),
@@ -263,7 +263,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (
         tree("tag", begin="<a>", content=TRIGGERED, end="</a>"),
         "response_format.format.content",
-        "triggered_tags can only stand at the end",
+        "triggered_tags must be the last part",
     ),
     (
         tree("or", elements=[{"type": "json_schema", "json_schema": {"not": {}}}]),

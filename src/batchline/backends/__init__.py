@@ -1,1 +1,1 @@
-"""Who answers a request. `base` is all that the batch runner and the server know."""
+"""Backends answer requests. The batch runner and the server only know their interface, `base`."""

@@ -34,7 +34,7 @@ class EndpointRequest:
     """One request to one endpoint. url: the endpoint's path, e.g. `/v1/chat/completions`. body: untrusted JSON.
 
     priority: a smaller number runs first, and preempts a running request with a larger one; 0 for interactive requests.
-    raw_body: the JSON of `body` as it was written, for a backend that passes it on; None if it is not kept.
+    raw_body: the JSON of `body` as it was written, for a backend that forwards it; None if it was not kept.
     """
 
     url: str
@@ -78,7 +78,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """A model that a backend serves: its name, its other names, its context length and the endpoints it can answer.
+    """A model that a backend serves: its name, its other names, its context length and its endpoints.
 
     facts: how it runs, for a model that is in this process's memory.
     """
@@ -95,7 +95,7 @@ MAX_SHOWN_NAME = 200
 
 
 def models_by_name(models: Iterable[ServedModel]) -> dict[str, ServedModel]:
-    """Every name that a request may use, aliases too."""
+    """The models by every name that a request may use, including aliases."""
     return {name: model for model in models for name in (model.name, *model.aliases)}
 
 

@@ -1,6 +1,6 @@
-"""The settings that the embedded engine's answers depend on, and the check for missing models.
+"""The settings that the embedded engine's answers depend on, and a check for missing models.
 
-A run resumes only with equal settings. Those that only change speed are left out: device memory, batch sizes, threads,
+A run only resumes with equal settings. Settings that only change the speed are left out: memory, batch sizes, threads,
 prefix caching.
 """
 
@@ -23,7 +23,7 @@ from batchline.user_state import user_state_dir
 
 
 def result_settings(engines: Sequence[EngineConfig], on_read: OnRead | None = None) -> Mapping[str, str]:
-    """Option names and values to compare, of all engines. on_read: see `model_stamp`."""
+    """The option names and values of all engines, to compare. on_read: see `model_stamp`."""
     settings = {}
     for number, engine in enumerate(engines):
         suffix = f" ({engine.model.names[0]})" if number else ""
@@ -74,7 +74,7 @@ def _settings(engine: EngineConfig, on_read: OnRead | None) -> dict[str, str]:
 
 
 def _installed_plugins() -> list[str]:
-    """Parsers of installed packages, with the packages' versions: one may read what a model writes."""
+    """Parsers of installed packages, with the packages' versions, because one of them may parse the model's output."""
     entries = [entry for group in (TOOL_PARSERS, REASONING_PARSERS) for entry in installed(group)]
     return [f"{entry.name}={entry.value}@{entry.dist.version if entry.dist else ''}" for entry in entries]
 

@@ -1,7 +1,6 @@
-"""The embedded engine as a backend: routes a request to the model it names and the endpoint it asks for.
+"""The embedded engine as a backend: routes a request to the model that it names and to its endpoint.
 
-Models are loaded on first use (`residency`), the first one at the
-start. Knows no batch files and no HTTP.
+Models are loaded on first use (`residency`), and the first one at the start. Knows no batch files and no HTTP.
 """
 
 from __future__ import annotations
@@ -189,7 +188,7 @@ class InProcessBackend:
         self._loadables[name] = Loadable(name, partial(self._load, config), partial(self._fits, config))
 
     def _task(self, config: EngineConfig) -> Task:
-        """The model's task, which its small files tell. They are read once. Raises: ModelLoadError."""
+        """The model's task, according to its small files. They are read once. Raises: ModelLoadError."""
         name, model = config.model.names[0], config.model
         if name not in self._tasks:
             refuse_foreign_format(model.model, model.revision)
@@ -213,11 +212,11 @@ class InProcessBackend:
         logger.info("loading %s", name)
         collections = nullcontext() if self._has_loaded else _few_collections()
         with collections, cache_memory_ahead() if task == "generate" else nullcontext() as memory:
-            from batchline.backends.resident_models import load  # imports torch and transformers, for seconds
+            from batchline.backends.resident_models import load  # imports torch and transformers, which takes seconds
 
             model = load(config, task, memory)
         self._has_loaded = True
-        if self._has_started:  # whoever starts the backend looks at the first model's facts
+        if self._has_started:  # the caller of `start` shows the first model's facts
             logger.info("loaded %s", model.facts.text)
             if model.facts.warning is not None:
                 logger.warning("%s: %s", name, model.facts.warning)
@@ -263,7 +262,7 @@ def _few_collections() -> Iterator[None]:
     """Collect no garbage while libraries are imported and a model is loaded, and exclude their objects from later
     collections. This saves a second of processor time, and a part of every later collection. Unloading reverts it.
 
-    For the first load only: it affects the whole process, and garbage of other models in use must be collected."""
+    Only for the first load, because it affects the whole process, and other models in use leave garbage to collect."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -308,7 +307,7 @@ def _sum(parts: Iterable[BackendStats]) -> BackendStats:
 
 
 def _sum_of_gauges(first: Mapping[str, float], second: Mapping[str, float]) -> dict[str, float]:
-    """Add the counts. For the cache usage, which each model has for itself, take the largest."""
+    """The sums of the counts, and the largest cache usage, because each model has a separate cache."""
     gauges = {name: first.get(name, 0) + second.get(name, 0) for name in {**first, **second}}
     if "kv_cache_usage" in gauges:
         gauges["kv_cache_usage"] = max(first.get("kv_cache_usage", 0), second.get("kv_cache_usage", 0))

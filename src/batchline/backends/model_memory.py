@@ -35,7 +35,7 @@ WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 ITEM_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 _EMBEDDINGS = re.compile("embed|wte|wpe|lm_head")
-"""In the names of tables that stay as they are when linear layers are quantized."""
+"""Matches the names of tables that quantization does not change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +52,8 @@ class CacheNeed:
 class MemoryNeed:
     """The memory of a model that is not loaded.
 
-    weight_bytes: while it is loaded, in `dtype`. resident_bytes: of the weights afterwards; fewer if they are
-    quantized. wanted_cache_bytes: the size that was asked for; 0 if the free memory decides it. cache: None for a model
+    weight_bytes: the weights while they are loaded, in `dtype`. resident_bytes: the weights afterwards; fewer if they
+    are quantized. wanted_cache_bytes: the requested size; 0 if the free memory decides it. cache: None for a model
     without one, or if its configuration does not describe it.
     """
 
@@ -66,12 +66,12 @@ class MemoryNeed:
 
     @property
     def fits(self) -> bool:
-        """Whether the model can run in the memory that is free now, with the cache that was asked for."""
+        """Whether the model can run in the memory that is free now, with the requested cache."""
         return self.wanted_cache_bytes <= self.largest_cache_bytes
 
     @property
     def largest_cache_bytes(self) -> int:
-        """The size of the largest cache for which there is memory; negative if the model does not fit with any."""
+        """The size of the largest cache for which there is memory; negative if not even the weights fit."""
         needed = max(self.weight_bytes, int(MEMORY_PER_WEIGHT * self.resident_bytes))
         if needed > self.free_bytes:
             return self.free_bytes - needed
@@ -109,7 +109,7 @@ def _weights_need(config: EngineConfig, task: Task) -> MemoryNeed | None:
 def weight_bytes(model: ModelConfig, task: Task, *, is_loaded: bool = False) -> int | None:
     """Bytes of the model's weights in memory; None for a hub id that is not on this machine.
 
-    is_loaded: once it is loaded. Before, also the weights of quantized models are in their data type.
+    is_loaded: after loading. During loading, the weights of a quantized model are still in its data type.
     """
     folder = _local_folder(model)
     if folder is None:
@@ -169,10 +169,10 @@ def _text_config(model: ModelConfig) -> Any:
 
 
 def described_group(config: Any) -> CacheGroup | None:
-    """What the attention layers store for each position, by a configuration of transformers; None if it does not say.
-    Without their windows.
+    """The shape of the cache, without sliding windows, according to a configuration of transformers; None if it is not
+    described there.
 
-    The engine finds out by running the model; for known architectures the two are the same.
+    The engine finds the shape by running the model; for known architectures, both are the same.
     """
     from batchline.engine.kv_cache import CacheGroup
 
@@ -235,7 +235,7 @@ def _names_in(index: Path) -> set[str]:
 def _file_bytes(path: Path, item_size: int, linear_size: int) -> int:
     """Elements of a safetensors file times their size in memory; for other formats, the size of the file.
 
-    linear_size: of the elements of linear layers.
+    linear_size: the size of an element of linear layers.
     """
     if path.suffix != ".safetensors":
         return path.stat().st_size

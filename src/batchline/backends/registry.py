@@ -1,7 +1,7 @@
 """Backends by name: the embedded engine, and those of installed packages and plugin files.
 
-A backend is registered as a factory, which makes it from the configured models and from the backend's own options. The
-factory only looks at these: it reads no weights and opens no connections, which is for `Backend.start`.
+A backend is registered as a factory, which creates it from the configured models and the backend's own options. The
+factory only reads these: `Backend.start` reads weights and opens connections.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _REGISTRY: Registry[BackendFactory] = Registry("backend", "batchline.backends")
 
 
 def register_backend(name: str) -> Callable[[BackendFactory], BackendFactory]:
-    """A decorator that makes a factory (a class, too) known by `name`, in place of any other of that name."""
+    """A decorator that registers a factory, such as a class, by `name`. It replaces an earlier one of the same name."""
     return _REGISTRY.register(name)
 
 

@@ -279,7 +279,7 @@ class ModelResidency(Generic[ModelT]):
         history.refusal = None
 
     async def _loaded(self, wanted: Loadable[ModelT], history: _History) -> ModelT:
-        """The loaded model. One that has run before gets several attempts, since a shortage may be temporary."""
+        """The loaded model. One that has run before gets several attempts, because a shortage may be temporary."""
         for delay_s in self._reload_delays_s if history.was_loaded else ():
             try:
                 return await self._load_until_closed(wanted)
@@ -317,8 +317,8 @@ class ModelResidency(Generic[ModelT]):
             await self._unload(resident)
 
     async def _in_the_way(self, life: _Life[ModelT]) -> _Life[ModelT] | None:
-        """A resident that must be unloaded first: one that has ended or is already leaving; otherwise, if memory is
-        short, the least recently used one, idle ones first. None if there is room."""
+        """A resident model that must be unloaded first: one that has ended or is already leaving; otherwise, if memory
+        is short, the least recently used one, idle ones first. None if there is room."""
         for resident in self._residents:
             if resident.has_ended or resident.is_leaving:
                 return resident

@@ -90,8 +90,9 @@ StreamingEndpoint = Callable[[EndpointRequest], AsyncGenerator[dict[str, Any], N
 class ResidentModel:
     """A model that answers requests. endpoints: by path, for its kind of model. max_model_len: in tokens.
 
-    streams: by path, the endpoints that can also answer in chunks. checks: by path, what finds the faults of a request
-    without answering it. is_alive: whether its thread still runs. company: which requests may run on it together.
+    streams: by path, the endpoints that can also answer in chunks. checks: by path, functions that find the faults of a
+    request without answering it. is_alive: whether its thread still runs. company: which requests may run on it
+    together.
     """
 
     facts: ModelFacts
@@ -123,7 +124,7 @@ def _load_generative_model(config: EngineConfig, memory: CacheMemory | None) -> 
         text = load_text(config.model, config.text)
         reranker = find_reranker(config.model, text)
         executor = ThreadPoolExecutor(NUM_TEXT_THREADS, thread_name_prefix="batchline-text")
-        # running work may finish: cancelling it would look like a cancelled request
+        # running work may finish, because cancelled work would look like a cancelled request
         parts.callback(executor.shutdown, wait=False)
         engine = AsyncEngine(config, memory)
         parts.callback(engine.close)
@@ -143,7 +144,7 @@ def _load_generative_model(config: EngineConfig, memory: CacheMemory | None) -> 
 
 
 def _warn_of_unknown_tokens(name: str, num_tokens: int, vocab_size: int) -> None:
-    """num_tokens: of the tokenizer."""
+    """num_tokens: the tokenizer's."""
     if num_tokens > vocab_size:
         logger.warning(
             "%s: its tokenizer has %d tokens, but the model has embeddings for %d (tokens were added and the model was "
@@ -161,7 +162,7 @@ def _generative_model(
     parts: ExitStack,
     settings: Callable[[], Mapping[str, Any]],
 ) -> ResidentModel:
-    """parts: what the model closes from now on. settings: of the tokenizer."""
+    """parts: closed by the model from now on. settings: the tokenizer's."""
     config = model.config
     embedder = EngineEmbedder(model, engine)
     scorer = _scorer_of(model, engine, embedder, reranker)
@@ -198,7 +199,7 @@ def _scorer_of(
     embedder: EngineEmbedder,
     reranker: Reranker | UnknownReranker | None,
 ) -> Scorer:
-    """By yes or no where the model is a reranker, else by similarity. Raises: UnsupportedModel."""
+    """A scorer by yes or no if the model is a reranker, else by similarity. Raises: UnsupportedModel."""
     if reranker is None:
         return SimilarityScorer(embedder)
     if isinstance(reranker, UnknownReranker):
@@ -243,7 +244,7 @@ def _tokenizer_settings(config: ModelConfig) -> Mapping[str, Any]:
 
 
 def _load_embedding_model(config: EngineConfig) -> ResidentModel:
-    # with sentence-transformers come scikit-learn and scipy: most of a second that only such a model shall take
+    # sentence-transformers imports scikit-learn and scipy, which takes most of a second: only for such a model
     from batchline.pooling.embedding import load_embedding_model
 
     with ExitStack() as parts:
@@ -270,7 +271,7 @@ def _pooling_model(
     config: EngineConfig,
     render: RenderMessages | None = None,
 ) -> ResidentModel:
-    """parts: what the model closes from now on. render: writes the conversations that the model embeds."""
+    """parts: closed by the model from now on. render: renders the conversations that the model embeds."""
     _warn_of_unknown_tokens(model.name, len(model.transformers_tokenizer), model.vocab_size)
     return ResidentModel(
         facts=model.facts,
@@ -294,7 +295,7 @@ def _tokenized_pooling(
         try:
             return from_transformers(model.name, deepcopy(model.transformers_tokenizer))
         except UnsupportedModel as exc:
-            raise BadRequest(f"{model.name} cannot be asked for its tokens: {exc.reason}") from exc
+            raise BadRequest(f"The tokenizer of {model.name} cannot be used here: {exc.reason}") from exc
 
     return TokenizedModel(
         tokenizer=tokenizer,
@@ -308,10 +309,10 @@ def _tokenized_pooling(
 
 
 def _pooling_endpoints(scorer: Scorer, embedder: Embedder | None, *, text: TextConfig) -> dict[str, Endpoint]:
-    """Score and rerank by the scorer; embeddings where there is an embedder."""
+    """Score and rerank by the scorer, and embeddings if there is an embedder."""
 
     async def openai_embeddings(request: EndpointRequest) -> dict[str, Any]:
-        assert embedder is not None  # the table below has the endpoint only where there is one
+        assert embedder is not None  # the table below has the endpoint only if there is one
         return await embeddings(request.body, request.request_id, embedder, text=text, priority=request.priority)
 
     async def cohere_embed(request: EndpointRequest) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Runs requests again on a new engine when their engine ends, until the request at fault is found.
 
-A request that has seen `MAX_ENDS` engines end fails. To protect the innocent, requests run only together with those
-that have seen as many ends: first all together, then a few at a time, then each alone. So other requests can end an
-innocent request's engine at most twice.
+A request that has seen `MAX_ENDS` engines end fails. To protect harmless requests, a request only runs together with
+those that have seen as many ends: first all together, then a few at a time, then one at a time. So other requests can
+end a harmless request's engine at most twice.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Company:
         self._num_running += 1
 
     async def _wait(self, num_ends: int) -> None:
-        """Returns when admitted."""
+        """Wait until admitted."""
         turn = asyncio.get_running_loop().create_future()
         self._waiting[num_ends].append(turn)
         self._admit_waiting()
@@ -82,7 +82,7 @@ class Company:
         self._admit_waiting()
 
     def _admit_waiting(self) -> None:
-        """Admit waiting requests; no request passes one that has seen more engine ends."""
+        """Admit waiting requests; no request overtakes one that has seen more engine ends."""
         for num_ends in reversed(range(len(COMPANY_SIZES))):
             waiting = self._waiting[num_ends]
             while waiting and self._has_place(num_ends):
@@ -95,7 +95,7 @@ class Company:
 
 
 class Supervised(Residing, Protocol):
-    """A loaded model that says which requests may run on it together."""
+    """A loaded model, with the rules for which requests may run on it together."""
 
     @property
     def company(self) -> Company:
@@ -106,8 +106,8 @@ SupervisedT = TypeVar("SupervisedT", bound=Supervised)
 
 
 class Attempts(Generic[SupervisedT]):
-    """The turns of one request on a model. has_begun: must be set when a part of the answer was sent, so that the
-    request cannot run again."""
+    """The turns of one request on a model. has_begun: must be set once a part of the answer was sent, because the
+    request cannot run again then."""
 
     def __init__(
         self, residency: ModelResidency[SupervisedT], wanted: Loadable[SupervisedT], request: EndpointRequest
@@ -145,7 +145,7 @@ class Attempts(Generic[SupervisedT]):
                 return
 
     def _place_in(self, company: Company) -> AbstractAsyncContextManager[None]:
-        """A request that needs only the tokenizer does not wait for others."""
+        """The request's turn. A request that only needs the tokenizer does not wait for others."""
         return company.join(self._num_ends) if self._needs_engine else nullcontext()
 
     def _note_end(self, exc: Exception) -> None:

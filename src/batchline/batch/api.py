@@ -203,7 +203,7 @@ def _served_as(engine: EngineConfig, given: str) -> EngineConfig:
     """given: `name,alias,alias`, as on the command line. Raises: UsageError."""
     names = tuple(name.strip() for name in given.split(","))
     if not all(names):
-        raise UsageError(f"served_model_name: {given!r} holds an empty name.")
+        raise UsageError(f"served_model_name: {given!r} contains an empty name.")
     return replace(engine, model=replace(engine.model, served_names=names))
 
 

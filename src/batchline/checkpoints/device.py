@@ -13,7 +13,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 def choose_device(config: ModelConfig) -> torch.device:
     """`auto` uses the GPU if there is one. Raises: ModelLoadError if a GPU is requested and there is none."""
     if config.device == "cuda" and not torch.cuda.is_available():
-        raise ModelLoadError(config.model, "--device cuda was asked for, but torch sees no CUDA device")
+        raise ModelLoadError(config.model, "--device cuda is not possible: torch finds no CUDA device")
     if config.device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return torch.device(config.device)

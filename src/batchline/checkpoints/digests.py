@@ -1,7 +1,7 @@
 """Digests a model's folder by all bytes of its files: a copy of it is the same model, and any change makes another one.
 
-Large files are hashed in pieces on several threads, at gigabytes per second. Their digests are remembered in the user's
-state folder, so that only the first run of a model reads them for this.
+Large files are hashed in pieces on several threads, at gigabytes per second. Their digests are stored in the user's
+state folder, so that only the first run of a model reads the files for this.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ HUB_UNREACHABLE = (
 
 
 def why_not_loaded(model: str, exc: Exception, kind: str = "Hugging Face model") -> str:
-    """Why a model could not be loaded, as text for the user. kind: of model that a folder should hold."""
+    """Why a model could not be loaded, as text for the user. kind: the kind of model that the folder should have."""
     if os.path.isdir(model):
         return f"the folder is not a usable {kind} ({first_line(exc)})"
     if os.path.sep in model and (model.startswith((".", "~", os.path.sep)) or model.count("/") > 1):

@@ -1,4 +1,4 @@
-"""Refuses checkpoints in formats that Batchline cannot run, with the format's name in the error, and damaged files.
+"""Refuses damaged files, and checkpoints in formats that Batchline cannot run. The error names the format.
 
 Without this check, quantized weights, adapters and other programs' formats fail to load with misleading errors, or load
 without an error and give garbage. This module reads only file names and JSON files: no torch, no transformers.
@@ -60,7 +60,7 @@ FOREIGN_WEIGHTS = {
 
 OWN_WEIGHTS = ("*.safetensors", "*.bin")
 OTHER_TENSORS = ("adapter_*", "consolidated*", "training_args.bin", "optimizer.bin", "scheduler.bin")
-"""Files that match `OWN_WEIGHTS` and do not hold a model's weights."""
+"""Files that match `OWN_WEIGHTS`, but do not contain a model's weights."""
 
 UNQUANTIZED = "give the unquantized model (--quantization int8 quantizes it when it is loaded)"
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"

@@ -1,6 +1,6 @@
-"""Changes to a model's config.json that the operator asks for (`ModelConfig.hf_overrides`).
+"""The operator's changes to a model's config.json (`ModelConfig.hf_overrides`).
 
-Our own readers of config.json see them through `read_config`, transformers through `config_arguments`.
+Batchline's own code gets them through `read_config`, transformers through `config_arguments`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ READ_BY_US = frozenset(
         "truncate_dim",
     }
 )
-"""Keys that transformers need not know: `read_config` gives them to our own code."""
+"""Keys that transformers need not know, because only Batchline's own code reads them (`read_config`)."""
 
 
 def read_config(model: ModelConfig) -> dict[str, Any] | None:
-    """The model's config.json with the overrides; None where it has none. Raises: ModelLoadError."""
+    """The model's config.json with the overrides; None if it has no such file. Raises: ModelLoadError."""
     config = read_json(model.model, "config.json", model.revision)
     return None if config is None else {**config, **model.hf_overrides}
 
@@ -33,8 +33,8 @@ def read_config(model: ModelConfig) -> dict[str, Any] | None:
 def config_arguments(model: ModelConfig) -> dict[str, Any]:
     """The overrides as keyword arguments of transformers' configurations. Raises: ModelLoadError.
 
-    transformers sets them on a configuration that is already made, and drops those that it does not know: here such a
-    name is an error. `rope_scaling` and `rope_theta`, which it reads only while it makes one, go into
+    transformers sets them on a finished configuration, and drops those that it does not know: here, such a name is an
+    error. It reads `rope_scaling` and `rope_theta` only while it makes a configuration, so these go into
     `rope_parameters`.
     """
     overrides = {name: value for name, value in model.hf_overrides.items() if name not in READ_BY_US}
@@ -50,7 +50,7 @@ def config_arguments(model: ModelConfig) -> dict[str, Any]:
         OSError,
         ValueError,
         KeyError,
-    ):  # a folder of modules has none at its top; else the loader says what is wrong
+    ):  # a folder of modules has none at its top level; otherwise the loader reports the error
         return overrides
     rope: dict[str, Any] = {name: overrides.pop(name) for name in ("rope_scaling", "rope_theta") if name in overrides}
     unknown = sorted(name for name in overrides if not hasattr(config, name))
@@ -64,7 +64,7 @@ def config_arguments(model: ModelConfig) -> dict[str, Any]:
 
 
 def _rope_parameters(model: str, config: Any, rope: dict[str, Any]) -> dict[str, Any]:
-    """The configuration's own, changed by the older keys. Raises: ModelLoadError."""
+    """The configuration's own parameters, changed by the older keys. Raises: ModelLoadError."""
     own = getattr(config, "rope_parameters", None)
     if not isinstance(own, dict) or any(isinstance(value, dict) for value in own.values()):
         raise ModelLoadError(

@@ -1,7 +1,7 @@
 """Compares the weights in a checkpoint's files with those that the model loaded.
 
-`transformers` fills missing weights with random numbers, drops weights that the model has no place for, and converts
-any number format. Each of these gives a model that answers nonsense without an error.
+`transformers` fills missing weights with random numbers, drops weights that the model does not have, and converts any
+number format. Each of these gives a model that answers nonsense without an error.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def refuse_wrong_weights(name: str, model: Any, report: LoadingReport, *, has_po
     if unexpected:
         raise ModelLoadError(
             name,
-            f"its files hold weights that its config.json has no place for: {_first_few(unexpected)}; "
+            f"its files have weights that its config.json does not describe: {_first_few(unexpected)}; "
             "the config must be the one that the weights were trained with",
         )
 
@@ -111,7 +111,7 @@ _patching = threading.Lock()
 
 @contextmanager
 def loading_reports() -> Iterator[list[tuple[Any, LoadingReport]]]:
-    """Collect the model and report of every `from_pretrained` inside the block, when a library drops the reports.
+    """Collect the model and report of every `from_pretrained` inside the block, for a library that drops the reports.
 
     Only one block may be active at a time: it replaces `from_pretrained` of all models.
     """

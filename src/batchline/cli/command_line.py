@@ -53,7 +53,7 @@ class CheckedCommand(GroupedCommand):
         failures = _process(ctx, parameters, given, rest, order)
         problems = [*reader.problems, *reader.translation.refusals, *map(_text_of, failures)]
         if rest and not reader.problems:
-            problems.append(f"There is nothing to do with {' '.join(rest)!r}.")
+            problems.append(f"Unexpected arguments: {' '.join(rest)!r}.")
         if problems:
             raise UsageError(f"{listed(problems)}\nTry '{ctx.command_path} --help' for help.")
         configure(ctx.params.get("log_format", "text"), quiet=ctx.params.get("quiet", False))

@@ -366,7 +366,7 @@ def refuse_without_model(context: typer.Context, *others: str) -> None:
     given = [_given(context, parameter) for parameter in context.command.params if parameter.name in names]
     if any(given):
         raise UsageError(
-            f"Without a model there is no use for {', '.join(filter(None, given))}. Give one with --model."
+            f"Without a model, these options cannot be used: {', '.join(filter(None, given))}. Give one with --model."
         )
 
 
@@ -392,5 +392,5 @@ def _names(text: str) -> tuple[str, ...]:
     """`name,alias,alias`. Raises: UsageError."""
     names = tuple(name.strip() for name in text.split(","))
     if not all(names):
-        raise UsageError(f"--served-model-name: {text!r} holds an empty name.")
+        raise UsageError(f"--served-model-name: {text!r} contains an empty name.")
     return names

@@ -185,10 +185,11 @@ class ServingOptions:
             return CorsOptions()
         for origin in self.allowed_origins:
             if not _ORIGIN.fullmatch(origin):
-                message = f"--allowed-origins: {origin!r} is no origin such as https://example.com, nor *"
+                message = f"--allowed-origins: {origin!r} is neither an origin such as https://example.com nor *"
                 raise UsageError(f"{message}; repeat the option for several")
         if self.allow_credentials and "*" in self.allowed_origins:
-            raise UsageError("--allow-credentials: name the origins; with * any page could act for your users")
+            message = "--allow-credentials: name the origins with --allowed-origins"
+            raise UsageError(f"{message}; with *, any page could act for your users")
         return CorsOptions(
             allow_origins=tuple(self.allowed_origins),
             allow_methods=tuple(self.allowed_methods or ["*"]),

@@ -1,4 +1,4 @@
-"""The OpenAI-compatible wire format: what requests may hold and what responses look like, a file per resource.
+"""The OpenAI-compatible wire format of requests and responses, a file per resource.
 
-Request bodies are untrusted and are checked here with pydantic; nothing in this package knows models or engines.
+Request bodies are untrusted. This package checks them with pydantic; it knows nothing about models or engines.
 """

@@ -31,7 +31,7 @@ MaxTokens = Annotated[int, Field(ge=1)]
 class ChatCompletionRequest(GenerationBody):
     """The body of a chat completion. Messages are checked in depth when they are rendered.
 
-    tools: as the client sent them, which is how the template gets them. tool_list: the same, checked. functions and
+    tools: as the client sent them and as the template gets them. tool_list: the same, checked. functions and
     function_call: the older form, which `with_tools` turns into tools. function_list: the same, checked.
     """
 
@@ -60,9 +60,9 @@ class ChatCompletionRequest(GenerationBody):
     @model_validator(mode="before")
     @classmethod
     def _continue_prefix(cls, body: JsonObject) -> JsonObject:
-        """`prefix: true` of the last message, as Mistral and DeepSeek take it, means `continue_final_message`.
+        """Turn `prefix: true` of the last message (Mistral's and DeepSeek's form) into `continue_final_message`.
 
-        Raises: BadRequest where it is in a message that cannot be continued.
+        Raises: BadRequest if a message has it that cannot be continued.
         """
         messages = body.get("messages")
         if not isinstance(messages, list):
@@ -80,7 +80,7 @@ class ChatCompletionRequest(GenerationBody):
     def with_tools(self) -> ChatCompletionRequest:
         """The request with tools in place of `functions` and a `tool_choice` in place of `function_call`.
 
-        An answer to `functions` has one call at most. Raises: BadRequest if both forms are used.
+        An answer to `functions` has at most one call. Raises: BadRequest if both forms are used.
         """
         if self.functions is None and self.function_call is None:
             return self
@@ -211,7 +211,7 @@ def chat_chunk_choice(
     finish_reason: str | None = None,
     stop_reason: int | str | None = None,
 ) -> JsonObject:
-    """What a chunk adds to one choice; the one with a finish_reason also has the stop_reason."""
+    """The part of a chunk for one choice. The one with a finish_reason also has the stop_reason."""
     choice: JsonObject = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
     return choice if finish_reason is None else choice | {"stop_reason": stop_reason}
 
@@ -227,7 +227,7 @@ def chat_choice(
     finish_reason: str,
     stop_reason: int | str | None,
 ) -> JsonObject:
-    """One choice. calls: `tool_calls` or `function_call`, nothing where there are none.
+    """One choice. calls: `tool_calls` or `function_call`; empty if there are no calls.
 
     Reasoning appears under both names that clients know.
     """

@@ -1,7 +1,7 @@
-"""What resources of the wire format share: the base of request schemas, the prompt field, usage, lists in pages.
+"""Shared by the resources of the wire format: the base of request schemas, the prompt field, usage, lists in pages.
 
-Requests are pydantic models in strict mode: JSON types are taken as they are, so that `"n": "2"` or `"stop": 5` is an
-error that names the field, never a guess. Responses are plain dictionaries, built from values that are already ours.
+Requests are pydantic models in strict mode: JSON types are never converted, so that `"n": "2"` or `"stop": 5` is an
+error that names the field. Responses are plain dictionaries, built from trusted values.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Prompt: TypeAlias = str | tuple[int, ...]
 class WireModel(BaseModel):
     """Base of request schemas: strict types, no NaN or infinity, immutable once checked.
 
-    other_names: what other servers call some of the fields, and the field for each.
+    other_names: other servers' names for some of the fields, and the field for each name.
     """
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True, allow_inf_nan=False)
@@ -33,7 +33,7 @@ class WireModel(BaseModel):
 
 
 class ActivatedBody(WireModel):
-    """The switch `use_activation`. activation, softmax: vLLM's older names of it."""
+    """The switch `use_activation`. activation, softmax: vLLM's older names for it."""
 
     use_activation: bool | None = None
     activation: bool | None = None
@@ -41,10 +41,10 @@ class ActivatedBody(WireModel):
 
     @property
     def activates(self) -> bool | None:
-        """Whether to activate, None where the request leaves it open. Raises: BadRequest if its names contradict."""
+        """Whether to activate; None if the request leaves it open. Raises: BadRequest if its names contradict."""
         given = {self.use_activation, self.activation, self.softmax} - {None}
         if len(given) > 1:
-            message = "use_activation: activation and softmax are older names of it, and one says the opposite"
+            message = "use_activation: activation and softmax are older names of this field, and their values differ"
             raise BadRequest(f"{message}; give one of them", param="use_activation")
         return given.pop() if given else None
 
@@ -84,7 +84,7 @@ def _token_ids(value: Any) -> tuple[int, ...]:
 
 
 def _valid_unicode(text: str) -> str:
-    """The same text, which can be written as UTF-8 (a lone surrogate cannot)."""
+    """Check that the text can be written as UTF-8 (a lone surrogate cannot), and return it."""
     try:
         text.encode()
     except UnicodeEncodeError as exc:
@@ -94,14 +94,14 @@ def _valid_unicode(text: str) -> str:
 
 
 def _one_or_many(value: Any) -> Any:
-    """A lone string becomes a list of one; anything else is left for the list's own check."""
+    """Turn a single string into a list of one. Anything else is left for the list's own check."""
     return [value] if isinstance(value, str) else value
 
 
 def text_of(value: Any) -> str:
     """The text of an input: a string, an object with a `text`, or one with a `content` of such objects.
 
-    Raises: PydanticCustomError, also for parts that are no text.
+    Raises: PydanticCustomError, also for parts that are not text.
     """
     if isinstance(value, str):
         return _valid_unicode(value)
@@ -159,17 +159,17 @@ TruncatePromptTokens = Annotated[int, Field(ge=-1, le=MAX_INT64), AfterValidator
 
 
 TruncationSide = Literal["left", "right"]
-"""Where truncation takes tokens away: `left` keeps the last ones, `right` the first ones."""
+"""The side that truncation cuts: `left` keeps the last tokens, `right` the first ones."""
 
 CacheSalt = Annotated[str, Field(min_length=1, max_length=1024)]
-"""Requests share cached prefixes only with requests of an equal salt, which keeps tenants apart."""
+"""Requests share cached prefixes only with requests of an equal salt, which separates tenants."""
 
 
 RequestId = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[!-~]+$")]
 """The suffix of the answer's id."""
 
 Priority = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
-"""Requests of a smaller one run earlier."""
+"""Requests with a smaller number run earlier."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,7 +205,7 @@ def total_usage(usages: Sequence[Usage]) -> Usage:
 class ListParams(BaseModel):
     """The query parameters of a list that clients read in pages. They arrive as text.
 
-    after: the id of the last item of the page before.
+    after: the id of the last item on the previous page.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -216,7 +216,7 @@ class ListParams(BaseModel):
 
 
 def list_page(items: Sequence[dict[str, Any]], params: ListParams) -> dict[str, Any]:
-    """A page of `items`, which are sorted by age, oldest first, and have an `id` each. Raises: BadRequest."""
+    """A page of `items`, which are sorted by age (oldest first) and each have an `id`. Raises: BadRequest."""
     ordered = list(items) if params.order == "asc" else list(reversed(items))
     start = 0
     if params.after is not None:

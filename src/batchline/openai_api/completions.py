@@ -73,7 +73,7 @@ def completion_chunk_choice(
     finish_reason: str | None,
     stop_reason: int | str | None,
 ) -> dict[str, Any]:
-    """What a chunk adds to one choice."""
+    """The part of a chunk for one choice."""
     return {
         "index": index,
         "text": text,

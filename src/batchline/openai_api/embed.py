@@ -17,9 +17,9 @@ InputType = Literal["search_query", "search_document", "classification", "cluste
 
 
 class EmbedRequest(WireModel):
-    """The body of an embed request. input_type: chooses the model's prompt of that purpose, where it has one.
+    """The body of an embed request. input_type: selects the model's prompt for that purpose, if it has one.
 
-    max_tokens: of one text; None is the model's context length.
+    max_tokens: the most tokens of one text; None is the model's context length.
     """
 
     model: str | None = None
@@ -37,16 +37,16 @@ class EmbedRequest(WireModel):
 
     @property
     def field(self) -> Literal["texts", "inputs"]:
-        """Where the texts stand."""
+        """The field that has the texts."""
         return "inputs" if self.texts is None else "texts"
 
     @property
     def given_texts(self) -> Sequence[str]:
-        """What is to be embedded."""
+        """The texts to embed."""
         return self.texts or self.inputs or ()
 
     def check(self) -> None:
-        """What fields say together. Raises: BadRequest."""
+        """Check fields that depend on each other. Raises: BadRequest."""
         if self.images:
             raise BadRequest("images: no model here sees images", param="images")
         if (self.texts is None) == (self.inputs is None):
@@ -56,7 +56,7 @@ class EmbedRequest(WireModel):
 def embed_object(
     *, embed_id: str, embeddings: Mapping[str, Sequence[Any]], texts: Sequence[str] | None, num_tokens: int
 ) -> JsonObject:
-    """The whole answer. embeddings: by type. texts: as the request gave them, None where it gave inputs."""
+    """The whole answer. embeddings: by type. texts: those of the request; None if it has inputs instead."""
     return {
         "response_type": "embeddings_by_type",
         "id": embed_id,

@@ -27,9 +27,9 @@ ByteOrder = Literal["native", "little", "big"]
 class EmbeddingsRequest(ActivatedBody):
     """The body of an embeddings request. Messages are checked in depth when they are rendered.
 
-    embed_dtype, endianness: of the numbers in base64. use_activation, normalize: two names of one switch, whether
-    vectors have the L2 norm 1; None leaves it to the model. add_special_tokens: by default true for `input` and false
-    for messages, whose template writes them. output_dimension is Voyage's and Mistral's.
+    embed_dtype, endianness: the format of numbers in base64. use_activation, normalize: two names for one switch,
+    whether vectors have the L2 norm 1; None leaves it to the model. add_special_tokens: by default true for `input` and
+    false for messages, whose template writes them. output_dimension is Voyage's and Mistral's name.
     """
 
     other_names: ClassVar[Mapping[str, str]] = {"output_dimension": "dimensions"}
@@ -51,15 +51,15 @@ class EmbeddingsRequest(ActivatedBody):
 
     @property
     def normalises(self) -> bool | None:
-        """Whether vectors are to be normalised, None where the request leaves it open."""
+        """Whether to normalise vectors; None if the request leaves it open."""
         return self.activates if self.normalize is None else self.normalize
 
     def check(self) -> None:
-        """What fields say together. Raises: BadRequest."""
+        """Check fields that depend on each other. Raises: BadRequest."""
         if (self.input is None) == (self.messages is None):
             raise BadRequest("input: exactly one of input and messages is needed", param="input")
         if self.normalize is not None and self.activates not in (None, self.normalize):
-            raise BadRequest("normalize: it says the opposite of use_activation; give one of them", param="normalize")
+            raise BadRequest("normalize: it contradicts use_activation; give one of them", param="normalize")
         for field, neutral in {"embed_dtype": ("float32",), "endianness": ("little", "native")}.items():
             if self.encoding_format == "float" and getattr(self, field) not in neutral:
                 raise BadRequest(f"{field}: it requires encoding_format: base64", param=field)

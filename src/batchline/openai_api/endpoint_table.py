@@ -1,6 +1,6 @@
-"""The table of endpoints: every path that takes a JSON body for a model, and what the other layers need to know of it.
+"""The table of endpoints: every path that takes a JSON body for a model, and the facts about it for other layers.
 
-The one place to add an endpoint's path. `backends/resident_models.py` binds the paths to the functions that answer
+Add a new endpoint's path only here. `backends/resident_models.py` binds the paths to the functions that answer
 them; the batch runner, the server, its OpenAPI description and its metrics read this table.
 """
 
@@ -45,8 +45,8 @@ INVOCATIONS = "/invocations"
 GENERATES: tuple[Task, ...] = ("generate",)
 EMBEDS: tuple[Task, ...] = ("generate", "embed")
 SCORES: tuple[Task, ...] = ("generate", "embed", "score")
-"""The kinds of models that can do it. A causal language model also embeds (with its last token), and every model that
-embeds also scores (with the cosine similarity)."""
+"""The kinds of models for each kind of endpoint. A causal language model also embeds (with its last token), and every
+model that embeds also scores (with the cosine similarity)."""
 
 
 class InvocationRequest(WireModel):
@@ -60,15 +60,15 @@ class ApiEndpoint:
     """One path of the API.
 
     summary: what it does, for people who read the server's page.
-    tasks: the kinds of models that answer it; empty for a path of the API that this build has no models for.
-    schema: of its body; None where `tasks` is empty.
-    method: by which the server takes it; a GET has its fields in the query.
+    tasks: the kinds of models that answer it; empty for a path that no supported model answers.
+    schema: the schema of its body; None if `tasks` is empty.
+    method: the server's HTTP method for it; a GET has its fields in the query.
     generates: whether its answer is generated text, which can be streamed.
-    default_max_tokens: the limit of output tokens of a request that sets none; None is all that the context leaves.
+    default_max_tokens: the limit of output tokens if a request sets none; None means all that the context leaves.
     has_named_events: whether the events of its streams have a `type`, which is also their name.
     in_batch_file: whether a batch line may name it; `/v1/models` lists only these paths as a model's endpoints.
     needs_engine: False if only the tokenizer answers, regardless of the engine's state.
-    error_body: makes an error's body in its own API's shape of `RequestError.body()`; None where they are the same.
+    error_body: turns `RequestError.body()` into the error format of its API; None if they are the same.
     error_event: the same for an error in the middle of a stream.
     """
 
@@ -219,7 +219,7 @@ _INVOKED: tuple[tuple[tuple[str, ...], str], ...] = (
     (("input",), EMBEDDINGS),
     *(((field,), SCORE[0]) for field in dict.fromkeys(first for first, _ in SPELLINGS)),
 )
-"""Which endpoint a body is for, by the fields that it has."""
+"""The endpoint that a body is for, by the fields that it has."""
 
 
 def answering_path(path: str, body: Mapping[str, Any]) -> str:
@@ -239,11 +239,11 @@ def answering_path(path: str, body: Mapping[str, Any]) -> str:
 
 
 def error_body(path: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
-    """An error in the shape of the path's API. body: `RequestError.body()`."""
+    """An error in the format of the path's API. body: `RequestError.body()`."""
     endpoint = ENDPOINTS.get(path)
     return body if endpoint is None or endpoint.error_body is None else endpoint.error_body(body)
 
 
 def endpoints_of(task: Task) -> tuple[str, ...]:
-    """The paths that a model of this kind is listed with."""
+    """The paths that are listed for a model of this kind."""
     return tuple(path for path, endpoint in ENDPOINTS.items() if task in endpoint.tasks and endpoint.in_batch_file)

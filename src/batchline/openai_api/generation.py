@@ -1,7 +1,7 @@
 """The request fields that completions and chat completions share: sampling, stopping, log-probabilities, ids.
 
-Every field is optional; None means that the request leaves the choice to the model's own defaults. Ranges that need
-nothing but the value are checked here; what needs the model (its vocabulary, its context) is checked by endpoints.
+Every field is optional; None leaves the choice to the model's own defaults. Ranges that do not depend on the model are
+checked here; the endpoints check the rest (vocabulary, context).
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class RepetitionDetection(WireModel):
 
 
 class GenerationBody(ConstrainedBody):
-    """The body of a request that generates text. random_seed is Mistral's."""
+    """The body of a request that generates text. random_seed is Mistral's name for seed."""
 
     other_names: ClassVar[Mapping[str, str]] = {"random_seed": "seed"}
 

@@ -1,8 +1,8 @@
-"""Checks how much one request may contain: counts the items of its fields, and compares with `RequestLimits`.
+"""Checks how much one request contains: counts the items of its fields, and compares them with `RequestLimits`.
 
-A schema annotates each of its lists and strings with what is counted of it (`Limited`). The body is counted before it
-is validated: validation takes longer, and finds a fault in each item of a long list of wrong ones. A body may be of any
-shape here: what is not of the type that is counted counts nothing, and validation refuses it.
+A schema annotates each of its lists and strings with what to count (`Limited`). The body is counted before it is
+validated, because validation takes longer, and finds a fault in each item of a long list of wrong ones. A body may have
+any shape here: a value of another type counts as nothing, and validation refuses it.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from batchline.config import RequestLimits
 from batchline.errors import BadRequest
 
 MAX_FIELDS = 256
-"""Fields of a body: more than twice as many as any endpoint knows."""
+"""Limit on the fields of a body: more than twice as many as any endpoint knows."""
 
 
 def num_items(value: Any) -> int:
-    """Of a list or an object."""
+    """The number of items of a list or an object."""
     return len(value) if isinstance(value, (list, dict)) else 0
 
 
 def num_prompts(value: Any) -> int:
-    """Of a string, strings, token ids (which are one prompt) or lists of them."""
+    """The number of prompts in a string, strings, token ids (which are one prompt) or lists of them."""
     is_one = not isinstance(value, list) or (bool(value) and type(value[0]) is int)
     return 1 if is_one else len(value)
 
 
 def longest_text(value: Any) -> int:
-    """Characters of a text, or of the longest of several, which may also be objects with a `text` or in parts."""
+    """The characters of a text, or of the longest of several. Texts may also be objects with a `text`, or in parts."""
     return max(map(_num_characters, value if isinstance(value, list) else [value]), default=0)
 
 
@@ -47,24 +47,24 @@ def _num_characters(value: Any) -> int:
 
 
 def num_parts(messages: Any) -> int:
-    """Of the content of all messages."""
+    """The number of content parts of all messages."""
     return sum(map(num_items, _members(messages, "content")))
 
 
 def num_tool_calls(messages: Any) -> int:
-    """Of all messages."""
+    """The number of tool calls in all messages."""
     return sum(map(num_items, _members(messages, "tool_calls")))
 
 
 def num_allowed_tools(choice: Any) -> int:
-    """Of a `tool_choice` that names several, in the form of chat completions or of responses."""
+    """The number of tools that a `tool_choice` names, in the form of chat completions or of responses."""
     found = choice.get("allowed_tools", choice) if isinstance(choice, dict) else None
     return num_items(found.get("tools")) if isinstance(found, dict) else 0
 
 
 @dataclass(frozen=True, slots=True)
 class Limited:
-    """Annotates a field: what `count` finds in it is at most the limit of that name. noun: of what is counted."""
+    """Annotates a field: `count` of it is at most the limit of that name. noun: what is counted, for messages."""
 
     name: str
     count: Callable[[Any], int] = num_items
@@ -72,22 +72,22 @@ class Limited:
 
 
 TEXT = Limited("text_length", longest_text, "characters in one string")
-"""Of a field that holds a text, or several."""
+"""For a field that has one or several texts."""
 
 MESSAGES: tuple[Limited, ...] = (
     Limited("messages"),
     Limited("message_parts", num_parts, "content parts in all"),
     Limited("message_tool_calls", num_tool_calls, "tool calls in all"),
 )
-"""Of a field that holds a conversation."""
+"""For a field that has a conversation."""
 
 
 TEXT_COUNTS = ("inputs", "documents")
-"""The limits of fields whose texts are embedded, scored or ranked."""
+"""The limits for fields whose texts are embedded, scored or ranked."""
 
 
 def num_texts(schema: type[BaseModel], body: Mapping[str, Any]) -> int:
-    """How many texts a body that may be wrong asks a model to read, in the field that has the most."""
+    """How many texts a body (which may be invalid) asks a model to read, in the field that has the most."""
     counted = (
         rule.count(body.get(field))
         for field, rules in limited_fields(schema).items()
@@ -98,7 +98,7 @@ def num_texts(schema: type[BaseModel], body: Mapping[str, Any]) -> int:
 
 
 def check_limits(schema: type[BaseModel], body: Mapping[str, Any], limits: RequestLimits) -> None:
-    """Raises: BadRequest naming the field of `body` that holds too much, how much, and the limit."""
+    """Raises: BadRequest, which names the field of `body` that is too large, its size, and the limit."""
     if len(body) > MAX_FIELDS:
         raise BadRequest(f"The body has {len(body):,} fields, and at most {MAX_FIELDS} are allowed")
     for field, rules in limited_fields(schema).items():
@@ -111,7 +111,7 @@ def check_limits(schema: type[BaseModel], body: Mapping[str, Any], limits: Reque
 
 
 def check_text(field: str, text: str, limits: RequestLimits) -> None:
-    """Raises: BadRequest for a text that is too long to be tokenized. field: that it was made of."""
+    """Raises: BadRequest for a text that is too long to be tokenized. field: the field that it comes from."""
     _check(field, len(text), TEXT.name, TEXT.noun, limits)
 
 
@@ -141,7 +141,7 @@ def _rules(annotation: Any) -> tuple[Limited, ...]:
 
 
 def num_sequences(body: Mapping[str, Any]) -> int:
-    """How many sequences a body that may be wrong asks the engine for: prompts times choices, at least one."""
+    """How many sequences a body (which may be invalid) asks the engine for: prompts times choices, at least one."""
     return max(1, num_prompts(body.get("prompt"))) * max(_choices(body, "n"), _choices(body, "best_of"))
 
 

@@ -1,4 +1,4 @@
-"""Anthropic's `/v1/messages`: its request fields, the shape of a message, of its events and of its errors."""
+"""Anthropic's `/v1/messages`: its request fields, and the format of a message, its events and its errors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BlockKind = Literal["text", "thinking", "tool_use"]
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 HOSTED_FIELDS = ("container", "mcp_servers")
-"""Fields about what only a hosted service keeps or runs."""
+"""Fields for things that only a hosted service stores or runs."""
 
 
 class Thinking(WireModel):
@@ -34,21 +34,21 @@ class Thinking(WireModel):
 
 
 class OutputFormat(WireModel):
-    """What the text must be. json_schema: the field `schema`."""
+    """The form that the text must have. json_schema: the field `schema`."""
 
     type: Literal["json_schema"]
     json_schema: JsonObject = Field(alias="schema")
 
 
 class OutputConfig(WireModel):
-    """How the answer is to be written. effort: as a chat completion's `reasoning_effort`; `max` is its highest."""
+    """How to write the answer. effort: like a chat completion's `reasoning_effort`; `max` is the highest."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: OutputFormat | None = None
 
 
 class MessageToolChoice(WireModel):
-    """How tools are used. name: of the one that must be called, with type `tool`."""
+    """How tools are used. name: the tool that must be called, with type `tool`."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: Annotated[str, Field(max_length=128)] | None = None
@@ -56,7 +56,7 @@ class MessageToolChoice(WireModel):
 
 
 class CountTokensRequest(WireModel):
-    """A conversation whose tokens are to be counted. Content blocks and tools are checked when they become messages."""
+    """A conversation whose tokens to count. Content blocks and tools are checked when they become messages."""
 
     model: str | None = None
     messages: Annotated[Annotated[list[JsonObject], Field(min_length=1)], MESSAGES]
@@ -70,7 +70,7 @@ class CountTokensRequest(WireModel):
 
     @property
     def wanted_format(self) -> OutputFormat | None:
-        """The format of the text, under its present name or its first one."""
+        """The format of the text, under its present or its original name."""
         return (self.output_config.format if self.output_config else None) or self.output_format
 
 
@@ -130,7 +130,7 @@ def message_usage(usage: Usage) -> JsonObject:
 
 
 def written_block(kind: Literal["text", "thinking"], text: str) -> JsonObject:
-    """A content block of text, or of what the model thought. Nothing here is signed."""
+    """A content block of text, or of the model's thinking. Its signature is empty."""
     return {"type": "text", "text": text} if kind == "text" else {"type": "thinking", "thinking": text, "signature": ""}
 
 
@@ -140,7 +140,7 @@ def tool_use_block(call_id: str, name: str, arguments: JsonObject) -> JsonObject
 
 
 def call_input(arguments: str) -> JsonObject:
-    """A call's arguments as an object. What a limit has cut off is no JSON: it is in the object as it was written."""
+    """A call's arguments as an object. Arguments that a limit has cut off are not JSON; the object has them as text."""
     try:
         decoded = json.loads(arguments) if arguments.strip() else {}
     except (ValueError, RecursionError):
@@ -162,10 +162,10 @@ _ERROR_TYPES: Mapping[str, str] = {
     "InternalServerError": "api_error",
     "ServiceUnavailableError": "overloaded_error",
 }
-"""This API's names of errors, by ours; of all others it is `invalid_request_error`."""
+"""This API's error types, by ours. All others become `invalid_request_error`."""
 
 
 def message_error(body: Mapping[str, Any]) -> JsonObject:
-    """An error envelope in this API's shape. body: `RequestError.body()`, whose other fields stay."""
+    """An error envelope in this API's format. body: `RequestError.body()`, whose other fields stay."""
     error = body["error"]
     return {"type": "error", "error": {**error, "type": _ERROR_TYPES.get(error["type"], "invalid_request_error")}}

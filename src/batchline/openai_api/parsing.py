@@ -1,8 +1,13 @@
 """Turns an untrusted JSON body into a checked request, and accounts for every field.
 
-A field is of one of four kinds. The schema declares it; or it is known, but Batchline cannot honour it and refuses it
-by name; or it has no behaviour and is dropped; or it is unknown. An unknown field is an error under `strict`, and is
-otherwise named in a warning, once. `null` means the same as leaving a field out.
+There are four kinds of fields:
+
+    declared             the schema declares it
+    refused              known, but Batchline cannot honour it; the error names it
+    without behaviour    accepted and dropped
+    unknown              an error under `strict`; otherwise a warning names it once
+
+`null` means the same as leaving a field out.
 """
 
 from __future__ import annotations
@@ -31,10 +36,10 @@ DEFAULT_LIMITS = RequestLimits()
 MAX_SHOWN_INPUT = 80
 MAX_SHOWN_ERRORS = 3
 MAX_READ_ERRORS = 1000
-"""More errors than this are only counted, since reading an error takes longer than finding it."""
+"""More errors than this are only counted, because formatting an error takes longer than finding it."""
 
 MAX_WARNINGS = 1000
-"""How many warnings about request fields are logged: strangers can make up any number of names."""
+"""How many warnings about request fields are logged. Clients can make up any number of names."""
 
 _NO_OBJECT = {"dict_type", "model_type", "model_attributes_type"}
 
@@ -176,7 +181,7 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
     "stream": Unsupported("streaming", (False,)),
     "stream_options": Unsupported("streaming"),
 }
-"""Known parameters that are refused by name unless the schema declares them."""
+"""Known parameters that are refused by name, unless the schema declares them."""
 
 _warned: set[str] = set()
 
@@ -242,7 +247,7 @@ def _account_for_unknown(path: str, *, strict: bool) -> None:
 
 
 def _unknown_inside(model: BaseModel, given: Mapping[str, Any], path: str) -> Iterator[str]:
-    """The paths of unknown fields in the objects inside a checked object, where their schemas ignore such fields."""
+    """The paths of unknown fields in the objects inside a checked object, if their schemas ignore such fields."""
     names = _names_by_key(type(model))
     for key, value in given.items():
         if key not in names or not isinstance(value, (dict, list)):
@@ -304,7 +309,7 @@ def warn_once(message: str) -> None:
 
 
 def _whole_numbers(body: Mapping[str, Any], error: ValidationError) -> dict[str, int]:
-    """Fields with 4.0 where an integer belongs, as tables write integers in columns with gaps, and 4 for each."""
+    """Fields with 4.0 where an integer belongs, and 4 for each. Tables with gaps store integer columns as floats."""
     wrong = error.errors(include_url=False) if error.error_count() <= MAX_READ_ERRORS else []
     names = [str(detail["loc"][0]) for detail in wrong if detail["type"] == "int_type"]
     found = {name: body.get(name) for name in names}
@@ -312,7 +317,7 @@ def _whole_numbers(body: Mapping[str, Any], error: ValidationError) -> dict[str,
 
 
 def _bad_request(error: ValidationError, body: Mapping[str, Any]) -> BadRequest:
-    """Pydantic's errors as one: the first few fields in words, the first one as `param`."""
+    """Pydantic's errors as one error: the first few fields in words, and the first one as `param`."""
     if error.error_count() > MAX_READ_ERRORS:
         return BadRequest(f"The body is wrong in {error.error_count():,} places")
     by_path: dict[str, list[ErrorDetails]] = {}
@@ -332,7 +337,7 @@ def _sentence(path: str, details: Sequence[ErrorDetails]) -> str:
     first, *others = dict.fromkeys(map(_fault, details))
     what = " or ".join([first, *(other.removeprefix("Input should be ") for other in others)])
     is_missing = details[0]["type"] == "missing"
-    given = details[0].get("ctx", {}).get("tag", details[0]["input"])  # the type of an object that has one
+    given = details[0].get("ctx", {}).get("tag", details[0]["input"])  # the object's `type` is the fault
     got = "" if is_missing or not path else f" (got {_shown(given)})"
     return f"{path}: {what}{got}" if path else what
 

@@ -24,7 +24,7 @@ from batchline.openai_api.limits import TEXT, Limited
 class RerankRequest(ActivatedBody):
     """The body of a rerank request. top_n: 0 answers with every document.
 
-    max_tokens_per_doc: a longer document is cut to its beginning, as Cohere's API does. top_k is Voyage's.
+    max_tokens_per_doc: longer documents are cut to their beginning, as in Cohere's API. top_k: Voyage's top_n.
     """
 
     other_names: ClassVar[Mapping[str, str]] = {"top_k": "top_n"}
@@ -44,7 +44,7 @@ class RerankRequest(ActivatedBody):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankedDocument:
-    """A document's place in the request, its relevance, and its text where it is to be returned."""
+    """A document's index in the request, its relevance, and its text if it is to be returned."""
 
     index: int
     score: float

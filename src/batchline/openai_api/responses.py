@@ -1,4 +1,4 @@
-"""`/v1/responses`: its request fields, the shape of a response and of the events of a streamed one."""
+"""`/v1/responses`: its request fields, and the format of a response and its events."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ JsonObject = dict[str, Any]
 Status = Literal["queued", "in_progress", "completed", "incomplete", "cancelled", "failed"]
 
 LOGPROBS = "message.output_text.logprobs"
-"""What `include` names to have log-probabilities in the output."""
+"""The value of `include` that asks for log-probabilities."""
 
 ENCRYPTED_REASONING = "reasoning.encrypted_content"
-"""What `include` names to have reasoning in one opaque text, for clients that send back nothing else of it."""
+"""The value of `include` that asks for reasoning as an opaque text, for clients that send back nothing else of it."""
 
 Includable = Literal[
     "message.output_text.logprobs",
@@ -34,13 +34,13 @@ Includable = Literal[
     "computer_call_output.output.image_url",
     "code_interpreter_call.outputs",
 ]
-"""All that clients of OpenAI name. Except for the first two, it is about items that no response here has."""
+"""All values that OpenAI's clients use. Except for the first two, they are about items that no response here has."""
 
 HOSTED_TOOLS = frozenset(
     {"web_search", "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11", "file_search"}
     | {"code_interpreter", "image_generation", "mcp", "tool_search"}
 )
-"""Types of tools that a hosted service runs itself."""
+"""Types of tools that a hosted service itself runs."""
 
 CHAT_FIELDS = (
     "temperature",
@@ -77,18 +77,18 @@ CHAT_FIELDS = (
 """Fields that mean the same as in a chat completion, and are checked there."""
 
 HOSTED_FIELDS = ("prompt", "conversation")
-"""Fields about what only a hosted service keeps or runs."""
+"""Fields for things that only a hosted service stores or runs."""
 
 
 class TextOptions(WireModel):
-    """How the text is to be written. format: as a chat completion's `response_format`, one level flatter."""
+    """How to write the text. format: like a chat completion's `response_format`, with one level less."""
 
     format: JsonObject | None = None
     verbosity: Annotated[str, Field(max_length=64)] | None = None
 
 
 class ReasoningOptions(WireModel):
-    """Options of models that reason. effort: as a chat completion's `reasoning_effort`.
+    """Options for models that reason. effort: like a chat completion's `reasoning_effort`.
 
     summary: how to sum up reasoning that a hosted service does not show; here the response holds all of it.
     """
@@ -151,7 +151,7 @@ class ResponsesRequest(WireModel):
     guided_whitespace_pattern: Any = None
 
     def check(self) -> None:
-        """What only a server can do, and what this build cannot. Raises: BadRequest."""
+        """Refuse fields that only a server can honour, or that are not supported. Raises: BadRequest."""
         for field in ("background", "previous_response_id"):
             if getattr(self, field):
                 raise BadRequest(f"{field}: only a server keeps responses, for its own clients", param=field)
@@ -208,7 +208,7 @@ ITEM_REFERENCE = "item_reference"
 
 
 def input_item(given: JsonObject) -> JsonObject:
-    """An input item in full: with an id and a status, its text in parts. What is wrong with it stays as it is."""
+    """An input item in full: with an id, a status, and its text in parts. Invalid values stay as they are."""
     kind = given.get("type", ITEM_REFERENCE if given.keys() == {"id"} else "message")
     prefix = _ITEM_PREFIXES.get(kind, "item") if isinstance(kind, str) else "item"
     item = {"type": kind, "status": "completed", **given}
@@ -242,12 +242,12 @@ _ENCODED = "batchline:"
 
 
 def encoded_reasoning(text: str) -> str:
-    """Reasoning as opaque text. It is encoded, not encrypted: the client may read it beside it anyway."""
+    """Reasoning as opaque text. It is encoded, not encrypted, because the client also gets it as plain text."""
     return _ENCODED + base64.b64encode(text.encode()).decode("ascii")
 
 
 def decoded_reasoning(encoded: Any) -> str:
-    """The opposite; nothing for what another service has encrypted."""
+    """The inverse; empty for text that another service has encrypted."""
     if not isinstance(encoded, str) or not encoded.startswith(_ENCODED):
         return ""
     try:
@@ -274,7 +274,7 @@ def function_call(item_id: str, status: Status, *, call_id: str, name: str, argu
 
 
 def input_tokens_object(num_tokens: int) -> JsonObject:
-    """The answer to how many tokens an input has."""
+    """The answer with the number of an input's tokens."""
     return {"object": "response.input_tokens", "input_tokens": num_tokens}
 
 

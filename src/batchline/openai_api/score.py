@@ -25,7 +25,7 @@ Texts = Annotated[TextInputs | None, Limited("documents"), TEXT]
 
 
 class TextsToScore(NamedTuple):
-    """Both sides of a score request. names: of their fields. firsts: one text, or as many as seconds."""
+    """Both sides of a score request. names: those of their fields. firsts: one text, or as many as seconds."""
 
     firsts: tuple[str, ...]
     seconds: tuple[str, ...]
@@ -56,7 +56,7 @@ class ScoreRequest(ActivatedBody):
     request_id: RequestId | None = None
 
     def texts(self) -> TextsToScore:
-        """Both sides. Raises: BadRequest when a side is missing or empty, spellings mix or the numbers do not fit."""
+        """Both sides. Raises: BadRequest if a side is missing or empty, spellings mix or the numbers do not fit."""
         used = {name for pair in SPELLINGS for name in pair if getattr(self, name) is not None}
         given = [pair for pair in SPELLINGS if used and used.issubset(pair)]
         if not given:

@@ -1,7 +1,7 @@
-"""Structural tags: text of which some parts have a form, in both of the spellings that clients use.
+"""Structural tags: text in which some parts have a given form, in both spellings that clients use.
 
-The older one names structures and the triggers that begin them; the newer one is a tree of formats, as XGrammar defines
-it. Only the shape is checked here; `endpoints/constraints.py` refuses what cannot be enforced.
+The older spelling names structures and the triggers that begin them; the newer one is a tree of formats, as defined by
+XGrammar. Only the shape is checked here; `endpoints/constraints.py` refuses what cannot be enforced.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class TriggeredTags(FormatNode):
 
 
 class TagsWithSeparator(FormatNode):
-    """Tags and nothing else but the text between them."""
+    """Tags, with only the separator between them."""
 
     type: Literal["tags_with_separator"]
     tags: Annotated[list[Tag], Field(min_length=1)]

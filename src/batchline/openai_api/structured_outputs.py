@@ -1,4 +1,4 @@
-"""The request fields that say what an answer's text must be, in every spelling that clients use.
+"""The request fields that constrain an answer's text, in every spelling that clients use.
 
 `response_format` is OpenAI's; `structured_outputs` and, before it, `guided_*` are vLLM's. Schemas, expressions and
 grammars are not checked here; `endpoints/constraints.py` refuses what cannot be enforced.
@@ -34,7 +34,7 @@ class TextFormat(WireModel):
 
 
 class JsonObjectFormat(WireModel):
-    """Any JSON object, or JSON of a schema. schema: Together's, Fireworks' and llama.cpp's name of it; value: TGI's."""
+    """Any JSON object, or JSON of a schema. schema: Together's, Fireworks' and llama.cpp's name; value: TGI's name."""
 
     type: Literal["json_object"]
     schema_: SchemaOrText | None = Field(None, alias="schema")
@@ -42,7 +42,7 @@ class JsonObjectFormat(WireModel):
 
 
 class JsonSchemaFormat(WireModel):
-    """JSON of a schema, in OpenAI's envelope or, as other servers take it, without one."""
+    """JSON of a schema, in OpenAI's envelope or without one, as on other servers."""
 
     type: Literal["json_schema"]
     name: str | None = None
@@ -60,21 +60,21 @@ class JsonSchemaFormat(WireModel):
 
 
 class JsonValueFormat(WireModel):
-    """TGI's form of JSON of a schema."""
+    """TGI's form for JSON of a schema."""
 
     type: Literal["json"]
     value: SchemaOrText
 
 
 class RegexValueFormat(WireModel):
-    """TGI's form of a regular expression."""
+    """TGI's form for a regular expression."""
 
     type: Literal["regex"]
     value: NonEmptyText
 
 
 class StructuralTagFormat(StructuralTag):
-    """Structural tags, their fields standing beside the type."""
+    """Structural tags, with their fields beside the type."""
 
     type: Literal["structural_tag"]
 
@@ -86,7 +86,7 @@ ResponseFormat = Annotated[
 
 
 class StructuredOutputs(WireModel):
-    """vLLM's field: one of the constraints, and how JSON is spaced.
+    """vLLM's field: one of the constraints, and options for white space in JSON.
 
     structural_tag: an object, or its JSON text. disable_fallback: vLLM's way to rule out another grammar engine.
     disable_additional_properties: refused if true.
@@ -107,9 +107,9 @@ class StructuredOutputs(WireModel):
 
 
 class ConstrainedBody(WireModel):
-    """The fields, as part of a request's body. regex, json_schema and ebnf are SGLang's.
+    """The fields, as part of a request's body. regex, json_schema and ebnf are SGLang's names.
 
-    grammar: llama.cpp's; its clients send an empty one for none.
+    grammar: llama.cpp's name; its clients send an empty text for no grammar.
     """
 
     response_format: ResponseFormat | None = None

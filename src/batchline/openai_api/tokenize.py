@@ -24,7 +24,7 @@ CONVERSATION_FIELDS = (
     "chat_template",
     "chat_template_kwargs",
 )
-"""Fields of a `TokenizeRequest` that a chat completion has too."""
+"""Fields of a `TokenizeRequest` that a chat completion also has."""
 
 
 class TokenizeRequest(WireModel):
@@ -62,7 +62,7 @@ class DetokenizeRequest(WireModel):
 
 
 class TokenizerInfoRequest(WireModel):
-    """How a model's tokenizer is configured: its special tokens, chat template and settings."""
+    """A request for a tokenizer's special tokens, chat template and settings."""
 
     model: str | None = None
 
@@ -72,7 +72,7 @@ def tokenizer_info_object(
 ) -> JsonObject:
     """The answer to a tokenizer info request, without paths of files.
 
-    settings: of the model's `tokenizer_config.json`, in part replaced by what is in use.
+    settings: those of the model's `tokenizer_config.json`, replaced by the ones in use if they differ.
     """
     shown = {name: value for name, value in settings.items() if name != "name_or_path" and not name.endswith("_file")}
     return {**shown, **special_tokens, "chat_template": chat_template}

@@ -15,7 +15,7 @@ JsonObject = dict[str, Any]
 class FunctionDefinition(WireModel):
     """A function that the model may call. parameters: JSON Schema of its arguments object; None is any object.
 
-    strict: whether a hosted service enforces the schema; here it is enforced wherever a call is.
+    strict: whether a hosted service enforces the schema; here it is enforced whenever a call is.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -70,7 +70,7 @@ class AllowedToolsChoice(WireModel):
 def _tool_choice(value: Any) -> str | NamedToolChoice | AllowedToolsChoice:
     if value in ("none", "auto", "required"):
         return str(value)
-    if value == "any":  # Mistral's word
+    if value == "any":  # Mistral's name
         return "required"
     is_allowed = isinstance(value, dict) and value.get("type") == "allowed_tools"
     try:
@@ -106,7 +106,7 @@ def tool_call_object(*, call_id: str, name: str, arguments: str) -> JsonObject:
 
 
 def tool_call_delta(*, index: int, call_id: str | None, name: str | None, arguments: str) -> JsonObject:
-    """What a chunk adds to the call at `index`; its first one has the id and the name."""
+    """The part of a chunk for the call at `index`. The first one has the id and the name."""
     if name is None:
         return {"index": index, "function": {"arguments": arguments}}
     return {"index": index, **tool_call_object(call_id=call_id or "", name=name, arguments=arguments)}

@@ -1,7 +1,7 @@
 """The queue of a pooling model: decides which sequences run together in a batch.
 
-A batch is padded to its longest sequence, so it holds sequences of similar length. It always includes the sequence that
-is first in line, so that no sequence starves. Knows nothing about models or threads.
+A batch is padded to its longest sequence, so it has sequences of similar length. It always includes the first sequence
+of the queue, so that no sequence starves. Knows nothing about models or threads.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class TokenSequence:
 class BatchLimits:
     """How large a batch may grow.
 
-    max_tokens: tokens with padding; a longer sequence runs alone. max_padding: padding tokens, about as many as
-    starting another batch would cost. max_sequences: 1 for models that cannot pad.
+    max_tokens: tokens including padding; a longer sequence is a batch by itself. max_padding: padding tokens, about as
+    many as starting another batch would cost. max_sequences: 1 for models that cannot pad.
     """
 
     max_tokens: int
@@ -83,14 +83,14 @@ class LengthSortedQueue(Generic[T]):
         self._limits = replace(self._limits, max_tokens=max_tokens)
 
     def add(self, item: T, *, length: int, group: int = 0, priority: int = 0) -> None:
-        """Put an item in line: lower priorities first, then by arrival."""
+        """Put an item into the queue: lower priorities first, then by arrival."""
         waiting = _Waiting(group, length, self._num_arrived, item)
         self._num_arrived += 1
         insort(self._sorted, waiting)
         heapq.heappush(self._line, (priority, waiting.arrival, waiting))
 
     def take_batch(self) -> list[T]:
-        """Remove and return the first in line and its neighbours in length; empty when nothing waits."""
+        """Remove and return the first item of the queue and its neighbours in length; empty if nothing waits."""
         while self._line:
             first = heapq.heappop(self._line)[2]
             if first.is_taken:

@@ -29,8 +29,8 @@ LOGIT, ACTIVATED = 0, 1
 class CrossEncoderModel:
     """A cross-encoder that runs on its own thread, for callers on any event loop.
 
-    name: the name in answers. max_model_len: in tokens, of both texts together. transformers_tokenizer: not safe to
-    share; copy it before use.
+    name: the name in answers. max_model_len: the limit on tokens of both texts together. transformers_tokenizer: not
+    safe to share; copy it before use.
     """
 
     def __init__(self, name: str, loaded: LoadedPoolingModel) -> None:
@@ -53,7 +53,7 @@ class CrossEncoderModel:
         return self._tokenizer.takes_whole_pairs
 
     async def cut(self, texts: Sequence[str], max_tokens: int) -> list[str]:
-        """The texts' beginnings, of at most so many tokens. Raises: BadRequest."""
+        """The texts' beginnings, of at most this many tokens. Raises: BadRequest."""
         return await asyncio.to_thread(self._tokenizer.cut, texts, max_tokens)
 
     async def tokenize_pairs(

@@ -1,6 +1,6 @@
-"""Finds a model's task from its small files: no torch, no transformers.
+"""Finds out a model's task from its small files, without torch or transformers.
 
-A model with a `modules.json` is a sentence-transformers model of the type that its config names. For other models the
+A model with a `modules.json` is a sentence-transformers model of the type that its config names. For other models, the
 architecture in `config.json` decides.
 """
 
@@ -21,7 +21,7 @@ SENTENCE_TRANSFORMERS_TASKS: dict[str, Task] = {"SentenceTransformer": "embed", 
 def detect_task(model: str, revision: str | None = None, overrides: Mapping[str, Any] | None = None) -> Task:
     """`generate`, `embed` or `score`, for a local folder or a hub id (whose two small files are fetched).
 
-    overrides: of config.json.
+    overrides: values that override config.json.
 
     Raises: ModelLoadError, UnsupportedModel.
     """

@@ -74,13 +74,13 @@ class EmbeddingModel:
         )
 
     async def cut(self, texts: Sequence[str], max_tokens: int) -> list[str]:
-        """The texts' beginnings, of at most so many tokens. Raises: BadRequest."""
+        """The texts' beginnings, of at most this many tokens. Raises: BadRequest."""
         return await asyncio.to_thread(self._tokenizer.cut, texts, max_tokens)
 
     async def tokenize_messages(
         self, messages: Sequence[Mapping[str, Any]], *, add_special_tokens: bool = False
     ) -> TokenSequence:
-        """A conversation as `render_messages` writes it. Raises: BadRequest, also without a chat template."""
+        """A conversation, rendered by `render_messages`. Raises: BadRequest, also without a chat template."""
         render = self.render_messages
         if render is None:
             raise BadRequest(
@@ -114,11 +114,11 @@ class EmbeddingModel:
         """(num_sequences, dimensions) float32. Each sequence fits `max_model_len`; `matryoshka` allows `dimensions`.
 
         normalises: None leaves it to the model. Shortened vectors are normalised again if the model normalises.
-        Raises: BadRequest if the model's own layers normalise and the caller says no, EngineDead, EngineError.
+        Raises: BadRequest if the model's own layers normalise but `normalises` is False, EngineDead, EngineError.
         """
         if normalises is False and self._normalises:
             raise BadRequest(
-                f"use_activation: the last layer of {self.name} normalises its vectors, so they cannot be had without",
+                f"use_activation: the last layer of {self.name} normalises its vectors, and this cannot be turned off",
                 param="use_activation",
             )
         vectors = await self._worker.run(sequences, priority=priority)

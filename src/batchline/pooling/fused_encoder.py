@@ -1,8 +1,8 @@
 """Runs known encoders natively: the whole forward pass of a batch in one call, without padding.
 
-Replaces a `BertModel`, `RobertaModel` or `XLMRobertaModel` inside a loaded model; its surroundings (heads, pooling,
-further layers) do not change. The replacement is used only if its hidden states agree with the original's. All other
-models stay on torch.
+Replaces a `BertModel`, `RobertaModel` or `XLMRobertaModel` inside a loaded model; the rest (heads, pooling, further
+layers) does not change. The replacement is only used if its hidden states agree with the original's. All other models
+run on torch.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class FusedEncoder(nn.Module):
         token_type_ids: Tensor | None = None,
         **_ignored: Any,
     ) -> BaseModelOutputWithPooling:
-        """All (num_sequences, longest) int64. `_ignored`: arguments that only the original's other uses need."""
+        """All are (num_sequences, longest) int64. `_ignored`: arguments that only other uses of the original need."""
         if attention_mask is None:
             lengths = torch.full((len(input_ids),), input_ids.shape[1])
         else:
@@ -155,8 +155,8 @@ def _agrees(original: Any, fused: FusedEncoder) -> bool:
 
 @torch.inference_mode()
 def _first_layers_are_exact(original: Any, isa: Isa) -> bool:
-    """Whether the first layers give the same numbers natively in float32, which hardly rounds. For a float32 model, all
-    layers must."""
+    """Whether the first layers give the same numbers natively, in float32, which hardly rounds. For a float32 model,
+    all layers are checked."""
     if original.dtype is torch.float32:
         return True
     with with_first_layers(original, len(original.encoder.layer), NUM_FIRST_LAYERS):
@@ -167,7 +167,7 @@ def _first_layers_are_exact(original: Any, isa: Isa) -> bool:
 
 
 def _hidden_states(model: nn.Module, features: dict[str, Tensor]) -> Tensor:
-    """(tokens, hidden), without the padding's."""
+    """(tokens, hidden), without padding tokens."""
     hidden: Tensor = model(**features).last_hidden_state[features["attention_mask"].bool()]
     return hidden
 

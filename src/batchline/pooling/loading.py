@@ -1,7 +1,7 @@
-"""Loads a sentence-transformers model or cross-encoder from a folder or hub id, ready for our batches.
+"""Loads a sentence-transformers model or cross-encoder from a folder or hub id, ready for packed batches.
 
-Errors of transformers, sentence-transformers and the hub become ours here. Each loaded model is run once on a small
-batch as it is. Then the native encoder, or packed linear layers, replace its own if they give the same rows.
+Translates errors of transformers, sentence-transformers and the hub. Each loaded model first runs a small batch
+unchanged. Then the native encoder, or packed linear layers, replace its own if they give the same rows.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ PROBE_LENGTHS = (3, 9)
 AGREEMENT_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 
 ROUNDING = {torch.float32: 1e-4, torch.bfloat16: 0.03, torch.float16: 0.01}
-"""Allowed difference, relative to a row's length: a different order of additions causes about this much."""
+"""Allowed difference, relative to a row's length. Another order of additions causes about this much."""
 
 CPU_TOKENS_PER_THREAD = 512
 """Activations of this many tokens fit a core's cache; larger batches were slower on CPUs (docs/decisions.md)."""
 
 FUSED_LIMITS = BatchLimits(max_tokens=4096, max_padding=512)
-"""Per thread, for an encoder that computes no padding: its cores wait for each other only at the end of a batch."""
+"""The same for an encoder that computes no padding, whose cores only wait for each other at the end of a batch."""
 
 ReadRows = Callable[[Any, dict[str, Any]], torch.Tensor]
 """(the model, the features that it returned) -> one row per sequence."""
@@ -93,7 +93,7 @@ class LoadedPoolingModel:
         except (RuntimeError, MemoryError) as exc:
             if not _is_out_of_memory(exc):
                 raise
-        # outside the handler, where the traceback no longer holds the failed batch's tensors
+        # outside the handler, so that the traceback no longer holds the failed batch's tensors
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         raise EngineOutOfMemory("a batch did not fit in the device's memory")
@@ -192,7 +192,7 @@ def _text_transformer(model: str, module: Any) -> Any:
         raise UnsupportedModel(model, f"it is a {first.transformer_task} model")
     takes_chats = "message" in first.modality_config and first.transformer_task != "sequence-classification"
     if "text" not in first.modality_config or takes_chats:
-        raise UnsupportedModel(model, f"it takes {', '.join(map(str, first.modality_config))}, not text alone")
+        raise UnsupportedModel(model, f"it takes {', '.join(map(str, first.modality_config))}, not only text")
     return first
 
 
@@ -229,7 +229,7 @@ def _choose_limits(config: ModelConfig, device: torch.device, *, can_pad: bool) 
 
 
 def _prepare(config: ModelConfig, loaded: LoadedPoolingModel) -> LoadedPoolingModel:
-    """Run the model once as it is, then with faster parts, which stay if they work and agree."""
+    """Run the model once unchanged, then with faster parts, which stay if they work and agree."""
     probe, dtype = loaded.probe(), loaded.dtype
     try:
         loaded = replace(loaded, limits=_limits_that_keep_rows(loaded, probe))
@@ -273,10 +273,10 @@ def _is_out_of_memory(exc: Exception) -> bool:
 
 
 def _limits_that_keep_rows(loaded: LoadedPoolingModel, probe: list[TokenSequence]) -> BatchLimits:
-    """Batch limits under which a sequence gets the same row as when it runs alone.
+    """Batch limits under which a sequence gets the same row as in a batch by itself.
 
-    In some encoders padding changes the rows (convolutions, Fourier transforms, landmarks). Their batches hold
-    sequences of one length. If sequences of equal length change each other's rows too, each one runs alone.
+    In some encoders, padding changes the rows (convolutions, Fourier transforms, landmarks). Their batches have
+    sequences of one length. If sequences of equal length also change each other's rows, batches have one sequence.
     """
     dtype = loaded.dtype
     alone = [loaded.run_batch([sequence]) for sequence in probe]
@@ -291,7 +291,7 @@ def _limits_that_keep_rows(loaded: LoadedPoolingModel, probe: list[TokenSequence
 
 
 def _are_close(rows: Rows, expected: Rows, dtype: torch.dtype) -> bool:
-    """Whether rows differ by no more than the rounding of `dtype` explains."""
+    """Whether rows differ by no more than the rounding of `dtype`."""
     differences = np.linalg.norm(rows - expected, axis=1)
     return bool((differences <= ROUNDING[dtype] * np.maximum(np.linalg.norm(expected, axis=1), 1e-3)).all())
 

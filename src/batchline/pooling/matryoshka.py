@@ -1,9 +1,11 @@
-"""Finds whether, and to which sizes, a model's embeddings may be shortened.
+"""Finds out whether a model's embeddings may be shortened, and to which sizes.
 
-A vector may be shortened only if the model was trained for it. Its files say so in one of these ways:
-`matryoshka_dimensions` (a list of the only allowed sizes) or `is_matryoshka: true` (any size) in `config.json` or
-`config_sentence_transformers.json`; `truncate_dim` in the latter; the tag `matryoshka` or `loss:MatryoshkaLoss` in the
-metadata of its `README.md`, as sentence-transformers writes it for models trained with that loss.
+A vector may only be shortened if the model was trained for it. Its files say so in one of these ways:
+
+- `config.json` or `config_sentence_transformers.json` has `matryoshka_dimensions`, a list of the only allowed sizes, or
+  `is_matryoshka: true`, which allows any size
+- `config_sentence_transformers.json` has `truncate_dim`
+- the metadata of `README.md` has the tag `matryoshka` or `loss:MatryoshkaLoss`, as sentence-transformers writes it
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ README_TAGS = frozenset({"matryoshka", "loss:matryoshkaloss"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Matryoshka:
-    """The sizes that an embedding may be shortened to, up to `full`. sizes: None allows any."""
+    """The sizes that an embedding may be shortened to, up to `full`. sizes: None allows any size."""
 
     full: int
     sizes: frozenset[int] | None = None

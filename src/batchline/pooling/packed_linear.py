@@ -45,7 +45,7 @@ Replaced = list[tuple[nn.Module, str, nn.Module]]
 
 
 def pack_linears(module: nn.Module) -> Replaced:
-    """Replace, in place, every plain linear layer below `module`. Subclasses of nn.Linear are left alone."""
+    """Replace, in place, every plain linear layer below `module`, but no subclasses of nn.Linear."""
     replaced: Replaced = []
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):

@@ -1,6 +1,6 @@
-"""Turns text, or a pair of texts, into token ids as the model was trained with.
+"""Turns texts and pairs of texts into token ids in the form that the model was trained with.
 
-Owns the model's prompts and special tokens. Callers say how long a sequence may be; without a limit nothing is
+Owns the model's prompts and special tokens. Callers set the largest length of a sequence; without it, nothing is
 truncated. Safe to call from any thread: a lock protects the tokenizer, whose truncation is mutable state.
 """
 
@@ -33,7 +33,7 @@ WritePair = Callable[[str, str, str], str]
 
 
 def pairs_cannot_be_cut() -> BadRequest:
-    """The error of truncation by a model whose template writes the pairs."""
+    """The error for truncation with a model whose template writes the pairs."""
     return BadRequest(
         "truncate_prompt_tokens: this model's pairs are written by its chat template and cannot be cut",
         param="truncate_prompt_tokens",
@@ -41,20 +41,20 @@ def pairs_cannot_be_cut() -> BadRequest:
 
 
 def beginning_is_needed() -> BadRequest:
-    """The error of truncation that would cut off a part of the prompt that the model needs."""
+    """The error for truncation that would cut off a part of the prompt that the model needs."""
     return BadRequest("truncation_side: this model needs the beginning of its input", param="truncation_side")
 
 
 class PoolingTokenizer:
-    """Text to `TokenSequence`s, as the model was trained with.
+    """Turns texts into `TokenSequence`s, in the form that the model was trained with.
 
     takes_whole_pairs: whether a template writes the pairs, so that they cannot be truncated.
     num_special_tokens, num_pair_special_tokens: special tokens that are added to a text or a pair.
     """
 
     def __init__(self, tokenizer: Any, *, excludes_prompt: bool = False, write_pair: WritePair | None = None) -> None:
-        """tokenizer: from transformers. excludes_prompt: whether pooling excludes prompt tokens. write_pair: for a
-        model that takes a pair as one text."""
+        """tokenizer: from transformers. excludes_prompt: whether pooling excludes prompt tokens. write_pair: writes a
+        pair, for a model that takes it as one text."""
         self._write_pair = write_pair
         self.takes_whole_pairs = write_pair is not None
         self._tokenizer = tokenizer
@@ -102,7 +102,7 @@ class PoolingTokenizer:
         return self._tokenize(firsts, seconds, True, max_tokens, 0, side)
 
     def cut(self, texts: Sequence[str], max_tokens: int) -> list[str]:
-        """The beginnings of texts that have at most so many tokens, without special ones. Raises: BadRequest."""
+        """The texts' beginnings, of at most this many tokens without special ones. Raises: BadRequest."""
         if not self._tokenizer.is_fast:
             raise BadRequest("max_tokens_per_doc: this model's tokenizer cannot cut texts", param="max_tokens_per_doc")
         with self._lock:

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 Vectors = NDArray[np.float32]
 
 SMALLEST_NORM = np.float32(1e-12)
-"""As in torch's `normalize`: a null vector stays a null vector."""
+"""Like in torch's `normalize`, a null vector stays a null vector."""
 
 
 def normalise(vectors: Vectors) -> Vectors:

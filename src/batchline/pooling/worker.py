@@ -1,8 +1,8 @@
-"""The thread of a pooling model and the bridge to it from event loops.
+"""The thread of a pooling model, and the bridge to it from event loops.
 
 The sequences of all callers wait in one queue, so that concurrent requests share batches. Only the thread touches torch
-(through `run_batch`). An event loop gets all rows of a request at once, when the last is computed. Cancelling a call
-drops its waiting sequences.
+(through `run_batch`). An event loop gets all rows of a request at once, after the last one is computed. Cancelling a
+call drops its waiting sequences.
 
 A batch that fails runs again in halves until the sequence at fault is found. Its call fails; all others get their rows.
 Batches that do not fit in memory are made smaller, and grow again after successful batches. The thread ends only if the
@@ -141,7 +141,7 @@ class PoolingWorker:
             self._on_start()
             while (batch := self._next_batch()) is not None:
                 self._answer(batch)
-        except BaseException as exc:  # no caller may wait for ever, whatever ended the thread
+        except BaseException as exc:  # no caller may wait for ever, no matter what ended the thread
             logger.exception("the pooling thread has died")
             self._death = exc
         with self._wake:
@@ -173,7 +173,7 @@ class PoolingWorker:
         if len(items) == 1:
             _settle(items[0].call, failure)
             return
-        del failure  # its traceback holds the batch's tensors, and the halves need that memory
+        del failure  # its traceback refers to the batch's tensors, whose memory the halves need
         middle = len(items) // 2
         self._answer(items[:middle])
         self._answer(items[middle:])
@@ -181,7 +181,7 @@ class PoolingWorker:
     def _run_whole(self, items: Sequence[_Item]) -> EngineError | None:
         """Run the items together and hand out their rows. Returns the error if that failed.
 
-        Raises: the probe's exception, if the model fails on that too.
+        Raises: the probe's exception, if the model also fails on the probe.
         """
         sequences = [item.sequence for item in items]
         try:
@@ -207,7 +207,7 @@ class PoolingWorker:
         return failure
 
     def _shrink(self, sequences: Sequence[TokenSequence]) -> None:
-        """Halve the batch size, after a batch that did not fit in memory."""
+        """Halve the batch size after a batch that did not fit in memory."""
         self._good_batches = 0
         if len(sequences) > 1:
             padded_tokens = len(sequences) * max(len(sequence) for sequence in sequences)

@@ -1,6 +1,6 @@
 """Limits the work in the server: more is refused at once, so that no request waits for ever.
 
-Work is counted in sequences. A request counts as one until its body has been read, which says how many it has.
+Work is counted in sequences. A request counts as one until its body has been read, which shows how many it has.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TEXTS_PER_SEQUENCE = 64
 
 
 def num_places(path: str, body: Mapping[str, Any]) -> int:
-    """How many sequences a request counts as. body: not yet checked. Raises: BadRequest if no endpoint takes it."""
+    """How many sequences a request counts as. body: not checked yet. Raises: BadRequest if no endpoint takes it."""
     endpoint = ENDPOINTS[answering_path(path, body)]
     if endpoint.generates or endpoint.schema is None:
         return num_sequences(body)
@@ -77,7 +77,7 @@ class Places:
         self._admission = admission
 
     def hold(self, number: int) -> None:
-        """Hold this many places in total. Raises: Overloaded; BadRequest if the server never has as many."""
+        """Hold this many places in total. Raises: Overloaded; BadRequest if the server never has that many."""
         if number > self._admission.max_in_flight:
             raise BadRequest(
                 f"The request has {number:,} sequences (prompts times choices), and this server never takes more than "
@@ -100,7 +100,7 @@ class Places:
 
 
 class Admission:
-    """Counts requests to some paths from their first byte to the last of their answer. ASGI middleware.
+    """Counts requests to some paths, from their first byte to the last byte of their answer. ASGI middleware.
 
     Leaves a request's `Places` in its state. num_in_flight: places that are held.
     """

@@ -1,4 +1,4 @@
-"""The application put together, from the inside out: routes, admission, keys, boundary, CORS, the plain path."""
+"""Builds the application from the inside out: routes, admission, keys, boundary, CORS, the plain path."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from batchline.server.service import Service
 
 
 def create_app(backend: Backend, options: ServerOptions) -> FastAPI:
-    """The web application over a backend that is started and closed by the caller."""
+    """The web application over a backend, which the caller starts and closes."""
     app = FastAPI(
         title="Batchline",
         redirect_slashes=False,
@@ -49,7 +49,7 @@ def create_app(backend: Backend, options: ServerOptions) -> FastAPI:
     served = _served_paths(app)
 
     async def answer_unrouted(request: Request, exc: Exception) -> Response:
-        assert isinstance(exc, HTTPException)  # what it is registered for
+        assert isinstance(exc, HTTPException)  # the only type it is registered for
         return error_response(unrouted(request, exc, served, _allowed_methods(app, request)))
 
     app.add_exception_handler(HTTPException, answer_unrouted)
@@ -108,7 +108,7 @@ def _add_service(app: FastAPI, service: Service) -> None:
         app.add_api_route(
             path, route, methods=[method], tags=["service"], response_model=None, responses=ERROR_RESPONSES
         )
-        if method == "GET":  # the HTTP server leaves the body out of what is asked for by HEAD
+        if method == "GET":  # the HTTP server leaves out the body of an answer to HEAD
             app.add_api_route(path, route, methods=["HEAD"], include_in_schema=False, response_model=None)
 
     add("/v1/models", service.models)
@@ -132,7 +132,7 @@ def _served_paths(app: FastAPI) -> frozenset[str]:
 
 
 def _allowed_methods(app: FastAPI, request: Request) -> list[str]:
-    """The methods that the request's path can be asked for by, from all of its routes."""
+    """The methods of all routes that match the request's path."""
     matching = [route for route in app.routes if isinstance(route, Route) and route.matches(request.scope)[0].value]
     return sorted({method for route in matching for method in route.methods or ()})
 

@@ -37,7 +37,7 @@ _VALID_ID = re.compile(r"[!-~]{1,256}")
 
 
 class RequestBoundary:
-    """Gives each request its id (`scope["state"]["request_id"]`) and answers what is raised. ASGI middleware."""
+    """Gives each request its id (`scope["state"]["request_id"]`), and answers exceptions. ASGI middleware."""
 
     def __init__(
         self, app: ASGIApp, metrics: Metrics, bodies: Bodies, paths: Container[str], *, logs_access: bool
@@ -50,7 +50,7 @@ class RequestBoundary:
         self._logs_access = logs_access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer, whatever happens."""
+        """Answer in every case."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -82,7 +82,7 @@ class RequestBoundary:
                 _log_access(scope, sender.status, seconds, streams)
 
     def _endpoint(self, scope: Scope) -> str:
-        """The path for the metrics: without ids, which are unbounded."""
+        """The path for the metrics, without ids, whose number is unbounded."""
         route = scope.get("route")  # None if the request has not been routed
         path = route.path_format if isinstance(route, APIRoute) else route_path(scope)
         return path if path in self._paths else "other"
@@ -94,7 +94,7 @@ class RequestBoundary:
 
 
 def _log_access(scope: Scope, status: int, seconds: float, streams: list[StreamUsage]) -> None:
-    """One line, and its parts as the record's fields. The query is left out: it may hold what is secret."""
+    """Log one line, with its parts as the record's fields. The query is left out, because it may contain secrets."""
     state = scope["state"]
     usage = state.get("usage") or (streams[0].so_far.to_dict() if streams else {})
     fields: dict[str, Any] = {
@@ -122,7 +122,7 @@ def _log_access(scope: Scope, status: int, seconds: float, streams: list[StreamU
 class _Sender:
     """Passes messages on, with the request's id in the headers; remembers the status.
 
-    An answer before the request's body has been read closes the connection, since the rest is not awaited.
+    An answer before the request's body has been read closes the connection, because nothing waits for the rest.
     """
 
     def __init__(self, send: Send, request_id: str, body: IncomingBody) -> None:

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 class Connections:
-    """Counts connections by the number of their file. Not thread-safe: belongs to the event loop."""
+    """Counts connections by their file descriptors. Not thread-safe: belongs to the event loop."""
 
     def __init__(self, max_open: int) -> None:
         self.max_open = max_open
@@ -44,7 +44,7 @@ class Connections:
 
     @property
     def is_crowded(self) -> bool:
-        """Whether more connections carry requests than may: the reserve is in use."""
+        """Whether more connections carry requests than the limit, so that the reserve is in use."""
         return len(self._carrying) > self.max_open
 
     @property
@@ -54,7 +54,7 @@ class Connections:
 
     @property
     def is_making_room(self) -> bool:
-        """Whether a connection has just been ended, whose file is closed in one of the loop's next rounds."""
+        """Whether a connection was just ended; the event loop closes its file soon."""
         return time.monotonic() < self._evicted_at + _PAUSE_S
 
     def opened(self, connection: _Connection) -> None:
@@ -81,7 +81,7 @@ class Connections:
             self._waiting[file_number] = connection
 
     def evict(self) -> None:
-        """End the connection that has waited longest, if there is one: to the loop it looks as if the client left."""
+        """End the connection that has waited longest, if there is one. To the loop, it looks as if the client left."""
         if self._waiting:
             _, connection = self._waiting.popitem(last=False)
             self._evicted_at = time.monotonic()
@@ -119,7 +119,7 @@ class Listener(socket.socket):
             self.path = None
 
     def accept(self) -> tuple[socket.socket, object]:
-        """The next connection. Raises: OSError; BlockingIOError where it has to wait."""
+        """The next connection. Raises: OSError; BlockingIOError if there is none."""
         is_full = self.connections.is_full
         if time.monotonic() < self._paused_until or (is_full and self.connections.is_making_room):
             raise BlockingIOError
@@ -142,7 +142,7 @@ class Listener(socket.socket):
 
 
 def bind(host: str, port: int, max_connections: int, uds: str | None = None) -> Listener:
-    """A socket that has the address, not yet listening. uds: of a Unix socket, instead. Raises: UsageError."""
+    """A socket bound to the address, not yet listening. uds: the path of a Unix socket instead. Raises: UsageError."""
     listener = _bind(host, port) if uds is None else _bind_unix(uds)
     listener.connections = Connections(max_connections)
     return listener
@@ -161,7 +161,7 @@ def _bind_unix(path: str) -> Listener:
 
 
 def _remove_stale(path: str) -> None:
-    """Remove the socket of a server that has ended without doing so. Raises: UsageError, where one answers on it."""
+    """Remove the socket that an earlier server has left behind. Raises: UsageError if a server answers on it."""
     if not os.path.exists(path) or not stat.S_ISSOCK(os.stat(path).st_mode):
         return  # binding reports what else is in the way
     with socket.socket(socket.AF_UNIX) as client:
@@ -179,8 +179,8 @@ def _bind(host: str, port: int) -> Listener:
     except (OSError, ValueError) as exc:  # names that are none at all are ValueErrors
         raise unusable(host, port, exc) from exc
     try:
-        # Two sockets that may reuse addresses can both be bound to one while neither listens: without that, a server
-        # that still loads its model is noticed.
+        # Two sockets that may reuse addresses can both be bound to one while neither listens. Without that option, a
+        # server that still loads its model is noticed.
         return _bound(family, kind, protocol, address, reuses=False)
     except OSError as exc:
         if exc.errno != errno.EADDRINUSE or os.name != "posix":
@@ -204,8 +204,8 @@ def _bound(family: int, kind: int, protocol: int, address: object, *, reuses: bo
 
 
 def allow_reuse(listener: socket.socket) -> None:
-    """Let the next server have the address while connections of this one are still winding down."""
-    if os.name == "posix":  # elsewhere it would let two servers share a port
+    """Let the next server use the address while connections of this one are still closing."""
+    if os.name == "posix":  # on other systems it would let two servers share a port
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
 
 
@@ -216,7 +216,7 @@ def unusable(host: str, port: int, exc: Exception) -> UsageError:
 
 
 def raise_file_limit(max_connections: int) -> int:
-    """Let the process open files enough for so many connections; returns how many connections it can have."""
+    """Raise the limit on open files for this many connections. Returns how many connections are possible."""
     if sys.platform == "win32":  # it has no such limit
         return max_connections
     wanted = max_connections + RESERVE + OTHER_FILES

@@ -1,4 +1,4 @@
-"""Errors as HTTP responses: the one place where errors become status, headers and envelope."""
+"""Turns errors into HTTP responses. Only this module maps errors to status, headers and envelope."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHUTTING_DOWN = ServiceUnavailable("The server is shutting down")
 
 
 def error_response(error: RequestError, path: str = "") -> JsonResponse:
-    """The envelope, as the path's API has it, with the error's status and the headers that go with it."""
+    """The envelope in the form of the path's API, with the error's status and headers."""
     headers = {}
     if isinstance(error, Unauthorized):
         headers["WWW-Authenticate"] = "Bearer"

@@ -1,8 +1,8 @@
 """An answer in server-sent events: `data: {json}` for each chunk and `data: [DONE]` at the end.
 
-Chunks with a `type` have it as the event's name, and the last of them ends the stream. If an exception ends a stream,
+If chunks have a `type`, it is also the event's name, and the last chunk ends the stream. If an exception ends a stream,
 its last chunk reports the error. The next chunk is requested when the previous one is in the connection's buffer, so a
-slow reader only slows its own stream.
+slow reader only slows down its own stream.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(self, first: Chunk | None, rest: AsyncIterator[Chunk], path: str, request_id: str) -> None:
-        """first: None for a stream that has no chunk at all. path: of the endpoint, which decides the events' form."""
+        """first: None for a stream without chunks. path: the endpoint's, which decides the form of the events."""
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._first = first
@@ -41,7 +41,7 @@ class EventStream(Response):
         self._request_id = request_id
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send all of it. Raises: ClientDisconnect."""
+        """Send the whole stream. Raises: ClientDisconnect."""
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             await while_connected(receive, self._send_all(send))
@@ -82,7 +82,7 @@ class EventStream(Response):
 
 
 async def close_stream(stream: AsyncIterator[Chunk]) -> None:
-    """Free what a stream holds, if it is of a kind that can be closed."""
+    """Free a stream's resources, if it can be closed."""
     if isinstance(stream, AsyncGenerator):
         await stream.aclose()
 

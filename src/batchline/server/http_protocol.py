@@ -65,7 +65,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._is_in_head = False
         self._is_upgrade = False
         self._unknown_method: str | None = None  # of the request whose head is being read
-        self._is_deaf = False  # what else arrives is dropped
+        self._is_deaf = False  # everything else that arrives is dropped
         self._is_lingering = False
         self._has_progressed = False
         self._num_head_bytes = 0
@@ -84,16 +84,16 @@ class BoundedProtocol(HttpToolsProtocol):
         self._expect_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It has gone."""
+        """The connection is closed."""
         self._stop_head_timer()
         self._stop_write_timer()
         super().connection_lost(exc)
-        for cycle in self._unanswered:  # uvicorn tells the last one only
+        for cycle in self._unanswered:  # uvicorn only tells the last one
             cycle.disconnected = True
             cycle.message_event.set()
 
     def pause_writing(self) -> None:
-        """The client does not read what it is sent."""
+        """The client does not read its answer."""
         super().pause_writing()
         self._expect_reading()
 
@@ -103,7 +103,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().resume_writing()
 
     def close_gently(self) -> None:
-        """Close after what has been written; where the request has not arrived whole, let the client finish reading."""
+        """Close after sending everything. If the request has not arrived completely, let the client finish reading."""
         if self.is_ending:
             return
         if self.cycle is not None and not (self.cycle.more_body or self._is_in_head or self._is_deaf):
@@ -119,7 +119,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     @property
     def is_ending(self) -> bool:
-        """Whether nothing more is sent."""
+        """Whether nothing more will be sent."""
         return self._is_lingering or self.transport.is_closing()
 
     @property
@@ -130,7 +130,7 @@ class BoundedProtocol(HttpToolsProtocol):
     # ---- what arrives
 
     def data_received(self, data: bytes) -> None:
-        """Take what has come."""
+        """Process arrived bytes."""
         if self._is_deaf:
             return
         self._unset_keepalive_if_required()
@@ -169,13 +169,13 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A whole header, or a trailer. Those are dropped: uvicorn would add them to the headers, keys and all."""
+        """A whole header or trailer. Trailers are dropped: uvicorn would add them to the headers, even API keys."""
         self._count_head(len(name) + len(value))
         if self._is_in_head:
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """The head is whole."""
+        """The head is complete."""
         self._is_in_head = False
         self._has_progressed = True
         self._num_head_bytes = 0
@@ -202,13 +202,13 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """The request is whole."""
+        """The request is complete."""
         self._has_progressed = True
         if not self._is_upgrade:
             super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """An answer has been written to its end."""
+        """An answer has been written completely."""
         self._unanswered.popleft()
         if self._is_lingering:
             return
@@ -227,7 +227,7 @@ class BoundedProtocol(HttpToolsProtocol):
             raise _Refused(_too_large())
 
     def _expect_head(self) -> None:
-        """From now on, or from when this was called before, a client has so long to send a whole head."""
+        """Start the time limit for a client to send a whole head, unless it already runs."""
         self._head_timer = self._head_timer or self.loop.call_later(self._times.head_s, self._on_head_timeout)
 
     def _on_head_timeout(self) -> None:
@@ -243,7 +243,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._head_timer = None
 
     def _expect_reading(self) -> None:
-        """From now on a client has so long to read any part of what waits for it."""
+        """Start the time limit for a client to read any part of its answer."""
         if self._write_timer is None:
             self._num_unread = self.transport.get_write_buffer_size()
             self._write_timer = self.loop.call_later(self._times.write_s, self._on_write_timeout)
@@ -261,9 +261,9 @@ class BoundedProtocol(HttpToolsProtocol):
             self._write_timer = None
 
     def _go_on_without_upgrade(self, rest: bytes) -> None:
-        """Another protocol was offered (some clients offer HTTP/2 with each request): answer in this one.
+        """Answer in HTTP/1.1 although the client offered another protocol (some offer HTTP/2 with each request).
 
-        The parser takes no body of such a request; a new one gets its head without the offer.
+        The parser reads no body of such a request, so a new parser gets its head without the offer.
         """
         if self.parser.get_method() == b"CONNECT":
             self._refuse(BadRequest("This server is no proxy"))
@@ -283,27 +283,27 @@ class BoundedProtocol(HttpToolsProtocol):
         self._read_again(_STAND_IN + data[line.end(1) :])
 
     def _read_again(self, data: bytes) -> None:
-        """Let a new parser read what the last one has stopped at."""
+        """Let a new parser continue where the last one stopped."""
         self.parser = httptools.HttpRequestParser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
         self.data_received(data)
 
     def _refuse(self, error: RequestError) -> None:
-        """End the connection, with `error` as the answer to the request that is at fault."""
+        """End the connection, with `error` as the answer to the faulty request."""
         if self.pipeline:
             self.transport.close()
         elif not self._is_underway:
-            self._is_in_head = True  # the fault has not been read to its end
+            self._is_in_head = True  # the faulty request has not been read completely
             self.transport.write(_raw_answer(error))
             self.close_gently()
         elif self.cycle.more_body:
             self._break_off(self.cycle, error)
-        else:  # the fault is behind a good request, which is answered
+        else:  # the fault follows a good request, which is answered
             self._is_deaf = True
             self.cycle.keep_alive = False
 
     def _break_off(self, cycle: RequestResponseCycle, error: RequestError) -> None:
-        """The request's body is at fault: tell the client, unless an answer has begun, and the application."""
+        """The request's body is faulty: tell the application, and the client unless its answer has begun."""
         cycle.disconnected = True
         cycle.message_event.set()
         if not cycle.response_started:
@@ -312,7 +312,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 class _CycleTransport:
-    """What uvicorn's request-response cycle needs of a transport; its `close` leaves clients time to read."""
+    """The transport for uvicorn's request-response cycle; its `close` gives clients time to read."""
 
     def __init__(self, protocol: BoundedProtocol) -> None:
         self._protocol = protocol
@@ -328,7 +328,7 @@ class _CycleTransport:
 
 
 class _UnchunkedTransport(_CycleTransport):
-    """The same for HTTP/1.0, which knows no chunks: the end of the connection, which uvicorn closes, ends the body.
+    """The same for HTTP/1.0, which has no chunked encoding: the body ends when uvicorn closes the connection.
 
     uvicorn writes the head at once, and then each part of the body as one chunk, the last one with the closing chunk.
     """
@@ -359,7 +359,7 @@ def _too_large() -> HeadTooLarge:
 
 
 def _raw_answer(error: RequestError) -> bytes:
-    """An answer to what never becomes a request for the application."""
+    """An answer to input that never becomes a request for the application."""
     body = orjson.dumps(error.body())
     head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
     return STATUS_LINE[error.status_code] + head + body

@@ -1,8 +1,8 @@
 """Receives a request's body within a time limit and within the memory for all bodies together.
 
-Bodies count from their first byte until their request has been answered. If there is no memory left, the body that has
+A body counts from its first byte until its request has been answered. If there is no memory left, the body that has
 been arriving longest is dropped, so that clients that stop in the middle do not block others. Small bodies always fit.
-Large ones may not use all of the memory, so a few of them that wait for the model block no ordinary request.
+Large ones may not use all of the memory, so that a few of them that wait for the model do not block ordinary requests.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from batchline.errors import Overloaded, RequestTimeout
 from batchline.server.options import BYTES_IN_TIME, BodyLimits
 
 SMALL_BODY_BYTES = 64 * 1024
-"""The first bytes of a body, which are not counted."""
+"""How many first bytes of a body are not counted."""
 
 LARGE_BODY_BYTES = 1024 * 1024
 """A body over this size counts as large."""
@@ -31,10 +31,10 @@ class Bodies:
         self.limits = limits
         self.num_bytes = 0
         self._num_large_bytes = 0
-        self._arriving: OrderedDict[int, IncomingBody] = OrderedDict()  # those that are counted, the oldest first
+        self._arriving: OrderedDict[int, IncomingBody] = OrderedDict()  # the counted ones, oldest first
 
     def add(self, body: IncomingBody, num_bytes: int) -> None:
-        """Count more of it. Raises: Overloaded if there is no room for it."""
+        """Count more bytes of a body. Raises: Overloaded if there is no room for them."""
         self._arriving[id(body)] = body
         becomes_large = body.num_counted + num_bytes > LARGE_BODY_BYTES
         more_large = (num_bytes if body.is_large else body.num_counted + num_bytes) if becomes_large else 0
@@ -47,7 +47,7 @@ class Bodies:
         body.num_counted += num_bytes
 
     def arrived(self, body: IncomingBody) -> None:
-        """It is whole."""
+        """A body is complete."""
         self._arriving.pop(id(body), None)
 
     def remove(self, body: IncomingBody) -> None:
@@ -68,7 +68,7 @@ class Bodies:
 class IncomingBody:
     """One request's body.
 
-    is_whole: whether the client has nothing more to send. num_counted: what it counts as; `Bodies` keeps it.
+    is_whole: whether the client has nothing more to send. num_counted: its counted bytes, which `Bodies` sets.
     """
 
     def __init__(self, bodies: Bodies, scope: Scope, receive: Receive) -> None:
@@ -85,7 +85,7 @@ class IncomingBody:
 
     @property
     def is_large(self) -> bool:
-        """Whether it is one of those that leave room for others."""
+        """Whether it counts as a large body, which must leave room for others."""
         return self.num_counted > LARGE_BODY_BYTES
 
     async def receive(self) -> Message:
@@ -108,7 +108,7 @@ class IncomingBody:
             self._waiting.cancel()
 
     def close(self) -> None:
-        """Its request has been answered. Idempotent."""
+        """A body's request has been answered. Idempotent."""
         self._bodies.remove(self)
 
     async def _received_in_time(self) -> Message:
@@ -138,5 +138,5 @@ class IncomingBody:
 
 
 def too_much() -> Overloaded:
-    """The error of a request whose body has no room."""
+    """The error for a request for whose body there is no room."""
     return Overloaded("The server holds too many large requests; try again later")

@@ -40,7 +40,7 @@ class Inference:
         return await written(answer.body, answer.status_code)
 
     async def look_up(self, request: Request) -> Response:
-        """The backend's answer to a question in the query. Raises: BadRequest, EngineLost, ClientDisconnect."""
+        """The backend's answer to a GET request. Raises: BadRequest, EngineLost, ClientDisconnect."""
         body = dict(request.query_params)
         await self._name_model(request, body)
         url = route_path(request.scope)
@@ -52,7 +52,7 @@ class Inference:
         return (await self._read(request))[0]
 
     async def _read(self, request: Request) -> tuple[dict[str, Any], bytes | None]:
-        """The body of `read_body`, and its bytes as they were sent; None if it is not the body that was sent."""
+        """The body of `read_body`, and the bytes that the client sent; None if the body was changed."""
         body, raw_body = await read_json_object(request, self._max_request_bytes)
         request.state.places.hold(num_places(route_path(request.scope), body))
         return body, None if await self._name_model(request, body) else raw_body

@@ -21,7 +21,7 @@ MAX_DEPTH = 128
 """The deepest nesting that recursive code for templates and schemas can handle."""
 
 SMALL_BODY = 1 << 16
-"""A body of up to this size is parsed in less time than waking up a thread takes."""
+"""Parsing a body of up to this size takes less time than waking up a thread."""
 
 MAX_VALUES = 1 << 22
 """Limit of values in a body: the token ids of a full embeddings request. Parsing takes 0.1 s; 0.4 s for objects."""
@@ -68,7 +68,7 @@ def _parsed(raw: bytes) -> dict[str, Any]:
 
 @contextmanager
 def _without_collections() -> Iterator[None]:
-    """Collect no garbage in the block: a collector that walks the new objects while they are made doubles the time for
+    """Collect no garbage in the block. A collector that visits the new objects while they are made doubles the time for
     which the parser holds the interpreter's lock. They are still counted, so a collection follows soon."""
     was_enabled = gc.isenabled()
     gc.disable()
@@ -80,7 +80,7 @@ def _without_collections() -> Iterator[None]:
 
 
 async def _read(request: Request, max_bytes: int) -> bytes:
-    """All of the body. It is refused by its announced length, or as soon as it exceeds the limit."""
+    """The whole body. It is refused if its announced length exceeds the limit, or as soon as it does."""
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced) > max_bytes:
         raise _too_large(max_bytes)
@@ -101,9 +101,9 @@ def _too_large(max_bytes: int) -> PayloadTooLarge:
 
 
 def _check_number(raw: bytes, marks: bytes, limit: int, what: str) -> None:
-    """Nothing else can run while a body is parsed, and each value takes memory. Raises: BadRequest.
+    """Limit the values in a body, because no other thread can run while it is parsed. Raises: BadRequest.
 
-    marks: the characters that each stand for one of what is counted; those inside strings do not count.
+    marks: characters that each stand for one counted value, unless they are inside a string.
     """
     if sum(map(raw.count, marks)) <= limit:
         return  # those inside strings included
@@ -115,7 +115,7 @@ def _check_number(raw: bytes, marks: bytes, limit: int, what: str) -> None:
 
 
 def _check_depth(body: dict[str, Any]) -> None:
-    """Level by level, so that no depth can exhaust the stack. Raises: BadRequest."""
+    """Check the depth level by level, so that no depth exhausts the stack. Raises: BadRequest."""
     level: list[Any] = [body]
     for _ in range(MAX_DEPTH):
         level = [child for container in level for child in _children(container) if isinstance(child, dict | list)]
@@ -129,7 +129,7 @@ def _children(container: dict[str, Any] | list[Any]) -> Iterable[Any]:
 
 
 class JsonResponse(Response):
-    """A JSON body. Infinite and undefined numbers become null, as JSON has none."""
+    """A JSON body. Infinite and undefined numbers become null, because JSON has none."""
 
     media_type = "application/json"
 
@@ -139,13 +139,13 @@ class JsonResponse(Response):
 
 
 async def written(body: Mapping[str, Any] | bytes, status_code: int = 200) -> JsonResponse:
-    """A response; a large one is written on a thread, and in parts: nothing else can run while JSON is written."""
+    """A response. A large one is written on a thread and in parts: nothing else can run while JSON is written."""
     is_ready = isinstance(body, bytes) or is_small(body)
     return JsonResponse(body if is_ready else await asyncio.to_thread(json_in_parts, body), status_code)
 
 
 def json_in_parts(value: Any) -> bytes:
-    """The same bytes as are written at once."""
+    """The JSON in parts, with the same bytes as when it is written at once."""
     return b"".join(_parts(value))
 
 
@@ -170,7 +170,7 @@ def _parts(value: Any) -> Iterator[bytes]:
 
 
 def _list_parts(items: list[Any]) -> Iterator[Iterator[bytes]]:
-    """The items of a list, together where they are few and small."""
+    """The items of a list, several together if they are small."""
     if is_small(items):
         yield iter((orjson.dumps(items)[1:-1],))
     else:

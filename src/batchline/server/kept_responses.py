@@ -2,9 +2,9 @@
 
 Each response belongs to its owner; for any other owner it does not exist. Once there are too many, or their JSON is too
 large, the oldest finished response of the owner who has the most is dropped. A response in progress is never dropped.
-So an owner may have only as many in the background as remain for the others; further ones are refused. Foreground
-responses are limited by the requests that wait for them, and count only once they are finished. A restart drops
-everything. Knows nothing about HTTP.
+So an owner may have only so many in the background that places remain for the others; further ones are refused.
+Foreground responses are limited by the requests that wait for them, and count only once they are finished. A restart
+drops everything. Knows nothing about HTTP.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from batchline.errors import BadRequest, NotFound, Overloaded
 
 MAX_KEPT = 1000
 MAX_KEPT_BYTES = 256 << 20
-"""Of JSON. In memory it takes a few times as much."""
+"""Limit of all responses' JSON. In memory, they take a few times as much."""
 
 JsonObject = dict[str, Any]
 
@@ -29,8 +29,8 @@ JsonObject = dict[str, Any]
 class KeptResponse:
     """A response in its current state, with all the input items that led to it.
 
-    num_input_bytes: the size of those items' JSON. owner: of the API key that it was made with; empty if the server has
-    no keys. task: the task that makes it in the background.
+    num_input_bytes: the size of those items' JSON. owner: the owner of the API key of its request; empty if the server
+    has no keys. task: the task that makes it in the background.
     """
 
     response: JsonObject
@@ -51,7 +51,7 @@ class KeptResponse:
 
     @property
     def conversation(self) -> list[JsonObject]:
-        """The items that a following request begins with."""
+        """The items that a request that continues it begins with."""
         return [*self.input_items, *self.response["output"]]
 
 
@@ -63,7 +63,7 @@ class KeptResponses:
         self._max_bytes = max_bytes
         self._running: dict[str, KeptResponse] = {}
         self._finished: OrderedDict[str, KeptResponse] = OrderedDict()  # the oldest first
-        self._num_bytes: dict[str, int] = {}  # as each was when it was kept; not in the foreground
+        self._num_bytes: dict[str, int] = {}  # their sizes when they were stored; not in the foreground
         self._response_ids: dict[str, str] = {}  # by the ids of finished responses' output items
         self._total_bytes = 0
 
@@ -72,8 +72,8 @@ class KeptResponses:
         self._running[kept.response["id"]] = kept
 
     def begin_in_background(self, kept: KeptResponse, *, max_running: int = MAX_KEPT) -> None:
-        """Keep a response in progress. max_running: how many may be. Raises: Overloaded if there are too many of them,
-        or too many of this owner's."""
+        """Keep a response in progress. max_running: how many there may be. Raises: Overloaded if there are too many, or
+        too many of this owner."""
         num_bytes = kept.num_bytes
         running = {response_id: other for response_id, other in self._running.items() if response_id in self._num_bytes}
         sizes = [self._num_bytes[response_id] for response_id in running]
@@ -86,7 +86,7 @@ class KeptResponses:
         self._put(kept, num_bytes)
 
     def finish(self, kept: KeptResponse) -> None:
-        """A response in progress is finished now; keep that state, unless the response was dropped meanwhile."""
+        """Store the final state of a response, unless the response was dropped meanwhile."""
         if kept.response["id"] in self:
             self._put(kept, kept.num_bytes)
 
@@ -136,7 +136,7 @@ class KeptResponses:
         self._drop(response_id)
 
     def abandon(self, response_id: str) -> None:
-        """Drop a response if it is still in progress: it will not be finished."""
+        """Drop a response that will never be finished, if it is still in progress."""
         if response_id in self._running:
             self._drop(response_id)
 
@@ -161,7 +161,7 @@ class KeptResponses:
         """Drop finished responses until the limits hold."""
         while self._finished and (len(self._num_bytes) > self._max_kept or self._total_bytes > self._max_bytes):
             if len(self._finished) == 1 and len(self._num_bytes) <= self._max_kept:
-                return  # too large, but the newest
+                return  # the newest one is too large, but stays
             self._drop(self._first_to_drop())
 
     def _first_to_drop(self) -> str:

@@ -1,4 +1,4 @@
-"""Log lines on a stream, with a limit on repeated warnings and errors, so that no client can fill the disk with them.
+"""Writes log lines to a stream, and limits repeated warnings and errors, so that no client can fill the disk.
 
 Lines below the level of a warning (the access log) are always written.
 """
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TextIO
 
 MAX_LINES = 5
-"""Lines of one kind that are written in a period; the others are counted."""
+"""How many lines of one kind are written in a period; further ones are counted."""
 PERIOD_S = 60.0
 MAX_KINDS = 1000
 """Kinds that are counted separately; all others count as one more kind."""
@@ -35,7 +35,7 @@ class _Period:
 class SparingHandler(logging.StreamHandler[TextIO]):
     """Writes `MAX_LINES` of each kind of warning or error per `PERIOD_S`, and then how many it left out.
 
-    A kind is what is logged by one logger, at one level, with one text before its arguments and one type of exception.
+    Lines of a kind have the same logger, level, text (before its arguments) and type of exception.
     """
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:

@@ -15,7 +15,7 @@ from batchline.model_facts import ModelFacts
 from batchline.server.vllm_metrics import histogram_family, vllm_metrics
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-"""Of Prometheus' text format."""
+"""The content type of Prometheus' text format."""
 
 _REQUEST_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -33,13 +33,13 @@ _SEQUENCE_HISTOGRAMS: Mapping[str, str] = {
     "total_seconds": "From a sequence's arrival to its end",
     "output_token_seconds": "Between two tokens of a sequence, each counted with the sequence's mean",
 }
-"""What each histogram of `BackendStats.sequences` counts."""
+"""What each histogram of `BackendStats.sequences` measures."""
 
 
 class Metrics:
     """The metrics of one server, in a separate registry.
 
-    num_in_flight: requests that do work, queued or running. body_bytes: what the bodies of all requests take.
+    num_in_flight: requests that do work, queued or running. body_bytes: the memory of all requests' bodies.
     """
 
     def __init__(self, backend_stats: Callable[[], BackendStats]) -> None:
@@ -88,7 +88,7 @@ class Metrics:
     async def timed(
         self, endpoint: str, chunks: AsyncIterator[Mapping[str, Any]]
     ) -> AsyncGenerator[Mapping[str, Any], None]:
-        """The same chunks, their times noted. Closing it closes them."""
+        """The same chunks, with their times measured. Closing the iterator closes them."""
         started = perf_counter()
         first: float | None = None
         last, num_chunks = started, 0
@@ -108,13 +108,13 @@ class Metrics:
                 await chunks.aclose()
 
     def render(self, models: Sequence[ServedModel] = ()) -> bytes:
-        """All of it in Prometheus' text format. models: those that the backend serves now."""
+        """All metrics in Prometheus' text format. models: those that the backend serves now."""
         self._collector.models = models
         return generate_latest(self._registry)
 
 
 def _adds_to_first_choice(chunk: Mapping[str, Any]) -> bool:
-    """Whether it has new text of choice 0, in whichever shape."""
+    """Whether a chunk of any API has new text for choice 0."""
     if chunk.get("type") in ("response.output_text.delta", "content_block_delta"):
         return True
     choices = chunk.get("choices") or ()
@@ -124,7 +124,7 @@ def _adds_to_first_choice(chunk: Mapping[str, Any]) -> bool:
 
 
 class _BackendCollector(Collector):
-    """The backend's own numbers, asked for when they are read."""
+    """The backend's own numbers, fetched for each scrape."""
 
     def __init__(self, stats: Callable[[], BackendStats]) -> None:
         self._stats = stats
@@ -148,7 +148,7 @@ class _BackendCollector(Collector):
 
 
 def _sequence_metrics(by_model: Mapping[str, BackendStats]) -> Iterable[Metric]:
-    """What is counted of sequences, by model."""
+    """The counts of sequences, by model."""
     finished = CounterMetricFamily(
         "batchline_sequences_finished", "Sequences that have ended, by reason", labels=["model", "reason"]
     )

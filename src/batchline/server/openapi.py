@@ -96,14 +96,14 @@ ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
 
 
 def request_body(path: str) -> dict[str, Any]:
-    """What the description says of the body that `path` takes."""
+    """The description of the body for `path`."""
     schema = {"$ref": _REFERENCE.format(model=REQUEST_SCHEMAS[path].__name__)}
     content = {"schema": schema, "example": {"model": "MODEL", **EXAMPLES.get(path, {})}}
     return {"requestBody": {"required": True, "content": {"application/json": content}}}
 
 
 def describe(app: FastAPI, *, needs_key: bool, open_paths: Container[str]) -> dict[str, Any]:
-    """The whole description. open_paths: those that need no key."""
+    """The whole description. open_paths: paths that need no key."""
     description = get_openapi(title="Batchline", version=__version__, routes=app.routes)
     components = description.setdefault("components", {})
     schemas = components.setdefault("schemas", {})
@@ -124,7 +124,7 @@ def describe(app: FastAPI, *, needs_key: bool, open_paths: Container[str]) -> di
 
 
 def _complete(operation: dict[str, Any], path: str) -> None:
-    """Add what the routes, which take bare requests, do not tell: parameters in the path, and the kinds of answers."""
+    """Add what the routes do not describe, because they take bare requests: path parameters, and kinds of answers."""
     text = operation.get("description", "").partition(" Raises:")[0]
     if path in ENDPOINTS:  # its route's docstring is about the server
         text = "The answer can be streamed: set stream to true." if generates(path) else ""
@@ -154,7 +154,7 @@ def _query_parameters(schema: type[BaseModel]) -> list[dict[str, Any]]:
 
 
 class DocsPage:
-    """A page for people: the description, readable, with requests to try. It needs no other host and no build."""
+    """The page for people: a readable description, with requests to try. It needs no other host and no build."""
 
     def __init__(self) -> None:
         page = files("batchline.server").joinpath("docs.html").read_bytes()
@@ -172,7 +172,7 @@ class DocsPage:
         return Response(self._page, media_type="text/html", headers=self._headers)
 
     async def lead_there(self, request: Request) -> Response:
-        """To the page, from the root."""
+        """Redirect from the root to the page."""
         return RedirectResponse(f"{request.scope.get('root_path', '')}/docs", 307)
 
 

@@ -24,9 +24,9 @@ BYTES_IN_TIME = 256 * 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BodyLimits:
-    """max_bytes, max_large_bytes: of all bodies together, and of the large ones among them.
+    """max_bytes, max_large_bytes: limits on all bodies together, and on the large ones among them.
 
-    timeout_s: for a body, or for each `BYTES_IN_TIME` of one that has more.
+    timeout_s: time limit for a body, or for each `BYTES_IN_TIME` of a longer one.
     """
 
     max_bytes: int
@@ -72,7 +72,7 @@ class ServerOptions:
 
     @property
     def body_limits(self) -> BodyLimits:
-        """Those of all bodies; one of the largest that is allowed always fits."""
+        """The limits on bodies. A single body of the largest allowed size always fits."""
         max_bytes = max(self.max_body_memory, self.max_request_bytes)
         return BodyLimits(
             max_bytes=max_bytes,

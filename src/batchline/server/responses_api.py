@@ -127,7 +127,7 @@ class ResponsesApi:
             if not _is_reference(item):
                 continue
             if item["id"] in found:
-                message = f"input[{index}]: the item {item['id'][:200]!r} is referred to twice"
+                message = f"input[{index}]: the item {item['id'][:200]!r} occurs twice"
                 raise BadRequest(message, param=f"input[{index}]")
             found.add(item["id"])
             items[index] = self._kept.output_item(item["id"], owner, f"input[{index}]")
@@ -183,7 +183,7 @@ class _Input:
 
 
 class _Call:
-    """A request for a response: as the client sent it, as the backend gets it, and all its input items."""
+    """A request for a response in the client's form and in the backend's, with all its input items."""
 
     def __init__(self, body: JsonObject, request: EndpointRequest, given: _Input, owner: str) -> None:
         self.body = body
@@ -212,7 +212,7 @@ class _Call:
     def keeping(self, kept: KeptResponses) -> Iterator[None]:
         """Keeps the response while it is made in the foreground, unless the request says not to store it.
 
-        One that does not come to its end is dropped.
+        A response that is not finished is dropped.
         """
         if self._is_stored:
             kept.begin(self.begun("in_progress"))
@@ -243,7 +243,7 @@ class _Call:
 async def _keeping(
     events: AsyncIterator[Mapping[str, Any]], kept: KeptResponses, call: _Call
 ) -> AsyncGenerator[Mapping[str, Any], None]:
-    """The same events; the response of the last one is kept."""
+    """The same events. The response in the last one is stored."""
     try:
         with call.keeping(kept):
             async for event in events:
@@ -258,7 +258,7 @@ async def _keeping(
 
 
 def _given_input(given: Any) -> _Input | None:
-    """The input as items; None for what is no input at all, which the backend refuses."""
+    """The input as items; None if it is not a valid input, which the backend refuses."""
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
         return None
@@ -267,7 +267,7 @@ def _given_input(given: Any) -> _Input | None:
 
 
 def _with_distinct_ids(given: _Input) -> _Input:
-    """The input in which an id that an earlier item has is replaced: the pages of a list continue after an id."""
+    """The input, with ids that occur twice replaced, because pages of a list continue after an id."""
     items: dict[str, JsonObject] = {}
     for item in given.items:
         if item["id"] in items:
@@ -281,7 +281,7 @@ def _is_reference(item: JsonObject) -> bool:
 
 
 def _refuse_include(request: Request) -> None:
-    """Raises: BadRequest where more is asked for than what is stored."""
+    """Raises: BadRequest if more is requested than what is stored."""
     if any(name in request.query_params for name in ("include", "include[]")):
         raise BadRequest(
             "include: a stored response is returned as it was created; send include when you create it", param="include"

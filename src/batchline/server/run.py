@@ -39,13 +39,13 @@ async def serve(running_backend: RunningBackend, options: ServerOptions, on_read
             config = uvicorn_config(backend, options, listener.connections)
             models = await backend.models()
             gc.collect()
-            # libraries and models, until one is unloaded: walking them again would stop all streams for half a second
+            # excludes libraries and models: visiting them in each collection would stop all streams for half a second
             gc.freeze()
             await Server(config, lambda url: on_ready(url, models)).serve([listener])
 
 
 def uvicorn_config(backend: Backend, options: ServerOptions, connections: Connections) -> uvicorn.Config:
-    """The HTTP server's settings, its certificate loaded. connections: of its listener. Raises: UsageError."""
+    """The HTTP server's settings, with its certificate loaded. connections: its listener's. Raises: UsageError."""
     if options.ssl_certfile is not None:
         check_certificate(options.ssl_certfile, options.ssl_keyfile, options.ssl_keyfile_password)
     protocol = functools.partial(
@@ -82,7 +82,7 @@ class Server(uvicorn.Server):
         self._on_ready = on_ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to listen, and say where. Raises: UsageError where another server was faster to take the address."""
+        """Begin to listen, and report the URL. Raises: UsageError if another server took the address first."""
         assert sockets is not None  # the one of `serve`
         allow_reuse(sockets[0])
         try:
@@ -93,9 +93,9 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """The first signal stops the server; the second one ends the process at once, as there is nothing to save.
+        """The first signal stops the server; the second one ends the process at once, because there is nothing to save.
 
-        The exit code names the signal, as that of a shell does.
+        The exit code names the signal, as in a shell.
         """
         with stop_on_signals(self._stop, lambda number: os._exit(128 + number)):
             yield

@@ -17,7 +17,7 @@ from batchline.server.metrics import CONTENT_TYPE, Metrics
 
 
 class Service:
-    """Answers questions about a backend and its server."""
+    """Answers requests about a backend and its server."""
 
     def __init__(self, backend: Backend, metrics: Metrics) -> None:
         self._backend = backend
@@ -38,7 +38,7 @@ class Service:
         return JsonResponse(self._model(name, find_model(by_name, name)))
 
     async def health(self, request: Request) -> Response:
-        """200 while requests can be answered, 503 when the engine has died."""
+        """200 while requests can be answered; 503 after the engine has died."""
         return JsonResponse({"status": "ok"}) if self._backend.is_alive() else error_response(ENGINE_STOPPED)
 
     async def version(self, request: Request) -> Response:
@@ -46,7 +46,7 @@ class Service:
         return JsonResponse({"version": __version__})
 
     async def load(self, request: Request) -> Response:
-        """How many requests are being answered, waiting ones included."""
+        """The number of requests in the server, including waiting ones."""
         return JsonResponse({"server_load": self._metrics.num_in_flight})
 
     async def metrics(self, request: Request) -> Response:
@@ -54,7 +54,7 @@ class Service:
         return Response(self._metrics.render(await self._backend.models()), headers={"Content-Type": CONTENT_TYPE})
 
     def _model(self, name: str, served: ServedModel) -> dict[str, Any]:
-        """A model object. root: the name that answers carry."""
+        """A model object. root: the name in answers."""
         return {
             "id": name,
             "object": "model",

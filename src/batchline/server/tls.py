@@ -1,6 +1,6 @@
-"""Checks the certificate and its key before anything is served with them.
+"""Checks the certificate and its key before the server starts.
 
-OpenSSL's errors say little, and it would ask for a password at the terminal. Here each mistake gets a sentence that
+OpenSSL's errors say little, and it would ask for a password on the terminal. Here, each mistake gets a sentence that
 names the option.
 """
 

@@ -1,6 +1,6 @@
-"""The backend's numbers under the names that vLLM gives them, so that dashboards and autoscalers made for it work here.
+"""The backend's numbers under vLLM's names, so that dashboards and autoscalers made for vLLM work here.
 
-`metrics.py` has the same numbers under our own names.
+`metrics.py` has the same numbers under Batchline's names.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ _HISTOGRAMS: Mapping[str, str] = {
     "inter_token_latency_seconds": "output_token_seconds",
     "time_per_output_token_seconds": "output_token_seconds",  # its name in earlier versions
 }
-"""vLLM's name, and ours in `BackendStats` and its parts."""
+"""vLLM's names, and the names in `BackendStats` and its parts."""
 
 
 def vllm_metrics(by_model: Mapping[str, BackendStats]) -> Iterable[Metric]:
-    """All of them, with vLLM's labels."""
+    """All metrics, with vLLM's labels."""
     for name, ours in _GAUGES.items():
         gauge = GaugeMetricFamily(f"vllm:{name}", f"The same as batchline_{ours}", labels=_LABELS)
         for model, stats in by_model.items():
@@ -71,7 +71,7 @@ def vllm_metrics(by_model: Mapping[str, BackendStats]) -> Iterable[Metric]:
 def histogram_family(
     name: str, text: str, histogram: str, labels: list[str], by_model: Mapping[str, BackendStats]
 ) -> Metric:
-    """A histogram of sequences by model. labels: of the model and, if there are two, of its engine."""
+    """A histogram of sequences by model. labels: names for the model and, if there are two, for its engine."""
     family = HistogramMetricFamily(name, text, labels=labels)
     for model, stats in by_model.items():
         counted = stats.sequences.histograms.get(histogram)

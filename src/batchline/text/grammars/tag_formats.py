@@ -82,7 +82,7 @@ class _Rules:
         if kind == "tags_with_separator":
             return self._separated(node, path, is_last=is_last)
         if not is_last:
-            raise BadRequest(f"{path}: {kind} can only stand at the end, or alone in a tag", param=path)
+            raise BadRequest(f"{path}: {kind} must be the last part, or the only part of a tag", param=path)
         return self._rule(ANY_TEXT) if kind == "any_text" else self._triggered(node, path)
 
     def _rule(self, expression: str) -> str:
