@@ -1,4 +1,4 @@
-"""`batchline check`: everything that can be known about a batch file before a model is loaded."""
+"""`batchline check`: finds everything that is wrong with a batch file, without loading a model."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def check(
 
 
 def _findings(report: CheckReport, served_models: list[str] | None, limits: Limits) -> list[str]:
-    """What will fail, in sentences."""
+    """The expected failures, in sentences."""
     from batchline.batch.check import findings_of, refuse_over_limits
 
     found = findings_of(report, served_models or None)

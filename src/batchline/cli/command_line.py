@@ -1,6 +1,6 @@
-"""Reads a command's arguments, those copied from vLLM included, and reports all that is wrong with them at once.
+"""Reads a command's arguments, including those copied from vLLM, and reports all problems at once.
 
-Beside the usual forms it takes underscores in names (`--max_model_len`), several values after one option
+Besides the usual forms, it accepts underscores in names (`--max_model_len`), several values after one option
 (`--api-key a b`), parts of JSON options (`--hf-overrides.rope_theta 10000`), flags with a value
 (`--enforce-eager=false`), and the options in `vllm_options`.
 """
@@ -24,7 +24,7 @@ from batchline.cli.vllm_options import VLLM_OPTIONS, Ours, Translation, VllmOpti
 from batchline.errors import UsageError
 
 _USAGE_ERROR: Any = typer.BadParameter.__base__
-"""What the command line's library raises for anything wrong; it has no public name."""
+"""The exception of the command line's library for every error; it has no public name."""
 
 _SEVERAL: Mapping[str, Callable[[list[str]], list[str]]] = {
     "--served-model-name": lambda names: [",".join(names)],
@@ -41,7 +41,7 @@ class CheckedCommand(GroupedCommand):
     vllm_options: Mapping[str, VllmOption] = {}
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """The arguments that are left, which are none. Raises: UsageError, or what the library raises."""
+        """Parse all arguments; returns no rest. Raises: UsageError, or the library's exception."""
         if ctx.resilient_parsing:
             return list(super().parse_args(ctx, args))
         parameters = self.get_params(ctx)
@@ -69,7 +69,7 @@ class ModelCommand(CheckedCommand):
 
 
 def _options_of_others(ctx: Any) -> dict[str, str]:
-    """The options of the other commands beside this one, with a command that has each."""
+    """The options of all other commands, each with a command that has it."""
     commands = getattr(getattr(ctx.parent, "command", None), "commands", {})
     return {
         name: f"batchline {other}"
@@ -80,9 +80,9 @@ def _options_of_others(ctx: Any) -> dict[str, str]:
 
 
 def _process(ctx: Any, parameters: Sequence[Any], given: Any, rest: list[str], order: Sequence[Any]) -> list[Any]:
-    """Convert and check every value, the eager options' first; what is wrong with them.
+    """Convert and check every value, those of eager options first. Returns the problems.
 
-    Without its configuration file a command would miss what the file says, so that an eager option is the last one.
+    If an eager option (such as the configuration file) fails, the others are not checked, because they depend on it.
     """
     failures: list[Any] = []
     position = {id(parameter): number for number, parameter in reversed(list(enumerate(order)))}
@@ -115,13 +115,13 @@ def _put_into_effect(translation: Translation) -> None:
 class ArgumentReader:
     """Turns arguments as users write them into those that the command knows.
 
-    problems: what is wrong with them. turned_off: parameters of flags without a `--no-` form that are set to false.
+    problems: the problems found. turned_off: parameters of flags without a `--no-` form that are set to false.
     """
 
     def __init__(
         self, parameters: Sequence[Any], vllm_options: Mapping[str, VllmOption], of_others: Mapping[str, str]
     ) -> None:
-        """of_others: commands by the options that they have."""
+        """of_others: options of other commands, each with its command."""
         options = [parameter for parameter in parameters if parameter.param_type_name == "option"]
         self._own = {name: option for option in options for name in (*option.opts, *option.secondary_opts)}
         self._takes_argument = len(options) < len(parameters)
@@ -136,7 +136,7 @@ class ArgumentReader:
         self.turned_off: set[str] = set()
 
     def read(self, arguments: Sequence[str], has_model_elsewhere: Callable[[str | None], bool]) -> list[str]:
-        """has_model_elsewhere: whether the environment, or the configuration file of that name, gives the argument."""
+        """has_model_elsewhere: whether the environment, or the configuration file of this name, sets the argument."""
         self._left.extend(arguments)
         behind: list[str] = []
         while self._left and not behind:
@@ -214,7 +214,7 @@ class ArgumentReader:
             self.turned_off.add(option.name)
 
     def _take_part(self, name: str, path: str, value: str | None) -> None:
-        """A part of an object: `path` is `key.key`, with a + behind the last one for items of a list."""
+        """Take a part of an object: `path` is `key.key`, with a + after the last key for items of a list."""
         value = self._value(f"{name}.{path}", value)
         if value is not None:
             self._parts.setdefault(name, []).append((path, value))
@@ -228,7 +228,7 @@ class ArgumentReader:
         self._translated += self.translation.translate(name, option, values)
 
     def _values_of(self, name: str, option: VllmOption, value: str | None) -> list[str] | None:
-        """The values that follow; None where there has to be one."""
+        """The values that follow; None if a required one is missing."""
         if option.takes == "value":
             value = self._value(name, value)
             return None if value is None else [value]
@@ -241,7 +241,7 @@ class ArgumentReader:
         return [self._left.popleft().lower() if option.takes == "flag" else self._left.popleft()] if is_value else []
 
     def _value(self, name: str, value: str | None) -> str | None:
-        """The value, or the next token; None, and a problem, where an option or nothing follows."""
+        """The value, or the next token. If an option or nothing follows, None, and a problem is noted."""
         if value is None and (not self._left or self._is_option(self._left[0])):
             self.problems.append(f"{name}: it needs a value.")
             return None
@@ -269,7 +269,7 @@ class ArgumentReader:
         self.problems.append(f"No such option: {name}." + (f" Did you mean {close[0]}?" if close else ""))
 
     def _give_argument_back(self, has_model_elsewhere: Callable[[str | None], bool]) -> None:
-        """`serve --api-key a b MODEL`: where nothing else gives the argument, it is the last one of several values."""
+        """`serve --api-key a b MODEL`: if nothing else sets the argument, it is the last one of several values."""
         configs = [values[0] for name, values in self._read if name == "--config"]
         if any(name in ("", "--model") for name, _ in self._read):
             return
@@ -278,7 +278,7 @@ class ArgumentReader:
             self._read.append(("", [several[-1].pop()]))
 
     def _written(self) -> list[str]:
-        """What was read, one value after each name, and the objects that were given in parts."""
+        """The arguments in the command's own form, one value after each name, including objects given in parts."""
         objects = [(name, self._object_of(name, parts)) for name, parts in self._parts.items()]
         written: list[str] = []
         for name, values in [*self._read, *objects]:
@@ -292,7 +292,7 @@ class ArgumentReader:
         return written
 
     def _object_of(self, name: str, parts: Sequence[tuple[str, str]]) -> list[str]:
-        """The parts in the object that was given whole, if one was: its last value, as of any option."""
+        """The parts, merged into the object that was given as a whole, if any (its last value, as for any option)."""
         whole = [values[-1] for given, values in self._read if given == name]
         target = _json_or_text(whole[-1]) if whole else {}
         if not isinstance(target, dict):
@@ -304,7 +304,7 @@ class ArgumentReader:
 
 
 def _put(target: dict[str, Any], path: str, text: str) -> bool:
-    """Set a part of an object. Returns False if something else than an object or a list is where one has to be."""
+    """Set a part of an object. Returns False if a value in its path is neither an object nor a list."""
     *parents, last = path.split(".")
     for key in parents:
         part: Any = target.setdefault(key, {})
@@ -317,7 +317,7 @@ def _put(target: dict[str, Any], path: str, text: str) -> bool:
 
 
 def _merge(target: dict[str, Any], key: str, value: Any, *, extends: bool = False) -> bool:
-    """Set a key to a value, which replaces one of the same kind; objects are merged. extends: so are lists."""
+    """Set a key to a value. It replaces a value of the same kind, but objects are merged. extends: so are lists."""
     old = target.get(key)
     if isinstance(old, dict) and isinstance(value, dict):
         return all(_merge(old, name, item) for name, item in value.items())
@@ -332,7 +332,7 @@ def _flat(options: Ours) -> list[str]:
 
 
 def _json_texts(text: str) -> list[str]:
-    """A JSON list of texts, as vLLM takes the origins of CORS; nothing for any other text."""
+    """The texts of a JSON list, as in vLLM's option for CORS origins; empty for any other text."""
     try:
         value = json.loads(text)
     except ValueError:

@@ -27,7 +27,7 @@ from batchline.cli.vllm_options import Translation, VllmOption, find
 from batchline.errors import UsageError
 
 TRANSLATION = "batchline.cli.translation"
-"""Under this key of a context's `meta` stands the `Translation` of a command that takes options of vLLM."""
+"""The key in a context's `meta` for the `Translation` of a command that takes vLLM's options."""
 
 PREFIX = "BATCHLINE_"
 _CONFIG_VARIABLE = f"{PREFIX}CONFIG"
@@ -62,7 +62,7 @@ def takes_config_file(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _load(context: typer.Context, path: Path | None) -> Path | None:
-    """Runs before any other option is processed, regardless of their order."""
+    """Load the file before any other option is processed, regardless of their order."""
     options = _long_options(context.command)
     _warn_of_unknown_variables(context)
     _warn_of_vllm_variables()
@@ -79,9 +79,9 @@ def _load(context: typer.Context, path: Path | None) -> Path | None:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """An option's value in the file or the environment: the parameter, where its value stands, and how to read it.
+    """An option's value in the file or the environment: the parameter, the value's location, and how to read it.
 
-    read: text, list of texts or truth value, as the command line gives them. Raises UsageError.
+    read: returns a text, a list of texts or a truth value, as the command line does. Raises UsageError.
     """
 
     parameter: Any
@@ -99,7 +99,7 @@ class Setting:
 
 
 def _default(setting: Setting, context: typer.Context) -> Callable[[], Any]:
-    """The value as a function, because `--help` would show a value, which may be a secret key."""
+    """The value as a function, because `--help` would show a plain value, which may be a secret key."""
     return lambda: setting.value(context)
 
 
@@ -119,7 +119,7 @@ def _shouted(name: str) -> str:
 
 
 def _warn_of_unknown_variables(context: typer.Context) -> None:
-    """A line for each variable with our prefix that no command knows; one environment may serve several commands."""
+    """Warn of each variable with our prefix that no command knows; one environment may serve several commands."""
     group = context.parent.command if context.parent is not None else None
     commands = [context.command, *getattr(group, "commands", {}).values()]
     configured = [command for command in commands if any(p.name == "config" for p in command.params)]
@@ -132,7 +132,7 @@ def _warn_of_unknown_variables(context: typer.Context) -> None:
 
 
 def _warn_of_vllm_variables() -> None:
-    """One line with all variables of vLLM that it would read and we do not."""
+    """Warn once of all variables that vLLM would read and that have no effect here."""
     names = [name for name in os.environ if name.startswith(_VLLM_PREFIX) and name != _VLLM_API_KEY]
     if names:
         log(f"These variables of vLLM have no effect here: {', '.join(sorted(names))}.", "warning")
@@ -173,7 +173,7 @@ def _from_text(parameter: Any, text: str, variable: str) -> Any:
 def file_settings(options: Mapping[str, Any], path: Path, translation: Translation | None = None) -> list[Setting]:
     """A configuration file's settings for `options` by long name. Raises: UsageError, which names unknown keys.
 
-    translation: takes keys that are options of vLLM. What these become yields to the file's own keys.
+    translation: takes keys that are options of vLLM. The file's own keys override the translated ones.
     """
     own: list[Setting] = []
     translated: list[Setting] = []
@@ -202,7 +202,7 @@ def _translated(
     value: Any,
     path: Path,
 ) -> list[Setting]:
-    """What an option of vLLM becomes. found: as `find` gives it."""
+    """The settings that an option of vLLM becomes. found: the result of `find`."""
     option, is_negated = found
     texts = [_text(item) for item in (value if isinstance(value, list) else [value])]
     if option.takes == "flag":

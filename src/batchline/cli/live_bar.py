@@ -1,4 +1,4 @@
-"""The live line at the bottom of a terminal while a run goes on; messages and log records stand above it.
+"""The live line at the bottom of a terminal during a run. Messages and log records appear above it.
 
 It is one line at any width. The cursor is never hidden, so there is nothing to restore if the process is killed.
 """
@@ -46,12 +46,12 @@ class LiveBar:
             self._live.stop()
 
     def phase(self, text: str) -> None:
-        """Left standing above the bar, and shown in it until there is progress."""
+        """Show the phase above the bar, and also in it until there is progress."""
         log(text)
         self._line.begin(text)
 
     def warn(self, text: str) -> None:
-        """Shown above the bar."""
+        """Show the warning above the bar."""
         log(text, "warning")
 
     def detail(self, text: str) -> None:
@@ -59,20 +59,20 @@ class LiveBar:
         self._line.detail = text
 
     def progress(self, progress: Progress) -> None:
-        """The bar's new state."""
+        """Update the bar."""
         self._line.latest = progress
 
     def show(self, line: str, level: Level) -> None:
-        """Print a line above the bar, for the terminal to wrap: a path in it can still be copied."""
+        """Print a line above the bar. The terminal wraps it, so that a path in it can be copied."""
         self._console.print(Text(line, style=_STYLES[level]), soft_wrap=True)
 
     def leave(self) -> None:
-        """Draw nothing any more. Takes no lock."""
+        """Stop drawing. Takes no lock."""
         self._line.is_over = True
 
 
 class _Console(Console):
-    """A console that leaves the cursor as it is."""
+    """A console that never hides the cursor."""
 
     def show_cursor(self, show: bool = True) -> bool:
         """Whether it did anything: never."""
@@ -80,7 +80,7 @@ class _Console(Console):
 
 
 class _Line:
-    """What is shown: the phase and how long it takes, or the progress."""
+    """The line's content: the phase and its duration, or the progress."""
 
     def __init__(self) -> None:
         self.latest: Progress | None = None
@@ -91,7 +91,7 @@ class _Line:
         self._spinners = {is_ascii: Spinner("line" if is_ascii else "dots") for is_ascii in (True, False)}
 
     def begin(self, phase: str) -> None:
-        """A new phase, of which there is no progress yet."""
+        """Begin a new phase, without progress yet."""
         if self.latest is None or self.latest.done == self.latest.total:
             self.latest = None
         self._phase, self._since, self.detail = phase, time.monotonic(), ""
@@ -99,7 +99,7 @@ class _Line:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if self.is_over:
             return
-        width = max(1, options.max_width - 1)  # a cursor behind the last column wraps on some terminals
+        width = max(1, options.max_width - 1)  # a cursor after the last column wraps on some terminals
         room = width - _SPINNER_WIDTH
         if room < 1:
             return

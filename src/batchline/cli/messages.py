@@ -1,7 +1,7 @@
 """The only place that prints a command's messages: to standard error, as text, as JSON objects, or only errors.
 
-Standard output may be the result file. A standard error that is closed or full costs nothing. On a terminal, text is
-wrapped at word ends; what people copy (paths, commands, anything in quotes) is never broken.
+Standard output may be the result file. If standard error is closed or full, messages are dropped without an error. On a
+terminal, text is wrapped at word ends; what people copy (paths, commands, anything in quotes) is never broken.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ _STANDARD_ATTRIBUTES = frozenset(logging.makeLogRecord({}).__dict__) | {"message
 
 
 class Display(Protocol):
-    """Something live on the terminal that lines must not be written into."""
+    """Something live on the terminal, which printed lines must not destroy."""
 
     def show(self, line: str, level: Level) -> None:
-        """Print a line above it. Raises: OSError, ValueError where the terminal is gone."""
+        """Print a line above it. Raises: OSError, ValueError if the terminal is gone."""
 
     def leave(self) -> None:
-        """Draw nothing any more; called by signal handlers."""
+        """Stop drawing; called by signal handlers."""
 
 
 @dataclass(slots=True)
@@ -73,7 +73,7 @@ def is_plain_text() -> bool:
 
 @contextmanager
 def beside(display: Display) -> Iterator[None]:
-    """Until the block ends, lines are shown by `display`."""
+    """Inside the block, `display` shows all lines."""
     _output.display = display
     try:
         yield
@@ -82,7 +82,7 @@ def beside(display: Display) -> Iterator[None]:
 
 
 def log(text: str, level: Level = "info", **fields: Any) -> None:
-    """A line of the log, with its time. fields: for JSON."""
+    """Print a line of the log, with its time. fields: added in JSON."""
     if level == "error" or not _output.is_quiet:
         stamp = f"{datetime.now().strftime(TIME_FORMAT)} "
         _print(f"{stamp}{_PREFIXES[level]}{text}", text, level, fields)
@@ -119,7 +119,7 @@ def log_handler() -> logging.Handler:
 
 
 def log_formatter() -> logging.Formatter:
-    """A formatter for handlers with a separate stream."""
+    """A formatter for handlers that write to another stream."""
     if _output.log_format == "json":
         return _JsonFormatter()
     return logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", TIME_FORMAT)
@@ -185,7 +185,7 @@ def _json_line(time: datetime, level: str, message: str, fields: Mapping[str, An
 
 
 class _JsonFormatter(logging.Formatter):
-    """Log records as JSON objects, what was given as `extra` included."""
+    """Formats log records as JSON objects, including the fields of `extra`."""
 
     def format(self, record: logging.LogRecord) -> str:
         fields = {name: value for name, value in record.__dict__.items() if name not in _STANDARD_ATTRIBUTES}

@@ -1,6 +1,6 @@
-"""`run-batch --enable-metrics`: how a run goes, for Prometheus to scrape while it lasts.
+"""`run-batch --enable-metrics`: serves a run's progress to Prometheus.
 
-A reporter that passes everything on to another one and keeps the latest numbers for `GET /metrics`.
+A reporter that passes everything on to another one, and keeps the latest numbers for `GET /metrics`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from batchline.server.connections import allow_reuse, bind
 from batchline.server.metrics import CONTENT_TYPE, RunMetric, run_metrics_text
 
 MAX_CONNECTIONS = 32
-"""Scrapes at once; more are closed."""
+"""How many scrapes are answered at once; the connections of further ones are closed."""
 _TIMEOUT_S = 10
 
 
@@ -42,7 +42,7 @@ class MetricsReporter:
         self._inner.detail(text)
 
     def progress(self, progress: Progress) -> None:
-        """Kept and passed on."""
+        """Store the progress and pass it on."""
         self._latest = progress
         self._inner.progress(progress)
 
@@ -87,7 +87,7 @@ class _BoundedServer(ThreadingHTTPServer):
             self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing of clients that go away."""
+        """Ignore clients that disconnect."""
 
 
 @contextmanager
@@ -108,7 +108,7 @@ def serve_metrics(inner: Reporter, host: str, port: int) -> Iterator[MetricsRepo
             self.wfile.write(body)
 
         def log_message(self, format: str, *args: object) -> None:
-            """Say nothing: scrapes are no news."""
+            """Log nothing for scrapes."""
 
     try:
         listener = bind(host, port, MAX_CONNECTIONS)

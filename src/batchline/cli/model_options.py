@@ -66,11 +66,11 @@ _DTYPES: Mapping[DTypeName, DType] = {
     "float": "float32",
     "half": "float16",
 }
-"""Names of the field, and ours."""
+"""The usual names of data types, and the names here."""
 
 
 def _parser_option(what_the_model_writes: str) -> Any:
-    """Names the format that a parser reads. what_the_model_writes: `of the model's reasoning`."""
+    """The option for a parser's format. what_the_model_writes: such as `of the model's reasoning`."""
     return typer.Option(
         help=f"Format {what_the_model_writes}. Default: detected from the chat template; none turns it off.",
         rich_help_panel=_TEXT,
@@ -78,7 +78,7 @@ def _parser_option(what_the_model_writes: str) -> Any:
 
 
 def _plugin_option(kind: str) -> Any:
-    """Adds parsers of a kind."""
+    """The option for plugin files with parsers of a kind."""
     return typer.Option(help=f"Python file that registers {kind} parsers. Repeatable.", rich_help_panel=_TEXT)
 
 
@@ -305,7 +305,7 @@ class ModelOptions:
         )
 
     def _served_names(self) -> list[tuple[str, ...]]:
-        """The names of each model; a single model has all that are given. Raises: UsageError."""
+        """The names of each model. A single model has all given names. Raises: UsageError."""
         given = [_names(text) for text in self.served_model_name]
         if len(self.model) == 1:
             return [tuple(name for names in given for name in names)]
@@ -361,7 +361,7 @@ class ModelOptions:
 
 
 def refuse_without_model(context: typer.Context, *others: str) -> None:
-    """Raises: UsageError for options of a model that are given although there is none. others: further parameters."""
+    """Raises: UsageError if options of a model are given without a model. others: further parameters."""
     names = {*(option.name for option in dataclasses.fields(ModelOptions)), *others}
     given = [_given(context, parameter) for parameter in context.command.params if parameter.name in names]
     if any(given):
@@ -380,7 +380,7 @@ def _given(context: typer.Context, parameter: Any) -> str:
 
 
 def _refuse_missing_template(option: str | None) -> None:
-    """Before the input is read and the model loaded, which takes long. Raises: UsageError."""
+    """Check the template before the input is read and the model is loaded, which take long. Raises: UsageError."""
     if option is None:
         return
     from batchline.text.chat_template import read_template  # a template engine: not for --help

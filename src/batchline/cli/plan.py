@@ -1,4 +1,4 @@
-"""`batchline plan`: what a run would take, without running it."""
+"""`batchline plan`: the tokens, time and memory that a run would take, without running it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Estimate:
-    """What a run would take. output_tokens and time_s: None if no run of the model has been measured."""
+    """The tokens and time of a run. output_tokens and time_s: None if no run of the model was measured."""
 
     prompt_tokens: int
     are_prompt_tokens_counted: bool
@@ -86,7 +86,7 @@ def plan(
 def _estimate(
     overview: PlanOverview, counts: TokenCounts, engine: EngineConfig | None, state_dir: Path | None
 ) -> Estimate:
-    """What the requests take that are not copies of another."""
+    """The estimate for the requests that are not copies of others."""
     share = 1 - overview.num_copies / overview.num_requests if overview.num_requests else 1.0
     measured = None if engine is None else _measured(engine.model, state_dir)
     prompt = round(counts.prompt * share)
@@ -116,12 +116,12 @@ def _measured(model: ModelConfig, state_dir: Path | None) -> MeasuredRun | None:
 
 
 def _expected_output(counts: TokenCounts, usual: float) -> float:
-    """usual: the mean length of an answer in the last run. A limit that is lower counts instead."""
+    """The expected output tokens. usual: the mean length of an answer in the last run, unless a limit is lower."""
     return min(counts.output_limit, counts.limited * usual) + counts.unlimited * usual
 
 
 def _memory(engine: EngineConfig) -> tuple[MemoryNeed | None, str | None]:
-    """(the model's memory, why it is not known)."""
+    """(the model's memory, or why it is not known)."""
     from batchline.backends.model_memory import memory_need
     from batchline.errors import ModelLoadError
     from batchline.pooling.detection import detect_task

@@ -1,4 +1,4 @@
-"""How the numbers of a run read: in a line of a log, and in a bar of any width."""
+"""Formats the numbers of a run, for a line of a log and for a bar of any width."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def progress_text(progress: Progress) -> str:
 
 
 def bar_text(progress: Progress, width: int) -> str:
-    """What fits into `width` columns: how far the run is, failures and the time left first, then rates."""
+    """As much as fits into `width` columns: progress, failures and the time left first, then rates."""
     first = _first_parts(progress, is_short=False)
     if len(GAP.join(first)) > width:
         first = _first_parts(progress, is_short=True)
@@ -58,7 +58,7 @@ def short_number(number: int) -> str:
 
 
 def _first_parts(progress: Progress, *, is_short: bool) -> list[str]:
-    """What a person who waits wants to know, the most important first."""
+    """The parts that matter most to a waiting person, the most important first."""
     done, total, failed = progress.done, progress.total, progress.failed
     counts = f"{short_number(done)}/{short_number(total)}" if is_short else f"{done:,}/{total:,}"
     parts = [counts, f"{100 * done // max(total, 1)}%"]
@@ -72,7 +72,7 @@ def _first_parts(progress: Progress, *, is_short: bool) -> list[str]:
 
 
 def _fitting(parts: Sequence[str], width: int) -> list[str]:
-    """The first parts, as many as fit; the very first one in any case, cut if it has to be."""
+    """As many of the first parts as fit. The very first one is always included, cut if necessary."""
     fitting = [parts[0][:width]]
     for part in parts[1:]:
         if len(GAP.join([*fitting, part])) > width:

@@ -1,4 +1,4 @@
-"""The options of `run-batch` that say what to run and how carefully; those of the model are in `model_options`."""
+"""The options of `run-batch` about files, order and resuming; those of the model are in `model_options`."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class RunFileOptions:
         return RunFiles.named(self.input_file, self.output_file, self.error_file, self.output_tmp_dir)
 
     def run_options(self) -> RunOptions:
-        """The run that the options ask for, without what its backend adds."""
+        """The options of the run, without those that its backend adds."""
         from batchline.user_state import user_state_dir
 
         return RunOptions(

@@ -88,7 +88,7 @@ def _show(facts: ModelFacts) -> None:
 
 
 def _models(context: typer.Context, argument: str | None, options: list[str]) -> list[str]:
-    """The argument, then every `--model` of the command line; without an argument those of the file or environment."""
+    """The argument, then every `--model` on the command line; without an argument, those of the file or environment."""
     if argument is None:
         return options
     source = context.get_parameter_source("model")
@@ -97,7 +97,7 @@ def _models(context: typer.Context, argument: str | None, options: list[str]) ->
 
 
 def _check_address(options: ServerOptions) -> None:
-    """The address and the certificate can be used. Asked before the imports and the load, which take long.
+    """Check that the address and the certificate can be used, before the imports and the load, which take long.
 
     Raises: UsageError.
     """

@@ -1,4 +1,4 @@
-"""The options of a server: where it serves, who may call, how much it takes in."""
+"""The options of a server: its address, who may call it, and its limits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _DEFAULTS = ServerOptions()
 DEFAULT_MAX_WAITING = 1024
 
 _ORIGIN = re.compile(r"\*|null|[A-Za-z][\w+.-]*://[^/,\s]+")
-"""What browsers send as an origin, which has no path; another would be allowed and never come."""
+"""The form in which browsers send an origin, without a path. Any other value would never match."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def print_summary(summary: RunSummary) -> None:
-    """The end of a run: for people, or as one JSON object, or under `--quiet` in one line."""
+    """Print a run's summary: for people, as one JSON object, or, with `--quiet`, as one line."""
     if is_plain_text():
         for line in summary_lines(summary):
             tell(line, is_whole=line.startswith(("Output   ", "Failed lines")))
@@ -25,7 +25,7 @@ def print_summary(summary: RunSummary) -> None:
 
 
 def summary_lines(summary: RunSummary) -> list[str]:
-    """The summary's lines; what is zero is left out."""
+    """The summary's lines; zeros are left out."""
     codes = ", ".join(f"{count:,} x {code}" for code, count in summary.failures_by_code.items())
     lines = [
         f"Requests       {summary.requests:,}",
@@ -46,7 +46,7 @@ def summary_lines(summary: RunSummary) -> list[str]:
 
 
 def _work_lines(summary: RunSummary) -> list[str]:
-    """What this run did, what it saved, and how long it took."""
+    """Lines about what this run computed, what it saved, and how long it took."""
     lines = []
     if summary.run_time_s:
         lines.append(

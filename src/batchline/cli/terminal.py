@@ -1,4 +1,4 @@
-"""How a run shows itself: a live bar on a terminal, a line every few seconds anywhere else."""
+"""Shows a run: as a live bar on a terminal, as a line every few seconds anywhere else."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TERMINALS_WITHOUT_MOVES = ("dumb", "unknown")
 
 @contextmanager
 def open_reporter() -> Iterator[Reporter]:
-    """The reporter that suits standard error, with log records of warnings and errors shown beside it."""
+    """The reporter for the kind of standard error. Log records of warnings and errors appear beside it."""
     handler = log_handler()
     handler.setLevel(logging.WARNING)
     logging.getLogger().addHandler(handler)

@@ -1,6 +1,6 @@
-"""How the values of options are read: numbers, sizes, limits; and checks that report all their problems together.
+"""Reads the values of options (numbers, sizes, limits), and runs checks that report all their problems together.
 
-Also the options that limit a batch file, which several commands share.
+Also has the options that limit a batch file, which several commands share.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from batchline.config import Quantization, RequestLimits
 from batchline.errors import BadRequest, UsageError
 
 JSON = "JSON"
-"""How the help calls the values of options that take a JSON object."""
+"""The help's name for the value of an option that takes a JSON object."""
 
 _NUMBER = re.compile(r"([0-9]+(?:\.[0-9]+)?)(k|m|g|t|(?:[KMGT]i?))?")
 _GENERATION_DEFAULTS = {
     **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")},
     "max_new_tokens": "max_tokens",
 }
-"""What --override-generation-config may hold, and the field of requests that each is for."""
+"""The keys that --override-generation-config may have, and the request field for each."""
 _MULTIPLES = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
@@ -55,7 +55,7 @@ LimitPreset = Annotated[
 
 
 def limits_of(preset: str, max_requests: int | None, max_file_bytes: int | None) -> Limits:
-    """The preset's limits; a limit that is given overrides the preset's."""
+    """The preset's limits. A given limit overrides the preset's."""
     base = HOSTED_LIMITS if preset == "hosted" else Limits()
     return Limits(max_requests=max_requests or base.max_requests, max_file_bytes=max_file_bytes or base.max_file_bytes)
 
