@@ -182,6 +182,15 @@ async def test_a_loaded_model_tells_its_context_length(backend: InProcessBackend
     assert CHAT in served.endpoints
 
 
+async def test_models_that_are_not_loaded_tell_the_context_length_of_their_files() -> None:
+    """Bug: /v1/models said null for each model that no request had used yet."""
+    folders = [TINY_CHAT, TINY_CHAT.parent / "tiny-embed"]
+    engines = [EngineConfig(model=ModelConfig(model=str(folder), served_names=(folder.name,))) for folder in folders]
+    limited = replace(engines[0], model=replace(engines[0].model, served_names=("limited",), max_model_len=99))
+    served = await InProcessBackend([*engines, limited]).models()
+    assert [model.max_model_len for model in served] == [2048, 256, 99]
+
+
 async def test_a_closed_backend_is_not_alive() -> None:
     config = EngineConfig(model=ModelConfig(model=str(TINY_CHAT), num_threads=1), cache=CacheConfig(num_bytes=16 << 20))
     backend = InProcessBackend([config])

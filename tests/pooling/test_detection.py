@@ -9,7 +9,7 @@ import pytest
 
 from batchline.checkpoints.files import read_json, read_text
 from batchline.errors import ModelLoadError, UnsupportedModel
-from batchline.pooling.detection import detect_task
+from batchline.pooling.detection import detect_context, detect_task
 
 
 def folder_with(path: Path, **files: object) -> str:
@@ -69,6 +69,46 @@ def test_damaged_configuration_is_named(tmp_path: Path) -> None:
 def test_model_that_is_nowhere_is_explained(model: str) -> None:
     with pytest.raises(ModelLoadError, match="no such folder"):
         detect_task(model)
+
+
+@pytest.mark.parametrize(
+    ("files", "length"),
+    [
+        ({"config": {"max_position_embeddings": 4096}}, 4096),
+        ({"config": {"text_config": {"n_positions": 1024}}}, 1024),
+        (
+            {
+                "config": {"max_position_embeddings": 512},
+                "modules": [],
+                "sentence_bert_config": {"max_seq_length": 256},
+            },
+            256,
+        ),
+        ({"config": {"max_position_embeddings": 512}, "sentence_bert_config": {"max_seq_length": 256}}, 512),
+        (
+            {
+                "config": {
+                    "max_position_embeddings": 131072,
+                    "original_max_position_embeddings": 4096,
+                    "rope_scaling": {"type": "longrope"},
+                }
+            },
+            4096,
+        ),
+        ({"config": {"max_position_embeddings": 131072, "rope_parameters": {"rope_type": "yarn"}}}, 131072),
+        ({"config": {}}, None),
+        ({}, None),
+    ],
+)
+def test_the_context_length_is_read_from_the_small_files(
+    tmp_path: Path, files: dict[str, object], length: int | None
+) -> None:
+    assert detect_context(folder_with(tmp_path, **files)) == length
+
+
+def test_overrides_of_the_configuration_change_the_context_length(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path, config={"max_position_embeddings": 4096})
+    assert detect_context(folder, overrides={"max_position_embeddings": 99}) == 99
 
 
 def test_files_are_read_as_they_are(tmp_path: Path) -> None:

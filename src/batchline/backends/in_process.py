@@ -43,7 +43,7 @@ from batchline.errors import (
     request_error,
 )
 from batchline.openai_api.endpoint_table import ENDPOINTS, answering_path, endpoints_of, error_body
-from batchline.pooling.detection import detect_task
+from batchline.pooling.detection import detect_context, detect_task
 
 if TYPE_CHECKING:
     from batchline.backends.resident_models import ResidentModel
@@ -63,6 +63,7 @@ class InProcessBackend:
         """Raises: UsageError if two models have the same name."""
         self._by_name: dict[str, EngineConfig] = {}
         self._tasks: dict[str, Task] = {}
+        self._contexts: dict[str, int | None] = {}
         self._loadables: dict[str, Loadable[ResidentModel]] = {}
         for config in engines:
             self._register(config)
@@ -194,6 +195,8 @@ class InProcessBackend:
             refuse_foreign_format(model.model, model.revision)
             is_known = model.task != "auto"
             self._tasks[name] = model.task if is_known else detect_task(model.model, model.revision, model.hf_overrides)
+            with suppress(ModelLoadError):  # loading reports it
+                self._contexts[name] = detect_context(model.model, model.revision, model.hf_overrides)
         return self._tasks[name]
 
     def _detect_local_tasks(self) -> None:
@@ -236,10 +239,14 @@ class InProcessBackend:
         return ServedModel(
             name=name,
             aliases=tuple(aliases),
-            max_model_len=config.model.max_model_len if resident is None else resident.max_model_len,
+            max_model_len=self._context(config) if resident is None else resident.max_model_len,
             endpoints=endpoints_of(self._tasks[name]) if name in self._tasks else (),
             facts=None if resident is None else resident.facts,
         )
+
+    def _context(self, config: EngineConfig) -> int | None:
+        """The context length of a model that is not in memory, as far as its settings and small files tell."""
+        return config.model.max_model_len or self._contexts.get(config.model.names[0])
 
     def _attempts(self, request: EndpointRequest) -> Attempts[ResidentModel]:
         """The request's turns on its model. Raises: NotFound, BadRequest."""

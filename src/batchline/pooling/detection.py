@@ -1,4 +1,4 @@
-"""Finds out a model's task from its small files, without torch or transformers.
+"""Finds out a model's task and context length from its small files, without torch or transformers.
 
 A model with a `modules.json` is a sentence-transformers model of the type that its config names. For other models, the
 architecture in `config.json` decides.
@@ -16,6 +16,26 @@ from batchline.errors import ModelLoadError, UnsupportedModel
 GENERATIVE_SUFFIXES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 CLASSIFIER_SUFFIX = "ForSequenceClassification"
 SENTENCE_TRANSFORMERS_TASKS: dict[str, Task] = {"SentenceTransformer": "embed", "CrossEncoder": "score"}
+
+_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+
+
+def detect_context(model: str, revision: str | None = None, overrides: Mapping[str, Any] | None = None) -> int | None:
+    """How many tokens fit into the context; None if the files do not tell. With little memory it may become less.
+
+    overrides: of config.json. Raises: ModelLoadError.
+    """
+    config = {**(read_json(model, "config.json", revision) or {}), **(overrides or {})}
+    nested = config.get("text_config")
+    text = nested if isinstance(nested, dict) else config
+    lengths = [next((text[name] for name in _LENGTHS if isinstance(text.get(name), int)), None)]
+    rope = text.get("rope_parameters") or text.get("rope_scaling")
+    if isinstance(rope, dict) and rope.get("rope_type", rope.get("type")) in _LENGTH_DEPENDENT_ROPE:
+        lengths.append(rope.get("original_max_position_embeddings", text.get("original_max_position_embeddings")))
+    if read_json(model, "modules.json", revision) is not None:
+        lengths.append((read_json(model, "sentence_bert_config.json", revision) or {}).get("max_seq_length"))
+    return min((length for length in lengths if isinstance(length, int)), default=None)
 
 
 def detect_task(model: str, revision: str | None = None, overrides: Mapping[str, Any] | None = None) -> Task:
