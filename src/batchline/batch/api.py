@@ -119,8 +119,8 @@ def _identity(backend: Backend, on_read: OnRead) -> Mapping[str, str]:
 
 
 def _endpoints(models: Sequence[ServedModel], backend: str | None) -> dict[str, Sequence[str]]:
-    """The paths that each name of a model answers, as far as they are known. Of the embedded engine, any model that
-    still has to be downloaded answers some of its paths. A backend that was given as an object may answer any path."""
+    """The known paths that each name of a model answers. For the embedded engine, a model that is not downloaded yet
+    answers some of its paths. A backend object may answer any path."""
     if backend is None:
         return {}
     possible = endpoints_of("generate") if backend == EMBEDDED else ()

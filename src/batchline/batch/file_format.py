@@ -213,7 +213,7 @@ def _decoded(text: str | bytes) -> object:
 
 
 def _first_value(text: str) -> tuple[object, str]:
-    """The JSON value that a text starts with and what follows it; None and the text where there is none."""
+    """The JSON value at the start of a text, and the rest of the text; None and the whole text if there is no value."""
     stripped = text.lstrip()
     try:
         value, end = json.JSONDecoder().raw_decode(stripped)

@@ -78,7 +78,7 @@ class FinishedRuns:
         for target in self._targets:
             found = await target.stamp()
             if found is None:
-                return  # nobody could tell whether the results are still there
+                return  # later, nobody could know whether the results are still there
             outputs[target.tag] = dict(found)
         record = FinishedRun(
             run=dict(run),

@@ -79,9 +79,9 @@ def unserved_warning(report: CheckReport, served: ServedNames) -> str | None:
 
 
 def refuse_unserved_endpoints(report: CheckReport, endpoints: Mapping[str, Sequence[str]]) -> None:
-    """endpoints: of each served name, as far as they are known before the model is loaded.
+    """endpoints: those of each served name that are known before the model is loaded.
 
-    Raises: NoEndpointServed if there are requests and none of them is to an endpoint that its model serves.
+    Raises: NoEndpointServed if there are requests, but no request is to an endpoint that its model serves.
     """
     unserved = _unserved_groups(report, endpoints)
     if unserved and sum(group.count for group in unserved) == report.num_requests:
@@ -90,7 +90,7 @@ def refuse_unserved_endpoints(report: CheckReport, endpoints: Mapping[str, Seque
 
 
 def endpoint_warnings(report: CheckReport, endpoints: Mapping[str, Sequence[str]]) -> list[str]:
-    """Warnings of the requests to endpoints that exist, but not for their model."""
+    """Warnings about requests to endpoints that exist, but that their model does not serve."""
     return [
         f"{counted(group.count, 'request')} to {group.url}, which {_shortened(group.model)!r} does not serve, "
         f"first on line {group.first_line}."
@@ -100,7 +100,7 @@ def endpoint_warnings(report: CheckReport, endpoints: Mapping[str, Sequence[str]
 
 
 def _unserved_groups(report: CheckReport, endpoints: Mapping[str, Sequence[str]]) -> list[RequestGroup]:
-    """The requests that their model certainly does not serve. Those to unserved models are not among them."""
+    """The requests that their model certainly does not serve, except those to unserved models."""
     return [
         group
         for group in report.groups.values()
@@ -109,7 +109,7 @@ def _unserved_groups(report: CheckReport, endpoints: Mapping[str, Sequence[str]]
 
 
 def _urls(groups: Sequence[RequestGroup]) -> list[str]:
-    """The endpoints of the groups with their numbers of requests, the most frequent first, up to a few."""
+    """The groups' most frequent endpoints, with their numbers of requests."""
     counts: dict[str, int] = {}
     for group in groups:
         counts[group.url] = counts.get(group.url, 0) + group.count

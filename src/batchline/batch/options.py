@@ -42,7 +42,7 @@ class RunOptions:
     settings: named settings that change results; a run is only resumed with equal ones. read_settings: provides more of
     them; it may read the model's files for a minute.
     served_models: the names of each model, as far as they are known before the backend exists.
-    served_endpoints: the paths that each served name answers, as far as they are known.
+    served_endpoints: the known paths that each served name answers.
     default_model: the model that answers requests that name none; if it is None, they are errors.
     """
 

@@ -49,7 +49,7 @@ class MeasuredRun(BaseModel):
         return self.output_tokens / self.requests if self.requests else 0.0
 
     def time_s(self, prompt_tokens: float, output_tokens: float) -> float:
-        """How long a run of so many tokens takes, loading included."""
+        """How long a run of this many tokens takes, including loading."""
         work = prompt_tokens + OUTPUT_TOKEN_COST * output_tokens
         measured = self.prompt_tokens + OUTPUT_TOKEN_COST * self.output_tokens
         return self.load_time_s + self.run_time_s * work / measured

@@ -154,7 +154,7 @@ class Runner:
     async def _ask(self, request: EndpointRequest) -> tuple[Answer, bytes]:
         """The backend's answer and its body as JSON. Raises: BackendUnavailable, ModelLoadError."""
         try:
-            if not is_batch_url(request.url):  # also where a backend answers it to a server, as `/tokenize`
+            if not is_batch_url(request.url):  # also if a backend answers it to a server, such as `/tokenize`
                 raise unknown_path(request.url, await self._backend.models())
             return _checked(await self._backend.answer(request), request.request_id)
         except (BackendUnavailable, ModelLoadError):

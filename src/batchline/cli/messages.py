@@ -89,7 +89,8 @@ def log(text: str, level: Level = "info", **fields: Any) -> None:
 
 
 def tell(text: str, level: Level = "info", *, is_result: bool = False, is_whole: bool = False, **fields: Any) -> None:
-    """A line without a time: how a command ends. is_result: shown under `--quiet` too. is_whole: never wrapped.
+    """Print a line without a time, such as a command's result. is_result: shown even with `--quiet`. is_whole: never
+    wrapped.
     fields: for JSON."""
     if level == "error" or is_result or not _output.is_quiet:
         _print(f"{_PREFIXES[level]}{text}", text, level, fields, is_whole=is_whole)

@@ -315,7 +315,7 @@ class Translation:
     _refused: dict[str, list[str]] = field(default_factory=dict)
 
     def translate(self, name: str, option: VllmOption, values: list[str], where: str = "") -> Ours:
-        """The options of ours that stand for it. values: of a flag `true` or `false`. where: put before refusals."""
+        """Our options in place of vLLM's. values: for a flag, `true` or `false`. where: put before refusals."""
         value = values[0] if values else ""
         if option.takes == "flag" and value == "false" and (option.refusal or option.ours):
             opposite = _opposite(option.ours)

@@ -55,7 +55,7 @@ class Embedder(Protocol):
         """One sequence per text, cut to `max_tokens` if it is given. side: where to cut; None is the model's choice."""
 
     async def cut(self, texts: Sequence[str], max_tokens: int) -> list[str]:
-        """The texts' beginnings, of at most so many tokens. Raises: BadRequest."""
+        """The texts' beginnings, of at most this many tokens. Raises: BadRequest."""
 
     async def tokenize_messages(
         self, messages: Sequence[Mapping[str, Any]], *, add_special_tokens: bool = False
@@ -122,7 +122,7 @@ class EngineEmbedder:
         return [self.from_token_ids(row, max_tokens=max_tokens, side=side) for row in rows]
 
     async def cut(self, texts: Sequence[str], max_tokens: int) -> list[str]:
-        """The texts' beginnings, of at most so many tokens."""
+        """The texts' beginnings, of at most this many tokens."""
         tokenizer = self._model.tokenizer
 
         def cut_one(text: str) -> str:

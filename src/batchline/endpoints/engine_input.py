@@ -238,7 +238,7 @@ def derived_seed(seed: int, choice: int) -> int:
 def bad_words_ids(words: tuple[str, ...], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
     """Token sequences of each word at the start of a text and after a space.
 
-    The second is left out if the space is a separate token, since the first then covers it.
+    The second is left out if the space is a separate token, because then the first covers it.
     """
     sequences: list[tuple[int, ...]] = []
     for word in words:

@@ -26,7 +26,7 @@ REPEATED = "repetition_detected"
 """The `stop_reason` of an output that repeats itself, as vLLM has it."""
 
 LONG_OUTPUT = 2048
-"""More tokens than this are turned into text on a thread, since they would block the event loop for milliseconds."""
+"""More tokens than this are turned into text on a thread, because they would block the event loop for milliseconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

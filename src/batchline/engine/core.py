@@ -364,6 +364,6 @@ def _error_of(exc: BaseException) -> EngineError:
 
 
 def _is_out_of_memory(exc: Exception) -> bool:
-    # the CPU allocator has no exception type of its own
+    # the CPU allocator has no separate exception type
     is_own_type = isinstance(exc, (torch.OutOfMemoryError, MemoryError))
     return is_own_type or (isinstance(exc, RuntimeError) and "can't allocate memory" in str(exc))

@@ -116,7 +116,7 @@ def choose_num_blocks(
 ) -> int:
     """The number of blocks for the configured size, or else for the free memory, up to the largest useful size.
 
-    That is `max_num_seqs` sequences of `max_model_len` positions, since more are never in use at once. Blocks not in
+    That is `max_num_seqs` sequences of `max_model_len` positions, the most that are in use at once. Blocks not in
     use hold prefixes for reuse.
     """
     useful = max_num_seqs * -(-max_model_len // config.block_size)
@@ -127,7 +127,7 @@ def choose_num_blocks(
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     # zeros, not empty: unused positions of a block are read and masked, and a NaN there would survive the mask. On a
-    # CPU a mapping of its own, which takes no memory until it is written; torch writes its zeros at once.
+    # CPU, a separate mapping, which takes no memory until it is written; torch would write its zeros at once.
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     memory = LEDGER.promise(fresh_zeros(math.prod(shape) * dtype.itemsize))

@@ -71,7 +71,7 @@ def free_bytes(device_type: str | None = None) -> int:
 
 
 def cache_share(num_free: int, device_type: str) -> int:
-    """How much of the free memory a cache may take; on a CPU half of it, since the rest is for everything else."""
+    """How much of the free memory a cache may take: on a CPU half of it, because other things need memory, too."""
     return num_free if device_type == "cuda" else num_free // 2
 
 

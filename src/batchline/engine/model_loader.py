@@ -166,7 +166,7 @@ def _read(config: ModelConfig, dtype: torch.dtype, *, warns: bool) -> tuple[Any,
         )
         eos_token_ids = _eos_token_ids(_generation_config(config), hf_config.get_text_config())
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as exc:
-        if exc.args == (PAGED_ATTENTION,):  # the KeyError of model code with a table of attention classes of its own
+        if exc.args == (PAGED_ATTENTION,):  # the KeyError of model code that has its own table of attention classes
             architecture = (hf_config.architectures or [hf_config.model_type])[0]
             raise UnsupportedModel(config.model, f"{architecture} {OWN_ATTENTION}") from exc
         raise ModelLoadError(config.model, why_not_loaded(config.model, exc)) from exc

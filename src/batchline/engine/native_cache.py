@@ -38,7 +38,7 @@ class NativeKVCache:
         self.device = torch.device("cpu")
         self._dtype = shape.dtype
         in_layers = [group.num_elements * shape.block_size for group in by_layer(padded(shape).groups)]
-        # zeros, since unwritten positions are read and weighed with 0, which a NaN would survive
+        # zeros: unwritten positions are read and multiplied by 0, and a NaN would survive that
         num_bytes = num_blocks * sum(in_layers) * shape.dtype.itemsize
         own = fresh_zeros(num_bytes) if memory is None else memory.take(num_bytes)
         self._memory = LEDGER.promise(own)

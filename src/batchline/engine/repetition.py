@@ -12,7 +12,7 @@ _NEVER = np.iinfo(np.int64).max
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repetition:
-    """An output ends if a pattern of `min_size` to `max_size` tokens stands `count` times (2 or more) in a row."""
+    """An output ends if a pattern of `min_size` to `max_size` tokens occurs `count` times (2 or more) in a row."""
 
     min_size: int
     max_size: int
@@ -23,7 +23,7 @@ class RepetitionTracker:
     """Follows one output. Mutable. Each token costs the same: a few operations on `max_size` numbers.
 
     For each distance up to `max_size`, it counts how many of the last tokens equal the token that far before them. A
-    pattern of that size stands n times in a row once (n - 1) * size tokens do.
+    pattern of that size occurs n times in a row once (n - 1) * size tokens do.
     """
 
     def __init__(self, wanted: Repetition) -> None:
@@ -32,7 +32,7 @@ class RepetitionTracker:
         self._num_needed = np.where(sizes < wanted.min_size, _NEVER, sizes * (wanted.count - 1))
 
     def push(self, token_ids: array[int], num_output: int) -> bool:
-        """Take the last token; call it for each one. Returns whether the output repeats itself now.
+        """Take the last token; call this for each token. Returns whether the output repeats itself now.
 
         token_ids: 64-bit, the last `num_output` count.
         """

@@ -9,7 +9,7 @@ from its tokens, which the prefix cache may shorten. A waiting sequence with a s
 in the same way if there is no seat or no block for it. Sequences of equal priority never preempt each other, so they
 cannot alternate endlessly. No sequence is preempted if that would not free enough blocks.
 
-A block is registered for reuse as soon as the step that fills it is scheduled: its tokens are certain, since a step
+A block is registered for reuse as soon as the step that fills it is scheduled. Its tokens are certain, because a step
 computes only tokens of the prompt and sampled ones. Every layer writes the step's keys and values before any of its
 sequences read them, so even sequences of the same step can share it. `undo` reverts a step that failed.
 """

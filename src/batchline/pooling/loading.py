@@ -268,7 +268,7 @@ def _why_no_kernels(config: ModelConfig, loaded: LoadedPoolingModel) -> tuple[st
 
 
 def _is_out_of_memory(exc: Exception) -> bool:
-    # torch's CPU allocator has no exception type of its own; numpy's is a MemoryError
+    # torch's CPU allocator has no separate exception type; numpy's is a MemoryError
     return isinstance(exc, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(exc)
 
 

@@ -33,7 +33,7 @@ def num_places(path: str, body: Mapping[str, Any]) -> int:
 
 
 class Pace:
-    """How fast the server finishes its work, which tells when a refused client should try again. Mutable.
+    """How fast the server finishes its work, from which it computes when a refused client should retry. Mutable.
 
     num_running: the sequences in the server, waiting ones and those made in the background included.
     """

@@ -22,7 +22,7 @@ OPEN_PATHS = frozenset({"/health", "/ping", "/", "/docs"})
 """The page at /docs is the same for every server. It requests its contents with the key that the user enters."""
 
 _PREFLIGHT = "Browsers cannot call this server from other sites: its operator can start it with --allowed-origins"
-"""A preflight never has a key, and it comes here only if no origin is allowed."""
+"""A preflight never has a key, and only gets here if no origin is allowed."""
 
 _ASKED_METHOD = "access-control-request-method"
 
@@ -58,11 +58,11 @@ class ApiKeys:
         await self._app(scope, receive, send)
 
     def _check(self, keys: Sequence[str]) -> str:
-        """The owner that the first valid key stands for. Raises: Unauthorized."""
+        """The owner of the first valid key. Raises: Unauthorized."""
         if not keys:
             raise Unauthorized("An API key is needed: send Authorization: Bearer <key>", code="missing_api_key")
         for key in keys:
-            # headers arrive as latin-1; the digests are compared without a hint of where they differ, all of them
+            # headers arrive as latin-1; all digests are compared, in constant time
             given = _digest(key.encode("latin-1"))
             matches = [hmac.compare_digest(given, digest) for digest in self._digests]
             if any(matches):

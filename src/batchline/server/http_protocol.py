@@ -88,7 +88,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._stop_head_timer()
         self._stop_write_timer()
         super().connection_lost(exc)
-        for cycle in self._unanswered:  # uvicorn only tells the last one
+        for cycle in self._unanswered:  # uvicorn only notifies the last one
             cycle.disconnected = True
             cycle.message_event.set()
 

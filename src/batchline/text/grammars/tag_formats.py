@@ -1,7 +1,7 @@
 """Structural tags as grammars: a rule for each node of the tree of formats.
 
 Free text has no end marker, so only the end of a tag or of the whole text may follow it. In any other position the
-grammar engine could not know where it ends, and the tree is refused.
+grammar engine could not know where it ends, so the tree is refused.
 """
 
 from __future__ import annotations

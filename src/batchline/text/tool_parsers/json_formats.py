@@ -86,7 +86,7 @@ class HermesToolParser(ToolCallParser):
     """Hermes: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, a block for each call.
 
     Format: the chat templates of NousResearch Hermes 2 Pro and 3, Qwen 2.5 and Qwen 3; vLLM's `hermes` parser. The
-    closing tag may be missing, since models leave it out at the end of a turn.
+    closing tag may be missing, because models leave it out at the end of a turn.
     """
 
     openings = ("<tool_call>",)
