@@ -91,8 +91,10 @@ class StreamOptions(WireModel):
 
 
 class RepetitionDetection(WireModel):
-    """vLLM's field: ends an output in which a pattern of this size occurs `min_count` times in a row. A max_pattern_size
-    of 0 turns it off; a min_pattern_size of 0 means 1."""
+    """Ends an output in which a pattern of this size occurs `min_count` times in a row, as in vLLM.
+
+    A max_pattern_size of 0 turns it off; a min_pattern_size of 0 means 1.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
