@@ -179,6 +179,15 @@ def test_strict_finds_the_same_bad_lines_as_check_before_the_model_loads(
     assert f"Error: Stopped by --strict before any request was run: {checked['findings'][0]}" in ended.err
 
 
+def test_the_help_of_split_tells_what_its_limits_do_there(command: Command) -> None:
+    """It said "Refuse a batch file with more requests"."""
+    ended = command("split", "--help")
+    assert ended.code == 0
+    assert "Refuse" not in ended.out
+    assert re.search("--max-requests .* Most requests in one part", ended.out)
+    assert re.search("--max-file-size .* Largest part", ended.out)
+
+
 def test_a_finished_strict_run_is_known_before_its_constraints_are_compiled_again(
     command: Command, backend: FakeBackend, good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -387,7 +396,7 @@ def test_check_counts_bad_lines_by_code_and_tells_where_the_rest_is(command: Com
     lines = [line(str(n), top_p=n) for n in range(2, 32)] + [line("40"), b"bad"]
     path = write(tmp_path / "in.jsonl", *lines)
     ended = command("check", path)
-    assert re.search(r"^ +30  400\n +1  invalid_json_line\n  line 1: 400: top_p: ", ended.out, re.MULTILINE)
+    assert re.search(r"^ +30  HTTP 400\n +1  invalid_json_line\n  line 1: HTTP 400: top_p: ", ended.out, re.MULTILINE)
     assert "... and 11 more; --bad-lines FILE writes all of them" in ended.out
     ended = command("check", path, "--bad-lines", tmp_path / "bad")
     assert f"31 bad lines written to {tmp_path / 'bad'}" in ended.out

@@ -26,9 +26,11 @@ _DEFAULTS = TextConfig()
 
 
 def check(
-    input_file: Annotated[str, typer.Argument(metavar="FILE", help="Batch file: a path, - or a URL.")],
+    input_file: Annotated[
+        str, typer.Argument(metavar="FILE", help="Batch file: a path, - for standard input, or a URL.")
+    ],
     model: Annotated[
-        list[str] | None, typer.Option(help="Name of a served model. Repeatable; default: any name.")
+        list[str] | None, typer.Option(help="Name of a model that a run serves. Repeatable; default: any name.")
     ] = None,
     tokenizer: Annotated[str | None, typer.Option(help="Count tokens with this tokenizer (folder or id).")] = None,
     max_model_len: Annotated[
@@ -36,7 +38,7 @@ def check(
     ] = None,
     bad_lines: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Write all bad lines to this JSONL file: number, custom_id, error."),
+        typer.Option(metavar="FILE", help="Write the number, custom_id and error of every bad line to this file."),
     ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Unknown request fields are errors.")] = False,
     max_logprobs: Annotated[
@@ -127,15 +129,20 @@ def _print_report(
     for warning in warnings:
         show(warning)
     for code, count in sorted(report.faults_by_code.items(), key=lambda item: -item[1]):
-        show(f"  {count:>12,}  {code}")
+        show(f"  {count:>12,}  {_code_text(code)}")
     for fault in report.faults[:_SHOWN_FAULTS]:
-        show(f"  line {fault.line_number}: {fault.code}: {fault.message}")
+        show(f"  line {fault.line_number}: {_code_text(fault.code)}: {fault.message}")
     if report.num_faults > _SHOWN_FAULTS and bad_lines is None:
         show(f"  ... and {report.num_faults - _SHOWN_FAULTS:,} more; --bad-lines FILE writes all of them")
     if bad_lines is not None:
         show(f"{counted(report.num_faults, 'bad line')} written to {bad_lines}", is_whole=True)
     if not found:
         show("Nothing is wrong with it." if not warnings else "Nothing else is wrong.")
+
+
+def _code_text(code: str) -> str:
+    """The code of a bad line: of a line that is no request, or the status of the request's answer."""
+    return f"HTTP {code}" if code.isdecimal() else code
 
 
 def _print_tokens(counts: TokenCounts) -> None:

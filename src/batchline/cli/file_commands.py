@@ -9,15 +9,17 @@ from typing import Annotated
 import typer
 
 from batchline.cli.messages import tell
-from batchline.cli.values import LimitPreset, MaxFileSize, MaxRequests, limits_of
+from batchline.cli.values import LimitPreset, PartRequests, PartSize, limits_of
 from batchline.errors import UsageError, counted
 
 
 def split(
-    input_file: Annotated[str, typer.Argument(metavar="FILE", help="Batch file: a path, - or a URL.")],
+    input_file: Annotated[
+        str, typer.Argument(metavar="FILE", help="Batch file: a path, - for standard input, or a URL.")
+    ],
     output_dir: Annotated[Path, typer.Option("-d", "--output-dir", help="Existing folder for the parts.")] = Path(),
-    max_requests: MaxRequests = None,
-    max_file_size: MaxFileSize = None,
+    max_requests: PartRequests = None,
+    max_file_size: PartSize = None,
     limits: LimitPreset = "hosted",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace older parts of the same name.")] = False,
 ) -> None:
@@ -30,7 +32,7 @@ def split(
 
 
 def merge(
-    results: Annotated[list[Path], typer.Argument(metavar="RESULT...", help="Result files, error files too.")],
+    results: Annotated[list[Path], typer.Argument(metavar="RESULT...", help="Result files and error files.")],
     output_file: Annotated[Path, typer.Option("-o", "--output-file", help="File for the joined results.")],
     input_file: Annotated[
         str | None,

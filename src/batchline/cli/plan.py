@@ -43,10 +43,12 @@ class Estimate:
 )
 def plan(
     context: typer.Context,
-    input_file: Annotated[str, typer.Argument(metavar="FILE", help="Batch file: a path, - or a URL.")],
+    input_file: Annotated[
+        str, typer.Argument(metavar="FILE", help="Batch file: a path, - for standard input, or a URL.")
+    ],
     model_options: ModelOptions,
     model: Annotated[
-        str | None, typer.Option(help="Model (folder or id): counts tokens, estimates time and memory.")
+        str | None, typer.Option(help="Model folder or id, to count tokens and estimate time and memory.")
     ] = None,
     dedup: Annotated[bool, typer.Option(help="Run identical deterministic requests only once.")] = True,
     state_dir: Annotated[

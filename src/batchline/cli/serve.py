@@ -16,7 +16,7 @@ from batchline.backends.base import ServedModel, models_by_name, running
 from batchline.backends.registry import EMBEDDED
 from batchline.cli.backend_options import BackendOptions
 from batchline.cli.config_file import takes_config_file
-from batchline.cli.messages import LogFormatOption, QuietOption, configure, log, log_formatter
+from batchline.cli.messages import LogFormatOption, configure, log, log_formatter
 from batchline.cli.model_options import ModelOptions, refuse_without_model
 from batchline.cli.option_groups import takes_options
 from batchline.cli.server_options import ServingOptions
@@ -43,7 +43,7 @@ def serve(
     ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Unknown request fields are errors.")] = False,
     log_format: LogFormatOption = "text",
-    quiet: QuietOption = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print errors only.")] = False,
 ) -> None:
     """Serve one or more models over an OpenAI-compatible API."""
     configure(log_format, quiet=quiet)

@@ -48,6 +48,11 @@ MaxRequests = Annotated[int | None, typer.Option(min=1, help="Refuse a batch fil
 MaxFileSize = Annotated[
     int | None, typer.Option(parser=parse_num_bytes, metavar="SIZE", help="Refuse a larger batch file, e.g. 100MB.")
 ]
+PartRequests = Annotated[int | None, typer.Option("--max-requests", min=1, help="Most requests in one part.")]
+PartSize = Annotated[
+    int | None,
+    typer.Option("--max-file-size", parser=parse_num_bytes, metavar="SIZE", help="Largest part, e.g. 100MB."),
+]
 LimitPreset = Annotated[
     Literal["none", "hosted"],
     typer.Option("--limits", help="Preset limits; hosted: 50,000 requests and 100 MB, as in hosted batch services."),

@@ -241,7 +241,9 @@ def load_tokenizer(model: str, *, revision: str | None = None, trust_remote_code
         folder = Path(model)
         if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in ("tokenizer*", "vocab*", "*.model")):
             raise ModelLoadError(
-                model, "the folder has no tokenizer (no tokenizer.json): copy the tokenizer's files beside the weights"
+                model,
+                "the folder has no tokenizer (no tokenizer.json). Answers are text, so one is needed even if all "
+                "prompts are token ids: copy the tokenizer's files into the folder, or name another with --tokenizer",
             ) from exc
         raise ModelLoadError(model, f"its tokenizer cannot be loaded: {first_line(exc)}") from exc
     return from_transformers(model, tokenizer)
