@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from batchline.errors import BadRequest, ServiceUnavailable
-from batchline.text import isolation
+from batchline.text import isolated_child, isolation
 from batchline.text.isolation import WorkAbandoned, WorkEnded, on_large_stack, run_isolated, run_on
 
 
@@ -38,7 +38,7 @@ def spin(_: Any) -> None:
 
 def eat(_: Any) -> int:
     """Runs in a child."""
-    return len(bytearray(2 * isolation.MEMORY_BYTES))
+    return len(bytearray(2 * isolated_child.MEMORY_BYTES))
 
 
 def recurse(depth: int) -> int:

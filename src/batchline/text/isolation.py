@@ -10,22 +10,20 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
-import importlib
-import json
 import os
 import select
 import signal
-import struct
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from contextvars import ContextVar, copy_context
-from functools import cache, partial
+from functools import partial
 from typing import Any, BinaryIO, TypeVar
 
 from batchline.errors import BadRequest, ServiceUnavailable
+from batchline.text.isolated_child import read_message, serve, thread_with_stack, write_message
 
 T = TypeVar("T")
 
@@ -38,9 +36,6 @@ WALL_SECONDS = 60.0
 NUM_ATTEMPTS = 2
 """How many children are tried if a child ends for a reason other than its work."""
 
-MEMORY_BYTES = 1 << 30
-"""Memory that a child may allocate beyond what it uses when it is ready."""
-
 IDLE_BYTES = 128 << 20
 """Memory that an idle child may keep beyond what it uses when it is ready. The sizing of the KV cache ignores it."""
 
@@ -48,7 +43,6 @@ CHILD_STACK_BYTES = 64 << 20
 PARENT_STACK_BYTES = 128 << 20
 """Twice a child's stack: work that succeeded in a child cannot overflow it here."""
 
-_HEADER = struct.Struct("<I")
 _OUT_OF_TIME = -getattr(signal, "SIGPROF", 0)
 _ENDED_FROM_OUTSIDE = (-getattr(signal, "SIGKILL", 9), -signal.SIGTERM)
 """Numbers, because two of these signals do not exist on Windows."""
@@ -140,26 +134,11 @@ def on_large_stack(work: Callable[[], T]) -> T:
         except BaseException as exc:  # raised again below, in the caller's thread
             failed.append(exc)
 
-    thread = _thread_with_stack(run, PARENT_STACK_BYTES)
+    thread = thread_with_stack(run, PARENT_STACK_BYTES)
     thread.join()
     if failed:
         raise failed[0]
     return done[0]
-
-
-_stack_size_lock = threading.Lock()
-
-
-def _thread_with_stack(run: Callable[[], None], stack_bytes: int) -> threading.Thread:
-    """Start a thread. The stack size is a process-wide setting, so threads that start meanwhile may get it too."""
-    with _stack_size_lock:
-        before = threading.stack_size(stack_bytes)
-        try:
-            thread = threading.Thread(target=run, daemon=True)
-            thread.start()
-        finally:
-            threading.stack_size(before)
-    return thread
 
 
 class _Child:
@@ -167,7 +146,7 @@ class _Child:
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-c", f"from {__name__} import serve; serve({CHILD_STACK_BYTES})"],
+            [sys.executable, "-c", f"from {serve.__module__} import serve; serve({CHILD_STACK_BYTES})"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -184,10 +163,10 @@ class _Child:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:
-            _write(self._process.stdin, [name, argument, CPU_SECONDS])
+            write_message(self._process.stdin, [name, argument, CPU_SECONDS])
             if not _is_readable(self._process.stdout, WALL_SECONDS):
                 self.kill()
-            answer: dict[str, Any] | None = _read(self._process.stdout)
+            answer: dict[str, Any] | None = read_message(self._process.stdout)
         except OSError:
             answer = None
         if answer is None:
@@ -280,88 +259,3 @@ def _is_readable(pipe: BinaryIO | Any, timeout_s: float) -> bool:
     poller = select.poll()
     poller.register(pipe, select.POLLIN)
     return bool(poller.poll(timeout_s * 1000))
-
-
-def _write(pipe: BinaryIO | Any, message: Any) -> None:
-    data = json.dumps(message).encode()
-    pipe.write(_HEADER.pack(len(data)) + data)
-    pipe.flush()
-
-
-def _read(pipe: BinaryIO | Any) -> Any:
-    """The next message; None if the other end is closed."""
-    header = pipe.read(_HEADER.size)
-    if len(header) < _HEADER.size:
-        return None
-    (length,) = _HEADER.unpack(header)
-    data = pipe.read(length)
-    return json.loads(data) if len(data) == length else None
-
-
-def serve(stack_bytes: int) -> None:
-    """A child's main loop: works for the parent until that ends, on a thread with a large stack."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    source, target = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    _no_core_dump()
-    _thread_with_stack(partial(_serve, source, target), stack_bytes).join()
-
-
-def _serve(source: BinaryIO, target: BinaryIO) -> None:
-    ready_bytes: int | None = None
-    while (message := _read(source)) is not None:
-        name, argument, cpu_seconds = message
-        module, _, function = name.partition(":")
-        work = getattr(importlib.import_module(module), function)
-        _limit_memory()
-        if ready_bytes is None:
-            ready_bytes = _resident_bytes()
-        signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
-        answer = _answer(work, argument)
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        _write(target, {**answer, "grown_bytes": _resident_bytes() - ready_bytes})
-
-
-def _answer(work: Callable[[Any], Any], argument: Any) -> dict[str, Any]:
-    try:
-        return {"result": work(argument)}
-    except BadRequest as exc:
-        return {"message": exc.message, "param": exc.param}
-    except RecursionError:
-        return {"ended": "is nested too deeply"}
-    except MemoryError:
-        return {"ended": "takes too much memory"}
-    except Exception:  # the boundary of a worker: the child continues, and this piece of work fails
-        return {"ended": "could not be processed"}
-
-
-def _no_core_dump() -> None:
-    import resource  # exists only on Unix
-
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-
-
-@cache
-def _limit_memory() -> None:
-    """Set the memory limit, once, after the imports. Does nothing if the system does not report the memory in use."""
-    import resource
-
-    num_bytes = _memory_bytes(0)
-    if num_bytes:
-        with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_AS, (num_bytes + MEMORY_BYTES, num_bytes + MEMORY_BYTES))
-
-
-def _resident_bytes() -> int:
-    """Resident memory of this process; 0 if the system does not report it."""
-    return _memory_bytes(1)
-
-
-def _memory_bytes(field: int) -> int:
-    """A field of Linux's `statm`, in bytes: 0 is the address space, 1 the resident memory. 0 if there is no `statm`."""
-    import resource
-
-    try:
-        with open("/proc/self/statm", encoding="ascii") as file:
-            return int(file.read().split()[field]) * resource.getpagesize()
-    except (OSError, ValueError):
-        return 0
