@@ -1,4 +1,4 @@
-// The C interface: picks the instruction set's kernels, cuts the work into items and spreads them over cores.
+// The C interface: picks the instruction set's kernels, cuts the work into items and distributes them over cores.
 #include <algorithm>
 #include <new>
 #include <vector>
@@ -54,7 +54,7 @@ bool is_supported(int isa) {
 // Rows per range so that a range moves some 32 KB: small enough to balance, large enough to hide the claim.
 int64_t rows_per_range(int64_t numbers_per_row) { return std::max<int64_t>(1, 16384 / std::max<int64_t>(1, numbers_per_row)); }
 
-// Rows and columns are cut so that an item's inputs stay in the second-level cache while its panels pass by.
+// Rows and columns are cut so that an item's inputs stay in the second-level cache while its panels are read.
 void run_linear(const Runtime& runtime, const TypedKernels& kernels, const LinearArgs& a) {
   const int64_t column_items = divide_up(a.num_panels(), kernels.panels_at_once);
   const int64_t items = divide_up(a.rows, kMaxItemRows) * column_items;
@@ -79,8 +79,8 @@ struct AttendWork {
   }
 };
 
-// Everything a call of attention has to do, sequence by sequence: a prefix that many share stays in the caches. A
-// decode's heads are one item, which reads memory in its order, where there are enough of them for all cores.
+// All items of a call of attention, sequence by sequence, so that a prefix that many share stays in the caches. If there
+// are enough decodes for all cores, a decode's heads are one item, which reads memory in order.
 class AttentionPlan {
  public:
   AttentionPlan(const AttentionArgs& args, int64_t num_threads) : args_(args) {
@@ -112,7 +112,7 @@ class AttentionPlan {
     int64_t count;
   };
 
-  // The item over all keys that its queries see, in up to max_pieces pieces.
+  // The item for all keys that its queries see, in up to max_pieces pieces.
   void add(AttentionItem item, int64_t max_pieces) {
     const Segment& s = args_.segments[item.segment];
     const int64_t first_position = s.context - s.num_queries + item.first_query, end = first_position + item.num_queries;
@@ -154,7 +154,7 @@ __attribute__((visibility("default"))) int batchline_best_isa() {
 
 __attribute__((visibility("default"))) int batchline_is_supported(int isa) { return is_supported(isa) ? 1 : 0; }
 
-// Null when this build or processor lacks the instruction set, or there is no memory. The result lives as long as the
+// Null if this build or processor lacks the instruction set, or there is no memory. The result lives as long as the
 // process.
 __attribute__((visibility("default"))) const Runtime* batchline_open(int isa, RunParallel run_parallel) {
   if (!is_supported(isa) || kernels_of(isa) == nullptr) return nullptr;

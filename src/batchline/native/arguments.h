@@ -1,4 +1,4 @@
-// What the kernels are told: plain pointers, sizes and strides. Strides count elements, not bytes.
+// The kernels' arguments: plain pointers, sizes and strides. Strides count elements, not bytes.
 //
 // A *pair* is what one multiply-accumulate consumes: two neighbouring bfloat16 numbers, or one float. A *panel* is kPanel
 // columns that are computed side by side.
@@ -53,13 +53,13 @@ struct LinearItem {
   int64_t first_row, end_row, first_panel, end_panel;
 };
 
-// One layer's part of the KV cache (see engine/native_cache.py). For each block and key-value head one behind the other:
+// One layer's part of the KV cache (see engine/native_cache.py). For each block and key-value head, in this order:
 //
 //   keys:   (ceil(key_dim / pair), block_size, pair)      a panel is 16 positions
 //   values: (block_size / pair, padded value_dim, pair)   a panel is 16 of the value's numbers
 struct CacheArgs {
   void* data;
-  int64_t block_stride;  // elements from a block to the next; the other layers' parts lie between
+  int64_t block_stride;  // elements from one block to the next; the other layers' parts are in between
   int64_t block_size, num_kv_heads, key_dim, value_dim;
 
   template <class T>
@@ -74,7 +74,7 @@ struct CacheArgs {
   T* values(int64_t block, int64_t head) const { return keys<T>(block, head) + key_numbers<T>(); }
 };
 
-// Row by row: normalise each query and key head (where weights are given), rotate it, write keys and values to slots.
+// Row by row: normalise each query and key head (if weights are given), rotate it, write keys and values to slots.
 struct RotaryArgs {
   void* query;  // (rows, num_heads, key_dim), rotated in place
   const void* key;
@@ -105,14 +105,14 @@ struct AttentionArgs {
   CacheArgs cache;
   int64_t num_segments, num_heads;
   int64_t query_stride, query_head_stride, out_stride;
-  int64_t window;  // positions a query sees, itself included; 0: all
+  int64_t window;  // positions that a query sees, including its own; 0: all
   float scale, softcap;  // softcap 0: none
 
   int64_t group() const { return num_heads / cache.num_kv_heads; }
 };
 
 // A piece of attention for one core: some queries of some key-value heads against keys [key_begin, key_end).
-// partial: where to put an unfinished result that a merge completes (then it is of one head); -1: the result is finished.
+// partial: where to put an unfinished result of one head, which a merge completes; -1: the result is finished.
 struct AttentionItem {
   int64_t segment, kv_head, num_kv_heads, first_query, num_queries, key_begin, key_end, partial;
 };

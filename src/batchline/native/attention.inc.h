@@ -1,12 +1,12 @@
 // Attention of a tile of queries over the blocked cache, in one pass over the keys (online softmax).
 //
 // The rows of a tile are the queries' heads that share a key-value head, so its keys are read once for the whole
-// group. Keys come in tiles of kKeyTile; for each, a few rows at a time: scores, weights, weighted values. While one
-// tile of keys is worked on, the next is fetched: blocks lie scattered, and the processor foresees nothing of that.
+// group. Keys come in tiles of kKeyTile; for each, a few rows at a time get their scores, weights and weighted values.
+// Meanwhile the next tile of keys is fetched, because blocks are scattered, and the processor cannot predict where.
 
 constexpr int kKeyTile = kKeyPanels * kPanel;
 
-// A tile's working memory. rows are padded to kTileRows so that the last ones need no code of their own.
+// A tile's working memory. rows are padded to kTileRows so that the last ones need no separate code.
 template <class T>
 struct Tile {
   int64_t rows, padded_rows, key_dim, value_dim;  // dims padded to a pair and a panel
@@ -69,7 +69,7 @@ void start_tile(Tile<T>& tile, const AttentionArgs& a, const AttentionItem& item
   }
 }
 
-// Where a tile of keys lies: for each of its panels the first pair row of the keys and of the values.
+// The location of a tile of keys: for each of its panels, the first pair row of the keys and of the values.
 template <class T>
 struct KeyTile {
   const T* keys[kKeyPanels];
@@ -89,7 +89,7 @@ struct KeyTile {
   }
 };
 
-// Keys that the row does not see weigh nothing, whatever lies in their place.
+// Keys that the row does not see have no weight, regardless of their content.
 template <class T>
 void mask_row(const Tile<T>& tile, int64_t row, F32* scores, int64_t first_key) {
   for (int c = 0; c < kKeyPanels * kVectors; ++c) {
@@ -99,9 +99,9 @@ void mask_row(const Tile<T>& tile, int64_t row, F32* scores, int64_t first_key) 
   }
 }
 
-// One row's scores become weights; returns the factor that its earlier sums must be scaled by. Scores and maxima are in
-// units of log 2, where the exponential is cheapest. The row's maximum is an older one as long as no score exceeds it by
-// kSlack: weights then exceed 1, which costs no precision, and hardly a tile has to scale what came before.
+// Turns one row's scores into weights; returns the factor that scales its earlier sums. Scores and maxima are in units of
+// log 2, where the exponential is cheapest. The row's maximum is only updated once a score exceeds it by kSlack: weights
+// may then exceed 1, which costs no precision, and few tiles have to scale the earlier sums.
 template <class T>
 float weigh_row(Tile<T>& tile, int64_t row, F32* scores, const AttentionArgs& a, int64_t first_key, T* weights) {
   constexpr int kScoreVectors = kKeyPanels * kVectors;
@@ -132,8 +132,8 @@ float weigh_row(Tile<T>& tile, int64_t row, F32* scores, const AttentionArgs& a,
 }
 
 // sums = sums * factor + weights * values, for kRows rows and kPanels panels of the value's numbers. filled: keys of the
-// tile that the context has, all of them where kIsWhole. What lies behind the context is another sequence's: nothing of
-// it is multiplied, since not even a weight of 0 makes 0 of what is no number.
+// tile that are in the context; all of them if kIsWhole. Keys after the context belong to another sequence. They are
+// never multiplied, because even a weight of 0 would keep a NaN.
 template <class T, int kRows, int kPanels, bool kIsWhole>
 void add_values(Tile<T>& tile, int64_t row, const float* factors, const KeyTile<T>& keys, int64_t column, int64_t filled) {
   Sums<kRows, kPanels> sums;
@@ -170,9 +170,9 @@ inline void add_all_values(Tile<T>& tile, int64_t row, const float* factors, con
     add_values<T, kRows, 1, kIsWhole>(tile, row, factors, keys, column, filled);
 }
 
-// filled: as of `add_values`. next: keys to fetch meanwhile, a line of each panel's keys and values per step (all of them,
-// where keys and values have the same size); null: none. Not inlined: as a part of the loop over keys GCC makes it a
-// quarter slower.
+// filled: as in `add_values`. next: keys to fetch meanwhile, a line of each panel's keys and values per step (all of them
+// if keys and values have the same size); null: none. Not inlined, because GCC makes it a quarter slower as a part of the
+// loop over keys.
 template <class T, int kRows>
 __attribute__((noinline)) void attend_rows(Tile<T>& tile, int64_t row, const AttentionArgs& a, const KeyTile<T>& keys,
                                            int64_t first_key, int64_t filled, const KeyTile<T>* next) {
@@ -232,7 +232,7 @@ void finish_tile(const Tile<T>& tile, const AttentionArgs& a, const AttentionIte
   }
 }
 
-// Heads take turns at each tile of keys: those of a block lie next to each other.
+// Heads take turns at each tile of keys, because the heads of a block are neighbours in memory.
 template <class T>
 void attend(const AttentionArgs& a, const AttentionItem& item, const Partials& partials, void* scratch) {
   const Segment& segment = a.segments[item.segment];
@@ -259,7 +259,7 @@ void attend(const AttentionArgs& a, const AttentionItem& item, const Partials& p
   for (int64_t head = item.kv_head; head < end_head; ++head) finish_tile(tile_of(head), a, item, head, partials);
 }
 
-// Put the pieces of one tile of queries, each over a range of keys, together.
+// Merge the pieces of one tile of queries; each piece covers a range of keys.
 template <class T>
 void merge(const AttentionArgs& a, const AttentionItem* items, int64_t num_items, const Partials& partials) {
   const int64_t group = a.group(), value_dim = a.cache.value_dim;

@@ -1,4 +1,4 @@
-// What AVX-512 does in one instruction. In the masked forms: GCC warns of the others' undefined sources.
+// Operations that AVX-512 does in one instruction. The masked forms avoid GCC's warning about undefined sources.
 
 constexpr __mmask16 kAllLanes = 0xffff;
 
@@ -15,7 +15,7 @@ inline F32 round_to_integer(F32 x) {
   return reinterpret<F32>(_mm512_maskz_roundscale_ps(kAllLanes, reinterpret<__m512>(x), _MM_FROUND_TO_NEAREST_INT));
 }
 
-// p * 2^n, or 0 where x is below -126.
+// p * 2^n, or 0 if x is below -126.
 inline F32 times_power_of_two(F32 p, F32 n, F32 x) {
   const __mmask16 is_normal = _mm512_cmp_ps_mask(reinterpret<__m512>(x), _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
   return reinterpret<F32>(_mm512_maskz_scalef_ps(is_normal, reinterpret<__m512>(p), reinterpret<__m512>(n)));

@@ -1,4 +1,4 @@
-// bfloat16 for instruction sets that know nothing of it.
+// bfloat16 for instruction sets without it.
 
 inline void store(BFloat16* to, F32 x) {
   const U32 bits = reinterpret<U32>(x);

@@ -9,7 +9,7 @@ void rms_norm_row(T* x, const T* delta, const T* weight, T* out, int64_t dim, fl
     F32 value = load(x + i);
     if (delta != nullptr) {
       store(x + i, value + load(delta + i));
-      value = load(x + i);  // what was rounded is what the next layer sees too
+      value = load(x + i);  // use the rounded number, which the next layer also gets
     }
     squares += value * value;
   }

@@ -1,8 +1,8 @@
 // The C interface of encoders: one call takes sequences through all layers.
 //
-// Sequences are cut into groups of some hundred rows. Where there are enough groups, each goes through the whole model
-// on one core, which waits for nobody and keeps its rows in its caches. A few sequences, as an interactive request has,
-// go through together, the cores sharing the work of each step.
+// Sequences are cut into groups of some hundred rows. If there are enough groups, each goes through the whole model on one
+// core, which never waits and keeps its rows in its caches. A few sequences, such as those of an interactive request, go
+// through together, and the cores share the work of each step.
 #include <vector>
 
 #include "encoder_kernels.h"
@@ -26,7 +26,7 @@ const EncoderKernels* encoder_kernels_of(int isa) {
 
 bool is_index(int64_t i, int64_t count) { return i >= 0 && i < count; }
 
-// Whether every length fits and every token's entries are in their tables: what comes from outside is not trusted.
+// Whether every length fits, and every token's entries are in their tables, because the caller is not trusted.
 bool is_within_tables(const EncoderArgs& a) {
   for (int64_t sequence = 0; sequence < a.num_sequences; ++sequence) {
     if (!is_index(a.lengths[sequence] - 1, a.longest)) return false;
@@ -85,7 +85,7 @@ class RowMemory {
 };
 
 // The steps of the forward pass, each over all of some rows; `spread(count, step)` calls step(index, scratch) for
-// every index below count, in whatever order and on whatever core.
+// every index below count, in any order and on any core.
 template <class Spread>
 void run_layers(const EncoderArgs& a, const TypedEncoderKernels& kernels, const EncoderRows& rows, Spread spread) {
   const int64_t num_rows = rows.num_rows(), row_blocks = divide_up(num_rows, kEncoderRows);
@@ -125,7 +125,7 @@ void run_together(const EncoderArgs& a, const TypedEncoderKernels& kernels, RunP
   });
 }
 
-// Groups on a core of their own.
+// Groups, each on one core.
 struct GroupWork {
   const EncoderArgs& args;
   const TypedEncoderKernels& kernels;
@@ -159,7 +159,7 @@ using namespace batchline;
 
 extern "C" {
 
-// isa and run_parallel as in `batchline_open`, which has to have taken them. Returns a `Status`: nothing is done where a
+// isa and run_parallel: as in `batchline_open`, which must have accepted them. Returns a `Status`: nothing is done if a
 // length or an index into a table is out of range.
 __attribute__((visibility("default"))) int batchline_encode(int isa, RunParallel run_parallel, int is_bfloat16,
                                                             const EncoderArgs* a, int num_threads) {

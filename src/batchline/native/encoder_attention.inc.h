@@ -1,7 +1,7 @@
 // Attention in both directions within one sequence, straight from its queries, keys and values: no cache.
 //
-// One head at a time: its keys and values are first put into panels (see product.inc.h), then a few queries at a time
-// get all their scores, weights from them, and weighted values. Scores are in units of log 2.
+// Works on one head at a time: its keys and values are put into panels (see product.inc.h); then, for a few queries at a
+// time, all scores, their weights, and the weighted values are computed. Scores are in units of log 2.
 
 // A head's working memory. Keys are padded to whole panels; the padding's scores are masked, its values zero.
 template <class T>
@@ -45,7 +45,7 @@ void pack_keys(const HeadMemory<T>& memory, const T* keys, int64_t stride, int64
   }
 }
 
-// Two rows of bfloat16 as pairs of numbers, one of each; a row of floats as it is.
+// Two rows of bfloat16 as pairs with one number of each row; a row of floats unchanged.
 inline void pair_rows(BFloat16* to, const BFloat16* const* rows, int64_t count) {
   int64_t c = 0;
   for (; c + kLanes <= count; c += kLanes) {
@@ -63,7 +63,7 @@ inline void pair_rows(float* to, const float* const* rows, int64_t count) {
   __builtin_memcpy(to, rows[0], static_cast<size_t>(count) * sizeof(float));
 }
 
-// What is beyond the keys is zero.
+// Positions beyond the keys become zero.
 template <class T>
 void pack_values(const HeadMemory<T>& memory, const T* values, int64_t stride, int64_t head_dim) {
   constexpr int pair = kPair<T>;
@@ -89,7 +89,7 @@ void score_panels(const HeadMemory<T>& memory, const T* queries, int64_t stride,
       store(memory.scores + r * memory.padded_keys + first_key + c * kLanes, sums.at[r][c] * factor);
 }
 
-// One row's scores become weights, whose sum is returned.
+// Turns one row's scores into weights, and returns their sum.
 template <class T>
 float weigh_scores(const HeadMemory<T>& memory, int64_t row) {
   float* scores = memory.scores + row * memory.padded_keys;

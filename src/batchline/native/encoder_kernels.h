@@ -1,7 +1,7 @@
-// Encoders of the BERT family: what their kernels are told, and the table of kernels that each instruction set provides.
+// Encoders of the BERT family: the kernels' arguments, and the table of kernels that each instruction set provides.
 //
-// Sequences come padded to one length and leave padded, but are computed packed: a *row* is one token, the sequences'
-// rows follow each other, and no padding is among them. All of a layer but its attention is done row by row.
+// Inputs and outputs are padded to one length, but the computation is packed: a *row* is one token, the sequences' rows
+// follow each other without padding. Everything in a layer except attention works row by row.
 #pragma once
 
 #include "arguments.h"
@@ -43,7 +43,7 @@ struct EncoderArgs {
   int64_t head_dim() const { return hidden / num_heads; }
 };
 
-// Some whole sequences on their way through the layers, as packed rows. first_rows: of each sequence, and the end.
+// Some whole sequences on their way through the layers, as packed rows. first_rows: each sequence's, and the end.
 struct EncoderRows {
   void* x;         // (rows, hidden)
   void* qkv;       // (rows, 3 * hidden)
@@ -56,7 +56,7 @@ struct EncoderRows {
 
 constexpr int64_t kEncoderRows = kMaxItemRows;  // that go through a layer's linear parts together, without leaving the caches
 
-// All of them are serial; scratch is theirs alone while they run, and `scratch_bytes` long. `project` and `finish`
+// All kernels are serial. No other thread uses scratch, of `scratch_bytes`, while they run. `project` and `finish`
 // take at most kEncoderRows rows, `attend` one head of one sequence, whose index counts from `first_sequence`.
 struct TypedEncoderKernels {
   int64_t element_bytes;

@@ -1,4 +1,4 @@
-// What follows a product while its sums are still in registers.
+// The operations after a product, while its sums are still in registers.
 
 inline F32 silu(F32 x) { return x / (1.0f + exp(-x)); }
 

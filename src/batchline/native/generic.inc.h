@@ -1,4 +1,4 @@
-// What some instruction sets do in one instruction, for those that do not.
+// Operations that other instruction sets do in one instruction.
 
 inline F32 load(const BFloat16* from) {
   return reinterpret<F32>(__builtin_convertvector(load_bits<U16>(from), U32) << 16);
@@ -11,7 +11,7 @@ inline F32 round_to_integer(F32 x) {
   return (x + magic) - magic;
 }
 
-// p * 2^n, or 0 where x is below -126. n is an integer up to 128, p so that the result is a normal number or infinity.
+// p * 2^n, or 0 if x is below -126. n is an integer up to 128; p makes the result a normal number or infinity.
 inline F32 times_power_of_two(F32 p, F32 n, F32 x) {
   const U32 exponents = reinterpret<U32>(__builtin_convertvector(n, I32)) << 23;
   const F32 product = reinterpret<F32>(reinterpret<U32>(p) + exponents);

@@ -1,4 +1,4 @@
-// The C interface of int8 linear layers: picks the instruction set's kernels, cuts the work and spreads it over cores.
+// The C interface of int8 linear layers: picks the instruction set's kernels, cuts the work and distributes it.
 #include <algorithm>
 #include <new>
 #include <vector>
@@ -73,7 +73,7 @@ void multiply(const Int8Runtime& runtime, const TypedInt8Kernels& kernels, const
 }
 
 void run_linear(const Int8Runtime& runtime, const TypedInt8Kernels& kernels, const Int8LinearArgs& a) {
-  thread_local std::vector<uint8_t> bytes;  // kept from call to call: fresh memory would be zeroed by the system
+  thread_local std::vector<uint8_t> bytes;  // reused by later calls, because the system would zero fresh memory
   thread_local std::vector<float> scales;
   const int64_t stride = row_stride(a), rows_at_once = std::min(a.rows, kRowsAtOnce);
   if (static_cast<int64_t>(bytes.size()) < rows_at_once * stride) bytes.resize(static_cast<size_t>(rows_at_once * stride));
@@ -97,7 +97,7 @@ extern "C" {
 
 __attribute__((visibility("default"))) int batchline_int8_is_supported(int isa) { return is_supported(isa) ? 1 : 0; }
 
-// Null when this build or processor lacks the instruction set, or there is no memory. The result lives as long as the
+// Null if this build or processor lacks the instruction set, or there is no memory. The result lives as long as the
 // process.
 __attribute__((visibility("default"))) const Int8Runtime* batchline_int8_open(int isa, RunParallel run_parallel) {
   if (!is_supported(isa) || kernels_of(isa) == nullptr) return nullptr;

@@ -25,7 +25,7 @@ constexpr int kOffset = 0;
 
 inline I32 round_to_int(F32 x) { return reinterpret<I32>(_mm256_cvtps_epi32(reinterpret<__m256>(x))); }
 
-// Products of pairs fit into 16 bits, as neither factor goes beyond 127.
+// Sums of two products fit into 16 bits, because no factor is beyond 127.
 inline I32 dot_fours(I32 sum, I32 a, I32 b) {
   const __m256i x = reinterpret<__m256i>(a), y = reinterpret<__m256i>(b);
   const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(x), _mm256_sign_epi8(y, x));

@@ -1,4 +1,4 @@
-// For x86 processors with the 256-bit int8 dot product, which those without AVX-512 have.
+// For x86 processors without AVX-512, but with the 256-bit int8 dot product.
 #if defined(__x86_64__)
 #include <immintrin.h>
 

@@ -1,4 +1,4 @@
-// For any processor: vectors of four numbers, which every compiler target of note has.
+// For any processor: vectors of four numbers, which every important compiler target has.
 #include "int8_kernels.h"
 
 namespace batchline {
@@ -22,8 +22,7 @@ inline I32 round_to_int(F32 x) {
   return rounded;
 }
 
-// Even and odd bytes as 16-bit numbers: a product of two, and the sum of two products, fit as well, as neither factor
-// goes beyond 127.
+// Even and odd bytes as 16-bit numbers. A product, and the sum of two products, also fit, because no factor is beyond 127.
 inline I32 dot_fours(I32 sum, I32 a, I32 b) {
   const I16 x = reinterpret<I16>(a), y = reinterpret<I16>(b);
   const I32 pairs = reinterpret<I32>((x << 8 >> 8) * (y << 8 >> 8) + (x >> 8) * (y >> 8));

@@ -1,8 +1,8 @@
-// Int8 linear layers: what their kernels are told, and the table of kernels that each instruction set provides.
+// Int8 linear layers: the kernels' arguments, and the table of kernels that each instruction set provides.
 //
 // A *four* is what one multiply-accumulate consumes: four neighbouring inputs, a byte each. Every number of a row of x
-// shares one scale, every weight of an output another one, so that the products are sums of integers: exact, whatever
-// the order of the additions, and the same on every instruction set.
+// shares one scale, and so do the weights of an output. So products are sums of integers: exact in any order of additions,
+// and the same on every instruction set.
 #pragma once
 
 #include "arguments.h"
@@ -28,7 +28,7 @@ struct Int8LinearArgs {
   int64_t num_panels() const { return divide_up(outputs, kPanel) * (is_gated ? 2 : 1); }
 };
 
-// Some rows of x, from first_row on, as bytes and a scale each. stride: bytes from row to row.
+// Some rows of x, from first_row on, as bytes with a scale per row. stride: bytes from row to row.
 struct QuantizedRows {
   uint8_t* bytes;
   float* scales;

@@ -1,19 +1,19 @@
-// Int8 linear layers: rows to bytes, sums of integers, and scales, bias and activation before the sums leave the
-// registers. The including file gives `round_to_int`, `dot_fours` and the offset that its bytes of x carry.
+// Int8 linear layers: turns rows into bytes, sums integers, and applies scales, bias and activation before the sums leave
+// the registers. The including file defines `round_to_int`, `dot_fours` and the offset of its bytes of x.
 
 constexpr int kVectors = kPanel / kLanes;  // vectors in a panel
 constexpr int64_t kPanelsAhead = 8;  // what this core, or its neighbour, multiplies after the next panels
 
 typedef uint8_t U8 __attribute__((vector_size(kLanes)));
 
-constexpr int32_t kInfinity = 0x7f800000;  // a float's bits; those of what is no number are above, but for the sign
+constexpr int32_t kInfinity = 0x7f800000;  // a float's bits; those of NaN are above, apart from the sign
 constexpr float kSmallest = 1e-30f;        // a row of smaller numbers counts as zero
-constexpr float kLargestInt8 = 127.0f;     // -128 is not used: it would have no opposite
+constexpr float kLargestInt8 = 127.0f;     // -128 is not used, because it has no positive counterpart
 
 template <class T>
 constexpr int64_t kChunk = kLanes * kPair<T>;  // numbers in a vector register
 
-// Bits of the magnitudes of a chunk, of a pair the larger one: ordered as integers, what is not finite comes last.
+// Bits of the magnitudes of a chunk; of a pair, the larger one. Ordered as integers, numbers that are not finite are last.
 inline I32 magnitudes(const float* x) { return load_bits<I32>(x) & 0x7fffffff; }
 inline I32 magnitudes(const BFloat16* x) {
   const I32 pairs = load_bits<I32>(x), low = (pairs << 16) & 0x7fffffff, high = pairs & 0x7fff0000;
@@ -31,8 +31,8 @@ inline void store_bytes(uint8_t* to, const BFloat16* x, float factor) {
   store_bits(to, __builtin_convertvector(reinterpret<U32>((low & 0xff) | (high << 8)), U16));
 }
 
-// x becomes bytes between -127 and 127 times *scale. A row that is not finite becomes zeros with a scale that is no
-// number, which its outputs then are too. padded: bytes to write, those beyond dim are zeros.
+// Turns x into bytes between -127 and 127, times *scale. A row that is not finite becomes zeros with the scale NaN, so
+// that its outputs are NaN, too. padded: bytes to write; those beyond dim are zeros.
 template <class T>
 void quantize_row(const T* x, int64_t dim, int64_t padded, uint8_t* bytes, float* scale) {
   const int64_t whole = dim / kChunk<T> * kChunk<T>;
@@ -119,7 +119,7 @@ void int8_tile(const Int8LinearArgs& a, const QuantizedRows& rows, int64_t row, 
   finish_int8_tile<T, kRows, kPanels>(a, rows, sums, row, panel);
 }
 
-// The first tiles fetch a later panel each, as those of `linear_columns` do.
+// Each of the first tiles fetches a later panel, as in `linear_columns`.
 template <class T, int kPanels>
 void int8_columns(const Int8LinearArgs& a, const QuantizedRows& rows, const LinearItem& item, int64_t panel) {
   int64_t row = item.first_row, ahead = panel + kPanelsAhead;

@@ -1,4 +1,4 @@
-// For any processor: vectors of four floats, which every compiler target of note has.
+// For any processor: vectors of four floats, which every important compiler target has.
 #include "encoder_kernels.h"
 #include "kernels.h"
 

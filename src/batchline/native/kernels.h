@@ -1,5 +1,5 @@
 // The table of kernels that each instruction set provides, one per element type. All of them are serial: they compute
-// a range of rows or one item, and the caller spreads these over cores.
+// a range of rows or one item, and the caller distributes these over cores.
 #pragma once
 
 #include "arguments.h"

@@ -1,4 +1,4 @@
-// Layer normalisation of a residual sum, and GELU: what stands between an encoder's products.
+// Layer normalisation of a residual sum, and GELU: the operations between an encoder's products.
 
 // x = normalised (x + delta) * weight + bias, for one row. delta may be null. The sum is rounded to the element type
 // first, as it would be in memory.

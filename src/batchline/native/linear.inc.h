@@ -1,4 +1,4 @@
-// Linear layers: packed weights, float sums, and what follows the product done before the sums leave the registers.
+// Linear layers: packed weights, float sums. The operations after the product run before the sums leave the registers.
 
 constexpr int64_t kDepth = 512;  // pairs of inputs at once: their panels and rows stay in the second-level cache
 constexpr int64_t kPanelsAhead = 2 * kLinearPanels;  // what this core, or its neighbour, multiplies after the next panels
@@ -82,7 +82,7 @@ void linear_tile(const LinearArgs& a, int64_t row, int64_t panel, int64_t panel_
   if (first_pair + depth == pairs && columns <= a.outputs && (kPanels % 2 == 0 || !a.is_gated)) {
     finish_whole<T>(a, sums, row, panel);
   } else if (first_pair + depth == pairs) {
-    Sums<kRows, kPanels> in_memory = sums;  // of its own: the others stay in registers
+    Sums<kRows, kPanels> in_memory = sums;  // a separate copy, so that the others stay in registers
     for (int r = 0; r < kRows; ++r) finish_row<T, kPanels>(a, in_memory.at[r], row + r, panel);
   } else {
     for (int r = 0; r < kRows; ++r)
@@ -90,8 +90,8 @@ void linear_tile(const LinearArgs& a, int64_t row, int64_t panel, int64_t panel_
   }
 }
 
-// Weights come from memory once, with the first tile. So that it does not wait for them, each of a group's first tiles
-// fetches a panel of a later group.
+// Weights come from memory once, with the first tile. To avoid waiting for them, each of a group's first tiles fetches a
+// panel of a later group.
 template <class T, int kPanels>
 void linear_columns(const LinearArgs& a, const LinearItem& item, int64_t panel) {
   float carried[kMaxItemRows * kPanels * kPanel];

@@ -1,7 +1,7 @@
 // Spreads ranges of work over cores.
 //
-// Work runs on the OpenMP threads that torch uses: the caller hands over the runtime's own `GOMP_parallel`, so that
-// there is one pool of (spinning) threads in the process and not two. Ranges are claimed one by one, whoever is free.
+// Work runs on the OpenMP threads that torch uses: the caller passes the runtime's own `GOMP_parallel`, so that there is
+// only one pool of (spinning) threads in the process. Each free thread claims the next range.
 #pragma once
 
 #include <algorithm>
@@ -16,12 +16,12 @@
 
 namespace batchline {
 
-// Null where there are no threads: everything runs on the calling one.
+// Null if there are no threads: everything runs on the calling one.
 using RunParallel = void (*)(void (*function)(void*), void* data, unsigned num_threads, unsigned flags);
 
 // Calls work(first, end) for ranges of at most `grain` that together make up [0, count); each participating thread
-// makes its own copy of `work`, whose members are thus its scratch memory. Where a thread finds no memory, the others
-// finish and the caller gets the exception: none may leave a thread of the runtime's.
+// makes its own copy of `work`, whose members are thus its scratch memory. If a thread gets no memory, the others finish
+// and the caller gets the exception, because no exception may leave a thread of the runtime.
 template <class Work>
 class ParallelRanges {
  public:
@@ -66,11 +66,11 @@ void parallel_ranges(RunParallel run_parallel, int64_t count, int64_t grain, con
   ParallelRanges<Work>(work, count, grain).run(run_parallel);
 }
 
-// What a call of the C interface returns.
+// The result of a call of the C interface.
 enum Status : int { kDone, kOutOfRange, kOutOfMemory };
 
-// Runs a call, which returns a status, and turns the exceptions of memory that is not there (or could never be: a
-// length_error) into one: nothing may be thrown across the C interface.
+// Runs a call that returns a status, and turns exceptions of missing memory (and length_error, for impossible sizes) into
+// a status, because nothing may be thrown across the C interface.
 template <class Call>
 int without_throwing(Call call) noexcept {
   try {
@@ -86,7 +86,7 @@ struct FreeDeleter {
   void operator()(void* memory) const { std::free(memory); }
 };
 
-// Whole cache lines of memory.
+// Memory in whole cache lines.
 inline void* allocate_lines(size_t bytes) {
   void* memory = std::aligned_alloc(64, static_cast<size_t>(round_up(static_cast<int64_t>(bytes), 64)));
   if (memory == nullptr) throw std::bad_alloc();

@@ -50,8 +50,8 @@ inline __attribute__((always_inline)) void multiply(Sums<kRows, kPanels>& sums, 
   }
 }
 
-// The same for one pair of which only the first number counts: what lies in the place of the second is not multiplied,
-// not even with 0, and of a it is not read.
+// The same for one pair of which only the first number counts. The second one is not multiplied, not even with 0, and a's
+// is not read.
 template <class T, int kRows, int kPanels>
 inline void multiply_first_of_pair(Sums<kRows, kPanels>& sums, const T* a, int64_t a_stride, const T* const* b) {
   using P = Pairs<T>;

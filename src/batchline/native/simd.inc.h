@@ -43,7 +43,7 @@ inline I32 lane_numbers() {
   return numbers;
 }
 
-// Where one of two numbers is NaN, b is the result: a limit goes first, so that what is no number stays so.
+// If one of two numbers is NaN, b is the result. Pass a limit as a, so that NaN stays NaN.
 inline F32 max(F32 a, F32 b) { return a > b ? a : b; }
 inline F32 min(F32 a, F32 b) { return a < b ? a : b; }
 
@@ -73,8 +73,8 @@ struct Lanes<2> {
 inline float sum_of(F32 x) { return Lanes<kLanes>::sum(x); }
 inline float max_of(F32 x) { return Lanes<kLanes>::max(x); }
 
-// bfloat16 is the upper half of a float; rounding is to nearest, ties to even. What is no number becomes the plain NaN,
-// whose bits rounding cannot carry into those of a number.
+// bfloat16 is the upper half of a float; rounding is to nearest, ties to even. Every NaN becomes the plain NaN, whose bits
+// rounding cannot turn into those of a number.
 constexpr uint32_t kPlainNan = 0x7fc0;
 
 inline float widen(BFloat16 x) { return reinterpret<float>(static_cast<uint32_t>(x.bits) << 16); }

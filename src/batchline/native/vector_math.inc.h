@@ -1,7 +1,7 @@
-// Exponentials, on what each instruction set's file defines before: `round_to_integer` and `times_power_of_two`.
+// Exponentials. Each instruction set's file must define `round_to_integer` and `times_power_of_two` first.
 
 // 2^x for x up to 128, to about one unit in the last place of a float, or with kTerms = 4 to 5e-5 of the result, which is
-// enough for what is rounded to bfloat16. Below -126 it is 0, at 128 infinity, of what is no number NaN. The integer part
+// enough if the result is rounded to bfloat16. Below -126 it is 0, at 128 infinity, for NaN it is NaN. The integer part
 // goes into the exponent, the rest through its Taylor polynomial.
 template <int kTerms = 6>
 inline F32 exp2(F32 x) {
