@@ -24,6 +24,7 @@ class ModelConfig:
     """Which model, and how to load it.
 
     model: a local folder or a hub id. served_names: names that requests may use; empty means `model` itself.
+    unlisted_names: further names that requests may use, and that nobody is shown.
     scoring: how a generative model scores pairs: `similarity` of their vectors, or its `yes-no` answer, as in
         Qwen3-Reranker; `auto` decides by the model's files and name.
     quantization: `int8` stores the weights of linear layers in 8 bits, on CPUs; None stores them as `dtype`.
@@ -39,6 +40,7 @@ class ModelConfig:
 
     model: str
     served_names: tuple[str, ...] = ()
+    unlisted_names: tuple[str, ...] = ()
     task: Task = "auto"
     scoring: Scoring = "auto"
     tokenizer: str | None = None

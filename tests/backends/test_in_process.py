@@ -191,6 +191,17 @@ async def test_models_that_are_not_loaded_tell_the_context_length_of_their_files
     assert [model.max_model_len for model in served] == [2048, 256, 99]
 
 
+async def test_a_name_that_is_not_listed_is_accepted_and_never_shown() -> None:
+    model = ModelConfig(model=str(TINY_CHAT), served_names=("tiny",), unlisted_names=("/srv/secret/tiny",))
+    backend = InProcessBackend([EngineConfig(model=model)])
+    asked = backend._loadable(chat(model="/srv/secret/tiny"))
+    assert asked is backend._loadable(chat(model="tiny"))
+    assert [(served.name, served.aliases) for served in await backend.models()] == [("tiny", ())]
+    unknown = await backend.answer(chat(model="other"))
+    assert unknown.status_code == 404
+    assert unknown.parsed_body()["error"]["message"] == "The model 'other' does not exist. Served here: tiny"
+
+
 async def test_a_closed_backend_is_not_alive() -> None:
     config = EngineConfig(model=ModelConfig(model=str(TINY_CHAT), num_threads=1), cache=CacheConfig(num_bytes=16 << 20))
     backend = InProcessBackend([config])

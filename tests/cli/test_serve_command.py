@@ -85,12 +85,25 @@ def test_a_second_signal_ends_the_server_with_the_code_of_that_signal(number: si
 def test_every_model_is_named_while_they_are_loaded() -> None:
     said: list[str] = []
     embed, rerank = (str(TINY_CHAT.with_name(name)) for name in ("tiny-embed", "tiny-rerank"))
-    with serving(embed, "--model", rerank, "--log-level", "warning", said=said):
-        pass
+    with serving(embed, "--model", rerank, "--log-level", "warning", said=said) as (_, url):
+        _check_that_paths_are_accepted_and_not_shown(url, embed)
     said = [line.partition(" ")[2].partition(" ")[2] for line in said]  # without date and time
     assert said[0] == f"Loading {embed}; when first asked for: {rerank}"
-    assert said[1].startswith(f"{embed}: BertModel, float32 on cpu, kernels: ")
-    assert said[2].startswith(f"Serving {embed}, {rerank} at http://127.0.0.1:")
+    assert said[1].startswith("tiny-embed: BertModel, float32 on cpu, kernels: ")
+    assert said[2].startswith("Serving tiny-embed, tiny-rerank at http://127.0.0.1:")
+
+
+def _check_that_paths_are_accepted_and_not_shown(url: str, folder: str) -> None:
+    """Bug: the 404 for an unknown model, and /v1/models, showed clients the paths of the models' folders."""
+    listed = httpx.get(f"{url}/v1/models")
+    assert [model["id"] for model in listed.json()["data"]] == ["tiny-embed", "tiny-rerank"]
+    answers = [
+        httpx.post(f"{url}/v1/embeddings", json={"model": name, "input": "x"})
+        for name in (folder, "tiny-embed", "other")
+    ]
+    assert [answer.status_code for answer in answers] == [200, 200, 404]
+    assert answers[0].json()["model"] == "tiny-embed"
+    assert not any(str(TINY_CHAT.parent) in answer.text for answer in (listed, *answers))
 
 
 def refusal(*arguments: str) -> str:

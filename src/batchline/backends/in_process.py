@@ -62,6 +62,7 @@ class InProcessBackend:
     def __init__(self, engines: Sequence[EngineConfig]) -> None:
         """Raises: UsageError if two models have the same name."""
         self._by_name: dict[str, EngineConfig] = {}
+        self._unlisted: dict[str, EngineConfig] = {}
         self._tasks: dict[str, Task] = {}
         self._contexts: dict[str, int | None] = {}
         self._loadables: dict[str, Loadable[ResidentModel]] = {}
@@ -185,6 +186,7 @@ class InProcessBackend:
             if name in self._by_name:
                 raise UsageError(f"Two models are served as {name!r}; give each its own --served-model-name")
             self._by_name[name] = config
+        self._unlisted |= dict.fromkeys(config.model.unlisted_names, config)
         name = config.model.names[0]
         self._loadables[name] = Loadable(name, partial(self._load, config), partial(self._fits, config))
 
@@ -257,10 +259,12 @@ class InProcessBackend:
         endpoint = ENDPOINTS.get(request.url)
         if endpoint is None:
             raise unknown_path(request.url, self._served_models())
-        config = find_model(self._by_name, request.body.get("model"))
+        given = request.body.get("model")
+        unlisted = self._unlisted.get(given) if isinstance(given, str) and given not in self._by_name else None
+        config = unlisted or find_model(self._by_name, given)
         name, task = config.model.names[0], self._task(config)
         if task not in endpoint.tasks:
-            raise unsupported_path(request.url, request.body.get("model") or name, endpoints_of(task))
+            raise unsupported_path(request.url, given or name, endpoints_of(task))
         return self._loadables[name]
 
 

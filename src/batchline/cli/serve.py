@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import ipaddress
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -21,6 +23,7 @@ from batchline.cli.model_options import ModelOptions, refuse_without_model
 from batchline.cli.option_groups import takes_options
 from batchline.cli.server_options import ServingOptions
 from batchline.cli.values import together
+from batchline.config import EngineConfig
 from batchline.errors import UsageError
 from batchline.model_facts import ModelFacts
 from batchline.server.connections import bind
@@ -53,7 +56,7 @@ def serve(
         raise UsageError("Which model? Give one: batchline serve MODEL")
     model_options = dataclasses.replace(model_options, model=models)
     together(partial(model_options.engines, strict=strict), partial(serving.server, max_running=1))
-    backend = backend_options.make(model_options.engines(strict=strict))
+    backend = backend_options.make([_without_path(engine) for engine in model_options.engines(strict=strict)])
     if not models:
         refuse_without_model(context, "strict")
     max_running = len(models) * model_options.max_num_seqs if is_embedded else backend.concurrency()
@@ -85,6 +88,17 @@ def _show(facts: ModelFacts) -> None:
     log(facts.text, **dict[str, Any](facts.labels()))
     if facts.warning is not None:
         log(f"{facts.name}: {facts.warning}.", "warning")
+
+
+def _without_path(engine: EngineConfig) -> EngineConfig:
+    """Name a model after its folder if it has no other name: clients may still send the path, but are not shown it."""
+    model = engine.model
+    if model.served_names or not os.path.isdir(model.model):
+        return engine
+    name = Path(model.model).resolve().name
+    return dataclasses.replace(
+        engine, model=dataclasses.replace(model, served_names=(name,), unlisted_names=(model.model,))
+    )
 
 
 def _models(context: typer.Context, argument: str | None, options: list[str]) -> list[str]:

@@ -24,7 +24,6 @@ from batchline.backends.base import (
     BACKGROUND_PRIORITY,
     Backend,
     EndpointRequest,
-    find_model,
     models_by_name,
     unsupported_path,
 )
@@ -138,9 +137,11 @@ class ResponsesApi:
         """Report the errors that are known at once. Raises: RequestError, EngineLost, ClientDisconnect."""
         if call.body.get("stream") or call.body.get("store") is False:
             raise BadRequest("background: it cannot be combined with stream: true or store: false", param="background")
-        model = find_model(models_by_name(await self._backend.models()), call.body["model"])
-        if RESPONSES not in model.endpoints:
-            raise unsupported_path(RESPONSES, call.body["model"], model.endpoints)
+        name = call.body["model"]
+        listed = models_by_name(await self._backend.models())
+        model = listed.get(name) if isinstance(name, str) else None
+        if model is not None and RESPONSES not in model.endpoints:
+            raise unsupported_path(RESPONSES, name, model.endpoints)
         await while_connected(request.receive, self._backend.check(call.request))
 
     def _start(self, call: _Call) -> JsonObject:
