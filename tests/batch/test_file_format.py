@@ -64,17 +64,17 @@ FOREIGN = {
     "csv": (TABLE.encode(), "it is a table with commas between its cells (CSV)"),
     "csv of Excel in Europe": (("\ufeff" + TABLE.replace(",", ";")).encode(), "it is a table with semicolons"),
     "tsv": (b"id\ttext\n1\tone\n2\ttwo\n", "it is a table with tabs between its cells"),
-    "array": (json.dumps(REQUESTS).encode(), "it is one JSON array"),
-    "array on lines": (("[\n" + ",\n".join(LINES.splitlines()) + "\n]\n").encode(), "it is one JSON array"),
-    "pretty array": (json.dumps(REQUESTS, indent=2).encode(), "it is one JSON array"),
+    "array": (json.dumps(REQUESTS).encode(), "it is a JSON array"),
+    "array on lines": (("[\n" + ",\n".join(LINES.splitlines()) + "\n]\n").encode(), "it is a JSON array"),
+    "pretty array": (json.dumps(REQUESTS, indent=2).encode(), "it is a JSON array"),
     "large array": (json.dumps(REQUESTS * 50).encode(), "jq -c '.[]' input"),
-    "pretty objects": (orjson.dumps(REQUESTS[0], option=orjson.OPT_INDENT_2) * 2, "stand over several lines"),
+    "pretty objects": (orjson.dumps(REQUESTS[0], option=orjson.OPT_INDENT_2) * 2, "span several lines"),
     "large pretty object": (
         json.dumps(chat_line("a", "x" * SAMPLE_BYTES), indent=4).encode(),
         "jq -c . input > lines.jsonl",
     ),
-    "objects in one line": (LINES.replace("\n", " ").encode(), "several JSON objects stand in one line"),
-    "old Mac's line ends": (LINES.replace("\n", "\r").encode(), "several JSON objects stand in one line"),
+    "objects in one line": (LINES.replace("\n", " ").encode(), "a line has several JSON objects"),
+    "old Mac's line ends": (LINES.replace("\n", "\r").encode(), "a line has several JSON objects"),
     "Python dictionaries": ("".join(f"{r}\n" for r in REQUESTS).encode(), "Python dictionaries, not JSON"),
     "UTF-16": (LINES.encode("utf-16"), "iconv -f UTF-16LE -t UTF-8 input"),
     "UTF-16 LE without BOM": (LINES.encode("utf-16-le"), "it is UTF-16LE text"),
@@ -108,7 +108,7 @@ def test_a_first_line_that_starts_as_an_array_is_one_bad_line_if_another_one_is_
     with checked_input(str(path)) as checked:
         assert (checked.report.num_lines, checked.report.num_faults) == (2, 1)
     path.write_bytes(b'[{"a": 1},\n' + json.dumps(REQUESTS[0]).encode() + b"\n]\n" + b" " * SAMPLE_BYTES)
-    with pytest.raises(InputUnreadable, match="it is one JSON array"), checked_input(str(path)):
+    with pytest.raises(InputUnreadable, match="it is a JSON array"), checked_input(str(path)):
         pass
 
 

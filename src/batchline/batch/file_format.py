@@ -139,7 +139,7 @@ def _text_format(lines: list[bytes], name: str, is_whole: bool) -> str | None:
     if any(map(_is_object, lines)):
         return None
     if re.match(r"<(!doctype|html|\?xml|[a-z]+>)", text.lstrip(), re.IGNORECASE):
-        return "it is HTML or XML, not a batch file; if it was downloaded, look whether it is an error page"
+        return "it is HTML or XML, not a batch file; if it was downloaded, check whether it is an error page"
     return _table(text, is_whole)
 
 
@@ -153,7 +153,7 @@ def _array(lines: list[bytes], text: str, name: str, is_whole: bool) -> str | No
     if not holds_objects and not (opens and ends):
         return None
     return (
-        "it is one JSON array, and a batch file has one JSON object in each line; "
+        "it is a JSON array, but a batch file has one JSON object per line; "
         f"convert it: jq -c '.[]' {name} > lines.jsonl"
     )
 
@@ -168,11 +168,11 @@ def _odd_objects(lines: list[bytes], text: str, name: str) -> str | None:
         return f"its requests are a list in one object; take them out first: jq -c '.requests[]' {name} > lines.jsonl"
     if is_cut or (value is not None and len(text) - len(rest) > len(lines[0].decode("utf-8", "replace"))):
         return (
-            "its JSON objects stand over several lines, and a batch file has one in each line; "
+            "its JSON objects span several lines, but a batch file has one per line; "
             f"convert it: jq -c . {name} > lines.jsonl"
         )
     if value is not None and rest.lstrip()[:1] == "{":
-        return f"several JSON objects stand in one line; convert it: jq -c . {name} > lines.jsonl"
+        return f"a line has several JSON objects; convert it: jq -c . {name} > lines.jsonl"
     if _is_python_dict(lines[0]):
         return "its lines are Python dictionaries, not JSON; write them with json.dumps"
     return None

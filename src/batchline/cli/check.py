@@ -149,7 +149,7 @@ def _print_tokens(counts: TokenCounts) -> None:
     show(f"{counted(counts.prompt, 'prompt token')}, the longest prompt has {counts.longest_prompt:,}")
     show(f"at most {counted(counts.output_limit, 'output token')} where requests set a limit")
     if counts.unlimited:
-        show(f"without a limit of output tokens: {counted(counts.unlimited, 'request')}")
+        show(f"requests without a limit on output tokens: {counted(counts.unlimited, 'request')}")
     if counts.with_control_tokens:
         show(
             f"with control tokens in their messages: {counted(counts.with_control_tokens, 'request')}, the first is "

@@ -124,7 +124,7 @@ def chat_constraint(request: ChatCompletionRequest) -> Constraint | None:
     if wanted is not None and not wanted.field.startswith("response_format"):
         raise BadRequest(f"{wanted.field}: the answer must be a call of a tool", param=wanted.field)
     if request.use_beam_search:
-        raise BadRequest("tool_choice: a demanded call cannot be combined with use_beam_search", param="tool_choice")
+        raise BadRequest("tool_choice: a required call cannot be combined with use_beam_search", param="tool_choice")
     choice, tools = request.tool_choice, request.callable_tools
     if isinstance(choice, NamedToolChoice):
         index, tool = next((i, t) for i, t in tools.items() if t.function.name == choice.function.name)

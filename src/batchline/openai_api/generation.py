@@ -56,7 +56,7 @@ def _logit_bias(value: Any) -> dict[int, float]:
             raise PydanticCustomError("logit_bias", "Each key should be a token id")
         if int(key) in biases:
             raise PydanticCustomError(
-                "logit_bias", "Each token id should be there once: {id} is twice", {"id": int(key)}
+                "logit_bias", "Each token id should occur only once; {id} occurs twice", {"id": int(key)}
             )
         if isinstance(bias, bool) or not isinstance(bias, (int, float)) or not -100 <= bias <= 100:
             raise PydanticCustomError(

@@ -111,7 +111,7 @@ def _check_number(raw: bytes, marks: bytes, limit: int, what: str) -> None:
     text = np.frombuffer(unescaped, np.uint8)
     is_inside = np.logical_xor.accumulate(text == ord('"'))
     if sum(np.count_nonzero((text == mark) & ~is_inside) for mark in marks) > limit:
-        raise BadRequest(f"The body holds more than {limit:,} {what}: send it in parts", code="invalid_json")
+        raise BadRequest(f"The body has more than {limit:,} {what}: send it in parts", code="invalid_json")
 
 
 def _check_depth(body: dict[str, Any]) -> None:

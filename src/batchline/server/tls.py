@@ -18,7 +18,7 @@ def check_certificate(certfile: str, keyfile: str | None, password: str | None) 
     key = certificate if keyfile is None else _read("--ssl-keyfile", keyfile)
     is_encrypted = b"ENCRYPTED" in key  # in both of PEM's ways to say so
     if is_encrypted and not password:
-        raise UsageError("The key is encrypted: give its password by --ssl-keyfile-password")
+        raise UsageError("The key is encrypted: give its password with --ssl-keyfile-password")
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certfile, keyfile, password or "")
     except ssl.SSLError as exc:
@@ -36,5 +36,5 @@ def _explain(exc: ssl.SSLError, is_encrypted: bool) -> str:
     if exc.reason == "KEY_VALUES_MISMATCH":
         return "--ssl-keyfile: the key is not that of the certificate in --ssl-certfile"
     if is_encrypted:
-        return "--ssl-keyfile-password: the key cannot be decrypted with it"
-    return "--ssl-certfile and --ssl-keyfile: they hold no certificate and its key in PEM form"
+        return "--ssl-keyfile-password: this password does not decrypt the key"
+    return "--ssl-certfile and --ssl-keyfile: the files do not contain a certificate and its key in PEM format"
