@@ -60,15 +60,6 @@ OF_MODELS = [
     ),
     Case("dtype", "bfloat16", "float32", "--dtype float16", ("auto", "bfloat16", "float32", "float16"), "model"),
     Case(
-        "served-model-name",
-        "'e,e2'",
-        ["f,f2"],
-        "--served-model-name l",
-        ((), ("e", "e2"), ("f", "f2"), ("l",)),
-        "model",
-        "served_names",
-    ),
-    Case(
         "request-limit",
         "stop=5 tools=9",
         ["stop=6"],
@@ -79,6 +70,15 @@ OF_MODELS = [
     ),
 ]
 OF_SERVE = [
+    Case(
+        "served-model-name",
+        "'e,e2'",
+        ["f,f2"],
+        "--served-model-name l",
+        (("tiny-chat",), ("e", "e2"), ("f", "f2"), ("l",)),
+        "model",
+        "served_names",
+    ),
     Case("api-key", "e1 e2", ["f1", "f2"], "--api-key l", ((), ("e1", "e2"), ("f1", "f2"), ("l",)), read="api_keys"),
     Case("port", "1", 2, "--port 3", (8000, 1, 2, 3)),
     Case("metrics-need-key", "yes", False, "--metrics-need-key", (False, True, False, True)),
@@ -86,6 +86,15 @@ OF_SERVE = [
     Case("root-path", "/e", "/f", "--root-path /l", ("", "/e", "/f", "/l")),
 ]
 OF_RUN_BATCH = [
+    Case(
+        "served-model-name",
+        "'e,e2'",
+        ["f,f2"],
+        "--served-model-name l",
+        ((), ("e", "e2"), ("f", "f2"), ("l",)),
+        "model",
+        "served_names",
+    ),
     Case("output-tmp-dir", "e", "f", "--output-tmp-dir l", (Path(), Path("e"), Path("f"), Path("l")), read="tmp_dir"),
     Case(
         "output-order",
