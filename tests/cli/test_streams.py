@@ -71,3 +71,19 @@ def test_a_reader_that_leaves_early_ends_the_run_with_1_and_the_same_command_giv
     again = subprocess.run(run, capture_output=True, check=False, timeout=120)
     assert (again.returncode, len(again.stdout.splitlines())) == (0, 100)
     assert b"Resuming: 100 of 100" in again.stderr
+
+
+def test_messages_name_the_standard_streams(batch: Path) -> None:
+    """They said "Reading -", "Writing -" and, under --quiet, "100 requests: -"."""
+    run = [sys.executable, "-c", SCRIPT, "-i", "-", "-o", "-", "--output-tmp-dir", str(batch.parent)]
+    said = {}
+    for options in ((), ("--quiet",)):
+        ended = subprocess.run(
+            [*run, *options], input=batch.read_bytes(), check=False, timeout=120, capture_output=True
+        )
+        assert (ended.returncode, ended.stdout.count(b"\n")) == (0, 100)
+        said[options] = ended.stderr.decode()
+    assert "Reading standard input\n" in said[()]
+    assert "Writing standard output\n" in said[()]
+    assert "Output         standard output\n" in said[()]
+    assert said[("--quiet",)] == "100 requests: standard output\n"

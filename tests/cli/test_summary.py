@@ -29,7 +29,7 @@ def test_the_summary_tells_what_was_saved_and_where_failures_are() -> None:
         cached_tokens=250,
         deduplicated=4,
         resumed=5,
-        output="-",
+        output="standard output",
         error_file="err",
     )
     text = "\n".join(summary_lines(summary))

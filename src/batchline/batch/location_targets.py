@@ -49,7 +49,7 @@ class LocationTarget(ResultTarget):
 
     def __init__(self, location: Location, job_folder: Path) -> None:
         self.location = location
-        self.display = location.display
+        self.display = "standard output" if location.kind == "stdio" else location.display
         self.tag = location.tag
         self._job_folder = job_folder
 

@@ -177,7 +177,7 @@ class BatchRun:
 
     async def _stage(self) -> Path:
         location = self._files.input
-        self._reporter.phase(f"Reading {location.display}")
+        self._reporter.phase(f"Reading {'standard input' if location.kind == 'stdio' else location.display}")
         work = source.stage_input(location, self._job_folder.scratch, self._stop.shutdown.is_set)
         return await unless_stopped(work, self._stop.shutdown)
 

@@ -36,7 +36,7 @@ def summary_lines(summary: RunSummary) -> list[str]:
     ]
     if summary.finished_before is None:
         lines += _work_lines(summary)
-    lines.append(f"Output         {'standard output' if summary.output == '-' else summary.output}")
+    lines.append(f"Output         {summary.output}")
     if summary.error_file:
         lines.append(f"Failed lines   {summary.error_file}")
     lines += map(_failure, summary.frequent_failures)
