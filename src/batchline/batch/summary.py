@@ -54,7 +54,7 @@ class RunSummary:
     are for this time, without lines of an earlier run; computed: requests in this time, without copies.
     models: a record of each model that this run loaded.
     finished_before: when an equal run finished whose results are unchanged, so that this run computed nothing.
-    output, error_file: where the results are, as the user wrote it but without the secrets of a URL.
+    output, error_file: where the results are, as messages show it: without the secrets of a URL.
     """
 
     requests: int
