@@ -111,6 +111,18 @@ async def test_long_documents_are_cut_as_cohere_does_and_refused_elsewhere(model
         await rerank(body, "r", model)
 
 
+async def test_clients_of_voyage_find_their_results_and_have_long_documents_cut() -> None:
+    """Bug: Voyage's client, which always sends `truncation`, looks for `data`, and failed."""
+    body = {"query": "abc", "documents": ["b" * 50, "abc"], "top_k": None}
+    answer = await rerank({**body, "truncation": True}, "r", PairScorer(FakePairModel()))
+    found = [{"index": result["index"], "relevance_score": result["relevance_score"]} for result in answer["results"]]
+    assert (answer["object"], answer["data"]) == ("list", found)
+    assert answer["usage"]["total_tokens"] > 0
+    with pytest.raises(BadRequest, match="maximum context length"):
+        await rerank({**body, "truncation": False}, "r", PairScorer(FakePairModel()))
+    assert "data" not in await rerank({**QUERY}, "r", PairScorer(FakePairModel()))
+
+
 async def test_the_side_of_truncation_and_the_salt_reach_the_model() -> None:
     body = {"query": "abc", "documents": ["abc" + "x" * 30], "truncate_prompt_tokens": 12, "use_activation": False}
     assert (await ranked(**body))[0]["relevance_score"] == 3

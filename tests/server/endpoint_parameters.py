@@ -267,6 +267,9 @@ def scoring_cases() -> list[Case]:
         Case("softmax", RERANK_URL, rerank, {"softmax": False}, ranked),
         Case("max_tokens_per_doc", RERANK_URL, rerank, {"max_tokens_per_doc": 2}, cut),
         Case(
+            "truncation", RERANK_URL, rerank, {"truncation": True}, lambda new, old: "data" in new.keys() - old.keys()
+        ),
+        Case(
             "truncation_side",
             RERANK_URL,
             rerank | {"truncate_prompt_tokens": 12},

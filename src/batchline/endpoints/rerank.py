@@ -42,7 +42,7 @@ async def rerank(
         use_activation=request.activates,
         cache_salt=request.cache_salt,
         max_tokens_per_doc=request.max_tokens_per_doc or (COHERE_MAX_TOKENS_PER_DOC if cuts_long_documents else None),
-        cuts_to_fit=cuts_long_documents or request.max_tokens_per_doc is not None,
+        cuts_to_fit=cuts_long_documents or request.truncation is True or request.max_tokens_per_doc is not None,
         priority=priority + request.priority,
     )
     scores = await model.score(task)
@@ -51,6 +51,7 @@ async def rerank(
         model=model.name,
         results=_rank(request, scores.values),
         usage=Usage(prompt_tokens=scores.num_prompt_tokens),
+        is_for_voyage=request.truncation is not None,
     )
 
 

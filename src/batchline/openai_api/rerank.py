@@ -25,6 +25,7 @@ class RerankRequest(ActivatedBody):
     """The body of a rerank request. top_n: 0 answers with every document.
 
     max_tokens_per_doc: longer documents are cut to their beginning, as in Cohere's API. top_k: Voyage's top_n.
+    truncation: Voyage's; whether too long documents are cut. Its clients send it, and expect their own form of answer.
     """
 
     other_names: ClassVar[Mapping[str, str]] = {"top_k": "top_n"}
@@ -35,6 +36,7 @@ class RerankRequest(ActivatedBody):
     top_n: Annotated[int, Field(ge=0)] = 0
     return_documents: bool = True
     max_tokens_per_doc: Annotated[int, Field(ge=1)] | None = None
+    truncation: bool | None = None
     truncate_prompt_tokens: TruncatePromptTokens | None = None
     truncation_side: TruncationSide | None = None
     cache_salt: CacheSalt | None = None
@@ -51,13 +53,17 @@ class RankedDocument:
     text: str | None
 
 
-def rerank_object(*, rerank_id: str, model: str, results: Sequence[RankedDocument], usage: Usage) -> dict[str, Any]:
-    """The whole answer. results: best first."""
+def rerank_object(
+    *, rerank_id: str, model: str, results: Sequence[RankedDocument], usage: Usage, is_for_voyage: bool = False
+) -> dict[str, Any]:
+    """The whole answer. results: best first. is_for_voyage: whether Voyage's clients find the results in it too."""
+    data = [{"index": ranked.index, "relevance_score": ranked.score} for ranked in results]
     return {
         "id": rerank_id,
         "model": model,
         "results": [_result(ranked) for ranked in results],
         "usage": usage.to_dict(),
+        **({"object": "list", "data": data} if is_for_voyage else {}),
     }
 
 
