@@ -2,14 +2,15 @@
 
 Two small files in the job folder survive the process, because their written pages belong to the system. `in-flight` has
 a token of the run in this process and the position of every request without a durable result. `fault` has the output
-of `faulthandler` if the process dies of a fault in native code (a segmentation fault, an abort). SIGKILL, SIGTERM and
-power loss leave no fault, so no request is suspected. The kernel also uses SIGKILL when memory runs out, but counts
-such kills: `fault` begins with that count, if the process's control group has a readable one.
+of `faulthandler` if the process dies of a fault in native code (a segmentation fault, an abort). SIGKILL and power loss
+leave no fault. The kernel also uses SIGKILL when memory runs out, but counts such kills: `fault` begins with that
+count, if the process's control group has a readable one. Such a kill is a crash too.
 
 An engine that ends for good ends the run but not the process. The run itself notes that as a crash.
 
 A request that was in flight at a crash is a suspect. Suspects run before all others: in small groups after one crash,
-alone after two. After the third crash a request gets an error as its answer. So every batch can be finished.
+alone after two. After the third crash a request gets an error as its answer. A kill without a known cause counts half:
+a user may have sent it, but a container that ran out of memory looks the same. So every batch can be finished.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from batchline.batch.plan import WorkItem
 from batchline.control_group import oom_kills
 
 LETHAL_CRASHES = 3
-"""A request that was in flight at this many crashes, the last time alone, is not tried again."""
+"""A request that was in flight at this many crashes, the last time alone, is not tried again. Two kills count as one
+crash."""
 
 _IN_FLIGHT, _FAULT = "in-flight", "fault"
 _SEAT = struct.Struct("<Q")
@@ -43,8 +45,8 @@ _ALTERNATE_STACK_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Crash:
-    """How a process died. token: distinguishes crashes. positions: the first lines of the requests in flight; some of
-    these requests may have durable results."""
+    """How a process died. token: distinguishes crashes. fault: empty for a kill without a known cause. positions: the
+    first lines of the requests in flight; some of these requests may have durable results."""
 
     token: str
     fault: str
@@ -52,11 +54,11 @@ class Crash:
 
     def note(self) -> Note:
         """The crash as a note for the journal."""
-        return Note("crashed", " ".join([self.token, *map(str, self.positions)]))
+        return Note("crashed" if self.fault else "killed", " ".join([self.token, *map(str, self.positions)]))
 
 
 def last_crash(folder: Path) -> Crash | None:
-    """The crash of the last process that was `watched` in this job folder; None if it ended in any other way."""
+    """How the last process that was `watched` in this job folder died; None if it left the block."""
     try:
         oom_kills, _, report = (folder / _FAULT).read_text(errors="replace").partition("\n")
         content = (folder / _IN_FLIGHT).read_bytes()
@@ -66,8 +68,6 @@ def last_crash(folder: Path) -> Crash | None:
     fault = report.partition("\n")[0].removeprefix(_FATAL)
     if not fault and _have_grown(oom_kills):
         fault = "killed for lack of memory"
-    if not fault:
-        return None
     whole = seats[: len(seats) // _SEAT.size * _SEAT.size]
     return Crash(token, fault, tuple(sorted(number - 1 for (number,) in _SEAT.iter_unpack(whole) if number)))
 
@@ -93,28 +93,38 @@ def forget_crash(folder: Path) -> None:
 
 @dataclass(slots=True)
 class Suspects:
-    """How many crashes each suspect was in flight at, by position. tokens: the crashes that were counted."""
+    """At how many crashes and kills each suspect was in flight, by position. tokens: those that were counted."""
 
     num_crashes: Counter[int] = field(default_factory=Counter)
+    num_kills: Counter[int] = field(default_factory=Counter)
     tokens: set[str] = field(default_factory=set)
 
     def add(self, note: Note) -> None:
-        """Count a crash that the journal has noted."""
+        """Count a crash or kill that the journal has noted."""
         token, *positions = note.text.split(" ")
         if token not in self.tokens:
             self.tokens.add(token)
-            self.num_crashes.update(map(int, positions))
+            counts = self.num_crashes if note.kind == "crashed" else self.num_kills
+            counts.update(map(int, positions))
+
+    def weight(self, position: int) -> int:
+        """Its crashes, with two kills as one."""
+        return self.num_crashes[position] + self.num_kills[position] // 2
+
+    def num_deaths(self, position: int) -> int:
+        """Its crashes and kills."""
+        return self.num_crashes[position] + self.num_kills[position]
 
     def lethal(self, items: Iterable[WorkItem]) -> list[WorkItem]:
         """The `items` that must not be tried again."""
-        return [item for item in items if self.num_crashes[item.position] >= LETHAL_CRASHES]
+        return [item for item in items if self.weight(item.position) >= LETHAL_CRASHES]
 
     def groups(self, items: Iterable[WorkItem]) -> Iterator[Sequence[WorkItem]]:
         """The suspects among `items` in groups; each group must be durable before the next starts. Each of the most
         suspicious is a group by itself. For the others, the size balances speed against work lost in a crash."""
-        suspects = [item for item in items if item.position in self.num_crashes]
-        yield from ([item] for item in suspects if self.num_crashes[item.position] == LETHAL_CRASHES - 1)
-        others = [item for item in suspects if self.num_crashes[item.position] < LETHAL_CRASHES - 1]
+        suspects = [item for item in items if self.weight(item.position)]
+        yield from ([item] for item in suspects if self.weight(item.position) == LETHAL_CRASHES - 1)
+        others = [item for item in suspects if self.weight(item.position) < LETHAL_CRASHES - 1]
         size = max(1, math.isqrt(len(others)))
         yield from (others[start : start + size] for start in range(0, len(others), size))
 

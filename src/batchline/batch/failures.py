@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from batchline.backends.base import Answer
 from batchline.batch import lines
 from batchline.batch.check import CheckReport
-from batchline.batch.crashes import LETHAL_CRASHES
+from batchline.batch.crashes import Suspects
 from batchline.batch.index import LineReader, PositionSet
 from batchline.batch.journal import Journal, Outcome, encode_result
 from batchline.batch.plan import WorkItem
@@ -34,31 +34,38 @@ def record_failed_lines(
 
 
 def record_lethal_requests(
-    items: Sequence[WorkItem], reader: LineReader, journal: Journal, done: PositionSet, tally: Tally
-) -> list[tuple[str, int]]:
-    """Answer requests that have ended the engine or process `LETHAL_CRASHES` times, and their copies, with an error.
+    items: Sequence[WorkItem],
+    suspects: Suspects,
+    reader: LineReader,
+    journal: Journal,
+    done: PositionSet,
+    tally: Tally,
+) -> list[str]:
+    """Answer requests that have ended the engine or process too often, and their copies, with an error.
 
-    Returns the (custom_id, line number) of each. Raises: RunFailed.
+    Returns a sentence about each. Raises: RunFailed.
     """
-    error = InternalServerError(
-        f"The request ended the engine or its process {LETHAL_CRASHES} times and is not tried again.",
-        code="process_crashed",
-    )
     writer = _ResultWriter(journal, tally)
-    lines_given_up: list[tuple[str, int]] = []
+    sentences: list[str] = []
     try:
-        for position in (position for item in items for position in (item.position, *item.copies)):
-            batch_line, span = reader.batch_line(position)
-            body = error_body(batch_line.url, error.body())
-            answer = Answer(status_code=error.status_code, body=body, request_id=lines.new_id())
-            line = lines.answer_line(lines.new_id(), batch_line.custom_id, answer, lines.encode_body(body))
-            writer.add(Outcome(position, str(error.status_code)), line)
-            lines_given_up.append((batch_line.custom_id, span.line_number))
-            done.add(position)
+        for item in items:
+            ended = f"ended the engine or its process {suspects.num_deaths(item.position)} times"
+            error = InternalServerError(f"The request {ended} and is not tried again.", code="process_crashed")
+            for position in (item.position, *item.copies):
+                batch_line, span = reader.batch_line(position)
+                body = error_body(batch_line.url, error.body())
+                answer = Answer(status_code=error.status_code, body=body, request_id=lines.new_id())
+                line = lines.answer_line(lines.new_id(), batch_line.custom_id, answer, lines.encode_body(body))
+                writer.add(Outcome(position, str(error.status_code)), line)
+                sentences.append(
+                    f"The request {batch_line.custom_id!r} (line {span.line_number}) {ended}. It is not tried again; "
+                    "its result is an error."
+                )
+                done.add(position)
         writer.flush()
     except OSError as exc:
         raise RunFailed(f"The errors of requests that crash cannot be saved: {exc.strerror or exc}.") from exc
-    return lines_given_up
+    return sentences
 
 
 def record_unrun_lines(error: LineError, reader: LineReader, journal: Journal, tally: Tally) -> None:

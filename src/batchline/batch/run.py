@@ -27,7 +27,7 @@ from batchline.batch.check import (
     refuse_over_limits,
 )
 from batchline.batch.commit import GroupCommit
-from batchline.batch.crashes import LETHAL_CRASHES, InFlight, alternate_stacks, watched
+from batchline.batch.crashes import InFlight, alternate_stacks, watched
 from batchline.batch.failures import record_failed_lines, record_lethal_requests, record_unrun_lines
 from batchline.batch.feeder import Feeder
 from batchline.batch.files import RunFiles
@@ -301,12 +301,11 @@ class BatchRun:
     def _give_up_lethal_requests(self, plan: Plan, reader: LineReader, state: RunState) -> None:
         if not state.suspects.tokens:
             return
-        items = state.suspects.lethal(plan.items(state.done))
-        for custom_id, line_number in record_lethal_requests(items, reader, state.journal, state.done, state.tally):
-            self._reporter.warn(
-                f"The request {custom_id!r} (line {line_number}) ended the engine or its process {LETHAL_CRASHES} "
-                "times. It is not tried again; its result is an error."
-            )
+        suspects = state.suspects
+        for sentence in record_lethal_requests(
+            suspects.lethal(plan.items(state.done)), suspects, reader, state.journal, state.done, state.tally
+        ):
+            self._reporter.warn(sentence)
 
     async def _run_requests(
         self, backend: Backend, feeder: Feeder, state: RunState, in_flight: InFlight, *, are_suspects: bool
@@ -365,10 +364,10 @@ def _in_groups(plan: Plan, state: RunState) -> Iterator[tuple[Iterator[WorkItem]
 
     Yields each group, and whether it consists of suspects.
     """
-    suspects = state.suspects.num_crashes
-    if suspects:
-        yield from ((iter(group), True) for group in state.suspects.groups(plan.items(state.done)))
-    yield (item for item in plan.items(state.done) if item.position not in suspects), False
+    suspects = state.suspects
+    if suspects.tokens:
+        yield from ((iter(group), True) for group in suspects.groups(plan.items(state.done)))
+    yield (item for item in plan.items(state.done) if not suspects.weight(item.position)), False
 
 
 async def _may_be_a_requests_fault(cause: BaseException | None, backend: Backend) -> bool:
