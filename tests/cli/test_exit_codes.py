@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 import re
+import shutil
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -566,3 +567,17 @@ def test_standard_error_that_is_no_terminal_gets_plain_lines(
     ended = command(*run_args(good, tmp_path / "out"))
     assert "\x1b" not in ended.err
     assert isinstance(sys.stderr, io.TextIOBase)
+
+
+def test_weights_that_do_not_fit_are_reported_once_and_not_as_harmless(command: Command, tmp_path: Path) -> None:
+    """A table of transformers came first, and said that they can be ignored."""
+    folder = tmp_path / "model"
+    shutil.copytree(TINY_CHAT, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
+    batch = tmp_path / "in.jsonl"
+    batch.write_text(json.dumps(line("a", model="m")))
+    ended = command("run-batch", "-i", batch, "-o", tmp_path / "o", "--model", folder, "--served-model-name", "m")
+    assert ended.code == 1
+    assert ended.err.count("model.layers.3.input_layernorm.weight") == 1
+    assert "can be ignored" not in ended.err

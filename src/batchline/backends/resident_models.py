@@ -112,11 +112,17 @@ def load(config: EngineConfig, task: Task, memory: CacheMemory | None) -> Reside
     Raises: ModelLoadError, UsageError.
     """
     disable_progress_bar()  # of transformers: it would draw over the run's own
+    logging.getLogger("transformers.modeling_utils").addFilter(_is_no_load_report)
     if task == "embed":
         return _load_embedding_model(config)
     if task == "score":
         return _load_cross_encoder(config)
     return _load_generative_model(config, memory)
+
+
+def _is_no_load_report(message: logging.LogRecord) -> bool:
+    """Hides the table of weights by which transformers calls misfits harmless. Batchline reports them itself."""
+    return "LOAD REPORT" not in message.getMessage()
 
 
 def _load_generative_model(config: EngineConfig, memory: CacheMemory | None) -> ResidentModel:
