@@ -88,7 +88,7 @@ def test_two_requests_that_end_the_process_are_both_found(tmp_path: Path) -> Non
     ]
 
 
-def test_a_request_whose_process_is_always_killed_is_answered_with_an_error_after_the_sixth_kill(tmp_path: Path) -> None:
+def test_a_request_whose_process_is_always_killed_gets_an_error_after_the_sixth_kill(tmp_path: Path) -> None:
     """In a container whose memory ran out, the next process cannot read why. Nobody was suspected, so that the batch
     could never be finished."""
     children = crashing_runs(tmp_path, "kill")

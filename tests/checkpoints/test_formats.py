@@ -142,6 +142,7 @@ def test_folder_that_was_not_downloaded_whole_says_what_is_missing(
 
 
 HEADER = json.dumps({"weight": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}).encode()
+HEADER_TOO_DEEP = (200_000).to_bytes(8, "little") + b"[" * 200_000
 WHOLE = len(HEADER).to_bytes(8, "little") + HEADER + bytes(16)
 
 
@@ -153,6 +154,10 @@ WHOLE = len(HEADER).to_bytes(8, "little") + HEADER + bytes(16)
         (b"", "is damaged: its 0 bytes do not begin with a header that can be read"),
         (WHOLE[:40], "is damaged: its 40 bytes do not begin with a header that can be read"),
         (b"<html>" * 300, "is damaged: its 1,800 bytes do not begin with a header that can be read"),
+        (
+            HEADER_TOO_DEEP,
+            f"is damaged: its {len(HEADER_TOO_DEEP):,} bytes do not begin with a header that can be read",
+        ),
         (b"\x02" + bytes(7) + b"[]", "is damaged: its 10 bytes do not begin with a header that can be read"),
     ],
 )
@@ -162,6 +167,18 @@ def test_a_damaged_weight_file_is_named_with_what_is_wrong(tmp_path: Path, conte
     with pytest.raises(ModelLoadError) as caught:
         refuse_foreign_format(str(folder))
     assert caught.value.reason == f"model-2.safetensors {reason}; download or copy this file again"
+
+
+def test_a_damaged_file_that_is_not_loaded_does_not_matter(tmp_path: Path) -> None:
+    """A training checkpoint that was half written refused the finished model beside it."""
+    folder = folder_with(tmp_path, {"config.json": LLAMA, "model.safetensors": WHOLE, "lora.safetensors": WHOLE[:-6]})
+    (folder / "checkpoint-500").mkdir()
+    (folder / "checkpoint-500" / "model.safetensors").write_bytes(WHOLE[:-6])
+    refuse_foreign_format(str(folder))
+    (folder / "2_Dense").mkdir()
+    (folder / "2_Dense" / "model.safetensors").write_bytes(WHOLE[:-6])
+    with pytest.raises(ModelLoadError, match=r"2_Dense/model\.safetensors is cut off"):
+        refuse_foreign_format(str(folder))
 
 
 @pytest.mark.parametrize("task", ["auto", "generate", "embed", "score"])

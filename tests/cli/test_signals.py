@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from batchline.batch.crashes import last_crash
+
 SCRIPT = """
 import asyncio, sys
 from batchline.backends.registry import register_backend
@@ -73,3 +75,19 @@ def test_a_second_signal_ends_at_once_within_the_grace_period(tmp_path: Path) ->
     again = start(10, tmp_path)
     again.communicate(timeout=60)
     assert again.returncode == 0
+
+
+def test_a_second_signal_is_no_unexplained_kill(tmp_path: Path) -> None:
+    """After six of them, the request that was in flight got an error as its answer."""
+    process = start(4, tmp_path, "--grace-period", "3600")
+    assert process.stdout is not None
+    assert process.stderr is not None
+    assert process.stdout.readline() == "waiting\n"
+    process.send_signal(signal.SIGINT)
+    while "Stopping" not in process.stderr.readline():
+        pass
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    (job_folder,) = tmp_path.glob("*.partial")
+    assert (job_folder / "journal").exists()
+    assert last_crash(job_folder) is None

@@ -115,6 +115,10 @@ class Suspects:
         """Its crashes and kills."""
         return self.num_crashes[position] + self.num_kills[position]
 
+    def has_any(self) -> bool:
+        """Whether a request is a suspect. One kill makes none."""
+        return any(map(self.weight, {*self.num_crashes, *self.num_kills}))
+
     def lethal(self, items: Iterable[WorkItem]) -> list[WorkItem]:
         """The `items` that must not be tried again."""
         return [item for item in items if self.weight(item.position) >= LETHAL_CRASHES]
@@ -201,6 +205,11 @@ class _FaultReport:
                 if not self._paths:
                     self._close()
 
+    def forget(self) -> None:
+        """Delete the reports. Takes no lock, because a signal handler calls it."""
+        for path in tuple(self._paths):
+            path.unlink(missing_ok=True)
+
     def _open(self, path: Path) -> None:
         self._was_enabled = faulthandler.is_enabled()
         file = path.open("w")
@@ -221,6 +230,11 @@ class _FaultReport:
 
 
 _fault_report = _FaultReport()
+
+
+def forget_crashes() -> None:
+    """Call before this process ends itself in the middle of its runs, so that no request is suspected of it."""
+    _fault_report.forget()
 
 
 @contextmanager

@@ -36,7 +36,7 @@ class RunState:
     @property
     def is_worth_keeping(self) -> bool:
         """Whether it has more than a new run could do again in seconds."""
-        return self.tally.answered > 0 or bool(self.suspects.tokens)
+        return self.tally.answered > 0 or self.suspects.has_any()
 
     def saved(self) -> SavedResults:
         """What a run that ended now would leave."""

@@ -299,9 +299,9 @@ class BatchRun:
             raise RunFailed(f"The plan cannot be written: {exc.strerror or exc}.") from exc
 
     def _give_up_lethal_requests(self, plan: Plan, reader: LineReader, state: RunState) -> None:
-        if not state.suspects.tokens:
-            return
         suspects = state.suspects
+        if not suspects.has_any():
+            return
         for sentence in record_lethal_requests(
             suspects.lethal(plan.items(state.done)), suspects, reader, state.journal, state.done, state.tally
         ):
@@ -365,7 +365,7 @@ def _in_groups(plan: Plan, state: RunState) -> Iterator[tuple[Iterator[WorkItem]
     Yields each group, and whether it consists of suspects.
     """
     suspects = state.suspects
-    if suspects.tokens:
+    if suspects.has_any():
         yield from ((iter(group), True) for group in suspects.groups(plan.items(state.done)))
     yield (item for item in plan.items(state.done) if not suspects.weight(item.position)), False
 

@@ -140,8 +140,8 @@ def _refuse_files(model: str, folder: Path, *, has_config: bool) -> None:
             raise ModelLoadError(
                 model, f"{path.name} is a Git LFS pointer and not the weights; run `git lfs pull` in the folder"
             )
-        if path.suffix == ".safetensors" and (damage := _damage(path)) is not None:
-            raise ModelLoadError(model, f"{path.name} {damage}; download or copy this file again")
+        if _is_loaded(path, folder) and (damage := _damage(path)) is not None:
+            raise ModelLoadError(model, f"{path.relative_to(folder)} {damage}; download or copy this file again")
     if weights:
         return
     for pattern, name in FOREIGN_WEIGHTS.items():
@@ -153,17 +153,27 @@ def _refuse_files(model: str, folder: Path, *, has_config: bool) -> None:
         raise ModelLoadError(model, "the folder holds no weights (*.safetensors or *.bin); was the download complete?")
 
 
+def _is_loaded(path: Path, folder: Path) -> bool:
+    """Whether a safetensors file is one of the model itself or of a module of sentence-transformers (`2_Dense`), and
+    not one that lies beside them, such as a training checkpoint."""
+    in_place = path.parent == folder or path.parent.name[:1].isdigit()
+    return in_place and path.match("model*.safetensors")
+
+
 def _damage(path: Path) -> str | None:
     """What is wrong with a safetensors file by its size: 8 bytes with the header's length, the header, the tensors."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        header_size = int.from_bytes(file.read(8), "little")
-        header = file.read(header_size) if header_size <= min(size, _LARGEST_HEADER) else b""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            header_size = int.from_bytes(file.read(8), "little")
+            header = file.read(header_size) if header_size <= min(size, _LARGEST_HEADER) else b""
+    except OSError as exc:
+        return f"cannot be read ({exc.strerror or exc})"
     try:
         tensors = json.loads(header)
         end = max((tensor["data_offsets"][1] for name, tensor in tensors.items() if name != "__metadata__"), default=0)
         wanted = 8 + header_size + int(end)
-    except (ValueError, LookupError, TypeError, AttributeError):
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return f"is damaged: its {size:,} bytes do not begin with a header that can be read"
     if size == wanted:
         return None
