@@ -52,14 +52,31 @@ def test_a_model_is_listed_with_the_paths_that_a_batch_line_may_name() -> None:
         ("/openai/v1/models/org/name", "/v1/models/org/name", None),
         ("/openai/deployments/gpt/embeddings", "/v1/embeddings", "gpt"),
         ("/openai/deployments/org/name/chat/completions", "/v1/chat/completions", "org/name"),
+        ("/openai/deployments/chat/completions", "/v1/completions", "chat"),
+        ("/openai/deployments/gpt/responses/input_tokens", "/v1/responses/input_tokens", "gpt"),
         ("/chat/completions", "/v1/chat/completions", None),
         *((path, path, None) for path in ENDPOINTS),
         *((path, path, None) for path in ("/v1/models/chat/completions", "/v1/responses/resp_1", "/health", "/")),
         *(
             (path, path, None)
-            for path in ("/openai/v1/nonsense", "/openai/deployments//chat/completions", "//v1/models")
+            for path in (
+                "/openai/v1/nonsense",
+                "/openai/deployments//chat/completions",
+                "/openai/deployments/chat/chat",
+                "/openai/deployments/gpt/models",
+                "/openaichat/completions",
+                "//v1/models",
+            )
         ),
     ],
 )
 def test_a_path_of_another_service_has_one_here(path: str, here: str, model: str | None) -> None:
     assert path_here(path) == (here, model)
+
+
+def test_the_time_for_a_path_does_not_grow_with_the_square_of_its_length() -> None:
+    """A pattern searched the path, and did not let a line break be part of a name: a path of 64 KB that has one stopped
+    the server for 15 seconds, without a key."""
+    name = "a" + "/models/" * 8000 + "\n"
+    assert path_here(f"/openai/deployments/{name}/embeddings") == ("/v1/embeddings", name)
+    assert path_here(f"/openai/deployments/{name}") == (f"/openai/deployments/{name}", None)

@@ -6,7 +6,6 @@ them; the batch runner, the server, its OpenAPI description and its metrics read
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -184,20 +183,28 @@ REQUEST_SCHEMAS: Mapping[str, type[BaseModel]] = {
 """The schema of the body of every path that a model can answer."""
 
 
-_PATHS = "|".join(re.escape(path.removeprefix("/v1")) for path in ENDPOINTS if path.startswith("/v1/"))
-_ELSEWHERE = re.compile(
-    r"(?:/openai/deployments/(?P<model>[^/].*?)|/openai(?:/v1)?|/v1|)"
-    rf"(?P<path>{_PATHS}|/models(?:/.+)?|/responses/[^/]+(?:/cancel|/input_items)?)"
-)
+_AT_OPENAI = sorted((path.removeprefix("/v1") for path in ENDPOINTS if path.startswith("/v1/")), key=len, reverse=True)
+_BELOW = ("/models/", "/responses/")
+"""OpenAI's paths without `/v1`, the longest first, and those under which each object has a path."""
 
 
 def path_here(path: str) -> tuple[str, str | None]:
     """The path here of what other services have under `path`, and the model that it names (Azure does).
 
-    A path that is served here, or nowhere, stays as it is.
+    A path that is served here, or nowhere, stays as it is. Takes time linear in the path's length, because anyone may
+    send any path.
     """
-    found = None if path in ENDPOINTS else _ELSEWHERE.fullmatch(path)
-    return (path, None) if found is None else (f"/v1{found['path']}", found["model"])
+    if path in ENDPOINTS:
+        return path, None
+    rest = path.removeprefix("/openai").removeprefix("/v1")
+    if rest in _AT_OPENAI or rest == "/models" or rest.startswith(_BELOW):
+        return f"/v1{rest}", None
+    deployment = path.removeprefix("/openai/deployments/")
+    for end in _AT_OPENAI if deployment != path else ():
+        model = deployment.removesuffix(end)
+        if model != deployment and model and model[0] != "/":
+            return f"/v1{end}", model
+    return path, None
 
 
 def is_batch_url(path: str) -> bool:
