@@ -336,6 +336,41 @@ def test_what_is_no_http_behind_a_good_request_does_not_take_its_answer(serve: S
     assert b"hello there" in answer
 
 
+FOO = b"FOO /health HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+@pytest.mark.parametrize("num_good", [1, 2])
+@pytest.mark.parametrize("surplus", [b'"}', b"garbage", FOO, b"GET /\x00 HTTP/1.1\r\n\r\n"])
+def test_good_requests_with_surplus_bytes_behind_them_are_answered_once(
+    serve: Serve, num_good: int, surplus: bytes
+) -> None:
+    """Bug: with a body longer than its Content-Length, the whole request was read again as one with an unknown method,
+    and nothing was answered."""
+    backend = FakeBackend()
+    answers = read_to_end(sending(serve(backend), post(hello("hello there")) * num_good + surplus))
+    assert answers.count(b"HTTP/1.1") == answers.count(b"HTTP/1.1 200") == num_good
+    assert answers.count(b"hello there") == len(backend.requests) == num_good
+
+
+def test_surplus_bytes_behind_the_end_of_a_body_do_not_turn_the_body_into_a_request(serve: Serve) -> None:
+    with sending(serve(), post(b"", {"Expect": "100-continue"}, length=len(FOO))) as connection:
+        assert connection.recv(1000).startswith(b"HTTP/1.1 100 ")
+        connection.sendall(FOO + b"garbage")
+        answers = read_to_end(connection)
+    assert answers.startswith(b"HTTP/1.1 400 ")
+    assert answers.count(b"HTTP/1.1") == 1
+
+
+def test_the_second_half_of_a_method_is_not_taken_for_the_method(serve: Serve) -> None:
+    """Bug: PPOST was answered as POST if its first letter arrived earlier than the rest."""
+    backend = FakeBackend()
+    with sending(serve(backend), post(hello()) + b"P") as connection:
+        assert read_answer(connection)[0] == 200
+        connection.sendall(post(hello()))
+        assert read_to_end(connection).startswith(b"HTTP/1.1 400 ")
+    assert len(backend.requests) == 1
+
+
 def test_what_is_no_http_inside_a_body_is_a_400(serve: Serve) -> None:
     server = serve()
     answer = read_to_end(sending(server, post(b"5\r\nhello\r\nNOT A LENGTH\r\n", CHUNKED, length=-1)))

@@ -189,11 +189,15 @@ def test_a_method_that_http_does_not_know_is_405(fake: httpx.Client, method: str
     assert fake.post(CHAT, json=HELLO).status_code == 200
 
 
-def test_unknown_methods_in_a_row_are_answered_one_after_another(serve: Serve) -> None:
+@pytest.mark.parametrize("second", [b"GET", b"BAR"])
+def test_a_request_behind_one_with_an_unknown_method_is_answered_unless_its_method_is_unknown_too(
+    serve: Serve, second: bytes
+) -> None:
     head = b" /health HTTP/1.1\r\nHost: x\r\n"
-    answers = read_to_end(sending(serve(), b"FOO" + head + b"\r\nBAR" + head + b"Connection: close\r\n\r\n"))
+    answers = read_to_end(sending(serve(), b"FOO" + head + b"\r\n" + second + head + b"Connection: close\r\n\r\n"))
     assert answers.startswith(b"HTTP/1.1 405 ")
     assert b"FOO is not allowed here" in answers
+    assert answers.count(b"HTTP/1.1 200") == answers.count(b"HTTP/1.1") - 1 == (second == b"GET")
 
 
 def test_a_backends_error_answer_comes_as_it_is(fake: httpx.Client) -> None:

@@ -65,6 +65,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._is_in_head = False
         self._is_upgrade = False
         self._unknown_method: str | None = None  # of the request whose head is being read
+        self._is_head_first = False  # whether the bytes being parsed start with that head
         self._is_deaf = False  # everything else that arrives is dropped
         self._is_lingering = False
         self._has_progressed = False
@@ -134,7 +135,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._is_deaf:
             return
         self._unset_keepalive_if_required()
-        self._has_progressed = False
+        self._has_progressed = self._is_head_first = False
         self._num_pipelined_bytes = self._num_pipelined_bytes + len(data) if self.pipeline else 0
         try:
             self.parser.feed_data(data)
@@ -159,6 +160,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if len(self.pipeline) >= MAX_PIPELINED:
             raise _Refused(BadRequest("Too many requests wait on this connection"))
         super().on_message_begin()
+        self._is_head_first = not self._has_progressed
         self._has_progressed = self._is_in_head = True
         self._is_upgrade = False
         self._num_head_bytes = 0
@@ -274,9 +276,12 @@ class BoundedProtocol(HttpToolsProtocol):
         self._read_again(b"\r\n".join(lines) + b"\r\n\r\n" + rest)
 
     def _go_on_with_stand_in(self, data: bytes) -> None:
-        """Read a request with an unknown method as one that no path allows, so that the application answers it."""
-        line = _FIRST_LINE.match(data)
-        if line is None or line[1] == _STAND_IN:  # no HTTP, or the fault is in a later request
+        """Read a request with an unknown method as one that no path allows, so that the application answers it.
+
+        Only if `data` starts with it: bytes after another request's end are often surplus bytes of its body.
+        """
+        line = _FIRST_LINE.match(data) if self._is_head_first else None
+        if line is None:
             self._refuse(_no_http())
             return
         self._unknown_method = line[1].decode("ascii")
@@ -290,7 +295,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _refuse(self, error: RequestError) -> None:
         """End the connection, with `error` as the answer to the faulty request."""
-        if self.pipeline:
+        if self.pipeline and self.cycle.more_body:
             self.transport.close()
         elif not self._is_underway:
             self._is_in_head = True  # the faulty request has not been read completely
@@ -298,7 +303,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self.close_gently()
         elif self.cycle.more_body:
             self._break_off(self.cycle, error)
-        else:  # the fault follows a good request, which is answered
+        else:  # the fault follows good requests, which are answered
             self._is_deaf = True
             self.cycle.keep_alive = False
 
