@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -155,6 +156,37 @@ class TextConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MediaConfig:
+    """Images and audio of requests: where they may come from, and how large they may be.
+
+    allowed_domains: hosts that URLs may name, `*.example.com` for all below one; empty for any.
+    allowed_networks: networks that may be fetched from although their addresses are not public.
+    allowed_local_path: the folder that `file://` URLs may name files of; None refuses them.
+    max_items: by kind (`image`, `audio`, `video`), how many a request may hold.
+    max_bytes: of one file or data URL. max_image_pixels: of one image; Pillow's own limit is about 179 million.
+    fetch_timeout_s: for one file, with its redirects.
+    cache_folder: keeps fetched files while a run lasts; None deletes each after use. cache_bytes: how much it keeps.
+    decoded_bytes: memory for decoded media, which requests wait for.
+    processor_kwargs: arguments of the model's processor, for requests that do not set them.
+    """
+
+    allowed_domains: tuple[str, ...] = ()
+    allowed_networks: tuple[str, ...] = ()
+    allowed_local_path: str | None = None
+    max_items: Mapping[str, int] = field(default_factory=lambda: dict.fromkeys(("image", "audio", "video"), 999))
+    max_bytes: int = 64 << 20
+    max_image_pixels: int = 64_000_000
+    max_audio_s: float = 3600.0
+    fetch_timeout_s: float = 30.0
+    max_redirects: int = 5
+    max_fetches: int = 16
+    cache_folder: Path | None = None
+    cache_bytes: int = 16 << 30
+    decoded_bytes: int = 1 << 30
+    processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """One served model: everything needed to load it and answer its requests."""
 
@@ -162,3 +194,4 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     text: TextConfig = field(default_factory=TextConfig)
+    media: MediaConfig = field(default_factory=MediaConfig)

@@ -1,0 +1,132 @@
+"""Decides which URLs may be fetched, and which network addresses they may lead to.
+
+A request must not make the server reach what its sender cannot reach: this machine, its network, a cloud's metadata
+service. So only addresses of the public internet are allowed, and others only where the operator names their networks.
+Hosts are checked as the client that connects reads them, since the URL is parsed once, by its own parser.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Sequence
+
+from yarl import URL
+
+from batchline.errors import BadRequest, UsageError
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+MAX_URL_CHARS = 8192
+"""As long as servers and proxies accept."""
+
+NO_PUBLIC_ADDRESS = "its host has no public address"
+"""Why a host is refused. A name that does not exist gets the same reason, so that nobody can find names of an internal
+network by trying them."""
+
+_PUBLIC_V6 = ipaddress.IPv6Network("2000::/3")
+_NOT_PUBLIC = [
+    ipaddress.ip_network(text)
+    for text in (
+        "100.64.0.0/10",  # carrier-grade NAT, where a cloud has its metadata service
+        "168.63.129.16/32",  # a cloud's own service for its machines, in public address space
+        "192.0.0.0/24",  # protocol assignments
+        "192.88.99.0/24",  # 6to4 relays
+        "198.18.0.0/15",  # benchmarks
+        "2001::/23",  # protocol assignments, among them Teredo, which embeds IPv4 addresses
+        "2001:db8::/32",  # documentation
+        "2002::/16",  # 6to4, which embeds IPv4 addresses
+        "3fff::/20",  # documentation
+    )
+]
+
+_HOST = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*\.?", re.IGNORECASE)
+_AUTHORITY_END = re.compile(r"[/?#]")
+_NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*", re.IGNORECASE)
+
+
+def is_public(address: Address) -> bool:
+    """Whether an address is one of the public internet. IPv6 addresses that embed an IPv4 address are not."""
+    if isinstance(address, ipaddress.IPv6Address) and address not in _PUBLIC_V6:
+        return False
+    if not address.is_global or address.is_multicast or address.is_reserved:
+        return False
+    return not any(address in network for network in _NOT_PUBLIC)
+
+
+def parse_networks(texts: Sequence[str]) -> tuple[Network, ...]:
+    """Networks as an operator writes them, such as `10.1.0.0/16`. Raises: UsageError."""
+    return tuple(map(_network, texts))
+
+
+def _network(text: str) -> Network:
+    try:
+        return ipaddress.ip_network(text.strip())
+    except ValueError as exc:
+        raise UsageError(f"--allowed-media-networks: {text!r} is not a network such as 10.1.0.0/16.") from exc
+
+
+class FetchRules:
+    """What may be fetched. domains: hosts that URLs may name, `*.example.com` for subdomains; empty for any.
+
+    networks: whose addresses are allowed although they are not public. Raises: UsageError.
+    """
+
+    def __init__(self, domains: Sequence[str] = (), networks: Sequence[str] = ()) -> None:
+        self._domains = frozenset(_host_name(domain) for domain in domains)
+        self._networks = parse_networks(networks)
+
+    def checked_url(self, text: str) -> URL:
+        """The URL, if it may be fetched as far as its text tells. Raises: BadRequest."""
+        if len(text) > MAX_URL_CHARS:
+            raise BadRequest(f"the URL has more than {MAX_URL_CHARS:,} characters")
+        if any(character <= " " or character in "\\\x7f" for character in text):
+            raise BadRequest("the URL holds a space, a backslash or a control character")
+        try:
+            url = URL(text)
+            port = url.port
+        except ValueError as exc:
+            raise BadRequest("it is not a valid URL") from exc
+        if url.scheme not in ("http", "https"):
+            raise BadRequest("only http and https URLs are fetched")
+        if "@" in _AUTHORITY_END.split(text.partition("//")[2], maxsplit=1)[0]:
+            raise BadRequest("URLs with a user name or password are not fetched")
+        if not port:
+            raise BadRequest("it is not a valid URL")
+        self._check_host(url.raw_host or "")
+        return url
+
+    def is_allowed(self, address: str) -> bool:
+        """Whether it may be connected to. address: as a resolver returns it."""
+        parsed = _literal_address(address)
+        return parsed is not None and (is_public(parsed) or any(parsed in network for network in self._networks))
+
+    def _check_host(self, host: str) -> None:
+        """Raises: BadRequest."""
+        address = _literal_address(host)
+        if address is None and _NUMBER.fullmatch(host.rstrip(".").rpartition(".")[2]):
+            raise BadRequest("its host is not a valid address")  # 2130706433, 0x7f.1, 0177.0.0.1
+        if address is None and not _HOST.fullmatch(host):
+            raise BadRequest("it has no valid host")
+        if self._domains and not self._has_domain(_host_name(host)):
+            raise BadRequest("its host is not one that --allowed-media-domains names")
+        if address is not None and not self.is_allowed(str(address)):
+            raise BadRequest(NO_PUBLIC_ADDRESS)
+
+    def _has_domain(self, host: str) -> bool:
+        names = host.split(".")
+        above = (f"*.{'.'.join(names[start:])}" for start in range(1, len(names)))
+        return host in self._domains or not self._domains.isdisjoint(above)
+
+
+def _host_name(text: str) -> str:
+    return text.strip().lower().rstrip(".")
+
+
+def _literal_address(host: str) -> Address | None:
+    """None also for an address with a zone, which belongs to a local link."""
+    try:
+        return None if "%" in host else ipaddress.ip_address(host)
+    except ValueError:
+        return None

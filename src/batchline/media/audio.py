@@ -1,0 +1,143 @@
+"""Decodes audio: untrusted bytes to mono float32 samples, within limits, or an error that says what is wrong with them.
+
+PyAV decodes it, which carries FFmpeg's libraries. FFmpeg gets no choice: the format is found in the first bytes here,
+only its reader is opened, on bytes in memory, and only decoders of usual audio formats run. Otherwise a file could be a
+playlist that makes it open other files and URLs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from batchline.errors import BadRequest, RequestError, UnprocessableEntity
+
+if TYPE_CHECKING:
+    from av.container import InputContainer
+
+Samples = NDArray[np.float32]
+
+FORMATS = "wav, flac, mp3, ogg, m4a, webm, aac"
+
+_DECODERS = frozenset({"flac", "mp3", "mp3float", "vorbis", "opus", "libopus", "aac", "aac_fixed", "alac"})
+_MAX_RATE = 768_000
+_SLACK_S = 0.1
+"""By which a recording may be shorter than its header says: encoders add silence at the start, which is left out."""
+_TAG_BYTES = 1 << 16
+_OPTIONS = {"protocol_whitelist": "none", "enable_drefs": "0", "use_absolute_path": "0"}
+"""A reader may open nothing else, and media in other files least of all."""
+
+
+def audio_bytes(data: bytes, max_seconds: float) -> int:
+    """Memory that the samples take at most, while they are decoded. Raises: BadRequest, UnprocessableEntity."""
+    with _opened(data) as container:
+        rate = _stream(container).codec_context.sample_rate
+        seconds = max_seconds if container.duration is None else min(container.duration / 1e6, max_seconds)
+        return int(8 * rate * max(seconds, 1.0))
+
+
+def decode_audio(data: bytes, max_seconds: float) -> tuple[Samples, int, bytes]:
+    """Samples, their rate in Hz, and their digest. Takes time: call it off the event loop.
+
+    Raises: BadRequest, UnprocessableEntity.
+    """
+    with _opened(data) as container:
+        samples, rate = _decoded(container, max_seconds)
+        announced_s = (container.duration or 0) / 1e6
+    is_short = _tells_length(data) and len(samples) / rate < announced_s * 0.98 - _SLACK_S
+    if is_short or _is_cut_wav(data):
+        raise UnprocessableEntity("the recording is cut off: it is shorter than its header says")
+    if not np.isfinite(samples).all():
+        raise UnprocessableEntity("the recording has samples that are not finite numbers")
+    digest = hashlib.sha256(b"%d:" % rate)
+    digest.update(samples.data)
+    return samples, rate, digest.digest()
+
+
+def audio_format(data: bytes) -> str | None:
+    """FFmpeg's name of the format that the first bytes tell; None if it is not one of `FORMATS`."""
+    if data[:4] in (b"RIFF", b"RF64") and data[8:12] == b"WAVE":
+        return "wav"
+    if data[4:8] == b"ftyp":
+        return "mov"
+    for start, name in ((b"fLaC", "flac"), (b"OggS", "ogg"), (b"\x1aE\xdf\xa3", "matroska"), (b"ID3", "mp3")):
+        if data.startswith(start):
+            return name
+    if len(data) > 1 and data[0] == 0xFF and data[1] & 0xF6 == 0xF0:
+        return "aac"
+    if len(data) > 1 and data[0] == 0xFF and data[1] & 0xE0 == 0xE0 and data[1] & 0x06:
+        return "mp3"
+    return None
+
+
+def _tells_length(data: bytes) -> bool:
+    """Whether the header says how long the recording is, so that the reader need not guess it from the file's size."""
+    name = audio_format(data)
+    has_tag = name == "mp3" and any(tag in data[:_TAG_BYTES] for tag in (b"Xing", b"Info"))
+    return has_tag or name in ("mov", "matroska", "flac")
+
+
+def _is_cut_wav(data: bytes) -> bool:
+    """Whether a wav file has fewer bytes than its header says. Programs that do not know the size write a huge one."""
+    num_bytes = int.from_bytes(data[4:8], "little")
+    return data[:4] == b"RIFF" and num_bytes < 2**31 - 2**16 and num_bytes + 8 > len(data) + 1
+
+
+@contextmanager
+def _opened(data: bytes) -> Iterator[InputContainer]:
+    """The recording, closed when the block ends. Raises: BadRequest; UnprocessableEntity whatever the block raises."""
+    try:
+        import av  # large, and only for models that take audio
+    except ImportError as exc:
+        raise BadRequest("audio cannot be decoded here: the operator can install it with batchline[audio]") from exc
+    name = audio_format(data)
+    if name is None:
+        raise UnprocessableEntity(f"it is not audio of a known format ({FORMATS})")
+    try:
+        with av.open(io.BytesIO(data), "r", format=name, options=_OPTIONS, metadata_errors="ignore") as container:
+            yield container
+    except RequestError:
+        raise
+    except Exception as exc:  # decoders of a stranger's data raise anything
+        raise UnprocessableEntity(f"the {name} recording is damaged or cut off") from exc
+
+
+def _stream(container: InputContainer) -> Any:
+    """The first audio stream. Raises: UnprocessableEntity."""
+    if not container.streams.audio:
+        raise UnprocessableEntity("it has no audio")
+    stream = container.streams.audio[0]
+    decoder = stream.codec_context.name
+    if decoder not in _DECODERS and not decoder.startswith("pcm_"):
+        raise UnprocessableEntity(f"its audio has a format that is not decoded ({decoder})")
+    if not 0 < stream.codec_context.sample_rate <= _MAX_RATE:
+        raise UnprocessableEntity("its sample rate is not valid")
+    return stream
+
+
+def _decoded(container: InputContainer, max_seconds: float) -> tuple[Samples, int]:
+    """All samples of the first stream, the mean of its channels."""
+    from av.audio.resampler import AudioResampler
+
+    stream = _stream(container)
+    rate = stream.codec_context.sample_rate
+    resampler = AudioResampler(format="fltp", rate=rate)
+    pieces: list[Samples] = []
+    num_samples = 0
+    for frame in container.decode(stream):
+        frame.pts = None  # gaps and jumps of time stamps are not filled
+        for part in resampler.resample(frame):
+            pieces.append(part.to_ndarray().mean(axis=0, dtype=np.float32))
+            num_samples += len(pieces[-1])
+        if num_samples > max_seconds * rate:
+            raise UnprocessableEntity(f"the recording is longer than {max_seconds:g} seconds")
+    pieces += [part.to_ndarray().mean(axis=0, dtype=np.float32) for part in resampler.resample(None)]
+    if not num_samples:
+        raise UnprocessableEntity("the recording holds no samples")
+    return np.concatenate(pieces), rate

@@ -1,0 +1,235 @@
+"""Turns the media of a request into decoded items: fetches and decodes them ahead of the engine, all at once.
+
+Equal URLs are fetched once, and equal content is held in memory once, across requests. What is decoded counts against
+a budget of memory while a request uses it. An error is the request's own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from aiohttp.abc import AbstractResolver
+
+from batchline.config import MediaConfig
+from batchline.errors import BadRequest, ServiceUnavailable, UnprocessableEntity, counted
+from batchline.media import audio, images
+from batchline.media.addresses import FetchRules
+from batchline.media.fetching import Fetcher
+from batchline.media.items import MediaItem, MediaKind
+from batchline.media.local import check_data_url, check_file_url, data_of_url, file_data
+from batchline.media.parts import MediaPart, MediaSource
+from batchline.media.sharing import ByteBudget, SharedWork, all_or_cancel
+
+T = TypeVar("T")
+
+NUM_DECODING_THREADS = min(4, os.cpu_count() or 1)
+
+_MAX_KEYS = 100_000
+_SCHEME_CHARS = 16
+_NOUNS = {"image": "image", "audio": "recording", "video": "video"}
+
+
+class SourceRules:
+    """What can be told about a request's media without fetching them."""
+
+    def __init__(self, config: MediaConfig) -> None:
+        """Raises: UsageError for networks that are none."""
+        self.fetch = FetchRules(config.allowed_domains, config.allowed_networks)
+        self._config = config
+
+    def check(self, parts: Sequence[MediaPart]) -> None:
+        """Raises: RequestError for too many media, or a source that is never used."""
+        numbers = Counter(part.source.kind for part in parts)
+        for kind, number in numbers.items():
+            limit = self._config.max_items.get(kind, 999)
+            if number > limit:
+                first = next(part for part in parts if part.source.kind == kind)
+                raise BadRequest(
+                    f"the request has {counted(number, _NOUNS[kind])}, and at most {limit} may be in one "
+                    "(--limit-mm-per-prompt)",
+                    param=first.path,
+                )
+        for part in parts:
+            with _errors_of(part):
+                self._check_url(part.source.url)
+
+    def _check_url(self, url: str) -> None:
+        match scheme(url):
+            case "data":
+                check_data_url(url, self._config.max_bytes)
+            case "file":
+                check_file_url(url, self._config.allowed_local_path)
+            case "http" | "https":
+                self.fetch.checked_url(url)
+            case _:
+                raise BadRequest("Input should be an http(s), data or file URL")
+
+
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """A source whose bytes are at hand. key: of the same content in other requests; "" if it may be another then.
+
+    read: returns the bytes. num_bytes: memory that decoding takes. item: the decoded content, if it is known already.
+    """
+
+    part: MediaPart
+    key: str
+    read: Callable[[], bytes]
+    num_bytes: int = 0
+    item: MediaItem | None = None
+
+
+class MediaCollector:
+    """Fetches and decodes media for all requests of a process. For one event loop."""
+
+    def __init__(self, config: MediaConfig, resolver: AbstractResolver | None = None) -> None:
+        """resolver: finds addresses of hosts; None asks the system. Raises: UsageError."""
+        self.rules = SourceRules(config)
+        self._config = config
+        self._fetcher = Fetcher(config, self.rules.fetch, resolver)
+        self._decoding: SharedWork[MediaItem] = SharedWork()
+        self._decoded = DecodedCache(config.decoded_bytes // 4)
+        self._budget = ByteBudget(config.decoded_bytes)
+        self._threads = ThreadPoolExecutor(NUM_DECODING_THREADS, thread_name_prefix="batchline-media")
+
+    @asynccontextmanager
+    async def collect(self, parts: Sequence[MediaPart]) -> AsyncIterator[dict[MediaSource, MediaItem]]:
+        """The item of each source. Their memory is reserved until the block ends. Raises: RequestError."""
+        self.rules.check(parts)
+        first = {part.source: part for part in reversed(parts)}
+        async with AsyncExitStack() as stack:
+            ready = await all_or_cancel(self._ready(part, stack) for part in first.values())
+            await stack.enter_async_context(self._budget.reserved(sum(one.num_bytes for one in ready)))
+            items = await all_or_cancel(map(self._item, ready))
+            yield dict(zip(first, items, strict=True))
+
+    async def close(self) -> None:
+        """End what is going on, and delete files that are kept for no run. Idempotent."""
+        await self._fetcher.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _ready(self, part: MediaPart, stack: AsyncExitStack) -> _Ready:
+        """The source, fetched where it must be. stack: keeps its file. Raises: RequestError."""
+        with _errors_of(part):
+            key, read = await self._reader(part.source, stack)
+            item = self._decoded.get(key)
+            if item is not None:
+                return _Ready(part, key, read, held_bytes(item), item)
+            measure = partial(_measured, read, part.source.kind, self._config)
+            return _Ready(part, key, read, await self._off_loop(measure))
+
+    async def _reader(self, source: MediaSource, stack: AsyncExitStack) -> tuple[str, Callable[[], bytes]]:
+        """The key of a source, and what reads its bytes. Raises: RequestError."""
+        url, max_bytes = source.url, self._config.max_bytes
+        match scheme(url):
+            case "data":
+                digest = await self._off_loop(lambda: hashlib.sha256(url.encode(errors="replace")).hexdigest())
+                return f"{source.kind}:{digest}", partial(data_of_url, url, max_bytes)
+            case "file":
+                return "", partial(file_data, url, self._config.allowed_local_path, max_bytes)
+        path = await stack.enter_async_context(self._fetcher.fetched(url))
+        # only a run takes a URL's content to stay the same
+        return "" if self._config.cache_folder is None else f"{source.kind}:{url}", partial(_read, path)
+
+    async def _item(self, ready: _Ready) -> MediaItem:
+        source, item = ready.part.source, ready.item
+        if item is None:
+            decode = partial(self._off_loop, partial(_decoded, ready.read, source.kind, self._config))
+            with _errors_of(ready.part):
+                item = await (self._decoding.result(ready.key, decode) if ready.key else decode())
+            item = self._decoded.put(ready.key, item)
+        return replace(item, detail=source.detail)
+
+    async def _off_loop(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+
+class DecodedCache:
+    """Decoded content that was used lately, by the key of its source. Holds equal content once."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._num_bytes = num_bytes
+        self._num_held = 0
+        self._digests: OrderedDict[str, bytes] = OrderedDict()
+        self._items: OrderedDict[bytes, MediaItem] = OrderedDict()
+
+    def get(self, key: str) -> MediaItem | None:
+        """The item of a source."""
+        item = self._items.get(self._digests.get(key, b""))
+        if item is not None:
+            self._items.move_to_end(item.digest)
+        return item
+
+    def put(self, key: str, item: MediaItem) -> MediaItem:
+        """Keep an item, and return it, or the one with the same content that is held already. key: "" for none."""
+        if key:
+            self._digests[key] = item.digest
+            self._digests.move_to_end(key)
+            if len(self._digests) > _MAX_KEYS:
+                self._digests.popitem(last=False)
+        held = self._items.get(item.digest)
+        if held is not None:
+            self._items.move_to_end(item.digest)
+            return held
+        self._items[item.digest] = item
+        self._num_held += held_bytes(item)
+        while self._num_held > self._num_bytes:
+            _, oldest = self._items.popitem(last=False)
+            self._num_held -= held_bytes(oldest)
+        return item
+
+
+def held_bytes(item: MediaItem) -> int:
+    """Memory of the decoded content."""
+    if isinstance(item.content, tuple):
+        return int(item.content[0].nbytes)
+    return 4 * item.content.width * item.content.height
+
+
+def scheme(url: str) -> str:
+    """What stands before the first colon, in lower case."""
+    return url[:_SCHEME_CHARS].partition(":")[0].lower()
+
+
+def _measured(read: Callable[[], bytes], kind: MediaKind, config: MediaConfig) -> int:
+    """Memory that decoding takes, by the header. Raises: RequestError."""
+    if kind == "audio":
+        return audio.audio_bytes(read(), config.max_audio_s)
+    width, height = images.image_size(read(), config.max_image_pixels)
+    return images.BYTES_PER_PIXEL * width * height
+
+
+def _decoded(read: Callable[[], bytes], kind: MediaKind, config: MediaConfig) -> MediaItem:
+    """Raises: RequestError."""
+    if kind == "audio":
+        samples, rate, digest = audio.decode_audio(read(), config.max_audio_s)
+        return MediaItem("audio", digest, (samples, rate))
+    pixels, digest = images.decode_image(read(), config.max_image_pixels)
+    return MediaItem("image", digest, pixels)
+
+
+def _read(path: Path) -> bytes:
+    """The bytes of a fetched file. Raises: ServiceUnavailable if somebody has deleted it."""
+    try:
+        return path.read_bytes()
+    except OSError as exc:
+        raise ServiceUnavailable("The media of this request cannot be read at the moment; try again later") from exc
+
+
+@contextmanager
+def _errors_of(part: MediaPart) -> Iterator[None]:
+    """Say in an error where in the request the source is. Raises: RequestError."""
+    try:
+        yield
+    except (BadRequest, UnprocessableEntity) as exc:
+        raise type(exc)(f"{part.path}: {exc.message}", param=part.path) from exc

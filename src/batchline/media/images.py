@@ -1,0 +1,82 @@
+"""Decodes images: untrusted bytes to RGB pixels, within limits, or an error that says what is wrong with them.
+
+An image looks to the model as it does to a person: turned as its EXIF data says, transparent parts on white, the first
+frame of an animation. vLLM does the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from typing import BinaryIO
+
+from PIL import Image, ImageOps
+
+from batchline.errors import UnprocessableEntity
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+
+MAX_JPEG_SCANS = 64
+"""Progressive images have about ten. Each may cost as much time as a whole image, in a few bytes."""
+
+BYTES_PER_PIXEL = 16
+"""Memory that decoding takes: the pixels as they are stored, with and without transparency, and as bytes to digest."""
+
+_SCAN = b"\xff\xda"
+_HIGH_DEPTHS = ("I;16", "I;16L", "I;16B", "I;16N")
+_WHITE = (255, 255, 255, 255)
+
+
+def image_size(data: bytes, max_pixels: int) -> tuple[int, int]:
+    """Width and height, read from the header. Raises: UnprocessableEntity for what is no image, or too large."""
+    with _opened(data, max_pixels) as image:
+        return image.width, image.height
+
+
+def decode_image(data: bytes, max_pixels: int) -> tuple[Image.Image, bytes]:
+    """The pixels, and their digest. Takes time: call it off the event loop. Raises: UnprocessableEntity."""
+    with _opened(data, max_pixels) as image:
+        try:
+            image.load()
+            pixels = _rgb(_upright(image))
+        except Exception as exc:  # decoders of a stranger's data raise anything
+            raise UnprocessableEntity(f"the {image.format} image is damaged or cut off") from exc
+    digest = hashlib.sha256(b"%dx%d:" % pixels.size)
+    digest.update(pixels.tobytes())
+    return pixels, digest.digest()
+
+
+def _opened(data: bytes, max_pixels: int) -> Image.Image:
+    """The image, of which only the header is read. Raises: UnprocessableEntity."""
+    too_large = UnprocessableEntity(f"the image has more than {max_pixels:,} pixels")
+    file: BinaryIO = io.BytesIO(data)
+    try:
+        image = Image.open(file, formats=FORMATS)
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as exc:
+        raise too_large from exc
+    except Exception as exc:  # as above
+        known = ", ".join(FORMATS)
+        raise UnprocessableEntity(f"it is not an image of a known format ({known}), or its header is damaged") from exc
+    if image.width * image.height > max_pixels:
+        raise too_large
+    if image.format in ("JPEG", "MPO") and data.count(_SCAN) > MAX_JPEG_SCANS:
+        raise UnprocessableEntity(f"the JPEG image has more than {MAX_JPEG_SCANS} scans")
+    return image
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    """The image as its EXIF data turns it. Damaged EXIF data turn nothing, as in a browser."""
+    try:
+        return ImageOps.exif_transpose(image)
+    except Exception:  # as above
+        return image
+
+
+def _rgb(image: Image.Image) -> Image.Image:
+    if image.mode in _HIGH_DEPTHS:
+        image = image.point(lambda value: value * (1 / 256)).convert("L")
+    if "transparency" in image.info or image.mode in ("RGBA", "LA", "PA", "La", "RGBa"):
+        seen = Image.new("RGBA", image.size, _WHITE)
+        seen.alpha_composite(image.convert("RGBA"))
+        return seen.convert("RGB")
+    return image.convert("RGB")

@@ -1,0 +1,27 @@
+"""What a request's images and audio become: decoded content with a digest, by which equal content is recognised."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    import numpy as np
+    from PIL import Image
+
+MediaKind = Literal["image", "audio", "video"]
+Detail = Literal["auto", "low", "high"]
+
+
+@dataclass(frozen=True, slots=True)
+class MediaItem:
+    """One image or recording.
+
+    digest: SHA-256 of the decoded content (an image's size and pixels, or the rate and samples), 32 bytes.
+    content: an RGB image, or mono float32 samples and their rate in Hz. detail: the resolution that a request asks for.
+    """
+
+    kind: MediaKind
+    digest: bytes
+    content: Image.Image | tuple[np.ndarray[Any, np.dtype[np.float32]], int]
+    detail: Detail = "auto"

@@ -1,0 +1,138 @@
+"""Finds the images and recordings in a request's messages, and checks how they are given. Fetches nothing.
+
+A part that holds one is replaced by what chat templates expect in its place, such as `{"type": "image"}`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast, get_args
+
+from batchline.errors import BadRequest
+from batchline.media.items import Detail, MediaKind
+
+MEDIA_PARTS: Mapping[str, MediaKind] = {
+    "image_url": "image",
+    "input_image": "image",
+    "audio_url": "audio",
+    "input_audio": "audio",
+    "video_url": "video",
+}
+"""Types of parts that hold media, and what they hold."""
+
+_DETAILS = get_args(Detail)
+_FORMAT_CHARS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class MediaSource:
+    """Where an image or a recording comes from. url: an http(s), data or file URL."""
+
+    kind: MediaKind
+    url: str
+    detail: Detail = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class MediaPart:
+    """A part of a message that holds media. path: of its source in the request. type: as the request calls it."""
+
+    source: MediaSource
+    path: str
+    type: str
+
+
+def split_media(messages: Sequence[Mapping[str, Any]]) -> tuple[Sequence[Mapping[str, Any]], list[MediaPart]]:
+    """The messages as templates want them, and their media in the order of the text.
+
+    The same messages if they hold no media. Raises: BadRequest for a part without a source.
+    """
+    found = [media_parts(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    if not any(found):
+        return messages, []
+    replaced = [_replaced(message, bool(parts)) for message, parts in zip(messages, found, strict=True)]
+    return replaced, [part for parts in found for part in parts]
+
+
+def media_parts(message: Mapping[str, Any], path: str) -> list[MediaPart]:
+    """The media of one message. Raises: BadRequest."""
+    content = message.get("content") if isinstance(message, Mapping) else None
+    if not isinstance(content, list):
+        return []
+    paths = (f"{path}.content[{index}]" for index in range(len(content)))
+    return [_media_part(part, where) for part, where in zip(content, paths, strict=False) if _is_media(part)]
+
+
+def _is_media(part: Any) -> bool:
+    kind = part.get("type") if isinstance(part, dict) else None
+    return isinstance(kind, str) and kind in MEDIA_PARTS
+
+
+def _replaced(message: Mapping[str, Any], has_media: bool) -> Mapping[str, Any]:
+    if not has_media:
+        return message
+    parts = [{"type": MEDIA_PARTS[part["type"]]} if _is_media(part) else part for part in message["content"]]
+    return {**message, "content": parts}
+
+
+def _media_part(part: Mapping[str, Any], path: str) -> MediaPart:
+    kind = part["type"]
+    source, where = _READERS[kind](part, path)
+    return MediaPart(source, where, kind)
+
+
+def _referenced(part: Mapping[str, Any], path: str) -> tuple[MediaSource, str]:
+    """`{"image_url": {"url": ..., "detail": ...}}`, or the URL in place of the object."""
+    kind = part["type"]
+    where = f"{path}.{kind}"
+    given = part.get(kind)
+    if isinstance(given, dict):
+        url, detail, where_url = given.get("url"), given.get("detail"), f"{where}.url"
+    else:
+        url, detail, where_url = given, part.get("detail"), where
+    return MediaSource(MEDIA_PARTS[kind], _url(url, where_url), _detail(detail, where)), where
+
+
+def _input_image(part: Mapping[str, Any], path: str) -> tuple[MediaSource, str]:
+    """An image as `/v1/responses` writes it; the URL may also be in an object, as in chat completions."""
+    if part.get("file_id") is not None:
+        raise BadRequest(f"{path}.file_id: send the image as image_url instead", param=f"{path}.file_id")
+    return _referenced({**part, "type": "image_url"}, path)
+
+
+def _input_audio(part: Mapping[str, Any], path: str) -> tuple[MediaSource, str]:
+    """`{"input_audio": {"data": <base64>, "format": "wav"}}`. The format is found in the data."""
+    where = f"{path}.input_audio"
+    given = part.get("input_audio")
+    if not isinstance(given, dict):
+        raise BadRequest(f"{where}: Input should be an object with data and format", param=where)
+    data, audio_format = given.get("data"), given.get("format", "wav")
+    if not isinstance(data, str) or not data:
+        raise BadRequest(f"{where}.data: Input should be a base64 string", param=f"{where}.data")
+    if not isinstance(audio_format, str) or not audio_format.isalnum() or len(audio_format) > _FORMAT_CHARS:
+        raise BadRequest(f"{where}.format: Input should be a format such as wav or mp3", param=f"{where}.format")
+    if data[:5].lower() == "data:":
+        return MediaSource("audio", data), where
+    return MediaSource("audio", f"data:audio/{audio_format};base64,{data}"), where
+
+
+_READERS: Mapping[str, Callable[[Mapping[str, Any], str], tuple[MediaSource, str]]] = {
+    **dict.fromkeys(("image_url", "audio_url", "video_url"), _referenced),
+    "input_image": _input_image,
+    "input_audio": _input_audio,
+}
+
+
+def _url(given: Any, path: str) -> str:
+    if not isinstance(given, str) or not given:
+        raise BadRequest(f"{path}: Input should be an http(s), data or file URL", param=path)
+    return given
+
+
+def _detail(given: Any, path: str) -> Detail:
+    if given is None:
+        return "auto"
+    if given not in _DETAILS:
+        raise BadRequest(f"{path}.detail: Input should be one of {', '.join(_DETAILS)}", param=f"{path}.detail")
+    return cast(Detail, given)

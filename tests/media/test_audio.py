@@ -1,0 +1,164 @@
+"""Decoding audio: every usual format, one channel, and nothing that a stranger sends does harm."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import numpy as np
+import pytest
+from media_server import recording
+
+from batchline.errors import UnprocessableEntity
+from batchline.media.audio import audio_bytes, decode_audio
+
+FORMATS = {
+    "wav": ("wav", "pcm_s16le", 16000),
+    "wav-u8": ("wav", "pcm_u8", 8000),
+    "wav-float": ("wav", "pcm_f32le", 44100),
+    "flac": ("flac", "flac", 16000),
+    "mp3": ("mp3", "libmp3lame", 16000),
+    "ogg": ("ogg", "libopus", 48000),
+    "m4a": ("ipod", "aac", 16000),
+    "webm": ("webm", "libopus", 48000),
+    "aac": ("adts", "aac", 16000),
+}
+MAX_SECONDS = 10.0
+
+
+def encoded(name: str, **options: Any) -> bytes:
+    container, codec, rate = FORMATS[name]
+    return recording(container, codec, rate=rate, **options)
+
+
+def seconds_or_none(data: bytes) -> float | None:
+    """The decoded length; None if the recording is refused. Anything else fails the test."""
+    try:
+        samples, rate, _ = decode_audio(data, MAX_SECONDS)
+    except UnprocessableEntity:
+        return None
+    return len(samples) / rate
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_usual_format_is_decoded(name: str) -> None:
+    samples, rate, digest = decode_audio(encoded(name), MAX_SECONDS)
+    assert samples.dtype == np.float32
+    assert samples.ndim == 1
+    assert rate == FORMATS[name][2]
+    assert len(samples) / rate == pytest.approx(1.0, abs=0.1)
+    strongest = np.abs(np.fft.rfft(samples)).argmax() * rate / len(samples)
+    assert strongest == pytest.approx(440, abs=5)
+    assert len(digest) == 32
+
+
+def test_channels_are_averaged() -> None:
+    mono, _, _ = decode_audio(recording(), MAX_SECONDS)
+    stereo, _, _ = decode_audio(recording(channels=2), MAX_SECONDS)
+    assert np.abs(mono).max() == pytest.approx(0.5, abs=0.01)
+    assert np.abs(stereo - mono * 0.75).max() < 1e-3
+
+
+def test_the_digest_is_of_the_samples_and_their_rate() -> None:
+    wav, flac = (decode_audio(encoded(name), MAX_SECONDS)[2] for name in ("wav", "flac"))
+    slower = bytearray(encoded("wav"))
+    slower[24:28] = struct.pack("<I", 8000)
+    assert wav == flac
+    assert decode_audio(bytes(slower), MAX_SECONDS)[2] != wav
+
+
+def test_a_recording_over_the_limit_is_refused_while_it_is_decoded() -> None:
+    with pytest.raises(UnprocessableEntity, match=r"longer than 1\.5 seconds"):
+        decode_audio(recording(seconds=2), 1.5)
+
+
+def test_memory_is_estimated_without_decoding() -> None:
+    data = recording(seconds=2)
+    assert audio_bytes(data, MAX_SECONDS) >= decode_audio(data, MAX_SECONDS)[0].nbytes
+    assert audio_bytes(data, 1.0) == 8 * 16000
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_file_that_is_cut_off_anywhere_is_refused(name: str) -> None:
+    """A header tells the length, or the last packet is torn. Ogg and raw AAC may end after any packet."""
+    data = encoded(name, seconds=3)
+    outcomes = [seconds_or_none(data[: len(data) * twentieth // 20]) for twentieth in range(20)]
+    if name in ("ogg", "aac"):
+        assert all(length is None or length <= 3.1 for length in outcomes)
+    else:
+        assert outcomes[:18] == [None] * 18
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_file_with_damaged_bytes_is_refused_or_decoded(name: str) -> None:
+    data = encoded(name)
+    random = np.random.default_rng(7)
+    for _ in range(60):
+        damaged = bytearray(data)
+        for position in random.integers(0, len(data), size=random.integers(1, 6)):
+            damaged[position] = random.integers(0, 256)
+        length = seconds_or_none(bytes(damaged))
+        assert length is None or length <= MAX_SECONDS + 1
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xff",
+        b"not audio",
+        b"#EXTM3U\n#EXTINF:1,\nhttp://169.254.169.254/\n",
+        b"ffconcat version 1.0\nfile /etc/passwd\n",
+        b"<?xml version='1.0'?><MPD/>",
+        b"v=0\no=- 0 0 IN IP4 127.0.0.1\n",
+        b"RIFF\x24\0\0\0AVI LIST",
+        b"\x89PNG\r\n\x1a\n",
+    ],
+)
+def test_what_is_no_audio_of_a_known_format_is_refused(data: bytes) -> None:
+    """Playlists above all: FFmpeg, left alone, opens the files and URLs in them."""
+    with pytest.raises(UnprocessableEntity, match=r"it is not audio of a known format"):
+        decode_audio(data, MAX_SECONDS)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"RIFF\x24\0\0\0WAVE",
+        b"fLaC" + bytes(50),
+        b"OggS" + bytes(50),
+        b"ID3\x04\0\0\0\0\0\0",
+        b"\0\0\0\x18ftypM4A \0\0\0\0",
+        b"\x1aE\xdf\xa3" + bytes(50),
+        b"\xff\xfb\x90\0" + bytes(50),
+        b"\xff\xf1" + bytes(50),
+    ],
+)
+def test_a_header_alone_is_refused(data: bytes) -> None:
+    with pytest.raises(UnprocessableEntity):
+        decode_audio(data, MAX_SECONDS)
+
+
+def test_a_wav_whose_rate_or_samples_make_no_sense_is_refused() -> None:
+    wav = recording()
+    for rate in (0, 2**32 - 1, 10_000_000):
+        broken = bytearray(wav)
+        broken[24:28] = struct.pack("<I", rate)
+        with pytest.raises(UnprocessableEntity):
+            decode_audio(bytes(broken), MAX_SECONDS)
+    floats = bytearray(recording("wav", "pcm_f32le"))
+    floats[-4:] = struct.pack("<f", float("nan"))
+    with pytest.raises(UnprocessableEntity, match=r"not finite"):
+        decode_audio(bytes(floats), MAX_SECONDS)
+
+
+def test_a_wav_of_a_program_that_does_not_know_its_size_is_decoded() -> None:
+    streamed = bytearray(recording())
+    streamed[4:8] = b"\xff\xff\xff\xff"
+    assert seconds_or_none(bytes(streamed)) == 1.0
+
+
+def test_a_file_without_audio_in_it_is_refused() -> None:
+    video_box = b"\0\0\0\x08free"
+    with pytest.raises(UnprocessableEntity):
+        decode_audio(b"\0\0\0\x18ftypM4A \0\0\0\0M4A mp42" + video_box * 4, MAX_SECONDS)
