@@ -23,6 +23,7 @@ from batchline.endpoints.choices import (
 from batchline.endpoints.constraints import compiled
 from batchline.endpoints.engine_input import check_num_logprobs, encode_prompt
 from batchline.endpoints.generation import GeneratedText
+from batchline.endpoints.media_input import NOT_COLLECTED, CollectedMedia, encoded_with_media, taken_media
 from batchline.endpoints.model import GenerativeModel
 from batchline.endpoints.reporting import LogprobFormat
 from batchline.errors import BadRequest
@@ -72,12 +73,12 @@ async def encode_chat(
 ) -> EncodedChat:
     """The request in a body, checked, rendered and tokenized off the event loop. Raises: BadRequest."""
 
-    def work() -> EncodedChat:
+    def encode(media: CollectedMedia) -> EncodedChat:
         request = parse_chat(body, model.config)
         check(request)
-        return encoded_chat(request, model)
+        return encoded_chat(request, model, media)
 
-    return await constrained_chat(await model.off_loop(work), model)
+    return await constrained_chat(await encoded_with_media(model, encode), model)
 
 
 async def constrained_chat(chat: EncodedChat, model: GenerativeModel) -> EncodedChat:
@@ -112,8 +113,15 @@ def echoed_text(request: ChatCompletionRequest) -> str:
     return message_text(last) if request.echo and last["role"] == answered_role(request) else ""
 
 
-def encoded_chat(request: ChatCompletionRequest, model: GenerativeModel) -> EncodedChat:
-    """Render and tokenize; call it off the event loop. The constraint is not compiled yet. Raises: BadRequest."""
+def encoded_chat(
+    request: ChatCompletionRequest, model: GenerativeModel, media: CollectedMedia = NOT_COLLECTED
+) -> EncodedChat:
+    """Render and tokenize; call it off the event loop. The constraint is not compiled yet.
+
+    Raises: BadRequest; MediaWanted for media that are not in `media`.
+    """
+    messages, _items = taken_media(request.messages, model, media)
+    request = request.model_copy(update={"messages": messages})
     rendered = render_chat(request, model)
     max_tokens = request.max_completion_tokens
     if max_tokens is None:
@@ -154,6 +162,7 @@ def render_chat(request: ChatCompletionRequest, model: GenerativeModel) -> Rende
         documents=request.documents,
         add_generation_prompt=request.add_generation_prompt,
         continue_final_message=request.continue_final_message,
+        has_media=model.media is not None,
         variables={
             **model.config.default_chat_template_kwargs,
             **_hints(request, template, model.name),

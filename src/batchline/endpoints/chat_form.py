@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from batchline.errors import BadRequest
+from batchline.endpoints.media_input import MediaWanted
+from batchline.errors import BadRequest, UnprocessableEntity
 
 _MESSAGE = r"messages(?:\[\d+\](?:\.content(?:\[\d+\])?|\.tool_calls\[\d+\](?:\.function)?)?)?"
 _TOOL = r"tools\[\d+\](?:\.function)?"
@@ -35,9 +36,12 @@ class ChatForm:
         """Translate errors inside the block, so that they name the request's own fields."""
         try:
             yield
-        except BadRequest as exc:
+        except (BadRequest, UnprocessableEntity) as exc:
+            kind = BadRequest if isinstance(exc, BadRequest) else UnprocessableEntity
             param = exc.param and self._renamed(exc.param)
-            raise BadRequest(self._renamed(exc.message), param=param, code=exc.code) from exc
+            raise kind(self._renamed(exc.message), param=param, code=exc.code) from exc
+        except MediaWanted as wanted:
+            raise MediaWanted([replace(part, path=self._renamed(part.path)) for part in wanted.parts]) from None
 
     def _renamed(self, text: str) -> str:
         def other_name(match: re.Match[str]) -> str:

@@ -17,6 +17,7 @@ from batchline.endpoints.chat import EncodedChat, constrained_chat, encoded_chat
 from batchline.endpoints.chat_form import ChatForm
 from batchline.endpoints.choices import is_long, run_jobs, stream_jobs
 from batchline.endpoints.generation import GeneratedText
+from batchline.endpoints.media_input import CollectedMedia, encoded_with_media
 from batchline.endpoints.message_input import chat_form, read_conversation, read_message
 from batchline.endpoints.model import GenerativeModel
 from batchline.endpoints.reporting import StreamUsage
@@ -40,7 +41,7 @@ JsonObject = dict[str, Any]
 
 async def message(body: Mapping[str, Any], request_id: str, model: GenerativeModel, priority: int = 0) -> JsonObject:
     """The answer to a request for a message. Raises: RequestError, EngineError."""
-    chat, form = await model.off_loop(partial(_encode, body, model, is_streamed=False))
+    chat, form = await encoded_with_media(model, partial(_encode, body, model, is_streamed=False))
     with form.in_own_fields():
         chat = await constrained_chat(chat, model)
         (result,) = await run_jobs(model, [chat.job], chat.request, request_id=request_id, priority=priority)
@@ -58,7 +59,7 @@ async def message_events(
     body: Mapping[str, Any], request_id: str, model: GenerativeModel, priority: int = 0
 ) -> AsyncGenerator[JsonObject, None]:
     """The answer to a request for a message as events, each with its `type`. Raises: RequestError, EngineError."""
-    chat, form = await model.off_loop(partial(_encode, body, model, is_streamed=True))
+    chat, form = await encoded_with_media(model, partial(_encode, body, model, is_streamed=True))
     with form.in_own_fields():
         chat = await constrained_chat(chat, model)
         deltas = stream_jobs(model, [chat.job], chat.request, request_id=request_id, priority=priority)
@@ -86,14 +87,16 @@ async def counted_tokens(
     return await model.off_loop(count)
 
 
-def _encode(body: Mapping[str, Any], model: GenerativeModel, *, is_streamed: bool) -> tuple[EncodedChat, ChatForm]:
-    """Check, render and tokenize; call it off the event loop. Raises: BadRequest."""
+def _encode(
+    body: Mapping[str, Any], model: GenerativeModel, media: CollectedMedia, *, is_streamed: bool
+) -> tuple[EncodedChat, ChatForm]:
+    """Check, render and tokenize; call it off the event loop. Raises: BadRequest, MediaWanted."""
     request = read_message(body, model.config)
     if request.stream and not is_streamed:
         raise BadRequest("stream: a batch line or a call for one answer cannot be streamed", param="stream")
     form = chat_form(request)
     with form.in_own_fields():
-        return encoded_chat(parse_chat(form.body, model.config), model), form
+        return encoded_chat(parse_chat(form.body, model.config), model, media), form
 
 
 class _MessageWriter:

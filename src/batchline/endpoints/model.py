@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from batchline.config import TextConfig
+from batchline.endpoints.media_input import MediaInput
 from batchline.engine.request import GenerationOutput, GenerationRequest
 from batchline.text.chat_template import ChatPrompt, ChatTemplate
 from batchline.text.control_tokens import ControlTokens, RenderedChat, Renderer
@@ -81,6 +82,7 @@ class GenerativeModel:
 
     max_request_sequences: how many sequences of one request may be in the engine at once. The others wait here, so that
     they are not ahead of later requests in the engine's queue.
+    media: what it takes besides text; None if nothing.
     grammars: compiles constraints for this model's tokens.
     """
 
@@ -90,6 +92,7 @@ class GenerativeModel:
     config: TextConfig
     executor: Executor
     max_request_sequences: int = 128
+    media: MediaInput | None = None
     grammars: GrammarCompiler = field(init=False)
 
     def __post_init__(self) -> None:

@@ -18,6 +18,7 @@ from batchline.endpoints.chat import EncodedChat, constrained_chat, encoded_chat
 from batchline.endpoints.chat_form import ChatForm
 from batchline.endpoints.choices import is_long, run_jobs, stream_jobs
 from batchline.endpoints.generation import GeneratedText, by_token
+from batchline.endpoints.media_input import CollectedMedia, encoded_with_media
 from batchline.endpoints.model import GenerativeModel
 from batchline.endpoints.reporting import LogprobFormat, StreamUsage
 from batchline.endpoints.response_input import chat_form, later_starts, read_request, without_oldest
@@ -80,13 +81,15 @@ class _EncodedResponse:
 
 async def _prepared(body: Mapping[str, Any], model: GenerativeModel, *, is_streamed: bool) -> _EncodedResponse:
     """The request, checked and encoded off the event loop, its constraint compiled. Raises: RequestError."""
-    encoded = await model.off_loop(partial(_encode, body, model, is_streamed=is_streamed))
+    encoded = await encoded_with_media(model, partial(_encode, body, model, is_streamed=is_streamed))
     with encoded.form.in_own_fields():
         return replace(encoded, chat=await constrained_chat(encoded.chat, model))
 
 
-def _encode(body: Mapping[str, Any], model: GenerativeModel, *, is_streamed: bool) -> _EncodedResponse:
-    """Check, render and tokenize; call it off the event loop. Raises: BadRequest."""
+def _encode(
+    body: Mapping[str, Any], model: GenerativeModel, media: CollectedMedia, *, is_streamed: bool
+) -> _EncodedResponse:
+    """Check, render and tokenize; call it off the event loop. Raises: BadRequest, MediaWanted."""
     request = read_request(body, strict=model.config.strict, limits=model.config.limits)
     if request.stream and not is_streamed:
         raise BadRequest("stream: a batch line or a call for one answer cannot be streamed", param="stream")
@@ -94,14 +97,14 @@ def _encode(body: Mapping[str, Any], model: GenerativeModel, *, is_streamed: boo
     with form.in_own_fields():
         chat = parse_chat(form.body, model.config)
         try:
-            return _EncodedResponse(encoded_chat(chat, model), form)
+            return _EncodedResponse(encoded_chat(chat, model, media), form)
         except PromptTooLong:
             if request.truncation == "disabled":
                 raise
-        return _EncodedResponse(_encode_latest(chat, model), form)
+        return _EncodedResponse(_encode_latest(chat, model, media), form)
 
 
-def _encode_latest(request: ChatCompletionRequest, model: GenerativeModel) -> EncodedChat:
+def _encode_latest(request: ChatCompletionRequest, model: GenerativeModel, media: CollectedMedia) -> EncodedChat:
     """The chat, without as many of its oldest messages as do not fit the context. Raises: BadRequest.
 
     If the request leaves the answer's length open, a quarter of the context is reserved for it.
@@ -112,11 +115,11 @@ def _encode_latest(request: ChatCompletionRequest, model: GenerativeModel) -> En
     while low < high:
         middle = (low + high) // 2
         try:
-            encoded_chat(_from(request, starts[middle], max_completion_tokens=room), model)
+            encoded_chat(_from(request, starts[middle], max_completion_tokens=room), model, media)
             high = middle
         except PromptTooLong:
             low = middle + 1
-    return encoded_chat(_from(request, starts[low]) if starts else request, model)
+    return encoded_chat(_from(request, starts[low]) if starts else request, model, media)
 
 
 def _from(request: ChatCompletionRequest, start: int, **fields: Any) -> ChatCompletionRequest:

@@ -21,6 +21,7 @@ MEDIA_PARTS: Mapping[str, MediaKind] = {
 }
 """Types of parts that hold media, and what they hold."""
 
+_KINDS = get_args(MediaKind)
 _DETAILS = get_args(Detail)
 _FORMAT_CHARS = 32
 
@@ -36,7 +37,7 @@ class MediaSource:
 
 @dataclass(frozen=True, slots=True)
 class MediaPart:
-    """A part of a message that holds media. path: of its source in the request. type: as the request calls it."""
+    """A part of a message that holds media. path: where in the request. type: as the request calls it."""
 
     source: MediaSource
     path: str
@@ -61,10 +62,11 @@ def media_parts(message: Mapping[str, Any], path: str) -> list[MediaPart]:
     if not isinstance(content, list):
         return []
     paths = (f"{path}.content[{index}]" for index in range(len(content)))
-    return [_media_part(part, where) for part, where in zip(content, paths, strict=False) if _is_media(part)]
+    return [_media_part(part, where) for part, where in zip(content, paths, strict=False) if _stands_for_media(part)]
 
 
 def _is_media(part: Any) -> bool:
+    """Whether a part has one of the types of `MEDIA_PARTS`."""
     kind = part.get("type") if isinstance(part, dict) else None
     return isinstance(kind, str) and kind in MEDIA_PARTS
 
@@ -76,13 +78,20 @@ def _replaced(message: Mapping[str, Any], has_media: bool) -> Mapping[str, Any]:
     return {**message, "content": parts}
 
 
+def _stands_for_media(part: Any) -> bool:
+    """Whether a part holds media, or claims so without a source, as only the messages for a template may."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    return _is_media(part) or (isinstance(kind, str) and kind in _KINDS)
+
+
 def _media_part(part: Mapping[str, Any], path: str) -> MediaPart:
-    kind = part["type"]
-    source, where = _READERS[kind](part, path)
-    return MediaPart(source, where, kind)
+    if part["type"] in _KINDS:
+        known = ", ".join(name for name, kind in MEDIA_PARTS.items() if kind == part["type"])
+        raise BadRequest(f"{path}.type: unknown part type {part['type']!r}; use {known}", param=f"{path}.type")
+    return MediaPart(_READERS[part["type"]](part, path), path, part["type"])
 
 
-def _referenced(part: Mapping[str, Any], path: str) -> tuple[MediaSource, str]:
+def _referenced(part: Mapping[str, Any], path: str) -> MediaSource:
     """`{"image_url": {"url": ..., "detail": ...}}`, or the URL in place of the object."""
     kind = part["type"]
     where = f"{path}.{kind}"
@@ -91,17 +100,17 @@ def _referenced(part: Mapping[str, Any], path: str) -> tuple[MediaSource, str]:
         url, detail, where_url = given.get("url"), given.get("detail"), f"{where}.url"
     else:
         url, detail, where_url = given, part.get("detail"), where
-    return MediaSource(MEDIA_PARTS[kind], _url(url, where_url), _detail(detail, where)), where
+    return MediaSource(MEDIA_PARTS[kind], _url(url, where_url), _detail(detail, where))
 
 
-def _input_image(part: Mapping[str, Any], path: str) -> tuple[MediaSource, str]:
+def _input_image(part: Mapping[str, Any], path: str) -> MediaSource:
     """An image as `/v1/responses` writes it; the URL may also be in an object, as in chat completions."""
     if part.get("file_id") is not None:
         raise BadRequest(f"{path}.file_id: send the image as image_url instead", param=f"{path}.file_id")
     return _referenced({**part, "type": "image_url"}, path)
 
 
-def _input_audio(part: Mapping[str, Any], path: str) -> tuple[MediaSource, str]:
+def _input_audio(part: Mapping[str, Any], path: str) -> MediaSource:
     """`{"input_audio": {"data": <base64>, "format": "wav"}}`. The format is found in the data."""
     where = f"{path}.input_audio"
     given = part.get("input_audio")
@@ -113,11 +122,11 @@ def _input_audio(part: Mapping[str, Any], path: str) -> tuple[MediaSource, str]:
     if not isinstance(audio_format, str) or not audio_format.isalnum() or len(audio_format) > _FORMAT_CHARS:
         raise BadRequest(f"{where}.format: Input should be a format such as wav or mp3", param=f"{where}.format")
     if data[:5].lower() == "data:":
-        return MediaSource("audio", data), where
-    return MediaSource("audio", f"data:audio/{audio_format};base64,{data}"), where
+        return MediaSource("audio", data)
+    return MediaSource("audio", f"data:audio/{audio_format};base64,{data}")
 
 
-_READERS: Mapping[str, Callable[[Mapping[str, Any], str], tuple[MediaSource, str]]] = {
+_READERS: Mapping[str, Callable[[Mapping[str, Any], str], MediaSource]] = {
     **dict.fromkeys(("image_url", "audio_url", "video_url"), _referenced),
     "input_image": _input_image,
     "input_audio": _input_audio,

@@ -27,7 +27,10 @@ _JINJA_SIGNS = "{}\n"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatPrompt:
-    """The input of a chat template. variables: from the request; they override the special tokens."""
+    """The input of a chat template. variables: from the request; they override the special tokens.
+
+    has_media: whether parts of the messages may stand for images and audio.
+    """
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] | None = None
@@ -35,6 +38,7 @@ class ChatPrompt:
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     variables: Mapping[str, Any] | None = None
+    has_media: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +58,12 @@ class ChatTemplate:
         """The prompt as text. Raises: BadRequest."""
         if prompt.documents is not None and "documents" not in self.variables:
             raise BadRequest("documents: this model's chat template takes no documents", param="documents")
-        messages = normalise_messages(prompt.messages, self.content_format, knows_developer=self.knows_developer)
+        messages = normalise_messages(
+            prompt.messages,
+            self.content_format,
+            knows_developer=self.knows_developer,
+            has_media=prompt.has_media,
+        )
         continued = _mark_end(messages[-1]) if prompt.continue_final_message else None
         try:
             text = self._run(messages, prompt)
@@ -96,7 +105,7 @@ def _mark_end(message: dict[str, Any]) -> str:
     if isinstance(content, str):
         message["content"] = content + _END_TAG
         return content
-    if not content:
+    if not content or content[-1]["type"] != "text":
         content.append({"type": "text", "text": ""})
     text: str = content[-1]["text"]
     content[-1]["text"] = text + _END_TAG

@@ -26,26 +26,42 @@ TEXT_PARTS: Mapping[str, str] = {
 MEDIA_PARTS = ("image_url", "input_image", "audio_url", "input_audio", "video_url")
 """Known part types that only models with media inputs accept."""
 
+TEMPLATE_MEDIA = ("image", "audio", "video")
+"""Part types that stand for media in templates. Requests may not use them."""
+
 
 def normalise_messages(
-    messages: Sequence[Mapping[str, Any]], content_format: TemplateContentFormat, *, knows_developer: bool
+    messages: Sequence[Mapping[str, Any]],
+    content_format: TemplateContentFormat,
+    *,
+    knows_developer: bool,
+    has_media: bool = False,
 ) -> list[dict[str, Any]]:
-    """Messages for a template. Raises: BadRequest, with the path of the invalid value."""
+    """Messages for a template. has_media: whether parts may stand for media.
+
+    Raises: BadRequest, with the path of the invalid value.
+    """
     return [
-        _normalise(message, f"messages[{index}]", content_format, knows_developer)
+        _normalise(message, f"messages[{index}]", content_format, knows_developer, has_media)
         for index, message in enumerate(messages)
     ]
 
 
 def _normalise(
-    message: Mapping[str, Any], path: str, content_format: TemplateContentFormat, knows_developer: bool
+    message: Mapping[str, Any],
+    path: str,
+    content_format: TemplateContentFormat,
+    knows_developer: bool,
+    has_media: bool,
 ) -> dict[str, Any]:
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise BadRequest(f"{path}.role: Input should be a non-empty string", param=f"{path}.role")
     normal = {key: value for key, value in message.items() if value is not None}
     normal["role"] = "system" if role == "developer" and not knows_developer else role
-    parts = _parts(message.get("content"), f"{path}.content")
+    parts = _parts(message.get("content"), f"{path}.content", has_media)
+    if content_format == "string":
+        _refuse_media(parts, f"{path}.content")
     normal["content"] = _joined(parts) if content_format == "string" else parts
     _use_tool_calls(normal)
     if "tool_calls" in normal:
@@ -70,34 +86,44 @@ def _use_tool_calls(message: dict[str, Any]) -> None:
 
 
 def message_text(message: Mapping[str, Any]) -> str:
-    """The text of a message's content, its parts joined by newlines. Raises: BadRequest."""
-    return _joined(_parts(message.get("content"), "content"))
+    """The text of a message's content, its text parts joined by newlines. Raises: BadRequest."""
+    return _joined(_parts(message.get("content"), "content", has_media=True))
 
 
 def _joined(parts: Sequence[Mapping[str, Any]]) -> str:
-    return "\n".join(part["text"] for part in parts)
+    return "\n".join(part["text"] for part in parts if part["type"] == "text")
 
 
-def _parts(content: Any, path: str) -> list[dict[str, Any]]:
-    """The text parts of a message's content: one for a string, an empty list if there is no content."""
+def _refuse_media(parts: Sequence[Mapping[str, Any]], path: str) -> None:
+    """Raises: BadRequest. A template that gets each message as one string has no place for them."""
+    for index, part in enumerate(parts):
+        if part["type"] != "text":
+            message = f"this model's chat template takes text only, so there is no place for the {part['type']}"
+            raise BadRequest(f"{path}[{index}]: {message}", param=f"{path}[{index}]")
+
+
+def _parts(content: Any, path: str, has_media: bool) -> list[dict[str, Any]]:
+    """The parts of a message's content: one for a string, an empty list if there is no content."""
     if content is None:
         return []
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     if not isinstance(content, list):
         raise BadRequest(f"{path}: Input should be a string or a list of parts", param=path)
-    return [_part(part, f"{path}[{index}]") for index, part in enumerate(content)]
+    return [_part(part, f"{path}[{index}]", has_media) for index, part in enumerate(content)]
 
 
-def _part(part: Any, path: str) -> dict[str, Any]:
-    """A text part with its other keys, such as `cache_control`."""
+def _part(part: Any, path: str, has_media: bool) -> dict[str, Any]:
+    """A text part with its other keys, such as `cache_control`, or a part that stands for media."""
     if isinstance(part, str):
         return {"type": "text", "text": part}
     kind = part.get("type") if isinstance(part, dict) else None
     if not isinstance(kind, str):
         raise BadRequest(f"{path}: Input should be an object with a type", param=path)
+    if has_media and kind in TEMPLATE_MEDIA:
+        return {"type": kind}
     if kind in MEDIA_PARTS:
-        raise BadRequest(f"{path}: parts of type {kind} are not supported by this model", param=path)
+        raise BadRequest(f"{path}: {unsupported_part(kind, ())}", param=path)
     if kind not in TEXT_PARTS:
         known = ", ".join([*TEXT_PARTS, *MEDIA_PARTS])
         raise BadRequest(f"{path}.type: unknown part type {kind[:80]!r}; known are {known}", param=f"{path}.type")
@@ -107,6 +133,12 @@ def _part(part: Any, path: str) -> dict[str, Any]:
         raise BadRequest(f"{key}: Input should be a string", param=key)
     others = {key: value for key, value in part.items() if key != TEXT_PARTS[kind]}
     return {**others, "type": "text", "text": text}
+
+
+def unsupported_part(kind: str, media: Sequence[str]) -> str:
+    """Why a model refuses a part. media: the types of parts with media that it takes."""
+    taken = ", ".join([*TEXT_PARTS, *media])
+    return f"parts of type {kind} are not supported by this model, which takes {taken}"
 
 
 def _tool_calls(tool_calls: Any, path: str) -> list[dict[str, Any]]:
