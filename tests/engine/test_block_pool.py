@@ -48,10 +48,10 @@ def test_equal_tokens_under_another_cache_key_are_other_blocks() -> None:
     pool = BlockPool(8, 2)
     tokens = (1, 2, 3, 4)
     by_key = {key: fill(pool, tokens, key) for key in (None, "a", "b", b"a")}
-    assert {key: pool.find_prefix(tokens, 2, key) for key in by_key} == by_key
-    assert pool.find_prefix(tokens, 2, "c") == []
+    assert {key: pool.find_prefix(tokens, 2, lambda *_, key=key: key) for key in by_key} == by_key
+    assert pool.find_prefix(tokens, 2, lambda *_: "c") == []
     pool.unregister(by_key["a"])
-    assert pool.find_prefix(tokens, 2, "a") == [], "the blocks of other keys do not stand in"
+    assert pool.find_prefix(tokens, 2, lambda *_: "a") == [], "the blocks of other keys do not stand in"
     pool.check_integrity(by_key.values())
 
 

@@ -161,6 +161,7 @@ async def _step(
             sampling=sampling,
             priority=request.priority,
             cache_key=request.cache_key,
+            media=request.media,
         )
         for index, beam in enumerate(running)
     ]

@@ -24,6 +24,7 @@ from batchline.endpoints.constraints import compiled
 from batchline.endpoints.engine_input import check_num_logprobs, encode_prompt
 from batchline.endpoints.generation import GeneratedText
 from batchline.endpoints.media_input import NOT_COLLECTED, CollectedMedia, encoded_with_media, taken_media
+from batchline.endpoints.media_prompts import prepared_media
 from batchline.endpoints.model import GenerativeModel
 from batchline.endpoints.reporting import LogprobFormat
 from batchline.errors import BadRequest
@@ -120,7 +121,7 @@ def encoded_chat(
 
     Raises: BadRequest; MediaWanted for media that are not in `media`.
     """
-    messages, _items = taken_media(request.messages, model, media)
+    messages, items = taken_media(request.messages, model, media)
     request = request.model_copy(update={"messages": messages})
     rendered = render_chat(request, model)
     max_tokens = request.max_completion_tokens
@@ -133,6 +134,7 @@ def encoded_chat(
         add_special_tokens=request.add_special_tokens,
         max_tokens=max_tokens,
         default_max_tokens=model.text.defaults.max_tokens,
+        media=prepared_media(items, model),
     )
     wanted = answer_format(request, model, rendered.text)
     prompt = replace(prompt, kept_special_ids=wanted.kept_special_ids)

@@ -230,6 +230,7 @@ def _engine_request(job: PromptJob, body: GenerationBody, request_id: str, prior
         priority=priority + body.priority,
         constraint=job.constraint,
         cache_key=body.cache_salt,
+        media=job.prompt.media,
     )
 
 

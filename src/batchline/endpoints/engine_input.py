@@ -6,14 +6,17 @@ Sampling parameters are resolved in the order request > model > built-in default
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from batchline.config import TextConfig
+from batchline.endpoints.media_prompts import media_spans
 from batchline.endpoints.model import GenerativeModel
 from batchline.engine.repetition import Repetition
-from batchline.engine.request import BannedSequences, SamplingParams
+from batchline.engine.request import BannedSequences, MediaSpan, SamplingParams
 from batchline.errors import BadRequest, PromptTooLong
+from batchline.media.processor import PreparedItem
 from batchline.openai_api.common import Prompt, TruncationSide
 from batchline.openai_api.generation import GenerationBody, RepetitionDetection
 from batchline.openai_api.limits import check_text
@@ -36,6 +39,7 @@ class EncodedPrompt:
     text: as it was given; None for token ids and for a truncated prompt. max_tokens: the answer's limit;
     has_default_length: whether the request left it open.
     kept_special_ids: special tokens that stay in the answer's text for its parsers.
+    media: its images.
     """
 
     token_ids: tuple[int, ...]
@@ -43,6 +47,7 @@ class EncodedPrompt:
     max_tokens: int
     has_default_length: bool = False
     kept_special_ids: frozenset[int] = frozenset()
+    media: tuple[MediaSpan, ...] = ()
 
 
 def encode_prompt(
@@ -53,8 +58,9 @@ def encode_prompt(
     add_special_tokens: bool,
     max_tokens: int | None,
     default_max_tokens: int | None = None,
+    media: Sequence[PreparedItem] = (),
 ) -> EncodedPrompt:
-    """Tokenize, truncate as requested, and check the length.
+    """Tokenize, truncate as requested, and check the length. media: for the placeholders in a rendered prompt.
 
     max_tokens: the request's. If it is None, the default applies, as far as the context leaves room for it. Without a
     default, the answer may use all that is left.
@@ -63,7 +69,10 @@ def encode_prompt(
     """
     rendered = RenderedChat(prompt) if isinstance(prompt, str) else prompt
     text = rendered.text if isinstance(rendered, RenderedChat) else None
+    processor = None if model.media is None else model.media.processor
     if isinstance(rendered, RenderedChat):
+        if processor is not None:
+            rendered = rendered.with_media(processor.placeholder, [item.text for item in media])
         check_text("prompt", rendered.text, model.config.limits)
         if body.truncate_prompt_tokens is None:
             _refuse_far_too_long(rendered.text, model)
@@ -75,11 +84,16 @@ def encode_prompt(
     limit = model.engine.max_model_len
     reserved = num_reserved(max_tokens, default_max_tokens, limit)
     kept = truncate(token_ids, body.truncate_prompt_tokens, limit, reserved, body.truncation_side)
+    if media and len(kept) < len(token_ids):
+        raise BadRequest(
+            "truncate_prompt_tokens: a prompt with images cannot be truncated", param="truncate_prompt_tokens"
+        )
     return EncodedPrompt(
         token_ids=kept,
         text=text if len(kept) == len(token_ids) else None,
         max_tokens=resolve_max_tokens(len(kept), max_tokens, default_max_tokens, limit),
         has_default_length=max_tokens is None,
+        media=() if processor is None else media_spans(kept, media, processor.feature_token_id),
     )
 
 

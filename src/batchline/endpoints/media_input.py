@@ -15,6 +15,7 @@ from batchline.errors import BadRequest
 from batchline.media.collector import MediaCollector
 from batchline.media.items import MediaItem, MediaKind
 from batchline.media.parts import MEDIA_PARTS, MediaPart, MediaSource, split_media
+from batchline.media.processor import MediaProcessor
 from batchline.text.messages import unsupported_part
 
 T = TypeVar("T")
@@ -28,10 +29,11 @@ NOT_COLLECTED: CollectedMedia = {}
 
 @dataclass(frozen=True, slots=True)
 class MediaInput:
-    """What a model takes besides text, and who fetches and decodes it."""
+    """What a model takes besides text, who fetches and decodes it, and the model's own processor."""
 
     kinds: frozenset[MediaKind]
     collector: MediaCollector
+    processor: MediaProcessor
 
     @property
     def part_types(self) -> list[str]:

@@ -12,6 +12,7 @@ Query rows of a step, packed without padding:
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,7 +20,7 @@ import torch
 from torch.nn import functional
 from transformers import AttentionInterface
 
-from batchline.engine.kv_cache import KVCache
+from batchline.engine.kv_cache import KVCache, LayerCache
 
 PAGED_ATTENTION = "batchline_paged"
 """Name of the attention implementation. No mask function is registered under it, so model code builds no masks."""
@@ -77,12 +78,13 @@ class StepLayout(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TorchLayout:
-    """The layout for attention in torch. slots: (num_tokens,) int64."""
+    """The layout for attention in torch. slots: (num_tokens,) int64. both_ways: runs of rows that see each other."""
 
     cache: KVCache
     slots: torch.Tensor
     decodes: tuple[DecodeGroup, ...]
     prefills: tuple[PrefillChunk, ...]
+    both_ways: tuple[PrefillChunk, ...] = ()
 
     def attend(
         self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams
@@ -100,6 +102,7 @@ class TorchLayout:
             else:
                 context_keys, context_values = (x[: chunk.context] for x in cache.gather(chunk.blocks))
             out[rows] = prefill_attention(queries[rows], context_keys, context_values, params)
+        attend_both_ways(cache, queries, self.both_ways, params, out)
         return out
 
 
@@ -143,10 +146,21 @@ def decode_attention(
     return torch.matmul(weights, values.transpose(1, 2)).reshape(num_seqs, num_heads, -1)
 
 
+def attend_both_ways(
+    cache: LayerCache, queries: torch.Tensor, runs: Sequence[PrefillChunk], params: AttentionParams, out: torch.Tensor
+) -> None:
+    """Replace the causal results of runs of rows that also see the positions after them, up to the run's end."""
+    for run in runs:
+        assert run.blocks is not None
+        rows = slice(run.row, run.row + run.num_queries)
+        keys, values = (x[: run.context] for x in cache.gather(run.blocks))
+        out[rows] = prefill_attention(queries[rows], keys, values, params, both_ways=True)
+
+
 def prefill_attention(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams, *, both_ways: bool = False
 ) -> torch.Tensor:
-    """Causal attention of the last positions of a context.
+    """Attention of the last positions of a context, causal or `both_ways`.
 
     queries: (q, heads, d), the last q of the context's positions; keys, values: (context, kv_heads, d).
     """
@@ -156,9 +170,10 @@ def prefill_attention(
         block = queries[start : start + QUERY_BLOCK]
         first, end = offset + start, offset + start + block.shape[0]
         low = 0 if window is None else max(0, first - window + 1)
-        positions = torch.arange(low, end, device=keys.device)
         rows = torch.arange(first, end, device=keys.device)[:, None]
-        hidden = positions > rows
+        end = keys.shape[0] if both_ways else end
+        positions = torch.arange(low, end, device=keys.device)
+        hidden = (positions > rows) & (not both_ways)
         if window is not None:
             hidden |= positions <= rows - window
         parts.append(_masked_attention(block, keys[low:end], values[low:end], hidden, params))

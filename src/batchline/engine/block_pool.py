@@ -1,7 +1,7 @@
 """Tracks which sequences use each block of the KV cache, and which blocks hold a prefix that others can reuse.
 
 Knows block numbers and token ids; no tensors, no torch. A block is free (`ref_count` 0) or referenced by one or more
-sequences. A full block is *registered* under (uid of the block before it, its token ids, the sequence's cache key).
+sequences. A full block is *registered* under (uid of the block before it, its token ids, its cache key).
 This key is exact, so two different prefixes can never be confused. Registered blocks keep their content while they are
 free; the least recently used one is reallocated first. A *tainted* block may hold numbers that are not finite. Its next
 owner must clear it before it computes, because attention reads positions that are not written yet.
@@ -13,7 +13,7 @@ index points at blocks that carry its keys.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -22,8 +22,12 @@ from batchline.errors import EngineError
 ROOT_UID = 0
 """The uid before a sequence's first block."""
 
-CacheKey = bytes | str | None
+CacheKey = bytes | str | None | tuple[bytes | str | None, ...]
 BlockKey = tuple[int, tuple[int, ...], CacheKey]
+
+
+def _no_key(_start: int, _end: int) -> CacheKey:
+    return None
 
 
 class BlockPoolCorrupt(EngineError):
@@ -79,16 +83,19 @@ class BlockPool:
             taken.append(number)
         return taken
 
-    def find_prefix(self, token_ids: Sequence[int], max_blocks: int, cache_key: CacheKey = None) -> list[int]:
-        """Registered blocks that hold the start of `token_ids` under `cache_key`, at most `max_blocks`. Takes no
-        reference."""
+    def find_prefix(
+        self, token_ids: Sequence[int], max_blocks: int, cache_key: Callable[[int, int], CacheKey] = _no_key
+    ) -> list[int]:
+        """Registered blocks that hold the start of `token_ids`, at most `max_blocks`. Takes no reference.
+
+        cache_key: the key of the block of positions [start, end)."""
         found: list[int] = []
         if not self.enable_prefix_caching:
             return found
         uid = ROOT_UID
         for index in range(max_blocks):
-            start = index * self.block_size
-            number = self._index.get((uid, tuple(token_ids[start : start + self.block_size]), cache_key))
+            start, end = index * self.block_size, (index + 1) * self.block_size
+            number = self._index.get((uid, tuple(token_ids[start:end]), cache_key(start, end)))
             if number is None:
                 break
             found.append(number)

@@ -22,6 +22,7 @@ from batchline.config import EngineConfig
 from batchline.engine.block_pool import BlockPool
 from batchline.engine.cache_memory import CacheMemory
 from batchline.engine.model_loader import load_model
+from batchline.engine.multimodal import EncodingFailed
 from batchline.engine.placement import choose_kernels, facts_of, place, size_cache
 from batchline.engine.recovery import FaultSearch, StepSize, canary, drop_locals, reraise_interrupt
 from batchline.engine.request import (
@@ -35,7 +36,7 @@ from batchline.engine.request import (
 from batchline.engine.scheduler import Scheduler
 from batchline.engine.sequence import Sequence
 from batchline.engine.sequence_metrics import SequenceMetrics
-from batchline.engine.step import Step, pack
+from batchline.engine.step import Step, pack, with_media
 from batchline.engine.step_results import (
     SequenceResult,
     embedding_output,
@@ -45,7 +46,7 @@ from batchline.engine.step_results import (
 )
 from batchline.engine.token_masks import TokenMasks
 from batchline.engine.vocabulary import check_length, check_token_ids, known_eos_token_ids, vocabulary_size
-from batchline.errors import EngineError, EngineOutOfMemory, NumbersNotFinite, SequenceFailed
+from batchline.errors import EngineError, EngineOutOfMemory, NumbersNotFinite, RequestRefused, SequenceFailed
 
 logger = logging.getLogger(__name__)
 
@@ -103,11 +104,21 @@ class Engine:
             sequence = Sequence(request, self._seeds.getrandbits(63) if given is None else given)
             check_length(sequence, self.max_model_len)
             check_token_ids(sequence, self.vocab_size)
+            if sequence.media:
+                self._check_media(sequence)
             self.scheduler.add(sequence)
         except BaseException as exc:
             self._refused.append(RequestFailed(request_id=request.request_id, error=_error_of(exc)))
         else:
             self._sequences[request.request_id] = sequence
+
+    def _check_media(self, sequence: Sequence) -> None:
+        """Raises: RequestRefused."""
+        if self.loaded.media is None:
+            raise RequestRefused("This model takes only text")
+        self.loaded.media.check(sequence)
+        sequence.rotary = self.loaded.media.rotary_positions(sequence)
+        sequence.uncut = self.loaded.media.uncut_ranges(sequence)
 
     def abort(self, request_id: str) -> None:
         """End a request without an output and free its blocks. Unknown ids are ignored: it may just have ended."""
@@ -158,6 +169,8 @@ class Engine:
             with self._restarting_after("a step could not be undone"):
                 self.scheduler.undo(step)
                 self.scheduler.check_integrity()
+            if isinstance(exc, EncodingFailed):
+                return [self._fail(exc.sequence, exc.__cause__ or exc)]
             return self._shrink(step, exc) if _is_out_of_memory(exc) else self._narrow(step.sequences, exc)
         if suspects is not None:
             self._search.clear(step.sequences)
@@ -168,7 +181,11 @@ class Engine:
         """Run and sample. Changes no sequence in a way that would take effect twice if the step is computed again."""
         masks = self._masks.start([chunk.sequence for chunk in step.chunks if chunk.is_last])
         try:
-            result = self._runner.run(pack(step, self.scheduler.pool.block_size))
+            packed = pack(step, self.scheduler.pool.block_size)
+            if self.loaded.media is not None and any(sequence.media for sequence in step.sequences):
+                self.loaded.media.encode_for(step)
+                packed = with_media(packed, step)
+            result = self._runner.run(packed)
             self._steps += 1
             return read_results(step, result, masks, self.vocab_size, self._reach)
         finally:

@@ -19,10 +19,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.models.llama.modeling_llama import LlamaForCausalLM
-from transformers.models.mistral.modeling_mistral import MistralForCausalLM
-from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM
-from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
+from transformers.models.llama.modeling_llama import LlamaModel
+from transformers.models.mistral.modeling_mistral import MistralModel
+from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLTextModel
+from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLTextModel
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Model
 
 from batchline.engine.attention import AttentionParams
 from batchline.engine.kv_cache import CacheGroup, by_layer
@@ -30,8 +32,8 @@ from batchline.engine.linear_layers import LinearFormat, LinearLayer
 from batchline.engine.native_cache import NativeLayout
 from batchline.native.library import NativeKernels
 
-FUSIBLE = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
-"""Pre-normalised layers of rotary attention and a SiLU-gated MLP, attention perhaps with norms per head."""
+FUSIBLE = (LlamaModel, MistralModel, Qwen2Model, Qwen2VLTextModel, Qwen2_5_VLTextModel, Qwen3Model)
+"""Decoders of pre-normalised layers of rotary attention and a SiLU-gated MLP, attention perhaps with norms per head."""
 
 MLP_ROWS = 1024
 """Rows that go through the MLP together: enough for full speed, few enough to stay in the processor's caches."""
@@ -187,7 +189,7 @@ class NativeRMSNorm(nn.Module):
 
 def can_fuse(model: nn.Module, groups: Sequence[CacheGroup]) -> bool:
     """Whether `fuse` knows the model's layers, and all have the same shape."""
-    if type(model) not in FUSIBLE or model.config.hidden_act != "silu":  # type: ignore[union-attr]
+    if type(getattr(model, "model", None)) not in FUSIBLE or model.config.hidden_act != "silu":  # type: ignore[union-attr]
         return False
     if model.config.hidden_size % 2 or model.config.intermediate_size % 2:  # type: ignore[operator, union-attr]
         return False  # bfloat16 rows are read in pairs

@@ -17,7 +17,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    GenerationConfig,
+)
 
 from batchline.checkpoints.device import choose_device, choose_dtype
 from batchline.checkpoints.files import why_not_loaded
@@ -29,6 +35,7 @@ from batchline.engine.attention import PAGED_ATTENTION, give_row_positions
 from batchline.engine.fusion import can_fuse, fuse
 from batchline.engine.kv_cache import CacheGroup, CacheShape
 from batchline.engine.linear_layers import FloatFormat
+from batchline.engine.multimodal import FAMILIES, MediaModel, is_multimodal, text_part
 from batchline.engine.native_cache import MAX_KEY_DIM, can_hold
 from batchline.engine.native_probe import first_layers_are_exact, whole_model_only_rounds
 from batchline.engine.probe import OWN_ATTENTION, Probe, own_hidden_states, probe_model
@@ -43,6 +50,9 @@ logger = logging.getLogger(__name__)
 LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 """Rotary embeddings that change when a sequence exceeds the trained length. Keys that are already in the cache would
 have to change too, so contexts stay within that length."""
+
+MAX_FEATURE_BYTES = 512 << 20
+"""Of images' features that are kept for later requests."""
 
 LOGIT_SCALES = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
 """Names of config entries for a cap or a factor on logits."""
@@ -64,12 +74,15 @@ class Execution:
 class LoadedModel:
     """A model in evaluation mode on its device. model: called with packed rows; see `model_runner`.
 
+    architecture: the class that `transformers` loaded. media: the encoder of its images, None if it takes only text.
     groups: its attention layers, by the shape of their caches. kernels: the native kernels that it runs on, and whose
     cache layout it needs; None if it runs on torch only.
     execution: the same for the model's facts.
     """
 
     model: torch.nn.Module
+    architecture: str
+    media: MediaModel | None
     groups: tuple[CacheGroup, ...]
     dtype: torch.dtype
     device: torch.device
@@ -109,8 +122,9 @@ def load_model(config: ModelConfig, kernels: NativeKernels | None = None, refusa
         raise ModelLoadError(
             config.model, f"--quantization {config.quantization} runs on CPUs; leave it out on {device}"
         )
-    model, text_config, eos_token_ids = _read(config, dtype, warns=refusal is None)
-    model = model.to(device).eval().requires_grad_(False)
+    whole, text_config, eos_token_ids = _read(config, dtype, warns=refusal is None)
+    whole = whole.to(device).eval().requires_grad_(False)
+    model, media = _parts(config, whole)
     give_row_positions(model)
     probe = probe_model(config.model, model, text_config)
     reason = refusal or (why_no_kernels(config, device) if kernels is None else None)
@@ -121,12 +135,14 @@ def load_model(config: ModelConfig, kernels: NativeKernels | None = None, refusa
     if kernels is not None and not _use_kernels(config, model, probe, kernels):
         reason = _refused(kernels, "the whole model")
         if can_fuse(model, probe.groups) or config.quantization is not None:  # its weights were repacked
-            del model, probe
+            del model, whole, media, probe
             gc.collect()  # its parts refer to each other, and two models may not fit
             return load_model(config, refusal=reason)
         kernels = None
     return LoadedModel(
         model=model,
+        architecture=type(whole).__name__,
+        media=media,
         groups=probe.groups,
         dtype=dtype,
         device=device,
@@ -155,11 +171,14 @@ def _read(config: ModelConfig, dtype: torch.dtype, *, warns: bool) -> tuple[Any,
     try:
         hf_config = AutoConfig.from_pretrained(config.model, **source, **overrides)
         _refuse_encoder_decoder(config.model, hf_config)
-        model, report = AutoModelForCausalLM.from_pretrained(
+        has_encoder = _loads_with_encoder(hf_config)
+        auto_class = AutoModelForMultimodalLM if has_encoder else AutoModelForCausalLM
+        model, report = auto_class.from_pretrained(
             config.model,
             config=hf_config,
             dtype=dtype,
-            attn_implementation=PAGED_ATTENTION,
+            # an encoder attends as `transformers` chooses; `text_part` sets the decoder's attention
+            attn_implementation=None if has_encoder else PAGED_ATTENTION,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are checked by the report
             **source,
@@ -179,6 +198,21 @@ def _read(config: ModelConfig, dtype: torch.dtype, *, warns: bool) -> tuple[Any,
     if not os.path.isdir(config.model):  # they have just been downloaded
         refuse_odd_numbers(config.model, config.revision)
     return model, hf_config.get_text_config(), eos_token_ids
+
+
+def _loads_with_encoder(hf_config: Any) -> bool:
+    """Whether to load a model with its encoder. Without it, `transformers` may load the text part alone."""
+    is_text_alone = type(hf_config) in MODEL_FOR_CAUSAL_LM_MAPPING and hf_config.model_type not in FAMILIES
+    return is_multimodal(hf_config) and not is_text_alone
+
+
+def _parts(config: ModelConfig, whole: Any) -> tuple[Any, MediaModel | None]:
+    """The model that computes the steps, and the encoder beside it. Raises: UnsupportedModel."""
+    if not _loads_with_encoder(whole.config):
+        return whole, None
+    text = text_part(config.model, whole)
+    text.set_attn_implementation(PAGED_ATTENTION)
+    return text, MediaModel(whole, MAX_FEATURE_BYTES) if whole.config.model_type in FAMILIES else None
 
 
 def _refuse_encoder_decoder(model: str, hf_config: Any) -> None:

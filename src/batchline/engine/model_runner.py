@@ -16,8 +16,9 @@ import torch
 
 from batchline.engine.attention import DecodeGroup, PrefillChunk, StepLayout, TorchLayout
 from batchline.engine.kv_cache import KVCache
+from batchline.engine.multimodal import MediaModel
 from batchline.engine.native_cache import NativeKVCache, NativeLayout
-from batchline.engine.step import PackedStep
+from batchline.engine.step import MediaRows, PackedStep
 
 MAX_PADDING = 1.25
 """Decodes form a group if its longest context is at most this many times its shortest."""
@@ -29,13 +30,14 @@ Decode = tuple[int, int, np.ndarray]
 
 @dataclass(frozen=True, slots=True)
 class ModelInputs:
-    """A packed step on the model's device. tokens, positions: (num_tokens,) int64. rows: whose logits are wanted; None
-    for all."""
+    """A packed step on the model's device. tokens: (num_tokens,) int64. positions, media: see `PackedStep`. rows: whose
+    logits are wanted; None for all."""
 
     tokens: torch.Tensor
     positions: torch.Tensor
     rows: torch.Tensor | None
     layout: StepLayout
+    media: tuple[MediaRows, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +60,10 @@ class StepRunner(Protocol):
 class Forward:
     """One model's forward pass. It hooks the model's head only during calls, so the model stays unchanged."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, media: MediaModel | None = None) -> None:
+        """media: has the features of the steps' items."""
         self._model = model
+        self._media = media
 
     def __call__(self, inputs: ModelInputs) -> tuple[torch.Tensor, torch.Tensor]:
         """(logits, hidden), a row for each wanted row. Neither is a copy."""
@@ -69,8 +73,8 @@ class Forward:
         )
         try:
             output = self._model(
-                input_ids=inputs.tokens[None],
-                position_ids=inputs.positions[None],
+                **self._embedded(inputs) if inputs.media else {"input_ids": inputs.tokens[None]},
+                position_ids=inputs.positions.unsqueeze(-2),
                 use_cache=False,
                 logits_to_keep=0 if inputs.rows is None else inputs.rows,
                 step_layout=inputs.layout,
@@ -79,6 +83,25 @@ class Forward:
             hook.remove()
         (hidden,) = given  # every causal model calls its head, once
         return output.logits[0], hidden[0]
+
+    def _embedded(self, inputs: ModelInputs) -> dict[str, Any]:
+        """The decoder's inputs with the features of media items in their rows.
+
+        Features may be wider than embeddings: then the rest is added after the first layers, one part after each.
+        """
+        assert self._media is not None  # a model without it gets no items
+        embedded: torch.Tensor = self._model.get_input_embeddings()(inputs.tokens[None])
+        rows = torch.from_numpy(np.concatenate([item.rows for item in inputs.media])).to(embedded.device)
+        features = torch.cat(
+            [self._media.features(item.key)[item.first : item.first + len(item.rows)] for item in inputs.media]
+        )
+        own, *others = features.split(embedded.shape[-1], dim=-1)
+        embedded[0, rows] = own
+        if not others:
+            return {"inputs_embeds": embedded}
+        mask = torch.zeros(embedded.shape[:2], dtype=torch.bool, device=embedded.device)
+        mask[0, rows] = True
+        return {"inputs_embeds": embedded, "visual_pos_masks": mask, "deepstack_visual_embeds": others}
 
 
 class ModelRunner:
@@ -94,7 +117,7 @@ class ModelRunner:
         if len(step.blocks_to_clear):
             self._cache.clear(step.blocks_to_clear)
         inputs = ModelInputs(
-            self._send(step.tokens), self._send(step.positions), self._send(step.rows), self._layout(step)
+            self._send(step.tokens), self._send(step.positions), self._send(step.rows), self._layout(step), step.media
         )
         logits, hidden = self._forward(inputs)
         return StepResult(logits.float(), hidden)
@@ -102,7 +125,8 @@ class ModelRunner:
     def _layout(self, step: PackedStep) -> StepLayout:
         cache, slots = self._cache, self._send(step.slots)
         if isinstance(cache, NativeKVCache):
-            return NativeLayout(cache, slots, self._send(step.chunks), self._send(step.tables))
+            both_ways = self._send(step.both_ways) if len(step.both_ways) else None
+            return NativeLayout(cache, slots, self._send(step.chunks), self._send(step.tables), both_ways)
         decodes: list[Decode] = []
         prefills: list[PrefillChunk] = []
         for row, length, end, first in step.chunks.tolist():
@@ -112,7 +136,7 @@ class ModelRunner:
             else:
                 prefills.append(PrefillChunk(row, length, end, self._send(table) if end > length else None))
         groups = tuple(self._decode_group(group) for group in _by_length(decodes))
-        return TorchLayout(cache, slots, groups, tuple(prefills))
+        return TorchLayout(cache, slots, groups, tuple(prefills), runs_both_ways(step, cache))
 
     def _decode_group(self, decodes: list[Decode]) -> DecodeGroup:
         rows, lengths, tables = zip(*decodes, strict=True)
@@ -120,6 +144,15 @@ class ModelRunner:
 
     def _send(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self._cache.device, non_blocking=True)
+
+
+def runs_both_ways(step: PackedStep, cache: KVCache) -> tuple[PrefillChunk, ...]:
+    """The step's rows that see positions after them, for attention in torch."""
+    runs = []
+    for row, length, end, first in step.both_ways.tolist():
+        blocks = torch.from_numpy(step.tables[first : first - (-end // cache.block_size)]).to(cache.device)
+        runs.append(PrefillChunk(row, length, end, blocks))
+    return tuple(runs)
 
 
 def _by_length(decodes: list[Decode]) -> list[list[Decode]]:

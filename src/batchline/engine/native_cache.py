@@ -66,12 +66,14 @@ class NativeKVCache:
 @dataclass(frozen=True, slots=True)
 class NativeLayout:
     """A packed step for the kernels. slots: (num_tokens,) int64. segments: (num_sequences, 4) int64, see
-    `NativeKernels.attention`. tables: int64, the sequences' block numbers one after another."""
+    `NativeKernels.attention`. tables: int64, the sequences' block numbers one after another. both_ways: segments whose
+    queries see each other; None if there are none."""
 
     cache: NativeKVCache
     slots: torch.Tensor
     segments: torch.Tensor
     tables: torch.Tensor
+    both_ways: torch.Tensor | None = None
 
     def attend(
         self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams
@@ -85,15 +87,30 @@ class NativeLayout:
 
     def read(self, layer: int, queries: torch.Tensor, params: AttentionParams, out: torch.Tensor) -> None:
         """Attend to the cache. queries: (num_tokens, heads, key_dim); out: (num_tokens, heads, value_dim)."""
+        self._read(layer, queries, params, out, self.segments, both_ways=False)
+        if self.both_ways is not None:
+            self._read(layer, queries, params, out, self.both_ways, both_ways=True)
+
+    def _read(
+        self,
+        layer: int,
+        queries: torch.Tensor,
+        params: AttentionParams,
+        out: torch.Tensor,
+        segments: torch.Tensor,
+        *,
+        both_ways: bool,
+    ) -> None:
         self.cache.kernels.attention(
             queries,
             out,
-            self.segments,
+            segments,
             self.tables,
             self.cache.layers[layer],
             scale=params.scale,
             window=params.sliding_window,
             softcap=params.softcap,
+            both_ways=both_ways,
         )
 
 

@@ -58,7 +58,9 @@ class TorchPlacement:
 
     def make_runner(self, num_blocks: int, max_model_len: int) -> ModelRunner:
         """See `Placement`."""
-        return ModelRunner(Forward(self.loaded.model), KVCache(self.shape, num_blocks, self.loaded.device))
+        return ModelRunner(
+            Forward(self.loaded.model, self.loaded.media), KVCache(self.shape, num_blocks, self.loaded.device)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,7 @@ class NativePlacement:
     def make_runner(self, num_blocks: int, max_model_len: int) -> ModelRunner:
         """See `Placement`."""
         cache = NativeKVCache(self.kernels, self.shape, num_blocks, self.memory)
-        return ModelRunner(Forward(self.loaded.model), cache)
+        return ModelRunner(Forward(self.loaded.model, self.loaded.media), cache)
 
 
 def choose_kernels(config: EngineConfig) -> NativeKernels | None:
@@ -98,7 +100,7 @@ def facts_of(config: EngineConfig, loaded: LoadedModel, cache_bytes: int, max_mo
     kernels, warning = _kernels_in_use(config, loaded)
     return ModelFacts(
         name=config.model.names[0],
-        architecture=type(loaded.model).__name__,
+        architecture=loaded.architecture,
         dtype=str(loaded.dtype).removeprefix("torch."),
         device=str(loaded.device),
         kernels=kernels,

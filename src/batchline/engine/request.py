@@ -121,6 +121,25 @@ class TokenConstraint(Protocol):
         """A matcher at the beginning of an output."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MediaSpan:
+    """An image (or other media item) of a prompt, as the model's encoder takes it.
+
+    positions: (n,) int64, ascending: where the prompt has the item's placeholder tokens, one for each of its features.
+    inputs: the encoder's arguments by name. key: stands for `inputs`, so that equal keys have equal features.
+    """
+
+    kind: Literal["image", "audio", "video"]
+    key: bytes
+    positions: np.ndarray
+    inputs: Mapping[str, np.ndarray]
+
+    def range_in(self, start: int, end: int) -> tuple[int, int]:
+        """Which of the features belong to positions [start, end) of the prompt: [first, last)."""
+        first, last = np.searchsorted(self.positions, (start, end))
+        return int(first), int(last)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
     """One sequence to run. `max_tokens=0` computes only the prompt (for `echo` and prompt logprobs).
@@ -131,6 +150,7 @@ class GenerationRequest:
     constraint: what the output must match; None allows everything. A sequence ends when no token could follow.
     cache_key: what its keys and values depend on besides the token ids, or whom they belong to. Only requests with
     equal keys share blocks of the prefix cache.
+    media: the prompt's images and other items, in the order of their positions.
     """
 
     request_id: str
@@ -140,19 +160,21 @@ class GenerationRequest:
     stream: bool = False
     constraint: TokenConstraint | None = None
     cache_key: bytes | str | None = None
+    media: tuple[MediaSpan, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingRequest:
     """A prompt for last-token pooling: the result is the final hidden state of its last position, not new tokens.
 
-    cache_key: see `GenerationRequest`.
+    cache_key, media: see `GenerationRequest`.
     """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     priority: int = 0
     cache_key: bytes | str | None = None
+    media: tuple[MediaSpan, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

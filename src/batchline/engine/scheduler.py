@@ -153,7 +153,7 @@ class Scheduler:
         draft = self._draft
         for sequence in running:
             self._admit(before=sequence)
-            if draft.budget == 0:
+            if draft.budget <= 0:
                 break
             if sequence.status is not SequenceStatus.RUNNING:
                 continue  # just preempted for a sequence before it
@@ -180,7 +180,9 @@ class Scheduler:
             if not self._seat(sequence, before):
                 break
             self._waiting.pop()
-            self._schedule_chunk(sequence, self._chunk_end(sequence))
+            end = self._chunk_end(sequence)
+            if end > sequence.num_computed_tokens:
+                self._schedule_chunk(sequence, end)
 
     def _seat(self, sequence: Sequence, before: Sequence | None) -> bool:
         """Give a waiting sequence a seat, its cached prefix and blocks for all its tokens; False if it must wait.
@@ -189,7 +191,7 @@ class Scheduler:
         """
         pool = self.pool
         max_cached = 0 if sequence.wants_prompt_logprobs else (sequence.num_tokens - 1) // pool.block_size
-        cached = pool.find_prefix(sequence.token_ids, max_cached, sequence.request.cache_key)
+        cached = pool.find_prefix(sequence.token_ids, max_cached, sequence.cache_key)
         missing = self._num_blocks(sequence.num_tokens) - len(cached)
         num_wanted = missing + pool.num_free_among(cached)
         has_seat = len(self.running) < self.max_num_seqs
@@ -282,7 +284,20 @@ class Scheduler:
         budget = self._draft.budget
         if self._computes_prompt_logprobs(sequence):
             budget = min(budget, self._draft.prompt_logprob_budget)
-        return sequence.num_computed_tokens + min(sequence.num_uncomputed_tokens, budget)
+        end = sequence.num_computed_tokens + min(sequence.num_uncomputed_tokens, budget)
+        return self._uncut_end(sequence, end) if sequence.uncut else end
+
+    def _uncut_end(self, sequence: Sequence, end: int) -> int:
+        """The end of a chunk that would end at `end`, so that it cuts no range that one step must compute. A range that
+        is longer than any step, or that a step begins with, may exceed the budget."""
+        start = sequence.num_computed_tokens
+        for first, last in sequence.uncut:
+            if first < end < last:
+                if first > start:
+                    return first
+                is_alone = not self._draft.chunks or last - start > self.max_num_batched_tokens
+                return last if is_alone else start
+        return end
 
     def _computes_prompt_logprobs(self, sequence: Sequence) -> bool:
         return sequence.wants_prompt_logprobs and sequence.num_computed_tokens < sequence.num_prompt_tokens
@@ -298,9 +313,11 @@ class Scheduler:
         sequence.num_computed_tokens = end
         size, uids = self.pool.block_size, sequence.block_uids
         for index in range(len(uids), end // size):
-            tokens = tuple(sequence.token_ids[index * size : (index + 1) * size])
+            start, end = index * size, (index + 1) * size
+            tokens = tuple(sequence.token_ids[start:end])
             previous = uids[-1] if uids else ROOT_UID
-            uids.append(self.pool.register(sequence.block_table[index], previous, tokens, sequence.request.cache_key))
+            key = sequence.cache_key(start, end)
+            uids.append(self.pool.register(sequence.block_table[index], previous, tokens, key))
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.pool.block_size)

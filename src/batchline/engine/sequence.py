@@ -15,14 +15,17 @@ import enum
 import itertools
 import time
 from array import array
+from dataclasses import dataclass
 
 import numpy as np
 
+from batchline.engine.block_pool import CacheKey
 from batchline.engine.repetition import RepetitionTracker
 from batchline.engine.request import (
     EmbeddingRequest,
     FinishReason,
     GenerationRequest,
+    MediaSpan,
     SamplingParams,
     TokenLogprobs,
     TokenMatcher,
@@ -39,6 +42,24 @@ class SequenceStatus(enum.Enum):
     FINISHED = enum.auto()
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class RotaryPositions:
+    """Where a model that rotates by time, height and width sees a sequence's positions. prompt: (3, n) int64."""
+
+    prompt: np.ndarray
+
+    def between(self, start: int, end: int) -> np.ndarray:
+        """(3, end - start) or (1, end - start): of the positions [start, end). Output tokens count on from the largest
+        number of the prompt, the same in all three."""
+        length = self.prompt.shape[1]
+        if end <= length:
+            return self.prompt[:, start:end]
+        output = np.arange(max(start, length), end)[None] + (int(self.prompt.max()) + 1 - length)
+        if start >= length:
+            return output
+        return np.concatenate([self.prompt[:, start:], np.broadcast_to(output, (3, output.shape[1]))], axis=1)
+
+
 class Sequence:
     """State of one running request. `seed` is the request's own or a random one.
 
@@ -47,6 +68,8 @@ class Sequence:
     arrived_at, started_at, first_token_at: seconds of the monotonic clock; None for what has not happened yet.
     block_uids: of its full blocks, in order; the pool finds the next block under the last one.
     num_finite_tokens: positions whose keys and values are known to be finite, because a finite result depended on them.
+    uncut: ranges [start, end) of positions that see each other, so that one step must compute a range to its end.
+    rotary: positions that the model rotates by, where its images make them differ from the positions in the sequence.
     """
 
     __slots__ = (
@@ -59,6 +82,7 @@ class Sequence:
         "is_complete",
         "logprobs",
         "matcher",
+        "media",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_emitted_tokens",
@@ -68,12 +92,14 @@ class Sequence:
         "prompt_logprobs",
         "repetition",
         "request",
+        "rotary",
         "sampling",
         "seed",
         "started_at",
         "status",
         "stop_reason",
         "token_ids",
+        "uncut",
         "wants_hidden",
     )
 
@@ -85,6 +111,9 @@ class Sequence:
         self.sampling = EMBEDDING_SAMPLING if isinstance(request, EmbeddingRequest) else request.sampling
         self.matcher = _matcher(request)
         self.repetition = RepetitionTracker(self.sampling.repetition) if self.sampling.repetition else None
+        self.media = request.media
+        self.rotary: RotaryPositions | None = None
+        self.uncut: tuple[tuple[int, int], ...] = ()
         self.seed = seed
         self.priority = request.priority
         self.arrival = next(self._arrivals)
@@ -151,6 +180,15 @@ class Sequence:
         """Whether a token must be sampled once the prompt is computed."""
         return self.sampling.max_tokens > 0
 
+    def cache_key(self, start: int, end: int) -> CacheKey:
+        """What the keys and values of positions [start, end) depend on, besides the token ids up to there and what the
+        positions before `start` depend on: the request's key and the media at these positions."""
+        key = self.request.cache_key
+        if not self.media:
+            return key
+        covering = [span.key for span in self.media if _covers(span, start, end)]
+        return (key, *covering) if covering else key
+
     def tokens_between(self, start: int, end: int) -> np.ndarray:
         """Copy of token_ids[start:end], int64."""
         return np.array(self.token_ids[start:end], dtype=np.int64)
@@ -195,6 +233,11 @@ class Sequence:
         self.num_finite_tokens = 0
         self.block_table = []
         self.block_uids = []
+
+
+def _covers(span: MediaSpan, start: int, end: int) -> bool:
+    first, last = span.range_in(start, end)
+    return first < last
 
 
 def _matcher(request: GenerationRequest | EmbeddingRequest) -> TokenMatcher | None:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from batchline.engine.sequence import Sequence
+
+NO_RUNS = np.empty((0, 4), dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,15 +70,32 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class MediaRows:
+    """Rows of a step that take features of a media item instead of their tokens' embeddings.
+
+    key: of the item, see `MediaSpan`. rows: (n,) int64. first: the item's feature for the first of them; the others
+    take the next ones.
+    """
+
+    key: bytes
+    rows: np.ndarray
+    first: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class PackedStep:
     """One forward pass. All arrays are int64.
 
-    tokens, positions: (num_tokens,). slots: (num_tokens,), where the cache stores each row's keys and values.
+    tokens: (num_tokens,). positions: (num_tokens,), or (3, num_tokens) where the model rotates by time, height and
+    width and a row's three numbers differ. slots: (num_tokens,), where the cache stores each row's keys and values.
     rows: the rows whose logits are wanted, in order.
     chunks: (num_chunks, 4), each chunk's first row, its number of rows, the position after its last one, and where its
     sequence's block numbers start in `tables`.
     tables: the block numbers of each chunk's positions up to its end, one chunk after another.
     blocks_to_clear: blocks to set to 0 first.
+    media: the rows that take features of media items.
+    both_ways: (n, 4), runs of rows that see each other, in the form of `chunks`: the position after a run is the last
+    that its rows see.
     """
 
     tokens: np.ndarray
@@ -86,6 +105,8 @@ class PackedStep:
     chunks: np.ndarray
     tables: np.ndarray
     blocks_to_clear: np.ndarray
+    media: tuple[MediaRows, ...] = ()
+    both_ways: np.ndarray = field(default_factory=lambda: NO_RUNS)
 
     @property
     def num_tokens(self) -> int:
@@ -119,6 +140,32 @@ def pack(step: Step, block_size: int) -> PackedStep:
         chunks=packed_chunks,
         tables=flat_tables,
         blocks_to_clear=np.array(step.blocks_to_clear, dtype=np.int64),
+    )
+
+
+def with_media(packed: PackedStep, step: Step) -> PackedStep:
+    """The packed step with its sequences' media: which rows take features, and the positions that images change."""
+    media: list[MediaRows] = []
+    runs: list[tuple[int, int, int, int]] = []
+    rotary = np.broadcast_to(packed.positions, (3, packed.num_tokens)).copy()
+    for (row, _, _, table), chunk in zip(packed.chunks.tolist(), step.chunks, strict=True):
+        sequence = chunk.sequence
+        for span in sequence.media:
+            first, last = span.range_in(chunk.start, chunk.end)
+            if first < last:
+                media.append(MediaRows(span.key, span.positions[first:last] - chunk.start + row, first))
+        for first, last in sequence.uncut:
+            start = max(first, chunk.start)
+            if start < last <= chunk.end:
+                runs.append((row + start - chunk.start, last - start, last, table))
+        if sequence.rotary is not None:
+            rotary[:, row : row + chunk.num_tokens] = sequence.rotary.between(chunk.start, chunk.end)
+    is_plain = bool((rotary == rotary[0]).all())
+    return replace(
+        packed,
+        positions=rotary[0] if is_plain else rotary,
+        media=tuple(media),
+        both_ways=np.array(runs, dtype=np.int64) if runs else NO_RUNS,
     )
 
 

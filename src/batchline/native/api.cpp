@@ -115,7 +115,8 @@ class AttentionPlan {
   // The item for all keys that its queries see, in up to max_pieces pieces.
   void add(AttentionItem item, int64_t max_pieces) {
     const Segment& s = args_.segments[item.segment];
-    const int64_t first_position = s.context - s.num_queries + item.first_query, end = first_position + item.num_queries;
+    const int64_t first_position = s.context - s.num_queries + item.first_query;
+    const int64_t end = args_.both_ways ? s.context : first_position + item.num_queries;
     const int64_t seen = args_.window > 0 ? std::max<int64_t>(0, first_position + 1 - args_.window) : 0;
     const int64_t begin = seen / kPanel * kPanel;
     const int64_t pieces = std::max<int64_t>(1, std::min(max_pieces, (end - begin) / kMinSplitKeys));

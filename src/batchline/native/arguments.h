@@ -105,7 +105,8 @@ struct AttentionArgs {
   CacheArgs cache;
   int64_t num_segments, num_heads;
   int64_t query_stride, query_head_stride, out_stride;
-  int64_t window;  // positions that a query sees, including its own; 0: all
+  int64_t window;     // positions that a query sees, including its own; 0: all
+  int64_t both_ways;  // 1: a query sees the positions after it, too, to the end of the context
   float scale, softcap;  // softcap 0: none
 
   int64_t group() const { return num_heads / cache.num_kv_heads; }

@@ -58,8 +58,9 @@ void start_tile(Tile<T>& tile, const AttentionArgs& a, const AttentionItem& item
   __builtin_memset(tile.sums, 0, static_cast<size_t>(tile.padded_rows * tile.value_dim) * sizeof(float));
   for (int64_t row = 0; row < tile.padded_rows; ++row) {
     const int64_t query = item.first_query + (row < tile.rows ? row / group : 0);
-    tile.end[row] = segment.context - segment.num_queries + query + 1;
-    tile.first[row] = a.window > 0 && tile.end[row] > a.window ? tile.end[row] - a.window : 0;
+    const int64_t causal_end = segment.context - segment.num_queries + query + 1;
+    tile.end[row] = a.both_ways ? segment.context : causal_end;
+    tile.first[row] = a.window > 0 && causal_end > a.window ? causal_end - a.window : 0;
     tile.maxima[row] = kLowest;
     tile.totals[row] = F32{};
     if (row >= tile.rows) continue;

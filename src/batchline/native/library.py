@@ -86,7 +86,8 @@ class AttentionArgs(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("query", "out", "segments", "tables")),
         ("cache", CacheArgs),
         *((name, ctypes.c_int64) for name in ("num_segments", "num_heads")),
-        *((name, ctypes.c_int64) for name in ("query_stride", "query_head_stride", "out_stride", "window")),
+        *((name, ctypes.c_int64) for name in ("query_stride", "query_head_stride", "out_stride")),
+        *((name, ctypes.c_int64) for name in ("window", "both_ways")),
         ("scale", ctypes.c_float),
         ("softcap", ctypes.c_float),
     ]
@@ -187,8 +188,9 @@ class NativeKernels:
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
+        both_ways: bool = False,
     ) -> None:
-        """Causal attention of packed queries over the cache.
+        """Attention of packed queries over the cache: causal, or `both_ways` to the end of each context.
 
         query: (rows, num_heads, key_dim); out: (rows, num_heads, value_dim), contiguous. segments: (n, 4) int64, for
         each sequence its first row, number of queries, context length and the start of its block numbers in tables.
@@ -207,6 +209,7 @@ class NativeKernels:
             query.stride(1),
             out.stride(0),
             window or 0,
+            both_ways,
             scale,
             softcap or 0.0,
         )

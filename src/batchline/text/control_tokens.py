@@ -25,7 +25,7 @@ from itertools import pairwise
 from typing import Any, Protocol
 
 from batchline.config import SpecialTokensInContent
-from batchline.errors import BadRequest
+from batchline.errors import BadRequest, counted
 from batchline.text.chat_template import ChatPrompt
 from batchline.text.messages import decoded_arguments
 from batchline.text.token_search import TokenSearch
@@ -59,6 +59,29 @@ class RenderedChat:
         if self.escaped is None:
             return tokenizer.encode(self.text, add_special_tokens=add_special_tokens)
         return self.escaped.encode(self.text, self.spans, add_special_tokens=add_special_tokens)
+
+    def with_media(self, placeholder: str, texts: Sequence[str]) -> RenderedChat:
+        """The prompt with the n-th placeholder replaced by the n-th text. Raises: BadRequest for another number."""
+        found = (
+            self.spans if self.escaped else [match.span() for match in re.finditer(re.escape(placeholder), self.text)]
+        )
+        places = [(start, end) for start, end in found if self.text[start:end] == placeholder]
+        if len(places) != len(texts):
+            raise BadRequest(
+                f"The prompt has {counted(len(places), 'place')} for images ({placeholder}), but the request has "
+                f"{counted(len(texts), 'image')}"
+            )
+        pieces: list[str] = []
+        spans: list[Span] = []
+        position = length = 0
+        for (start, end), text in zip([*places, (len(self.text),) * 2], [*texts, ""], strict=True):
+            offset = length - position
+            spans += [(a + offset, b + offset) for a, b in self.spans if position <= a < start]
+            spans += self.escaped.spans_in(text, length + start - position) if self.escaped else ()
+            pieces += (self.text[position:start], text)
+            length += start - position + len(text)
+            position = end
+        return RenderedChat("".join(pieces), tuple(spans), self.escaped)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +169,10 @@ class ControlTokens:
         if self._mode == "escape" and self._searches.of_anyone.first(text) is not None:
             return self.encode(text, (), add_special_tokens=False)
         return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def spans_in(self, text: str, offset: int) -> list[Span]:
+        """Where a text that the model's own code wrote has control tokens. offset: of the text in the prompt."""
+        return [(offset + found.start(), offset + found.end()) for found in self._searches.of_anyone.matches(text)]
 
     def _refuse_or_count(self, found: Finding | None) -> None:
         if found is None:

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from batchline.engine.attention import AttentionParams
+from batchline.engine.attention import AttentionParams, PrefillChunk, attend_both_ways
 from batchline.engine.cuda.flash import attend_fresh, can_flash
 from batchline.engine.cuda.paged_attention import Tiles, attend_tiles, choose_num_splits, write_cache
 from batchline.engine.cuda.tiles import StepTiles
 from batchline.engine.kv_cache import KVCache
-from batchline.engine.model_runner import ModelInputs
+from batchline.engine.model_runner import ModelInputs, runs_both_ways
 from batchline.engine.step import PackedStep
 
 INTERPRETER_PROCESSORS = 4
@@ -32,7 +32,7 @@ class FreshRows:
 @dataclass(frozen=True, slots=True)
 class CudaLayout:
     """A step's tensors on the cache's device. slots: (num_tokens,) int64. Of the prefills, the first `num_chunked`
-    continue a context; the others are the tiles of `fresh`."""
+    continue a context; the others are the tiles of `fresh`. both_ways: runs of rows that see each other."""
 
     cache: KVCache
     slots: torch.Tensor
@@ -40,6 +40,7 @@ class CudaLayout:
     prefills: Tiles
     num_chunked: int
     fresh: tuple[FreshRows, ...]
+    both_ways: tuple[PrefillChunk, ...] = ()
 
     def attend(
         self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams
@@ -60,6 +61,7 @@ class CudaLayout:
             prefills = prefills.first(self.num_chunked)
         if len(prefills):
             attend_tiles(queries, cache, prefills, params, out)
+        attend_both_ways(cache, queries, self.both_ways, params, out)
         return out
 
 
@@ -73,7 +75,7 @@ def num_processors(device: torch.device) -> int:
 def send_step(step: PackedStep, tiles: StepTiles, cache: KVCache, *, use_flash: bool) -> ModelInputs:
     """Send the step to the cache's device, in one transfer that the host does not wait for."""
     runs = tiles.fresh if use_flash else ()
-    arrays = [step.tokens, step.positions, step.slots, step.rows, step.tables]
+    arrays = [step.tokens, step.positions.ravel(), step.slots, step.rows, step.tables]
     bounds = [run.bounds - run.bounds[0] for run in runs]
     everything = [*arrays, tiles.decodes.ravel(), tiles.prefills.ravel(), *bounds]
     sent = torch.split(send(np.concatenate(everything), cache.device), [len(array) for array in everything])
@@ -88,8 +90,9 @@ def send_step(step: PackedStep, tiles: StepTiles, cache: KVCache, *, use_flash: 
             FreshRows(int(run.bounds[0]), int(run.bounds[-1]), bound.int(), run.longest)
             for run, bound in zip(runs, fresh, strict=True)
         ),
+        both_ways=runs_both_ways(step, cache),
     )
-    return ModelInputs(tokens, positions, rows, layout)
+    return ModelInputs(tokens, positions.view(step.positions.shape), rows, layout, step.media)
 
 
 def send(array: np.ndarray, device: torch.device) -> torch.Tensor:

@@ -31,7 +31,7 @@ class CudaPlacement:
         self._config = config
         self._loaded = loaded
         self._shape = loaded.cache_shape(config.cache.block_size)
-        self._forward = Forward(loaded.model)
+        self._forward = Forward(loaded.model, loaded.media)
         self._new_recorder = new_recorder
         self._use_flash = False
 

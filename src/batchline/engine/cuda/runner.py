@@ -34,7 +34,8 @@ class CudaRunner:
         if len(step.blocks_to_clear):
             self._cache.clear(step.blocks_to_clear)
         tiles = tiles_of(step, self._max_queries)
-        if self._graphs is not None and tiles.is_decode and step.num_tokens <= self._graphs.max_num_seqs:
+        is_decode = tiles.is_decode and not step.media and step.positions.ndim == 1 and not len(step.both_ways)
+        if self._graphs is not None and is_decode and step.num_tokens <= self._graphs.max_num_seqs:
             return self._selected(step, *self._graphs.run(step, tiles.decodes))
         inputs = send_step(step, tiles, self._cache, use_flash=self._use_flash)
         logits, hidden = self._forward(inputs)

@@ -1,0 +1,39 @@
+"""Puts prepared images into a prompt: their text for the tokenizer, and their places for the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from batchline.endpoints.model import GenerativeModel
+from batchline.engine.request import MediaSpan
+from batchline.errors import BadRequest
+from batchline.media.items import MediaItem
+from batchline.media.processor import PreparedItem
+
+
+def prepared_media(items: Sequence[MediaItem], model: GenerativeModel) -> list[PreparedItem]:
+    """The items as the model's encoder takes them; to be called off the event loop. Raises: UnprocessableEntity."""
+    if model.media is None:
+        return []
+    return [model.media.processor.prepare(item, is_alone=len(items) == 1) for item in items]
+
+
+def media_spans(
+    token_ids: Sequence[int], items: Sequence[PreparedItem], feature_token_id: int
+) -> tuple[MediaSpan, ...]:
+    """Where a prompt's tokens take the items' features. Raises: BadRequest if the prompt has other tokens for them."""
+    positions = np.flatnonzero(np.asarray(token_ids) == feature_token_id)
+    ends = np.cumsum([item.num_features for item in items])
+    if len(positions) != (ends[-1] if len(ends) else 0):
+        raise BadRequest("The prompt's text contains the token that stands for an image's content")
+    return tuple(
+        MediaSpan(
+            kind=prepared.item.kind,
+            key=prepared.key,
+            positions=positions[end - prepared.num_features : end],
+            inputs=prepared.inputs,
+        )
+        for prepared, end in zip(items, ends.tolist(), strict=True)
+    )

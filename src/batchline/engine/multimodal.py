@@ -1,0 +1,230 @@
+"""Models that also take images: the text part as a causal language model, and the encoder with its results.
+
+`transformers` builds such a model from an encoder (with a projector) and a decoder with a head. The packed path runs
+the decoder and the head, `TextPart`, exactly as it runs any other model. The encoder runs once for each distinct item,
+before the first step that needs it. A step's rows at the item's positions then take its features instead of their
+tokens' embeddings.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import MODEL_FOR_MULTIMODAL_LM_MAPPING
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from batchline.engine.request import MediaSpan
+from batchline.engine.sequence import RotaryPositions
+from batchline.engine.sequence import Sequence as SequenceState
+from batchline.engine.step import Step
+from batchline.errors import RequestRefused, UnsupportedModel
+from batchline.native.agreement import is_exact, row_errors
+
+FAMILIES = frozenset(
+    {
+        "llava",
+        "llava_onevision",
+        "qwen2_vl",
+        "qwen2_5_vl",
+        "qwen3_vl",
+        "idefics3",
+        "smolvlm",
+        "internvl",
+        "mistral3",
+        "gemma3",
+    }
+)
+"""Model types whose images the engine takes. Others run as text models."""
+
+
+SEES_BOTH_WAYS = frozenset({"gemma3"})
+"""Model types in which the positions of an image see each other."""
+
+TOKEN_TYPES = {"image": 1, "video": 2, "audio": 3}
+"""How `transformers` numbers the kinds of placeholder tokens; 0 is text."""
+
+
+class EncodingFailed(Exception):
+    """The encoder failed for an item of this sequence; the cause says why."""
+
+    def __init__(self, sequence: SequenceState) -> None:
+        super().__init__("an image could not be encoded")
+        self.sequence = sequence
+
+
+def is_multimodal(hf_config: Any) -> bool:
+    """Whether `transformers` has a class for the model that takes images or audio beside text."""
+    parts = getattr(hf_config, "sub_configs", {})
+    has_encoder = any(name in parts for name in ("vision_config", "audio_config"))
+    return has_encoder and type(hf_config) in MODEL_FOR_MULTIMODAL_LM_MAPPING
+
+
+class TextPart(nn.Module):
+    """The decoder and the head of a model with encoders. Called like a causal language model of `transformers`.
+
+    The modules are the model's own: replacing one here replaces it there.
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model.get_decoder()
+        self.lm_head = model.get_output_embeddings()
+        self.config = self.model.config
+        self._supports_attention_backend = self.model._supports_attention_backend
+
+    def get_input_embeddings(self) -> nn.Module:
+        """See `PreTrainedModel`."""
+        embeddings: nn.Module = self.model.get_input_embeddings()
+        return embeddings
+
+    def get_output_embeddings(self) -> nn.Module:
+        """See `PreTrainedModel`."""
+        return self.lm_head
+
+    def set_attn_implementation(self, implementation: str) -> None:
+        """See `PreTrainedModel`."""
+        self.model.set_attn_implementation(implementation)
+
+    def forward(self, *, logits_to_keep: int | torch.Tensor = 0, **inputs: Any) -> CausalLMOutputWithPast:
+        """Logits, (batch, kept rows, vocab). logits_to_keep: the rows, 0 for all. inputs: of the decoder."""
+        hidden = self.model(**inputs).last_hidden_state
+        if not isinstance(logits_to_keep, int):
+            hidden = hidden[:, logits_to_keep]
+        return CausalLMOutputWithPast(logits=self.lm_head(hidden))
+
+
+@torch.inference_mode()
+def text_part(name: str, model: Any) -> Any:
+    """The text part of a model with encoders. Raises: UnsupportedModel if it gives other logits than the model."""
+    decoder = model.get_decoder()
+    text = decoder if decoder.get_output_embeddings() is not None else TextPart(model)
+    vocab = int(text.config.vocab_size)
+    tokens = (torch.arange(12, device=model.device).view(2, 6) * 37 + 5) % vocab
+    whole, own = (part(input_ids=tokens, use_cache=False).logits.float().flatten(0, 1) for part in (model, text))
+    if not is_exact(row_errors(own, whole)):
+        raise UnsupportedModel(name, f"the decoder of {type(model).__name__} does not give the model's own logits")
+    return text
+
+
+class FeatureCache:
+    """Features of media items under a budget in bytes. The least recently used ones are dropped first."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._features: OrderedDict[bytes, torch.Tensor] = OrderedDict()
+        self.num_bytes = 0
+
+    def get(self, key: bytes) -> torch.Tensor | None:
+        """An item's features, which count as used now."""
+        features = self._features.get(key)
+        if features is not None:
+            self._features.move_to_end(key)
+        return features
+
+    def put(self, key: bytes, features: torch.Tensor) -> None:
+        """Store an item's features; a key is stored once. `trim` keeps the budget."""
+        self._features[key] = features
+        self.num_bytes += features.nbytes
+
+    def trim(self, keep: Collection[bytes] = ()) -> None:
+        """Drop features until the budget is kept, but none of `keep`."""
+        for key in [key for key in self._features if key not in keep]:
+            if self.num_bytes <= self._max_bytes:
+                return
+            self.num_bytes -= self._features.pop(key).nbytes
+
+
+class MediaModel:
+    """The encoder of a model, and its results. num_encoded: how many items it has encoded."""
+
+    def __init__(self, model: Any, max_bytes: int) -> None:
+        self._cache = FeatureCache(max_bytes)
+        self._base: Any = model.base_model
+        self._encoder: Callable[..., Any] = self._base.get_image_features
+        self._names = inspect.signature(self._encoder).parameters.keys()
+        self._sees_both_ways = model.config.model_type in SEES_BOTH_WAYS
+        self._dtype = model.dtype
+        self._device = model.device
+        self.num_encoded = 0
+
+    def check(self, sequence: SequenceState) -> None:
+        """Raises: RequestRefused for items that are not where the prompt's positions are."""
+        positions = np.concatenate([span.positions for span in sequence.media])
+        if len(positions) == 0 or (np.diff(positions, prepend=-1, append=sequence.num_prompt_tokens) <= 0).any():
+            raise RequestRefused("the positions of the prompt's images do not ascend or do not lie in the prompt")
+
+    def encode_for(self, step: Step) -> None:
+        """Compute the features that a step needs and that are not there. Raises: EncodingFailed."""
+        needed: set[bytes] = set()
+        for chunk in step.chunks:
+            for span in chunk.sequence.media:
+                first, last = span.range_in(chunk.start, chunk.end)
+                if first == last:
+                    continue
+                needed.add(span.key)
+                try:
+                    self._encode(span)
+                except Exception as exc:
+                    raise EncodingFailed(chunk.sequence) from exc
+        self._cache.trim(keep=needed)
+
+    @torch.inference_mode()
+    def _encode(self, span: MediaSpan) -> None:
+        if self._cache.get(span.key) is not None:
+            return
+        inputs = {name: self._send(array) for name, array in span.inputs.items() if name in self._names}
+        output = self._encoder(**inputs, return_dict=True)
+        others = getattr(output, "deepstack_features", None) or ()
+        features = torch.cat([_flat(part) for part in (output.pooler_output, *others)], dim=-1)
+        if len(features) != len(span.positions):
+            raise RequestRefused(
+                f"the model makes {len(features)} features of an {span.kind} that has {len(span.positions)} tokens"
+            )
+        self._cache.put(span.key, features.to(self._dtype))
+        self.num_encoded += 1
+
+    def features(self, key: bytes) -> torch.Tensor:
+        """(n, hidden_size or a multiple of it) of an item that the current step needs."""
+        features = self._cache.get(key)
+        assert features is not None  # `encode_for` has just computed or found it
+        return features
+
+    @torch.inference_mode()
+    def rotary_positions(self, sequence: SequenceState) -> RotaryPositions | None:
+        """Where the model sees the prompt's positions, if it rotates by time, height and width."""
+        if not hasattr(self._base, "get_rope_index"):
+            return None
+        kinds = np.zeros(sequence.num_prompt_tokens, dtype=np.int64)
+        for span in sequence.media:
+            kinds[span.positions] = TOKEN_TYPES[span.kind]
+        grids = [torch.from_numpy(span.inputs["image_grid_thw"]) for span in sequence.media]
+        positions, _ = self._base.get_rope_index(
+            input_ids=torch.from_numpy(sequence.tokens_between(0, sequence.num_prompt_tokens))[None],
+            mm_token_type_ids=torch.from_numpy(kinds)[None],
+            image_grid_thw=torch.cat(grids),
+        )
+        return RotaryPositions(positions[:, 0].numpy())
+
+    def uncut_ranges(self, sequence: SequenceState) -> tuple[tuple[int, int], ...]:
+        """The ranges of the prompt in which every position sees every other."""
+        if not self._sees_both_ways:
+            return ()
+        positions = np.concatenate([span.positions for span in sequence.media])
+        breaks = np.flatnonzero(np.diff(positions) > 1) + 1
+        return tuple((int(run[0]), int(run[-1]) + 1) for run in np.split(positions, breaks))
+
+    def _send(self, array: np.ndarray) -> torch.Tensor:
+        tensor = torch.from_numpy(array)
+        return tensor.to(self._device, self._dtype if tensor.is_floating_point() else None)
+
+
+def _flat(features: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
+    """(n, hidden_size): the features of one item, which encoders return in one tensor or several."""
+    parts = [features] if isinstance(features, torch.Tensor) else list(features)
+    return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])

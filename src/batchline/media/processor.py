@@ -1,0 +1,184 @@
+"""A checkpoint's own image processor: from an image to the encoder's inputs, and to the text of its place in a prompt.
+
+Uses the processor classes of `transformers`, on Pillow and numpy: torchvision is not needed. An image is prepared by
+itself, so that equal images in different requests have equal inputs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+
+from batchline.checkpoints.files import read_json, why_not_loaded
+from batchline.config import ModelConfig
+from batchline.errors import ModelLoadError, UnprocessableEntity, UnsupportedModel
+from batchline.media.items import MediaItem
+
+PROCESSORS = {
+    "LlavaProcessor": ("llava", "LlavaProcessor"),
+    "LlavaOnevisionProcessor": ("llava_onevision", "LlavaOnevisionProcessor"),
+    "Qwen2VLProcessor": ("qwen2_vl", "Qwen2VLProcessor"),
+    "Qwen2_5_VLProcessor": ("qwen2_5_vl", "Qwen2_5_VLProcessor"),
+    "Qwen3VLProcessor": ("qwen3_vl", "Qwen3VLProcessor"),
+    "Idefics3Processor": ("idefics3", "Idefics3Processor"),
+    "SmolVLMProcessor": ("idefics3", "Idefics3Processor"),
+    "Gemma3Processor": ("gemma3", "Gemma3Processor"),
+    "PaliGemmaProcessor": ("paligemma", "PaliGemmaProcessor"),
+    "InternVLProcessor": ("internvl", "InternVLProcessor"),
+}
+"""Supported processors by name: the folder and the class of `transformers` with their code for images. SmolVLM's is
+that of Idefics 3, and its own class would need another package, for videos."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PreparedItem:
+    """A media item for one model. text: replaces the item's placeholder in a rendered prompt. num_features: how many
+    of the text's tokens take features. inputs: the encoder's arguments. key: stands for them."""
+
+    item: MediaItem
+    key: bytes
+    text: str
+    num_features: int
+    inputs: Mapping[str, np.ndarray]
+
+
+class MediaProcessor:
+    """Prepares the images of one model. Immutable, safe to use from several threads.
+
+    placeholder: what chat templates write for an image. feature_token_id: the token that takes features.
+    """
+
+    def __init__(
+        self, processor: Any, feature_token_id: int, settings: Mapping[str, Any], *, cuts_single_images: bool = False
+    ) -> None:
+        """processor: of `transformers`. settings: keyword arguments of its image processor. cuts_single_images: whether
+        it looks at an image in pieces too, if that is the prompt's only one."""
+        self._processor = processor
+        self._cuts_single_images = cuts_single_images
+        self._settings = {**getattr(processor, "images_kwargs", {}), **settings}
+        self.placeholder: str = processor.image_token
+        self.feature_token_id = feature_token_id
+        self._feature_token: str = processor.tokenizer.convert_ids_to_tokens(feature_token_id)
+        self._settings_digest = hashlib.sha256(repr(sorted(self._settings.items())).encode()).digest()
+
+    def prepare(self, item: MediaItem, *, is_alone: bool = True) -> PreparedItem:
+        """is_alone: whether it is the prompt's only image.
+
+        Raises: UnprocessableEntity for an image that the model's processor refuses.
+        """
+        is_one_of_several = self._cuts_single_images and not is_alone
+        images = [[item.content, item.content]] if is_one_of_several else [item.content]
+        try:
+            nested, *_ = self._processor.prepare_inputs_layout(images=images, text=[self.placeholder])
+            inputs = self._processor.image_processor(nested, return_tensors="np", **self._settings)
+            text = self._processor.replace_image_token(inputs, image_idx=0, **self._settings)
+        except (ValueError, TypeError, ZeroDivisionError, IndexError) as exc:  # for example of an extreme aspect ratio
+            raise UnprocessableEntity(f"The model's processor cannot use this image of {_size(item)}: {exc}") from exc
+        arrays = {name: np.asarray(value) for name, value in inputs.items() if isinstance(value, (np.ndarray, list))}
+        if is_one_of_several:
+            arrays = {name: array[:1] for name, array in arrays.items()}
+        return PreparedItem(
+            item=item,
+            key=hashlib.sha256(item.digest + self._settings_digest + bytes([is_one_of_several])).digest(),
+            text=text,
+            num_features=text.count(self._feature_token),
+            inputs=arrays,
+        )
+
+
+def load_media_processor(config: ModelConfig, settings: Mapping[str, Any]) -> MediaProcessor:
+    """The processor in a model's folder. settings: `mm_processor_kwargs`. Raises: ModelLoadError, UnsupportedModel."""
+    from transformers import (  # heavy: only a model that is loaded needs it
+        AutoConfig,
+        AutoImageProcessor,
+        AutoTokenizer,
+    )
+
+    source: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+    try:
+        hf_config = AutoConfig.from_pretrained(config.model, **source)
+        values = _processor_values(config.model, config.revision)
+        processor_class = _processor_class(config.model, hf_config.model_type, values.get("processor_class"))
+        image_processor = AutoImageProcessor.from_pretrained(config.model, backend="pil", **source)
+        tokenizer = AutoTokenizer.from_pretrained(config.tokenizer or config.model, **source)
+        known = inspect.signature(processor_class.__init__).parameters.keys()
+        parts = {"image_processor": image_processor, "tokenizer": tokenizer, "video_processor": None}
+        arguments = {name: value for name, value in {**values, **parts}.items() if name in known}
+        processor = processor_class(**arguments)
+    except ImportError as exc:
+        raise UnsupportedModel(config.model, f"its images need a package that is not installed ({exc})") from exc
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as exc:
+        raise ModelLoadError(config.model, why_not_loaded(config.model, exc)) from exc
+    cuts_single_images = processor_class.__name__ == "LlavaOnevisionProcessor"
+    return MediaProcessor(processor, int(hf_config.image_token_id), settings, cuts_single_images=cuts_single_images)
+
+
+def _processor_values(model: str, revision: str | None) -> Mapping[str, Any]:
+    """The processor's class and arguments; older folders name the class beside the image processor's settings."""
+    own = read_json(model, "processor_config.json", revision)
+    return own or read_json(model, "preprocessor_config.json", revision) or {}
+
+
+def _processor_class(model: str, model_type: str, name: str | None) -> Any:
+    """The processor's class, for still images. name: from the model's files. Raises: UnsupportedModel."""
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+
+    name = name or PROCESSOR_MAPPING_NAMES.get(model_type)
+    if name == "PixtralProcessor":
+        return PixtralProcessor
+    if name not in PROCESSORS:
+        raise UnsupportedModel(model, f"Batchline cannot prepare images for {model_type} models ({name})")
+    module, class_name = PROCESSORS[name]
+    original = getattr(import_module(f"transformers.models.{module}.processing_{module}"), class_name)
+    return type(name, (_StillImages, original), {})
+
+
+class PixtralProcessor:
+    """What `MediaProcessor` needs of Pixtral's processor, whose class in `transformers` cannot be imported without
+    torchvision. The arguments are those of that class."""
+
+    def __init__(
+        self,
+        image_processor: Any,
+        tokenizer: Any,
+        patch_size: int = 16,
+        spatial_merge_size: int = 1,
+        image_token: str = "[IMG]",
+        image_break_token: str = "[IMG_BREAK]",
+        image_end_token: str = "[IMG_END]",
+    ) -> None:
+        self.image_processor = image_processor
+        self.tokenizer = tokenizer
+        self.image_token = image_token
+        self.images_kwargs = {"patch_size": patch_size * spatial_merge_size}
+        self._break, self._end = image_break_token, image_end_token
+
+    def prepare_inputs_layout(self, images: Any, text: Any) -> tuple[Any, Any]:
+        """See `ProcessorMixin`."""
+        return images, text
+
+    def replace_image_token(
+        self, image_inputs: Mapping[str, Any], image_idx: int, patch_size: int, **_others: Any
+    ) -> str:
+        """Rows of image tokens, with a break after each but the last."""
+        height, width = (int(length) // patch_size for length in image_inputs["image_sizes"][image_idx])
+        return self._break.join([self.image_token * width] * height) + self._end
+
+
+class _StillImages:
+    """Lets a processor do without its video processor, which would need torchvision."""
+
+    def check_argument_for_proper_class(self, _name: str, argument: Any) -> type:
+        """See `ProcessorMixin`."""
+        return type(argument)
+
+
+def _size(item: MediaItem) -> str:
+    content = item.content
+    return "this length" if isinstance(content, tuple) else f"{content.width} x {content.height} pixels"

@@ -1,0 +1,121 @@
+"""The oracle for models that take images: the engine computes what `transformers` computes from the same pictures.
+
+Prompts with and without images run together, in a cache too small for them and in steps shorter than a prompt, so that
+images are cut between steps, prefixes with images are reused and sequences are preempted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from media_families import (
+    FAMILIES,
+    Prompt,
+    generation_request,
+    greedy_oracle,
+    load_processor,
+    make_media_model,
+    make_prompts,
+    picture,
+)
+
+from batchline.config import CacheConfig, CpuKernels, EngineConfig, ModelConfig, SchedulerConfig
+from batchline.engine.core import Engine
+from batchline.engine.request import GenerationOutput, GenerationRequest
+from batchline.media.processor import MediaProcessor
+
+MAX_TOKENS = 8
+NUM_PROMPTS = 24
+BLOCK_SIZE = 16
+SIZES = [(40, 40), (64, 24), (30, 70)]
+
+both_kernels = pytest.mark.parametrize("cpu_kernels", ["off", "auto"])
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, prompts for it, and their tokens and own greedy continuations."""
+
+    folder: Path
+    processor: MediaProcessor
+    prompts: list[Prompt]
+    expected: list[tuple[list[int], list[int]]]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    folder = make_media_model(request.param, tmp_path_factory.mktemp(request.param))
+    processor = load_processor(folder)
+    prompts = make_prompts(processor.placeholder, SIZES, NUM_PROMPTS)
+    return Case(folder, processor, prompts, greedy_oracle(folder, prompts, processor, MAX_TOKENS))
+
+
+def small_engine(folder: Path, cpu_kernels: CpuKernels, num_tokens: int) -> Engine:
+    """An engine whose cache holds so many tokens, with steps shorter than most prompts."""
+
+    def engine(num_bytes: int) -> Engine:
+        model = ModelConfig(model=str(folder), dtype="float32", device="cpu", cpu_kernels=cpu_kernels)
+        cache = CacheConfig(num_bytes=num_bytes, block_size=BLOCK_SIZE)
+        scheduler = SchedulerConfig(max_num_batched_tokens=48, max_num_seqs=12)
+        return Engine(EngineConfig(model=model, cache=cache, scheduler=scheduler))
+
+    plenty = 32_000_000
+    bytes_per_block = plenty // engine(plenty).scheduler.pool.num_blocks
+    return engine(num_tokens // BLOCK_SIZE * bytes_per_block)
+
+
+def run(engine: Engine, requests: list[GenerationRequest]) -> list[GenerationOutput]:
+    """The outputs in the requests' order. Urgent requests come when the cache is full, so that others lose their places
+    to them."""
+    urgent = [request for request in requests if request.priority < 0]
+    for request in requests:
+        if request not in urgent:
+            engine.add(request)
+    outputs: dict[str, GenerationOutput] = {}
+    while engine.has_work or urgent:
+        if urgent and engine.stats().cache_usage > 0.7:
+            engine.add(urgent.pop())
+        for output in engine.step():
+            assert isinstance(output, GenerationOutput), output
+            outputs[output.request_id] = output
+        engine.check_integrity()
+    return [outputs[request.request_id] for request in requests]
+
+
+@both_kernels
+def test_greedy_tokens_equal_those_of_generate(case: Case, cpu_kernels: CpuKernels) -> None:
+    requests = [
+        generation_request(index, prompt, case.processor, MAX_TOKENS, priority=-(index % 5 == 0))
+        for index, prompt in enumerate(case.prompts)
+    ]
+    assert [list(request.prompt_token_ids) for request in requests] == [tokens for tokens, _ in case.expected]
+    longest = max(len(tokens) for tokens, _ in case.expected)
+    engine = small_engine(case.folder, cpu_kernels, 2 * longest + 4 * BLOCK_SIZE)
+    outputs = run(engine, requests)
+    assert [list(output.token_ids) for output in outputs] == [tokens for _, tokens in case.expected]
+    stats = engine.stats()
+    assert stats.cached_tokens > 0
+    assert stats.preemptions > 0
+    assert engine.loaded.media is not None
+    assert engine.loaded.media.num_encoded == len({span.key for request in requests for span in request.media})
+
+
+def test_only_prompts_with_the_same_picture_share_its_blocks(case: Case) -> None:
+    """The placeholder tokens of all pictures are the same, so token ids alone would find another picture's blocks."""
+    mark = case.processor.placeholder
+    text = "what is this picture that was taken near the river ? "
+    same, other = ([Prompt(f"{text}{mark} is it {end}", (picture(seed),)) for end in ("one", "two")] for seed in (1, 2))
+    prompts = [same[0], other[0], same[1], other[1]]
+    expected = greedy_oracle(case.folder, prompts, case.processor, MAX_TOKENS)
+    assert expected[0] != expected[1], "the picture decides the answer"
+    engine = small_engine(case.folder, "auto", 2000)
+    outputs = [
+        run(engine, [generation_request(index, prompt, case.processor, MAX_TOKENS)])[0]
+        for index, prompt in enumerate(prompts)
+    ]
+    assert [list(output.token_ids) for output in outputs] == [tokens for _, tokens in expected]
+    in_common = len(text) // BLOCK_SIZE * BLOCK_SIZE
+    until_end = (len(expected[0][0]) - len("one")) // BLOCK_SIZE * BLOCK_SIZE
+    assert [output.num_cached_tokens for output in outputs] == [0, in_common, until_end, until_end]
