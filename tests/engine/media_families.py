@@ -42,13 +42,19 @@ NAMED_TOKENS = {
     "image_token": "<image_soft_token>",
 }
 """Tokens that processors ask the tokenizer for by attribute."""
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}: {% for part in message.content %}"
+    "{% if part.type == 'image' %}IMAGE{% else %}{{ part.text }}{% endif %}"
+    "{% endfor %} {% endfor %}assistant: "
+)
 SPECIAL_TOKENS = ["<pad>", "<s>", "</s>"]
 
 
 @dataclass(frozen=True)
 class Family:
     """text_type, text: the decoder's config. vision: the encoder's. special: tokens of the family, the image's first.
-    top: the rest of the config. image_processor, processor: their files. model_type: if not the family's name."""
+    top: the rest of the config. image_processor, processor: their files. model_type: if not the family's name.
+    mark: the special token that chat templates write for an image."""
 
     text_type: str
     special: list[str]
@@ -58,6 +64,7 @@ class Family:
     image_processor: dict[str, Any]
     processor: dict[str, Any]
     model_type: str | None = None
+    mark: int = 0
 
 
 CLIP = {
@@ -224,6 +231,7 @@ FAMILIES |= {
             "size": {"height": 32, "width": 32},
         },
         processor={"processor_class": "Gemma3Processor", "image_seq_length": 16},
+        mark=1,
     ),
 }
 PIXTRAL: dict[str, Any] = {
@@ -291,6 +299,7 @@ def make_media_model(family: str, folder: Path, **text: Any) -> Path:
         if parameter.ndim > 1 and not parameter.any():  # a projector that starts at zero would hide the images
             torch.nn.init.normal_(parameter, std=0.3)
     model.save_pretrained(folder)
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE.replace("IMAGE", spec.special[spec.mark]))
     (folder / "preprocessor_config.json").write_text(json.dumps(spec.image_processor))
     (folder / "processor_config.json").write_text(json.dumps(spec.processor))
     return folder

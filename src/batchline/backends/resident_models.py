@@ -29,6 +29,7 @@ from batchline.endpoints.embed import embed
 from batchline.endpoints.embedders import Embedder, EngineEmbedder
 from batchline.endpoints.embeddings import embeddings
 from batchline.endpoints.loading import RenderMessages, load_text, message_renderer
+from batchline.endpoints.media_input import MediaInput
 from batchline.endpoints.messages import counted_tokens, message, message_events
 from batchline.endpoints.model import GenerativeModel
 from batchline.endpoints.rerank import rerank
@@ -45,7 +46,9 @@ from batchline.endpoints.tokenizing import (
 )
 from batchline.engine.async_engine import AsyncEngine
 from batchline.engine.cache_memory import CacheMemory
-from batchline.errors import BadRequest, UnsupportedModel
+from batchline.errors import BadRequest, ModelLoadError, UnsupportedModel
+from batchline.media.collector import MediaCollector
+from batchline.media.processor import load_media_processor
 from batchline.model_facts import ModelFacts
 from batchline.openai_api.endpoint_table import (
     CHAT,
@@ -106,8 +109,11 @@ class ResidentModel:
     checks: Mapping[str, Check] = field(default_factory=dict)
 
 
-def load(config: EngineConfig, task: Task, memory: CacheMemory | None) -> ResidentModel:
-    """Load a model for `task` (not `auto`). memory: for its KV cache.
+def load(
+    config: EngineConfig, task: Task, memory: CacheMemory | None, collector: MediaCollector | None = None
+) -> ResidentModel:
+    """Load a model for `task` (not `auto`). memory: for its KV cache. collector: fetches and decodes the images of
+    requests; None: the model is used for text only.
 
     Raises: ModelLoadError, UsageError.
     """
@@ -117,7 +123,7 @@ def load(config: EngineConfig, task: Task, memory: CacheMemory | None) -> Reside
         return _load_embedding_model(config)
     if task == "score":
         return _load_cross_encoder(config)
-    return _load_generative_model(config, memory)
+    return _load_generative_model(config, memory, collector)
 
 
 def _is_no_load_report(message: logging.LogRecord) -> bool:
@@ -125,7 +131,9 @@ def _is_no_load_report(message: logging.LogRecord) -> bool:
     return "LOAD REPORT" not in message.getMessage()
 
 
-def _load_generative_model(config: EngineConfig, memory: CacheMemory | None) -> ResidentModel:
+def _load_generative_model(
+    config: EngineConfig, memory: CacheMemory | None, collector: MediaCollector | None
+) -> ResidentModel:
     with ExitStack() as parts:
         text = load_text(config.model, config.text)
         reranker = find_reranker(config.model, text)
@@ -142,11 +150,23 @@ def _load_generative_model(config: EngineConfig, memory: CacheMemory | None) -> 
             config=config.text,
             executor=executor,
             max_request_sequences=max(1, config.scheduler.max_num_seqs // 2),
+            media=_media_input(config, collector) if collector is not None and engine.takes_images else None,
         )
         parts.callback(model.grammars.close)
         if text.control_tokens is not None:
             parts.callback(text.control_tokens.report)
         return _generative_model(model, engine, reranker, parts, partial(_tokenizer_settings, config.model))
+
+
+def _media_input(config: EngineConfig, collector: MediaCollector) -> MediaInput | None:
+    """How the images of requests reach a model that takes images; None, with a warning, if its folder lacks the files
+    of the processor."""
+    try:
+        processor = load_media_processor(config.model, config.media.processor_kwargs)
+    except ModelLoadError as exc:
+        logger.warning("%s takes only text: %s", config.model.names[0], exc.reason)
+        return None
+    return MediaInput(frozenset({"image"}), collector, processor)
 
 
 def _warn_of_unknown_tokens(name: str, num_tokens: int, vocab_size: int) -> None:

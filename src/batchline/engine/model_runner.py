@@ -95,7 +95,7 @@ class Forward:
         features = torch.cat(
             [self._media.features(item.key)[item.first : item.first + len(item.rows)] for item in inputs.media]
         )
-        own, *others = features.split(embedded.shape[-1], dim=-1)
+        own, *others = torch.split(features, embedded.shape[-1], dim=-1)
         embedded[0, rows] = own
         if not others:
             return {"inputs_embeds": embedded}

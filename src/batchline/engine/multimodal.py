@@ -85,7 +85,8 @@ class TextPart(nn.Module):
 
     def get_output_embeddings(self) -> nn.Module:
         """See `PreTrainedModel`."""
-        return self.lm_head
+        head: nn.Module = self.lm_head
+        return head
 
     def set_attn_implementation(self, implementation: str) -> None:
         """See `PreTrainedModel`."""

@@ -53,8 +53,8 @@ class RotaryPositions:
         number of the prompt, the same in all three."""
         length = self.prompt.shape[1]
         if end <= length:
-            return self.prompt[:, start:end]
-        output = np.arange(max(start, length), end)[None] + (int(self.prompt.max()) + 1 - length)
+            return np.asarray(self.prompt[:, start:end])
+        output: np.ndarray = np.arange(max(start, length), end)[None] + (int(self.prompt.max()) + 1 - length)
         if start >= length:
             return output
         return np.concatenate([self.prompt[:, start:], np.broadcast_to(output, (3, output.shape[1]))], axis=1)
