@@ -14,6 +14,7 @@ from batchline.backends.base import Backend, ServedModel, WatchedIdentity, runni
 from batchline.backends.identity import refuse_missing_folder
 from batchline.backends.registry import EMBEDDED, make_backend
 from batchline.batch.files import RunFiles
+from batchline.batch.job_folder import media_folder
 from batchline.batch.journal import Disk
 from batchline.batch.options import DEFAULT_GRACE_PERIOD_S, Limits, OutputOrder, RunOptions
 from batchline.batch.progress import Progress, Reporter
@@ -71,13 +72,14 @@ def run_batch(
     Raises: UsageError (nothing was run), ModelLoadError, RunFailed and RunInterrupted (the same call resumes).
     """
     engines = _engines(model, served_model_name)
-    answering, name = _backend(backend, engines, backend_options or {})
     files = RunFiles.named(
         os.fspath(input_file),
         os.fspath(output_file),
         None if error_file is None else os.fspath(error_file),
         _path(tmp_dir),
     )
+    engines = keeping_media(engines, files)
+    answering, name = _backend(backend, engines, backend_options or {})
     options = RunOptions(
         max_inflight=max_inflight,
         output_order=output_order,
@@ -91,6 +93,15 @@ def run_batch(
     )
     with shown_progress(show_progress, on_progress, reporter) as shown:
         return run_blocking(files, for_backend(options, answering, name, engines), answering, shown)
+
+
+def keeping_media(engines: Sequence[EngineConfig], files: RunFiles) -> list[EngineConfig]:
+    """The same engines, which keep the media that they fetch in the run's job folder, so that it can be resumed."""
+    folder = media_folder(files.job_folder)
+    return [
+        replace(engine, media=replace(engine.media, cache_folder=engine.media.cache_folder or folder))
+        for engine in engines
+    ]
 
 
 def for_backend(

@@ -16,12 +16,18 @@ from batchline.batch.crashes import forget_crash
 from batchline.batch.location_targets import STAGED_RESULTS
 from batchline.disk import refuse_windows, sync_folder
 from batchline.errors import OutputUnwritable, ResumeRefused
+from batchline.media.folder import remove_media
 
 if sys.platform != "win32":
     import fcntl
 
 _JOURNAL = "journal"
 _LOCK = "lock"
+
+
+def media_folder(job_folder: Path) -> Path:
+    """Where a run keeps the images and audio that it fetches."""
+    return job_folder / "media"
 
 
 class JobFolder:
@@ -40,6 +46,11 @@ class JobFolder:
     def scratch(self) -> Path:
         """A folder for files that can be made again at any time."""
         return self.path / "scratch"
+
+    @property
+    def media(self) -> Path:
+        """A folder for fetched images and audio, which a resumed run uses again."""
+        return media_folder(self.path)
 
     def __enter__(self) -> JobFolder:
         """Create and lock the folder. Raises: OutputUnwritable, ResumeRefused if another run holds it."""
@@ -62,6 +73,7 @@ class JobFolder:
         """Delete what an earlier run did. The journal is deleted first: what is left then is no longer a run."""
         self.journal_path.unlink(missing_ok=True)
         forget_crash(self.path)
+        remove_media(self.media)
 
     def remove(self) -> None:
         """Delete the folder of a finished run. Files that do not belong to a run stay, and so does the folder then."""

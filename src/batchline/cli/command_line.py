@@ -28,7 +28,7 @@ _USAGE_ERROR: Any = typer.BadParameter.__base__
 
 _SEVERAL: Mapping[str, Callable[[list[str]], list[str]]] = {
     "--served-model-name": lambda names: [",".join(names)],
-    "--api-key": lambda keys: keys,
+    **dict.fromkeys(("--api-key", "--allowed-media-domains", "--allowed-media-networks"), lambda values: values),
 }
 """Options that take all values up to the next option, and the values to repeat the option with."""
 

@@ -33,6 +33,7 @@ from batchline.config import (
     Device,
     DType,
     EngineConfig,
+    MediaConfig,
     ModelConfig,
     SchedulerConfig,
     Scoring,
@@ -290,7 +291,7 @@ class ModelOptions:
         ),
     ] = dataclasses.field(default_factory=list)
 
-    def engines(self, *, strict: bool = False) -> tuple[EngineConfig, ...]:
+    def engines(self, *, strict: bool = False, media: MediaConfig | None = None) -> tuple[EngineConfig, ...]:
         """One configuration for each model. strict: unknown request fields are errors. Raises: UsageError."""
         together(
             *(partial(refuse_missing_folder, model) for model in self.model),
@@ -301,7 +302,8 @@ class ModelOptions:
             partial(check_template_variables, self.default_chat_template_kwargs or {}),
         )
         return tuple(
-            self._engine(model, names, strict) for model, names in zip(self.model, self._served_names(), strict=True)
+            self._engine(model, names, strict, media or MediaConfig())
+            for model, names in zip(self.model, self._served_names(), strict=True)
         )
 
     def _served_names(self) -> list[tuple[str, ...]]:
@@ -313,8 +315,9 @@ class ModelOptions:
             raise UsageError(f"--served-model-name is given {len(given)} times for {len(self.model)} models.")
         return given or [()] * len(self.model)
 
-    def _engine(self, model: str, served_names: tuple[str, ...], strict: bool) -> EngineConfig:
+    def _engine(self, model: str, served_names: tuple[str, ...], strict: bool, media: MediaConfig) -> EngineConfig:
         return EngineConfig(
+            media=media,
             model=ModelConfig(
                 model=model,
                 served_names=served_names,

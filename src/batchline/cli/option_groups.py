@@ -80,7 +80,7 @@ class GroupedCommand(TyperCommand):
 
 GROUPS = (
     *("Arguments", "Options", "Address", "Access", "Limits", "Metrics"),
-    *("Backend", "Model", "Engine", "Chat templates and text"),
+    *("Backend", "Model", "Engine", "Chat templates and text", "Images and audio"),
 )
 """Every group of options, in the order of the help."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -11,24 +12,28 @@ import typer
 from batchline.batch.crashes import forget_crashes
 from batchline.cli.backend_options import BackendOptions
 from batchline.cli.config_file import takes_config_file
+from batchline.cli.media_options import MediaOptions
 from batchline.cli.messages import LogFormatOption, QuietOption, configure, last_words
 from batchline.cli.model_options import ModelOptions, refuse_without_model
 from batchline.cli.option_groups import takes_options
 from batchline.cli.run_options import RunFileOptions
 from batchline.cli.summary import print_summary
 from batchline.cli.terminal import open_reporter
+from batchline.cli.values import together
 
 _METRICS = "Metrics"
 
 
 @takes_config_file
 @takes_options("model_options", ModelOptions)
+@takes_options("media_options", MediaOptions)
 @takes_options("backend_options", BackendOptions)
 @takes_options("run_file", RunFileOptions)
 def run_batch(
     context: typer.Context,
     run_file: RunFileOptions,
     model_options: ModelOptions,
+    media_options: MediaOptions,
     backend_options: BackendOptions,
     enable_metrics: Annotated[
         bool,
@@ -43,16 +48,17 @@ def run_batch(
 ) -> None:
     """Run every request of a batch file and write one result for each. Run it again to resume."""
     configure(log_format, quiet=quiet)
-    from batchline.batch.api import for_backend, run_blocking  # numpy and an HTTP client: not for --help
+    # numpy and an HTTP client: not for --help
+    from batchline.batch.api import for_backend, keeping_media, run_blocking
 
-    engines = model_options.engines(strict=run_file.strict)
+    make_engines = partial(model_options.engines, strict=run_file.strict, media=media_options.config())
+    together(make_engines, media_options.refuse_wrong_networks)
+    files = run_file.run_files()
+    engines = keeping_media(make_engines(), files)
     backend = backend_options.make(engines)
     if not engines:
         refuse_without_model(context)
-    files, options = (
-        run_file.run_files(),
-        for_backend(run_file.run_options(), backend, backend_options.backend, engines),
-    )
+    options = for_backend(run_file.run_options(), backend, backend_options.backend, engines)
     with ExitStack() as stack:
         reporter = stack.enter_context(open_reporter())
         if enable_metrics:

@@ -18,6 +18,7 @@ from batchline.backends.base import ServedModel, models_by_name, running
 from batchline.backends.registry import EMBEDDED
 from batchline.cli.backend_options import BackendOptions
 from batchline.cli.config_file import takes_config_file
+from batchline.cli.media_options import MediaOptions
 from batchline.cli.messages import LogFormatOption, configure, log, log_formatter
 from batchline.cli.model_options import ModelOptions, refuse_without_model
 from batchline.cli.option_groups import takes_options
@@ -34,11 +35,13 @@ from batchline.server.tls import check_certificate
 
 @takes_config_file
 @takes_options("model_options", ModelOptions)
+@takes_options("media_options", MediaOptions)
 @takes_options("backend_options", BackendOptions)
 @takes_options("serving", ServingOptions)
 def serve(
     context: typer.Context,
     model_options: ModelOptions,
+    media_options: MediaOptions,
     backend_options: BackendOptions,
     serving: ServingOptions,
     model_argument: Annotated[
@@ -55,8 +58,9 @@ def serve(
     if is_embedded and not models:
         raise UsageError("Which model? Give one: batchline serve MODEL")
     model_options = dataclasses.replace(model_options, model=models)
-    together(partial(model_options.engines, strict=strict), partial(serving.server, max_running=1))
-    backend = backend_options.make([_without_path(engine) for engine in model_options.engines(strict=strict)])
+    engines = partial(model_options.engines, strict=strict, media=media_options.config())
+    together(engines, media_options.refuse_wrong_networks, partial(serving.server, max_running=1))
+    backend = backend_options.make([_without_path(engine) for engine in engines()])
     if not models:
         refuse_without_model(context, "strict")
     max_running = len(models) * model_options.max_num_seqs if is_embedded else backend.concurrency()

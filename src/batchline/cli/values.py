@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from batchline.batch.options import HOSTED_LIMITS, Limits
-from batchline.config import Quantization, RequestLimits
+from batchline.config import MediaConfig, Quantization, RequestLimits
 from batchline.errors import BadRequest, UsageError
 
 JSON = "JSON"
@@ -101,6 +101,21 @@ def parse_json_object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise typer.BadParameter('it is not a JSON object such as {"name": "value"}')
     return value
+
+
+def parse_media_limits(text: str) -> dict[str, int]:
+    """`{"image": 4}`, with vLLM's `{"image": {"count": 4}}`, or `image=4,audio=1`."""
+    if text.lstrip().startswith("{"):
+        values = parse_json_object(text)
+    else:
+        values = {name.strip(): number.strip() for name, _, number in (one.partition("=") for one in text.split(","))}
+    counts = {name: value.get("count") if isinstance(value, dict) else value for name, value in values.items()}
+    numbers = {name: int(str(count)) if str(count).isdecimal() else -1 for name, count in counts.items()}
+    if not numbers or min(numbers.values()) < 0 or not numbers.keys() <= MediaConfig().max_items.keys():
+        raise typer.BadParameter(
+            'it is not numbers of images, audio and video, such as {"image": 4} or image=4,audio=1'
+        )
+    return numbers
 
 
 def parse_generation_config(text: str) -> str:

@@ -62,7 +62,7 @@ _LORA = "LoRA adapters are not supported. Merge the adapter into the model and u
 _ONE_DEVICE = "A model runs on one device: there is no tensor, pipeline, data or context parallelism."
 _ONE_MACHINE = "Batchline runs a model in one process on one machine."
 _SPECULATIVE = "Speculative decoding is not supported. Without it, the answers are the same."
-_MEDIA = "Images, audio and video are not supported."
+_EMBEDS = "Images and audio are sent as files, not as embeddings."
 _OFFLOADING = "Batchline does not offload weights or caches to other memory."
 _TRANSFER = "Batchline does not transfer KV caches or weights between servers."
 _OWN_CODE = (
@@ -147,7 +147,7 @@ VLLM_OPTIONS: Mapping[str, VllmOption] = {
         "dbo-prefill-token-threshold moe-backend attention-backend attention-config/-ac kernel-config "
         "compilation-config/-cc optimization-level/-O performance-mode tokenizer-pool-size tokenizer-pool-type "
         "tokenizer-pool-extra-config model-loader-extra-config safetensors-load-strategy pt-load-map-location "
-        "limit-mm-per-prompt mm-processor-kwargs mm-processor-cache-gb mm-processor-cache-type media-io-kwargs "
+        "mm-processor-cache-gb mm-processor-cache-type media-io-kwargs "
         "mm-shm-cache-max-object-size-mb mm-encoder-tp-mode mm-encoder-attn-backend video-pruning-rate "
         "h11-max-incomplete-event-size h11-max-header-count fingerprint-mode fingerprint-value "
         "renderer-num-workers",
@@ -253,9 +253,7 @@ VLLM_OPTIONS: Mapping[str, VllmOption] = {
     **_each(
         "kv-transfer-config kv-events-config ec-transfer-config weight-transfer-config", "value", refusal=_TRANSFER
     ),
-    **_each("allowed-local-media-path", "value", is_default=_any_of(""), refusal=_MEDIA),
-    **_each("allowed-media-domains", "values", refusal=_MEDIA),
-    **_each("enable-mm-embeds", "flag", refusal=_MEDIA),
+    **_each("enable-mm-embeds", "flag", refusal=_EMBEDS),
     **_each("pooler-config override-pooler-config", "value", refusal=_POOLING),
     **_each("middleware io-processor-plugin scheduler-cls worker-extension-cls", "value", refusal=_OWN_CODE),
     **_each("worker-cls", "value", is_default=_any_of("auto"), refusal=_OWN_CODE),
