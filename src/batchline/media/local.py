@@ -77,10 +77,10 @@ def file_data(url: str, folder: str | None, max_bytes: int) -> bytes:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except (OSError, ValueError) as exc:
         raise UnprocessableEntity(_NOT_THERE) from exc
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise UnprocessableEntity(_NOT_THERE)
     with os.fdopen(descriptor, "rb") as file:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise UnprocessableEntity(_NOT_THERE)
         data = file.read(max_bytes + 1)
     if len(data) > max_bytes:
         raise too_large(max_bytes)
