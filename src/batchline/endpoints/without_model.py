@@ -164,8 +164,10 @@ def _invocation(body: Body, config: TextConfig, try_constraint: TryConstraint) -
 
 
 def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
-    """Check what every template would refuse. Raises: BadRequest."""
-    normalise_messages(messages, "string", knows_developer=True)
+    """Check what every template would refuse. Raises: BadRequest, UnprocessableEntity."""
+    found, parts = split_media(messages)
+    check_unfetched(parts)
+    normalise_messages(found, "openai", knows_developer=True, has_media=True)
 
 
 CHECKS: Mapping[str, Callable[[Body, TextConfig, TryConstraint], BaseModel]] = {

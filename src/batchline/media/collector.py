@@ -75,6 +75,30 @@ class SourceRules:
                 raise BadRequest("Input should be an http(s), data or file URL")
 
 
+_ANY_SIZE = 1 << 40
+_ANY = SourceRules(
+    MediaConfig(
+        allowed_networks=("0.0.0.0/0", "::/0"),
+        allowed_local_path=os.sep,
+        max_items=dict.fromkeys(_NOUNS, _ANY_SIZE),
+        max_bytes=_ANY_SIZE,
+    )
+)
+"""Refuses what every operator's settings refuse."""
+
+
+def check_unfetched(parts: Sequence[MediaPart]) -> None:
+    """Find media that no configuration can use, as far as that can be known without fetching them.
+
+    Raises: BadRequest, UnprocessableEntity.
+    """
+    _ANY.check(parts)
+    for part in parts:
+        if part.source.kind == "image" and scheme(part.source.url) == "data":
+            with _errors_of(part):
+                images.image_size(data_of_url(part.source.url, _ANY_SIZE), _ANY_SIZE)
+
+
 @dataclass(frozen=True, slots=True)
 class _Ready:
     """A source whose bytes are at hand. key: of the same content in other requests; "" if it may be another then.

@@ -33,7 +33,8 @@ def data_of_url(url: str, max_bytes: int) -> bytes:
     text = url[check_data_url(url, max_bytes) :]
     if "%" in text[-12:]:  # some libraries escape the padding
         text = unquote_to_bytes(text).decode("latin-1")
-    text = text.translate(_ONE_ALPHABET)
+    if any(character in text for character in "-_ \t\r\n"):
+        text = text.translate(_ONE_ALPHABET)
     try:
         data = base64.b64decode(text + "=" * (-len(text) % 4), validate=True)
     except (binascii.Error, ValueError) as exc:
