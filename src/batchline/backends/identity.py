@@ -42,7 +42,7 @@ def refuse_missing_folder(model: str) -> None:
 
 
 def _settings(engine: EngineConfig, on_read: OnRead | None) -> dict[str, str]:
-    model, text = engine.model, engine.text
+    model, text, media = engine.model, engine.text, engine.media
     stamp = model_stamp(model.model, model.revision, on_read)
     values = {
         "--model": stamp,
@@ -69,6 +69,14 @@ def _settings(engine: EngineConfig, on_read: OnRead | None) -> dict[str, str]:
         "--default-chat-template-kwargs": _json(text.default_chat_template_kwargs),
         "--hf-overrides": _json(model.hf_overrides),
         "--request-limit": _changed_limits(text.limits),
+        "--allowed-media-domains": " ".join(media.allowed_domains),
+        "--allowed-media-networks": " ".join(media.allowed_networks),
+        "--allowed-local-media-path": media.allowed_local_path,
+        "--limit-mm-per-prompt": _json(media.max_items),
+        "--mm-processor-kwargs": _json(media.processor_kwargs),
+        "--max-media-bytes": media.max_bytes,
+        "--max-image-pixels": media.max_image_pixels,
+        "--max-audio-seconds": media.max_audio_s,
     }
     return {name: "" if value is None else str(value) for name, value in values.items()}
 

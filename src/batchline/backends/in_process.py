@@ -30,7 +30,7 @@ from batchline.backends.residency import Loadable, ModelResidency
 from batchline.backends.supervision import Attempts
 from batchline.checkpoints.digests import OnRead
 from batchline.checkpoints.formats import refuse_foreign_format
-from batchline.config import EngineConfig, Task
+from batchline.config import EngineConfig, MediaConfig, Task
 from batchline.engine import sequence_metrics
 from batchline.engine.cache_memory import cache_memory_ahead
 from batchline.errors import (
@@ -47,6 +47,7 @@ from batchline.pooling.detection import detect_context, detect_task
 
 if TYPE_CHECKING:
     from batchline.backends.resident_models import ResidentModel
+    from batchline.media.collector import MediaCollector
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +72,7 @@ class InProcessBackend:
         self._engines = tuple(engines)
         self._residency: ModelResidency[ResidentModel] = ModelResidency(self._keep_counts)
         self._unloaded: dict[str, BackendStats] = {}
+        self._collectors: list[tuple[MediaConfig, MediaCollector]] = []
         self._has_started = False
         self._has_loaded = False
         self._is_closed = False
@@ -180,6 +182,8 @@ class InProcessBackend:
         """Unload everything. Idempotent."""
         self._is_closed = True
         await self._residency.close()
+        for _, collector in self._collectors:
+            await collector.close()
 
     def _register(self, config: EngineConfig) -> None:
         for name in config.model.names:
@@ -219,13 +223,23 @@ class InProcessBackend:
         with collections, cache_memory_ahead() if task == "generate" else nullcontext() as memory:
             from batchline.backends.resident_models import load  # imports torch and transformers, which takes seconds
 
-            model = load(config, task, memory)
+            model = load(config, task, memory, self._collector(config.media))
         self._has_loaded = True
         if self._has_started:  # the caller of `start` shows the first model's facts
             logger.info("loaded %s", model.facts.text)
             if model.facts.warning is not None:
                 logger.warning("%s: %s", name, model.facts.warning)
         return replace(model, close=partial(_close, model.close))
+
+    def _collector(self, config: MediaConfig) -> MediaCollector:
+        """Who fetches and decodes the media of requests: one for all models with these settings."""
+        from batchline.media.collector import MediaCollector  # an image library: only for models
+
+        found = next((collector for settings, collector in self._collectors if settings == config), None)
+        if found is None:
+            found = MediaCollector(config)
+            self._collectors.append((config, found))
+        return found
 
     def _keep_counts(self, model: ResidentModel) -> None:
         """Keep the counts of a model that was unloaded."""
