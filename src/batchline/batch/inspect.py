@@ -20,6 +20,7 @@ from batchline.batch import lines
 from batchline.batch.check import CheckReport, LineFault, LineObserver, check_file
 from batchline.batch.index import LineIndex, LineReader
 from batchline.batch.locations import parse_location
+from batchline.batch.media import MediaCounts
 from batchline.batch.plan import PlannedGroup, Planner
 from batchline.batch.request_traits import prompt_text
 from batchline.batch.source import refuse_unreadable, stage_input
@@ -83,6 +84,7 @@ class RequestJudge:
         self._served_models = served_models
         self._counter = counter
         self._trial = ConstraintTrial()
+        self.media = MediaCounts()
 
     def warnings(self) -> list[str]:
         """What was not checked."""
@@ -98,6 +100,7 @@ class RequestJudge:
             request = self._checked(url, body)
             if self._counter is not None:
                 self._counter.count(position, url, body, request)
+            self.media(position, url, body)
         except RequestError as exc:
             raise LineError(str(exc.status_code), exc.message, param=exc.param) from exc
 

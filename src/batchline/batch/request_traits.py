@@ -49,7 +49,15 @@ def prompt_text(body: dict[str, Any]) -> str:
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, list) else [content]
-    return "\n".join(str(part.get("content")) if isinstance(part, dict) else str(part) for part in parts)
+    return "\n".join(_readable(part.get("content")) if isinstance(part, dict) else str(part) for part in parts)
+
+
+def _readable(content: Any) -> str:
+    """The text of a message's content; other parts by their type, since an image may be megabytes of base64."""
+    if not isinstance(content, list):
+        return str(content)
+    texts = (part.get("text", f"[{part.get('type')}]") if isinstance(part, dict) else part for part in content)
+    return "\n".join(map(str, texts))
 
 
 def prefix_hashes(prompt: bytes) -> list[int]:

@@ -13,6 +13,7 @@ from batchline.config import TextConfig
 from batchline.endpoints.engine_input import num_reserved, prompt_too_long, resolve_max_tokens, truncate
 from batchline.endpoints.without_model import CHECKS, checked_request
 from batchline.errors import BadRequest, RequestError
+from batchline.media.parts import split_media
 from batchline.openai_api.chat import ChatCompletionRequest
 from batchline.openai_api.common import Prompt
 from batchline.openai_api.completions import CompletionRequest
@@ -119,7 +120,8 @@ class TokenCounter:
         if isinstance(request, ChatCompletionRequest):
             return [self._chat_tokens(_chat_prompt(request))]
         if isinstance(request, EmbeddingsRequest) and request.messages is not None:
-            return [self._chat_tokens(ChatPrompt(messages=request.messages))]
+            messages, media = split_media(request.messages)
+            return [self._chat_tokens(ChatPrompt(messages=messages, has_media=bool(media)))]
         return [self._prompt_tokens(prompt) for prompt in _texts(request)]
 
     def num_text_tokens(self, text: str) -> int:
@@ -159,8 +161,11 @@ class TokenCounter:
 
 
 def _chat_prompt(request: ChatCompletionRequest) -> ChatPrompt:
+    """Media are counted as what the template writes in their place: a model's processor knows their tokens."""
+    messages, media = split_media(request.messages)
     return ChatPrompt(
-        messages=request.messages,
+        messages=messages,
+        has_media=bool(media),
         tools=request.shown_tools or None,
         documents=request.documents,
         add_generation_prompt=request.add_generation_prompt,

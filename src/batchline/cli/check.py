@@ -18,6 +18,7 @@ from batchline.errors import UsageError, counted
 if TYPE_CHECKING:
     from batchline.batch.check import CheckReport
     from batchline.batch.inspect import InputFile, RequestJudge
+    from batchline.batch.media import MediaCounts
     from batchline.batch.options import Limits
     from batchline.batch.tokens import TokenCounts
 
@@ -75,9 +76,9 @@ def check(
         if bad_lines is not None:
             _write_bad_lines(bad_lines, checked, judge)
     if as_json:
-        _print_json(checked.report, found, warnings, counts)
+        _print_json(checked.report, found, warnings, counts, judge.media)
     else:
-        _print_report(checked.report, found, warnings, counts, bad_lines)
+        _print_report(checked.report, found, warnings, counts, judge.media, bad_lines)
     if found:
         raise typer.Exit(3)
 
@@ -117,13 +118,20 @@ def _write_bad_lines(target: Path, checked: InputFile, judge: RequestJudge) -> N
 
 
 def _print_report(
-    report: CheckReport, found: list[str], warnings: list[str], counts: TokenCounts | None, bad_lines: Path | None
+    report: CheckReport,
+    found: list[str],
+    warnings: list[str],
+    counts: TokenCounts | None,
+    media: MediaCounts,
+    bad_lines: Path | None,
 ) -> None:
     show(f"{counted(report.num_lines, 'request')}, {counted(report.num_bytes, 'byte')}")
     for group in report.groups.values():
         show(f"  {group.count:>12,}  {group.url}  {group.model}", is_whole=True)
     if counts is not None:
         _print_tokens(counts)
+    for sentence in media.sentences():
+        typer.echo(sentence)
     for finding in found:
         show(finding)
     for warning in warnings:
@@ -157,7 +165,9 @@ def _print_tokens(counts: TokenCounts) -> None:
         )
 
 
-def _print_json(report: CheckReport, found: list[str], warnings: list[str], counts: TokenCounts | None) -> None:
+def _print_json(
+    report: CheckReport, found: list[str], warnings: list[str], counts: TokenCounts | None, media: MediaCounts
+) -> None:
     result = {
         "requests": report.num_lines,
         "bytes": report.num_bytes,
@@ -169,5 +179,6 @@ def _print_json(report: CheckReport, found: list[str], warnings: list[str], coun
         "findings": found,
         "warnings": warnings,
         "tokens": None if counts is None else dataclasses.asdict(counts),
+        "media": media.to_dict(),
     }
     typer.echo(orjson.dumps(result, option=orjson.OPT_INDENT_2))

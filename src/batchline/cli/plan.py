@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import orjson
 import typer
@@ -18,6 +18,7 @@ from batchline.errors import counted
 if TYPE_CHECKING:
     from batchline.backends.model_memory import MemoryNeed
     from batchline.batch.inspect import PlanOverview
+    from batchline.batch.media import MediaCounts
     from batchline.batch.rates import MeasuredRun
     from batchline.batch.tokens import TokenCounts
     from batchline.config import EngineConfig, ModelConfig
@@ -59,6 +60,7 @@ def plan(
 ) -> None:
     """Show the tokens, time and memory a run would take, and in which groups it would run the file."""
     from batchline.batch.inspect import plan_overview
+    from batchline.batch.media import MediaCounts
     from batchline.batch.tokens import CharacterCounter, TokenCounter
 
     if model is None:
@@ -66,13 +68,21 @@ def plan(
     engine = None if model is None else dataclasses.replace(model_options, model=[model]).engines()[0]
     counter = CharacterCounter() if model is None else TokenCounter(model, model_options.max_model_len)
     count_tokens = counter.num_text_tokens if isinstance(counter, TokenCounter) else None
-    overview = plan_overview(input_file, dedup=dedup, observer=counter, count_tokens=count_tokens)
+    media = MediaCounts()
+
+    def observe(position: int, url: str, body: dict[str, Any]) -> None:
+        counter(position, url, body)
+        media(position, url, body)
+
+    overview = plan_overview(input_file, dedup=dedup, observer=observe, count_tokens=count_tokens)
     estimate = _estimate(overview, counter.counts, engine, state_dir)
     memory, problem = (None, None) if engine is None else _memory(engine)
     if as_json:
-        _print_json(overview, estimate, None if model is None else counter.counts, memory)
+        _print_json(overview, estimate, None if model is None else counter.counts, memory, media)
         return
     _print_numbers(overview, estimate, counter.counts, model)
+    for sentence in media.sentences():
+        typer.echo(sentence)
     if engine is not None:
         for line in _memory_lines(memory) if memory is not None else [f"Memory         unknown: {problem}"]:
             show(line)
@@ -176,12 +186,17 @@ def _mib(num_bytes: int) -> str:
 
 
 def _print_json(
-    overview: PlanOverview, estimate: Estimate, tokens: TokenCounts | None, memory: MemoryNeed | None
+    overview: PlanOverview,
+    estimate: Estimate,
+    tokens: TokenCounts | None,
+    memory: MemoryNeed | None,
+    media: MediaCounts,
 ) -> None:
     measured = None if estimate.measured is None else estimate.measured.model_dump()
     result = dataclasses.asdict(overview) | {
         "tokens": None if tokens is None else dataclasses.asdict(tokens),
         "estimate": dataclasses.asdict(estimate) | {"measured": measured},
+        "media": media.to_dict(),
         "memory": None if memory is None else dataclasses.asdict(memory) | {"fits": memory.fits},
     }
     typer.echo(orjson.dumps(result, option=orjson.OPT_INDENT_2))

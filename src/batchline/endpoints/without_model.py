@@ -20,6 +20,8 @@ from batchline.endpoints.chat_form import ChatForm
 from batchline.endpoints.completions import parse_completion
 from batchline.endpoints.constraints import requested_constraint
 from batchline.errors import BadRequest
+from batchline.media.collector import check_unfetched
+from batchline.media.parts import split_media
 from batchline.openai_api.chat import ChatCompletionRequest
 from batchline.openai_api.completions import CompletionRequest
 from batchline.openai_api.embed import EmbedRequest

@@ -1,0 +1,118 @@
+"""Counts the images and recordings of a batch file, and where they come from, without fetching them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+from batchline.config import TextConfig
+from batchline.endpoints.without_model import checked_request
+from batchline.errors import RequestError, counted
+from batchline.media.parts import MediaPart, media_parts, split_media
+from batchline.openai_api.chat import ChatCompletionRequest
+from batchline.openai_api.endpoint_table import COUNT_TOKENS, MESSAGES
+
+MAX_DISTINCT = 1_000_000
+"""Different media are counted up to this number."""
+
+_NOUNS = {"image": "image", "audio": "recording", "video": "video"}
+_SHOWN_HOSTS = 10
+_MAX_HOSTS = 10_000
+_DEFAULTS = TextConfig()
+
+
+@dataclass(slots=True)
+class MediaCounts:
+    """What the good lines hold. kinds: media by kind. hosts: URLs by host. data_urls, files: media of other origins.
+
+    num_requests: with media. num_distinct: different media, by their URLs; at most `MAX_DISTINCT`.
+    """
+
+    kinds: Counter[str] = field(default_factory=Counter)
+    hosts: Counter[str] = field(default_factory=Counter)
+    data_urls: int = 0
+    files: int = 0
+    num_requests: int = 0
+    _digests: set[bytes] = field(default_factory=set)
+
+    def __call__(self, position: int, url: str, body: dict[str, Any]) -> None:
+        """Count one line; a `check.LineObserver`."""
+        parts = media_of(url, body)
+        self.num_requests += bool(parts)
+        for part in parts:
+            self._add(part)
+
+    @property
+    def num_distinct(self) -> int:
+        """Different media, by their URLs."""
+        return len(self._digests)
+
+    def to_dict(self) -> dict[str, Any] | None:
+        """For JSON; None if there are no media."""
+        if not self.num_requests:
+            return None
+        origins = {"hosts": dict(self.hosts.most_common()), "data_urls": self.data_urls, "files": self.files}
+        return {"requests": self.num_requests, **self.kinds, "distinct": self.num_distinct, **origins}
+
+    def sentences(self) -> list[str]:
+        """For people; empty if there are no media."""
+        if not self.num_requests:
+            return []
+        several = " and ".join(counted(number, _NOUNS[kind]) for kind, number in self.kinds.items())
+        distinct = f"{'at least ' if self.num_distinct == MAX_DISTINCT else ''}{self.num_distinct:,} different"
+        return [f"{several} ({distinct}) in {counted(self.num_requests, 'request')}", *self._origins()]
+
+    def _origins(self) -> list[str]:
+        """Where they come from, the most frequent hosts first."""
+        rows = [f"  {number:>12,}  from {host}" for host, number in self.hosts.most_common(_SHOWN_HOSTS)]
+        rest = len(self.hosts) - _SHOWN_HOSTS
+        if rest > 0:
+            rows.append(f"  {'':>12}  from {counted(rest, 'more host')}")
+        if self.data_urls:
+            rows.append(f"  {self.data_urls:>12,}  in the file itself")
+        if self.files:
+            rows.append(f"  {self.files:>12,}  from files of the machine that runs it (--allowed-local-media-path)")
+        return rows
+
+    def _add(self, part: MediaPart) -> None:
+        url = part.source.url
+        self.kinds[part.source.kind] += 1
+        if len(self._digests) < MAX_DISTINCT:
+            self._digests.add(hashlib.blake2b(url.encode(errors="replace"), digest_size=8).digest())
+        scheme = url[:5].lower()
+        if scheme == "data:":
+            self.data_urls += 1
+        elif scheme == "file:":
+            self.files += 1
+        else:
+            host = _host(url)
+            self.hosts[host if host in self.hosts or len(self.hosts) < _MAX_HOSTS else "others"] += 1
+
+
+def media_of(url: str, body: dict[str, Any]) -> Sequence[MediaPart]:
+    """The media of a batch line's request; none if it is not a valid one."""
+    try:
+        if url in (MESSAGES, COUNT_TOKENS):  # another API's blocks, which become parts of messages
+            request = checked_request(url, body, _DEFAULTS) if _has_images(body) else None
+            return split_media(request.messages)[1] if isinstance(request, ChatCompletionRequest) else ()
+        messages = next((body[name] for name in ("messages", "input") if isinstance(body.get(name), list)), ())
+        return [part for message in messages if isinstance(message, dict) for part in media_parts(message, "")]
+    except RequestError:
+        return ()
+
+
+def _has_images(body: dict[str, Any]) -> bool:
+    contents = [message.get("content") for message in body.get("messages", ()) if isinstance(message, dict)]
+    blocks = [block for content in contents if isinstance(content, list) for block in content]
+    return any(isinstance(block, dict) and block.get("type") in ("image", "tool_result") for block in blocks)
+
+
+def _host(url: str) -> str:
+    try:
+        return urlsplit(url).hostname or "?"
+    except ValueError:
+        return "?"
