@@ -234,6 +234,21 @@ FAMILIES |= {
         mark=1,
     ),
 }
+for name, text_type, window in (("paligemma", "gemma", {}), ("paligemma2", "gemma2", {"sliding_window": 256})):
+    FAMILIES[name] = Family(
+        text_type=text_type,
+        special=["<image>"],
+        vision={**CLIP, "model_type": "siglip_vision_model", "projection_dim": 64},
+        text={"head_dim": 16, "query_pre_attn_scalar": 16, **window},
+        top={"projection_dim": 64},
+        image_processor={
+            "image_processor_type": "SiglipImageProcessor",
+            "size": {"height": 32, "width": 32},
+            "image_seq_length": 16,
+        },
+        processor={"processor_class": "PaliGemmaProcessor"},
+        model_type="paligemma",
+    )
 PIXTRAL: dict[str, Any] = {
     "text_type": "mistral",
     "special": ["[IMG]", "[IMG_BREAK]", "[IMG_END]"],
@@ -330,7 +345,11 @@ def generation_request(
     """The prompt as endpoints make it."""
     tokenizer = processor._processor.tokenizer
     prepared = [processor.prepare(item, is_alone=len(prompt.images) == 1) for item in prompt.images]
-    rendered = RenderedChat(prompt.text).with_media(processor.placeholder, [item.text for item in prepared])
+    text = prompt.text
+    if prompt.images:  # some processors add to the text, as chat templates do for endpoints
+        images = [item.content for item in prompt.images]
+        _, (text, *_), *_ = processor._processor.prepare_inputs_layout(images=[images], text=[text])
+    rendered = RenderedChat(text).with_media(processor.placeholder, [item.text for item in prepared])
     token_ids = tuple(tokenizer(rendered.text)["input_ids"])
     return GenerationRequest(
         request_id=str(index),
@@ -344,6 +363,11 @@ def generation_request(
 def oracle_inputs(prompt: Prompt, processor: Any) -> Any:
     """What the model's own processor makes of the prompt."""
     images = [item.content for item in prompt.images]
+    if type(processor).__name__ == "PaliGemmaProcessor":
+        if not images:
+            return {"input_ids": torch.tensor([processor.tokenizer(prompt.text)["input_ids"]])}
+        inputs = processor(images=[images], text=prompt.text, return_tensors="np")
+        return {name: torch.from_numpy(array) for name, array in inputs.items() if name != "labels"}
     if not isinstance(processor, PixtralProcessor):  # of one conversation, as `apply_chat_template` gives them
         return processor(**({"images": [images]} if images else {}), text=prompt.text, return_tensors="pt")
     text, arrays = prompt.text, {}
@@ -359,7 +383,8 @@ def oracle_inputs(prompt: Prompt, processor: Any) -> Any:
 
 def greedy_oracle(folder: Path, prompts: Sequence[Prompt], processor: MediaProcessor, max_tokens: int) -> list[Any]:
     """(prompt tokens, greedy output tokens) of each prompt, alone through the model's own processor and generate."""
-    model = AutoModelForMultimodalLM.from_pretrained(folder, dtype=torch.float32)
+    # eager: with its default attention, PaliGemma's text prompts without images lose their causal mask
+    model = AutoModelForMultimodalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     model.generation_config.eos_token_id = None
     results = []
     for prompt in prompts:

@@ -118,6 +118,7 @@ class Engine:
             raise RequestRefused("This model takes only text")
         self.loaded.media.check(sequence)
         sequence.rotary = self.loaded.media.rotary_positions(sequence)
+        sequence.prompt_key = self.loaded.media.prompt_key(sequence)
         sequence.uncut = self.loaded.media.uncut_ranges(sequence)
 
     def abort(self, request_id: str) -> None:

@@ -208,11 +208,17 @@ def _loads_with_encoder(hf_config: Any) -> bool:
 
 def _parts(config: ModelConfig, whole: Any) -> tuple[Any, MediaModel | None]:
     """The model that computes the steps, and the encoder beside it. Raises: UnsupportedModel."""
+    takes_images = whole.config.model_type in FAMILIES
+    if is_multimodal(whole.config) and not takes_images:
+        logger.warning(
+            "%s: Batchline knows models of type %s only as text models; requests with images are answered with a 400",
+            *(config.model, whole.config.model_type),
+        )
     if not _loads_with_encoder(whole.config):
         return whole, None
     text = text_part(config.model, whole)
     text.set_attn_implementation(PAGED_ATTENTION)
-    return text, MediaModel(whole, MAX_FEATURE_BYTES) if whole.config.model_type in FAMILIES else None
+    return text, MediaModel(whole, MAX_FEATURE_BYTES) if takes_images else None
 
 
 def _refuse_encoder_decoder(model: str, hf_config: Any) -> None:

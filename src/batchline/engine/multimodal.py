@@ -8,6 +8,7 @@ tokens' embeddings.
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
@@ -27,24 +28,17 @@ from batchline.errors import RequestRefused, UnsupportedModel
 from batchline.native.agreement import is_exact, row_errors
 
 FAMILIES = frozenset(
-    {
-        "llava",
-        "llava_onevision",
-        "qwen2_vl",
-        "qwen2_5_vl",
-        "qwen3_vl",
-        "idefics3",
-        "smolvlm",
-        "internvl",
-        "mistral3",
-        "gemma3",
-    }
+    {"llava", "llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "idefics3", "smolvlm", "internvl", "mistral3"}
+    | {"gemma3", "paligemma"}
 )
 """Model types whose images the engine takes. Others run as text models."""
 
 
 SEES_BOTH_WAYS = frozenset({"gemma3"})
 """Model types in which the positions of an image see each other."""
+
+SEES_WHOLE_PROMPT = frozenset({"paligemma"})
+"""Model types in which all positions of a prompt with images see each other."""
 
 TOKEN_TYPES = {"image": 1, "video": 2, "audio": 3}
 """How `transformers` numbers the kinds of placeholder tokens; 0 is text."""
@@ -71,8 +65,10 @@ class TextPart(nn.Module):
     The modules are the model's own: replacing one here replaces it there.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, softcap: float | None = None) -> None:
+        """softcap: the bound of the logits, if they have one."""
         super().__init__()
+        self._softcap = softcap
         self.model = model.get_decoder()
         self.lm_head = model.get_output_embeddings()
         self.config = self.model.config
@@ -97,20 +93,25 @@ class TextPart(nn.Module):
         hidden = self.model(**inputs).last_hidden_state
         if not isinstance(logits_to_keep, int):
             hidden = hidden[:, logits_to_keep]
-        return CausalLMOutputWithPast(logits=self.lm_head(hidden))
+        logits = self.lm_head(hidden)
+        if self._softcap is not None:
+            logits = torch.tanh(logits / self._softcap) * self._softcap
+        return CausalLMOutputWithPast(logits=logits)
 
 
 @torch.inference_mode()
 def text_part(name: str, model: Any) -> Any:
     """The text part of a model with encoders. Raises: UnsupportedModel if it gives other logits than the model."""
     decoder = model.get_decoder()
-    text = decoder if decoder.get_output_embeddings() is not None else TextPart(model)
-    vocab = int(text.config.vocab_size)
-    tokens = (torch.arange(12, device=model.device).view(2, 6) * 37 + 5) % vocab
-    whole, own = (part(input_ids=tokens, use_cache=False).logits.float().flatten(0, 1) for part in (model, text))
-    if not is_exact(row_errors(own, whole)):
-        raise UnsupportedModel(name, f"the decoder of {type(model).__name__} does not give the model's own logits")
-    return text
+    softcap = getattr(decoder.config, "final_logit_softcapping", None)
+    tokens = (torch.arange(12, device=model.device).view(2, 6) * 37 + 5) % int(decoder.config.vocab_size)
+    whole = model(input_ids=tokens, use_cache=False).logits.float().flatten(0, 1)
+    has_head = decoder.get_output_embeddings() is not None
+    for text in [decoder] if has_head else [TextPart(model), TextPart(model, softcap)]:
+        own = text(input_ids=tokens, use_cache=False).logits.float().flatten(0, 1)
+        if is_exact(row_errors(own, whole)):
+            return text
+    raise UnsupportedModel(name, f"the decoder of {type(model).__name__} does not give the model's own logits")
 
 
 class FeatureCache:
@@ -149,16 +150,26 @@ class MediaModel:
         self._base: Any = model.base_model
         self._encoder: Callable[..., Any] = self._base.get_image_features
         self._names = inspect.signature(self._encoder).parameters.keys()
-        self._sees_both_ways = model.config.model_type in SEES_BOTH_WAYS
+        self._model_type: str = model.config.model_type
+        self._text_config: Any = model.config.get_text_config()
         self._dtype = model.dtype
         self._device = model.device
         self.num_encoded = 0
 
     def check(self, sequence: SequenceState) -> None:
-        """Raises: RequestRefused for items that are not where the prompt's positions are."""
+        """Raises: RequestRefused for items that are not where the prompt's positions are, and for a prompt whose
+        positions cannot all see each other."""
         positions = np.concatenate([span.positions for span in sequence.media])
         if len(positions) == 0 or (np.diff(positions, prepend=-1, append=sequence.num_prompt_tokens) <= 0).any():
             raise RequestRefused("the positions of the prompt's images do not ascend or do not lie in the prompt")
+
+        is_whole = self._model_type in SEES_WHOLE_PROMPT
+        window = getattr(self._text_config, "sliding_window", None) if is_whole else None
+        if window is not None and sequence.num_prompt_tokens > window:
+            raise RequestRefused(
+                f"With images, this model takes at most {window} prompt tokens (its sliding window), "
+                f"but the prompt has {sequence.num_prompt_tokens}"
+            )
 
     def encode_for(self, step: Step) -> None:
         """Compute the features that a step needs and that are not there. Raises: EncodingFailed."""
@@ -212,9 +223,18 @@ class MediaModel:
         )
         return RotaryPositions(positions[:, 0].numpy())
 
+    def prompt_key(self, sequence: SequenceState) -> bytes | None:
+        """Stands for the whole prompt, if its first positions depend on its last ones; else None."""
+        if self._model_type not in SEES_WHOLE_PROMPT:
+            return None
+        parts = [span.key for span in sequence.media]
+        return hashlib.sha256(b"".join([sequence.token_ids.tobytes(), *parts])).digest()
+
     def uncut_ranges(self, sequence: SequenceState) -> tuple[tuple[int, int], ...]:
         """The ranges of the prompt in which every position sees every other."""
-        if not self._sees_both_ways:
+        if self._model_type in SEES_WHOLE_PROMPT:
+            return ((0, sequence.num_prompt_tokens),)
+        if self._model_type not in SEES_BOTH_WAYS:
             return ()
         positions = np.concatenate([span.positions for span in sequence.media])
         breaks = np.flatnonzero(np.diff(positions) > 1) + 1

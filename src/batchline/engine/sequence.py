@@ -69,6 +69,7 @@ class Sequence:
     block_uids: of its full blocks, in order; the pool finds the next block under the last one.
     num_finite_tokens: positions whose keys and values are known to be finite, because a finite result depended on them.
     uncut: ranges [start, end) of positions that see each other, so that one step must compute a range to its end.
+    prompt_key: stands for the whole prompt with its media, if its first positions depend on its last ones.
     rotary: positions that the model rotates by, where its images make them differ from the positions in the sequence.
     """
 
@@ -89,6 +90,7 @@ class Sequence:
         "num_finite_tokens",
         "num_prompt_tokens",
         "priority",
+        "prompt_key",
         "prompt_logprobs",
         "repetition",
         "request",
@@ -113,6 +115,7 @@ class Sequence:
         self.repetition = RepetitionTracker(self.sampling.repetition) if self.sampling.repetition else None
         self.media = request.media
         self.rotary: RotaryPositions | None = None
+        self.prompt_key: bytes | None = None
         self.uncut: tuple[tuple[int, int], ...] = ()
         self.seed = seed
         self.priority = request.priority
@@ -186,6 +189,8 @@ class Sequence:
         key = self.request.cache_key
         if not self.media:
             return key
+        if self.prompt_key is not None:
+            return (key, self.prompt_key)
         covering = [span.key for span in self.media if _covers(span, start, end)]
         return (key, *covering) if covering else key
 
