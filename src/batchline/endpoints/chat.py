@@ -134,7 +134,7 @@ def encoded_chat(
         add_special_tokens=request.add_special_tokens,
         max_tokens=max_tokens,
         default_max_tokens=model.text.defaults.max_tokens,
-        media=prepared_media(items, model),
+        media=prepared_media(items, model, request.mm_processor_kwargs),
     )
     wanted = answer_format(request, model, rendered.text)
     prompt = replace(prompt, kept_special_ids=wanted.kept_special_ids)

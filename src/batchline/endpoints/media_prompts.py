@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -13,11 +14,20 @@ from batchline.media.items import MediaItem
 from batchline.media.processor import PreparedItem
 
 
-def prepared_media(items: Sequence[MediaItem], model: GenerativeModel) -> list[PreparedItem]:
-    """The items as the model's encoder takes them; to be called off the event loop. Raises: UnprocessableEntity."""
+def prepared_media(
+    items: Sequence[MediaItem], model: GenerativeModel, settings: Mapping[str, Any]
+) -> list[PreparedItem]:
+    """The items as the model's encoder takes them; to be called off the event loop.
+
+    settings: `mm_processor_kwargs` of the request. Raises: BadRequest, UnprocessableEntity.
+    """
     if model.media is None:
+        if settings:
+            raise BadRequest("mm_processor_kwargs: this model takes only text", param="mm_processor_kwargs")
         return []
-    return [model.media.processor.prepare(item, is_alone=len(items) == 1) for item in items]
+    processor = model.media.processor
+    adjusted = processor.adjusted(settings)
+    return [processor.prepare(item, is_alone=len(items) == 1, settings=adjusted) for item in items]
 
 
 def media_spans(

@@ -55,6 +55,7 @@ class ChatCompletionRequest(GenerationBody):
     documents: Annotated[list[JsonObject] | None, Limited("chat_documents")] = None
     chat_template: Annotated[str | None, TEXT] = None
     chat_template_kwargs: Annotated[JsonObject, Limited("template_variables")] = Field(default_factory=dict)
+    mm_processor_kwargs: Annotated[JsonObject, Limited("template_variables")] = Field(default_factory=dict)
     add_special_tokens: bool = False
 
     @model_validator(mode="before")

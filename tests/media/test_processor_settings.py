@@ -1,0 +1,83 @@
+"""`mm_processor_kwargs` of requests: what they may change, and what would let them fill the memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from media_families import load_processor, make_media_model, picture
+
+from batchline.config import ModelConfig
+from batchline.errors import BadRequest
+from batchline.media.processor import MediaProcessor, load_media_processor
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    families = ("llava", "qwen2_vl", "internvl", "smolvlm")
+    return {family: make_media_model(family, tmp_path_factory.mktemp(family)) for family in families}
+
+
+def num_features(processor: MediaProcessor, given: dict[str, Any]) -> int:
+    return processor.prepare(picture(1, 64, 64), settings=processor.adjusted(given)).num_features
+
+
+@pytest.mark.parametrize(
+    ("family", "given"),
+    [
+        ("qwen2_vl", {"max_pixels": 2048}),
+        ("qwen2_vl", {"images_kwargs": {"max_pixels": 2048}}),
+        ("qwen2_vl", {"size": {"shortest_edge": 1024, "longest_edge": 2048}}),
+        ("internvl", {"max_patches": 1}),
+        ("internvl", {"crop_to_patches": False}),
+        ("smolvlm", {"do_image_splitting": False}),
+    ],
+)
+def test_a_request_can_ask_for_less_of_an_image(folders: dict[str, Path], family: str, given: dict[str, Any]) -> None:
+    processor = load_processor(folders[family])
+    assert 0 < num_features(processor, given) < num_features(processor, {})
+
+
+def test_an_image_with_other_settings_is_another_image_for_the_caches(folders: dict[str, Path]) -> None:
+    processor = load_processor(folders["qwen2_vl"])
+    keys = {
+        processor.prepare(picture(1), settings=processor.adjusted(given)).key
+        for given in ({}, {"max_pixels": 2048}, {"max_pixels": 1024}, {"max_pixels": 1024})
+    }
+    assert len(keys) == 3
+
+
+@pytest.mark.parametrize(
+    ("family", "given", "field"),
+    [
+        ("qwen2_vl", {"max_pixels": 10**9}, ".max_pixels"),
+        ("qwen2_vl", {"min_pixels": 10**9}, ".min_pixels"),
+        ("qwen2_vl", {"max_pixels": 0}, ".max_pixels"),
+        ("qwen2_vl", {"max_pixels": True}, ".max_pixels"),
+        ("qwen2_vl", {"max_pixels": "2048"}, ".max_pixels"),
+        ("qwen2_vl", {"size": {"longest_edge": 10**9}}, ".size"),
+        ("qwen2_vl", {"size": {"height": 10**9, "width": 10**9}}, ".size"),
+        ("qwen2_vl", {"size": 64}, ".size"),
+        ("qwen2_vl", {"patch_size": 1}, ""),
+        ("qwen2_vl", {"return_tensors": "pt"}, ""),
+        ("qwen2_vl", {"no_such_setting": 1}, ""),
+        ("llava", {"size": {"shortest_edge": 10**9}}, ""),
+        ("internvl", {"max_patches": 1000}, ".max_patches"),
+        ("internvl", {"crop_to_patches": 1}, ".crop_to_patches"),
+    ],
+)
+def test_a_request_cannot_ask_for_more_or_for_what_only_the_operator_may_set(
+    folders: dict[str, Path], family: str, given: dict[str, Any], field: str
+) -> None:
+    processor = load_processor(folders[family])
+    with pytest.raises(BadRequest) as refused:
+        processor.adjusted(given)
+    assert refused.value.param == f"mm_processor_kwargs{field}"
+
+
+def test_what_the_operator_sets_is_the_most_that_a_request_can_ask_for(folders: dict[str, Path]) -> None:
+    processor = load_media_processor(ModelConfig(model=str(folders["qwen2_vl"])), {"max_pixels": 2048})
+    assert num_features(processor, {}) == num_features(load_processor(folders["qwen2_vl"]), {"max_pixels": 2048})
+    with pytest.raises(BadRequest, match=r"2048, which is the largest value"):
+        processor.adjusted({"max_pixels": 4096})
