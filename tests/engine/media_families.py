@@ -323,8 +323,16 @@ def make_media_model(family: str, folder: Path, **text: Any) -> Path:
 def picture(seed: int, width: int = 40, height: int = 40) -> MediaItem:
     """Coloured noise."""
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
-    digest = hashlib.sha256(b"%d %d " % (width, height) + pixels.tobytes()).digest()
-    return MediaItem("image", digest, Image.fromarray(pixels))
+    return _item(Image.fromarray(pixels))
+
+
+def plain(colour: str) -> MediaItem:
+    """A picture of one colour."""
+    return _item(Image.new("RGB", (40, 40), colour))
+
+
+def _item(image: Image.Image) -> MediaItem:
+    return MediaItem("image", hashlib.sha256(b"%d %d " % image.size + image.tobytes()).digest(), image)
 
 
 def load_processor(folder: Path) -> MediaProcessor:
