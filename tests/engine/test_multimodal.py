@@ -1,0 +1,173 @@
+"""Models that take images: isolation of the encoder's failures, its cache, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from families import make_model
+from media_families import Prompt, generation_request, greedy_oracle, load_processor, make_media_model, picture
+
+from batchline.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from batchline.engine.core import Engine, Output
+from batchline.engine.multimodal import FeatureCache, text_part
+from batchline.engine.request import EmbeddingOutput, EmbeddingRequest, GenerationOutput, RequestFailed
+from batchline.engine.sequence import RotaryPositions
+from batchline.errors import RequestRefused, SequenceFailed, UnsupportedModel
+from batchline.media.processor import MediaProcessor
+
+MAX_TOKENS = 5
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_media_model("llava", tmp_path_factory.mktemp("llava"))
+
+
+@pytest.fixture(scope="module")
+def processor(folder: Path) -> MediaProcessor:
+    return load_processor(folder)
+
+
+def make_engine(folder: Path, max_num_batched_tokens: int = 64) -> Engine:
+    return Engine(
+        EngineConfig(
+            model=ModelConfig(model=str(folder), dtype="float32", device="cpu"),
+            cache=CacheConfig(num_bytes=2**22),
+            scheduler=SchedulerConfig(max_num_batched_tokens=max_num_batched_tokens),
+        )
+    )
+
+
+def run(engine: Engine, requests: list[Any]) -> dict[str, Output]:
+    for request in requests:
+        engine.add(request)
+    outputs = {}
+    while engine.has_work:
+        outputs |= {output.request_id: output for output in engine.step()}
+        engine.check_integrity()
+    return outputs
+
+
+def refusal(output: Output) -> str:
+    assert isinstance(output, RequestFailed)
+    assert isinstance(output.error, RequestRefused)
+    return str(output.error)
+
+
+def test_an_image_that_the_encoder_fails_on_fails_only_its_requests(
+    folder: Path, processor: MediaProcessor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(folder)
+    media = engine.loaded.media
+    assert media is not None
+    own, bad = media._encoder, picture(9)
+    bad_pixels = processor.prepare(bad).inputs["pixel_values"]
+
+    def encoder(**inputs: Any) -> Any:
+        if np.array_equal(inputs["pixel_values"].numpy(), bad_pixels):
+            raise RuntimeError("a kernel failed")
+        return own(**inputs)
+
+    monkeypatch.setattr(media, "_encoder", encoder)
+    prompts = [
+        Prompt("a <image> b ", (picture(1),)),
+        Prompt("c <image> d <image> e ", (picture(1), bad)),
+        Prompt("only text "),
+        Prompt("f <image> ", (bad,)),
+        Prompt("g <image> ", (picture(2),)),
+    ]
+    outputs = run(engine, [generation_request(i, prompt, processor, MAX_TOKENS) for i, prompt in enumerate(prompts)])
+    expected = greedy_oracle(folder, prompts, processor, MAX_TOKENS)
+    for index in (0, 2, 4):
+        output = outputs[str(index)]
+        assert isinstance(output, GenerationOutput)
+        assert list(output.token_ids) == expected[index][1]
+    for index in (1, 3):
+        output = outputs[str(index)]
+        assert isinstance(output, RequestFailed)
+        assert isinstance(output.error, SequenceFailed)
+        assert "a kernel failed" not in str(output.error)
+
+
+def test_an_image_is_encoded_again_after_its_features_were_dropped(folder: Path, processor: MediaProcessor) -> None:
+    engine = make_engine(folder)
+    assert engine.loaded.media is not None
+    engine.loaded.media._cache = FeatureCache(max_bytes=0)
+    prompts = [Prompt("a <image> b ", (picture(1),)), Prompt("c <image> d ", (picture(1),))]
+    expected = greedy_oracle(folder, prompts, processor, MAX_TOKENS)
+    for index, prompt in enumerate(prompts):
+        output = run(engine, [generation_request(index, prompt, processor, MAX_TOKENS)])[str(index)]
+        assert isinstance(output, GenerationOutput)
+        assert list(output.token_ids) == expected[index][1]
+    assert engine.loaded.media.num_encoded == 2
+
+
+def test_the_least_recently_used_features_are_dropped_first() -> None:
+    cache = FeatureCache(max_bytes=3 * 40)
+    for key in (b"a", b"b", b"c", b"d"):
+        cache.put(key, torch.zeros(10))
+    assert cache.get(b"a") is not None
+    cache.trim(keep={b"b"})
+    assert [key for key in (b"a", b"b", b"c", b"d") if cache.get(key) is not None] == [b"a", b"b", b"d"]
+    assert cache.num_bytes == 3 * 40
+
+
+def test_a_model_without_an_encoder_refuses_images(tmp_path: Path, folder: Path, processor: MediaProcessor) -> None:
+    engine = make_engine(make_model("llama", tmp_path))
+    request = generation_request(0, Prompt("a <image> b ", (picture(1),)), processor, MAX_TOKENS)
+    assert refusal(run(engine, [request])["0"]) == "This model takes only text"
+
+
+def test_positions_outside_the_prompt_are_refused(folder: Path, processor: MediaProcessor) -> None:
+    request = generation_request(0, Prompt("a <image> b ", (picture(1),)), processor, MAX_TOKENS)
+    (span,) = request.media
+    moved = replace(span, positions=span.positions + 100)
+    engine = make_engine(folder)
+    assert "positions" in refusal(run(engine, [replace(request, media=(moved,))])["0"])
+    assert "positions" in refusal(run(engine, [replace(request, media=(span, span))])["0"])
+
+
+def test_a_wrong_number_of_places_for_an_image_is_refused(folder: Path, processor: MediaProcessor) -> None:
+    request = generation_request(0, Prompt("a <image> b ", (picture(1),)), processor, MAX_TOKENS)
+    (span,) = request.media
+    fewer = replace(span, positions=span.positions[:-1])
+    message = refusal(run(make_engine(folder), [replace(request, media=(fewer,))])["0"])
+    assert message == "the model makes 16 features of an image that has 15 tokens"
+
+
+def test_hidden_states_of_prompts_with_images_equal_the_models_own(folder: Path, processor: MediaProcessor) -> None:
+    from transformers import AutoModelForMultimodalLM
+
+    request = generation_request(0, Prompt("a <image> b ", (picture(3),)), processor, 1)
+    embedding = EmbeddingRequest(request_id="0", prompt_token_ids=request.prompt_token_ids, media=request.media)
+    output = run(make_engine(folder, 20), [embedding])["0"]
+    assert isinstance(output, EmbeddingOutput)
+    model = AutoModelForMultimodalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.inference_mode():
+        own = model.model(
+            input_ids=torch.tensor([request.prompt_token_ids]),
+            pixel_values=torch.from_numpy(request.media[0].inputs["pixel_values"]),
+        )
+    np.testing.assert_allclose(output.hidden, own.last_hidden_state[0, -1].numpy(), atol=1e-4)
+
+
+def test_a_model_that_does_more_than_its_decoder_and_head_is_refused(folder: Path) -> None:
+    from transformers import AutoModelForMultimodalLM
+
+    model = AutoModelForMultimodalLM.from_pretrained(folder, dtype=torch.float32)
+    own = model.model.forward
+    model.model.forward = lambda **inputs: own(**{**inputs, "input_ids": inputs["input_ids"].flip(-1)})
+    with pytest.raises(UnsupportedModel, match="does not give the model's own logits"):
+        text_part("m", model)
+
+
+def test_rotary_positions_of_the_output_count_on_from_the_largest_of_the_prompt() -> None:
+    rotary = RotaryPositions(np.array([[0, 1, 1, 3], [0, 1, 2, 3], [0, 1, 1, 3]]))
+    assert rotary.between(1, 3).tolist() == [[1, 1], [1, 2], [1, 1]]
+    assert rotary.between(2, 6).tolist() == [[1, 3, 4, 5], [2, 3, 4, 5], [1, 3, 4, 5]]
+    assert rotary.between(5, 6).tolist() == [[5]]
