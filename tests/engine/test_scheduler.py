@@ -579,3 +579,49 @@ def test_a_scheduler_without_work_holds_no_sequence() -> None:
     assert sequences_in(engine.scheduler) == [aborted]
     engine.scheduler.abort(aborted)
     assert sequences_in(engine.scheduler) == []
+
+
+def uncut_sequence(length: int, *ranges: tuple[int, int]) -> Sequence:
+    sequence = make_sequence(tuple(range(length)))
+    sequence.uncut = ranges
+    return sequence
+
+
+def chunks_of(engine: SimulatedEngine) -> list[list[tuple[int, int]]]:
+    """The chunks of each step until all is computed."""
+    steps = []
+    while engine.scheduler.has_work:
+        steps.append([(chunk.start, chunk.end) for chunk in engine.scheduler.schedule().chunks])
+        finished = [s for s in engine.scheduler.running if s.num_uncomputed_tokens == 0]
+        for sequence in finished:
+            sequence.finish("length")
+        engine.scheduler.retire(finished)
+    return steps
+
+
+def test_a_chunk_ends_before_a_range_that_does_not_fit_into_the_step() -> None:
+    engine = SimulatedEngine(num_blocks=20, max_tokens=8)
+    engine.scheduler.add(uncut_sequence(20, (5, 11), (12, 18)))
+    assert chunks_of(engine) == [[(0, 5)], [(5, 12)], [(12, 20)]]
+
+
+def test_a_range_longer_than_a_step_is_computed_at_once() -> None:
+    engine = SimulatedEngine(num_blocks=20, max_tokens=8)
+    engine.scheduler.add(uncut_sequence(20, (3, 15)))
+    assert chunks_of(engine) == [[(0, 3)], [(3, 15)], [(15, 20)]]
+
+
+def test_a_range_waits_for_a_step_with_room_for_it() -> None:
+    engine = SimulatedEngine(num_blocks=20, max_tokens=8)
+    engine.scheduler.add(make_sequence(tuple(range(100, 105))))
+    engine.scheduler.add(uncut_sequence(7, (0, 6)))
+    assert chunks_of(engine) == [[(0, 5)], [(0, 7)]]
+
+
+def test_the_rest_of_a_range_after_a_cached_prefix_is_computed_at_once() -> None:
+    engine = SimulatedEngine(num_blocks=20, max_tokens=8)
+    engine.scheduler.add(make_sequence((0, 1, 2, 3)))
+    assert chunks_of(engine) == [[(0, 4)]]
+    engine.scheduler.max_num_batched_tokens = 2
+    engine.scheduler.add(uncut_sequence(9, (1, 7)))
+    assert chunks_of(engine) == [[(4, 7)], [(7, 9)]]

@@ -166,7 +166,9 @@ def make_step(kernels: NativeKernels, heads: Heads, lengths: list[tuple[int, int
     return Step(queries, keys, values, torch.tensor(segments), torch.tensor(numbers), cache)
 
 
-def reference(step: Step, scale: float, window: int | None, softcap: float | None) -> torch.Tensor:
+def reference(
+    step: Step, scale: float, window: int | None, softcap: float | None, *, both_ways: bool = False
+) -> torch.Tensor:
     """Attention in float32, a sequence at a time. Returns (rows, heads, value_dim)."""
     parts = []
     for (row, num_new, context, _), keys, values in zip(step.segments.tolist(), step.keys, step.values, strict=True):
@@ -178,7 +180,7 @@ def reference(step: Step, scale: float, window: int | None, softcap: float | Non
             scores = torch.tanh(scores / softcap) * softcap
         position = torch.arange(context - num_new, context)[:, None]
         key = torch.arange(context)
-        hidden = key > position
+        hidden = (key > position) & (not both_ways)
         if window is not None:
             hidden |= key <= position - window
         weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
@@ -214,6 +216,20 @@ def test_attention_equals_the_formula(
         step.queries, out, step.segments, step.tables, step.cache.layers[0], scale=scale, window=window, softcap=softcap
     )
     assert_close(out, reference(step, scale, window, softcap))
+
+
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
+@pytest.mark.parametrize("heads", HEADS[:2], ids=str)
+@pytest.mark.parametrize("window", [None, 24])
+def test_queries_that_see_both_ways_see_up_to_the_end_of_their_context(
+    kernels: NativeKernels, dtype: torch.dtype, heads: Heads, lengths: list[tuple[int, int]], window: int | None
+) -> None:
+    step = make_step(kernels, heads, lengths, dtype)
+    out = torch.empty(step.queries.shape[0], heads.num_heads, heads.value_dim, dtype=dtype)
+    kernels.attention(
+        step.queries, out, step.segments, step.tables, step.cache.layers[0], scale=0.2, window=window, both_ways=True
+    )
+    assert_close(out, reference(step, 0.2, window, None, both_ways=True))
 
 
 @pytest.mark.parametrize("heads", HEADS, ids=str)
