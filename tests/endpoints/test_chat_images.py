@@ -9,12 +9,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from media_families import Prompt, greedy_oracle, load_processor, make_media_model, picture
 from PIL import Image
 
 from batchline.config import CacheConfig, EngineConfig, MediaConfig, ModelConfig
 from batchline.endpoints.chat import chat_completion
+from batchline.endpoints.embedders import EngineEmbedder
+from batchline.endpoints.embeddings import embeddings
 from batchline.endpoints.loading import load_text
 from batchline.endpoints.media_input import MediaInput
 from batchline.endpoints.model import GenerativeModel
@@ -111,3 +114,32 @@ async def test_a_prompt_with_images_is_not_truncated(model: Any) -> None:
     request = {**body({"type": "text", "text": "What is this? " * 9}, image_part(1)), "truncate_prompt_tokens": 40}
     with pytest.raises(BadRequest, match="cannot be truncated"):
         await chat_completion(request, "1", model)
+
+
+async def test_embeddings_of_messages_see_their_images(model: Any) -> None:
+    embedder = EngineEmbedder(model, model.engine)
+
+    async def vector(*content: Any) -> list[float]:
+        request = {"messages": [{"role": "user", "content": list(content)}]}
+        answer = await embeddings(request, "1", embedder, text=model.config)
+        embedding: list[float] = answer["data"][0]["embedding"]
+        return embedding
+
+    text = {"type": "text", "text": "a picture: "}
+    one, same, other = [await vector(text, image_part(seed)) for seed in (1, 1, 2)]
+    np.testing.assert_allclose(one, same, atol=1e-5)
+    assert np.abs(np.array(one) - np.array(other)).max() > 1e-3
+
+
+async def test_embeddings_of_messages_with_images_are_not_truncated(model: Any) -> None:
+    embedder = EngineEmbedder(model, model.engine)
+    content = [image_part(1), {"type": "text", "text": "a picture"}]
+    request = {"messages": [{"role": "user", "content": content}], "truncate_prompt_tokens": 12}
+    with pytest.raises(BadRequest, match="an image's content"):
+        await embeddings(request, "1", embedder, text=model.config)
+
+
+async def test_equal_images_are_prepared_once(model: Any) -> None:
+    processor = model.media.processor
+    assert processor.prepare(picture(5)) is processor.prepare(picture(5))
+    assert processor.prepare(picture(5)).key != processor.prepare(picture(6)).key

@@ -32,6 +32,7 @@ from batchline.media.processor import MediaProcessor
 MAX_TOKENS = 8
 NUM_PROMPTS = 16
 BLOCK_SIZE = 16
+NOT_FUSED = ("gemma3", "paligemma", "paligemma2")
 SIZES = [(40, 40), (64, 24), (30, 70)]
 
 both_kernels = pytest.mark.parametrize("cpu_kernels", ["off", "auto"])
@@ -41,6 +42,7 @@ both_kernels = pytest.mark.parametrize("cpu_kernels", ["off", "auto"])
 class Case:
     """A model, prompts for it, and their tokens and own greedy continuations."""
 
+    family: str
     folder: Path
     processor: MediaProcessor
     prompts: list[Prompt]
@@ -52,7 +54,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     folder = make_media_model(request.param, tmp_path_factory.mktemp(request.param))
     processor = load_processor(folder)
     prompts = make_prompts(processor.placeholder, SIZES, NUM_PROMPTS)
-    return Case(folder, processor, prompts, greedy_oracle(folder, prompts, processor, MAX_TOKENS))
+    return Case(request.param, folder, processor, prompts, greedy_oracle(folder, prompts, processor, MAX_TOKENS))
 
 
 def small_engine(folder: Path, cpu_kernels: CpuKernels, num_tokens: int) -> Engine:
@@ -96,6 +98,8 @@ def test_greedy_tokens_equal_those_of_generate(case: Case, cpu_kernels: CpuKerne
     assert [list(request.prompt_token_ids) for request in requests] == [tokens for tokens, _ in case.expected]
     longest = max(len(tokens) for tokens, _ in case.expected)
     engine = small_engine(case.folder, cpu_kernels, 2 * longest + 4 * BLOCK_SIZE)
+    if engine.loaded.kernels is not None:
+        assert engine.loaded.execution.is_fused == (case.family not in NOT_FUSED)
     outputs = run(engine, requests)
     assert [list(output.token_ids) for output in outputs] == [tokens for _, tokens in case.expected]
     stats = engine.stats()

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 
 from batchline.endpoints.generation import gather_or_cancel
+from batchline.endpoints.media_input import CollectedMedia, encoded_with_media, taken_media
+from batchline.endpoints.media_prompts import prepared_media, prompt_media
 from batchline.endpoints.model import GenerativeModel
-from batchline.engine.request import EmbeddingOutput, EmbeddingRequest
+from batchline.engine.request import EmbeddingOutput, EmbeddingRequest, MediaSpan
 from batchline.errors import BadRequest
 from batchline.openai_api.limits import check_text
 from batchline.pooling.batching import TokenSequence
@@ -81,6 +84,13 @@ class Embedder(Protocol):
         """
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptSequence(TokenSequence):
+    """A conversation as a generative model reads it, with its images."""
+
+    media: tuple[MediaSpan, ...] = ()
+
+
 class EmbeddingEngine(Protocol):
     """Runs prompts for their last hidden state."""
 
@@ -144,20 +154,31 @@ class EngineEmbedder:
                 param="messages",
             )
         model = self._model
-        variables = model.config.default_chat_template_kwargs
-        prompt = ChatPrompt(messages=messages, add_generation_prompt=False, variables=variables)
 
-        def encode() -> tuple[int, ...]:
+        def encode(media: CollectedMedia) -> PromptSequence:
+            found, items = taken_media(messages, model, media)
+            prompt = ChatPrompt(
+                messages=found,
+                add_generation_prompt=False,
+                has_media=model.media is not None,
+                variables=model.config.default_chat_template_kwargs,
+            )
             rendered = model.render(template, prompt)
+            prepared = prepared_media(items, model, {})
+            if model.media is not None:
+                rendered = rendered.with_media(model.media.processor.placeholder, [item.text for item in prepared])
             check_text("messages", rendered.text, model.config.limits)
-            return rendered.token_ids(model.tokenizer, add_special_tokens=add_special_tokens)
+            token_ids = rendered.token_ids(model.tokenizer, add_special_tokens=add_special_tokens)
+            return PromptSequence(token_ids=token_ids, media=prompt_media(token_ids, prepared, model))
 
-        return TokenSequence(token_ids=await model.off_loop(encode))
+        return await encoded_with_media(model, encode)
 
     def from_token_ids(
         self, token_ids: Sequence[int], *, max_tokens: int | None = None, side: Side | None = None
     ) -> TokenSequence:
-        """Token ids unchanged, but cut to `max_tokens`, by default at their start."""
+        """Token ids unchanged, but cut to `max_tokens`, by default at their start. Raises: BadRequest for tokens that
+        stand for an image's content, which is not given or would be cut."""
+        prompt_media(token_ids, (), self._model)
         if max_tokens is None:
             return TokenSequence(token_ids=tuple(token_ids))
         return TokenSequence(token_ids=tuple(token_ids[:max_tokens] if side == "right" else token_ids[-max_tokens:]))
@@ -186,5 +207,6 @@ class EngineEmbedder:
             prompt_token_ids=sequence.token_ids,
             priority=priority,
             cache_key=sequence.cache_key,
+            media=sequence.media if isinstance(sequence, PromptSequence) else (),
         )
         return await self._engine.embed(request)

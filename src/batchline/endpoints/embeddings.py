@@ -116,7 +116,11 @@ async def _tokenize(request: EmbeddingsRequest, model: Embedder) -> list[TokenSe
         conversation = await model.tokenize_messages(
             request.messages, add_special_tokens=bool(request.add_special_tokens)
         )
-        sequences = [model.from_token_ids(conversation.token_ids, max_tokens=max_tokens, side=request.truncation_side)]
+        if max_tokens is not None and len(conversation) > max_tokens:
+            conversation = model.from_token_ids(
+                conversation.token_ids, max_tokens=max_tokens, side=request.truncation_side
+            )
+        sequences = [conversation]
     else:
         sequences = await _tokenize_input(request.input or (), request, model, max_tokens)
     check_sequences(

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from batchline.config import TextConfig
-from batchline.endpoints.media_prompts import media_spans
+from batchline.endpoints.media_prompts import prompt_media
 from batchline.endpoints.model import GenerativeModel
 from batchline.engine.repetition import Repetition
 from batchline.engine.request import BannedSequences, MediaSpan, SamplingParams
@@ -93,7 +93,7 @@ def encode_prompt(
         text=text if len(kept) == len(token_ids) else None,
         max_tokens=resolve_max_tokens(len(kept), max_tokens, default_max_tokens, limit),
         has_default_length=max_tokens is None,
-        media=() if processor is None else media_spans(kept, media, processor.feature_token_id),
+        media=prompt_media(kept, media, model),
     )
 
 

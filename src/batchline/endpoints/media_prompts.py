@@ -30,6 +30,13 @@ def prepared_media(
     return [processor.prepare(item, is_alone=len(items) == 1, settings=adjusted) for item in items]
 
 
+def prompt_media(
+    token_ids: Sequence[int], items: Sequence[PreparedItem], model: GenerativeModel
+) -> tuple[MediaSpan, ...]:
+    """`media_spans` for a model that may take only text."""
+    return () if model.media is None else media_spans(token_ids, items, model.media.processor.feature_token_id)
+
+
 def media_spans(
     token_ids: Sequence[int], items: Sequence[PreparedItem], feature_token_id: int
 ) -> tuple[MediaSpan, ...]:
@@ -40,7 +47,7 @@ def media_spans(
         raise BadRequest("The prompt's text contains the token that stands for an image's content")
     return tuple(
         MediaSpan(
-            kind=prepared.item.kind,
+            kind=prepared.kind,
             key=prepared.key,
             positions=positions[end - prepared.num_features : end],
             inputs=prepared.inputs,

@@ -25,6 +25,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLTextModel
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLTextModel
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Model
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextModel
 
 from batchline.engine.attention import AttentionParams
 from batchline.engine.kv_cache import CacheGroup, by_layer
@@ -32,7 +33,7 @@ from batchline.engine.linear_layers import LinearFormat, LinearLayer
 from batchline.engine.native_cache import NativeLayout
 from batchline.native.library import NativeKernels
 
-FUSIBLE = (LlamaModel, MistralModel, Qwen2Model, Qwen2VLTextModel, Qwen2_5_VLTextModel, Qwen3Model)
+FUSIBLE = (LlamaModel, MistralModel, Qwen2Model, Qwen2VLTextModel, Qwen2_5_VLTextModel, Qwen3Model, Qwen3VLTextModel)
 """Decoders of pre-normalised layers of rotary attention and a SiLU-gated MLP, attention perhaps with norms per head."""
 
 MLP_ROWS = 1024
@@ -118,9 +119,11 @@ class FusedStack(nn.Module):
         *,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         step_layout: NativeLayout,
+        added: tuple[torch.Tensor, Sequence[torch.Tensor]] | None = None,
         **_ignored: Any,
     ) -> torch.Tensor:
         """hidden_states: (1, num_tokens, hidden), packed; position_embeddings: cosines and sines, (1, num_tokens, d).
+        added: rows, and what is added to them after the first layer, the second and so on, (num_rows, hidden) each.
         Other keyword arguments served the original layers and are not needed here."""
         x = hidden_states[0].clone()  # updated in place from layer to layer
         rotary = (position_embeddings[0][0], position_embeddings[1][0])
@@ -132,6 +135,8 @@ class FusedStack(nn.Module):
             delta = buffers.delta
             self._kernels.rms_norm(x, layer.attention_norm, layer.eps, buffers.normed, delta)
             self._gated_mlp(layer, buffers)
+            if added is not None and index < len(added[1]):
+                x.index_add_(0, added[0], added[1][index])
         return x.add_(buffers.delta).unsqueeze(0)
 
     def _buffers_for(self, x: torch.Tensor) -> StepBuffers:

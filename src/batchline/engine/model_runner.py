@@ -60,10 +60,11 @@ class StepRunner(Protocol):
 class Forward:
     """One model's forward pass. It hooks the model's head only during calls, so the model stays unchanged."""
 
-    def __init__(self, model: Any, media: MediaModel | None = None) -> None:
-        """media: has the features of the steps' items."""
+    def __init__(self, model: Any, media: MediaModel | None = None, *, is_fused: bool = False) -> None:
+        """media: has the features of the steps' items. is_fused: whether the model's layers are a `FusedStack`."""
         self._model = model
         self._media = media
+        self._is_fused = is_fused
 
     def __call__(self, inputs: ModelInputs) -> tuple[torch.Tensor, torch.Tensor]:
         """(logits, hidden), a row for each wanted row. Neither is a copy."""
@@ -99,6 +100,8 @@ class Forward:
         embedded[0, rows] = own
         if not others:
             return {"inputs_embeds": embedded}
+        if self._is_fused:
+            return {"inputs_embeds": embedded, "added": (rows, others)}
         mask = torch.zeros(embedded.shape[:2], dtype=torch.bool, device=embedded.device)
         mask[0, rows] = True
         return {"inputs_embeds": embedded, "visual_pos_masks": mask, "deepstack_visual_embeds": others}

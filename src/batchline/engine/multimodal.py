@@ -146,6 +146,8 @@ class MediaModel:
     """The encoder of a model, and its results. num_encoded: how many items it has encoded."""
 
     def __init__(self, model: Any, max_bytes: int) -> None:
+        """max_bytes: for the results that are kept."""
+        self.max_bytes = max_bytes
         self._cache = FeatureCache(max_bytes)
         self._base: Any = model.base_model
         self._encoder: Callable[..., Any] = self._base.get_image_features

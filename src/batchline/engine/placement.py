@@ -84,7 +84,8 @@ class NativePlacement:
     def make_runner(self, num_blocks: int, max_model_len: int) -> ModelRunner:
         """See `Placement`."""
         cache = NativeKVCache(self.kernels, self.shape, num_blocks, self.memory)
-        return ModelRunner(Forward(self.loaded.model, self.loaded.media), cache)
+        forward = Forward(self.loaded.model, self.loaded.media, is_fused=self.loaded.execution.is_fused)
+        return ModelRunner(forward, cache)
 
 
 def choose_kernels(config: EngineConfig) -> NativeKernels | None:

@@ -60,6 +60,8 @@ class CudaPlacement:
                 "lower --max-num-batched-tokens or --max-num-seqs",
             ) from exc
         torch.cuda.empty_cache()
+        if self._loaded.media is not None:
+            taken += self._loaded.media.max_bytes
         return max(0, free_bytes("cuda") - taken)
 
     def make_runner(self, num_blocks: int, max_model_len: int) -> CudaRunner:
