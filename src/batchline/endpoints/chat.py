@@ -24,11 +24,13 @@ from batchline.endpoints.constraints import compiled
 from batchline.endpoints.engine_input import check_num_logprobs, encode_prompt
 from batchline.endpoints.generation import GeneratedText
 from batchline.endpoints.media_input import NOT_COLLECTED, CollectedMedia, encoded_with_media, taken_media
-from batchline.endpoints.media_prompts import prepared_media
+from batchline.endpoints.media_prompts import prepared_media, with_media_texts
 from batchline.endpoints.model import GenerativeModel
 from batchline.endpoints.reporting import LogprobFormat
 from batchline.errors import BadRequest
+from batchline.media.items import MediaItem
 from batchline.openai_api.chat import ChatCompletionRequest, chat_choice, chat_completion_object
+from batchline.openai_api.limits import check_text
 from batchline.openai_api.parsing import parse_body, warn_once
 from batchline.openai_api.tools import tool_call_object
 from batchline.text.chat_template import RESERVED_VARIABLES, ChatPrompt, ChatTemplate, RequestTemplate
@@ -121,8 +123,7 @@ def encoded_chat(
 
     Raises: BadRequest; MediaWanted for media that are not in `media`.
     """
-    messages, items = taken_media(request.messages, model, media)
-    request = request.model_copy(update={"messages": messages})
+    request, items = _with_taken_media(request, model, media)
     rendered = render_chat(request, model)
     max_tokens = request.max_completion_tokens
     if max_tokens is None:
@@ -142,6 +143,29 @@ def encoded_chat(
     if wanted.is_single_call and request.tool_mode == "auto":
         job = replace(job, rules=replace(job.rules, make_watcher=partial(_call_watcher, wanted)))
     return EncodedChat(request=request, job=job, answer_format=wanted)
+
+
+def chat_token_ids(
+    request: ChatCompletionRequest, model: GenerativeModel, media: CollectedMedia, *, add_special_tokens: bool
+) -> tuple[int, ...]:
+    """The conversation's tokens with those of its media, even if they do not fit; call it off the event loop.
+
+    Raises: BadRequest; MediaWanted for media that are not in `media`.
+    """
+    request, items = _with_taken_media(request, model, media)
+    rendered = with_media_texts(
+        render_chat(request, model), prepared_media(items, model, request.mm_processor_kwargs), model
+    )
+    check_text("messages", rendered.text, model.config.limits)
+    return rendered.token_ids(model.tokenizer, add_special_tokens=add_special_tokens)
+
+
+def _with_taken_media(
+    request: ChatCompletionRequest, model: GenerativeModel, media: CollectedMedia
+) -> tuple[ChatCompletionRequest, list[MediaItem]]:
+    """The request with messages as the template wants them, and its media. Raises: BadRequest, MediaWanted."""
+    messages, items = taken_media(request.messages, model, media)
+    return (request.model_copy(update={"messages": messages}) if items else request), items
 
 
 def _call_watcher(wanted: AnswerFormat) -> Callable[[GeneratedText], bool]:

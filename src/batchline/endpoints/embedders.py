@@ -15,7 +15,7 @@ import numpy as np
 
 from batchline.endpoints.generation import gather_or_cancel
 from batchline.endpoints.media_input import CollectedMedia, encoded_with_media, taken_media
-from batchline.endpoints.media_prompts import prepared_media, prompt_media
+from batchline.endpoints.media_prompts import prepared_media, prompt_media, with_media_texts
 from batchline.endpoints.model import GenerativeModel
 from batchline.engine.request import EmbeddingOutput, EmbeddingRequest, MediaSpan
 from batchline.errors import BadRequest
@@ -163,10 +163,8 @@ class EngineEmbedder:
                 has_media=model.media is not None,
                 variables=model.config.default_chat_template_kwargs,
             )
-            rendered = model.render(template, prompt)
             prepared = prepared_media(items, model, {})
-            if model.media is not None:
-                rendered = rendered.with_media(model.media.processor.placeholder, [item.text for item in prepared])
+            rendered = with_media_texts(model.render(template, prompt), prepared, model)
             check_text("messages", rendered.text, model.config.limits)
             token_ids = rendered.token_ids(model.tokenizer, add_special_tokens=add_special_tokens)
             return PromptSequence(token_ids=token_ids, media=prompt_media(token_ids, prepared, model))

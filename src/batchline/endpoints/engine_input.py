@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from batchline.config import TextConfig
-from batchline.endpoints.media_prompts import prompt_media
+from batchline.endpoints.media_prompts import prompt_media, with_media_texts
 from batchline.endpoints.model import GenerativeModel
 from batchline.engine.repetition import Repetition
 from batchline.engine.request import BannedSequences, MediaSpan, SamplingParams
@@ -69,10 +69,8 @@ def encode_prompt(
     """
     rendered = RenderedChat(prompt) if isinstance(prompt, str) else prompt
     text = rendered.text if isinstance(rendered, RenderedChat) else None
-    processor = None if model.media is None else model.media.processor
     if isinstance(rendered, RenderedChat):
-        if processor is not None:
-            rendered = rendered.with_media(processor.placeholder, [item.text for item in media])
+        rendered = with_media_texts(rendered, media, model)
         check_text("prompt", rendered.text, model.config.limits)
         if body.truncate_prompt_tokens is None:
             _refuse_far_too_long(rendered.text, model)

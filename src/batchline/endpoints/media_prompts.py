@@ -12,6 +12,7 @@ from batchline.engine.request import MediaSpan
 from batchline.errors import BadRequest
 from batchline.media.items import MediaItem
 from batchline.media.processor import PreparedItem
+from batchline.text.control_tokens import RenderedChat
 
 
 def prepared_media(
@@ -35,6 +36,13 @@ def prompt_media(
 ) -> tuple[MediaSpan, ...]:
     """`media_spans` for a model that may take only text."""
     return () if model.media is None else media_spans(token_ids, items, model.media.processor.feature_token_id)
+
+
+def with_media_texts(rendered: RenderedChat, items: Sequence[PreparedItem], model: GenerativeModel) -> RenderedChat:
+    """The prompt with the items' texts in place of the template's placeholders. Raises: BadRequest."""
+    if model.media is None:
+        return rendered
+    return rendered.with_media(model.media.processor.placeholder, [item.text for item in items])
 
 
 def media_spans(

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from batchline.endpoints.answer_format import MessageReader
-from batchline.endpoints.chat import EncodedChat, constrained_chat, encoded_chat, parse_chat, render_chat
+from batchline.endpoints.chat import EncodedChat, chat_token_ids, constrained_chat, encoded_chat, parse_chat
 from batchline.endpoints.chat_form import ChatForm
 from batchline.endpoints.choices import is_long, run_jobs, stream_jobs
 from batchline.endpoints.generation import GeneratedText
@@ -23,7 +23,6 @@ from batchline.endpoints.model import GenerativeModel
 from batchline.endpoints.reporting import StreamUsage
 from batchline.errors import BadRequest
 from batchline.openai_api.common import Usage
-from batchline.openai_api.limits import check_text
 from batchline.openai_api.messages import (
     BlockKind,
     StopReason,
@@ -77,14 +76,13 @@ async def counted_tokens(
 ) -> JsonObject:
     """The number of prompt tokens for a conversation. Raises: BadRequest."""
 
-    def count() -> JsonObject:
+    def count(media: CollectedMedia) -> JsonObject:
         form = chat_form(read_conversation(body, model.config))
         with form.in_own_fields():
-            rendered = render_chat(parse_chat(form.body, model.config), model)
-            check_text("messages", rendered.text, model.config.limits)
-            return {"input_tokens": len(rendered.token_ids(model.tokenizer, add_special_tokens=False))}
+            chat = parse_chat(form.body, model.config)
+            return {"input_tokens": len(chat_token_ids(chat, model, media, add_special_tokens=False))}
 
-    return await model.off_loop(count)
+    return await encoded_with_media(model, count)
 
 
 def _encode(

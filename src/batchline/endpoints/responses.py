@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from batchline.endpoints.answer_format import MessageReader
-from batchline.endpoints.chat import EncodedChat, constrained_chat, encoded_chat, parse_chat, render_chat
+from batchline.endpoints.chat import EncodedChat, chat_token_ids, constrained_chat, encoded_chat, parse_chat
 from batchline.endpoints.chat_form import ChatForm
 from batchline.endpoints.choices import is_long, run_jobs, stream_jobs
 from batchline.endpoints.generation import GeneratedText, by_token
@@ -25,7 +25,6 @@ from batchline.endpoints.response_input import chat_form, later_starts, read_req
 from batchline.endpoints.response_output import ResponseWriter
 from batchline.errors import BadRequest, PromptTooLong
 from batchline.openai_api.chat import ChatCompletionRequest
-from batchline.openai_api.limits import check_text
 from batchline.openai_api.responses import input_tokens_object
 
 JsonObject = dict[str, Any]
@@ -131,15 +130,13 @@ async def input_tokens(
 ) -> dict[str, Any]:
     """The number of tokens in the input of a response request, even if it does not fit. Raises: BadRequest."""
 
-    def count() -> int:
+    def count(media: CollectedMedia) -> int:
         form = chat_form(read_request(body, strict=model.config.strict, limits=model.config.limits))
         with form.in_own_fields():
             chat = parse_chat(form.body, model.config)
-            rendered = render_chat(chat, model)
-            check_text("messages", rendered.text, model.config.limits)
-            return len(rendered.token_ids(model.tokenizer, add_special_tokens=chat.add_special_tokens))
+            return len(chat_token_ids(chat, model, media, add_special_tokens=chat.add_special_tokens))
 
-    return input_tokens_object(await model.off_loop(count))
+    return input_tokens_object(await encoded_with_media(model, count))
 
 
 class _Events:

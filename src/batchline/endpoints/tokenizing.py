@@ -9,13 +9,13 @@ from functools import partial
 from typing import Any, TypeVar
 
 from batchline.config import RequestLimits
-from batchline.endpoints.chat import render_chat
+from batchline.endpoints.chat import chat_token_ids
 from batchline.endpoints.engine_input import check_vocabulary
 from batchline.endpoints.loading import RenderMessages
+from batchline.endpoints.media_input import CollectedMedia, MediaInput, encoded_with_media
 from batchline.endpoints.model import GenerativeModel
 from batchline.errors import BadRequest
 from batchline.openai_api.chat import ChatCompletionRequest
-from batchline.openai_api.limits import check_text
 from batchline.openai_api.parsing import parse_body
 from batchline.openai_api.tokenize import (
     CONVERSATION_FIELDS,
@@ -42,13 +42,14 @@ class TokenizedModel:
     """
 
     tokenizer: Callable[[], Tokenizer]
-    encode_messages: Callable[[TokenizeRequest, Tokenizer], tuple[int, ...]]
+    encode_messages: Callable[[TokenizeRequest, Tokenizer, CollectedMedia], tuple[int, ...]]
     max_model_len: int
     vocab_size: int
     strict: bool
     limits: RequestLimits
     settings: Callable[[], Mapping[str, Any]]
     executor: Executor | None = None
+    media: MediaInput | None = None
 
     async def off_loop(self, work: Callable[[], T]) -> T:
         """Run text work on a thread."""
@@ -66,12 +67,13 @@ def generative(model: GenerativeModel, settings: Callable[[], Mapping[str, Any]]
         limits=model.config.limits,
         settings=settings,
         executor=model.executor,
+        media=model.media,
     )
 
 
 async def tokenized(body: Mapping[str, Any], model: TokenizedModel) -> dict[str, Any]:
     """The answer to a tokenize request. Raises: BadRequest."""
-    return await model.off_loop(partial(_tokenize, body, model))
+    return await encoded_with_media(model, partial(_tokenize, body, model))
 
 
 async def detokenized(body: Mapping[str, Any], model: TokenizedModel) -> dict[str, Any]:
@@ -96,11 +98,11 @@ def _detokenize(body: Mapping[str, Any], model: TokenizedModel) -> dict[str, Any
     return {"prompt": detokenize(model.tokenizer(), tokens, skip_special_tokens=False)}
 
 
-def _tokenize(body: Mapping[str, Any], model: TokenizedModel) -> dict[str, Any]:
+def _tokenize(body: Mapping[str, Any], model: TokenizedModel, media: CollectedMedia) -> dict[str, Any]:
     request = parse_body(TokenizeRequest, body, strict=model.strict, limits=model.limits)
     request.check()
     tokenizer = model.tokenizer()
-    token_ids = _encode(request, model, tokenizer)
+    token_ids = _encode(request, model, tokenizer, media)
     token_strs = None
     if request.return_token_strs:
         pieces = [tokenizer.token_bytes(token_id, is_first=index == 0) for index, token_id in enumerate(token_ids)]
@@ -108,26 +110,33 @@ def _tokenize(body: Mapping[str, Any], model: TokenizedModel) -> dict[str, Any]:
     return tokenize_object(tokens=token_ids, max_model_len=model.max_model_len, token_strs=token_strs)
 
 
-def _encode(request: TokenizeRequest, model: TokenizedModel, tokenizer: Tokenizer) -> tuple[int, ...]:
+def _encode(
+    request: TokenizeRequest, model: TokenizedModel, tokenizer: Tokenizer, media: CollectedMedia
+) -> tuple[int, ...]:
     """Render, if it is a conversation, and tokenize."""
     if request.prompt is not None:
         return tokenizer.encode(request.prompt, add_special_tokens=request.add_special_tokens is not False)
-    return model.encode_messages(request, tokenizer)
+    return model.encode_messages(request, tokenizer, media)
 
 
-def _encode_chat(request: TokenizeRequest, tokenizer: Tokenizer, *, model: GenerativeModel) -> tuple[int, ...]:
+def _encode_chat(
+    request: TokenizeRequest, _tokenizer: Tokenizer, media: CollectedMedia, *, model: GenerativeModel
+) -> tuple[int, ...]:
     """The conversation's tokens, as in a chat completion. Raises: BadRequest."""
     limits = model.config.limits
     given = {name: getattr(request, name) for name in CONVERSATION_FIELDS}
     chat = parse_body(ChatCompletionRequest, given | {"tool_choice": "none"}, strict=True, limits=limits)
     chat.check()
-    rendered = render_chat(chat, model)
-    check_text("messages", rendered.text, limits)
-    return rendered.token_ids(tokenizer, add_special_tokens=bool(request.add_special_tokens))
+    return chat_token_ids(chat, model, media, add_special_tokens=bool(request.add_special_tokens))
 
 
 def encode_embedded(
-    request: TokenizeRequest, tokenizer: Tokenizer, *, name: str, render: RenderMessages | None
+    request: TokenizeRequest,
+    tokenizer: Tokenizer,
+    _media: CollectedMedia,
+    *,
+    name: str,
+    render: RenderMessages | None,
 ) -> tuple[int, ...]:
     """The tokens that the model `name` embeds for messages. render: None without a template. Raises: BadRequest."""
     if render is None:

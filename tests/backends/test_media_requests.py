@@ -1,0 +1,96 @@
+"""Paths that count tokens count those of images, and models that take only text say so on every path."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from media_families import make_media_model
+
+from batchline.backends.base import EndpointRequest, running
+from batchline.backends.in_process import InProcessBackend
+from batchline.config import CacheConfig, EngineConfig, ModelConfig
+from batchline.errors import UnprocessableEntity
+
+PNG = (
+    "iVBORw0KGgoAAAANSUhEUgAAACAAAAAgCAIAAAD8GO2jAAAAK0lEQVR4nO3NQQEAAATAQATRP4pYSvC7BdjldMdn9XoHAAAAAAAAAAAA"
+    "hy3gBQFE4naZuwAAAABJRU5ErkJggg=="
+)
+URL = f"data:image/png;base64,{PNG}"
+CHAT = [{"role": "user", "content": [{"type": "text", "text": "What?"}, {"type": "image_url", "image_url": URL}]}]
+RESPONSE = [
+    {"role": "user", "content": [{"type": "input_text", "text": "What?"}, {"type": "input_image", "image_url": URL}]}
+]
+MESSAGE = [
+    {
+        "role": "user",
+        "content": [
+            {"type": "text", "text": "What?"},
+            {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": PNG}},
+        ],
+    }
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_media_model("llava", tmp_path_factory.mktemp("llava"))
+
+
+@pytest.fixture
+async def backend(folder: Path) -> AsyncIterator[Any]:
+    config = ModelConfig(model=str(folder), served_names=("m",), dtype="float32", device="cpu")
+    engine = EngineConfig(model=config, cache=CacheConfig(num_bytes=2**22))
+    async with running(InProcessBackend([engine])) as started:
+        yield started
+
+
+async def answer(backend: Any, url: str, **body: Any) -> tuple[int, Any]:
+    given = await backend.answer(EndpointRequest(url=url, body={"model": "m", **body}, request_id="1"))
+    return given.status_code, given.parsed_body()
+
+
+async def test_every_path_that_counts_tokens_counts_those_of_images(backend: Any) -> None:
+    _, chat = await answer(backend, "/v1/chat/completions", messages=CHAT, max_tokens=1)
+    expected = chat["usage"]["prompt_tokens"]
+    _, tokens = await answer(backend, "/tokenize", messages=CHAT)
+    _, response = await answer(backend, "/v1/responses/input_tokens", input=RESPONSE)
+    _, message = await answer(backend, "/v1/messages/count_tokens", messages=MESSAGE)
+    assert tokens["count"] == response["input_tokens"] == message["input_tokens"] == expected
+    _, without = await answer(backend, "/tokenize", messages=[{"role": "user", "content": "What?"}])
+    assert expected > without["count"] + 10
+
+
+@pytest.mark.parametrize(
+    ("part", "reason"),
+    [
+        ({"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}, "image_url, input_image"),
+        ({"type": "video_url", "video_url": {"url": "https://example.com/a.mp4"}}, "image_url, input_image"),
+    ],
+)
+async def test_a_part_that_the_model_does_not_take_is_refused_with_those_it_takes(
+    backend: Any, part: dict[str, Any], reason: str
+) -> None:
+    status, body = await answer(backend, "/v1/chat/completions", messages=[{"role": "user", "content": [part]}])
+    assert status == 400
+    assert body["error"]["message"].startswith("messages[0].content[0]: parts of type " + part["type"])
+    assert body["error"]["message"].endswith(reason)
+
+
+async def test_a_stream_with_a_broken_image_is_refused_before_it_begins(backend: Any) -> None:
+    broken = [{"role": "user", "content": [{"type": "image_url", "image_url": "data:image/png;base64,AAAA"}]}]
+    request = EndpointRequest(
+        url="/v1/chat/completions", body={"model": "m", "messages": broken, "stream": True}, request_id="1"
+    )
+    with pytest.raises(UnprocessableEntity, match=r"^messages\[0\]\.content\[0\]: it is not an image"):
+        async for _ in backend.stream(request):
+            pass
+
+
+async def test_an_image_size_that_a_request_may_not_set_is_refused(backend: Any) -> None:
+    settings = {"size": {"shortest_edge": 100_000}}
+    status, body = await answer(backend, "/v1/chat/completions", messages=CHAT, mm_processor_kwargs=settings)
+    assert status == 400
+    assert body["error"]["param"] == "mm_processor_kwargs"

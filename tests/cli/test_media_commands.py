@@ -1,0 +1,168 @@
+"""Images and audio on the command line: options, and what `check` and `plan` say about a file's media."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from batchline.cli.main import app
+from batchline.cli.media_options import MediaOptions
+from batchline.cli.values import parse_media_limits
+from batchline.config import MediaConfig
+from batchline.errors import UsageError
+
+PNG_URL = (
+    "data:image/png;base64,"
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR4nGP4z8DwHwAFAAH/iZk9HQAAAABJRU5ErkJggg=="
+)
+
+
+def line(custom_id: str, *parts: dict[str, Any], url: str = "/v1/chat/completions") -> str:
+    messages = [{"role": "user", "content": [{"type": "text", "text": "What is it?"}, *parts]}]
+    field = "input" if url == "/v1/responses" else "messages"
+    body = {"model": "m", field: messages, "max_tokens": 5}
+    if url == "/v1/responses":
+        body.pop("max_tokens")
+    return json.dumps({"custom_id": custom_id, "method": "POST", "url": url, "body": body}) + "\n"
+
+
+def image(url: str) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+@pytest.fixture
+def batch_file(tmp_path: Path) -> Path:
+    path = tmp_path / "in.jsonl"
+    block = {"type": "image", "source": {"type": "url", "url": "https://b.example/x.jpg"}}
+    path.write_text(
+        line("1", image("https://cdn.example/a.png"), image("https://cdn.example/a.png"))
+        + line("2", image("https://cdn.example/b.png"), image(PNG_URL))
+        + line("3", {"type": "input_image", "image_url": "https://cdn.example/c.png"}, url="/v1/responses")
+        + line("4", block, url="/v1/messages")
+        + line("5", {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}})
+        + line("6", image("file:///data/a.png"))
+        + line("7")
+    )
+    return path
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(app, list(arguments))
+
+
+@pytest.mark.parametrize("command", ["check", "plan"])
+def test_media_are_counted_with_the_hosts_they_come_from(batch_file: Path, command: str) -> None:
+    shown = run(command, str(batch_file)).output
+    assert "7 images and 1 recording (7 different) in 6 requests" in shown
+    assert "4  from cdn.example" in shown
+    assert "1  from b.example" in shown
+    assert "2  in the file itself" in shown
+    assert "1  from files of the machine that runs it (--allowed-local-media-path)" in shown
+    media = json.loads(run(command, str(batch_file), "--json").stdout)["media"]
+    assert media == {
+        "requests": 6,
+        "image": 7,
+        "audio": 1,
+        "distinct": 7,
+        "hosts": {"cdn.example": 4, "b.example": 1},
+        "data_urls": 2,
+        "files": 1,
+    }
+
+
+@pytest.mark.parametrize("command", ["check", "plan"])
+def test_a_file_without_media_says_nothing_of_them(tmp_path: Path, command: str) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_text(line("1"))
+    assert "image" not in run(command, str(path)).output
+    assert json.loads(run(command, str(path), "--json").stdout)["media"] is None
+
+
+def test_an_image_in_the_file_is_not_counted_as_text(tmp_path: Path) -> None:
+    """Megabytes of base64 were counted as millions of tokens."""
+    path = tmp_path / "in.jsonl"
+    path.write_text(line("1", image("data:image/png;base64," + "A" * 100_000)))
+    assert json.loads(run("plan", str(path), "--json").stdout)["estimate"]["prompt_tokens"] < 100
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        (image("http://me:secret@cdn.example/a.png"), "messages[0].content[1]: URLs with a user name or password"),
+        (image("http://0x7f.1/a.png"), "messages[0].content[1]: its host is not a valid address"),
+        (image("cdn.example/a.png"), "messages[0].content[1]: Input should be an http(s), data or file URL"),
+        (image("data:image/png;base64,!"), "messages[0].content[1]: the data URL is not valid base64"),
+        (image("data:image/png;base64,AAAA"), "messages[0].content[1]: it is not an image of a known format"),
+        ({"type": "image_url"}, "messages[0].content[1].image_url: Input should be an http(s), data or file URL"),
+        ({"type": "image"}, "messages[0].content[1].type: unknown part type 'image'"),
+    ],
+)
+def test_check_finds_media_that_no_run_can_use_without_fetching(
+    tmp_path: Path, part: dict[str, Any], message: str
+) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_text(line("good", image("http://10.0.0.1/needs-an-option.png")) + line("bad", part))
+    result = run("check", str(path))
+    assert result.exit_code == 3
+    assert f"line 2: {message}" in result.output.replace("422: ", "").replace("400: ", "")
+    assert "1 bad line" in result.output
+
+
+@pytest.mark.parametrize(
+    ("text", "limits"),
+    [
+        ("image=4", {"image": 4}),
+        ("image=4,audio=1", {"image": 4, "audio": 1}),
+        ('{"image": 4}', {"image": 4}),
+        ('{"image": 4, "video": {"count": 1, "num_frames": 32}}', {"image": 4, "video": 1}),
+        ("image=0", {"image": 0}),
+    ],
+)
+def test_limits_of_media_are_read_in_both_of_vllms_forms(text: str, limits: dict[str, int]) -> None:
+    assert parse_media_limits(text) == limits
+
+
+@pytest.mark.parametrize(
+    "text", ["", "4", "image", "image=-1", "image=x", "pictures=4", "{}", '{"image": null}', "[1]"]
+)
+def test_limits_that_are_none_are_refused(text: str) -> None:
+    with pytest.raises(typer.BadParameter):
+        parse_media_limits(text)
+
+
+def test_options_become_the_configuration(tmp_path: Path) -> None:
+    options = MediaOptions(
+        allowed_media_domains=["a.example", "*.b.example"],
+        allowed_media_networks=["10.0.0.0/8"],
+        allowed_local_media_path=tmp_path,
+        limit_mm_per_prompt={"image": 2},
+        mm_processor_kwargs={"max_pixels": 5},
+        max_media_bytes=1000,
+        max_image_pixels=2000,
+        max_audio_seconds=3.0,
+        media_timeout=4.0,
+        media_cache_size=5000,
+    )
+    assert options.config(tmp_path / "media") == MediaConfig(
+        allowed_domains=("a.example", "*.b.example"),
+        allowed_networks=("10.0.0.0/8",),
+        allowed_local_path=str(tmp_path),
+        max_items={"image": 2, "audio": 999, "video": 999},
+        processor_kwargs={"max_pixels": 5},
+        max_bytes=1000,
+        max_image_pixels=2000,
+        max_audio_s=3.0,
+        fetch_timeout_s=4.0,
+        cache_folder=tmp_path / "media",
+        cache_bytes=5000,
+    )
+
+
+def test_networks_that_are_none_are_refused_before_anything_runs() -> None:
+    with pytest.raises(UsageError, match=r"--allowed-media-networks: 'here' is not a network"):
+        MediaOptions(allowed_media_networks=["here"]).refuse_wrong_networks()
