@@ -164,7 +164,7 @@ class MediaConfig:
     allowed_local_path: the folder that `file://` URLs may name files of; None refuses them.
     max_items: by kind (`image`, `audio`, `video`), how many a request may hold.
     max_bytes: of one file or data URL. max_image_pixels: of one image; Pillow's own limit is about 179 million.
-    fetch_timeout_s: for one file, with its redirects.
+    fetch_timeout_s: for one file, with its redirects. max_fetches: at once, of which a host gets a quarter.
     cache_folder: keeps fetched files while a run lasts; None deletes each after use. cache_bytes: how much it keeps.
     decoded_bytes: memory for decoded media, which requests wait for.
     processor_kwargs: arguments of the model's processor, for requests that do not set them.
@@ -179,7 +179,7 @@ class MediaConfig:
     max_audio_s: float = 3600.0
     fetch_timeout_s: float = 30.0
     max_redirects: int = 5
-    max_fetches: int = 16
+    max_fetches: int = 64
     cache_folder: Path | None = None
     cache_bytes: int = 16 << 30
     decoded_bytes: int = 1 << 30

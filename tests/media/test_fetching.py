@@ -316,6 +316,32 @@ async def test_no_more_files_are_fetched_at_once_than_allowed(server: MediaServe
     assert 1 <= most <= 3
 
 
+async def test_a_slow_host_leaves_places_to_others(server: MediaServer) -> None:
+    never = asyncio.Event()
+
+    async def hang(_request: web.Request) -> web.StreamResponse:
+        await never.wait()
+        return web.Response()
+
+    slow = [server.add(f"/slow/{number}.png", hang) for number in range(10)]
+    server.send("/quick.png", b"quick")
+    resolver = FakeResolver(quick_example=[["127.0.0.1"]])
+    async with fetcher(resolver, max_fetches=8) as made:
+        waiting = [asyncio.create_task(content(made, url)) for url in slow]
+        assert await content(made, f"http://quick.example:{server.port}/quick.png") == b"quick"
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+    never.set()
+    assert len([request for request in server.requests if request.path.startswith("/slow")]) <= 2
+
+
+async def test_the_systems_resolver_is_asked_by_default(server: MediaServer) -> None:
+    server.send("/a.png", b"local")
+    async with fetcher(networks=("127.0.0.0/8", "::1/128")) as made:
+        assert await content(made, f"http://localhost:{server.port}/a.png") == b"local"
+
+
 async def test_without_a_run_a_file_is_fetched_anew_and_deleted_after_use(server: MediaServer) -> None:
     """What a camera's URL shows changes while a server runs."""
     url = server.send("/camera.jpg", b"x")

@@ -12,9 +12,11 @@ import logging
 import socket
 from collections import OrderedDict
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
@@ -34,6 +36,8 @@ FIRST_DELAY_S = 0.5
 
 FAILURE_LIFETIME_S = 60.0
 """How long a URL that cannot be fetched is not tried again: a batch may name it in every line."""
+
+NUM_RESOLVING_THREADS = 16
 
 _MAX_FAILURES = 1024
 _PIECE_BYTES = 1 << 20
@@ -61,10 +65,11 @@ class Fetcher:
         """resolver: finds addresses of hosts; None asks the system."""
         self._config = config
         self._rules = rules
-        self._resolver = resolver
+        self._resolver = _CheckedResolver(rules, resolver)
         self._folder = MediaFolder(config.cache_folder, config.cache_bytes)
         self._work: SharedWork[None] = SharedWork()
         self._places = asyncio.Semaphore(config.max_fetches)
+        self._host_places: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         self._failures: OrderedDict[str, tuple[RequestError, float]] = OrderedDict()
         self._session: aiohttp.ClientSession | None = None
         self._start_lock = asyncio.Lock()
@@ -86,6 +91,7 @@ class Fetcher:
         session, self._session = self._session, None
         if session is not None:
             await session.close()
+        await self._resolver.close()
         await asyncio.to_thread(self._folder.close)
 
     async def _start(self) -> None:
@@ -97,7 +103,7 @@ class Fetcher:
             except FolderUnwritable as exc:
                 raise _not_stored(exc) from exc
             connector = aiohttp.TCPConnector(
-                resolver=_CheckedResolver(self._rules, self._resolver),
+                resolver=self._resolver,
                 use_dns_cache=False,
                 limit=self._config.max_fetches,
             )
@@ -127,10 +133,14 @@ class Fetcher:
             raise
 
     async def _with_retries(self, url: str, checked: URL) -> None:
+        # a slow host must not occupy all places
+        host_places = self._host_places.setdefault(
+            checked.raw_host or "", asyncio.Semaphore(max(1, self._config.max_fetches // 4))
+        )
         delay_s = FIRST_DELAY_S
         for attempt in range(1, NUM_ATTEMPTS + 1):
             try:
-                async with self._places:
+                async with host_places, self._places:
                     return await self._attempt(url, checked)
             except _Transient as exc:
                 if attempt == NUM_ATTEMPTS:
@@ -200,7 +210,7 @@ class _CheckedResolver(AbstractResolver):
 
     def __init__(self, rules: FetchRules, resolver: AbstractResolver | None) -> None:
         self._rules = rules
-        self._resolver = resolver or aiohttp.ThreadedResolver()
+        self._resolver = resolver or _SystemResolver()
 
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
@@ -218,7 +228,31 @@ class _CheckedResolver(AbstractResolver):
         return found
 
     async def close(self) -> None:
-        """Nothing is open."""
+        """End the resolver."""
+        await self._resolver.close()
+
+
+class _SystemResolver(AbstractResolver):
+    """Asks the system, on threads of its own: a name server that never answers blocks them for half a minute."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(NUM_RESOLVING_THREADS, thread_name_prefix="batchline-dns")
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
+    ) -> list[ResolveResult]:
+        """Raises: OSError."""
+        look_up = partial(socket.getaddrinfo, host, port, family, socket.SOCK_STREAM, flags=socket.AI_ADDRCONFIG)
+        found = await asyncio.get_running_loop().run_in_executor(self._threads, look_up)
+        numeric = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
+        return [
+            ResolveResult(hostname=host, host=str(address[0]), port=port, family=kind, proto=protocol, flags=numeric)
+            for kind, _, protocol, _, address in found
+        ]
+
+    async def close(self) -> None:
+        """Wait for nothing: a look-up cannot be cancelled."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 def _not_stored(exc: FolderUnwritable) -> ServiceUnavailable:

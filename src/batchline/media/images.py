@@ -48,7 +48,8 @@ def decode_image(data: bytes, max_pixels: int) -> tuple[Image.Image, bytes]:
 
 def _opened(data: bytes, max_pixels: int) -> Image.Image:
     """The image, of which only the header is read. Raises: UnprocessableEntity."""
-    too_large = UnprocessableEntity(f"the image has more than {max_pixels:,} pixels")
+    most = min(max_pixels, 2 * (Image.MAX_IMAGE_PIXELS or max_pixels))  # Pillow refuses more in any case
+    too_large = UnprocessableEntity(f"the image has more than {most:,} pixels")
     file: BinaryIO = io.BytesIO(data)
     try:
         image = Image.open(file, formats=FORMATS)
