@@ -23,7 +23,7 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 from yarl import URL
 
 from batchline.config import MediaConfig
-from batchline.errors import BadRequest, RequestError, ServiceUnavailable, UnprocessableEntity
+from batchline.errors import BadRequest, ServiceUnavailable, UnprocessableEntity
 from batchline.media.addresses import NO_PUBLIC_ADDRESS, FetchRules
 from batchline.media.folder import FolderUnwritable, MediaFolder
 from batchline.media.sharing import SharedWork
@@ -70,7 +70,7 @@ class Fetcher:
         self._work: SharedWork[None] = SharedWork()
         self._places = asyncio.Semaphore(config.max_fetches)
         self._host_places: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
-        self._failures: OrderedDict[str, tuple[RequestError, float]] = OrderedDict()
+        self._failures: OrderedDict[str, tuple[str, float]] = OrderedDict()  # reasons, and when
         self._session: aiohttp.ClientSession | None = None
         self._start_lock = asyncio.Lock()
 
@@ -117,16 +117,16 @@ class Fetcher:
             )
 
     def _raise_failure(self, url: str) -> None:
-        """Raises: RequestError if the URL has failed lately."""
-        error, when = self._failures.get(url, (None, 0.0))
-        if error is not None and asyncio.get_running_loop().time() - when < FAILURE_LIFETIME_S:
-            raise error
+        """Raises: UnprocessableEntity if the URL has failed lately."""
+        reason, when = self._failures.get(url, ("", 0.0))
+        if reason and asyncio.get_running_loop().time() - when < FAILURE_LIFETIME_S:
+            raise UnprocessableEntity(reason)
 
     async def _fetch(self, url: str, checked: URL) -> None:
         try:
             await self._with_retries(url, checked)
         except UnprocessableEntity as exc:
-            self._failures[url] = (exc, asyncio.get_running_loop().time())
+            self._failures[url] = (exc.message, asyncio.get_running_loop().time())
             self._failures.move_to_end(url)
             if len(self._failures) > _MAX_FAILURES:
                 self._failures.popitem(last=False)
