@@ -15,7 +15,15 @@ if TYPE_CHECKING:
     from batchline.batch.options import Limits
     from batchline.batch.progress import Progress
     from batchline.batch.summary import RunSummary
-    from batchline.config import CacheConfig, EngineConfig, ModelConfig, RequestLimits, SchedulerConfig, TextConfig
+    from batchline.config import (
+        CacheConfig,
+        EngineConfig,
+        MediaConfig,
+        ModelConfig,
+        RequestLimits,
+        SchedulerConfig,
+        TextConfig,
+    )
 
 __version__ = "0.1.0"
 
@@ -26,6 +34,7 @@ _MODULES = {
     "RunSummary": "batchline.batch.summary",
     "CacheConfig": "batchline.config",
     "EngineConfig": "batchline.config",
+    "MediaConfig": "batchline.config",
     "ModelConfig": "batchline.config",
     "RequestLimits": "batchline.config",
     "SchedulerConfig": "batchline.config",
@@ -36,6 +45,7 @@ __all__ = [
     "CacheConfig",
     "EngineConfig",
     "Limits",
+    "MediaConfig",
     "ModelConfig",
     "Progress",
     "RequestLimits",

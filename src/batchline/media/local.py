@@ -13,6 +13,9 @@ from batchline.errors import BadRequest, UnprocessableEntity
 _MAX_TYPE_CHARS = 256
 """Of a data URL, before its data."""
 
+_OPEN_FLAGS = os.O_RDONLY | sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC"))
+"""Follow no link (realpath has followed all), and do not wait for whoever writes into a pipe."""
+
 _NOT_THERE = "there is no such file in the folder of --allowed-local-media-path"
 
 
@@ -74,8 +77,7 @@ def file_data(url: str, folder: str | None, max_bytes: int) -> bytes:
     if os.path.commonpath([root, path]) != root or path == root:
         raise BadRequest("the file is not in the folder of --allowed-local-media-path")
     try:
-        # no link: realpath has followed all; no waiting for whoever writes into a pipe
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        descriptor = os.open(path, _OPEN_FLAGS)
     except (OSError, ValueError) as exc:
         raise UnprocessableEntity(_NOT_THERE) from exc
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
