@@ -16,7 +16,7 @@ from batchline.endpoints.model import GenerativeModel
 from batchline.engine.repetition import Repetition
 from batchline.engine.request import BannedSequences, MediaSpan, SamplingParams
 from batchline.errors import BadRequest, PromptTooLong
-from batchline.media.processor import PreparedItem
+from batchline.media.prepared import PreparedItem
 from batchline.openai_api.common import Prompt, TruncationSide
 from batchline.openai_api.generation import GenerationBody, RepetitionDetection
 from batchline.openai_api.limits import check_text

@@ -89,5 +89,5 @@ async def encoded_with_media(model: TakesMedia, encode: Callable[[CollectedMedia
     except MediaWanted as wanted:
         parts = wanted.parts
     assert model.media is not None  # media are wanted only of a model that takes them
-    async with model.media.collector.collect(parts) as media:
+    async with model.media.collector.collect(parts) as media, model.media.processor.prepared.room():
         return await model.off_loop(partial(encode, media))

@@ -11,7 +11,7 @@ from batchline.endpoints.model import GenerativeModel
 from batchline.engine.request import MediaSpan
 from batchline.errors import BadRequest
 from batchline.media.items import MediaItem
-from batchline.media.processor import PreparedItem
+from batchline.media.prepared import PreparedItem
 from batchline.text.control_tokens import RenderedChat
 
 

@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import threading
-from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
@@ -20,7 +17,8 @@ import numpy as np
 from batchline.checkpoints.files import read_json, why_not_loaded
 from batchline.config import ModelConfig
 from batchline.errors import BadRequest, ModelLoadError, UnprocessableEntity, UnsupportedModel
-from batchline.media.items import MediaItem, MediaKind
+from batchline.media.items import MediaItem
+from batchline.media.prepared import PreparedItem, PreparedMedia
 
 PROCESSORS = {
     "LlavaProcessor": ("llava", "LlavaProcessor"),
@@ -46,59 +44,11 @@ _ADJUSTABLE = (
 """Settings of image processors that a request may change."""
 
 
-MAX_PREPARED_BYTES = 256 << 20
-"""Of prepared images that are kept for later requests."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PreparedItem:
-    """A media item for one model. text: replaces the item's placeholder in a rendered prompt. num_features: how many of
-    the text's tokens take features. inputs: the encoder's arguments. key: stands for them."""
-
-    kind: MediaKind
-    key: bytes
-    text: str
-    num_features: int
-    inputs: Mapping[str, np.ndarray]
-
-    @property
-    def num_bytes(self) -> int:
-        """Of its arrays."""
-        return sum(array.nbytes for array in self.inputs.values())
-
-
-class PreparedCache:
-    """Prepared items by key, the least recently used ones dropped first. For several threads."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._items: OrderedDict[bytes, PreparedItem] = OrderedDict()
-        self._num_bytes = 0
-        self._lock = threading.Lock()
-
-    def get(self, key: bytes) -> PreparedItem | None:
-        """The item, which counts as used now."""
-        with self._lock:
-            item = self._items.get(key)
-            if item is not None:
-                self._items.move_to_end(key)
-            return item
-
-    def put(self, item: PreparedItem) -> PreparedItem:
-        """Keep an item. Returns it, or the one that another thread has put there."""
-        with self._lock:
-            kept = self._items.setdefault(item.key, item)
-            if kept is item:
-                self._num_bytes += item.num_bytes
-                while self._num_bytes > self._max_bytes:
-                    self._num_bytes -= self._items.popitem(last=False)[1].num_bytes
-            return kept
-
-
 class MediaProcessor:
     """Prepares the images of one model, each once as long as the result is kept. Safe to use from several threads.
 
-    placeholder: what chat templates write for an image. feature_token_id: the token that takes features.
+    placeholder: what chat templates write for an image. feature_token_id: the token that takes features. prepared: the
+    results in memory.
     """
 
     def __init__(
@@ -107,7 +57,7 @@ class MediaProcessor:
         """processor: of `transformers`. settings: keyword arguments of its image processor. cuts_single_images: whether
         it looks at an image in pieces too, if that is the prompt's only one."""
         self._processor = processor
-        self._cache = PreparedCache(MAX_PREPARED_BYTES)
+        self.prepared = PreparedMedia()
         self._cuts_single_images = cuts_single_images
         self._settings = self._with_size({**getattr(processor, "images_kwargs", {}), **settings})
         self.placeholder: str = processor.image_token
@@ -168,7 +118,7 @@ class MediaProcessor:
         settings = self._settings if settings is None else settings
         is_one_of_several = self._cuts_single_images and not is_alone
         key = _key(item, settings, is_one_of_several)
-        return self._cache.get(key) or self._cache.put(self._prepared(item, key, settings, is_one_of_several))
+        return self.prepared.get(key) or self.prepared.put(self._prepared(item, key, settings, is_one_of_several))
 
     def _prepared(
         self, item: MediaItem, key: bytes, settings: Mapping[str, Any], is_one_of_several: bool
