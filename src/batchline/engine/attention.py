@@ -173,7 +173,7 @@ def prefill_attention(
         rows = torch.arange(first, end, device=keys.device)[:, None]
         end = keys.shape[0] if both_ways else end
         positions = torch.arange(low, end, device=keys.device)
-        hidden = (positions > rows) & (not both_ways)
+        hidden = positions > (torch.full_like(rows, end) if both_ways else rows)
         if window is not None:
             hidden |= positions <= rows - window
         parts.append(_masked_attention(block, keys[low:end], values[low:end], hidden, params))
