@@ -106,6 +106,14 @@ async def test_a_data_url_that_many_requests_send_is_decoded_once(decoded: list[
     assert len(decoded) == 1
 
 
+async def test_a_request_that_waited_for_memory_takes_what_another_has_decoded_meanwhile(decoded: list[int]) -> None:
+    """It had looked for the content before it waited, and decoded it again."""
+    url = data_url(picture("PNG", (40, 30)))
+    async with collector(decoded_bytes=images.BYTES_PER_PIXEL * 40 * 30) as made:
+        await asyncio.gather(*(items(made, image(url)) for _ in range(5)))
+    assert len(decoded) == 1
+
+
 async def test_a_run_decodes_what_a_url_has_once_and_a_server_each_time(
     server: MediaServer, tmp_path: Path, decoded: list[int]
 ) -> None:

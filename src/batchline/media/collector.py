@@ -166,13 +166,17 @@ class MediaCollector:
         return "" if self._config.cache_folder is None else f"{source.kind}:{url}", partial(_read, path)
 
     async def _item(self, ready: _Ready) -> MediaItem:
-        source, item = ready.part.source, ready.item
+        item = ready.item or self._decoded.get(ready.key)  # another request may have decoded it meanwhile
         if item is None:
-            decode = partial(self._off_loop, partial(_decoded, ready.read, source.kind, self._config))
+            decode = partial(self._decode, ready)
             with _errors_of(ready.part):
                 item = await (self._decoding.result(ready.key, decode) if ready.key else decode())
-            item = self._decoded.put(ready.key, item)
-        return replace(item, detail=source.detail)
+        return replace(item, detail=ready.part.source.detail)
+
+    async def _decode(self, ready: _Ready) -> MediaItem:
+        """The decoded content, which is then kept for others. Raises: RequestError."""
+        decode = partial(_decoded, ready.read, ready.part.source.kind, self._config)
+        return self._decoded.put(ready.key, await self._off_loop(decode))
 
     async def _off_loop(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
