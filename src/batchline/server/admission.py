@@ -6,7 +6,7 @@ Work is counted in sequences. A request counts as one until its body has been re
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping
-from math import ceil
+from math import ceil, log
 from time import monotonic
 from typing import Any
 
@@ -20,6 +20,9 @@ from batchline.server.request_path import route_path
 
 LONGEST_RETRY_S = 60
 
+HALF_LIFE_S = 30
+"""After so much time with work, what the server has finished counts half for the rate of its work."""
+
 TEXTS_PER_SEQUENCE = 64
 """This many texts to embed, score or rank count as one sequence, because each needs only one forward pass."""
 
@@ -32,8 +35,11 @@ def num_places(path: str, body: Mapping[str, Any]) -> int:
     return max(1, -(-num_texts(endpoint.schema, body) // TEXTS_PER_SEQUENCE))
 
 
-class Pace:
+class WorkRate:
     """How fast the server finishes its work, from which it computes when a refused client should retry. Mutable.
+
+    Compares two totals of the last half minute of work: seconds and finished sequences. Both count as often as there
+    are sequences in the server at the time, because a server that has little to do also finishes little.
 
     num_running: the sequences in the server, waiting ones and those made in the background included.
     """
@@ -41,22 +47,20 @@ class Pace:
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:
         self.num_running = 0
         self._clock = clock
-        self._last = 0.0  # when a sequence was finished, or the first one begun
-        self._seconds_each: float | None = None  # a moving mean, of the times in which there was work
+        self._time = clock()
+        self._seconds = 0.0
+        self._num_finished = 0.0
 
     def begin(self, number: int = 1) -> None:
         """So many sequences begin."""
-        if not self.num_running:
-            self._last = self._clock()
+        self._advance()
         self.num_running += number
 
-    def finish(self, number: int = 1) -> None:
-        """So many of them have ended."""
-        now = self._clock()
-        seconds_each = (now - self._last) / number
-        before = seconds_each if self._seconds_each is None else self._seconds_each
-        self._seconds_each = before + (seconds_each - before) * min(1.0, number / 16)
-        self._last = now
+    def end(self, number: int = 1, *, is_finished: bool) -> None:
+        """So many of them have ended. is_finished: whether they were computed to their end."""
+        self._advance()
+        if is_finished:
+            self._num_finished += number * self.num_running
         self.num_running -= number
 
     @property
@@ -65,15 +69,32 @@ class Pace:
 
         1 to `LONGEST_RETRY_S`; 1 while nothing has been finished.
         """
-        seconds = self.num_running / 2 * (self._seconds_each or 0.0)
-        return max(1, min(LONGEST_RETRY_S, ceil(seconds)))
+        self._advance()
+        if not self._num_finished:
+            return 1
+        seconds = self.num_running / 2 * self._seconds / self._num_finished
+        return max(1, ceil(min(LONGEST_RETRY_S, seconds)))
+
+    def _advance(self) -> None:
+        """Count the time until now, and let older time fade. Time without work changes nothing."""
+        now = self._clock()
+        elapsed, self._time = now - self._time, now
+        if self.num_running:
+            kept = 0.5 ** (elapsed / HALF_LIFE_S)
+            self._seconds = kept * self._seconds + (1 - kept) * HALF_LIFE_S / log(2) * self.num_running
+            self._num_finished *= kept
 
 
 class Places:
-    """The places that one request holds. Mutable."""
+    """The places that one request holds. Mutable.
+
+    is_finished: whether the model has computed the request's answer, which the route says. Only such requests show how
+    fast the server works: not refused ones, and not those that only need a tokenizer.
+    """
 
     def __init__(self, admission: Admission) -> None:
         self.num_held = 0
+        self.is_finished = False
         self._admission = admission
 
     def hold(self, number: int) -> None:
@@ -86,15 +107,12 @@ class Places:
         if self._admission.num_in_flight + number - self.num_held > self._admission.max_in_flight:
             raise Overloaded("Too many requests are waiting; try again later")
         self._admission.num_in_flight += number - self.num_held
-        self._admission.pace.begin(number - self.num_held)
+        self._admission.rate.begin(number - self.num_held)
         self.num_held = number
 
-    def release(self, *, was_refused: bool) -> None:
-        """Release all of them. was_refused: what was refused is no work that is finished."""
-        if was_refused:
-            self._admission.pace.num_running -= self.num_held
-        elif self.num_held:
-            self._admission.pace.finish(self.num_held)
+    def release(self) -> None:
+        """Release all of them."""
+        self._admission.rate.end(self.num_held, is_finished=self.is_finished)
         self._admission.num_in_flight -= self.num_held
         self.num_held = 0
 
@@ -106,10 +124,10 @@ class Admission:
     """
 
     def __init__(
-        self, app: ASGIApp, metrics: Metrics, max_in_flight: int, paths: Container[str], pace: Pace | None = None
+        self, app: ASGIApp, metrics: Metrics, max_in_flight: int, paths: Container[str], rate: WorkRate | None = None
     ) -> None:
-        """paths: those that do work; all others are always let through. pace: of the server's whole work."""
-        self.pace = pace or Pace()
+        """paths: those that do work; all others are always let through. rate: of the server's whole work."""
+        self.rate = rate or WorkRate()
         self.max_in_flight = max_in_flight
         self.num_in_flight = 0
         self._app = app
@@ -121,7 +139,7 @@ class Admission:
         try:
             await self._pass_on(scope, receive, send)
         except Overloaded as exc:
-            raise Overloaded(exc.message, retry_after_s=self.pace.retry_after_s) from exc
+            raise Overloaded(exc.message, retry_after_s=self.rate.retry_after_s) from exc
 
     async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or route_path(scope) not in self._paths:
@@ -133,12 +151,11 @@ class Admission:
         places = state["places"] = Places(self)
         places.hold(1)
         self._metrics.num_in_flight += 1
-        was_refused = False
         try:
             await self._app(scope, receive, send)
-        except Overloaded:
-            was_refused = True
+        except BaseException:  # an error, or the client has disconnected
+            places.is_finished = False
             raise
         finally:
-            places.release(was_refused=was_refused)
+            places.release()
             self._metrics.num_in_flight -= 1

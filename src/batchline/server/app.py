@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 from batchline.backends.base import Backend
 from batchline.openai_api.endpoint_table import ENDPOINTS, INPUT_TOKENS, REQUEST_SCHEMAS, RESPONSES
-from batchline.server.admission import Admission, Pace
+from batchline.server.admission import Admission, WorkRate
 from batchline.server.api_keys import OPEN_PATHS, ApiKeys
 from batchline.server.boundary import RequestBoundary
 from batchline.server.errors import error_response, unrouted
@@ -39,8 +39,8 @@ def create_app(backend: Backend, options: ServerOptions) -> FastAPI:
     )
     metrics = Metrics(backend.stats)
     inference = Inference(backend, metrics, options.max_request_bytes)
-    pace = Pace()
-    responses = ResponsesApi(backend, inference, pace, max_running=options.max_in_flight)
+    rate = WorkRate()
+    responses = ResponsesApi(backend, inference, rate, max_running=options.max_in_flight)
     _add_inference(app, inference, responses)
     _add_kept_responses(app, responses)
     _add_service(app, Service(backend, metrics))
@@ -55,7 +55,7 @@ def create_app(backend: Backend, options: ServerOptions) -> FastAPI:
     app.add_exception_handler(HTTPException, answer_unrouted)
     app.openapi = _cached_description(app, options)  # type: ignore[method-assign]
     app.add_middleware(
-        Admission, metrics=metrics, max_in_flight=options.max_in_flight, paths=frozenset(REQUEST_SCHEMAS), pace=pace
+        Admission, metrics=metrics, max_in_flight=options.max_in_flight, paths=frozenset(REQUEST_SCHEMAS), rate=rate
     )
     if options.api_keys:
         app.add_middleware(ApiKeys, keys=options.api_keys, open_paths=_open_paths(options))

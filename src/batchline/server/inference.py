@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from batchline.backends.base import Answer, Backend, EndpointRequest, find_model, models_by_name
+from batchline.openai_api.endpoint_table import ENDPOINTS
 from batchline.server.admission import num_places
 from batchline.server.event_stream import EventStream, close_stream, while_connected
 from batchline.server.json_body import SMALL_BODY, read_json_object, written
@@ -74,6 +75,7 @@ class Inference:
         is_large = isinstance(answer.body, bytes) and len(answer.body) > SMALL_BODY
         parsed = await asyncio.to_thread(answer.parsed_body) if is_large else answer.parsed_body()
         request.state.usage = parsed.get("usage")
+        request.state.places.is_finished = not answer.is_error and ENDPOINTS[endpoint_request.url].needs_engine
         return answer
 
     async def begin_stream(
@@ -86,6 +88,7 @@ class Inference:
         except BaseException:
             await close_stream(timed)
             raise
+        request.state.places.is_finished = True  # unless the client disconnects
         return EventStream(first, timed, endpoint, request.state.request_id)
 
 

@@ -33,7 +33,7 @@ from batchline.openai_api.common import ListParams, list_page
 from batchline.openai_api.endpoint_table import INPUT_TOKENS, RESPONSES
 from batchline.openai_api.parsing import parse_body
 from batchline.openai_api.responses import ITEM_REFERENCE, Status, input_item, response_object
-from batchline.server.admission import Pace
+from batchline.server.admission import WorkRate
 from batchline.server.api_keys import owner_of
 from batchline.server.event_stream import close_stream, while_connected
 from batchline.server.inference import Inference
@@ -46,10 +46,10 @@ JsonObject = dict[str, Any]
 class ResponsesApi:
     """Makes, keeps, shows and cancels responses."""
 
-    def __init__(self, backend: Backend, inference: Inference, pace: Pace, *, max_running: int) -> None:
-        """pace: of the server's whole work. max_running: how many may be made in the background at once."""
+    def __init__(self, backend: Backend, inference: Inference, rate: WorkRate, *, max_running: int) -> None:
+        """rate: of the server's whole work. max_running: how many may be made in the background at once."""
         self._backend = backend
-        self._pace = pace
+        self._rate = rate
         self._inference = inference
         self._max_running = max_running
         self._kept = KeptResponses()
@@ -153,13 +153,15 @@ class ResponsesApi:
 
     async def _make(self, kept: KeptResponse, call: _Call) -> None:
         """The background task. Its result or its error becomes the kept response."""
-        self._pace.begin()
+        self._rate.begin()
+        is_finished = False
         try:
-            await self._answer_later(kept, call)
+            is_finished = await self._answer_later(kept, call)
         finally:
-            self._pace.finish()
+            self._rate.end(is_finished=is_finished)
 
-    async def _answer_later(self, kept: KeptResponse, call: _Call) -> None:
+    async def _answer_later(self, kept: KeptResponse, call: _Call) -> bool:
+        """Returns whether the backend has made the response."""
         kept.response = kept.response | {"status": "in_progress"}
         try:
             answer = await self._backend.answer(replace(call.request, priority=BACKGROUND_PRIORITY))
@@ -173,6 +175,7 @@ class ResponsesApi:
             reported = {"code": str(error["code"]), "message": error["message"]}
             kept.response = kept.response | {"status": "failed", "error": reported}
         self._kept.finish(kept)
+        return error is None
 
 
 @dataclass(frozen=True, slots=True)
