@@ -41,6 +41,13 @@ def test_one_caller_never_has_all_threads(threads: FairThreads) -> None:
     assert all(future.result(TIMEOUT_S) for future in long)
 
 
+def test_the_only_caller_has_all_threads(threads: FairThreads) -> None:
+    """Bug: a batch run and a server without keys, which have one unnamed caller, never used one of the threads."""
+    barrier = threading.Barrier(2)
+    both = [threads.submit(barrier.wait, TIMEOUT_S) for _ in range(2)]
+    assert sorted(future.result(TIMEOUT_S) for future in both) == [0, 1]
+
+
 def test_waiting_callers_take_turns(threads: FairThreads) -> None:
     is_allowed, is_over = threading.Event(), threading.Event()
     order: list[str] = []
@@ -81,3 +88,28 @@ def test_a_shutdown_finishes_or_cancels_what_waits(cancels: bool) -> None:
     is_allowed.set()
     assert holder.result(TIMEOUT_S)
     assert waiting.cancelled() if cancels else waiting.result(TIMEOUT_S) == "done"
+
+
+@pytest.mark.parametrize("caller", ["", "a"])
+def test_nothing_can_be_submitted_after_a_shutdown(caller: str) -> None:
+    """Bug: if its caller's threads were busy, the work was queued and neither started nor ended."""
+    made = FairThreads(2, "fair")
+    is_allowed = threading.Event()
+    busy = [submit(made, caller, is_allowed.wait) for _ in range(2)]
+    made.shutdown(wait=False)
+    with pytest.raises(RuntimeError, match="shut down"):
+        submit(made, caller, lambda: "done")
+    is_allowed.set()
+    assert all(future.result(TIMEOUT_S) for future in busy)
+
+
+def test_a_shutdown_that_cancels_ends_all_futures() -> None:
+    """Bug: work that had its turn, but not yet its thread, stayed pending for ever."""
+    made = FairThreads(2, "fair")
+    is_allowed = threading.Event()
+    for _ in range(2):  # threads that still have to return from their previous work
+        made._pool.submit(is_allowed.wait)
+    future = submit(made, "a", lambda: "done")
+    made.shutdown(wait=False, cancel_futures=True)
+    is_allowed.set()
+    assert future.result(5) == "done"
