@@ -51,6 +51,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any, ClassVar
 
 logger = logging.getLogger(__name__)
@@ -138,7 +139,9 @@ class UnknownPlugin(UsageError):
     """Nothing of this kind is registered under this name. kind: "tool-call parser", "reasoning parser" or "backend"."""
 
     def __init__(self, kind: str, name: str, known: list[str]) -> None:
-        super().__init__(f"There is no {kind} {name!r}. Known: {', '.join(known)}; a plugin file can add others.")
+        close = get_close_matches(name, known, n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        super().__init__(f"There is no {kind} {name!r}.{hint} Known: {', '.join(known)}; a plugin file can add others.")
         self.kind = kind
         self.name = name
         self.known = known

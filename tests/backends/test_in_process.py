@@ -20,6 +20,7 @@ from batchline.config import CacheConfig, EngineConfig, ModelConfig, SchedulerCo
 from batchline.errors import (
     BadRequest,
     EngineOutOfMemory,
+    ModelLoadError,
     NotFound,
     SequenceFailed,
     ServiceUnavailable,
@@ -372,6 +373,14 @@ async def test_garbage_is_collected_while_a_second_model_loads_beside_one_that_s
         assert num_frozen[0] < num_frozen[1] >= gc.get_freeze_count()
     finally:
         await backend.close()
+
+
+async def test_a_context_longer_than_the_models_is_refused_before_its_weights_are_read(tmp_path: Path) -> None:
+    """It used to be refused after the weights were loaded, or even downloaded. This model has none."""
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"], "max_position_embeddings": 128}')
+    backend = InProcessBackend([EngineConfig(model=ModelConfig(model=str(tmp_path), max_model_len=129))])
+    with pytest.raises(ModelLoadError, match="129 is more than the model's context of 128 tokens"):
+        await backend.start()
 
 
 async def test_two_models_under_one_name_are_refused() -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,8 +62,6 @@ def test_defaults_are_the_configurations_own() -> None:
         ("tool_call_parser", "hermes", lambda e: e.text.tool_parser),
         ("enable_auto_tool_choice", True, lambda e: e.text.needs_tool_parser),
         ("reasoning_parser", "none", lambda e: e.text.reasoning_parser),
-        ("tool_parser_plugin", ["a.py"], lambda e: list(e.text.parser_plugins)),
-        ("reasoning_parser_plugin", ["b.py"], lambda e: list(e.text.parser_plugins)),
     ],
 )
 def test_every_option_reaches_the_configuration(option: str, value: Any, read: Any) -> None:
@@ -72,6 +72,71 @@ def test_every_option_reaches_the_configuration(option: str, value: Any, read: A
 def test_a_missing_chat_template_is_refused_before_anything_is_read() -> None:
     with pytest.raises(UsageError, match="looks like a file path, but it cannot be opened"):
         ModelOptions(model=["m"], chat_template="./missing.jinja").engines()
+
+
+PLUGIN = """
+from batchline.text.reasoning import ReasoningParser, register_reasoning_parser
+from batchline.text.tool_parsers import tool_parser, register_tool_parser
+
+
+@register_tool_parser("of_a_plugin")
+class OfAPlugin(tool_parser("hermes")):
+    @classmethod
+    def recognizes(cls, template):
+        return False
+
+
+register_reasoning_parser("of_a_plugin")(ReasoningParser)
+"""
+
+
+@pytest.mark.parametrize("kind", ["tool", "reasoning"])
+def test_plugin_files_reach_the_configuration_and_their_parsers_are_known(kind: str, tmp_path: Path) -> None:
+    plugin = tmp_path / f"{kind}_plugin.py"
+    plugin.write_text(PLUGIN.replace("of_a_plugin", f"of_{kind}"))
+    parser = {"tool": "tool_call_parser", "reasoning": "reasoning_parser"}[kind]
+    options: dict[str, Any] = {f"{kind}_parser_plugin": [str(plugin)], parser: f"of_{kind}"}
+    [engine] = ModelOptions(model=["m"], **options).engines()
+    assert engine.text.parser_plugins == (str(plugin),)
+
+
+def test_wrong_parsers_and_a_missing_plugin_are_refused_together_before_the_model_is_loaded() -> None:
+    """They used to fail after the model was loaded, which can take minutes, and one at a time."""
+    options = ModelOptions(
+        model=["m"], tool_call_parser="hermez", reasoning_parser="qwen33", tool_parser_plugin=["missing.py"]
+    )
+    with pytest.raises(UsageError) as caught:
+        options.engines()
+    assert "Cannot load the plugin 'missing.py'" in str(caught.value)
+    assert "There is no reasoning parser 'qwen33'. Did you mean 'qwen3'? Known: " in str(caught.value)
+    with pytest.raises(UsageError, match=r"no tool-call parser 'hermez'\. Did you mean 'hermes'\? Known: .*hermes"):
+        ModelOptions(model=["m"], tool_call_parser="hermez").engines()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"max_position_embeddings": 2048}, {"n_positions": 2048}, {"text_config": {"max_position_embeddings": 2048}}],
+)
+def test_a_context_longer_than_the_models_is_refused_before_the_model_is_loaded(
+    config: dict[str, Any], tmp_path: Path
+) -> None:
+    """It used to fail after the weights were loaded."""
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = str(tmp_path)
+    with pytest.raises(UsageError, match="--max-model-len 100000 is more than the model's context of 2048 tokens"):
+        ModelOptions(model=[model], max_model_len=100_000).engines()
+    ModelOptions(model=[model], max_model_len=2048).engines()
+    overrides = {**config, "max_position_embeddings": 200_000}
+    overrides |= {"text_config": overrides} if "text_config" in config else {}
+    ModelOptions(model=[model], max_model_len=100_000, hf_overrides=overrides).engines()
+
+
+def test_an_embedding_model_may_have_a_longer_context_than_its_sentence_length(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 512}')
+    (tmp_path / "modules.json").write_text("[]")
+    (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": 128}')
+    [engine] = ModelOptions(model=[str(tmp_path)], max_model_len=512).engines()
+    assert engine.model.max_model_len == 512
 
 
 def test_each_model_has_its_served_name() -> None:

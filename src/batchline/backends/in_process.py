@@ -43,7 +43,7 @@ from batchline.errors import (
     request_error,
 )
 from batchline.openai_api.endpoint_table import ENDPOINTS, answering_path, endpoints_of, error_body
-from batchline.pooling.detection import detect_context, detect_task
+from batchline.pooling.detection import detect_context, detect_task, refuse_longer_context
 
 if TYPE_CHECKING:
     from batchline.backends.resident_models import ResidentModel
@@ -199,6 +199,8 @@ class InProcessBackend:
         name, model = config.model.names[0], config.model
         if name not in self._tasks:
             refuse_foreign_format(model.model, model.revision)
+            if model.max_model_len is not None:
+                refuse_longer_context(model.model, model.max_model_len, model.revision, model.hf_overrides)
             is_known = model.task != "auto"
             self._tasks[name] = model.task if is_known else detect_task(model.model, model.revision, model.hf_overrides)
             with suppress(ModelLoadError):  # loading reports it

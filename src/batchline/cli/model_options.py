@@ -6,9 +6,10 @@ A command takes a `model_options: ModelOptions` parameter and is decorated with 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Annotated, Any, Literal
 
 import typer
@@ -41,7 +42,9 @@ from batchline.config import (
     Task,
     TextConfig,
 )
-from batchline.errors import UsageError
+from batchline.errors import ModelLoadError, UsageError
+from batchline.plugins import load_plugin
+from batchline.pooling.detection import refuse_longer_context
 
 _MODEL = "Model"
 _ENGINE = "Engine"
@@ -296,6 +299,9 @@ class ModelOptions:
         together(
             *(partial(refuse_missing_folder, model) for model in self.model),
             self._served_names,
+            *(partial(self._refuse_longer_context, model) for model in self.model),
+            self._refuse_unknown_tool_parser,
+            self._refuse_unknown_reasoning_parser,
             partial(_refuse_missing_template, self.chat_template),
             partial(parse_request_limits, self.request_limit),
             partial(check_generation_defaults, self.override_generation_config or {}),
@@ -305,6 +311,28 @@ class ModelOptions:
             self._engine(model, names, strict, media or MediaConfig())
             for model, names in zip(self.model, self._served_names(), strict=True)
         )
+
+    def _refuse_longer_context(self, model: str) -> None:
+        """Check a model in a folder. The backend checks one of the hub, before its weights are fetched.
+
+        Raises: UsageError.
+        """
+        if self.max_model_len is None or not os.path.isdir(model):
+            return
+        try:
+            refuse_longer_context(model, self.max_model_len, overrides=self.hf_overrides)
+        except ModelLoadError as exc:
+            raise UsageError(str(exc)) from exc
+
+    def _refuse_unknown_tool_parser(self) -> None:
+        from batchline.text.tool_parsers import tool_parser  # all parsers: not for --help
+
+        _refuse_unknown_parser(self.tool_call_parser, self.tool_parser_plugin, tool_parser)
+
+    def _refuse_unknown_reasoning_parser(self) -> None:
+        from batchline.text.reasoning import reasoning_parser  # as above
+
+        _refuse_unknown_parser(self.reasoning_parser, self.reasoning_parser_plugin, reasoning_parser)
 
     def _served_names(self) -> list[tuple[str, ...]]:
         """The names of each model. A single model has all given names. Raises: UsageError."""
@@ -380,6 +408,18 @@ def _given(context: typer.Context, parameter: Any) -> str:
         return ""
     elsewhere = " (in the configuration file or the environment)" if source.name == "DEFAULT_MAP" else ""
     return f"{parameter.opts[0]}{elsewhere}"
+
+
+_load_plugin_once = cache(load_plugin)
+"""Options may be checked several times. A failure is not remembered."""
+
+
+def _refuse_unknown_parser(name: str | None, plugins: Sequence[str], parser: Callable[[str], object]) -> None:
+    """Check a parser before the model is loaded. Raises: UnknownPlugin, PluginLoadError."""
+    for plugin in plugins:
+        _load_plugin_once(plugin)
+    if name not in (None, "none"):
+        parser(str(name))
 
 
 def _refuse_missing_template(option: str | None) -> None:

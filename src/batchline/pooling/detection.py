@@ -26,16 +26,37 @@ def detect_context(model: str, revision: str | None = None, overrides: Mapping[s
 
     overrides: of config.json. Raises: ModelLoadError.
     """
-    config = {**(read_json(model, "config.json", revision) or {}), **(overrides or {})}
-    nested = config.get("text_config")
-    text = nested if isinstance(nested, dict) else config
-    lengths = [next((text[name] for name in _LENGTHS if isinstance(text.get(name), int)), None)]
+    text = _text_config(model, revision, overrides)
+    lengths = [_num_positions(text)]
     rope = text.get("rope_parameters") or text.get("rope_scaling")
     if isinstance(rope, dict) and rope.get("rope_type", rope.get("type")) in _LENGTH_DEPENDENT_ROPE:
         lengths.append(rope.get("original_max_position_embeddings", text.get("original_max_position_embeddings")))
     if read_json(model, "modules.json", revision) is not None:
         lengths.append((read_json(model, "sentence_bert_config.json", revision) or {}).get("max_seq_length"))
     return min((length for length in lengths if isinstance(length, int)), default=None)
+
+
+def refuse_longer_context(
+    model: str, length: int, revision: str | None = None, overrides: Mapping[str, Any] | None = None
+) -> None:
+    """Raises: ModelLoadError if config.json names fewer positions than `length`, or cannot be read.
+
+    Loading checks the length again, because not all models can use all their positions.
+    """
+    positions = _num_positions(_text_config(model, revision, overrides))
+    if positions is not None and length > positions:
+        raise ModelLoadError(model, f"--max-model-len {length} is more than the model's context of {positions} tokens")
+
+
+def _text_config(model: str, revision: str | None, overrides: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """The part of config.json that is about text. Raises: ModelLoadError."""
+    config = {**(read_json(model, "config.json", revision) or {}), **(overrides or {})}
+    nested = config.get("text_config")
+    return nested if isinstance(nested, dict) else config
+
+
+def _num_positions(text: Mapping[str, Any]) -> int | None:
+    return next((text[name] for name in _LENGTHS if isinstance(text.get(name), int)), None)
 
 
 def detect_task(model: str, revision: str | None = None, overrides: Mapping[str, Any] | None = None) -> Task:
