@@ -203,6 +203,26 @@ async def test_a_name_that_is_not_listed_is_accepted_and_never_shown() -> None:
     assert unknown.parsed_body()["error"]["message"] == "The model 'other' does not exist. Served here: tiny"
 
 
+async def test_an_option_that_a_later_load_finds_wrong_is_a_model_load_error_whoever_asks() -> None:
+    """Bug: a background response, which is checked first, was answered as if the server had a fault."""
+    good = EngineConfig(
+        model=ModelConfig(model=str(TINY_CHAT), served_names=("good",)), cache=CacheConfig(num_bytes=16 << 20)
+    )
+    bad = replace(good, model=replace(good.model, served_names=("bad",)), text=TextConfig(chat_template="{% if"))
+    backend = InProcessBackend([good, bad])
+    await backend.start()
+    try:
+        for asked in (backend.check, backend.answer):
+            with pytest.raises(ModelLoadError, match="Cannot load the model 'bad': The chat template is not valid"):
+                await asked(chat(model="bad"))
+        with pytest.raises(ModelLoadError, match="'bad'"):
+            await anext(backend.stream(chat(model="bad")))
+    finally:
+        await backend.close()
+    with pytest.raises(UsageError, match="The chat template is not valid"):
+        await InProcessBackend([bad]).start()
+
+
 async def test_a_closed_backend_is_not_alive() -> None:
     config = EngineConfig(model=ModelConfig(model=str(TINY_CHAT), num_threads=1), cache=CacheConfig(num_bytes=16 << 20))
     backend = InProcessBackend([config])

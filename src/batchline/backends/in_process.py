@@ -131,8 +131,6 @@ class InProcessBackend:
                     return Answer(status_code=200, body=body, request_id=request.request_id)
         except (EngineLost, ModelLoadError):
             raise
-        except UsageError as exc:  # an option that only a load finds wrong
-            raise ModelLoadError(str(request.body.get("model")), str(exc)) from exc
         except Exception as exc:
             error = request_error(exc, request.request_id)
             return Answer(
@@ -159,8 +157,6 @@ class InProcessBackend:
                     return
         except (EngineLost, ModelLoadError):
             raise
-        except UsageError as exc:  # an option that only a load finds wrong
-            raise ModelLoadError(str(request.body.get("model")), str(exc)) from exc
         except Exception as exc:
             error = request_error(exc, request.request_id)
             if attempts is None or not attempts.has_begun:
@@ -225,7 +221,12 @@ class InProcessBackend:
         with collections, cache_memory_ahead() if task == "generate" else nullcontext() as memory:
             from batchline.backends.resident_models import load  # imports torch and transformers, which takes seconds
 
-            model = load(config, task, memory, self._collector(config.media))
+            try:
+                model = load(config, task, memory, self._collector(config.media))
+            except UsageError as exc:  # an option that only a load finds wrong
+                if not self._has_started:
+                    raise
+                raise ModelLoadError(name, str(exc)) from exc
         self._has_loaded = True
         if self._has_started:  # the caller of `start` shows the first model's facts
             logger.info("loaded %s", model.facts.text)
