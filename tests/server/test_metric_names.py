@@ -6,13 +6,16 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import httpx
 import pytest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from threaded_server import ThreadedServer
+
+from batchline.engine.request import FinishReason
+from batchline.engine.sequence_metrics import SequenceMetrics, total
 
 DASHBOARD = Path(__file__).parents[2] / "docs/grafana.json"
 NAME = re.compile(r"\b(?:batchline_\w+)")
@@ -88,3 +91,12 @@ def test_a_request_is_counted_by_its_tokens_times_and_end(tiny: ThreadedServer) 
     assert min(parts) > 0
     assert sum(parts) == pytest.approx(whole)
     assert added["batchline_sequence_output_token_seconds_count"] == added["batchline_output_tokens_total"] - 3
+
+
+def test_every_reason_for_an_end_is_shown_before_it_occurs(tiny: ThreadedServer) -> None:
+    """Bug: `repetition` was missing, so that Prometheus did not see its first increase. All zeros were missing once a
+    model had been unloaded and loaded again."""
+    reasons = {*get_args(FinishReason), "error"}
+    assert {f"batchline_sequences_finished_total{reason}" for reason in reasons} <= {*values(tiny)}
+    unused = SequenceMetrics().counts()
+    assert set(unused.finished) == set(total(unused, unused).finished) == reasons

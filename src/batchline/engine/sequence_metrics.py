@@ -19,6 +19,8 @@ _TOKEN_BOUNDS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 2
 _TIME_BOUNDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.3, 0.5, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 60, 120, 300, 600, 1800)
 _TOKEN_TIME_BOUNDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5)
 
+_REASONS = ("stop", "length", "repetition", "abort", "error")
+
 BOUNDS: Mapping[str, tuple[float, ...]] = {
     "prompt_tokens": _TOKEN_BOUNDS,
     "output_tokens": _TOKEN_BOUNDS,
@@ -59,7 +61,7 @@ class Histogram:
 class SequenceCounts:
     """The counts since the start.
 
-    finished: by reason (`stop`, `length`, `abort`, `error`). histograms: by the names of `BOUNDS`.
+    finished: by reason (`stop`, `length`, `repetition`, `abort`, `error`). histograms: by the names of `BOUNDS`.
     """
 
     finished: Mapping[str, int] = field(default_factory=dict)
@@ -70,7 +72,7 @@ class SequenceMetrics:
     """Collects the counts of one engine; written by its thread, read by any."""
 
     def __init__(self) -> None:
-        self._finished: Counter[str] = Counter({"stop": 0, "length": 0, "abort": 0, "error": 0})
+        self._finished: Counter[str] = Counter(dict.fromkeys(_REASONS, 0))
         self._counts = {name: [0] * (len(bounds) + 1) for name, bounds in BOUNDS.items()}
         self._sums = dict.fromkeys(BOUNDS, 0.0)
 
@@ -106,7 +108,9 @@ def total(first: SequenceCounts, second: SequenceCounts) -> SequenceCounts:
     """The sum of both."""
     if not first.histograms or not second.histograms:
         return first if first.histograms else second
+    finished = Counter(first.finished)
+    finished.update(second.finished)  # keeps zeros; + would drop them
     return SequenceCounts(
-        finished=dict(Counter(first.finished) + Counter(second.finished)),
+        finished=dict(finished),
         histograms={name: counted + second.histograms[name] for name, counted in first.histograms.items()},
     )
