@@ -18,6 +18,7 @@ import pytest
 
 from batchline.cli.main import app
 from batchline.cli.server_options import ServingOptions
+from batchline.config import ModelConfig
 from batchline.errors import UsageError
 from batchline.server.options import CorsOptions
 
@@ -125,6 +126,38 @@ def test_an_address_or_certificate_that_cannot_be_used_is_refused_before_anythin
 
 def test_a_model_is_needed() -> None:
     assert refusal() == "Which model? Give one: batchline serve MODEL"
+
+
+def served_names(monkeypatch: pytest.MonkeyPatch, model: str) -> tuple[str, ...]:
+    """The names of a model where the server would begin to load it. The last one is accepted, but not shown."""
+    configs: list[ModelConfig] = []
+    monkeypatch.setattr("batchline.cli.serve.running", lambda backend: configs.append(backend._engines[0].model))
+    monkeypatch.setattr("batchline.server.run.run", lambda *_: None)
+    app(args=["serve", model, "--port", "0"], standalone_mode=False)
+    return (*configs[0].names, *configs[0].unlisted_names)
+
+
+def test_a_folder_is_served_under_the_name_that_its_user_sees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a link was served under the name of its target, which is a commit's hash in the hub's cache."""
+    snapshot = tmp_path / "models--some-org--a-model/snapshots/0123abcd"
+    snapshot.mkdir(parents=True)
+    (tmp_path / "link").symlink_to(snapshot)
+    monkeypatch.chdir(tmp_path)
+    assert served_names(monkeypatch, "link/") == ("link", "link/")
+    assert served_names(monkeypatch, str(snapshot)) == ("some-org/a-model", str(snapshot))
+    assert served_names(monkeypatch, "models--some-org--a-model/snapshots") == (
+        "snapshots",
+        "models--some-org--a-model/snapshots",
+    )
+    assert served_names(monkeypatch, ".") == (tmp_path.name, ".")
+
+
+def test_two_folders_of_one_name_are_refused_naming_the_option(tmp_path: Path) -> None:
+    folders = [tmp_path / "a/model", tmp_path / "b/model"]
+    for folder in folders:
+        folder.mkdir(parents=True)
+    message = refusal(str(folders[0]), "--model", str(folders[1]))
+    assert message == "Two models are served as 'model'; give each its own --served-model-name"
 
 
 def test_names_are_counted_per_model() -> None:

@@ -99,10 +99,19 @@ def _without_path(engine: EngineConfig) -> EngineConfig:
     model = engine.model
     if model.served_names or not os.path.isdir(model.model):
         return engine
-    name = Path(model.model).resolve().name
+    name = _folder_name(model.model) or model.model
     return dataclasses.replace(
         engine, model=dataclasses.replace(model, served_names=(name,), unlisted_names=(model.model,))
     )
+
+
+def _folder_name(path: str) -> str:
+    """The last part of the path; for a model in the hub's cache (`models--ORG--NAME/snapshots/HASH`), its id."""
+    folder = Path(os.path.abspath(path))  # without resolving links, whose names are chosen for the model
+    cached = folder.parent.parent.name
+    if folder.parent.name == "snapshots" and cached.startswith("models--"):
+        return cached.removeprefix("models--").replace("--", "/")
+    return folder.name
 
 
 def _models(context: typer.Context, argument: str | None, options: list[str]) -> list[str]:
