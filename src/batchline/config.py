@@ -128,7 +128,8 @@ class TextConfig:
     allow_request_chat_template: whether a request may bring its own `chat_template`.
     special_tokens_in_content: control tokens that users write in messages are encoded as control tokens (`allow`) or as
         plain text (`escape`), or the request gets a 400 (`refuse`).
-    max_logprobs: cap on `logprobs`, `top_logprobs` and `prompt_logprobs`; -1 is the whole vocabulary.
+    max_logprobs: cap on `logprobs`, `top_logprobs`, `prompt_logprobs` and the number of `logprob_token_ids`; -1 is the
+        whole vocabulary.
     strict: an unknown request field is a 400 instead of a warning.
     limits: limits on the lists and strings of one request.
     tool_parser, reasoning_parser: names of the parsers for the model's tool calls and its reasoning; None detects them

@@ -126,6 +126,23 @@ async def test_logprobs_with_alternatives() -> None:
     }
 
 
+async def test_chosen_logprobs_are_capped() -> None:
+    """Bug: --max-logprobs was compared with `top_logprobs`, which the list replaces."""
+    small = scripted_model("h", config=TextConfig(max_logprobs=2))
+    with pytest.raises(BadRequest, match="logprob_token_ids: at most 2 log-probabilities") as refused:
+        await chat(small, logprobs=True, logprob_token_ids=[1, 2, 3])
+    assert refused.value.param == "logprob_token_ids"
+    await chat(small, logprobs=True, logprob_token_ids=[1, 2])
+
+
+@pytest.mark.parametrize("num_top", [1, -1])
+async def test_chosen_logprobs_exclude_the_most_likely_ones(num_top: int) -> None:
+    """Bug: the list replaced `top_logprobs` in silence."""
+    with pytest.raises(BadRequest, match="logprob_token_ids: it cannot be combined with top_logprobs"):
+        await chat(scripted_model("h"), logprobs=True, top_logprobs=num_top, logprob_token_ids=[1])
+    await chat(scripted_model("h"), logprobs=True, top_logprobs=0, logprob_token_ids=[1])
+
+
 async def test_logprobs_without_alternatives() -> None:
     content = (await chat(logprobs=True))["choices"][0]["logprobs"]["content"]
     assert [entry["token"] for entry in content] == [*"Hello", "</s>"]

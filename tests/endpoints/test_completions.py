@@ -206,6 +206,15 @@ async def test_logprobs_are_capped(field: str) -> None:
     await complete(scripted_model(config=TextConfig(max_logprobs=-1)), **{field: -1})
 
 
+async def test_chosen_logprobs_are_capped() -> None:
+    """Bug: --max-logprobs was compared with `logprobs`, which the list replaces."""
+    small = scripted_model(config=TextConfig(max_logprobs=2))
+    with pytest.raises(BadRequest, match="logprob_token_ids: at most 2 log-probabilities") as refused:
+        await complete(small, logprobs=1, logprob_token_ids=[1, 2, 3])
+    assert refused.value.param == "logprob_token_ids"
+    await complete(small, logprobs=1, logprob_token_ids=[1, 2])
+
+
 async def test_a_prompt_near_the_context_is_answered_as_far_as_there_is_room() -> None:
     model = scripted_model("x" * 100, max_model_len=20)
     assert (await complete(model, prompt="A" * 14))["usage"]["completion_tokens"] == 5

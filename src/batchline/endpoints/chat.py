@@ -57,7 +57,8 @@ def parse_chat(body: Mapping[str, Any], config: TextConfig) -> ChatCompletionReq
     request = parse_body(ChatCompletionRequest, body, strict=config.strict, limits=config.limits).with_tools()
     request.check()
     check_choices(request)
-    check_num_logprobs(request.top_logprobs, config, "top_logprobs")
+    by_ids = request.logprob_token_ids is not None
+    check_num_logprobs(request.num_alternatives, config, "logprob_token_ids" if by_ids else "top_logprobs")
     check_num_logprobs(request.prompt_logprobs, config, "prompt_logprobs")
     return request
 

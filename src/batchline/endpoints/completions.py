@@ -61,7 +61,8 @@ def parse_completion(body: Mapping[str, Any], config: TextConfig) -> CompletionR
     request = parse_body(CompletionRequest, body, strict=config.strict, limits=config.limits)
     request.check()
     check_choices(request)
-    check_num_logprobs(request.logprobs, config, "logprobs")
+    by_ids = request.logprob_token_ids is not None
+    check_num_logprobs(request.num_alternatives, config, "logprob_token_ids" if by_ids else "logprobs")
     check_num_logprobs(request.prompt_logprobs, config, "prompt_logprobs")
     return request
 
