@@ -396,8 +396,9 @@ async def test_garbage_is_collected_while_a_second_model_loads_beside_one_that_s
 
 
 async def test_a_context_longer_than_the_models_is_refused_before_its_weights_are_read(tmp_path: Path) -> None:
-    """It used to be refused after the weights were loaded, or even downloaded. This model has none."""
+    """It used to be refused after the weights were loaded, or even downloaded. This model's file has none."""
     (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"], "max_position_embeddings": 128}')
+    (tmp_path / "model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
     backend = InProcessBackend([EngineConfig(model=ModelConfig(model=str(tmp_path), max_model_len=129))])
     with pytest.raises(ModelLoadError, match="129 is more than the model's context of 128 tokens"):
         await backend.start()
