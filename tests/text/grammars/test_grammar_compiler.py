@@ -85,6 +85,15 @@ def test_rules_have_the_names_that_the_request_gave_them() -> None:
     assert error.message == 'field: invalid grammar: no "one-Two", "one-Two" or "other"'
 
 
+def test_blank_lines_before_a_rule_are_read_once() -> None:
+    """Bug: at each blank line of a wrong grammar, all blank lines behind it were read; 20,000 of them took 8 seconds.
+
+    The name and the `::=` of a rule are in one line."""
+    grammar = "\n" * 20_000 + 'one-Two\n::= "a"\nroot-A ::= "b"'
+    error = grammar_error(constraint("grammar", grammar), 'no "ONE_TWO" or "ROOT_A"')
+    assert error.message == 'field: invalid grammar: no "ONE_TWO" or "root-A"'
+
+
 @pytest.mark.parametrize(
     ("grammar", "pattern"),
     [

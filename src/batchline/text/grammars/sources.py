@@ -30,7 +30,7 @@ _GBNF_WORD = re.compile(r""""(?:\\.|[^"\\])*"?|\[(?:\\.|[^\]\\])*\]?|#[^\r\n]*|\
 """A literal, a character class, a comment, white space, or any other character."""
 
 
-_GBNF_RULE = re.compile(r"^\s*([\w-]+)\s*::=", re.MULTILINE)
+_GBNF_RULE = re.compile(r"^[ \t]*([\w-]+)[ \t]*::=", re.MULTILINE)
 _TRANSLATED = re.compile(r'"([\w]+)"')
 
 
