@@ -25,7 +25,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from batchline.engine import sampler
+from batchline.engine import row_ops, sampler
 from batchline.engine.logprobs import token_logprobs
 from batchline.engine.request import BannedSequences, GenerationRequest, SamplingParams
 from batchline.engine.sampler import NUM_CANDIDATES, sample, uniform
@@ -419,6 +419,28 @@ def test_logprobs_of_many_rows_are_those_of_each() -> None:
     together = token_logprobs(logits, list(range(150)), [2] * 150)
     alone = [token_logprobs(logits[row : row + 1], [row], [2])[0] for row in range(150)]
     assert together == alone
+
+
+def test_chosen_alternatives_of_many_rows_are_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: each row with chosen tokens computed its normalizer a second time, and waited for the device."""
+    normalized: list[int] = []
+
+    def counting(logits: torch.Tensor) -> torch.Tensor:
+        normalized.append(len(logits))
+        return log_normalizer(logits)
+
+    log_normalizer = row_ops.log_normalizer
+    monkeypatch.setattr(row_ops, "log_normalizer", counting)
+    logits = torch.stack([random_logits(seed=seed) for seed in range(5)])
+    chosen = [(7, 3, 5), (), (2,), (), (9, 0)]
+    entries = token_logprobs(logits, [1, 2, 3, 4, 5], [0, 2, 0, 0, 0], chosen)
+    assert normalized == [5]
+    for row, entry in enumerate(entries):
+        expected = reference_logprobs(logits[row])
+        order = expected.argsort(descending=True).tolist()
+        wanted = sorted(chosen[row], key=order.index) if chosen[row] else order[: 2 if row == 1 else 0]
+        assert [token for token, _ in entry.top] == wanted
+        assert [value for _, value in entry.top] == pytest.approx(expected[wanted].tolist(), abs=1e-5)
 
 
 @pytest.mark.parametrize("sampling", [{}, {"top_p": 0.99}, {"top_k": 3}], ids=["free", "top_p", "top_k"])

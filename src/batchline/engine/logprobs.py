@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from itertools import chain, islice
 
 import torch
 
@@ -14,27 +14,25 @@ _BLOCK = 128
 """Entries per block. The k largest entries are in the k blocks with the largest maxima, so only these are searched."""
 
 
-def token_logprobs(logits: torch.Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
-    """Log-probabilities of chosen tokens and of each row's most likely ones.
+def token_logprobs(
+    logits: torch.Tensor, token_ids: Sequence[int], num_top: Sequence[int], chosen: Sequence[Sequence[int]] = ()
+) -> list[TokenLogprobs]:
+    """Log-probabilities of the rows' tokens, and of each row's most likely or chosen ones, best first.
 
-    logits: (n, vocab) raw; token_ids, num_top: n each; num_top -1 is the whole vocabulary.
+    logits: (n, vocab) raw; token_ids, num_top: n each; num_top -1 is the whole vocabulary. chosen: the alternatives of
+    each row, in place of the most likely ones if there are any; empty if no row has chosen ones.
     """
     found: list[TokenLogprobs] = []
     size = row_ops.rows_at_once(logits)
     for first in range(0, len(token_ids), size):
         part = slice(first, first + size)
-        found += _of_part(logits[part].float(), token_ids[part], num_top[part])
+        found += _of_part(logits[part].float(), token_ids[part], num_top[part], chosen[part])
     return found
 
 
-def with_tokens(found: TokenLogprobs, logits: torch.Tensor, token_ids: Sequence[int]) -> TokenLogprobs:
-    """The same with given tokens as the alternatives, best first. logits: (vocab,) raw."""
-    row = logits[None].float()
-    values = (row[:, list(token_ids)] - row_ops.log_normalizer(row))[0].tolist()
-    return replace(found, top=tuple(sorted(zip(token_ids, values, strict=True), key=lambda pair: -pair[1])))
-
-
-def _of_part(logits: torch.Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
+def _of_part(
+    logits: torch.Tensor, token_ids: Sequence[int], num_top: Sequence[int], chosen: Sequence[Sequence[int]]
+) -> list[TokenLogprobs]:
     vocab = logits.shape[-1]
     counts = [vocab if count < 0 else min(count, vocab) for count in num_top]
     values = logits.gather(1, torch.tensor(token_ids, device=logits.device)[:, None])
@@ -43,15 +41,28 @@ def _of_part(logits: torch.Tensor, token_ids: Sequence[int], num_top: Sequence[i
     logprobs = (values - normalizer)[:, 0].tolist()
     ranks = (row_ops.num_greater(logits, values)[:, 0] + 1).tolist()
     top_logprobs, top_tokens = (top_values - normalizer).tolist(), top_ids.tolist()
-    return [
-        TokenLogprobs(
-            token_id,
-            logprobs[row],
-            ranks[row],
-            tuple(zip(top_tokens[row][:count], top_logprobs[row][:count], strict=True)),
-        )
-        for row, (token_id, count) in enumerate(zip(token_ids, counts, strict=True))
+    tops = [
+        tuple(zip(tokens[:count], values_of[:count], strict=True))
+        for tokens, values_of, count in zip(top_tokens, top_logprobs, counts, strict=True)
     ]
+    if any(chosen):
+        for row, pairs in _chosen_ones(logits, normalizer, chosen).items():
+            tops[row] = pairs
+    return [TokenLogprobs(*of_row) for of_row in zip(token_ids, logprobs, ranks, tops, strict=True)]
+
+
+def _chosen_ones(
+    logits: torch.Tensor, normalizer: torch.Tensor, chosen: Sequence[Sequence[int]]
+) -> dict[int, tuple[tuple[int, float], ...]]:
+    """The chosen tokens of the rows that have any, best first, with their log-probabilities, read at once."""
+    rows = [row for row, token_ids in enumerate(chosen) for _ in token_ids]
+    columns = list(chain.from_iterable(chosen))
+    values = iter((logits[rows, columns] - normalizer[rows, 0]).tolist())
+    return {
+        row: tuple(sorted(zip(token_ids, islice(values, len(token_ids)), strict=True), key=lambda pair: -pair[1]))
+        for row, token_ids in enumerate(chosen)
+        if token_ids
+    }
 
 
 def _largest(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,7 +13,7 @@ import torch
 
 from batchline.engine.kv_cache import CacheGroup, by_layer
 from batchline.engine.logits_processing import allow_only
-from batchline.engine.logprobs import token_logprobs, with_tokens
+from batchline.engine.logprobs import token_logprobs
 from batchline.engine.model_runner import StepResult
 from batchline.engine.request import EmbeddingOutput, GenerationOutput, TokenLogprobs
 from batchline.engine.sampler import sample
@@ -118,10 +118,10 @@ def _sample(results: SequenceOf[SequenceResult], logits: torch.Tensor, masks: St
     if raw is not None:
         wanted = [sequences[index].sampling for index in wanting]
         num_top = [0 if sampling.logprob_token_ids else sampling.logprobs or 0 for sampling in wanted]
-        reported = token_logprobs(raw, [tokens[index] or 0 for index in wanting], num_top)
-        for row, (index, logprobs) in enumerate(zip(wanting, reported, strict=True)):
-            chosen_ids = wanted[row].logprob_token_ids
-            results[index].logprobs = with_tokens(logprobs, raw[row], chosen_ids) if chosen_ids else logprobs
+        chosen_ids = [sampling.logprob_token_ids for sampling in wanted]
+        reported = token_logprobs(raw, [tokens[index] or 0 for index in wanting], num_top, chosen_ids)
+        for index, logprobs in zip(wanting, reported, strict=True):
+            results[index].logprobs = logprobs
 
 
 def _constrain(logits: torch.Tensor, results: SequenceOf[SequenceResult], masks: StepMasks) -> None:
