@@ -228,8 +228,7 @@ class Sequence:
         return self.matcher.is_finished
 
     def _repeats(self, repetition: RepetitionTracker) -> bool:
-        num_output = self.num_output_tokens
-        return repetition.push(self.token_ids, num_output) and num_output >= self.sampling.min_tokens
+        return repetition.push(self.token_ids[-1]) and self.num_output_tokens >= self.sampling.min_tokens
 
     def forget_computed(self) -> None:
         """Reset to nothing computed, because its blocks were freed. Tokens and results stay."""
