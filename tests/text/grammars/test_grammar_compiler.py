@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from batchline.errors import BadRequest, ConstraintFailed
 from batchline.testing import ByteTokenizer
 from batchline.text.grammars import NOTHING_ELSE, Constraint, GrammarCompiler, GrammarMatcher, Preamble, Surroundings
+from batchline.text.grammars.patterns import one_line
 from batchline.text.grammars.sources import grammar_error
 from batchline.text.tokenizer import Tokenizer
 
@@ -92,6 +93,21 @@ def test_blank_lines_before_a_rule_are_read_once() -> None:
     grammar = "\n" * 20_000 + 'one-Two\n::= "a"\nroot-A ::= "b"'
     error = grammar_error(constraint("grammar", grammar), 'no "ONE_TWO" or "ROOT_A"')
     assert error.message == 'field: invalid grammar: no "ONE_TWO" or "root-A"'
+
+
+def test_a_long_expression_in_a_message_is_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: half-written phrases of the engine in a wrong grammar took 7 seconds for 100 KB."""
+    lengths: list[int] = []
+    sub = re.sub
+
+    def counted(pattern: str, plain: str, text: str) -> str:
+        lengths.append(len(text))
+        return sub(pattern, plain, text)
+
+    monkeypatch.setattr("batchline.text.grammars.patterns.re.sub", counted)
+    message = one_line('invalid regex "(' + "Resource '" * 500 + '" (in regex): regex parse error: ( error: unclosed')
+    assert message.startswith("invalid regular expression \"(Resource 'Resource '")
+    assert 0 < max(lengths) < 4100
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ _PROPERTY = re.compile(r"\\[pP](?:\{[^}]*\}|.)")
 _ESCAPE = re.compile(r"\\.", re.DOTALL)
 _SET_OPERATION = re.compile(r"\[|&&|--|~~|\|\|")
 _POINTER = re.compile(r"^( *)\^+\s*$", re.MULTILINE)
-_REASON = re.compile(r"^\s*error: (.*)$", re.MULTILINE)
+_REASON = re.compile(r"^[ \t]*error: (.*)$", re.MULTILINE)
 _PLACE = re.compile(r"(?:at )?(\d+)\((\d+)\): ")
 _LISTING = re.compile(r"^ *(?:\d+ \| .*|\^+ *)(?:\n|\Z)", re.MULTILINE)
 """Lines of a grammar with their numbers, and pointers into them."""
@@ -118,10 +118,15 @@ _PLAIN_WORDS = {
 }
 """Phrases in the engine's messages, as regular expressions, and plain words for them."""
 
+_LONGEST_END = 2000
+"""How many characters of a message are read at each of its ends. What is between them is from the request."""
+
 
 def one_line(message: str) -> str:
     """A message of the engine as one line, bounded, in plain words."""
     line = " ".join(message.split())
+    if len(line) > 2 * _LONGEST_END:  # searching takes time with the square of the length
+        line = f"{line[:_LONGEST_END]} ... {line[-_LONGEST_END:]}"
     for pattern, plain in _PLAIN_WORDS.items():
         line = re.sub(pattern, plain, line)
     return line.strip()[:300]
