@@ -141,17 +141,19 @@ void try_attention(const Runtime* runtime, const Runtime* serial, int dtype) {
   }
   Numbers<T> query(rows * heads * key_dim), out(rows * heads * value_dim), again(rows * heads * value_dim);
   for (const int64_t window : {0, 20}) {
-    for (const float softcap : {0.0f, 5.0f}) {
-      AttentionArgs a{query.get(), out.get(), segments.data(), tables.data(), cache, 5, heads, heads * key_dim, key_dim,
-                      heads * value_dim, window, 0.2f, softcap};
-      require(batchline_attention(runtime, dtype, &a, kThreads) == 0, "attention");
-      out.require_finite("attention");
-      a.out = again.get();
-      require(batchline_attention(serial, dtype, &a, kThreads) == 0, "attention on one thread");
-      require(out == again, "attention does not depend on threads");
-      a.cache.value_dim = int64_t{1} << 46;
-      a.num_segments = 4;  // nothing is split: AddressSanitizer's `new` would end the process instead of throwing
-      require(batchline_attention(runtime, dtype, &a, kThreads) == 2, "memory that is not there is an error");
+    for (const int64_t both_ways : {0, 1}) {
+      for (const float softcap : {0.0f, 5.0f}) {
+        AttentionArgs a{query.get(), out.get(), segments.data(), tables.data(), cache, 5, heads, heads * key_dim,
+                        key_dim, heads * value_dim, window, both_ways, 0.2f, softcap};
+        require(batchline_attention(runtime, dtype, &a, kThreads) == 0, "attention");
+        out.require_finite("attention");
+        a.out = again.get();
+        require(batchline_attention(serial, dtype, &a, kThreads) == 0, "attention on one thread");
+        require(out == again, "attention does not depend on threads");
+        a.cache.value_dim = int64_t{1} << 46;
+        a.num_segments = 4;  // nothing is split: AddressSanitizer's `new` would end the process instead of throwing
+        require(batchline_attention(runtime, dtype, &a, kThreads) == 2, "memory that is not there is an error");
+      }
     }
   }
 }
