@@ -123,6 +123,21 @@ async def test_clients_of_voyage_find_their_results_and_have_long_documents_cut(
     assert "data" not in await rerank({**QUERY}, "r", PairScorer(FakePairModel()))
 
 
+@pytest.mark.parametrize(
+    ("changes", "is_cohere"), [({"truncation": True}, False), ({"max_tokens_per_doc": 3}, False), ({}, True)]
+)
+async def test_query_that_leaves_no_room_for_documents_is_refused(changes: dict[str, Any], is_cohere: bool) -> None:
+    """Bug: with documents cut to fit, a query longer than the context was cut as well, and the order was arbitrary."""
+    for num_tokens in (29, 300):  # with the special tokens, 29 fill the context of 32
+        body = {"query": "a" * num_tokens, "documents": ["abc", "x", ""], **changes}
+        with pytest.raises(BadRequest, match=f"query: its {num_tokens} tokens leave no room for documents") as caught:
+            await rerank(body, "r", PairScorer(FakePairModel()), cuts_long_documents=is_cohere)
+        assert caught.value.param == "query"
+    body["query"] = "a" * 28
+    answer = await rerank(body, "r", PairScorer(FakePairModel()), cuts_long_documents=is_cohere)
+    assert answer["results"][0]["index"] == 0
+
+
 async def test_the_side_of_truncation_and_the_salt_reach_the_model() -> None:
     body = {"query": "abc", "documents": ["abc" + "x" * 30], "truncate_prompt_tokens": 12, "use_activation": False}
     assert (await ranked(**body))[0]["relevance_score"] == 3

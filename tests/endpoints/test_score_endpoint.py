@@ -59,7 +59,7 @@ async def test_older_names_of_the_activation_are_honoured(older: str) -> None:
     """Bug: they were unknown fields, so that the answer had other numbers, with a warning in the log only."""
     body = {"text_1": "ab", "text_2": "ab", older: False}
     assert await scores_of(body) == [2.0]
-    with pytest.raises(BadRequest, match="use_activation: activation and softmax are older names of it"):
+    with pytest.raises(BadRequest, match="use_activation: activation and softmax are older names of this field"):
         await scores_of({**body, "use_activation": True})
 
 

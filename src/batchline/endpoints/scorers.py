@@ -123,6 +123,8 @@ class PairScorer:
             num_special_tokens=self._model.num_special_tokens,
             can_cut=not self._model.takes_whole_pairs,
         )
+        if task.cuts_to_fit and task.truncate is None and max_tokens is not None:
+            await self._check_room(task)
         firsts = task.firsts if len(task.firsts) > 1 else [task.firsts[0]] * len(task.seconds)
         pairs = list(zip(firsts, await cut_documents(task, self._model), strict=True))
         sequences = await self._model.tokenize_pairs(pairs, max_tokens=max_tokens, side=task.truncation_side)
@@ -134,6 +136,17 @@ class PairScorer:
                 sequences, use_activation=task.use_activation is not False, priority=task.priority
             )
         return checked_scores(scores, sequences)
+
+    async def _check_room(self, task: ScoringTask) -> None:
+        """Refuse a query that leaves no room for documents: scores for a cut query mean little. Raises: BadRequest."""
+        (alone,) = await self._model.tokenize_pairs([(task.firsts[0], "")])
+        if len(alone) >= self._model.max_model_len:
+            num_tokens = len(alone) - self._model.num_special_tokens
+            raise BadRequest(
+                f"{task.names[0]}: its {num_tokens} tokens leave no room for documents: this model's maximum context "
+                f"length is {self._model.max_model_len} tokens for both; send a shorter {task.names[0]}",
+                param=task.names[0],
+            )
 
 
 class SimilarityScorer:
