@@ -174,7 +174,7 @@ def test_a_request_without_any_token_left_fails_alone(folder: Path) -> None:
     stuck = request(0, Script([[7], [8]]), allowed_token_ids=frozenset({7}))
     outputs = run(make_engine(folder), stuck, request(1, None))
     assert isinstance(outputs["0"], RequestFailed)
-    assert "No token satisfies the request's constraints" in str(outputs["0"].error)
+    assert "No token satisfies all constraints of the request" in str(outputs["0"].error)
     assert len(tokens(outputs["1"])) == 12
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import jsonschema
 import pytest
-from asking import CLOSING, Ask
+from asking import CLOSING, TOKENIZER, Ask
 from schemas import SCHEMAS
 
 from batchline.backends.base import EndpointRequest
@@ -126,6 +126,23 @@ async def test_a_request_that_leaves_nothing_to_say_is_refused(ask: Ask) -> None
     assert answer.status_code == 400
     assert "No token satisfies" in answer.body["error"]["message"]
     assert content(await ask(guided_choice=["fine"])) == ["fine"]  # and the others go on
+
+
+async def test_an_error_names_the_constraints_that_the_request_has(ask: Ask, backend: InProcessBackend) -> None:
+    """Bug: it named allowed_token_ids, bad_words, min_tokens and a grammar whatever the request had, and never
+    stop_token_ids. Texts that need a stop token before their end cannot be written."""
+    with_y = [token_id for token_id in range(TOKENIZER.vocab_size) if b"y" in TOKENIZER.token_bytes(token_id)]
+    fields = {"guided_regex": "ay", "stop_token_ids": with_y}
+    words = "No token satisfies all constraints of the request (%s). Change one of them."
+    expected = words % "stop_token_ids, the required format of the output"
+    whole = await ask(**fields)
+    assert (whole.status_code, whole.body["error"]["message"]) == (400, expected)
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}], "stream": True, **fields}
+    request = EndpointRequest(url="/v1/chat/completions", body=body, request_id="streamed")
+    last = [chunk async for chunk in backend.stream(request)][-1]
+    assert last["error"]["message"] == expected
+    other = await ask(guided_choice=["yes"], allowed_token_ids=[5])
+    assert other.body["error"]["message"] == words % "allowed_token_ids, the required format of the output"
 
 
 async def test_a_stop_token_ends_only_what_may_end(ask: Ask) -> None:

@@ -112,9 +112,7 @@ def _sample(results: SequenceOf[SequenceResult], logits: torch.Tensor, masks: St
     for result, token in zip(results, tokens, strict=True):
         result.token = token
         if token is None and result.error is None:
-            result.error = ConstraintFailed(
-                "No token satisfies the request's constraints (allowed_token_ids, bad_words, min_tokens, grammar)."
-            )
+            result.error = _no_token_left(result.sequence)
     if raw is not None:
         wanted = [sequences[index].sampling for index in wanting]
         num_top = [0 if sampling.logprob_token_ids else sampling.logprobs or 0 for sampling in wanted]
@@ -136,6 +134,21 @@ def _constrain(logits: torch.Tensor, results: SequenceOf[SequenceResult], masks:
             result.error = masks.failure(matcher)
     if rows:
         allow_only(logits, rows, masks.rows(matchers))
+
+
+def _no_token_left(sequence: Sequence) -> ConstraintFailed:
+    """The error that names everything in the request that rules tokens out at this position."""
+    sampling = sequence.sampling
+    ends_too_early = sequence.num_output_tokens < sampling.min_tokens
+    ruling_out = {
+        "allowed_token_ids": sampling.allowed_token_ids is not None,
+        "bad_words": sampling.bad_words is not None,
+        "min_tokens": ends_too_early,
+        "stop_token_ids": bool(sampling.stop_token_ids) and (ends_too_early or sequence.matcher is not None),
+        "the required format of the output": sequence.matcher is not None,
+    }
+    names = ", ".join(name for name, rules_out in ruling_out.items() if rules_out)
+    return ConstraintFailed(f"No token satisfies all constraints of the request ({names}). Change one of them.")
 
 
 def embedding_output(sequence: Sequence, hidden: torch.Tensor) -> EmbeddingOutput:
