@@ -49,7 +49,7 @@ def test_repeated_warnings_are_written_five_times_and_then_counted(log: Log) -> 
     assert log.lines == [f"no room for {number}" for number in range(5)]
     log.now = 61
     log.logger.warning("no room for %d", -1)
-    assert log.lines[5:] == ["9995 more lines like this one were left out: no room for %d", "no room for -1"]
+    assert log.lines[5:] == ["9995 more lines like this one left out: no room for 5", "no room for -1"]
 
 
 def test_any_line_brings_out_what_was_counted_of_others(log: Log) -> None:
@@ -57,14 +57,23 @@ def test_any_line_brings_out_what_was_counted_of_others(log: Log) -> None:
         log.logger.error("bad")
     log.now = 61
     log.logger.info("something else")
-    assert log.lines[5:] == ["2 more lines like this one were left out: bad", "something else"]
+    assert log.lines[5:] == ["2 more lines like this one left out: bad", "something else"]
 
 
 def test_what_was_counted_is_written_at_the_end(log: Log) -> None:
     for _ in range(6):
         log.logger.error("bad")
     log.handler.close()
-    assert log.lines[5:] == ["1 more lines like this one were left out: bad"]
+    assert log.lines[5:] == ["1 more line like this one left out: bad"]
+
+
+def test_a_line_that_cannot_be_written_is_counted_too(log: Log) -> None:
+    """Bug: what was left out was shown as its template, with `%s` in place of the arguments."""
+    for _ in range(5):
+        log.logger.warning("no %s of %s", "room", "five")
+    log.logger.warning("no %s of %s", "arguments")
+    log.handler.close()
+    assert log.lines[5:] == ["1 more line like this one left out: no %s of %s"]
 
 
 def test_lines_below_a_warning_and_other_kinds_are_written(log: Log) -> None:

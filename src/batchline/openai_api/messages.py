@@ -18,7 +18,7 @@ JsonObject = dict[str, Any]
 BlockKind = Literal["text", "thinking", "tool_use"]
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
-HOSTED_FIELDS = ("container", "mcp_servers")
+HOSTED_FIELDS = ("container", "context_management", "mcp_servers")
 """Fields for things that only a hosted service stores or runs."""
 
 
@@ -89,7 +89,11 @@ class MessagesRequest(CountTokensRequest):
 
 
 def refuse_other_fields(body: Mapping[str, Any], schema: type[CountTokensRequest]) -> None:
-    """Raises: BadRequest for a field of chat completions that messages do not have, or one of a hosted service."""
+    """Raises: BadRequest for a field of messages or chat completions that the schema does not have, or one of a hosted
+    service."""
+    for name, field in MessagesRequest.model_fields.items():
+        if name not in schema.model_fields and body.get(name, field.default) not in (None, field.default):
+            raise BadRequest(f"{name}: messages take it, counting their tokens does not", param=name)
     refuse_chat_fields(body, schema, "messages")
     for name in HOSTED_FIELDS:
         if body.get(name):

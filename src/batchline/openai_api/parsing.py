@@ -167,7 +167,7 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
     "custom_logit_processor": Unsupported("custom logits processors", ([], "")),
     "ngram_corpus_id": Unsupported("speculation from a corpus"),
     "moderation": Unsupported("moderation"),
-    "context_management": Unsupported("compaction", ([],), "set truncation: auto"),
+    "context_management": Unsupported("compaction", ([], {}), "set truncation: auto"),
     "previous_input_messages": Unsupported("a conversation beside the input", ([],)),
     "previous_response": Unsupported("a conversation beside the input"),
     "enable_response_messages": Unsupported("returning the messages", (False,)),

@@ -58,12 +58,21 @@ def _parsed(raw: bytes) -> dict[str, Any]:
         with _without_collections():
             body = orjson.loads(raw)
     except orjson.JSONDecodeError as exc:
-        raise BadRequest(f"The body is not valid JSON: {exc}", code="invalid_json") from exc
+        raise BadRequest(f"The body is not valid JSON: {_fault(raw, exc)}", code="invalid_json") from exc
     if not isinstance(body, dict):
         raise BadRequest("The body must be a JSON object", code="invalid_json")
     if raw.count(b"{") + raw.count(b"[") > MAX_DEPTH:  # else it cannot be nested deeper
         _check_depth(body)
     return body
+
+
+def _fault(raw: bytes, exc: orjson.JSONDecodeError) -> str:
+    """What is wrong with a body; the parser's own words mislead about one that is not UTF-8."""
+    try:
+        raw.decode()
+    except UnicodeDecodeError as fault:
+        return f"it is not UTF-8 (the byte at offset {fault.start:,} is wrong)"
+    return str(exc)
 
 
 @contextmanager

@@ -26,6 +26,7 @@ class _Period:
 
     begun_at: float
     num_lines: int = 0
+    example: str = ""  # the first line that was left out
 
     @property
     def num_left_out(self) -> int:
@@ -51,6 +52,7 @@ class SparingHandler(logging.StreamHandler[TextIO]):
             period = self._periods.setdefault(self._kind_of(record), _Period(now))
             period.num_lines += 1
             if period.num_left_out:
+                period.example = period.example or _first_line(record)
                 return
         super().emit(record)
 
@@ -70,10 +72,20 @@ class SparingHandler(logging.StreamHandler[TextIO]):
             if period.begun_at <= begun_before:
                 del self._periods[kind]
                 if period.num_left_out:
-                    self._report(kind, period.num_left_out)
+                    self._report(kind, period)
 
-    def _report(self, kind: _Kind, num_left_out: int) -> None:
-        name, level, text, exception = kind
-        shown = " ".join([*text.splitlines()[:1], exception]).strip()
-        message = "%d more lines like this one were left out: %s"
-        super().emit(logging.LogRecord(name, level, "", 0, message, (num_left_out, shown), None))
+    def _report(self, kind: _Kind, period: _Period) -> None:
+        name, level, _, exception = kind
+        shown = f"{period.example} {exception}".strip()
+        lines = "line" if period.num_left_out == 1 else "lines"
+        message = f"%d more {lines} like this one left out: %s"
+        super().emit(logging.LogRecord(name, level, "", 0, message, (period.num_left_out, shown), None))
+
+
+def _first_line(record: logging.LogRecord) -> str:
+    """The first line of a record's text, or of its template if the arguments do not fit."""
+    try:
+        text = record.getMessage()
+    except Exception:  # `logging` too lets no record that cannot be written stop its caller
+        text = str(record.msg)
+    return "".join(text.splitlines()[:1])
