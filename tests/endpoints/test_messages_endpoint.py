@@ -199,6 +199,17 @@ async def test_documents_and_search_results_are_text() -> None:
     assert await prompt_of(messages=history) == "[user]D\nRead.\nT\nS\nFound.[assistant]"
 
 
+async def test_citations_are_refused_because_no_answer_has_any() -> None:
+    """Bug: `citations: {"enabled": true}` of a document was accepted, and the answer cited nothing."""
+    document = {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "Read."}}
+    wanted = [{"role": "user", "content": [{**document, "citations": {"enabled": True}}]}]
+    with pytest.raises(BadRequest, match=r"^messages\[0\].content\[0\].citations: citations are not supported$"):
+        await prompt_of(messages=wanted)
+    wanted[0]["content"] = [{**document, "citations": {"enabled": False}}]
+    history = [{"role": "assistant", "content": [{"type": "text", "text": "So.", "citations": None}]}]
+    assert await prompt_of(messages=[*wanted, *history, *wanted]) == "[user]Read.[assistant]So.[user]Read.[assistant]"
+
+
 async def test_an_answer_that_is_begun_is_continued() -> None:
     history = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello, my"}]
     assert await prompt_of(messages=history) == "[user]Hi[assistant]Hello, my"
@@ -293,6 +304,20 @@ async def test_tokens_are_counted_without_the_engine() -> None:
     counted = await counted_tokens(body, "r", model)
     assert counted == {"input_tokens": len("<get: To get.><put: To put.>[system]Be kind.[user]Hi[assistant]")}
     assert engine_of(model).requests == []
+
+
+async def test_fields_of_the_answer_are_refused_in_true_words() -> None:
+    """Bug: `max_tokens` was refused when tokens are counted because "messages do not take it", and an empty
+    `context_management` with the advice to set a field of responses."""
+    model, body = model_saying("x"), {"messages": request()["messages"]}
+    for name, value in {"max_tokens": 5, "stream": True, "temperature": 1.0, "stop_sequences": ["a"]}.items():
+        with pytest.raises(BadRequest, match=f"^{name}: messages take it, counting their tokens does not$"):
+            await counted_tokens({**body, name: value}, "r", model)
+    neutral = {"stream": False, "priority": 0, "temperature": None, "context_management": {}}
+    assert await counted_tokens({**body, **neutral}, "r", model) == await counted_tokens(body, "r", model)
+    assert (await answer(model, context_management={}))["type"] == "message"
+    with pytest.raises(BadRequest, match="^context_management: it is not supported$"):
+        await answer(model, context_management={"edits": [{"type": "clear_tool_uses_20250919"}]})
 
 
 async def test_a_conversation_beyond_the_context_is_counted_too() -> None:

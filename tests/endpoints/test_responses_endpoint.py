@@ -108,8 +108,12 @@ async def test_fields_of_chat_completions_that_ask_for_nothing_are_let_through()
     assert (await respond(n=1, logprobs=False, stop=None, user="u"))["status"] == "completed"
 
 
-async def test_logprobs_are_included_on_request() -> None:
-    answer = await respond(scripted_model("h"), include=["message.output_text.logprobs"], top_logprobs=1)
+@pytest.mark.parametrize(
+    "fields", [{"include": ["message.output_text.logprobs"], "top_logprobs": 1}, {"top_logprobs": 1}]
+)
+async def test_logprobs_are_included_on_request(fields: dict[str, Any]) -> None:
+    """Alternatives are reported without `include` too: a field that is accepted has an effect."""
+    answer = await respond(scripted_model("h"), **fields)
     logprobs = answer["output"][0]["content"][0]["logprobs"]
     assert (logprobs[0]["token"], logprobs[0]["top_logprobs"][0]["token"]) == ("h", "h")
 

@@ -212,6 +212,8 @@ _OF_THE_MODEL: Mapping[Any, Callable[[JsonObject, JsonObject, str], None]] = {
 
 def _part(block: Any, kind: Any, path: str) -> JsonObject:
     """A content block as a part of a chat message. Raises: BadRequest."""
+    if isinstance(block, dict) and isinstance(citing := block.get("citations"), dict) and citing.get("enabled"):
+        raise BadRequest(f"{path}.citations: citations are not supported", param=f"{path}.citations")
     if kind == "text":
         return {"type": "text", "text": block.get("text")}
     if kind == "image":
