@@ -83,6 +83,18 @@ class OutputUnwritable(UsageError):
         self.reason = reason
 
 
+class NoRequests(UsageError):
+    """No line of the batch file is a request. look: what the file is, and what to do."""
+
+    def __init__(self, location: str, num_lines: int, look: str) -> None:
+        super().__init__(
+            f"No line of {location!r} is a batch line: {look}\n"
+            "Nothing was run, and the output is unchanged. `batchline check` lists the errors of its "
+            f"{counted(num_lines, 'line')}."
+        )
+        self.look = look
+
+
 class InputTooLarge(UsageError):
     """The batch file is over a limit. size, limit: in `unit`, "request" or "byte"."""
 

@@ -12,7 +12,7 @@ from batchline.batch.api import for_backend
 from batchline.batch.inspect import plan_overview
 from batchline.batch.options import RunOptions
 from batchline.config import EngineConfig, ModelConfig
-from batchline.errors import NoEndpointServed, NoModelServed, UsageError
+from batchline.errors import NoEndpointServed, NoModelServed, NoRequests, UsageError
 from batchline.openai_api.endpoint_table import endpoints_of
 from batchline.testing import FakeBackend
 
@@ -83,9 +83,35 @@ def test_strict_refuses_a_file_in_which_one_request_names_an_unserved_model(tmp_
         run_file(path, tmp_path / "out", strict=True, served_models=(("fake",),))
 
 
-def test_a_file_of_bad_lines_alone_is_answered(tmp_path: Path, run_file: Run) -> None:
-    summary = run_file(write_lines(tmp_path / "in", [b"x", b"y"]), tmp_path / "out", served_models=(("fake",),))
-    assert (summary.requests, summary.failed) == (2, 2)
+RESULT = b'{"id":"batch_req_1","custom_id":"a","response":{"status_code":200,"body":{}},"error":null}'
+
+
+@pytest.mark.parametrize(
+    ("line", "look"),
+    [
+        (RESULT, "this is a result file"),
+        (b'{"messages": [{"role": "user", "content": "hi"}]}', 'url: "/v1/chat/completions", body: $body}'),
+        (b'{"prompt": "hi"}', 'url: "/v1/completions", body: $body}'),
+        (b"only words", "it is not a batch file, which has a JSON object"),
+        (b'{"custom_id": "a", "url": "/v1/chat/completions"}', "the error of line 1 is: Missing required"),
+    ],
+)
+def test_a_file_without_any_request_is_refused_and_replaces_no_results(
+    line: bytes, look: str, tmp_path: Path, run_file: Run
+) -> None:
+    """`-i` with a wrong file loaded nothing, and wrote errors over the good results of another run."""
+    path = write_lines(tmp_path / "in", [line, line])
+    (tmp_path / "out").write_bytes(b"good\n")
+    with pytest.raises(NoRequests) as refused:
+        run_file(path, tmp_path / "out", served_models=(("fake",),))
+    assert look in str(refused.value)
+    assert "`batchline check` lists the errors of its 2 lines" in str(refused.value)
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir() if file != path} == {"out": b"good\n"}
+
+
+def test_a_file_with_one_request_among_bad_lines_runs(tmp_path: Path, run_file: Run) -> None:
+    summary = run_file(write_lines(tmp_path / "in", [b"x", RESULT, chat_line("b")]), tmp_path / "out")
+    assert (summary.requests, summary.failed) == (3, 2)
 
 
 def without_model(custom_id: str, text: str = "hello", **body: Any) -> dict[str, Any]:

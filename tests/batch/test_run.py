@@ -266,6 +266,21 @@ def test_an_empty_input_gives_an_empty_output_and_loads_no_model(tmp_path: Path,
     assert reporter.warnings == ["The input has no lines; the output will be empty."]
 
 
+def test_an_empty_input_replaces_no_results_unless_they_are_to_be_replaced(tmp_path: Path, run_file: Run) -> None:
+    """An empty file, such as that of a failed export, emptied the results of another run."""
+    path = write_lines(tmp_path / "in", [b""])
+    for name in ("out", "err"):
+        (tmp_path / name).write_bytes(b"good\n")
+        with pytest.raises(OutputUnwritable, match="the input has no lines"):
+            run_file(path, tmp_path / "out", error_file=str(tmp_path / "err"))
+        assert (tmp_path / name).read_bytes() == b"good\n"
+        (tmp_path / name).write_bytes(b"")
+    run_file(path, tmp_path / "out", error_file=str(tmp_path / "err"))  # empty results replace empty results
+    (tmp_path / "out").write_bytes(b"good\n")
+    run_file(path, tmp_path / "out", overwrite=True)
+    assert (tmp_path / "out").read_bytes() == b""
+
+
 def test_no_more_requests_than_asked_for_are_in_flight_and_all_of_those_are(tmp_path: Path, run_file: Run) -> None:
     in_flight = most = 0
 

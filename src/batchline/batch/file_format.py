@@ -22,6 +22,7 @@ from batchline.batch.compression import codec_of_bytes, codec_of_name
 from batchline.batch.index import open_regular
 from batchline.batch.locations import Location
 from batchline.errors import InputUnreadable
+from batchline.openai_api.endpoint_table import CHAT, COMPLETIONS, EMBEDDINGS
 
 SAMPLE_BYTES = 64 * 1024
 
@@ -85,6 +86,34 @@ def foreign_format(sample: bytes, *, is_whole: bool, location: Location) -> str 
     if not lines or _is_object(lines[0]):
         return _foreign_lines(lines if is_whole else lines[:-1], name) if lines else None
     return _encoding(sample, name) or _binary_format(sample, lines, location) or _text_format(lines, name, is_whole)
+
+
+_BODY_FIELDS = {"messages": CHAT, "prompt": COMPLETIONS, "input": EMBEDDINGS}
+"""Fields that show a line to be the body of a request, and its likely endpoint."""
+
+
+def look_of(sample: bytes, location: Location) -> str | None:
+    """A sentence that says what a file without any request is and what to do; None if its first line does not tell.
+
+    sample: its first bytes.
+    """
+    line = sample.removeprefix(b"\xef\xbb\xbf").strip().partition(b"\n")[0]
+    first = _decoded(line)
+    if not isinstance(first, dict):
+        if line.startswith(b"{"):  # damaged, or longer than the sample
+            return None
+        return "it is not a batch file, which has a JSON object with custom_id, method, url and body in each line"
+    if {"custom_id", "response", "error"} <= first.keys():
+        return "this is a result file; give the batch file that it has the results of"
+    field = next((field for field in _BODY_FIELDS if field in first), None)
+    if field is None or "body" in first:
+        return None
+    name = "FILE" if location.path is None else location.path.name
+    batch_line = f'{{custom_id: "r\\(.)", method: "POST", url: "{_BODY_FIELDS[field]}", body: $body}}'
+    return (
+        f"its lines are only the bodies of requests, with {field!r} outside of a 'body'; "
+        f"wrap them: jq -nc 'foreach inputs as $body (0; . + 1; {batch_line})' {name} > lines.jsonl"
+    )
 
 
 _SHAPES = (

@@ -114,6 +114,10 @@ class FileTarget(LocationTarget):
         """Whether there is a file."""
         return self.path.is_file()
 
+    async def is_empty(self) -> bool:
+        """Whether there is a file without bytes."""
+        return self.path.is_file() and not self.path.stat().st_size
+
     async def holds_staged(self) -> bool:
         """True if a process died after the rename."""
         return await asyncio.to_thread(filecmp.cmp, self.staged, self.path, shallow=False)

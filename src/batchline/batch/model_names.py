@@ -1,5 +1,5 @@
 """Finds requests that name an unserved model (the most common mistake in a batch file) and the option that fixes it,
-and requests to endpoints that their model does not serve.
+requests to endpoints that their model does not serve, and files without any request.
 
 Works on the counts of the check pass. A file in which no request can be answered is refused before a model is loaded.
 If only some requests name an unserved model or endpoint, the file runs with a warning.
@@ -10,9 +10,13 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from batchline.batch.check import CheckReport, RequestGroup
-from batchline.errors import NoEndpointServed, NoModelServed, counted
+from batchline.batch.file_format import SAMPLE_BYTES, look_of
+from batchline.batch.index import open_regular
+from batchline.batch.locations import Location
+from batchline.errors import NoEndpointServed, NoModelServed, NoRequests, counted
 from batchline.openai_api.endpoint_table import is_batch_url
 
 ServedNames = Sequence[Sequence[str]]
@@ -76,6 +80,18 @@ def unserved_warning(report: CheckReport, served: ServedNames) -> str | None:
     if option is not None:
         warning += f" To run all of them, use `{option}`"
     return warning
+
+
+def refuse_without_requests(report: CheckReport, path: Path, location: Location) -> None:
+    """path: the file's plain bytes. Raises: NoRequests if there are lines, but none of them is a request; OSError."""
+    if not report.num_lines or report.num_requests:
+        return
+    with open_regular(path) as file:
+        look = look_of(file.read(SAMPLE_BYTES) or b"", location)
+    first = report.faults[0]
+    raise NoRequests(
+        location.display, report.num_lines, look or f"the error of line {first.line_number} is: {first.message}"
+    )
 
 
 def refuse_unserved_endpoints(report: CheckReport, endpoints: Mapping[str, Sequence[str]]) -> None:

@@ -39,6 +39,7 @@ from batchline.batch.model_names import (
     endpoint_warnings,
     refuse_unserved_endpoints,
     refuse_unserved_file,
+    refuse_without_requests,
     unserved_warning,
 )
 from batchline.batch.options import Limits, RunOptions
@@ -47,7 +48,7 @@ from batchline.batch.progress import BackendWatch, GuardedReporter, Pace, Readin
 from batchline.batch.rates import keep_measurement
 from batchline.batch.resuming import RunState, note_crash, resume, run_identity
 from batchline.batch.runner import Runner
-from batchline.batch.sink import account_for_older_outputs, deliver_results
+from batchline.batch.sink import account_for_older_outputs, deliver_results, refuse_to_empty
 from batchline.batch.stopping import END_REASONS, STOPPING, STOPPING_IDLE, STOPPING_LOADING, Stop, unless_stopped
 from batchline.batch.summary import RunSummary, summarize
 from batchline.errors import EngineLost, ModelLoadError, RunFailed, RunInterrupted, UsageError, counted
@@ -145,6 +146,8 @@ class BatchRun:
             summary = await self._already_complete(identity)
             if summary is not None:
                 return summary
+            if not checked.report.num_lines and not self._options.overwrite:
+                await refuse_to_empty(self._files)
             self._tell_findings(checked.report)
             state = self._state = await asyncio.to_thread(
                 resume,
@@ -201,6 +204,7 @@ class BatchRun:
         for warning in dict.fromkeys(warning for judge in judges.values() for warning in judge.warnings()):
             self._reporter.warn(warning)
         refuse_over_limits(report, options.limits)
+        refuse_without_requests(report, path, self._files.input)
         if options.served_models:
             refuse_unserved_file(report, options.served_models)
         refuse_unserved_endpoints(report, options.served_endpoints)

@@ -153,6 +153,14 @@ async def account_for_older_outputs(files: RunFiles, options: RunOptions, report
             )
 
 
+async def refuse_to_empty(files: RunFiles) -> None:
+    """Refuse to replace results with those of an empty input. Raises: OutputUnwritable."""
+    for target in files.targets:
+        if target.tells_if_it_exists and await target.exists() and not await target.is_empty():
+            reason = "the input has no lines, and the output would become empty. --overwrite replaces it anyway."
+            raise OutputUnwritable(target.display, reason)
+
+
 async def _refuse_to_replace(target: ResultTarget, reporter: Reporter) -> None:
     is_there = await target.exists()
     if is_there:

@@ -53,6 +53,10 @@ class ResultTarget(ABC):
         """Whether a commit would replace something; None if that is not known."""
         return None
 
+    async def is_empty(self) -> bool:
+        """Whether the target certainly has no results."""
+        return False
+
     async def holds_staged(self) -> bool:
         """Whether the target certainly has what a commit would put there."""
         return False
