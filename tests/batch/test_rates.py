@@ -72,6 +72,20 @@ def test_runs_that_tell_nothing_are_not_kept(tmp_path: Path) -> None:
     assert latest_measurement(None, "org/model") is None
 
 
+def test_a_short_run_does_not_replace_a_longer_one(tmp_path: Path) -> None:
+    """After a test of two requests in four seconds, `plan` expected hours for what takes minutes."""
+    short = summary(facts(), run_time_s=4.0, requests_per_s=0.5)
+    keep_measurement(options(tmp_path), short)
+    first = latest_measurement(tmp_path, "org/model")
+    assert first is not None
+    assert (first.requests, first.is_short) == (2, True)
+    keep_measurement(options(tmp_path), summary(facts(), run_time_s=100.0))
+    keep_measurement(options(tmp_path), short)
+    last = latest_measurement(tmp_path, "org/model")
+    assert last is not None
+    assert (last.requests, last.is_short) == (200, False)
+
+
 def test_a_damaged_record_is_ignored_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     keep_measurement(options(tmp_path), summary(facts()))
     (damaged,) = (tmp_path / "rates").iterdir()

@@ -24,6 +24,7 @@ from batchline.batch.location_targets import FileTarget, StreamTarget
 from batchline.batch.locations import parse_location
 from batchline.batch.options import Limits
 from batchline.batch.stopping import Stop
+from batchline.engine.request import engine_progress
 from batchline.errors import (
     BackendUnavailable,
     BadRequest,
@@ -481,6 +482,41 @@ def test_what_does_not_finish_within_the_grace_period_is_given_up_and_run_again(
     assert run_file(batch, tmp_path / "out").succeeded == 20
 
 
+def test_a_stop_drops_what_the_engine_has_not_started_and_lets_the_rest_finish(
+    batch: Path, tmp_path: Path, run_file: Run
+) -> None:
+    """Half of what was in flight only waited in the engine's queue. After a stop, it started or was waited for until
+    the end of the grace period."""
+    stop, all_asked = Stop(), asyncio.Event()
+    asked = itertools.count(1)
+    dropped: list[str] = []
+
+    async def before_answer(request: EndpointRequest) -> None:
+        progress = engine_progress.get()
+        assert progress is not None
+        progress.is_queued = True
+        number = next(asked)
+        if number == 6:
+            all_asked.set()
+        progress.has_started = number <= 2
+        await all_asked.wait()
+        stop.set()
+        if number > 2:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                dropped.append(request.request_id)
+                raise
+
+    backend, reporter = FakeBackend(before_answer=before_answer), RecordingReporter()
+    options = {"max_inflight": 6, "stop": stop, "grace_period_s": 3600.0, "reporter": reporter}
+    with pytest.raises(RunInterrupted, match="2 of 20"):
+        run_file(batch, tmp_path / "out", backend=backend, **options)
+    assert (len(dropped), len(backend.requests)) == (4, 6)
+    assert reporter.snapshots[-1].num_running == 0
+    assert run_file(batch, tmp_path / "out").resumed == 2
+
+
 def test_a_stop_while_the_model_loads_ends_the_loading(batch: Path, tmp_path: Path, run_file: Run) -> None:
     stop = Stop()
 
@@ -596,7 +632,7 @@ def test_a_run_whose_unsynced_tail_was_cut_at_any_byte_is_finished(batch: Path, 
 def test_any_bytes_as_lines_give_exactly_one_result_for_each_that_is_not_blank(
     tmp_path: Path, run_file: Run, raw_lines: list[bytes]
 ) -> None:
-    data = b"\n".join([b"{}", *raw_lines])  # the first line makes it a batch file
+    data = b"\n".join([orjson.dumps(chat_line("first")), *raw_lines])  # the first line makes it a batch file
     (tmp_path / "in").write_bytes(data)
     summary = run_file(tmp_path / "in", tmp_path / "out")
     results = read_lines(tmp_path / "out")

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import orjson
 import pytest
 
-from batchline.backends.base import ServedModel
+from batchline.backends.base import EndpointRequest, ServedModel
 from batchline.batch import rates
 from batchline.cli.main import main
-from batchline.errors import EngineLost, ModelLoadError
+from batchline.errors import BadRequest, EngineLost, ModelLoadError
 from batchline.model_facts import ModelFacts
 from batchline.testing import FakeBackend
 
@@ -123,15 +123,22 @@ def test_failed_lines_end_with_3_under_fail_on_error(
 
 
 def test_a_run_in_which_every_line_failed_ends_with_3(
-    command: Command, backend: FakeBackend, mixed: Path, tmp_path: Path
+    command: Command, use_fake_engine: Any, mixed: Path, tmp_path: Path
 ) -> None:
     """It ended with 0, so that a script took a file of errors for results."""
-    write(mixed, b"bad", line("a", stream=True))
+
+    async def refuse(_request: EndpointRequest) -> None:
+        raise BadRequest("no")
+
+    use_fake_engine(lambda: FakeBackend(before_answer=refuse))
+    write(mixed, b"bad", line("a"))
     ended = command(*run_args(mixed, tmp_path / "out.jsonl"))
     assert (ended.code, ended.err.splitlines()[-1]) == (3, "Every request failed (exit code 3).")
     assert len((tmp_path / "out.jsonl").read_bytes().splitlines()) == 2
     write(mixed)
-    assert command(*run_args(mixed, tmp_path / "out.jsonl")).code == 0
+    assert command(*run_args(mixed, tmp_path / "empty.jsonl")).code == 0
+    assert command(*run_args(mixed, tmp_path / "out.jsonl")).code == 2
+    assert command(*run_args(tmp_path / "out.jsonl", tmp_path / "empty.jsonl")).code == 2
 
 
 def test_a_finished_run_repeated_ends_with_0_and_says_so(
@@ -483,16 +490,30 @@ def test_plan_says_what_a_run_takes_once_one_was_measured(
     after = command("plan", path, *model)
     assert re.search(r"^Output tokens  about \d+ \(at most 500\)$", after.out, re.MULTILINE)
     assert re.search(
-        r"^Time +about [\d.]+ s, at the rates of the run of .* \(float32 on cpu, ", after.out, re.MULTILINE
+        r"^Time +a rough guess: [\d.]+ s, at the rates of .* \(float32 on cpu, .* short \(10 requests in ",
+        after.out,
+        re.MULTILINE,
     )
+    monkeypatch.setattr(rates, "SHORT_RUN_S", 0.0)
+    monkeypatch.setattr(rates, "SHORT_RUN_REQUESTS", 10)
+    after = command("plan", path, *model)
+    assert re.search(r"^Time +about [\d.]+ s, at the rates of the run of .* \(float32 on", after.out, re.MULTILINE)
     small = json.loads(command("plan", path, *model, "--json").out)["estimate"]
     write(path, *(line(str(n), max_tokens=50) for n in range(100)))
     large = json.loads(command("plan", path, *model, "--json").out)["estimate"]
     assert large["output_tokens"] == pytest.approx(10 * small["output_tokens"], abs=5)
     assert large["time_s"] > small["time_s"]
+    write(path, *(line(str(n), max_tokens=50, ignore_eos=True) for n in range(7)), line("7", min_tokens=400))
+    assert "Output tokens  about 750 (1 request without a limit)" in command("plan", path, *model).out
     guessed = command("plan", path)
     assert "from their characters; --model counts them" in guessed.out
     assert "name the model with --model" in guessed.out
+
+
+def test_plan_knows_how_many_tokens_requests_without_an_end_token_produce(command: Command, tmp_path: Path) -> None:
+    """`ignore_eos` and `min_tokens` did not count: the estimate was the length of other answers."""
+    path = write(tmp_path / "in", *(line(str(n), max_tokens=50, ignore_eos=True) for n in range(7)))
+    assert "Output tokens  about 350 (at most 350)" in command("plan", path, "--model", TINY_CHAT).out
 
 
 def test_plan_says_whether_the_model_fits_and_what_to_do(

@@ -17,7 +17,14 @@ from batchline.config import CacheConfig, EngineConfig, ModelConfig, SchedulerCo
 from batchline.engine import core
 from batchline.engine.async_engine import AsyncEngine
 from batchline.engine.model_runner import ModelRunner, StepResult
-from batchline.engine.request import EmbeddingRequest, GenerationOutput, GenerationRequest, SamplingParams
+from batchline.engine.request import (
+    EmbeddingRequest,
+    EngineProgress,
+    GenerationOutput,
+    GenerationRequest,
+    SamplingParams,
+    engine_progress,
+)
 from batchline.engine.step import PackedStep, Step, pack
 from batchline.errors import EngineDead, EngineOutOfMemory, ModelLoadError
 
@@ -76,6 +83,24 @@ async def assert_idle_after_the_next_request(engine: AsyncEngine) -> None:
 async def test_concurrent_requests_get_their_own_tokens(engine: AsyncEngine, expected: list[tuple[int, ...]]) -> None:
     answers = await asyncio.gather(*(tokens_of(engine, request(i)) for i in range(len(PROMPTS))))
     assert answers == expected
+
+
+async def test_a_caller_sees_whether_the_engine_has_started_its_requests(engine: AsyncEngine) -> None:
+    """Eight sequences run at once. Nobody could tell the others, which wait, from those that run."""
+    followed = [EngineProgress() for _ in range(len(PROMPTS))]
+    has_output = asyncio.Event()
+
+    async def run(index: int, progress: EngineProgress) -> None:
+        engine_progress.set(progress)
+        async for _ in engine.generate(request(index, stream=True, max_tokens=200)):
+            has_output.set()
+
+    calls = [asyncio.create_task(run(n, progress)) for n, progress in enumerate(followed)]
+    await has_output.wait()
+    assert (followed[0].is_queued, followed[0].has_started) == (True, True)
+    assert [progress.only_waits for progress in followed[8:]] == [True] * 4
+    await asyncio.gather(*calls)
+    assert not any(progress.only_waits for progress in followed)
 
 
 async def test_streamed_outputs_concatenate_to_the_whole(engine: AsyncEngine, expected: list[tuple[int, ...]]) -> None:

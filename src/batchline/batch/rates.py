@@ -23,6 +23,9 @@ MAX_RECORDS = 200
 MIN_RUN_TIME_S = 1.0
 """Shorter runs are not recorded: they say nothing about long ones."""
 
+SHORT_RUN_S, SHORT_RUN_REQUESTS = 10.0, 32
+"""A run below one of these is a rough guess: few requests at once use a machine badly."""
+
 OUTPUT_TOKEN_COST = 4.0
 """The time of an output token in prompt tokens: a rule of thumb. It cancels out if a run is like the last one."""
 
@@ -44,6 +47,11 @@ class MeasuredRun(BaseModel):
     measured_at: datetime
 
     @property
+    def is_short(self) -> bool:
+        """Whether the run says little about long ones, which are usually faster."""
+        return self.run_time_s < SHORT_RUN_S or self.requests < SHORT_RUN_REQUESTS
+
+    @property
     def output_tokens_per_request(self) -> float:
         """The mean length of an answer."""
         return self.output_tokens / self.requests if self.requests else 0.0
@@ -56,7 +64,8 @@ class MeasuredRun(BaseModel):
 
 
 def keep_measurement(options: RunOptions, summary: RunSummary) -> None:
-    """Record how fast a run was, if it had one model and was long enough. A failure does not affect the run."""
+    """Record how fast a run was, if it had one model and was long enough. A short run replaces only short ones. A
+    failure does not affect the run."""
     model = options.settings.get("--model")
     if options.state_dir is None or model is None or len(summary.models) != 1:
         return
@@ -77,6 +86,8 @@ def keep_measurement(options: RunOptions, summary: RunSummary) -> None:
         return
     variant = f"{run.dtype}\0{run.quantization}\0{run.device}"
     path = _folder(options.state_dir) / f"{_tag(model)}-{_tag(variant)}.json"
+    if run.is_short and path.exists() and (last := _read(path)) is not None and not last.is_short:
+        return
     try:
         write_record(path, run.model_dump_json().encode(), max_records=MAX_RECORDS)
     except OSError as exc:

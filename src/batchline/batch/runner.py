@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -24,6 +25,7 @@ from batchline.batch.commit import GroupCommit
 from batchline.batch.crashes import InFlight
 from batchline.batch.feeder import Feeder, ReadyRequest
 from batchline.batch.journal import Outcome
+from batchline.engine.request import EngineProgress, engine_progress
 from batchline.errors import (
     BackendUnavailable,
     EngineOutOfMemory,
@@ -39,6 +41,9 @@ logger = logging.getLogger(__name__)
 
 MAX_LEAD_S = 2.0
 """How long at most the first request runs by itself. Its answer shows early whether the run works."""
+
+DROP_INTERVAL_S = 0.25
+"""How often a stopping run drops requests that only wait."""
 
 RETRY_DELAYS_S = (1.0, 5.0, 25.0)
 """Pauses before a request with a transient answer is sent again."""
@@ -73,9 +78,11 @@ class Runner:
         self._taking = asyncio.Lock()
         self._lead_is_over = asyncio.Event()
         self._has_warned_of_usage = False
+        self._asking: dict[asyncio.Task[None], tuple[EngineProgress, int]] = {}
 
     async def run(self, stop: asyncio.Event, grace_period_s: float) -> None:
-        """Run to the end. Once `stop` is set, take nothing new, and give requests in flight `grace_period_s` to finish.
+        """Run to the end. Once `stop` is set, take nothing new, drop what only waits in the backend's queue, and give
+        requests that run `grace_period_s` to finish.
 
         On return, all answers are durable; after a failure, too, if the journal can still be written.
         Raises: RunFailed.
@@ -85,7 +92,7 @@ class Runner:
         workers += [asyncio.create_task(self._follow(stop), name=f"worker {n}") for n in range(1, self._max_inflight)]
         lead = asyncio.get_running_loop().call_later(MAX_LEAD_S, self._lead_is_over.set)
         try:
-            await _until_stopped_or_failed(workers, commit_task, stop, grace_period_s, on_stop=self._share.close)
+            await _until_stopped_or_failed(workers, commit_task, stop, grace_period_s, drop_waiting=self._drop_waiting)
         finally:
             lead.cancel()
             self._share.close()
@@ -97,7 +104,17 @@ class Runner:
                 await commit_task
         _raise_first([*results, commit_task.exception()])
 
+    def _drop_waiting(self) -> None:
+        """Take nothing more, and cancel the requests that an engine has queued and not started."""
+        self._share.close()
+        for worker, (progress, position) in self._asking.items():
+            if progress.only_waits and not worker.done():
+                worker.cancel()
+                self._in_flight.leave(position)
+
     async def _work(self, stop: asyncio.Event) -> None:
+        task = asyncio.current_task()
+        assert task is not None
         while not stop.is_set():
             item = await self._take()
             if item is None:
@@ -105,9 +122,14 @@ class Runner:
             try:
                 if stop.is_set():
                     break
-                self._in_flight.take(item.served[0][0])
+                position = item.served[0][0]
+                self._in_flight.take(position)
+                progress = EngineProgress()
+                engine_progress.set(progress)
+                self._asking[task] = progress, position
                 await self._answer(item, stop)
             finally:
+                self._asking.pop(task, None)
                 self._share.give_back(item.num_bytes)
                 self._lead_is_over.set()
         self._lead_is_over.set()
@@ -223,19 +245,37 @@ async def _until_stopped_or_failed(
     commit_task: asyncio.Task[None],
     stop: asyncio.Event,
     grace_period_s: float,
-    on_stop: Callable[[], None],
+    drop_waiting: Callable[[], None],
 ) -> None:
-    """Wait until all workers are done, a worker or the journal has failed, or the grace period after a stop ends."""
+    """Wait until all workers are done, a worker or the journal has failed, or the grace period after a stop ends.
+
+    drop_waiting: called at the stop and again from then on, because requests may reach the queue later.
+    """
     working = asyncio.create_task(_until_first_failure(workers))
     stopping = asyncio.create_task(stop.wait())
     try:
         await asyncio.wait({working, commit_task, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if stopping.done() and not working.done() and not commit_task.done():
-            on_stop()
-            await asyncio.wait({working, commit_task}, timeout=grace_period_s, return_when=asyncio.FIRST_COMPLETED)
+            await _finish(working, commit_task, grace_period_s, drop_waiting)
     finally:
         working.cancel()
         stopping.cancel()
+
+
+async def _finish(
+    working: asyncio.Task[None],
+    commit_task: asyncio.Task[None],
+    grace_period_s: float,
+    drop_waiting: Callable[[], None],
+) -> None:
+    ends_at = time.monotonic() + grace_period_s
+    while not (working.done() or commit_task.done()):
+        drop_waiting()
+        left_s = ends_at - time.monotonic()
+        if left_s <= 0:
+            return
+        timeout_s = min(left_s, DROP_INTERVAL_S)
+        await asyncio.wait({working, commit_task}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
 
 
 async def _until_first_failure(workers: list[asyncio.Task[None]]) -> None:

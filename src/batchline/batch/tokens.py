@@ -41,9 +41,10 @@ _DEFAULTS = TextConfig()
 class TokenCounts:
     """Sums over the good lines. output_limit: the most tokens that requests with a limit may produce.
 
-    limited, unlimited: generating requests with and without a limit. uncounted: requests whose prompt the template or
-    tokenizer refuses. with_control_tokens: requests whose messages contain control tokens; control_token_example: where
-    the first of them is.
+    limited, unlimited: generating requests with and without a limit. num_fixed, fixed_output: those that produce all
+    tokens of their limit, because of `ignore_eos`, and these tokens. least_output: the `min_tokens` of all others.
+    uncounted: requests whose prompt the template or tokenizer refuses. with_control_tokens: requests whose messages
+    contain control tokens; control_token_example: where the first of them is.
     """
 
     prompt: int = 0
@@ -54,6 +55,9 @@ class TokenCounts:
     with_control_tokens: int = 0
     control_token_example: str | None = None
     limited: int = 0
+    num_fixed: int = 0
+    fixed_output: int = 0
+    least_output: int = 0
 
     def add_output(self, url: str, body: dict[str, Any]) -> None:
         """Count the tokens that a request may produce."""
@@ -62,6 +66,12 @@ class TokenCounts:
             self.output_limit += limit or 0
             self.unlimited += limit is None
             self.limited += limit is not None
+            least = body.get("min_tokens")
+            if limit is not None and body.get("ignore_eos") is True:
+                self.num_fixed += 1
+                self.fixed_output += limit
+            elif isinstance(least, int):
+                self.least_output += max(0, least)
 
 
 class CharacterCounter:

@@ -102,7 +102,8 @@ def _estimate(
     share = 1 - overview.num_copies / overview.num_requests if overview.num_requests else 1.0
     measured = None if engine is None else _measured(engine.model, state_dir)
     prompt = round(counts.prompt * share)
-    output = None if measured is None else round(_expected_output(counts, measured.output_tokens_per_request) * share)
+    expected = _expected_output(counts, None if measured is None else measured.output_tokens_per_request)
+    output = None if expected is None else round(expected * share)
     return Estimate(
         prompt_tokens=prompt,
         are_prompt_tokens_counted=engine is not None,
@@ -127,9 +128,14 @@ def _measured(model: ModelConfig, state_dir: Path | None) -> MeasuredRun | None:
     )
 
 
-def _expected_output(counts: TokenCounts, usual: float) -> float:
-    """The expected output tokens. usual: the mean length of an answer in the last run, unless a limit is lower."""
-    return min(counts.output_limit, counts.limited * usual) + counts.unlimited * usual
+def _expected_output(counts: TokenCounts, usual: float | None) -> float | None:
+    """The expected output tokens; None if they are not known. usual: the mean length of an answer in the last run,
+    unless a limit is lower, or `min_tokens` higher."""
+    num_open = counts.limited + counts.unlimited - counts.num_fixed
+    if usual is None:
+        return None if num_open else counts.fixed_output
+    limited = min(counts.output_limit - counts.fixed_output, (counts.limited - counts.num_fixed) * usual)
+    return counts.fixed_output + max(counts.least_output, limited + counts.unlimited * usual)
 
 
 def _memory(engine: EngineConfig) -> tuple[MemoryNeed | None, str | None]:
@@ -231,7 +237,11 @@ def _time_text(estimate: Estimate, model: str | None) -> str:
         hint = "run a part of the file with it" if model is not None else "name the model with --model"
         return f"unknown: no run of the model on this machine is known; {hint}"
     when = measured.measured_at.astimezone().strftime("%Y-%m-%d %H:%M")
-    return (
-        f"about {duration(estimate.time_s)}, at the rates of the run of {when} "
-        f"({measured.dtype} on {measured.device}, {measured.requests / measured.run_time_s:,.1f} requests/s)"
+    rates = (
+        f"the rates of the run of {when} ({measured.dtype} on {measured.device}, "
+        f"{measured.requests / measured.run_time_s:,.1f} requests/s)"
     )
+    if not measured.is_short:
+        return f"about {duration(estimate.time_s)}, at {rates}"
+    size = f"{counted(round(measured.requests), 'request')} in {duration(measured.run_time_s)}"
+    return f"a rough guess: {duration(estimate.time_s)}, at {rates}, which was short ({size}). Long runs are faster"

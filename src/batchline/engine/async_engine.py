@@ -30,6 +30,7 @@ from batchline.engine.request import (
     GenerationOutput,
     GenerationRequest,
     RequestFailed,
+    engine_progress,
 )
 from batchline.errors import EngineDead
 
@@ -118,8 +119,11 @@ class AsyncEngine:
         self._engine.free_model()
 
     def _with_own_id(self, request: RequestT) -> RequestT:
-        """The request with a unique id: clients choose ids and may use one twice."""
-        return replace(request, request_id=f"{request.request_id}#{next(self._numbers)}")
+        """The request with its caller's `engine_progress` and a unique id: clients choose ids and may use one twice."""
+        progress = engine_progress.get()
+        if progress is not None:
+            progress.is_queued = True
+        return replace(request, request_id=f"{request.request_id}#{next(self._numbers)}", progress=progress)
 
     def _submit(self, request: GenerationRequest | EmbeddingRequest) -> Caller:
         caller = Caller(asyncio.get_running_loop(), asyncio.Queue())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Literal, Protocol
@@ -140,6 +141,24 @@ class MediaSpan:
         return int(first), int(last)
 
 
+@dataclass(slots=True)
+class EngineProgress:
+    """How far the engine is with all sequences of a request. is_queued: it has some of them. has_started: some of them
+    have run, so that ending the request would lose work. Written by the engine; may be read by any thread."""
+
+    is_queued: bool = False
+    has_started: bool = False
+
+    @property
+    def only_waits(self) -> bool:
+        """Whether the engine has the request and has computed nothing of it."""
+        return self.is_queued and not self.has_started
+
+
+engine_progress: ContextVar[EngineProgress | None] = ContextVar("engine_progress", default=None)
+"""Set by who wants to follow a request: the engine notes there how far it is."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
     """One sequence to run. `max_tokens=0` computes only the prompt (for `echo` and prompt logprobs).
@@ -151,6 +170,7 @@ class GenerationRequest:
     cache_key: what its keys and values depend on besides the token ids, or whom they belong to. Only requests with
     equal keys share blocks of the prefix cache.
     media: the prompt's images and other items, in the order of their positions.
+    progress: where the engine notes that it has started; set by the bridge.
     """
 
     request_id: str
@@ -161,13 +181,14 @@ class GenerationRequest:
     constraint: TokenConstraint | None = None
     cache_key: bytes | str | None = None
     media: tuple[MediaSpan, ...] = ()
+    progress: EngineProgress | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingRequest:
     """A prompt for last-token pooling: the result is the final hidden state of its last position, not new tokens.
 
-    cache_key, media: see `GenerationRequest`.
+    cache_key, media, progress: see `GenerationRequest`.
     """
 
     request_id: str
@@ -175,6 +196,7 @@ class EmbeddingRequest:
     priority: int = 0
     cache_key: bytes | str | None = None
     media: tuple[MediaSpan, ...] = ()
+    progress: EngineProgress | None = None
 
 
 @dataclass(frozen=True, slots=True)

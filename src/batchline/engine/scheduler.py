@@ -212,6 +212,8 @@ class Scheduler:
         if sequence.num_cached_tokens is None:  # a preempted sequence keeps the number of its first start
             sequence.num_cached_tokens = sequence.num_computed_tokens
             sequence.started_at = time.monotonic()
+            if sequence.request.progress is not None:
+                sequence.request.progress.has_started = True
         sequence.status = SequenceStatus.RUNNING
         self.running.append(sequence)
         return True
