@@ -71,6 +71,19 @@ def test_the_time_left_after_a_resume_counts_this_run_alone() -> None:
     assert tally.snapshot(BackendStats()).eta_s == pytest.approx(90.0)
 
 
+def test_the_first_wave_shows_no_time_left() -> None:
+    """After one answer of 512 requests in flight, a day was left, and then minutes."""
+    clock = Clock()
+    tally = Tally(total=1000, clock=clock)
+    tally.snapshot(BackendStats(), num_running=100)
+    clock.now += 10
+    tally.add(Outcome(0, "200"))
+    assert tally.snapshot(BackendStats(), num_running=100).eta_s is None
+    for position in range(1, 100):
+        tally.add(Outcome(position, "200"))
+    assert tally.snapshot(BackendStats(), num_running=100).eta_s == pytest.approx(90.0)
+
+
 def test_answers_that_take_longer_than_the_window_still_have_a_time_left() -> None:
     """No answer for half a minute, as with long ones, made the time left disappear."""
     clock = Clock()

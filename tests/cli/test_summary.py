@@ -6,6 +6,15 @@ from batchline.batch.summary import FailureMessage, RunSummary
 from batchline.cli.summary import summary_lines
 
 
+def test_failures_that_are_not_shown_are_counted() -> None:
+    """Three errors of twenty were shown, as if there were no others."""
+    shown = (FailureMessage(code="400", message="no", count=5, line_numbers=(1,)),)
+    lines = summary_lines(RunSummary(requests=30, succeeded=10, failed=20, frequent_failures=shown))
+    assert lines[-1] == "  and 15 more with other errors; the output has all of them"
+    lines = summary_lines(RunSummary(requests=30, succeeded=10, failed=5, frequent_failures=shown))
+    assert "more with other errors" not in lines[-1]
+
+
 def test_the_summary_leaves_out_what_did_not_happen() -> None:
     lines = summary_lines(RunSummary(requests=3, succeeded=3, failed=0, output="out", wall_time_s=1.25))
     assert lines == [

@@ -180,15 +180,20 @@ class Tally:
             requests_per_s=rate,
             prompt_tokens_per_s=(stats.prompt_tokens - prompt) / elapsed,
             output_tokens_per_s=(stats.output_tokens - output) / elapsed,
-            eta_s=self._eta_s(now, rate),
+            eta_s=self._eta_s(now, rate, num_running),
             num_running=num_running,
             stops_in_s=stops_in_s,
             models=models,
         )
 
-    def _eta_s(self, now: float, rate: float) -> float | None:
-        """Seconds left at the latest rate, or, while no answer comes, at this run's mean rate, without earlier runs."""
+    def _eta_s(self, now: float, rate: float, num_running: int) -> float | None:
+        """Seconds left at the latest rate, or, while no answer comes, at this run's mean rate, without earlier runs.
+
+        None in the first wave, whose few first answers tell no rate: while more requests run than have been answered.
+        """
         began_at, done_before = self._began or (now, self.done)
+        if self.done - done_before < num_running:
+            return None
         if rate <= 0 and now > began_at:
             rate = (self.done - done_before) / (now - began_at)
         return (self.total - self.done) / rate if rate > 0 else None

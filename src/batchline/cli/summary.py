@@ -40,6 +40,10 @@ def summary_lines(summary: RunSummary) -> list[str]:
     if summary.error_file:
         lines.append(f"Failed lines   {summary.error_file}")
     lines += map(_failure, summary.frequent_failures)
+    num_more = summary.failed - sum(failure.count for failure in summary.frequent_failures)
+    if num_more and summary.frequent_failures:
+        where = "the file of failed lines" if summary.error_file else "the output"
+        lines.append(f"  and {num_more:,} more with other errors; {where} has all of them")
     if summary.has_only_failures:
         lines.append("Every request failed (exit code 3).")
     return lines
