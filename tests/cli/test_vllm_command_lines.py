@@ -60,10 +60,10 @@ def refusal(line: str) -> str:
 # Lines from vLLM's documentation and from deployments, with the program's name exchanged. Each has what is read from
 # the settings, and the options that the one warning names.
 ACCEPTED: list[tuple[str, Callable[[Any, Any], Any], Any, str]] = [
-    ("serve M --max_model_len 4k", lambda e, _: e.model.max_model_len, 4000, ""),
-    ("serve M --max-model-len=4K", lambda e, _: e.model.max_model_len, 4096, ""),
-    ("serve M --max-model-len 32Ki", lambda e, _: e.model.max_model_len, 32768, ""),
-    ("serve M --max-model-len 25.6k", lambda e, _: e.model.max_model_len, 25600, ""),
+    ("serve M --max_model_len 1k", lambda e, _: e.model.max_model_len, 1000, ""),
+    ("serve M --max-model-len=1K", lambda e, _: e.model.max_model_len, 1024, ""),
+    ("serve M --max-model-len 2Ki", lambda e, _: e.model.max_model_len, 2048, ""),
+    ("serve M --max-model-len 1.6k", lambda e, _: e.model.max_model_len, 1600, ""),
     ("serve M --max-model-len auto", lambda e, _: e.model.max_model_len, None, ""),
     ("serve M --max-num-batched-tokens 1M", lambda e, _: e.scheduler.max_num_batched_tokens, 2**20, ""),
     ("serve M --dtype half", lambda e, _: e.model.dtype, "float16", ""),
@@ -300,13 +300,13 @@ def test_vllms_configuration_file_is_taken(
     config = tmp_path / "config.yaml"
     config.write_text(
         f"model: {TINY_CHAT}\nhost: 127.0.0.1\nport: 6379\nuvicorn-log-level: info\ntensor-parallel-size: 1\n"
-        "max_model_len: 4k\ndisable-uvicorn-access-log: true\nenable-lora: false\nswap-space: 4\n"
+        "max_model_len: 1k\ndisable-uvicorn-access-log: true\nenable-lora: false\nswap-space: 4\n"
         "compilation-config: {level: 3}\nserved-model-name: [a, b]\n",
         encoding="utf-8",
     )
     engine, options = settings_of(f"serve --config {config} --block-size 32 --disable-log-stats")
     assert (options.host, options.port, options.access_log) == ("127.0.0.1", 6379, False)
-    assert (engine.model.max_model_len, engine.cache.block_size) == (4000, 32)
+    assert (engine.model.max_model_len, engine.cache.block_size) == (1000, 32)
     [warning] = [said for said in capfd.readouterr().err.splitlines() if "of vLLM" in said]
     assert warning.endswith("here: --disable-log-stats, --swap-space, --compilation-config.")
 
