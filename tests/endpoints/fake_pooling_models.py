@@ -89,7 +89,7 @@ class FakePairModel:
     name = "fake-cross-encoder"
     max_model_len = 32
     vocab_size = 1000
-    num_special_tokens = 3
+    num_pair_special_tokens = 3
     takes_whole_pairs = False
 
     def __init__(self) -> None:

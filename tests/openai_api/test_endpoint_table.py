@@ -35,7 +35,7 @@ def test_every_path_that_is_answered_is_in_the_server_s_documents(path: str) -> 
 
 
 def test_a_model_is_listed_with_the_paths_that_a_batch_line_may_name() -> None:
-    for task in ("generate", "embed", "score"):
+    for task in ("generate", "embed", "score", "classify"):
         assert all(map(is_batch_url, endpoints_of(task)))
     assert "/v1/chat/completions" in endpoints_of("generate")
     assert endpoints_of("embed")[0] == "/v1/embeddings"

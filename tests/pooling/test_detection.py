@@ -25,8 +25,8 @@ def folder_with(path: Path, **files: object) -> str:
         ("GPT2LMHeadModel", "generate"),
         ("BertModel", "embed"),
         ("BertForMaskedLM", "embed"),
-        ("BertForSequenceClassification", "score"),
-        ("Qwen3ForSequenceClassification", "score"),
+        ("BertForSequenceClassification", "classify"),
+        ("Qwen3ForSequenceClassification", "classify"),
     ],
 )
 def test_architecture_decides_for_a_plain_model(tmp_path: Path, architecture: str, task: str) -> None:

@@ -15,12 +15,17 @@ from transformers import (
     BertConfig,
     BertForSequenceClassification,
     BertModel,
+    LlamaConfig,
+    LlamaForSequenceClassification,
     ModernBertConfig,
+    ModernBertForSequenceClassification,
     ModernBertModel,
     MPNetConfig,
     MPNetModel,
     PreTrainedModel,
     PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForSequenceClassification,
     Qwen3Config,
     Qwen3ForSequenceClassification,
     Qwen3Model,
@@ -116,6 +121,15 @@ def make_backbone(name: str, seed: int = 1) -> PreTrainedModel:
 
 def make_classifier(name: str, num_labels: int = 1, **settings: object) -> PreTrainedModel:
     torch.manual_seed(2)
+    if name == "modernbert":
+        local = {"local_attention": 8, "global_attn_every_n_layers": 2}
+        modern = ModernBertConfig(**SIZES, **local, max_position_embeddings=64, num_labels=num_labels, **settings)
+        return ModernBertForSequenceClassification(modern)
+    if name in ("llama", "qwen2"):
+        causal = {"num_key_value_heads": 2, "max_position_embeddings": 64, "num_labels": num_labels, **settings}
+        if name == "llama":
+            return LlamaForSequenceClassification(LlamaConfig(**SIZES, **causal))
+        return Qwen2ForSequenceClassification(Qwen2Config(**SIZES, **causal))
     if name == "bert":
         config = BertConfig(**SIZES, max_position_embeddings=64, num_labels=num_labels, **settings)
         return BertForSequenceClassification(config)

@@ -10,6 +10,7 @@ from typing import Any
 from generation_parameters import CHAT, CHAT_URL, COMPLETIONS_URL, HELLO, HOT, PLAIN, QUESTION, SCHEMA, differs
 from parameter_cases import Case, Check, Json, finish, num_generated, num_prompt, prompt_text, refused, text, texts
 
+CLASSIFY_URL, MODERATIONS_URL, POOLING_URL = "/v1/classify", "/v1/moderations", "/pooling"
 EMBEDDINGS_URL, SCORE_URL, RERANK_URL = "/v1/embeddings", "/v1/score", "/v1/rerank"
 PARIS, MADRID = "The capital of France is Paris.", "The capital of France is Madrid."
 ASKED = "What is the capital of France?"
@@ -277,4 +278,101 @@ def scoring_cases() -> list[Case]:
             lambda new, old: new["results"] != old["results"],
         ),
         Case("cache_salt", RERANK_URL, rerank, {"cache_salt": ""}, refused("cache_salt")),
+    ]
+
+
+def classification_cases() -> list[Case]:
+    """What classification and moderation have. The model is a cross-encoder, which has one label."""
+    base: Json = {"model": "rerank", "input": "one two three"}
+
+    def rows(body: Json) -> list[Any]:
+        return [item["probs"] for item in body["data"]]
+
+    def is_logit(new: Json, old: Json) -> bool:
+        return not 0 <= rows(new)[0][0] <= 1 and 0 < rows(old)[0][0] < 1
+
+    def is_another(new: Json, old: Json) -> bool:
+        return rows(new) != rows(old)
+
+    def moderated(body: Json) -> list[Any]:
+        return [result["category_scores"]["LABEL_0"] for result in body["results"]]
+
+    def case(parameter: str, value: Any, holds: Check, **beside: Any) -> Case:
+        return Case(parameter, CLASSIFY_URL, base | beside, {parameter: value}, holds)
+
+    def moderation(parameter: str, value: Any, holds: Check, **beside: Any) -> Case:
+        return Case(parameter, MODERATIONS_URL, base | beside, {parameter: value}, holds)
+
+    return [
+        case("model", "embed", lambda new, old: new["error"]["param"] == "url" and "error" not in old),
+        case("input", ["one", "two"], lambda new, old: len(rows(new)) == 2),
+        case("input", [[512], [512, 513]], lambda new, old: (len(rows(new)), num_prompt(new)) == (2, 3)),
+        case("messages", [QUESTION], lambda new, old: new["error"]["param"] == "messages", input=None),
+        case("truncate_prompt_tokens", 3, lambda new, old: num_prompt(new) == 3 < num_prompt(old)),
+        case("truncation_side", "left", is_another, truncate_prompt_tokens=4),
+        case("add_special_tokens", False, lambda new, old: num_prompt(new) == num_prompt(old) - 2),
+        case("use_activation", False, is_logit),
+        case("activation", False, is_logit),
+        case("softmax", False, is_logit),
+        case("cache_salt", "", refused("cache_salt")),
+        case("request_id", "mine", lambda new, old: new["id"] == "classify-mine"),
+        moderation("model", "embed", lambda new, old: new["error"]["param"] == "url" and "error" not in old),
+        moderation("input", ["one", "two"], lambda new, old: len(moderated(new)) == 2),
+        moderation("truncate_prompt_tokens", 3, lambda new, old: moderated(new) != moderated(old)),
+        moderation(
+            "truncation_side", "left", lambda new, old: moderated(new) != moderated(old), truncate_prompt_tokens=4
+        ),
+        moderation("request_id", "mine", lambda new, old: new["id"] == "modr-mine"),
+    ]
+
+
+def pooling_cases() -> list[Case]:
+    """What `/pooling` has: the fields of embeddings, and `task`."""
+
+    def rows(body: Json) -> list[Any]:
+        return [item["data"] for item in body["data"]]
+
+    def case(parameter: str, value: Any, holds: Check, **beside: Any) -> Case:
+        base: Json = {"model": "embed", "input": "one two three"}
+        return Case(parameter, POOLING_URL, base | beside, {parameter: value}, holds)
+
+    def has_no_unit_norm(new: Json, old: Json) -> bool:
+        norms = [sum(number**2 for number in rows(body)[0]) for body in (new, old)]
+        return abs(norms[1] - 1) < 1e-4 < abs(norms[0] - 1)
+
+    def differ(new: Json, old: Json) -> bool:
+        return rows(new) != rows(old)
+
+    def packed_bytes(body: Json) -> bytes:
+        return base64.b64decode(rows(body)[0])
+
+    return [
+        case("model", "rerank", lambda new, old: len(rows(new)[0]) == 1 < len(rows(old)[0])),
+        case("input", ["one", "two"], lambda new, old: len(rows(new)) == 2),
+        case("messages", [QUESTION], lambda new, old: len(rows(new)) == 1, model="tiny", input=None),
+        case("task", "embed", lambda new, old: rows(new) == rows(old)),
+        case("task", "token_embed", refused("task", "'token_embed'")),
+        case("encoding_format", "base64", lambda new, old: len(packed_bytes(new)) == 4 * len(rows(old)[0])),
+        case(
+            "embed_dtype",
+            "float16",
+            lambda new, old: 2 * len(packed_bytes(new)) == len(packed_bytes(old)),
+            encoding_format="base64",
+        ),
+        case(
+            "endianness",
+            "big",
+            lambda new, old: packed_bytes(new)[:4] == packed_bytes(old)[3::-1],
+            encoding_format="base64",
+        ),
+        case("dimensions", 8, refused("dimensions", "matryoshka")),
+        case("truncate_prompt_tokens", 3, lambda new, old: num_prompt(new) == 3 < num_prompt(old)),
+        case("truncation_side", "left", differ, truncate_prompt_tokens=4),
+        case("add_special_tokens", False, lambda new, old: num_prompt(new) == num_prompt(old) - 2),
+        case("use_activation", False, has_no_unit_norm, model="tiny"),
+        case("activation", False, has_no_unit_norm, model="tiny"),
+        case("softmax", False, has_no_unit_norm, model="tiny"),
+        case("normalize", False, has_no_unit_norm, model="tiny"),
+        case("cache_salt", "", refused("cache_salt")),
+        case("request_id", "mine", lambda new, old: new["id"] == "pooling-mine"),
     ]

@@ -18,7 +18,14 @@ from typing import Any
 
 import httpx
 import pytest
-from endpoint_parameters import chat_cases, completion_cases, embedding_cases, scoring_cases
+from endpoint_parameters import (
+    chat_cases,
+    classification_cases,
+    completion_cases,
+    embedding_cases,
+    pooling_cases,
+    scoring_cases,
+)
 from generation_parameters import CHAT, CHAT_URL, FLAVOURS, shared_cases
 from parameter_cases import MODELS, Case, Json, num_generated, text
 from pydantic import BaseModel
@@ -32,13 +39,23 @@ from batchline.batch.run import run
 from batchline.batch.stopping import Stop
 from batchline.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, TextConfig
 from batchline.openai_api.chat import ChatCompletionRequest
+from batchline.openai_api.classify import ClassifyRequest, PoolingRequest
 from batchline.openai_api.completions import CompletionRequest
 from batchline.openai_api.embeddings import EmbeddingsRequest
+from batchline.openai_api.moderations import ModerationsRequest
 from batchline.openai_api.parsing import NO_BEHAVIOUR
 from batchline.openai_api.rerank import RerankRequest
 from batchline.openai_api.score import ScoreRequest
 
-CASES = [*shared_cases(), *chat_cases(), *completion_cases(), *embedding_cases(), *scoring_cases()]
+CASES = [
+    *shared_cases(),
+    *chat_cases(),
+    *completion_cases(),
+    *embedding_cases(),
+    *scoring_cases(),
+    *classification_cases(),
+    *pooling_cases(),
+]
 TRIED_ELSEWHERE = {"stream", "stream_options", "priority"}
 """By tests of their own, below."""
 
@@ -119,15 +136,18 @@ def told(body: Json) -> list[Any]:
         (text(body, index), choice["finish_reason"], choice["stop_reason"])
         for index, choice in enumerate(body.get("choices", ()))
     ]
-    usage = [body["usage"][name] for name in ("prompt_tokens", "completion_tokens", "total_tokens")]
-    return [*choices, *(item["index"] for item in body.get("results", ())), *usage]
+    counts = body.get("usage", {})  # a moderation has none
+    usage = [counts[name] for name in ("prompt_tokens", "completion_tokens", "total_tokens") if counts]
+    return [*choices, *(item.get("index") for item in body.get("results", ())), *usage]
 
 
 def numbers(body: Json) -> list[float]:
     """The vectors and scores of an answer, one behind the other."""
-    found: list[float] = [item["relevance_score"] for item in body.get("results", ())]
+    found: list[float] = []
+    for item in body.get("results", ()):
+        found += item.get("category_scores", {"": item.get("relevance_score")}).values()
     for item in body.get("data", ()):
-        vector = item.get("embedding", [item.get("score")])
+        vector = next((item[name] for name in ("embedding", "probs", "data") if name in item), [item.get("score")])
         packed = base64.b64decode(vector) if isinstance(vector, str) else None
         found += vector if packed is None else struct.unpack(f"<{len(packed) // 4}f", packed)
     assert len(found) >= len(body.get("data", ())) + len(body.get("results", ()))
@@ -142,6 +162,9 @@ def numbers(body: Json) -> list[float]:
         (EmbeddingsRequest, "/v1/embeddings"),
         (ScoreRequest, "/v1/score"),
         (RerankRequest, "/v1/rerank"),
+        (ClassifyRequest, "/v1/classify"),
+        (ModerationsRequest, "/v1/moderations"),
+        (PoolingRequest, "/pooling"),
     ],
 )
 def test_every_field_of_a_request_is_tried(schema: type[BaseModel], url: str) -> None:

@@ -43,7 +43,7 @@ from batchline.errors import (
     request_error,
 )
 from batchline.openai_api.endpoint_table import ENDPOINTS, answering_path, endpoints_of, error_body
-from batchline.pooling.detection import detect_context, detect_task, refuse_longer_context
+from batchline.pooling.detection import detect_context, refuse_longer_context, task_of
 
 if TYPE_CHECKING:
     from batchline.backends.resident_models import ResidentModel
@@ -197,8 +197,7 @@ class InProcessBackend:
             refuse_foreign_format(model.model, model.revision)
             if model.max_model_len is not None:
                 refuse_longer_context(model.model, model.max_model_len, model.revision, model.hf_overrides)
-            is_known = model.task != "auto"
-            self._tasks[name] = model.task if is_known else detect_task(model.model, model.revision, model.hf_overrides)
+            self._tasks[name] = task_of(model)
             with suppress(ModelLoadError):  # loading reports it
                 self._contexts[name] = detect_context(model.model, model.revision, model.hf_overrides)
         return self._tasks[name]

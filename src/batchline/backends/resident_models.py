@@ -23,12 +23,13 @@ from batchline.config import EngineConfig, ModelConfig, Task, TextConfig
 from batchline.endpoints.answer_scores import AnswerScorer, Reranker, UnknownReranker, answer_tokens, find_reranker
 from batchline.endpoints.chat import chat_completion
 from batchline.endpoints.chat_stream import chat_completion_chunks
+from batchline.endpoints.classify import Classifier, classify, classifying_pooling, embedding_pooling, moderations
 from batchline.endpoints.completion_stream import completion_chunks
 from batchline.endpoints.completions import completion
 from batchline.endpoints.embed import embed
 from batchline.endpoints.embedders import Embedder, EngineEmbedder
 from batchline.endpoints.embeddings import embeddings
-from batchline.endpoints.loading import RenderMessages, load_text, message_renderer
+from batchline.endpoints.loading import load_text, message_renderer
 from batchline.endpoints.media_input import MediaInput
 from batchline.endpoints.messages import counted_tokens, message, message_events
 from batchline.endpoints.model import GenerativeModel
@@ -52,6 +53,7 @@ from batchline.media.processor import load_media_processor
 from batchline.model_facts import ModelFacts
 from batchline.openai_api.endpoint_table import (
     CHAT,
+    CLASSIFY,
     COHERE_RERANK,
     COMPLETIONS,
     COUNT_TOKENS,
@@ -60,6 +62,8 @@ from batchline.openai_api.endpoint_table import (
     EMBEDDINGS,
     INPUT_TOKENS,
     MESSAGES,
+    MODERATIONS,
+    POOLING,
     RERANK,
     RESPONSES,
     SCORE,
@@ -69,8 +73,7 @@ from batchline.openai_api.endpoint_table import (
 from batchline.text.tokenizer import Tokenizer, from_transformers
 
 if TYPE_CHECKING:
-    from batchline.pooling.cross_encoder import CrossEncoderModel
-    from batchline.pooling.embedding import EmbeddingModel
+    from batchline.pooling.model import PoolingModel
 
 logger = logging.getLogger(__name__)
 
@@ -123,6 +126,8 @@ def load(
         return _load_embedding_model(config)
     if task == "score":
         return _load_cross_encoder(config)
+    if task == "classify":
+        return _load_classifier(config)
     return _load_generative_model(config, memory, collector)
 
 
@@ -276,8 +281,8 @@ def _load_embedding_model(config: EngineConfig) -> ResidentModel:
     with ExitStack() as parts:
         model = load_embedding_model(config.model)
         parts.callback(model.close)
-        model.render_messages = message_renderer(config.model, config.text, model.transformers_tokenizer)
-        return _pooling_model(model, SimilarityScorer(model), model, parts, config, model.render_messages)
+        endpoints = _pooling_endpoints(SimilarityScorer(model), model, text=config.text)
+        return _pooling_model(model, endpoints, parts, config)
 
 
 def _load_cross_encoder(config: EngineConfig) -> ResidentModel:
@@ -286,25 +291,28 @@ def _load_cross_encoder(config: EngineConfig) -> ResidentModel:
     with ExitStack() as parts:
         model = load_cross_encoder(config.model)
         parts.callback(model.close)
-        return _pooling_model(model, PairScorer(model), None, parts, config)
+        endpoints = _pooling_endpoints(PairScorer(model), None, text=config.text)
+        return _pooling_model(model, {**endpoints, **_classifying_endpoints(model, config.text)}, parts, config)
+
+
+def _load_classifier(config: EngineConfig) -> ResidentModel:
+    from batchline.pooling.classifier import load_classifier  # as heavy as an embedding model's
+
+    with ExitStack() as parts:
+        model = load_classifier(config.model)
+        parts.callback(model.close)
+        return _pooling_model(model, _classifying_endpoints(model, config.text), parts, config)
 
 
 def _pooling_model(
-    model: EmbeddingModel | CrossEncoderModel,
-    scorer: Scorer,
-    embedder: Embedder | None,
-    parts: ExitStack,
-    config: EngineConfig,
-    render: RenderMessages | None = None,
+    model: PoolingModel, endpoints: Mapping[str, Endpoint], parts: ExitStack, config: EngineConfig
 ) -> ResidentModel:
-    """parts: closed by the model from now on. render: renders the conversations that the model embeds."""
+    """parts: closed by the model from now on."""
+    model.render_messages = message_renderer(config.model, config.text, model.transformers_tokenizer)
     _warn_of_unknown_tokens(model.name, len(model.transformers_tokenizer), model.vocab_size)
     return ResidentModel(
         facts=model.facts,
-        endpoints={
-            **_pooling_endpoints(scorer, embedder, text=config.text),
-            **_tokenizing_endpoints(_tokenized_pooling(model, config, render)),
-        },
+        endpoints={**endpoints, **_tokenizing_endpoints(_tokenized_pooling(model, config))},
         max_model_len=model.max_model_len,
         is_alive=lambda: model.is_alive,
         stats=lambda: BackendStats(prompt_tokens=model.stats().num_tokens),
@@ -313,9 +321,7 @@ def _pooling_model(
     )
 
 
-def _tokenized_pooling(
-    model: EmbeddingModel | CrossEncoderModel, config: EngineConfig, render: RenderMessages | None
-) -> TokenizedModel:
+def _tokenized_pooling(model: PoolingModel, config: EngineConfig) -> TokenizedModel:
     @cache  # a batch never asks for it, and copying a large vocabulary takes a second
     def tokenizer() -> Tokenizer:
         try:
@@ -325,7 +331,7 @@ def _tokenized_pooling(
 
     return TokenizedModel(
         tokenizer=tokenizer,
-        encode_messages=partial(encode_embedded, name=model.name, render=render),
+        encode_messages=partial(encode_embedded, name=model.name, render=model.render_messages),
         max_model_len=model.max_model_len,
         vocab_size=model.vocab_size,
         strict=config.text.strict,
@@ -334,32 +340,39 @@ def _tokenized_pooling(
     )
 
 
+AnsweringFunction = Callable[..., Awaitable[dict[str, Any]]]
+"""(body, request_id, what computes, text=..., priority=...) -> response body, as in `endpoints/score.py`."""
+
+
+def _pooling(function: AnsweringFunction, computes: Scorer | Embedder | Classifier, text: TextConfig) -> Endpoint:
+    async def answer(request: EndpointRequest) -> dict[str, Any]:
+        return await function(request.body, request.request_id, computes, text=text, priority=request.priority)
+
+    return answer
+
+
 def _pooling_endpoints(scorer: Scorer, embedder: Embedder | None, *, text: TextConfig) -> dict[str, Endpoint]:
     """Score and rerank by the scorer, and embeddings if there is an embedder."""
+    endpoints: dict[str, Endpoint] = {
+        **dict.fromkeys(SCORE, _pooling(score, scorer, text)),
+        **dict.fromkeys(RERANK, _pooling(rerank, scorer, text)),
+        COHERE_RERANK: _pooling(partial(rerank, cuts_long_documents=True), scorer, text),
+    }
+    if embedder is not None:
+        endpoints |= {
+            EMBEDDINGS: _pooling(embeddings, embedder, text),
+            EMBED: _pooling(embed, embedder, text),
+            POOLING: _pooling(embedding_pooling, embedder, text),
+        }
+    return endpoints
 
-    async def openai_embeddings(request: EndpointRequest) -> dict[str, Any]:
-        assert embedder is not None  # the table below has the endpoint only if there is one
-        return await embeddings(request.body, request.request_id, embedder, text=text, priority=request.priority)
 
-    async def cohere_embed(request: EndpointRequest) -> dict[str, Any]:
-        assert embedder is not None
-        return await embed(request.body, request.request_id, embedder, text=text, priority=request.priority)
-
-    async def score_pairs(request: EndpointRequest) -> dict[str, Any]:
-        return await score(request.body, request.request_id, scorer, text=text, priority=request.priority)
-
-    async def rank(request: EndpointRequest) -> dict[str, Any]:
-        return await rerank(
-            request.body,
-            request.request_id,
-            scorer,
-            text=text,
-            priority=request.priority,
-            cuts_long_documents=request.url == COHERE_RERANK,
-        )
-
-    endpoints: dict[str, Endpoint] = {**dict.fromkeys(SCORE, score_pairs), **dict.fromkeys(RERANK, rank)}
-    return endpoints if embedder is None else {EMBEDDINGS: openai_embeddings, EMBED: cohere_embed, **endpoints}
+def _classifying_endpoints(model: Classifier, text: TextConfig) -> dict[str, Endpoint]:
+    return {
+        **dict.fromkeys(CLASSIFY, _pooling(classify, model, text)),
+        MODERATIONS: _pooling(moderations, model, text),
+        POOLING: _pooling(classifying_pooling, model, text),
+    }
 
 
 def _engine_stats(engine: AsyncEngine) -> BackendStats:

@@ -17,6 +17,7 @@ import typer
 from batchline.backends.identity import refuse_missing_folder
 from batchline.cli.values import (
     JSON,
+    TASKS,
     check_generation_defaults,
     check_template_variables,
     parse_generation_config,
@@ -26,6 +27,7 @@ from batchline.cli.values import (
     parse_number,
     parse_quantization,
     parse_request_limits,
+    parse_task,
     together,
 )
 from batchline.config import (
@@ -39,7 +41,6 @@ from batchline.config import (
     SchedulerConfig,
     Scoring,
     SpecialTokensInContent,
-    Task,
     TextConfig,
 )
 from batchline.errors import ModelLoadError, UsageError
@@ -52,15 +53,6 @@ _TEXT = "Chat templates and text"
 _COUNT = "<number>"
 _CACHE, _SCHEDULER, _TEXT_DEFAULTS = CacheConfig(), SchedulerConfig(), TextConfig()
 
-TaskName = Literal["auto", "generate", "embed", "score", "embedding", "classify"]
-_TASKS: Mapping[TaskName, Task] = {
-    "auto": "auto",
-    "generate": "generate",
-    "embed": "embed",
-    "score": "score",
-    "embedding": "embed",
-    "classify": "score",
-}
 DTypeName = Literal["auto", "float32", "bfloat16", "float16", "float", "half"]
 _DTYPES: Mapping[DTypeName, DType] = {
     "auto": "auto",
@@ -102,9 +94,11 @@ class ModelOptions:
         ),
     ] = dataclasses.field(default_factory=list)
     task: Annotated[
-        TaskName,
+        Any,
         typer.Option(
-            help="Task of the model; embedding is embed, and classify is score.",
+            parser=parse_task,
+            metavar=f"<{'|'.join(TASKS)}>",
+            help="Task of the model; embedding is embed.",
             rich_help_panel=_MODEL,
         ),
     ] = "auto"
@@ -348,7 +342,7 @@ class ModelOptions:
             model=ModelConfig(
                 model=model,
                 served_names=served_names,
-                task=_TASKS[self.task],
+                task=self.task,
                 scoring=self.scoring,
                 tokenizer=self.tokenizer,
                 revision=self.revision,

@@ -142,10 +142,10 @@ def _memory(engine: EngineConfig) -> tuple[MemoryNeed | None, str | None]:
     """(the model's memory, or why it is not known)."""
     from batchline.backends.model_memory import memory_need
     from batchline.errors import ModelLoadError
-    from batchline.pooling.detection import detect_task
+    from batchline.pooling.detection import task_of
 
     try:
-        need = memory_need(engine, detect_task(engine.model.model))
+        need = memory_need(engine, task_of(engine.model))
     except ModelLoadError as exc:
         return None, exc.reason
     return need, "the model's weights are not on this machine" if need is None else None

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from batchline.batch.options import HOSTED_LIMITS, Limits
-from batchline.config import MediaConfig, Quantization, RequestLimits
+from batchline.config import MediaConfig, Quantization, RequestLimits, Task
 from batchline.errors import BadRequest, UsageError
 
 JSON = "JSON"
@@ -79,6 +79,28 @@ def parse_number(text: str | int) -> int:
 def parse_length(text: str | int) -> int | None:
     """A number; `auto` and -1 leave it to the model."""
     return None if str(text).strip().lower() in ("auto", "-1") else parse_number(text)
+
+
+TASKS: Mapping[str, Task] = {
+    "auto": "auto",
+    "generate": "generate",
+    "embed": "embed",
+    "score": "score",
+    "embedding": "embed",
+    "classify": "classify",
+}
+"""The names of tasks, and the names here."""
+
+
+def parse_task(text: str) -> Task:
+    """One of `TASKS`."""
+    task = TASKS.get(text.strip().lower())
+    if task is None:
+        raise typer.BadParameter(
+            f"{text!r} is not one of {', '.join(TASKS)}. A reward model that is a ...ForSequenceClassification runs "
+            "with classify; other reward models and draft models are not supported."
+        )
+    return task
 
 
 def parse_quantization(text: str) -> Quantization | None:

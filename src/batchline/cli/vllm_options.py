@@ -69,7 +69,7 @@ _OWN_CODE = (
     "Your own Python code can only add parsers (--tool-parser-plugin, --reasoning-parser-plugin) and backends "
     "(--backend-plugin)."
 )
-_KINDS = "Models generate, embed or score (--task). Draft and reward models are not supported."
+_KINDS = "Models generate, embed, score or classify (--task). Draft and reward models are not supported."
 _POOLING = "The model's own files set pooling and normalization."
 _CLIENT_CERTIFICATES = "Client certificates are not checked; use --api-key, or a proxy that checks them."
 
@@ -88,7 +88,7 @@ VLLM_OPTIONS: Mapping[str, VllmOption] = {
         "value",
         is_default=_any_of("auto", "none"),
         ours="--task",
-        renamed={"embed": "embed", "classify": "score"},
+        renamed={"embed": "embed", "classify": "classify"},
         refusal=_KINDS,
     ),
     **_each("uvicorn-log-level", "value", ours="--log-level", renamed={"critical": "error", "trace": "debug"}),

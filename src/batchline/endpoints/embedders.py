@@ -28,11 +28,10 @@ from batchline.text.chat_template import ChatPrompt
 from batchline.text.detokenizer import detokenize
 
 
-class Embedder(Protocol):
-    """Texts to token sequences, token sequences to vectors.
+class InputReader(Protocol):
+    """Texts, conversations and token ids to token sequences.
 
     name: the model's name in answers. num_special_tokens: how many are added to a text, and kept when it is cut.
-    matryoshka: the sizes that vectors may be cut to; None if they may not be cut.
     """
 
     @property
@@ -43,8 +42,6 @@ class Embedder(Protocol):
     def vocab_size(self) -> int: ...
     @property
     def num_special_tokens(self) -> int: ...
-    @property
-    def matryoshka(self) -> Matryoshka | None: ...
 
     async def tokenize(
         self,
@@ -69,6 +66,13 @@ class Embedder(Protocol):
         self, token_ids: Sequence[int], *, max_tokens: int | None = None, side: Side | None = None
     ) -> TokenSequence:
         """Token ids unchanged, but cut to `max_tokens` if it is given. side: see `tokenize`."""
+
+
+class Embedder(InputReader, Protocol):
+    """Token sequences to vectors. matryoshka: the sizes that vectors may be cut to; None if they may not be cut."""
+
+    @property
+    def matryoshka(self) -> Matryoshka | None: ...
 
     async def embed(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchline.config import TextConfig
-from batchline.endpoints.embedders import Embedder
+from batchline.endpoints.embedders import Embedder, InputReader
 from batchline.endpoints.engine_input import check_vocabulary
 from batchline.endpoints.pooling_limits import (
     DEFAULT_TEXT,
@@ -25,7 +25,7 @@ from batchline.endpoints.pooling_limits import (
 )
 from batchline.errors import BadRequest, InternalServerError
 from batchline.openai_api.common import Prompt, Usage
-from batchline.openai_api.embeddings import ByteOrder, EmbeddingsRequest, EmbedDtype, embeddings_object
+from batchline.openai_api.embeddings import ByteOrder, EmbeddingsRequest, EmbedDtype, PooledBody, embeddings_object
 from batchline.openai_api.parsing import parse_body
 from batchline.pooling.batching import TokenSequence
 from batchline.pooling.vectors import Vectors, are_finite
@@ -39,7 +39,7 @@ async def embeddings(
 ) -> dict[str, Any]:
     """The response body. text: its limits, and whether unknown fields are errors. Raises: RequestError, EngineDead."""
     request = await off_loop_if_large(body, partial(_read, body, model, text))
-    sequences = await _tokenize(request, model)
+    sequences = await tokenized_input(request, model)
     vectors = await finite_vectors(
         salted(sequences, request.cache_salt),
         model,
@@ -47,8 +47,7 @@ async def embeddings(
         normalises=request.normalises,
         priority=priority + request.priority,
     )
-    is_base64 = request.encoding_format == "base64"
-    write = partial(encode_base64, dtype=request.embed_dtype, order=request.endianness) if is_base64 else numbers
+    write = writer(request)
     is_large = vectors.size > LARGE_ANSWER
     return embeddings_object(
         embeddings_id=f"embd-{request.request_id or request_id}",
@@ -80,10 +79,22 @@ def _read(body: Mapping[str, Any], model: Embedder, text: TextConfig) -> Embeddi
     request = parse_body(EmbeddingsRequest, body, strict=text.strict, limits=text.limits)
     request.check()
     check_dimensions(request.dimensions, model, "dimensions")
+    check_token_ids(request, model)
+    return request
+
+
+def check_token_ids(request: PooledBody, model: InputReader) -> None:
+    """Check that the model knows the token ids of `input`. Raises: BadRequest."""
     for prompt in request.input or ():
         if not isinstance(prompt, str):
             check_vocabulary(prompt, model.vocab_size, "input")
-    return request
+
+
+def writer(request: EmbeddingsRequest) -> Callable[[Vectors], Sequence[list[float] | str]]:
+    """Writes vectors in the format that the request asks for."""
+    if request.encoding_format == "float":
+        return numbers
+    return partial(encode_base64, dtype=request.embed_dtype, order=request.endianness)
 
 
 def numbers(vectors: Vectors) -> list[list[float]]:
@@ -105,8 +116,8 @@ def _bfloat16_bits(vectors: Vectors) -> NDArray[np.uint16]:
     return rounded
 
 
-async def _tokenize(request: EmbeddingsRequest, model: Embedder) -> list[TokenSequence]:
-    """The request's sequences, cut as requested, and checked to fit the model."""
+async def tokenized_input(request: PooledBody, model: InputReader) -> list[TokenSequence]:
+    """The request's sequences, cut as requested, and checked to fit the model. Raises: BadRequest."""
     max_tokens = resolve_truncation(
         request.truncate_prompt_tokens,
         max_model_len=model.max_model_len,
@@ -133,7 +144,7 @@ async def _tokenize(request: EmbeddingsRequest, model: Embedder) -> list[TokenSe
 
 
 async def _tokenize_input(
-    prompts: Sequence[Prompt], request: EmbeddingsRequest, model: Embedder, max_tokens: int | None
+    prompts: Sequence[Prompt], request: PooledBody, model: InputReader, max_tokens: int | None
 ) -> list[TokenSequence]:
     """All prompts are texts, or all are token ids; the schema has checked that."""
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]

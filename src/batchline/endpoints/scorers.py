@@ -94,7 +94,7 @@ class PairModel(TextCutter, Protocol):
     @property
     def vocab_size(self) -> int: ...
     @property
-    def num_special_tokens(self) -> int: ...
+    def num_pair_special_tokens(self) -> int: ...
     @property
     def takes_whole_pairs(self) -> bool: ...
 
@@ -120,7 +120,7 @@ class PairScorer:
         """Uses the model's own activation unless the task says otherwise. Raises: BadRequest, InternalServerError."""
         max_tokens = task.max_tokens(
             max_model_len=self._model.max_model_len,
-            num_special_tokens=self._model.num_special_tokens,
+            num_special_tokens=self._model.num_pair_special_tokens,
             can_cut=not self._model.takes_whole_pairs,
         )
         if task.cuts_to_fit and task.truncate is None and max_tokens is not None:

@@ -23,22 +23,27 @@ from batchline.errors import BadRequest
 from batchline.media.collector import check_unfetched
 from batchline.media.parts import split_media
 from batchline.openai_api.chat import ChatCompletionRequest
+from batchline.openai_api.classify import ClassifyRequest, PoolingRequest
 from batchline.openai_api.completions import CompletionRequest
 from batchline.openai_api.embed import EmbedRequest
 from batchline.openai_api.embeddings import EmbeddingsRequest
 from batchline.openai_api.endpoint_table import (
     CHAT,
+    CLASSIFY,
     COMPLETIONS,
     COUNT_TOKENS,
     EMBED,
     EMBEDDINGS,
     INVOCATIONS,
     MESSAGES,
+    MODERATIONS,
+    POOLING,
     RERANK,
     RESPONSES,
     SCORE,
     answering_path,
 )
+from batchline.openai_api.moderations import ModerationsRequest
 from batchline.openai_api.parsing import parse_body
 from batchline.openai_api.rerank import RerankRequest
 from batchline.openai_api.score import ScoreRequest
@@ -145,6 +150,24 @@ def _embeddings(body: Body, config: TextConfig, _try_constraint: TryConstraint) 
     return request
 
 
+def _classify(body: Body, config: TextConfig, _try_constraint: TryConstraint) -> ClassifyRequest:
+    request = parse_body(ClassifyRequest, body, strict=config.strict, limits=config.limits)
+    request.check()
+    _check_messages(request.messages or ())
+    return request
+
+
+def _moderations(body: Body, config: TextConfig, _try_constraint: TryConstraint) -> ModerationsRequest:
+    return parse_body(ModerationsRequest, body, strict=config.strict, limits=config.limits)
+
+
+def _pooling(body: Body, config: TextConfig, _try_constraint: TryConstraint) -> PoolingRequest:
+    request = parse_body(PoolingRequest, body, strict=config.strict, limits=config.limits)
+    request.check()
+    _check_messages(request.messages or ())
+    return request
+
+
 def _embed(body: Body, config: TextConfig, _try_constraint: TryConstraint) -> EmbedRequest:
     request = parse_body(EmbedRequest, body, strict=config.strict, limits=config.limits)
     request.check()
@@ -180,6 +203,9 @@ CHECKS: Mapping[str, Callable[[Body, TextConfig, TryConstraint], BaseModel]] = {
     COUNT_TOKENS: _counted_message,
     EMBEDDINGS: _embeddings,
     EMBED: _embed,
+    **dict.fromkeys(CLASSIFY, _classify),
+    MODERATIONS: _moderations,
+    POOLING: _pooling,
     **dict.fromkeys(SCORE, _score),
     **dict.fromkeys(RERANK, _rerank),
     INVOCATIONS: _invocation,

@@ -24,30 +24,42 @@ EmbedDtype = Literal["float32", "float16", "bfloat16"]
 ByteOrder = Literal["native", "little", "big"]
 
 
-class EmbeddingsRequest(ActivatedBody):
-    """The body of an embeddings request. Messages are checked in depth when they are rendered.
+class PooledBody(ActivatedBody):
+    """What requests to embed, classify or pool texts have. Messages are checked in depth when they are rendered.
 
-    embed_dtype, endianness: the format of numbers in base64. use_activation, normalize: two names for one switch,
-    whether vectors have the L2 norm 1; None leaves it to the model. add_special_tokens: by default true for `input` and
-    false for messages, whose template writes them. output_dimension is Voyage's and Mistral's name.
+    add_special_tokens: by default true for `input` and false for messages, whose template writes them.
     """
-
-    other_names: ClassVar[Mapping[str, str]] = {"output_dimension": "dimensions"}
 
     model: str | None = None
     input: Annotated[Prompts | None, Limited("inputs", num_prompts, "inputs"), TEXT] = None
     messages: Annotated[Annotated[list[dict[str, Any]], Field(min_length=1)] | None, MESSAGES] = None
-    encoding_format: Literal["float", "base64"] = "float"
-    dimensions: Annotated[int, Field(ge=1)] | None = None
-    embed_dtype: EmbedDtype = "float32"
-    endianness: ByteOrder = "little"
-    normalize: bool | None = None
     truncate_prompt_tokens: TruncatePromptTokens | None = None
     truncation_side: TruncationSide | None = None
     cache_salt: CacheSalt | None = None
     priority: Priority = 0
     request_id: RequestId | None = None
     add_special_tokens: bool | None = None
+
+    def check(self) -> None:
+        """Check fields that depend on each other. Raises: BadRequest."""
+        if (self.input is None) == (self.messages is None):
+            raise BadRequest("input: exactly one of input and messages is needed", param="input")
+
+
+class EmbeddingsRequest(PooledBody):
+    """The body of an embeddings request.
+
+    embed_dtype, endianness: the format of numbers in base64. use_activation, normalize: two names for one switch,
+    whether vectors have the L2 norm 1; None leaves it to the model. output_dimension is Voyage's and Mistral's name.
+    """
+
+    other_names: ClassVar[Mapping[str, str]] = {"output_dimension": "dimensions"}
+
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Annotated[int, Field(ge=1)] | None = None
+    embed_dtype: EmbedDtype = "float32"
+    endianness: ByteOrder = "little"
+    normalize: bool | None = None
 
     @property
     def normalises(self) -> bool | None:
@@ -56,8 +68,7 @@ class EmbeddingsRequest(ActivatedBody):
 
     def check(self) -> None:
         """Check fields that depend on each other. Raises: BadRequest."""
-        if (self.input is None) == (self.messages is None):
-            raise BadRequest("input: exactly one of input and messages is needed", param="input")
+        super().check()
         if self.normalize is not None and self.activates not in (None, self.normalize):
             raise BadRequest("normalize: it contradicts use_activation; give one of them", param="normalize")
         for field, neutral in {"embed_dtype": ("float32",), "endianness": ("little", "native")}.items():

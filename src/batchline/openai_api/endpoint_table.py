@@ -15,11 +15,13 @@ from pydantic import BaseModel
 from batchline.config import Task
 from batchline.errors import BadRequest
 from batchline.openai_api.chat import ChatCompletionRequest
+from batchline.openai_api.classify import ClassifyRequest, PoolingRequest
 from batchline.openai_api.common import WireModel
 from batchline.openai_api.completions import CompletionRequest
 from batchline.openai_api.embed import EmbedRequest, cohere_error
 from batchline.openai_api.embeddings import EmbeddingsRequest
 from batchline.openai_api.messages import CountTokensRequest, MessagesRequest, message_error
+from batchline.openai_api.moderations import ModerationsRequest
 from batchline.openai_api.rerank import RerankRequest
 from batchline.openai_api.responses import ResponsesRequest, response_error_event
 from batchline.openai_api.score import SPELLINGS, ScoreRequest
@@ -36,6 +38,9 @@ EMBED = "/v2/embed"
 SCORE = ("/v1/score", "/score")
 COHERE_RERANK = "/v2/rerank"
 RERANK = ("/v1/rerank", COHERE_RERANK, "/rerank")
+CLASSIFY = ("/v1/classify", "/classify")
+MODERATIONS = "/v1/moderations"
+POOLING = "/pooling"
 TOKENIZE = "/tokenize"
 DETOKENIZE = "/detokenize"
 TOKENIZER_INFO = "/tokenizer_info"
@@ -44,8 +49,10 @@ INVOCATIONS = "/invocations"
 GENERATES: tuple[Task, ...] = ("generate",)
 EMBEDS: tuple[Task, ...] = ("generate", "embed")
 SCORES: tuple[Task, ...] = ("generate", "embed", "score")
+CLASSIFIES: tuple[Task, ...] = ("score", "classify")
+POOLS: tuple[Task, ...] = ("generate", "embed", "score", "classify")
 """The kinds of models for each kind of endpoint. A causal language model also embeds (with its last token), and every
-model that embeds also scores (with the cosine similarity)."""
+model that embeds also scores (with the cosine similarity). A cross-encoder is a classifier with one label."""
 
 
 class InvocationRequest(WireModel):
@@ -85,12 +92,14 @@ class ApiEndpoint:
     error_event: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
 
 
-def _rows(paths: tuple[str, ...], summary: str, schema: type[BaseModel]) -> list[ApiEndpoint]:
-    """One endpoint of models that score, under several paths."""
-    return [ApiEndpoint(path=path, summary=summary, tasks=SCORES, schema=schema) for path in paths]
+def _rows(
+    paths: tuple[str, ...], summary: str, schema: type[BaseModel], tasks: tuple[Task, ...] = SCORES
+) -> list[ApiEndpoint]:
+    """One endpoint under several paths, by default of models that score."""
+    return [ApiEndpoint(path=path, summary=summary, tasks=tasks, schema=schema) for path in paths]
 
 
-def _tokenizing(path: str, summary: str, schema: type[BaseModel], tasks: tuple[Task, ...] = SCORES) -> ApiEndpoint:
+def _tokenizing(path: str, summary: str, schema: type[BaseModel], tasks: tuple[Task, ...] = POOLS) -> ApiEndpoint:
     """An endpoint of the server that the tokenizer answers, by default for models of any kind."""
     return ApiEndpoint(path=path, summary=summary, tasks=tasks, schema=schema, in_batch_file=False, needs_engine=False)
 
@@ -150,10 +159,21 @@ ENDPOINTS: Mapping[str, ApiEndpoint] = {
         ),
         *_rows(SCORE, "Score how well pairs of texts match", ScoreRequest),
         *_rows(RERANK, "Sort documents by their relevance to a query", RerankRequest),
+        *_rows(CLASSIFY, "Tell which of the model's labels a text has", ClassifyRequest, CLASSIFIES),
+        ApiEndpoint(
+            path=MODERATIONS,
+            summary="Tell whether a text is harmful, and in which way",
+            tasks=CLASSIFIES,
+            schema=ModerationsRequest,
+        ),
+        ApiEndpoint(
+            path=POOLING,
+            summary="Turn texts into the model's vectors or probabilities",
+            tasks=POOLS,
+            schema=PoolingRequest,
+        ),
         ApiEndpoint(path="/v1/audio/transcriptions"),
         ApiEndpoint(path="/v1/audio/translations"),
-        ApiEndpoint(path="/v1/classify"),
-        ApiEndpoint(path="/v1/moderations"),
         ApiEndpoint(
             path=INVOCATIONS,
             summary="Any of the requests above; its fields decide which",
@@ -166,7 +186,7 @@ ENDPOINTS: Mapping[str, ApiEndpoint] = {
         ApiEndpoint(
             path=TOKENIZER_INFO,
             summary="Show the tokenizer's settings",
-            tasks=SCORES,
+            tasks=POOLS,
             schema=TokenizerInfoRequest,
             method="GET",
             in_batch_file=False,

@@ -18,43 +18,26 @@ from sentence_transformers import CrossEncoder
 from batchline.config import ModelConfig
 from batchline.errors import UnsupportedModel
 from batchline.pooling.batching import TokenSequence
+from batchline.pooling.classifier import ClassifierModel
 from batchline.pooling.loading import LoadedPoolingModel, load_pooling_model
 from batchline.pooling.tokenizing import PoolingTokenizer, Side, WritePair, pairs_cannot_be_cut
-from batchline.pooling.worker import PoolingStats, PoolingWorker
 
 LOGIT, ACTIVATED = 0, 1
 """Columns of the rows that the worker returns."""
 
 
-class CrossEncoderModel:
-    """A cross-encoder that runs on its own thread, for callers on any event loop.
-
-    name: the name in answers. max_model_len: the limit on tokens of both texts together. transformers_tokenizer: not
-    safe to share; copy it before use.
-    """
+class CrossEncoderModel(ClassifierModel):
+    """A classifier with one label, which also scores pairs of texts."""
 
     def __init__(self, name: str, loaded: LoadedPoolingModel) -> None:
-        module = loaded.module
-        self.name = name
-        self.facts = loaded.facts(name)
-        self.max_model_len = loaded.max_model_len
-        self.vocab_size = loaded.vocab_size
-        self.transformers_tokenizer = loaded.tokenizer
-        self._prompt: str = module.prompts.get(module.default_prompt_name or "", "")
-        self._tokenizer = PoolingTokenizer(loaded.tokenizer, write_pair=_pair_writer(module[0], loaded.tokenizer))
-        self.num_special_tokens = self._tokenizer.num_pair_special_tokens
-        self._worker = PoolingWorker(
-            loaded.run_batch, loaded.limits, probe=loaded.probe(), on_start=loaded.enter_thread
-        )
+        write_pair = _pair_writer(loaded.module[0], loaded.tokenizer)
+        super().__init__(name, loaded, PoolingTokenizer(loaded.tokenizer, write_pair=write_pair))
+        self.num_pair_special_tokens = self._tokenizer.num_pair_special_tokens
 
     @property
     def takes_whole_pairs(self) -> bool:
         """Whether pairs are written by a template and cannot be cut."""
         return self._tokenizer.takes_whole_pairs
-
-    async def cut(self, texts: Sequence[str], max_tokens: int) -> list[str]:
-        """The texts' beginnings, of at most this many tokens. Raises: BadRequest."""
-        return await asyncio.to_thread(self._tokenizer.cut, texts, max_tokens)
 
     async def tokenize_pairs(
         self, pairs: Sequence[tuple[str, str]], *, max_tokens: int | None = None, side: Side | None = None
@@ -66,7 +49,7 @@ class CrossEncoderModel:
         if max_tokens is not None and self._tokenizer.takes_whole_pairs:
             raise pairs_cannot_be_cut()
         return await asyncio.to_thread(
-            self._tokenizer.encode_pairs, pairs, prompt=self._prompt, max_tokens=max_tokens, side=side
+            self._tokenizer.encode_pairs, pairs, prompt=self._default_prompt, max_tokens=max_tokens, side=side
         )
 
     async def score(
@@ -76,26 +59,15 @@ class CrossEncoderModel:
         rows = await self._worker.run(sequences, priority=priority)
         return rows[:, ACTIVATED if use_activation else LOGIT]
 
-    @property
-    def is_alive(self) -> bool:
-        """Whether the model still accepts requests."""
-        return self._worker.is_alive
-
-    def stats(self) -> PoolingStats:
-        """Counters since the start."""
-        return self._worker.stats()
-
-    def close(self) -> None:
-        """Stop the thread; calls still waiting get EngineDead. Idempotent."""
-        self._worker.close()
-
 
 def load_cross_encoder(config: ModelConfig) -> CrossEncoderModel:
     """Load a cross-encoder with one label from a folder or hub id. Raises: ModelLoadError, UnsupportedModel."""
     loaded = load_pooling_model(config, CrossEncoder, _read_scores)
     if loaded.module.num_labels != 1:
         raise UnsupportedModel(
-            config.model, f"it has {loaded.module.num_labels} labels; scoring takes a cross-encoder with one"
+            config.model,
+            f"it has {loaded.module.num_labels} labels; scoring takes a cross-encoder with one. "
+            "Leave out --task, or set --task classify",
         )
     return CrossEncoderModel(config.names[0], loaded)
 

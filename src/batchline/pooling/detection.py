@@ -10,12 +10,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from batchline.checkpoints.files import read_json
-from batchline.config import Task
+from batchline.config import ModelConfig, Task
 from batchline.errors import ModelLoadError, UnsupportedModel
 
 GENERATIVE_SUFFIXES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 CLASSIFIER_SUFFIX = "ForSequenceClassification"
 SENTENCE_TRANSFORMERS_TASKS: dict[str, Task] = {"SentenceTransformer": "embed", "CrossEncoder": "score"}
+
+DEFAULT_NUM_LABELS = 2
+"""Of transformers, for a config.json without labels."""
 
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
@@ -59,8 +62,17 @@ def _num_positions(text: Mapping[str, Any]) -> int | None:
     return next((text[name] for name in _LENGTHS if isinstance(text.get(name), int)), None)
 
 
+def task_of(model: ModelConfig) -> Task:
+    """The task that the configuration sets, or else the detected one. `classify` is `score` for a classifier with one
+    label, which can do both. Raises: ModelLoadError, UnsupportedModel."""
+    if model.task not in ("auto", "classify"):
+        return model.task
+    detected = detect_task(model.model, model.revision, model.hf_overrides)
+    return detected if model.task == "auto" or detected == "score" else "classify"
+
+
 def detect_task(model: str, revision: str | None = None, overrides: Mapping[str, Any] | None = None) -> Task:
-    """`generate`, `embed` or `score`, for a local folder or a hub id (whose two small files are fetched).
+    """`generate`, `embed`, `score` or `classify`, for a local folder or a hub id (whose two small files are fetched).
 
     overrides: values that override config.json.
 
@@ -74,7 +86,9 @@ def detect_task(model: str, revision: str | None = None, overrides: Mapping[str,
         model_type = settings.get("model_type", "SentenceTransformer")
         if model_type not in SENTENCE_TRANSFORMERS_TASKS:
             raise UnsupportedModel(model, f"{model_type} models are neither embedding models nor cross-encoders")
-        return SENTENCE_TRANSFORMERS_TASKS[model_type]
+        task = SENTENCE_TRANSFORMERS_TASKS[model_type]
+        config = read_json(model, "config.json", revision)
+        return task if task == "embed" or config is None else _classifier_task({**config, **(overrides or {})})
     config = read_json(model, "config.json", revision)
     if config is None:
         raise ModelLoadError(model, "it has neither a config.json nor a modules.json")
@@ -83,7 +97,14 @@ def detect_task(model: str, revision: str | None = None, overrides: Mapping[str,
     if config.get("classifier_from_token"):  # a generative reranker, marked for vLLM
         return "generate"
     if any(name.endswith(CLASSIFIER_SUFFIX) for name in architectures):
-        return "score"
+        return _classifier_task(config)
     if any(name.endswith(GENERATIVE_SUFFIXES) for name in architectures) or not architectures:
         return "generate"
     return "embed"
+
+
+def _classifier_task(config: Mapping[str, Any]) -> Task:
+    """`score` for a classifier with one label, whose score says how well a pair of texts matches, else `classify`."""
+    labels = config.get("id2label")
+    found = len(labels) if isinstance(labels, dict) else DEFAULT_NUM_LABELS
+    return "score" if config.get("num_labels", found) == 1 else "classify"

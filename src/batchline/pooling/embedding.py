@@ -6,8 +6,7 @@ further layers, its default prompt in front of texts, and its own `truncate_dim`
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,88 +19,22 @@ from batchline.errors import BadRequest
 from batchline.pooling.batching import TokenSequence
 from batchline.pooling.loading import LoadedPoolingModel, load_pooling_model
 from batchline.pooling.matryoshka import Matryoshka, read_matryoshka
-from batchline.pooling.tokenizing import ROLE_PROMPTS, PoolingTokenizer, Role, Side
+from batchline.pooling.model import PoolingModel
+from batchline.pooling.tokenizing import PoolingTokenizer
 from batchline.pooling.vectors import normalise
-from batchline.pooling.worker import PoolingStats, PoolingWorker, Rows
+from batchline.pooling.worker import Rows
 
 
-class EmbeddingModel:
-    """An embedding model that runs on its own thread, for callers on any event loop.
-
-    name: the name in answers. max_model_len: in tokens. matryoshka: None if vectors must not be shortened.
-    render_messages: (messages, add_special_tokens) -> their text or token ids, by the chat template; None if there is
-        none. Raises: BadRequest.
-    transformers_tokenizer: not safe to share; copy it before use.
-    """
+class EmbeddingModel(PoolingModel):
+    """A pooling model whose rows are vectors. matryoshka: None if vectors must not be shortened."""
 
     def __init__(self, name: str, loaded: LoadedPoolingModel, matryoshka: Matryoshka | None) -> None:
         module = loaded.module
-        self.name = name
-        self.facts = loaded.facts(name)
-        self.max_model_len = loaded.max_model_len
-        self.vocab_size = loaded.vocab_size
-        self.transformers_tokenizer = loaded.tokenizer
+        excludes_prompt = any(isinstance(part, Pooling) and not part.include_prompt for part in module)
+        super().__init__(name, loaded, PoolingTokenizer(loaded.tokenizer, excludes_prompt=excludes_prompt))
         self.matryoshka = matryoshka
-        self.render_messages: Callable[[Sequence[Mapping[str, Any]], bool], str | tuple[int, ...]] | None = None
         self._own_size: int | None = module.truncate_dim
         self._normalises = any(isinstance(part, Normalize) for part in module)
-        self._prompts: dict[str, str] = dict(module.prompts)
-        self._default_prompt: str = self._prompts.get(module.default_prompt_name or "", "")
-        excludes_prompt = any(isinstance(part, Pooling) and not part.include_prompt for part in module)
-        self._tokenizer = PoolingTokenizer(loaded.tokenizer, excludes_prompt=excludes_prompt)
-        self.num_special_tokens = self._tokenizer.num_special_tokens
-        self._worker = PoolingWorker(
-            loaded.run_batch, loaded.limits, probe=loaded.probe(), on_start=loaded.enter_thread
-        )
-
-    async def tokenize(
-        self,
-        texts: Sequence[str],
-        *,
-        role: Role | None = None,
-        add_special_tokens: bool = True,
-        max_tokens: int | None = None,
-        side: Side | None = None,
-    ) -> list[TokenSequence]:
-        """One sequence per text, with its role's prompt in front, truncated to `max_tokens` if that is given."""
-        return await asyncio.to_thread(
-            self._tokenizer.encode,
-            texts,
-            prompt=self._prompt_of(role),
-            add_special_tokens=add_special_tokens,
-            max_tokens=max_tokens,
-            side=side,
-        )
-
-    async def cut(self, texts: Sequence[str], max_tokens: int) -> list[str]:
-        """The texts' beginnings, of at most this many tokens. Raises: BadRequest."""
-        return await asyncio.to_thread(self._tokenizer.cut, texts, max_tokens)
-
-    async def tokenize_messages(
-        self, messages: Sequence[Mapping[str, Any]], *, add_special_tokens: bool = False
-    ) -> TokenSequence:
-        """A conversation, rendered by `render_messages`. Raises: BadRequest, also without a chat template."""
-        render = self.render_messages
-        if render is None:
-            raise BadRequest(
-                f"messages: {self.name} has no chat template; send input, or give one with --chat-template",
-                param="messages",
-            )
-
-        def encode() -> TokenSequence:
-            rendered = render(messages, add_special_tokens)
-            if isinstance(rendered, str):
-                return self._tokenizer.encode([rendered], add_special_tokens=add_special_tokens)[0]
-            return TokenSequence(token_ids=rendered)
-
-        return await asyncio.to_thread(encode)
-
-    def from_token_ids(
-        self, token_ids: Sequence[int], *, max_tokens: int | None = None, side: Side | None = None
-    ) -> TokenSequence:
-        """A sequence of the given token ids, truncated to fit `max_tokens`, at the end unless `side` says otherwise."""
-        is_left = side == "left" and max_tokens is not None
-        return TokenSequence(token_ids=tuple(token_ids[-(max_tokens or 0) :] if is_left else token_ids[:max_tokens]))
 
     async def embed(
         self,
@@ -125,24 +58,6 @@ class EmbeddingModel:
         cut = vectors[:, : dimensions or self._own_size]
         needs_it = normalises and not self._normalises
         return normalise(cut) if needs_it or (self._normalises and dimensions is not None) else cut
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether the model still accepts requests."""
-        return self._worker.is_alive
-
-    def stats(self) -> PoolingStats:
-        """Counters since the start."""
-        return self._worker.stats()
-
-    def close(self) -> None:
-        """Stop the thread; calls still waiting get EngineDead. Idempotent."""
-        self._worker.close()
-
-    def _prompt_of(self, role: Role | None) -> str:
-        if role is None:
-            return self._default_prompt
-        return next((self._prompts[name] for name in ROLE_PROMPTS[role] if name in self._prompts), "")
 
 
 def load_embedding_model(config: ModelConfig) -> EmbeddingModel:

@@ -24,6 +24,19 @@ def cosine_similarities(first: Vectors, second: Vectors) -> Vectors:
     return products
 
 
+def softmax(logits: Vectors) -> Vectors:
+    """Each row as probabilities that sum to 1: (num_rows, size)."""
+    powers = np.exp(logits - logits.max(axis=1, keepdims=True))
+    probabilities: Vectors = powers / powers.sum(axis=1, keepdims=True)
+    return probabilities
+
+
+def sigmoid(logits: Vectors) -> Vectors:
+    """Each number as a probability of its own. Computed with tanh, which does not overflow."""
+    probabilities: Vectors = np.float32(0.5) * (np.tanh(np.float32(0.5) * logits) + np.float32(1))
+    return probabilities
+
+
 def are_finite(values: Vectors) -> bool:
     """Whether no value is infinite or not a number."""
     return bool(np.isfinite(values).all())

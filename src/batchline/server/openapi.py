@@ -19,6 +19,7 @@ from batchline import __version__
 from batchline.openai_api.common import ListParams
 from batchline.openai_api.endpoint_table import (
     CHAT,
+    CLASSIFY,
     COMPLETIONS,
     COUNT_TOKENS,
     DETOKENIZE,
@@ -27,6 +28,8 @@ from batchline.openai_api.endpoint_table import (
     INPUT_TOKENS,
     INVOCATIONS,
     MESSAGES,
+    MODERATIONS,
+    POOLING,
     REQUEST_SCHEMAS,
     RERANK,
     RESPONSES,
@@ -49,6 +52,7 @@ _MESSAGES = [{"role": "user", "content": "What is the capital of France?"}]
 _DOCUMENTS = ["The capital of France is Paris.", "The capital of Brazil is Brasilia."]
 _SCORE = {"text_1": "What is the capital of France?", "text_2": _DOCUMENTS}
 _RERANK = {"query": "What is the capital of France?", "documents": _DOCUMENTS}
+_INPUT: dict[str, Any] = {"input": _DOCUMENTS}
 
 EXAMPLES: dict[str, dict[str, Any]] = {
     CHAT: {"messages": _MESSAGES, "max_completion_tokens": 100, "stream": False},
@@ -57,7 +61,8 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     INPUT_TOKENS: {"input": "What is the capital of France?"},
     MESSAGES: {"messages": _MESSAGES, "max_tokens": 100},
     COUNT_TOKENS: {"messages": _MESSAGES},
-    EMBEDDINGS: {"input": _DOCUMENTS},
+    EMBEDDINGS: _INPUT,
+    **dict.fromkeys((*CLASSIFY, MODERATIONS, POOLING), _INPUT),
     **dict.fromkeys(SCORE, _SCORE),
     **dict.fromkeys(RERANK, _RERANK),
     INVOCATIONS: {"messages": _MESSAGES, "max_completion_tokens": 100},

@@ -1,0 +1,184 @@
+"""`/v1/classify`, `/v1/moderations` and `/pooling`: texts to the numbers that a pooling model gives for them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+from batchline.config import TextConfig
+from batchline.endpoints.embedders import Embedder, InputReader
+from batchline.endpoints.embeddings import (
+    LARGE_ANSWER,
+    check_dimensions,
+    check_token_ids,
+    finite_vectors,
+    tokenized_input,
+    writer,
+)
+from batchline.endpoints.pooling_limits import (
+    DEFAULT_TEXT,
+    check_sequences,
+    engine_errors_answered,
+    off_loop_if_large,
+    resolve_truncation,
+    salted,
+)
+from batchline.errors import BadRequest, InternalServerError
+from batchline.openai_api.classify import ClassifyRequest, PoolingRequest, classification_object, pooling_object
+from batchline.openai_api.common import Usage
+from batchline.openai_api.moderations import ModerationsRequest, harmful_labels, moderation_object
+from batchline.openai_api.parsing import parse_body
+from batchline.pooling.batching import TokenSequence
+from batchline.pooling.vectors import Vectors, are_finite
+
+
+class Classifier(InputReader, Protocol):
+    """Texts to token sequences, token sequences to one number per label.
+
+    labels: their names. is_exclusive: whether exactly one label holds for a text. has_probabilities: False for a model
+    that was trained for regression.
+    """
+
+    @property
+    def labels(self) -> tuple[str, ...]: ...
+    @property
+    def is_exclusive(self) -> bool: ...
+    @property
+    def has_probabilities(self) -> bool: ...
+
+    async def classify(
+        self, sequences: Sequence[TokenSequence], *, activates: bool = True, priority: int = 0
+    ) -> Vectors:
+        """(num_sequences, num_labels) float32: probabilities, or logits. Raises: EngineDead, EngineError."""
+
+
+async def classify(
+    body: Mapping[str, Any], request_id: str, model: Classifier, *, text: TextConfig = DEFAULT_TEXT, priority: int = 0
+) -> dict[str, Any]:
+    """The response body. text: its limits, and whether unknown fields are errors. Raises: RequestError, EngineDead."""
+    request = await off_loop_if_large(body, partial(_read_classify, body, model, text))
+    sequences = await tokenized_input(request, model)
+    rows = await _finite_rows(
+        salted(sequences, request.cache_salt),
+        model,
+        activates=request.activates is not False,
+        priority=priority + request.priority,
+    )
+    return classification_object(
+        classify_id=f"classify-{request.request_id or request_id}",
+        created=int(time.time()),
+        model=model.name,
+        labels=model.labels,
+        rows=rows.tolist(),
+        usage=_usage(sequences),
+    )
+
+
+async def moderations(
+    body: Mapping[str, Any], request_id: str, model: Classifier, *, text: TextConfig = DEFAULT_TEXT, priority: int = 0
+) -> dict[str, Any]:
+    """The response body. text: see `classify`. Raises: RequestError, EngineDead."""
+    read = partial(parse_body, ModerationsRequest, body, strict=text.strict, limits=text.limits)
+    request = await off_loop_if_large(body, read)
+    if not model.has_probabilities:
+        raise BadRequest(f"model: {model.name} was trained for regression and gives no probabilities", param="model")
+    max_tokens = resolve_truncation(
+        request.truncate_prompt_tokens,
+        max_model_len=model.max_model_len,
+        num_special_tokens=model.num_special_tokens,
+    )
+    sequences = await model.tokenize(request.input, max_tokens=max_tokens, side=request.truncation_side)
+    check_sequences(sequences, max_model_len=model.max_model_len, vocab_size=model.vocab_size, param="input")
+    rows = await _finite_rows(sequences, model, activates=True, priority=priority + request.priority)
+    return moderation_object(
+        moderation_id=f"modr-{request.request_id or request_id}",
+        model=model.name,
+        categories=harmful_labels(model.labels, is_exclusive=model.is_exclusive),
+        rows=rows.tolist(),
+    )
+
+
+async def embedding_pooling(
+    body: Mapping[str, Any], request_id: str, model: Embedder, *, text: TextConfig = DEFAULT_TEXT, priority: int = 0
+) -> dict[str, Any]:
+    """`/pooling` of a model that embeds. text: see `classify`. Raises: RequestError, EngineDead."""
+    request = await off_loop_if_large(body, partial(_read_pooling, body, model, "embed", text))
+    check_dimensions(request.dimensions, model, "dimensions")
+    sequences = await tokenized_input(request, model)
+    vectors = await finite_vectors(
+        salted(sequences, request.cache_salt),
+        model,
+        dimensions=request.dimensions,
+        normalises=request.normalises,
+        priority=priority + request.priority,
+    )
+    return await _pooled(request, request_id, model, sequences, vectors)
+
+
+async def classifying_pooling(
+    body: Mapping[str, Any], request_id: str, model: Classifier, *, text: TextConfig = DEFAULT_TEXT, priority: int = 0
+) -> dict[str, Any]:
+    """`/pooling` of a model that classifies. text: see `classify`. Raises: RequestError, EngineDead."""
+    request = await off_loop_if_large(body, partial(_read_pooling, body, model, "classify", text))
+    for field in ("dimensions", "normalize"):
+        if getattr(request, field) is not None:
+            raise BadRequest(f"{field}: {model.name} is a classifier, and only vectors have {field}", param=field)
+    sequences = await tokenized_input(request, model)
+    rows = await _finite_rows(
+        salted(sequences, request.cache_salt),
+        model,
+        activates=request.activates is not False,
+        priority=priority + request.priority,
+    )
+    return await _pooled(request, request_id, model, sequences, rows)
+
+
+async def _pooled(
+    request: PoolingRequest, request_id: str, model: InputReader, sequences: Sequence[TokenSequence], rows: Vectors
+) -> dict[str, Any]:
+    write = writer(request)
+    return pooling_object(
+        pooling_id=f"pooling-{request.request_id or request_id}",
+        created=int(time.time()),
+        model=model.name,
+        rows=await asyncio.to_thread(write, rows) if rows.size > LARGE_ANSWER else write(rows),
+        usage=_usage(sequences),
+    )
+
+
+def _read_classify(body: Mapping[str, Any], model: Classifier, text: TextConfig) -> ClassifyRequest:
+    """The checked request. Raises: BadRequest."""
+    request = parse_body(ClassifyRequest, body, strict=text.strict, limits=text.limits)
+    request.check()
+    check_token_ids(request, model)
+    return request
+
+
+def _read_pooling(body: Mapping[str, Any], model: InputReader, task: str, text: TextConfig) -> PoolingRequest:
+    """The checked request. task: the only one that the model can do. Raises: BadRequest."""
+    request = parse_body(PoolingRequest, body, strict=text.strict, limits=text.limits)
+    request.check()
+    check_token_ids(request, model)
+    if request.task not in (None, task):
+        raise BadRequest(
+            f"task: {model.name} does not do {request.task!r}; leave it out, or use {task!r}", param="task"
+        )
+    return request
+
+
+async def _finite_rows(
+    sequences: Sequence[TokenSequence], model: Classifier, *, activates: bool, priority: int
+) -> Vectors:
+    """(num_sequences, num_labels) float32. Raises: InternalServerError, EngineDead."""
+    with engine_errors_answered():
+        rows = await model.classify(sequences, activates=activates, priority=priority)
+    if not are_finite(rows):
+        raise InternalServerError("The model's logits are not numbers; a wider dtype may help")
+    return rows
+
+
+def _usage(sequences: Sequence[TokenSequence]) -> Usage:
+    return Usage(prompt_tokens=sum(len(sequence) for sequence in sequences))
