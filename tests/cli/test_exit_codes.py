@@ -342,7 +342,7 @@ def test_check_judges_bodies_as_a_run_does(command: Command, tmp_path: Path) -> 
         (4, "roleless", "400", "messages[0].role"),
         (5, "twofold", "400", bad[3]["param"]),
         (6, "elsewhere", "404", "url"),
-        (7, "moderated", "400", "url"),
+        (7, "moderated", "400", "input"),
         (8, "good", "duplicate_custom_id", "custom_id"),
         (9, "stranger", "404", "model"),
         (10, None, "invalid_json_line", None),
