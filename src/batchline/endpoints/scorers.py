@@ -141,7 +141,7 @@ class PairScorer:
         """Refuse a query that leaves no room for documents: scores for a cut query mean little. Raises: BadRequest."""
         (alone,) = await self._model.tokenize_pairs([(task.firsts[0], "")])
         if len(alone) >= self._model.max_model_len:
-            num_tokens = len(alone) - self._model.num_special_tokens
+            num_tokens = len(alone) - self._model.num_pair_special_tokens
             raise BadRequest(
                 f"{task.names[0]}: its {num_tokens} tokens leave no room for documents: this model's maximum context "
                 f"length is {self._model.max_model_len} tokens for both; send a shorter {task.names[0]}",
