@@ -47,7 +47,7 @@ def test_check_names_unknown_fields_and_they_are_no_failure(
     out = capfd.readouterr().out
     assert ended.value.code in (None, 0)
     assert [line for line in out.splitlines() if line.startswith("Unknown field")] == WARNINGS
-    assert out.endswith("Nothing else is wrong.\n")
+    assert out.endswith("No other problems found.\n")
     assert caplog.records == []
     with pytest.raises(SystemExit):
         main(["check", path, "--json"])

@@ -281,7 +281,7 @@ def test_check_ends_with_0_for_a_good_file(command: Command, good: Path) -> None
     ended = command("check", good)
     assert ended.code == 0
     assert ended.out.startswith("3 requests, ")
-    assert "Nothing is wrong with it." in ended.out
+    assert "No problems found." in ended.out
 
 
 def test_check_ends_with_3_and_names_lines(command: Command, mixed: Path) -> None:
@@ -289,6 +289,28 @@ def test_check_ends_with_3_and_names_lines(command: Command, mixed: Path) -> Non
     assert ended.code == 3
     assert "  line 2: invalid_json_line: This line is not valid JSON" in ended.out
     assert "unknown model 'other', first on line 3" in ended.out
+
+
+def test_check_takes_a_models_folder_and_its_name_as_a_run_does(command: Command, good: Path, tmp_path: Path) -> None:
+    """A folder counted as a name that no request has: every line was a 404, and 20 of them were shown one by one."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    assert command("check", good, "--model", folder, "--served-model-name", "fake,other").code == 0
+    ended = command("check", good, "--model", folder)
+    assert (ended.code, ended.out.count("HTTP 404: The model")) == (3, 1)
+    assert "  3 lines (1, 2, 3): HTTP 404: The model 'fake' does not exist." in ended.out
+    assert "No request names a served model" in ended.out
+    assert "  --served-model-name fake\n" in ended.out
+    ended = command("check", good, "--served-model-name", "fake")
+    assert (ended.code, "--served-model-name requires --model." in ended.err) == (2, True)
+
+
+def test_check_shows_equal_errors_once_with_their_first_lines(command: Command, tmp_path: Path) -> None:
+    lines = [line(f"r{number}", temperature=9 + number) for number in range(1200)]
+    ended = command("check", write(tmp_path / "in.jsonl", *lines, b"bad"))
+    assert "  1,200 lines (1, 2, 3, 4, 5, ...): HTTP 400: temperature: Input should be less than" in ended.out
+    assert "  line 1201: invalid_json_line: " in ended.out
+    assert "  ... and 1,195 more bad lines; --bad-lines FILE writes all of them" in ended.out
 
 
 def test_check_lets_requests_leave_the_model_out_unless_several_are_served(command: Command, tmp_path: Path) -> None:
@@ -404,8 +426,12 @@ def test_check_counts_bad_lines_by_code_and_tells_where_the_rest_is(command: Com
     lines = [line(str(n), top_p=n) for n in range(2, 32)] + [line("40"), b"bad"]
     path = write(tmp_path / "in.jsonl", *lines)
     ended = command("check", path)
-    assert re.search(r"^ +30  HTTP 400\n +1  invalid_json_line\n  line 1: HTTP 400: top_p: ", ended.out, re.MULTILINE)
-    assert "... and 11 more; --bad-lines FILE writes all of them" in ended.out
+    assert re.search(
+        r"^ +30  HTTP 400\n +1  invalid_json_line\n  30 lines \(1, 2, 3, 4, 5, \.\.\.\): HTTP 400: top_p: ",
+        ended.out,
+        re.MULTILINE,
+    )
+    assert "... and 25 more bad lines; --bad-lines FILE writes all of them" in ended.out
     ended = command("check", path, "--bad-lines", tmp_path / "bad")
     assert f"31 bad lines written to {tmp_path / 'bad'}" in ended.out
     assert len((tmp_path / "bad").read_bytes().splitlines()) == 31

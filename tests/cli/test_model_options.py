@@ -145,5 +145,5 @@ def test_each_model_has_its_served_name() -> None:
 
 
 def test_served_names_must_be_as_many_as_models() -> None:
-    with pytest.raises(UsageError, match="given 1 times for 2 models"):
+    with pytest.raises(UsageError, match="given once for 2 models"):
         ModelOptions(model=["a", "b"], served_model_name=["x"]).engines()

@@ -162,7 +162,7 @@ def test_two_folders_of_one_name_are_refused_naming_the_option(tmp_path: Path) -
 
 def test_names_are_counted_per_model() -> None:
     message = refusal("a", "--model", "b", "--served-model-name", "x,y")
-    assert message == "--served-model-name is given 1 times for 2 models."
+    assert message == "--served-model-name is given once for 2 models."
     assert "empty name" in refusal("a", "--served-model-name", "x,,y")
 
 

@@ -270,7 +270,7 @@ def test_values_that_do_not_go_together_are_reported_at_once(tmp_path: Path) -> 
     message = refusal(f"{line} --request-limit x=1 --ssl-keyfile k")
     for part in (
         "no model at",
-        "given 1 times for 2",
+        "given once for 2",
         "must not be empty",
         "./no.jinja",
         "no limit 'x'",

@@ -7,7 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from batchline.openai_api.endpoint_table import ENDPOINTS, REQUEST_SCHEMAS, endpoints_of, is_batch_url, path_here
+from batchline.openai_api.endpoint_table import (
+    CHAT,
+    ENDPOINTS,
+    REQUEST_SCHEMAS,
+    endpoints_of,
+    is_batch_url,
+    path_here,
+    unknown_path_text,
+)
 
 ROOT = Path(__file__).parents[2]
 TABLE = ROOT / "src/batchline/openai_api/endpoint_table.py"
@@ -80,3 +88,11 @@ def test_the_time_for_a_path_does_not_grow_with_the_square_of_its_length() -> No
     name = "a" + "/models/" * 8000 + "\n"
     assert path_here(f"/openai/deployments/{name}/embeddings") == ("/v1/embeddings", name)
     assert path_here(f"/openai/deployments/{name}") == (f"/openai/deployments/{name}", None)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completion", "/v1/v1/chat/completions", "/v1/chat/completions/"])
+def test_an_unknown_path_is_answered_with_a_similar_one(path: str) -> None:
+    served = {"/v1/completions", CHAT, "/health"}
+    listed = "Served here: /v1/chat/completions, /v1/completions, /health"
+    assert unknown_path_text(path, served) == f"Unknown path {path}. Did you mean {CHAT}? {listed}"
+    assert unknown_path_text("/v1/nonsense", served) == f"Unknown path /v1/nonsense. {listed}"

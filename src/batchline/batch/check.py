@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,6 +34,12 @@ LineObserver: TypeAlias = Callable[[int, str, dict[str, Any]], None]
 """Called with (position, url, body) of each good line, duplicates included. A line for which it raises `LineError` is
 bad."""
 
+MAX_KINDS_KEPT = 1000
+SHOWN_LINES = 5
+
+VALUES = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")
+"""The parts that may differ between messages of the same fault: quoted values and numbers."""
+
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -45,6 +52,19 @@ class LineFault:
     code: str
     message: str
     param: str | None
+
+
+@dataclass(slots=True)
+class FaultKind:
+    """Bad lines with the same error, apart from values in it. message: that of the first one.
+
+    line_numbers: those of the first few.
+    """
+
+    code: str
+    message: str
+    count: int = 0
+    line_numbers: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -63,9 +83,10 @@ class CheckReport:
 
     num_lines: non-blank lines, which is the number of results. num_requests: lines that are requests, including those
     with a duplicate `custom_id` and those that the observer refused. faults: the first `MAX_FAULTS_KEPT` bad lines.
-    num_faults: how many bad lines there are. bad: the positions of all of them. duplicates: the positions of lines that
-    are bad only because of their `custom_id`. groups: by (model, url), up to a limit. unknown_fields: the requests'
-    unknown fields.
+    num_faults: how many bad lines there are. fault_kinds: their errors, by code and message without its values.
+    bad: the positions of all of them. duplicates: the positions of lines that are bad only because of their
+    `custom_id`. groups: by (model, url), up to a limit. unknown_fields: the requests' unknown
+    fields.
     """
 
     num_lines: int = 0
@@ -75,6 +96,7 @@ class CheckReport:
     groups: dict[tuple[str, str], RequestGroup] = field(default_factory=dict)
     faults: list[LineFault] = field(default_factory=list)
     faults_by_code: dict[str, int] = field(default_factory=dict)
+    fault_kinds: dict[tuple[str, str], FaultKind] = field(default_factory=dict)
     bad: PositionSet = field(default_factory=PositionSet)
     duplicates: PositionSet = field(default_factory=PositionSet)
     unknown_fields: UnknownFields = field(default_factory=UnknownFields)
@@ -88,8 +110,18 @@ class CheckReport:
         """Count a bad line."""
         self.bad.add(position)
         self.faults_by_code[error.code] = self.faults_by_code.get(error.code, 0) + 1
+        self._count_kind(line_number, error)
         if len(self.faults) < MAX_FAULTS_KEPT:
             self.faults.append(LineFault(line_number, custom_id, error.code, error.message, error.param))
+
+    def _count_kind(self, line_number: int, error: LineError) -> None:
+        key = (error.code, VALUES.sub("", error.message))
+        if key not in self.fault_kinds and len(self.fault_kinds) == MAX_KINDS_KEPT:
+            return
+        kind = self.fault_kinds.setdefault(key, FaultKind(error.code, error.message))
+        kind.count += 1
+        if len(kind.line_numbers) < SHOWN_LINES:
+            kind.line_numbers.append(line_number)
 
     def unknown_endpoints(self) -> list[RequestGroup]:
         """Groups whose endpoint no backend serves; their requests will be answered with a 404."""

@@ -28,7 +28,7 @@ from batchline.batch.tokens import TokenCounter
 from batchline.config import TextConfig
 from batchline.endpoints.without_model import CHECKS, MAX_CONSTRAINTS, ConstraintTrial, checked_request
 from batchline.errors import BadRequest, LineError, NotFound, RequestError, counted
-from batchline.openai_api.endpoint_table import is_batch_url
+from batchline.openai_api.endpoint_table import is_batch_url, unknown_path_text
 
 NO_MODEL_NAMED = "(no model named)"
 """The model of requests that name none. They are valid if one model is served, which is not known here."""
@@ -106,7 +106,7 @@ class RequestJudge:
 
     def _checked(self, url: str, body: dict[str, Any]) -> BaseModel:
         if not is_batch_url(url):
-            raise NotFound(f"Unknown path {url[:_SHOWN_URL]}. Served: {', '.join(CHECKS)}", param="url")
+            raise NotFound(unknown_path_text(url[:_SHOWN_URL], CHECKS), param="url")
         if url not in CHECKS:
             raise BadRequest(f"No model answers {url}. Served: {', '.join(CHECKS)}", param="url")
         model = body.get("model")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -10,6 +9,7 @@ from typing import Any
 
 import orjson
 
+from batchline.batch.check import SHOWN_LINES, VALUES
 from batchline.batch.files import RunFiles
 from batchline.batch.index import LineIndex, PositionSet
 from batchline.batch.journal import Journal, JournalResult
@@ -18,14 +18,10 @@ from batchline.batch.resuming import RunState
 from batchline.model_facts import ModelFacts
 
 _SHOWN_MESSAGES = 3
-_SHOWN_LINES = 5
 _MAX_MESSAGES = 1000
 _MAX_MESSAGE_CHARS = 300
 _MAX_LINE_BYTES = 1 << 20
 """Result lines longer than this are not read."""
-
-_DETAILS = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")
-"""The parts that may differ between messages of the same fault: quoted values and numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,13 +126,13 @@ def frequent_failures(journal: Journal, index: LineIndex) -> tuple[FailureMessag
     for entry in _failures(journal):
         code = entry.outcome.status
         message = _message(journal, entry)
-        kind = (code, _DETAILS.sub("", message))
+        kind = (code, VALUES.sub("", message))
         if kind not in firsts and len(firsts) >= _MAX_MESSAGES:
             continue
         counts[kind] = counts.get(kind, 0) + 1
         _, positions = firsts.setdefault(kind, (message, []))
         positions.append(entry.outcome.position)
-        if len(positions) > _SHOWN_LINES:
+        if len(positions) > SHOWN_LINES:
             positions.remove(max(positions))
     return tuple(
         FailureMessage(

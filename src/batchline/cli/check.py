@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,18 +12,19 @@ import orjson
 import typer
 
 from batchline.cli.messages import show
+from batchline.cli.model_options import ModelOptions
 from batchline.cli.values import LimitPreset, MaxFileSize, MaxRequests, limits_of, parse_request_limits
 from batchline.config import TextConfig
 from batchline.errors import UsageError, counted
 
 if TYPE_CHECKING:
-    from batchline.batch.check import CheckReport
+    from batchline.batch.check import CheckReport, FaultKind
     from batchline.batch.inspect import InputFile, RequestJudge
     from batchline.batch.media import MediaCounts
     from batchline.batch.options import Limits
     from batchline.batch.tokens import TokenCounts
 
-_SHOWN_FAULTS = 20
+_SHOWN_KINDS = 20
 _DEFAULTS = TextConfig()
 
 
@@ -31,7 +33,12 @@ def check(
         str, typer.Argument(metavar="FILE", help="Batch file: a path, - for standard input, or a URL.")
     ],
     model: Annotated[
-        list[str] | None, typer.Option(help="Name of a model that a run serves. Repeatable; default: any name.")
+        list[str] | None,
+        typer.Option(help="Model that a run serves: a name, folder or id. Repeatable; default: requests name any."),
+    ] = None,
+    served_model_name: Annotated[
+        list[str] | None,
+        typer.Option(help="Name(s) in requests for this model, comma-separated. Repeat it for each --model."),
     ] = None,
     tokenizer: Annotated[str | None, typer.Option(help="Count tokens with this tokenizer (folder or id).")] = None,
     max_model_len: Annotated[
@@ -67,10 +74,11 @@ def check(
     if bad_lines is not None:
         _refuse_unwritable(bad_lines, input_file)
     counter = None if tokenizer is None else TokenCounter(tokenizer, max_model_len)
-    judge = RequestJudge(text, model or (), counter)
-    only_model = NO_MODEL_NAMED if not model else model[0] if len(model) == 1 else None
+    served = _served_names(model or [], served_model_name or [])
+    judge = RequestJudge(text, [name for names in served for name in names], counter)
+    only_model = NO_MODEL_NAMED if not served else served[0][0] if len(served) == 1 else None
     with checked_input(input_file, default_model=only_model, observer=judge) as checked:
-        found = _findings(checked.report, model, limits_of(limits, max_requests, max_file_size))
+        found = _findings(checked.report, served, limits_of(limits, max_requests, max_file_size))
         counts = None if counter is None else counter.counts
         warnings = [*checked.report.unknown_fields.warnings(), *judge.warnings()]
         if bad_lines is not None:
@@ -83,11 +91,25 @@ def check(
         raise typer.Exit(3)
 
 
-def _findings(report: CheckReport, served_models: list[str] | None, limits: Limits) -> list[str]:
-    """The expected failures, in sentences."""
+def _served_names(models: list[str], names: list[str]) -> list[tuple[str, ...]]:
+    """The names of each model, as for a run with the same options. Raises: UsageError."""
+    if names and not models:
+        raise UsageError("--served-model-name requires --model.")
+    return [engine.model.names for engine in ModelOptions(model=models, served_model_name=names).engines()]
+
+
+def _findings(report: CheckReport, served: list[tuple[str, ...]], limits: Limits) -> list[str]:
+    """The expected failures, in sentences. served: the names of each model; empty for any."""
     from batchline.batch.check import findings_of, refuse_over_limits
 
-    found = findings_of(report, served_models or None)
+    names = [name for aliases in served for name in aliases]
+    found = findings_of(report, names or None)
+    requested = dict.fromkeys(group.model for group in report.groups.values())
+    if served and requested and not requested.keys() & set(names):
+        found.append(
+            "No request names a served model: --model is the name in the requests unless --served-model-name gives "
+            f"another, as in a run. To check them, add:\n  --served-model-name {shlex.quote(next(iter(requested)))}"
+        )
     if not report.num_lines:
         found.append("The file is empty: it has no requests.")
     try:
@@ -138,14 +160,25 @@ def _print_report(
         show(warning)
     for code, count in sorted(report.faults_by_code.items(), key=lambda item: -item[1]):
         show(f"  {count:>12,}  {_code_text(code)}")
-    for fault in report.faults[:_SHOWN_FAULTS]:
-        show(f"  line {fault.line_number}: {_code_text(fault.code)}: {fault.message}")
-    if report.num_faults > _SHOWN_FAULTS and bad_lines is None:
-        show(f"  ... and {report.num_faults - _SHOWN_FAULTS:,} more; --bad-lines FILE writes all of them")
+    kinds = sorted(report.fault_kinds.values(), key=lambda kind: (-kind.count, kind.line_numbers))[:_SHOWN_KINDS]
+    for kind in kinds:
+        show(f"  {_lines_text(kind)}: {_code_text(kind.code)}: {kind.message}")
+    more = report.num_faults - sum(len(kind.line_numbers) for kind in kinds)
+    if more and bad_lines is None:
+        show(f"  ... and {counted(more, 'more bad line')}; --bad-lines FILE writes all of them")
     if bad_lines is not None:
         show(f"{counted(report.num_faults, 'bad line')} written to {bad_lines}", is_whole=True)
     if not found:
-        show("Nothing is wrong with it." if not warnings else "Nothing else is wrong.")
+        show("No problems found." if not warnings else "No other problems found.")
+
+
+def _lines_text(kind: FaultKind) -> str:
+    """`line 2`, or `3,000 lines (2, 3, 7, 8, 9, ...)`."""
+    numbers = ", ".join(map(str, kind.line_numbers))
+    if kind.count == 1:
+        return f"line {numbers}"
+    more = ", ..." if kind.count > len(kind.line_numbers) else ""
+    return f"{kind.count:,} lines ({numbers}{more})"
 
 
 def _code_text(code: str) -> str:

@@ -332,8 +332,9 @@ class ModelOptions:
         given = [_names(text) for text in self.served_model_name]
         if len(self.model) == 1:
             return [tuple(name for names in given for name in names)]
+        times = "once" if len(given) == 1 else f"{len(given)} times"
         if given and len(given) != len(self.model):
-            raise UsageError(f"--served-model-name is given {len(given)} times for {len(self.model)} models.")
+            raise UsageError(f"--served-model-name is given {times} for {len(self.model)} models.")
         return given or [()] * len(self.model)
 
     def _engine(self, model: str, served_names: tuple[str, ...], strict: bool, media: MediaConfig) -> EngineConfig:

@@ -119,7 +119,8 @@ def parse_json_object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except ValueError as exc:
-        raise typer.BadParameter(f"it is not JSON ({exc})") from exc
+        hint = "; put it in single quotes, so that the shell keeps it" if text.startswith("{") else ""
+        raise typer.BadParameter(f"it is not JSON ({exc}){hint}") from exc
     if not isinstance(value, dict):
         raise typer.BadParameter('it is not a JSON object such as {"name": "value"}')
     return value

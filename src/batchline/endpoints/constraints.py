@@ -100,7 +100,7 @@ def _structured_outputs(wanted: StructuredOutputs | None) -> Iterator[Constraint
         return
     if wanted.disable_additional_properties:
         field = "structured_outputs.disable_additional_properties"
-        raise BadRequest(f"{field}: it is not supported; set additionalProperties: false in the schema", param=field)
+        raise BadRequest(f"{field} is not supported; set additionalProperties: false in the schema", param=field)
     found = list(_members(wanted))
     if not found:
         raise BadRequest("structured_outputs: it names no constraint", param="structured_outputs")

@@ -6,8 +6,9 @@ them; the batch runner, the server, its OpenAPI description and its metrics read
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any, Literal
 
 from pydantic import BaseModel
@@ -225,6 +226,18 @@ def path_here(path: str) -> tuple[str, str | None]:
         if model != deployment and model and model[0] != "/":
             return f"/v1{end}", model
     return path, None
+
+
+def unknown_path_text(path: str, served: Collection[str]) -> str:
+    """What to say of an unknown path, with the similar one that may be meant. path: already cut to a short text.
+
+    served: in any order.
+    """
+    paths = [known for known in ENDPOINTS if known in served]
+    paths += sorted(set(served).difference(paths))
+    close = get_close_matches(path, paths, n=1, cutoff=0.8)
+    hint = f" Did you mean {close[0]}?" if close else ""
+    return f"Unknown path {path}.{hint} Served here: {', '.join(paths)}"
 
 
 def is_batch_url(path: str) -> bool:

@@ -161,10 +161,12 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
     "texts": Unsupported("this name", advice="set documents to rerank, or input to embed"),
     "output_dtype": _NUMBER_FORMAT,
     "embedding_type": _NUMBER_FORMAT,
-    "extra_body": Unsupported("a body inside of the body", ({},), "move its fields into the body"),
-    "vllm_xargs": Unsupported("extending the engine", ({},)),
-    "custom_params": Unsupported("extending the engine", ({},)),
-    "custom_logit_processor": Unsupported("custom logits processors", ([], "")),
+    "extra_body": Unsupported(
+        "extra_body in a body", ({},), "it is an argument of the Python client; put its fields into the body"
+    ),
+    "vllm_xargs": Unsupported("passing arguments to engine plugins", ({},)),
+    "custom_params": Unsupported("passing arguments to engine plugins", ({},)),
+    "custom_logit_processor": Unsupported("a custom logits processor", ([], "")),
     "ngram_corpus_id": Unsupported("speculation from a corpus"),
     "moderation": Unsupported("moderation"),
     "context_management": Unsupported("compaction", ([], {}), "set truncation: auto"),
@@ -177,7 +179,7 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
     "suffix": Unsupported("fill-in-the-middle", ("",)),
     "prediction": Unsupported("predicted output"),
     "web_search_options": Unsupported("web search"),
-    "logits_processors": Unsupported("custom logits processors", ([],)),
+    "logits_processors": Unsupported("a list of custom logits processors", ([],)),
     "stream": Unsupported("streaming", (False,)),
     "stream_options": Unsupported("streaming"),
 }

@@ -16,7 +16,7 @@ from batchline.errors import (
     ServiceUnavailable,
     Unauthorized,
 )
-from batchline.openai_api.endpoint_table import error_body
+from batchline.openai_api.endpoint_table import error_body, unknown_path_text
 from batchline.server.json_body import JsonResponse
 from batchline.server.request_path import route_path
 
@@ -41,8 +41,7 @@ def unrouted(request: Request, exc: HTTPException, served: Iterable[str], method
         allowed = ", ".join(methods)
         return MethodNotAllowed(f"{request.method} is not allowed here; allowed: {allowed}", allowed=allowed)
     if exc.status_code == NotFound.status_code:
-        paths = ", ".join(sorted(served))
-        return NotFound(f"Unknown path {_shown(route_path(request.scope))}. Served here: {paths}")
+        return NotFound(unknown_path_text(_shown(route_path(request.scope)), set(served)))
     return InternalServerError("Internal server error")
 
 
