@@ -90,7 +90,7 @@ def test_a_lost_upload_keeps_the_results_and_the_same_command_sends_them(
     missing_bucket = presigned(s3, "put_object", "late.jsonl").replace(f"/{BUCKET}/", "/later/")
     with pytest.raises(RunFailed, match="NoSuchBucket") as caught:
         run_file(batch, missing_bucket, tmp_dir=tmp_path)
-    [kept] = re.findall(r"complete in (\S+)\. ", str(caught.value))
+    [kept] = re.findall(r"complete in '(.+)'\. ", str(caught.value))
     assert len(Path(kept).read_bytes().splitlines()) == 50
     s3.create_bucket(Bucket="later")
     backend = FakeBackend()
