@@ -72,6 +72,7 @@ def run_batch(
     Raises: UsageError (nothing was run), ModelLoadError, RunFailed and RunInterrupted (the same call resumes).
     """
     engines = _engines(model, served_model_name)
+    _backend(backend, engines, backend_options or {})  # refuses wrong options before the input is looked at
     files = RunFiles.named(
         os.fspath(input_file),
         os.fspath(output_file),

@@ -53,11 +53,13 @@ def run_batch(
 
     make_engines = partial(model_options.engines, strict=run_file.strict, media=media_options.config())
     together(make_engines, media_options.refuse_wrong_networks)
-    files = run_file.run_files()
-    engines = keeping_media(make_engines(), files)
-    backend = backend_options.make(engines)
+    engines = make_engines()
+    backend_options.make(engines)  # refuses what is wrong with its options before the input is looked at
     if not engines:
         refuse_without_model(context)
+    files = run_file.run_files()
+    engines = keeping_media(engines, files)
+    backend = backend_options.make(engines)
     options = for_backend(run_file.run_options(), backend, backend_options.backend, engines)
     with ExitStack() as stack:
         reporter = stack.enter_context(open_reporter())
