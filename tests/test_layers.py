@@ -15,7 +15,7 @@ LAYERS = [
     {"disk"},
     {"user_state"},
     {"native", "checkpoints", "plugins"},
-    {"openai_api", "text", "media", "engine", "pooling"},
+    {"openai_api", "text", "media", "engine", "pooling", "speech"},
     {"endpoints"},
     {"backends"},
     {"batch"},
@@ -26,7 +26,7 @@ LAYERS = [
 LAYER_OF = {name: level for level, names in enumerate(LAYERS) for name in names}
 ENTRY_POINTS = {"__init__", "__main__", "run_batch", "testing"}
 ALLOWED_OWNERS = {
-    "torch": {"engine", "pooling", "native", "checkpoints"},
+    "torch": {"engine", "pooling", "speech", "native", "checkpoints"},
     "fastapi": {"server"},
     "starlette": {"server"},
     "uvicorn": {"server"},

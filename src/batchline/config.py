@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
-Task = Literal["auto", "generate", "embed", "score", "classify"]
+Task = Literal["auto", "generate", "embed", "score", "classify", "transcribe"]
 Quantization = Literal["int8"]
 Scoring = Literal["auto", "similarity", "yes-no"]
 CpuKernels = Literal["auto", "off", "portable", "avx2", "avx512", "avx512_bf16"]

@@ -181,7 +181,7 @@ def test_a_damaged_file_that_is_not_loaded_does_not_matter(tmp_path: Path) -> No
         refuse_foreign_format(str(folder))
 
 
-@pytest.mark.parametrize("task", ["auto", "generate", "embed", "score"])
+@pytest.mark.parametrize("task", ["auto", "generate", "embed", "score", "transcribe"])
 async def test_backend_refuses_before_it_loads_and_whatever_the_task(tmp_path: Path, task: Any) -> None:
     folder = folder_with(tmp_path, {"model.gguf": b"GGUF"})
     with pytest.raises(UnsupportedModel, match="the GGUF format"):

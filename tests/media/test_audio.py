@@ -10,7 +10,7 @@ import pytest
 from media_server import recording
 
 from batchline.errors import UnprocessableEntity
-from batchline.media.audio import audio_bytes, decode_audio
+from batchline.media.audio import audio_bytes, decode_audio, resampled
 
 FORMATS = {
     "wav": ("wav", "pcm_s16le", 16000),
@@ -162,3 +162,13 @@ def test_a_file_without_audio_in_it_is_refused() -> None:
     video_box = b"\0\0\0\x08free"
     with pytest.raises(UnprocessableEntity):
         decode_audio(b"\0\0\0\x18ftypM4A \0\0\0\0M4A mp42" + video_box * 4, MAX_SECONDS)
+
+
+def test_resampling_keeps_what_the_new_rate_can_hold_and_drops_the_rest() -> None:
+    times = np.arange(2 * 44_100) / 44_100
+    low, high = (np.sin(2 * np.pi * pitch * times).astype(np.float32) for pitch in (440, 12_000))
+    found = resampled(low + high, 44_100, 16_000)
+    assert abs(len(found) - 32_000) <= 16
+    expected = np.sin(2 * np.pi * 440 * np.arange(len(found)) / 16_000)
+    assert np.abs(found - expected)[1000:-1000].max() < 0.01
+    assert resampled(low, 44_100, 44_100) is low

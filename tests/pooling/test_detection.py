@@ -27,6 +27,7 @@ def folder_with(path: Path, **files: object) -> str:
         ("BertForMaskedLM", "embed"),
         ("BertForSequenceClassification", "classify"),
         ("Qwen3ForSequenceClassification", "classify"),
+        ("WhisperForConditionalGeneration", "transcribe"),
     ],
 )
 def test_architecture_decides_for_a_plain_model(tmp_path: Path, architecture: str, task: str) -> None:

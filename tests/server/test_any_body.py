@@ -23,10 +23,13 @@ VALID: dict[str, dict[str, Any]] = {
     "/v2/embed": {"texts": ["Hi"]},
     "/v1/score": {"text_1": "Hi", "text_2": "Ho"},
     "/v1/rerank": {"query": "Hi", "documents": ["Ho"]},
+    "/v1/audio/transcriptions": {"file_url": "data:audio/wav;base64,UklGRg=="},
     "/invocations": {"prompt": "Hi", "max_tokens": 2},
     "/tokenize": {"prompt": "Hi"},
     "/detokenize": {"tokens": [1, 2]},
 }
+ANSWERED = sorted(VALID.keys() - {"/v1/audio/transcriptions"})
+"""Without those for which the served model is of the wrong kind."""
 SCALARS = st.one_of(
     st.none(),
     st.booleans(),
@@ -67,7 +70,7 @@ def test_any_value_of_any_field_gets_an_answer(client: httpx.Client, path: str, 
 
 
 @pytest.mark.parametrize("without", [{}, {"model": None}], ids=["left out", "null"])
-@pytest.mark.parametrize("path", sorted(VALID))
+@pytest.mark.parametrize("path", ANSWERED)
 def test_a_request_need_not_name_the_only_model(client: httpx.Client, path: str, without: dict[str, Any]) -> None:
     """A batch line could leave `model` out, but the same request to the server was a 400."""
     response = client.post(path, json=VALID[path] | without)

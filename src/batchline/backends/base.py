@@ -47,20 +47,22 @@ class EndpointRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """Status code and JSON body, as for the same request over HTTP.
+    """Status code and body, as for the same request over HTTP.
 
-    body: a mapping, or JSON bytes, which are written to the output unchanged.
+    body: a mapping, or JSON bytes, which are written to the output unchanged; or a plain text, such as subtitles.
     is_transient: whether the same request may soon get a better answer (no memory now, too many requests). A run asks
     again a few times before it keeps such an answer; a server passes it on.
     """
 
     status_code: int
-    body: Mapping[str, Any] | bytes
+    body: Mapping[str, Any] | bytes | str
     request_id: str
     is_transient: bool = False
 
     def parsed_body(self) -> Mapping[str, Any]:
-        """The body's values. Raises: InvalidAnswer for bytes that are not a JSON object."""
+        """The body's values; none of a text. Raises: InvalidAnswer for bytes that are not a JSON object."""
+        if isinstance(self.body, str):
+            return {}
         if not isinstance(self.body, bytes):
             return self.body
         try:

@@ -254,7 +254,7 @@ def _dtype(model: ModelConfig, task: Task) -> str:
     """The data type that weights are loaded in."""
     if model.dtype != "auto":
         return model.dtype
-    if task != "generate":
+    if task not in ("generate", "transcribe"):
         return "float32"
     from batchline.checkpoints.device import choose_device, choose_dtype  # imports torch
 

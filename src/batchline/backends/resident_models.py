@@ -45,6 +45,7 @@ from batchline.endpoints.tokenizing import (
     tokenized,
     tokenizer_info,
 )
+from batchline.endpoints.transcriptions import Transcriber, transcription, transcription_events
 from batchline.engine.async_engine import AsyncEngine
 from batchline.engine.cache_memory import CacheMemory
 from batchline.errors import BadRequest, ModelLoadError, UnsupportedModel
@@ -69,11 +70,15 @@ from batchline.openai_api.endpoint_table import (
     SCORE,
     TOKENIZE,
     TOKENIZER_INFO,
+    TRANSCRIPTIONS,
+    TRANSLATIONS,
 )
+from batchline.speech.tokens import SpeechTask
 from batchline.text.tokenizer import Tokenizer, from_transformers
 
 if TYPE_CHECKING:
     from batchline.pooling.model import PoolingModel
+    from batchline.speech.worker import SpeechStats
 
 logger = logging.getLogger(__name__)
 
@@ -82,8 +87,8 @@ NUM_TEXT_THREADS = 2
 
 Body = Mapping[str, Any]
 
-Endpoint = Callable[[EndpointRequest], Awaitable[dict[str, Any]]]
-"""Request to response body. Raises: RequestError, EngineError."""
+Endpoint = Callable[[EndpointRequest], Awaitable[dict[str, Any] | str]]
+"""Request to response body: an object, or plain text. Raises: RequestError, EngineError."""
 
 Check = Callable[[EndpointRequest], Awaitable[None]]
 """Does what an endpoint does before any computation. Raises: RequestError."""
@@ -115,8 +120,8 @@ class ResidentModel:
 def load(
     config: EngineConfig, task: Task, memory: CacheMemory | None, collector: MediaCollector | None = None
 ) -> ResidentModel:
-    """Load a model for `task` (not `auto`). memory: for its KV cache. collector: fetches and decodes the images of
-    requests; None: the model is used for text only.
+    """Load a model for `task` (not `auto`). memory: for its KV cache. collector: fetches and decodes the images and
+    recordings of requests; None: the model is used for text only.
 
     Raises: ModelLoadError, UsageError.
     """
@@ -128,6 +133,8 @@ def load(
         return _load_cross_encoder(config)
     if task == "classify":
         return _load_classifier(config)
+    if task == "transcribe":
+        return _load_speech_model(config, collector or MediaCollector(config.media))
     return _load_generative_model(config, memory, collector)
 
 
@@ -302,6 +309,48 @@ def _load_classifier(config: EngineConfig) -> ResidentModel:
         model = load_classifier(config.model)
         parts.callback(model.close)
         return _pooling_model(model, _classifying_endpoints(model, config.text), parts, config)
+
+
+def _load_speech_model(config: EngineConfig, collector: MediaCollector) -> ResidentModel:
+    from batchline.speech.transcription import load_speech_model  # only for such a model
+
+    with ExitStack() as parts:
+        model = load_speech_model(config)
+        parts.callback(model.close)
+        transcriber = Transcriber(model, collector, config.text)
+        tasks: dict[str, SpeechTask] = {TRANSCRIPTIONS: "transcribe", TRANSLATIONS: "translate"}
+        return ResidentModel(
+            facts=model.facts,
+            endpoints={path: _speech_endpoint(transcriber, task) for path, task in tasks.items()},
+            streams={path: _speech_stream(transcriber, task) for path, task in tasks.items()},
+            max_model_len=model.max_model_len,
+            is_alive=lambda: model.is_alive,
+            stats=lambda: _speech_stats(model.stats()),
+            company=Company(),
+            close=parts.pop_all().close,
+        )
+
+
+def _speech_endpoint(transcriber: Transcriber, task: SpeechTask) -> Endpoint:
+    async def answer(request: EndpointRequest) -> dict[str, Any] | str:
+        return await transcription(request.body, transcriber, task=task, priority=request.priority)
+
+    return answer
+
+
+def _speech_stream(transcriber: Transcriber, task: SpeechTask) -> StreamingEndpoint:
+    def stream(request: EndpointRequest) -> AsyncGenerator[dict[str, Any], None]:
+        return transcription_events(request.body, transcriber, task=task, priority=request.priority)
+
+    return stream
+
+
+def _speech_stats(stats: SpeechStats) -> BackendStats:
+    return BackendStats(
+        prompt_tokens=stats.prompt_tokens,
+        output_tokens=stats.output_tokens,
+        gauges={"running": stats.num_running, "waiting": stats.num_waiting},
+    )
 
 
 def _pooling_model(

@@ -10,11 +10,12 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from batchline.config import TextConfig
+from batchline.endpoints.transcriptions import read_transcription
 from batchline.endpoints.without_model import checked_request
 from batchline.errors import RequestError, counted
 from batchline.media.parts import MediaPart, media_parts, split_media
 from batchline.openai_api.chat import ChatCompletionRequest
-from batchline.openai_api.endpoint_table import COUNT_TOKENS, MESSAGES
+from batchline.openai_api.endpoint_table import COUNT_TOKENS, MESSAGES, TRANSCRIPTIONS, TRANSLATIONS
 
 MAX_DISTINCT = 1_000_000
 """Different media are counted up to this number."""
@@ -99,6 +100,8 @@ def media_of(url: str, body: dict[str, Any]) -> Sequence[MediaPart]:
         if url in (MESSAGES, COUNT_TOKENS):  # another API's blocks, which become parts of messages
             request = checked_request(url, body, _DEFAULTS) if _has_images(body) else None
             return split_media(request.messages)[1] if isinstance(request, ChatCompletionRequest) else ()
+        if url in (TRANSCRIPTIONS, TRANSLATIONS):
+            return [read_transcription(body, _DEFAULTS)[1]]
         messages = next((body[name] for name in ("messages", "input") if isinstance(body.get(name), list)), ())
         return [part for message in messages if isinstance(message, dict) for part in media_parts(message, "")]
     except RequestError:

@@ -23,6 +23,7 @@ from batchline.openai_api.endpoint_table import generates
 from batchline.openai_api.generation import GenerationBody
 from batchline.openai_api.rerank import RerankRequest
 from batchline.openai_api.score import ScoreRequest
+from batchline.openai_api.transcriptions import TranscriptionRequest
 from batchline.text.chat_template import ChatPrompt, compile_template, own_template
 from batchline.text.control_tokens import ControlTokens
 from batchline.text.messages import message_text
@@ -194,6 +195,8 @@ def _texts(request: BaseModel) -> Sequence[Prompt]:
         return (request.query, *request.documents)
     if isinstance(request, EmbedRequest):
         return request.given_texts
+    if isinstance(request, TranscriptionRequest):
+        return ()  # a recording's length is in its file
     assert isinstance(request, ScoreRequest)
     texts = request.texts()
     return (*texts.firsts, *texts.seconds)

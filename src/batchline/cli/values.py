@@ -88,6 +88,7 @@ TASKS: Mapping[str, Task] = {
     "score": "score",
     "embedding": "embed",
     "classify": "classify",
+    "transcribe": "transcribe",
 }
 """The names of tasks, and the names here."""
 

@@ -19,6 +19,7 @@ from batchline.endpoints.chat import parse_chat
 from batchline.endpoints.chat_form import ChatForm
 from batchline.endpoints.completions import parse_completion
 from batchline.endpoints.constraints import requested_constraint
+from batchline.endpoints.transcriptions import check_transcription
 from batchline.errors import BadRequest
 from batchline.media.collector import check_unfetched
 from batchline.media.parts import split_media
@@ -41,12 +42,15 @@ from batchline.openai_api.endpoint_table import (
     RERANK,
     RESPONSES,
     SCORE,
+    TRANSCRIPTIONS,
+    TRANSLATIONS,
     answering_path,
 )
 from batchline.openai_api.moderations import ModerationsRequest
 from batchline.openai_api.parsing import parse_body
 from batchline.openai_api.rerank import RerankRequest
 from batchline.openai_api.score import ScoreRequest
+from batchline.openai_api.transcriptions import TranscriptionRequest
 from batchline.text.grammars import Constraint, GrammarCompiler, SketchedTokenizer
 from batchline.text.messages import normalise_messages
 
@@ -184,6 +188,10 @@ def _rerank(body: Body, config: TextConfig, _try_constraint: TryConstraint) -> R
     return parse_body(RerankRequest, body, strict=config.strict, limits=config.limits)
 
 
+def _transcription(body: Body, config: TextConfig, _try_constraint: TryConstraint) -> TranscriptionRequest:
+    return check_transcription(body, config)
+
+
 def _invocation(body: Body, config: TextConfig, try_constraint: TryConstraint) -> BaseModel:
     return checked_request(INVOCATIONS, body, config, try_constraint)
 
@@ -208,6 +216,7 @@ CHECKS: Mapping[str, Callable[[Body, TextConfig, TryConstraint], BaseModel]] = {
     POOLING: _pooling,
     **dict.fromkeys(SCORE, _score),
     **dict.fromkeys(RERANK, _rerank),
+    **dict.fromkeys((TRANSCRIPTIONS, TRANSLATIONS), _transcription),
     INVOCATIONS: _invocation,
 }
 """The check for each path that a batch line can name and a model can answer."""

@@ -141,3 +141,20 @@ def _decoded(container: InputContainer, max_seconds: float) -> tuple[Samples, in
     if not num_samples:
         raise UnprocessableEntity("the recording holds no samples")
     return np.concatenate(pieces), rate
+
+
+def resampled(samples: Samples, rate: int, wanted_rate: int) -> Samples:
+    """The samples at another rate, without what that rate cannot hold. Takes time: call it off the event loop."""
+    if rate == wanted_rate:
+        return samples
+    from av import AudioFrame
+    from av.audio.resampler import AudioResampler
+
+    resampler = AudioResampler(format="fltp", layout="mono", rate=wanted_rate)
+    pieces: list[Samples] = []
+    for start in range(0, len(samples), rate):  # a second at a time: frames of an hour would be copied as a whole
+        frame = AudioFrame.from_ndarray(samples[None, start : start + rate], format="fltp", layout="mono")
+        frame.sample_rate = rate
+        pieces += [part.to_ndarray()[0] for part in resampler.resample(frame)]
+    pieces += [part.to_ndarray()[0] for part in resampler.resample(None)]
+    return np.concatenate(pieces)

@@ -26,7 +26,7 @@ from batchline.media import audio, images
 from batchline.media.addresses import FetchRules
 from batchline.media.fetching import Fetcher
 from batchline.media.items import MediaItem, MediaKind
-from batchline.media.local import check_data_url, check_file_url, data_of_url, file_data
+from batchline.media.local import check_data_url, check_file_url, data_of_url, file_data, too_large
 from batchline.media.parts import MediaPart, MediaSource
 from batchline.media.sharing import ByteBudget, SharedWork, all_or_cancel
 
@@ -61,7 +61,10 @@ class SourceRules:
                 )
         for part in parts:
             with _errors_of(part):
-                self._check_url(part.source.url)
+                if part.source.data is None:
+                    self._check_url(part.source.url)
+                elif len(part.source.data) > self._config.max_bytes:
+                    raise too_large(self._config.max_bytes)
 
     def _check_url(self, url: str) -> None:
         match scheme(url):
@@ -154,7 +157,10 @@ class MediaCollector:
 
     async def _reader(self, source: MediaSource, stack: AsyncExitStack) -> tuple[str, Callable[[], bytes]]:
         """The key of a source, and what reads its bytes. Raises: RequestError."""
-        url, max_bytes = source.url, self._config.max_bytes
+        url, data, max_bytes = source.url, source.data, self._config.max_bytes
+        if data is not None:
+            digest = await self._off_loop(lambda: hashlib.sha256(data).hexdigest())
+            return f"{source.kind}:{digest}", lambda: data
         match scheme(url):
             case "data":
                 digest = await self._off_loop(lambda: hashlib.sha256(url.encode(errors="replace")).hexdigest())

@@ -6,7 +6,7 @@ A part that holds one is replaced by what chat templates expect in its place, su
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast, get_args
 
 from batchline.errors import BadRequest
@@ -28,11 +28,15 @@ _FORMAT_CHARS = 32
 
 @dataclass(frozen=True, slots=True)
 class MediaSource:
-    """Where an image or a recording comes from. url: an http(s), data or file URL."""
+    """Where an image or a recording comes from. url: an http(s), data or file URL.
+
+    data: an uploaded file, without a URL.
+    """
 
     kind: MediaKind
     url: str
     detail: Detail = "auto"
+    data: bytes | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

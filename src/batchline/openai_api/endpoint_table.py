@@ -27,6 +27,7 @@ from batchline.openai_api.rerank import RerankRequest
 from batchline.openai_api.responses import ResponsesRequest, response_error_event
 from batchline.openai_api.score import SPELLINGS, ScoreRequest
 from batchline.openai_api.tokenize import DetokenizeRequest, TokenizeRequest, TokenizerInfoRequest
+from batchline.openai_api.transcriptions import TranscriptionRequest
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -42,6 +43,8 @@ RERANK = ("/v1/rerank", COHERE_RERANK, "/rerank")
 CLASSIFY = ("/v1/classify", "/classify")
 MODERATIONS = "/v1/moderations"
 POOLING = "/pooling"
+TRANSCRIPTIONS = "/v1/audio/transcriptions"
+TRANSLATIONS = "/v1/audio/translations"
 TOKENIZE = "/tokenize"
 DETOKENIZE = "/detokenize"
 TOKENIZER_INFO = "/tokenizer_info"
@@ -52,6 +55,7 @@ EMBEDS: tuple[Task, ...] = ("generate", "embed")
 SCORES: tuple[Task, ...] = ("generate", "embed", "score")
 CLASSIFIES: tuple[Task, ...] = ("score", "classify")
 POOLS: tuple[Task, ...] = ("generate", "embed", "score", "classify")
+TRANSCRIBES: tuple[Task, ...] = ("transcribe",)
 """The kinds of models for each kind of endpoint. A causal language model also embeds (with its last token), and every
 model that embeds also scores (with the cosine similarity). A cross-encoder is a classifier with one label."""
 
@@ -74,6 +78,7 @@ class ApiEndpoint:
     default_max_tokens: the limit of output tokens if a request sets none; None means all that the context leaves.
     has_named_events: whether the events of its streams have a `type`, which is also their name.
     in_batch_file: whether a batch line may name it; `/v1/models` lists only these paths as a model's endpoints.
+    takes_forms: whether the server also takes the body as a form with files, as some clients send it.
     needs_engine: False if only the tokenizer answers, regardless of the engine's state.
     error_body: turns `RequestError.body()` into the error format of its API; None if they are the same.
     error_event: the same for an error in the middle of a stream.
@@ -88,6 +93,7 @@ class ApiEndpoint:
     has_named_events: bool = False
     default_max_tokens: int | None = None
     in_batch_file: bool = True
+    takes_forms: bool = False
     needs_engine: bool = True
     error_body: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
     error_event: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
@@ -98,6 +104,13 @@ def _rows(
 ) -> list[ApiEndpoint]:
     """One endpoint under several paths, by default of models that score."""
     return [ApiEndpoint(path=path, summary=summary, tasks=tasks, schema=schema) for path in paths]
+
+
+def _speech(path: str, summary: str) -> ApiEndpoint:
+    """An endpoint of speech models. The server takes its body as a form as well."""
+    return ApiEndpoint(
+        path=path, summary=summary, tasks=TRANSCRIBES, schema=TranscriptionRequest, generates=True, takes_forms=True
+    )
 
 
 def _tokenizing(path: str, summary: str, schema: type[BaseModel], tasks: tuple[Task, ...] = POOLS) -> ApiEndpoint:
@@ -173,8 +186,8 @@ ENDPOINTS: Mapping[str, ApiEndpoint] = {
             tasks=POOLS,
             schema=PoolingRequest,
         ),
-        ApiEndpoint(path="/v1/audio/transcriptions"),
-        ApiEndpoint(path="/v1/audio/translations"),
+        _speech(TRANSCRIPTIONS, "Write down what is said in a recording"),
+        _speech(TRANSLATIONS, "Translate what is said in a recording into English"),
         ApiEndpoint(
             path=INVOCATIONS,
             summary="Any of the requests above; its fields decide which",

@@ -13,6 +13,7 @@ from batchline.checkpoints.files import read_json
 from batchline.config import ModelConfig, Task
 from batchline.errors import ModelLoadError, UnsupportedModel
 
+SPEECH_ARCHITECTURE = "WhisperForConditionalGeneration"
 GENERATIVE_SUFFIXES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 CLASSIFIER_SUFFIX = "ForSequenceClassification"
 SENTENCE_TRANSFORMERS_TASKS: dict[str, Task] = {"SentenceTransformer": "embed", "CrossEncoder": "score"}
@@ -20,7 +21,7 @@ SENTENCE_TRANSFORMERS_TASKS: dict[str, Task] = {"SentenceTransformer": "embed", 
 DEFAULT_NUM_LABELS = 2
 """Of transformers, for a config.json without labels."""
 
-_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_target_positions")
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
@@ -72,7 +73,7 @@ def task_of(model: ModelConfig) -> Task:
 
 
 def detect_task(model: str, revision: str | None = None, overrides: Mapping[str, Any] | None = None) -> Task:
-    """`generate`, `embed`, `score` or `classify`, for a local folder or a hub id (whose two small files are fetched).
+    """The task of a local folder or a hub id (whose two small files are fetched).
 
     overrides: values that override config.json.
 
@@ -96,6 +97,8 @@ def detect_task(model: str, revision: str | None = None, overrides: Mapping[str,
     architectures = config.get("architectures") or []
     if config.get("classifier_from_token"):  # a generative reranker, marked for vLLM
         return "generate"
+    if SPEECH_ARCHITECTURE in architectures:
+        return "transcribe"
     if any(name.endswith(CLASSIFIER_SUFFIX) for name in architectures):
         return _classifier_task(config)
     if any(name.endswith(GENERATIVE_SUFFIXES) for name in architectures) or not architectures:

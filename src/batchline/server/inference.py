@@ -13,6 +13,7 @@ from batchline.backends.base import Answer, Backend, EndpointRequest, find_model
 from batchline.openai_api.endpoint_table import ENDPOINTS
 from batchline.server.admission import num_places
 from batchline.server.event_stream import EventStream, close_stream, while_connected
+from batchline.server.form_body import in_json, is_form, read_form
 from batchline.server.json_body import SMALL_BODY, read_json_object, written
 from batchline.server.metrics import Metrics
 from batchline.server.request_path import route_path
@@ -53,8 +54,14 @@ class Inference:
         return (await self._read(request))[0]
 
     async def _read(self, request: Request) -> tuple[dict[str, Any], bytes | None]:
-        """The body of `read_body`, and the bytes that the client sent; None if the body was changed."""
-        body, raw_body = await read_json_object(request, self._max_request_bytes)
+        """The body of `read_body`, and the JSON that the client sent; None if the body was changed or is a form."""
+        raw_body: bytes | None
+        if ENDPOINTS[route_path(request.scope)].takes_forms and is_form(request):
+            body, raw_body = await read_form(request, self._max_request_bytes), None
+            if self._backend.wants_raw_bodies:  # it forwards JSON
+                body = in_json(body)
+        else:
+            body, raw_body = await read_json_object(request, self._max_request_bytes)
         request.state.places.hold(num_places(route_path(request.scope), body))
         return body, None if await self._name_model(request, body) else raw_body
 

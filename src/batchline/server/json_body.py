@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import codecs
 import gc
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import orjson
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from batchline.errors import BadRequest, PayloadTooLarge, UnsupportedMediaType
 from batchline.openai_api.limits import is_small
@@ -44,9 +44,8 @@ async def read_json_object(request: Request, max_bytes: int) -> tuple[dict[str, 
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json" and not media_type.endswith("+json"):
         raise UnsupportedMediaType("The body must be JSON: send it with Content-Type: application/json")
-    if request.headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
-        raise UnsupportedMediaType("The body must not be compressed: send it without Content-Encoding")
-    raw = (await _read(request, max_bytes)).removeprefix(codecs.BOM_UTF8)
+    refuse_compressed(request)
+    raw = b"".join([part async for part in read_parts(request, max_bytes)]).removeprefix(codecs.BOM_UTF8)
     return (_parsed(raw) if len(raw) <= SMALL_BODY else await asyncio.to_thread(_parsed, raw)), raw
 
 
@@ -88,19 +87,26 @@ def _without_collections() -> Iterator[None]:
             gc.enable()
 
 
-async def _read(request: Request, max_bytes: int) -> bytes:
-    """The whole body. It is refused if its announced length exceeds the limit, or as soon as it does."""
+def refuse_compressed(request: Request) -> None:
+    """Raises: UnsupportedMediaType."""
+    if request.headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
+        raise UnsupportedMediaType("The body must not be compressed: send it without Content-Encoding")
+
+
+async def read_parts(request: Request, max_bytes: int) -> AsyncIterator[bytes]:
+    """The body as it arrives. It is refused if its announced length exceeds the limit, or as soon as it does.
+
+    Raises: PayloadTooLarge, ClientDisconnect.
+    """
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced) > max_bytes:
         raise _too_large(max_bytes)
-    parts: list[bytes] = []
     num_bytes = 0
     async for part in request.stream():
         num_bytes += len(part)
         if num_bytes > max_bytes:
             raise _too_large(max_bytes)
-        parts.append(part)
-    return b"".join(parts)
+        yield part
 
 
 def _too_large(max_bytes: int) -> PayloadTooLarge:
@@ -147,8 +153,10 @@ class JsonResponse(Response):
         return content if isinstance(content, bytes) else orjson.dumps(content)
 
 
-async def written(body: Mapping[str, Any] | bytes, status_code: int = 200) -> JsonResponse:
-    """A response. A large one is written on a thread and in parts: nothing else can run while JSON is written."""
+async def written(body: Mapping[str, Any] | bytes | str, status_code: int = 200) -> Response:
+    """A response. Large JSON is written on a thread and in parts: nothing else can run while it is written."""
+    if isinstance(body, str):
+        return PlainTextResponse(body, status_code)
     is_ready = isinstance(body, bytes) or is_small(body)
     return JsonResponse(body if is_ready else await asyncio.to_thread(json_in_parts, body), status_code)
 

@@ -35,6 +35,8 @@ from batchline.openai_api.endpoint_table import (
     RESPONSES,
     SCORE,
     TOKENIZE,
+    TRANSCRIPTIONS,
+    TRANSLATIONS,
     generates,
 )
 
@@ -51,6 +53,7 @@ _REQUEST_ID: dict[str, Any] = {
 _MESSAGES = [{"role": "user", "content": "What is the capital of France?"}]
 _DOCUMENTS = ["The capital of France is Paris.", "The capital of Brazil is Brasilia."]
 _SCORE = {"text_1": "What is the capital of France?", "text_2": _DOCUMENTS}
+_RECORDING = {"file_url": "https://example.com/speech.mp3"}
 _RERANK = {"query": "What is the capital of France?", "documents": _DOCUMENTS}
 _INPUT: dict[str, Any] = {"input": _DOCUMENTS}
 
@@ -66,6 +69,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(SCORE, _SCORE),
     **dict.fromkeys(RERANK, _RERANK),
     INVOCATIONS: {"messages": _MESSAGES, "max_completion_tokens": 100},
+    **dict.fromkeys((TRANSCRIPTIONS, TRANSLATIONS), _RECORDING),
     TOKENIZE: {"prompt": "Hello world!"},
     DETOKENIZE: {"tokens": [1, 2, 3]},
 }
@@ -104,7 +108,10 @@ def request_body(path: str) -> dict[str, Any]:
     """The description of the body for `path`."""
     schema = {"$ref": _REFERENCE.format(model=REQUEST_SCHEMAS[path].__name__)}
     content = {"schema": schema, "example": {"model": "MODEL", **EXAMPLES.get(path, {})}}
-    return {"requestBody": {"required": True, "content": {"application/json": content}}}
+    kinds = {"application/json": content}
+    if ENDPOINTS[path].takes_forms:
+        kinds["multipart/form-data"] = {"schema": schema}
+    return {"requestBody": {"required": True, "content": kinds}}
 
 
 def describe(app: FastAPI, *, needs_key: bool, open_paths: Container[str]) -> dict[str, Any]:
@@ -149,6 +156,8 @@ def _complete(operation: dict[str, Any], path: str) -> None:
         answer["content"] = {"text/plain": text}
     else:
         answer["content"] = {"application/json": {"schema": {"type": "object"}}}
+    if path in ENDPOINTS and ENDPOINTS[path].takes_forms:
+        answer["content"]["text/plain"] = text
     if generates(path):
         answer["content"]["text/event-stream"] = {}  # a schema would be one of each event, which OpenAPI 3.1 cannot say
 

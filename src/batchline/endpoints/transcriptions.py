@@ -1,0 +1,150 @@
+"""`/v1/audio/transcriptions` and `/v1/audio/translations`: what is said in a recording, as it is or in English."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from batchline.config import TextConfig
+from batchline.endpoints.pooling_limits import engine_errors_answered, off_loop_if_large
+from batchline.errors import BadRequest
+from batchline.media.audio import resampled
+from batchline.media.collector import MediaCollector, check_unfetched
+from batchline.media.parts import MediaPart, MediaSource
+from batchline.openai_api.parsing import parse_body
+from batchline.openai_api.transcriptions import (
+    DELTA,
+    DONE,
+    SpokenSegment,
+    Transcript,
+    TranscriptionRequest,
+    answer_in,
+    usage_of,
+)
+from batchline.speech.request import DEFAULT_TEMPERATURES, DecodedPart, Segment, SpeechRequest
+from batchline.speech.tokens import SpeechTask
+
+if TYPE_CHECKING:
+    from batchline.speech.transcription import SpeechModel
+
+
+@dataclass(frozen=True, slots=True)
+class Transcriber:
+    """A speech model, who fetches and decodes its recordings, and how requests are read."""
+
+    model: SpeechModel
+    collector: MediaCollector
+    text: TextConfig
+
+
+def read_transcription(body: Mapping[str, Any], config: TextConfig) -> tuple[TranscriptionRequest, MediaPart]:
+    """The request in a body, and its recording. Raises: BadRequest."""
+    request = parse_body(TranscriptionRequest, body, strict=config.strict, limits=config.limits)
+    request.check()
+    return request, recording_of(request)
+
+
+def recording_of(request: TranscriptionRequest) -> MediaPart:
+    """Where the request's recording comes from. Base64 without the head of a data URL is one as well."""
+    if request.file_url is not None:
+        return MediaPart(MediaSource("audio", request.file_url), "file_url", "file_url")
+    if isinstance(request.file, bytes):
+        return MediaPart(MediaSource("audio", "", data=request.file), "file", "file")
+    url = request.file or ""
+    url = url if url[:5].lower() == "data:" else f"data:audio/any;base64,{url}"
+    return MediaPart(MediaSource("audio", url), "file", "file")
+
+
+def check_transcription(body: Mapping[str, Any], config: TextConfig) -> TranscriptionRequest:
+    """The request in a body, as far as it can be checked without a model. Raises: BadRequest."""
+    request, recording = read_transcription(body, config)
+    check_unfetched([recording])
+    return request
+
+
+async def transcription(
+    body: Mapping[str, Any], transcriber: Transcriber, *, task: SpeechTask, priority: int = 0
+) -> dict[str, Any] | str:
+    """The response body: an object, or the text of the other formats. Raises: RequestError, EngineDead."""
+    request, recording = await off_loop_if_large(body, partial(read_transcription, body, transcriber.text))
+    segments: list[Segment] = []
+    language, duration_s = "", 0.0
+    async with aclosing(_parts(request, recording, transcriber, task, priority)) as parts:
+        async for part in parts:
+            duration_s = part.duration_s
+            segments += part.segments
+            language = part.language
+    transcript = Transcript(
+        task=task,
+        language="english" if task == "translate" else language,
+        duration_s=duration_s,
+        text="".join(segment.text for segment in segments).lstrip(),
+        segments=[_spoken(segment) for segment in segments if segment.text.strip()],
+    )
+    return answer_in(request.response_format, transcript)
+
+
+async def transcription_events(
+    body: Mapping[str, Any], transcriber: Transcriber, *, task: SpeechTask, priority: int = 0
+) -> AsyncGenerator[dict[str, Any], None]:
+    """The text of each window as soon as it is complete, and the whole text at the end.
+
+    Not token by token: a window whose text looks wrong is decoded again. Raises: RequestError, EngineDead.
+    """
+    request, recording = await off_loop_if_large(body, partial(read_transcription, body, transcriber.text))
+    text, duration_s = "", 0.0
+    async with aclosing(_parts(request, recording, transcriber, task, priority)) as parts:
+        async for part in parts:
+            duration_s = part.duration_s
+            delta = "".join(segment.text for segment in part.segments)
+            delta = delta if text else delta.lstrip()
+            text += delta
+            if delta:
+                yield {"type": DELTA, "delta": delta}
+    yield {"type": DONE, "text": text, "usage": usage_of(duration_s)}
+
+
+async def _parts(
+    request: TranscriptionRequest, recording: MediaPart, transcriber: Transcriber, task: SpeechTask, priority: int
+) -> AsyncGenerator[DecodedPart, None]:
+    """What is said in each window. Raises: RequestError, EngineDead."""
+    model = transcriber.model
+    if task == "translate" and not model.translates:
+        raise BadRequest(f"{model.name} cannot translate: it knows only English", param="model")
+    async with transcriber.collector.collect([recording]) as media:
+        content = media[recording.source].content
+        assert isinstance(content, tuple)  # a recording's
+        samples, rate = content
+        speech = SpeechRequest(
+            samples=await asyncio.to_thread(resampled, samples, rate, model.sampling_rate),
+            task=task,
+            language=request.language,
+            prompt=request.prompt,
+            timestamps=request.needs_timestamps,
+            temperatures=DEFAULT_TEMPERATURES if request.temperature == 0 else (request.temperature,),
+            seed=transcriber.text.seed if request.seed is None else request.seed,
+            priority=priority + request.priority,
+        )
+        with engine_errors_answered():
+            async with aclosing(model.parts(speech)) as parts:
+                async for part in parts:
+                    yield part
+
+
+def _spoken(segment: Segment) -> SpokenSegment:
+    window = segment.window
+    return SpokenSegment(
+        start=segment.start,
+        end=segment.end,
+        seek=segment.seek,
+        text=segment.text,
+        tokens=segment.tokens,
+        temperature=window.temperature,
+        mean_logprob=window.mean_logprob,
+        compression_ratio=window.compression_ratio,
+        no_speech_probability=window.no_speech_probability,
+    )

@@ -1,0 +1,185 @@
+"""`/v1/audio/transcriptions` and `/v1/audio/translations`: their request fields, and the five forms of their answer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from batchline.errors import BadRequest
+from batchline.openai_api.common import MAX_INT64, Priority, RequestId, Text, WireModel
+from batchline.openai_api.limits import TEXT
+
+ResponseFormat = Literal["json", "text", "srt", "verbose_json", "vtt"]
+Granularity = Literal["segment", "word"]
+
+DELTA = "transcript.text.delta"
+DONE = "transcript.text.done"
+
+
+class TranscriptionRequest(WireModel):
+    """The body of a transcription or translation: a form on the server, or JSON.
+
+    file: an uploaded file, or base64. file_url: an http(s), data or file URL. language: of the speech, as a code such
+    as `en` or an English name; None detects it. temperature: 0 tries higher ones where the text looks wrong.
+    """
+
+    other_names: ClassVar[Mapping[str, str]] = {"timestamp_granularities[]": "timestamp_granularities"}
+
+    model: str | None = None
+    file: Annotated[bytes | str | None, Field(repr=False)] = None
+    file_url: Annotated[str | None, Field(repr=False)] = None
+    language: Annotated[str, Field(min_length=1, max_length=64)] | None = None
+    prompt: Annotated[Text, TEXT] = ""
+    response_format: ResponseFormat = "json"
+    temperature: Annotated[float, Field(ge=0, le=1)] = 0.0
+    timestamp_granularities: Annotated[list[Granularity], Field(max_length=8)] | None = None
+    stream: bool = False
+    seed: Annotated[int, Field(ge=-MAX_INT64 - 1, le=MAX_INT64)] | None = None
+    priority: Priority = 0
+    request_id: RequestId | None = None
+
+    def check(self) -> None:
+        """Check fields that depend on each other. Raises: BadRequest."""
+        if (self.file is None) == (self.file_url is None):
+            raise BadRequest("file: a request needs one recording, as file or as file_url", param="file")
+        if self.timestamp_granularities and self.response_format != "verbose_json":
+            message = "timestamp_granularities: they need response_format verbose_json"
+            raise BadRequest(message, param="timestamp_granularities")
+        if "word" in (self.timestamp_granularities or ()):
+            message = "timestamp_granularities: times of words are not supported; use segment"
+            raise BadRequest(message, param="timestamp_granularities")
+        if self.stream and self.response_format != "json":
+            raise BadRequest("stream: only response_format json can be streamed", param="stream")
+
+    @property
+    def needs_timestamps(self) -> bool:
+        """Whether the answer tells when each piece of text is spoken."""
+        return self.response_format in ("srt", "verbose_json", "vtt")
+
+
+_FORM_TYPES: Mapping[str, Callable[[str], Any]] = {
+    "temperature": float,
+    "seed": int,
+    "priority": int,
+    "stream": lambda text: {"true": True, "false": False, "1": True, "0": False}[text.lower()],
+}
+
+
+def body_of_form(fields: Iterable[tuple[str, str | bytes]]) -> dict[str, Any]:
+    """The body that a form stands for. A field's text that has the wrong form stays text, which the schema refuses.
+
+    Raises: BadRequest for a field that is given twice and is no list.
+    """
+    body: dict[str, Any] = {}
+    for name, value in fields:
+        if name.endswith("[]") or name == "timestamp_granularities":
+            body.setdefault(name, []).append(value)
+        elif name in body:
+            raise BadRequest(f"{name[:80]}: the form has this field twice", param=name)
+        else:
+            body[name] = _typed(name, value)
+    return body
+
+
+def _typed(name: str, value: str | bytes) -> Any:
+    read = _FORM_TYPES.get(name)
+    if read is not None and isinstance(value, str):
+        with suppress(ValueError, KeyError):
+            return read(value.strip())
+    return value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpokenSegment:
+    """A piece of a text, with its times in seconds. seek: the window's first hundredth of a second."""
+
+    start: float
+    end: float
+    seek: int
+    text: str
+    tokens: Sequence[int]
+    temperature: float
+    mean_logprob: float
+    compression_ratio: float
+    no_speech_probability: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transcript:
+    """What is said in a recording. language: its English name. duration_s: of the recording."""
+
+    task: str
+    language: str
+    duration_s: float
+    text: str
+    segments: Sequence[SpokenSegment]
+
+
+def usage_of(duration_s: float) -> dict[str, Any]:
+    """The usage of a request: the seconds of its recording, rounded up."""
+    return {"type": "duration", "seconds": math.ceil(duration_s)}
+
+
+def answer_in(response_format: ResponseFormat, transcript: Transcript) -> dict[str, Any] | str:
+    """The whole answer: an object, or text."""
+    match response_format:
+        case "json":
+            return {"text": transcript.text, "usage": usage_of(transcript.duration_s)}
+        case "verbose_json":
+            return _verbose(transcript)
+        case "text":
+            return f"{transcript.text}\n"
+        case "srt":
+            cues = (
+                f"{number}\n{_clock(segment.start, ',')} --> {_clock(segment.end, ',')}\n{_cue(segment)}\n"
+                for number, segment in enumerate(transcript.segments, 1)
+            )
+            return "\n".join(cues)
+        case "vtt":
+            timed = (
+                f"{_clock(segment.start, '.')} --> {_clock(segment.end, '.')}\n{_cue(segment)}\n"
+                for segment in transcript.segments
+            )
+            return "\n".join(["WEBVTT\n", *timed])
+
+
+def _verbose(transcript: Transcript) -> dict[str, Any]:
+    return {
+        "task": transcript.task,
+        "language": transcript.language,
+        "duration": round(transcript.duration_s, 2),
+        "text": transcript.text,
+        "segments": [_segment(number, segment) for number, segment in enumerate(transcript.segments)],
+        "usage": usage_of(transcript.duration_s),
+    }
+
+
+def _segment(number: int, segment: SpokenSegment) -> dict[str, Any]:
+    return {
+        "id": number,
+        "seek": segment.seek,
+        "start": segment.start,
+        "end": segment.end,
+        "text": segment.text,
+        "tokens": list(segment.tokens),
+        "temperature": segment.temperature,
+        "avg_logprob": segment.mean_logprob,
+        "compression_ratio": segment.compression_ratio,
+        "no_speech_prob": segment.no_speech_probability,
+    }
+
+
+def _clock(seconds: float, mark: str) -> str:
+    """`00:01:02,345`. mark: before the milliseconds."""
+    minutes, milliseconds = divmod(round(seconds * 1000), 60_000)
+    return f"{minutes // 60:02}:{minutes % 60:02}:{milliseconds // 1000:02}{mark}{milliseconds % 1000:03}"
+
+
+def _cue(segment: SpokenSegment) -> str:
+    """The text on one line, since an empty line would end it, and without the arrow that stands between times."""
+    return " ".join(segment.text.split()).replace("-->", "->")

@@ -1,0 +1,77 @@
+"""Bodies that are forms with an uploaded file (`multipart/form-data`), read within limits.
+
+The parts that have arrived are freed while the form is parsed, so that a recording is not in memory twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+from aiohttp import BodyPartReader, MultipartReader, StreamReader
+from aiohttp.base_protocol import BaseProtocol
+from starlette.requests import Request
+
+from batchline.errors import BadRequest
+from batchline.openai_api.transcriptions import body_of_form
+from batchline.server.json_body import read_parts, refuse_compressed
+
+MAX_FIELDS = 64
+_FIELD_BYTES = 1 << 20
+_CHUNK_BYTES = 1 << 18
+
+
+def is_form(request: Request) -> bool:
+    """Whether the body is a form."""
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower() == "multipart/form-data"
+
+
+async def read_form(request: Request, max_bytes: int) -> dict[str, Any]:
+    """The form's fields, and its file as bytes. Raises: PayloadTooLarge, BadRequest, ClientDisconnect."""
+    refuse_compressed(request)
+    loop = asyncio.get_running_loop()
+    content = StreamReader(BaseProtocol(loop), max_bytes + 1, loop=loop)
+    async for part in read_parts(request, max_bytes):
+        content.feed_data(part)
+    content.feed_eof()
+    try:
+        reader = MultipartReader({"Content-Type": request.headers["content-type"]}, content)
+        fields = [field async for field in _fields(reader)]
+    except BadRequest:
+        raise
+    except Exception as exc:  # the parser of a stranger's data raises anything
+        raise BadRequest("The body is not a valid form (multipart/form-data)", code="invalid_form") from exc
+    return body_of_form(fields)
+
+
+def in_json(body: Mapping[str, Any]) -> dict[str, Any]:
+    """A form's body as JSON can hold it: with its file in base64."""
+    return {
+        name: base64.b64encode(value).decode() if isinstance(value, bytes) else value for name, value in body.items()
+    }
+
+
+async def _fields(reader: MultipartReader) -> AsyncIterator[tuple[str, str | bytes]]:
+    """The name and the value of each field. Raises: BadRequest."""
+    number = 0
+    while (part := await reader.next()) is not None:
+        number += 1
+        if number > MAX_FIELDS or not isinstance(part, BodyPartReader) or not part.name:
+            raise BadRequest("The form has a part without a name, or too many parts", code="invalid_form")
+        data = await _data(part)
+        if part.filename is not None or part.name == "file":
+            yield part.name, bytes(data)
+        elif len(data) > _FIELD_BYTES:
+            raise BadRequest(f"{part.name[:80]}: it is too long for a form's field", param=part.name)
+        else:
+            yield part.name, data.decode()
+
+
+async def _data(part: BodyPartReader) -> bytearray:
+    data = bytearray()
+    while not part.at_eof():
+        data += await part.read_chunk(_CHUNK_BYTES)
+        await asyncio.sleep(0)  # all of it is here already: others must run, too
+    return data

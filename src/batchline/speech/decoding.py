@@ -1,0 +1,127 @@
+"""Chooses the tokens of a window: rules of control tokens, sampling, and another try where the text looks wrong.
+
+The first try is greedy. Text that repeats itself or that the model thinks unlikely is dropped, and decoded again at a
+higher temperature, as in OpenAI's reference code.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+
+import torch
+
+from batchline.speech.request import DecodedWindow, Window
+from batchline.speech.tokens import SpeechTokens, allowed_timestamps
+
+TextOf = Callable[[Sequence[int]], str]
+"""The text of tokens, without control tokens."""
+
+
+class WindowSequence:
+    """A window while it is decoded. prompt: set when its language is known. first_logits: after the prompt."""
+
+    def __init__(self, window: Window, rules: SpeechTokens) -> None:
+        self.window = window
+        self.language = window.language
+        self.prompt: tuple[int, ...] = ()
+        self.tokens: list[int] = []
+        self.no_speech_probability = 0.0
+        self.first_logits = torch.empty(0)
+        self.is_finished = False
+        self._rules = rules
+        self._try = 0
+        self._sum_logprobs = 0.0
+        self._generator = torch.Generator()
+        if window.seed is None:
+            self._generator.seed()
+        else:
+            self._generator.manual_seed(window.seed % 2**63)
+
+    @property
+    def temperature(self) -> float:
+        """Of the present try."""
+        return self.window.temperatures[self._try]
+
+    def set_prompt(self) -> None:
+        """Write the prompt, when the language is known."""
+        window = self.window
+        self.prompt = self._rules.prompt(self.language, window.task, window.previous, timestamps=window.timestamps)
+
+    @torch.inference_mode()
+    def advance(self, logits: torch.Tensor) -> None:
+        """Choose the next token. logits: (vocabulary,) float32, which is changed."""
+        self._forbid(logits)
+        logprobs = torch.log_softmax(logits, dim=-1)
+        token = self._chosen(logits, logprobs)
+        self._sum_logprobs += float(logprobs[token])
+        if token == self._rules.end:
+            self.is_finished = True
+        else:
+            self.tokens.append(token)
+            length = len(self.prompt) + len(self.tokens)
+            self.is_finished = length >= self._rules.length_limit(len(self.prompt))
+
+    def retry_or_result(self, text_of: TextOf) -> DecodedWindow | None:
+        """The result of a finished try; None if another try has begun, whose first token is to be chosen."""
+        result = self._result(text_of)
+        if result.is_silent or self._is_good(result) or self._try == len(self.window.temperatures) - 1:
+            return result
+        self._try += 1
+        self.tokens, self._sum_logprobs, self.is_finished = [], 0.0, False
+        return None
+
+    def _forbid(self, logits: torch.Tensor) -> None:
+        """Make tokens impossible that may not come next."""
+        rules, tokens = self._rules, self.tokens
+        logits[list(rules.suppressed)] = -torch.inf
+        if not tokens:
+            logits[list(rules.suppressed_first)] = -torch.inf
+        if not self.window.timestamps:
+            return
+        begin = rules.first_timestamp
+        logits[rules.no_timestamps] = -torch.inf
+        may_be_text, earliest, may_be_timestamp = allowed_timestamps(tokens, rules)
+        if not may_be_text:
+            logits[: rules.end] = -torch.inf
+        logits[begin : earliest if may_be_timestamp else None] = -torch.inf
+        if not tokens:
+            logits[:begin] = -torch.inf
+            if rules.last_initial_timestamp is not None:
+                logits[begin + rules.last_initial_timestamp + 1 :] = -torch.inf
+        logprobs = torch.log_softmax(logits, dim=-1)
+        if logprobs[begin:].logsumexp(dim=-1) > logprobs[:begin].max():
+            logits[:begin] = -torch.inf  # some timestamp is likelier than any other token
+
+    def _chosen(self, logits: torch.Tensor, logprobs: torch.Tensor) -> int:
+        if self.temperature <= 0:
+            return int(logprobs.argmax())
+        chances = torch.softmax(logits / self.temperature, dim=-1).cpu()
+        return int(torch.multinomial(chances, 1, generator=self._generator))
+
+    def _result(self, text_of: TextOf) -> DecodedWindow:
+        thresholds = self.window.thresholds
+        mean = self._sum_logprobs / (len(self.tokens) + 1)
+        is_unlikely = thresholds.mean_logprob is not None and mean < thresholds.mean_logprob
+        is_quiet = thresholds.no_speech is not None and self.no_speech_probability > thresholds.no_speech
+        return DecodedWindow(
+            tokens=tuple(self.tokens),
+            language=self.language,
+            temperature=self.temperature,
+            mean_logprob=mean,
+            compression_ratio=compression_ratio(text_of(self.tokens)),
+            no_speech_probability=self.no_speech_probability,
+            is_silent=is_quiet and is_unlikely,
+        )
+
+    def _is_good(self, result: DecodedWindow) -> bool:
+        thresholds = self.window.thresholds
+        repeats = thresholds.compression_ratio is not None and result.compression_ratio > thresholds.compression_ratio
+        is_unlikely = thresholds.mean_logprob is not None and result.mean_logprob < thresholds.mean_logprob
+        return not repeats and not is_unlikely
+
+
+def compression_ratio(text: str) -> float:
+    """How many times smaller zlib makes a text: high for one that repeats itself."""
+    data = text.encode(errors="replace")
+    return len(data) / len(zlib.compress(data))

@@ -1,0 +1,99 @@
+"""What is asked of a speech model, and what it returns. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from batchline.speech.tokens import SpeechTask
+
+DEFAULT_TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Thresholds:
+    """When a text is not good enough, as in OpenAI's reference code. None: not checked.
+
+    compression_ratio: of a text that repeats itself, at least. mean_logprob: of the tokens, at most. no_speech: the
+    probability of silence, from which a text below `mean_logprob` is dropped.
+    """
+
+    compression_ratio: float | None = 2.4
+    mean_logprob: float | None = -1.0
+    no_speech: float | None = 0.6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """A part of a recording to decode. features: (mel bins, frames), as many frames as the encoder takes.
+
+    language: the id of its token; None detects it. previous: tokens of the text before it. timestamps: whether the text
+    has timestamps. temperatures: tried in order. seed: of the sampling; None draws one.
+    """
+
+    features: NDArray[np.float32] = field(repr=False)
+    task: SpeechTask = "transcribe"
+    language: int | None = None
+    previous: tuple[int, ...] = ()
+    timestamps: bool = False
+    temperatures: tuple[float, ...] = (0.0,)
+    seed: int | None = None
+    thresholds: Thresholds = Thresholds()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodedWindow:
+    """A window's tokens, without the prompt and the end. language: as given or detected; None if the model knows one.
+
+    is_silent: whether nobody speaks, so that the tokens mean nothing.
+    """
+
+    tokens: tuple[int, ...]
+    language: int | None
+    temperature: float
+    mean_logprob: float
+    compression_ratio: float
+    no_speech_probability: float
+    is_silent: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeechRequest:
+    """How to write down a recording. samples: mono, at the model's `sampling_rate`.
+
+    language: a code such as `en`; None detects it in the first window. prompt: text that could come before.
+    """
+
+    samples: NDArray[np.float32]
+    task: SpeechTask = "transcribe"
+    language: str | None = None
+    prompt: str = ""
+    timestamps: bool = False
+    temperatures: tuple[float, ...] = DEFAULT_TEMPERATURES
+    seed: int | None = None
+    thresholds: Thresholds = Thresholds()
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """A piece of the text. start, end: in seconds. seek: the window's first frame."""
+
+    start: float
+    end: float
+    seek: int
+    text: str
+    tokens: tuple[int, ...]
+    window: DecodedWindow
+
+
+@dataclass(frozen=True, slots=True)
+class DecodedPart:
+    """What is said in a window: nothing, if it has no segments. language: its English name, such as `english`.
+    duration_s: of the whole recording."""
+
+    segments: list[Segment]
+    language: str
+    duration_s: float

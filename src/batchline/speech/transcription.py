@@ -1,0 +1,159 @@
+"""A recording of any length, window by window: each starts where the complete text of the one before it ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+from transformers.models.whisper.tokenization_whisper import LANGUAGES, TO_LANGUAGE_CODE
+
+from batchline.config import EngineConfig
+from batchline.errors import BadRequest
+from batchline.speech.features import Features
+from batchline.speech.model import LoadedWhisper, load_whisper
+from batchline.speech.request import DecodedPart, DecodedWindow, Segment, SpeechRequest, Window
+from batchline.speech.tokens import split_by_timestamps
+from batchline.speech.worker import SpeechStats, SpeechWorker
+
+FRAMES_PER_SECOND = 100
+
+
+class SpeechModel:
+    """A Whisper model that runs on its own thread, for callers on any event loop."""
+
+    def __init__(self, loaded: LoadedWhisper) -> None:
+        self.name = loaded.facts.name
+        self.facts = loaded.facts
+        self.max_model_len = loaded.facts.max_model_len
+        self.sampling_rate = loaded.log_mel.sampling_rate
+        self._tokens = loaded.tokens
+        self._tokenizer = loaded.tokenizer.backend_tokenizer
+        added = loaded.tokenizer.added_tokens_decoder
+        self._special = frozenset(number for number, token in added.items() if token.special)
+        self._log_mel = loaded.log_mel
+        self._num_window_frames = loaded.runner.num_window_frames
+        self._languages = {number: code for code, number in loaded.tokens.languages.items()}
+        self._worker = SpeechWorker(loaded.runner, loaded.tokens, self.text_of, on_start=loaded.enter_thread)
+
+    @property
+    def translates(self) -> bool:
+        """Whether the model can translate into English."""
+        return "translate" in self._tokens.tasks
+
+    def text_of(self, tokens: Sequence[int]) -> str:
+        """The text of tokens, without control tokens and timestamps."""
+        begin = self._tokens.first_timestamp
+        shown = [token for token in tokens if token < begin and token not in self._special]
+        return str(self._tokenizer.decode(shown, skip_special_tokens=True))
+
+    async def parts(self, request: SpeechRequest) -> AsyncGenerator[DecodedPart, None]:
+        """What is said in each window, as soon as it is decoded; one window at least.
+
+        A recording that is longer than a window is decoded with timestamps, which tell where the next one starts.
+        Raises: BadRequest, EngineDead, EngineError.
+        """
+        window = self._window(request)
+        features, num_frames = await asyncio.to_thread(self._features, request)
+        if num_frames > self._num_window_frames:
+            window = replace(window, timestamps=True)
+        seek = 0
+        while seek < num_frames:
+            piece = self._padded(features[:, seek : seek + self._num_window_frames])
+            window = replace(window, features=piece, seed=_seed(request.seed, seek))
+            decoded = await self._worker.decode(window, priority=request.priority)
+            window = replace(window, language=decoded.language)
+            segments, advance = self._read(window, decoded, seek, min(self._num_window_frames, num_frames - seek))
+            yield DecodedPart(segments, self._language_name(decoded), len(request.samples) / self.sampling_rate)
+            seek += max(1, advance)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the model still accepts requests."""
+        return self._worker.is_alive
+
+    def stats(self) -> SpeechStats:
+        """Counters since the start."""
+        return self._worker.stats()
+
+    def close(self) -> None:
+        """Stop the thread; calls still waiting get EngineDead. Idempotent."""
+        self._worker.close()
+
+    def _window(self, request: SpeechRequest) -> Window:
+        """What all windows of a request have in common. Raises: BadRequest."""
+        return Window(
+            features=np.empty((0, 0), np.float32),
+            task=request.task,
+            language=None if request.language is None else self._language(request.language),
+            previous=self._previous(request.prompt),
+            timestamps=request.timestamps,
+            temperatures=request.temperatures,
+            thresholds=request.thresholds,
+        )
+
+    def _language(self, name: str) -> int | None:
+        """The id of a language's token. name: a code or an English name. Raises: BadRequest."""
+        code = TO_LANGUAGE_CODE.get(name.lower(), name.lower())
+        known: Mapping[str, int | None] = self._tokens.languages or {"en": None}
+        if code not in known:
+            message = f"language: {self.name} does not know {name!r}. It knows: {', '.join(known)}"
+            raise BadRequest(message, param="language")
+        return known[code]
+
+    def _language_name(self, window: DecodedWindow) -> str:
+        code = "en" if window.language is None else self._languages[window.language]
+        return str(LANGUAGES.get(code, code))
+
+    def _previous(self, prompt: str) -> tuple[int, ...]:
+        """The last tokens of a prompt, as many as the model takes. Raises: BadRequest."""
+        if not prompt.strip():
+            return ()
+        if self._tokens.previous is None:
+            raise BadRequest(f"prompt: {self.name} takes no text before the recording", param="prompt")
+        ids = self._tokenizer.encode(f" {prompt.strip()}", add_special_tokens=False).ids
+        if any(number in self._special or number >= self._tokens.first_timestamp for number in ids):
+            raise BadRequest("prompt: it holds control tokens of the model; leave them out", param="prompt")
+        return tuple(ids[-self._tokens.max_previous :])
+
+    def _features(self, request: SpeechRequest) -> tuple[Features, int]:
+        """The features of the whole recording, and how many frames it has without padding."""
+        features = self._log_mel(request.samples)
+        num_frames = max(1, -(-len(request.samples) // self._log_mel.hop_length))
+        return features, min(num_frames, features.shape[1])
+
+    def _padded(self, features: Features) -> Features:
+        missing = self._num_window_frames - features.shape[1]
+        return np.pad(features, ((0, 0), (0, missing))) if missing > 0 else features
+
+    def _read(self, window: Window, decoded: DecodedWindow, seek: int, num_frames: int) -> tuple[list[Segment], int]:
+        """The segments of a window that starts at frame `seek`, and by how many frames the next one starts later."""
+        if decoded.is_silent:
+            return [], num_frames
+        # a model may write timestamps without being asked: they are no text, and do not divide it
+        begin = self._tokens.first_timestamp if window.timestamps else self._tokens.vocab_size
+        parts, advance = split_by_timestamps(decoded.tokens, begin, num_frames)
+        offset = seek / FRAMES_PER_SECOND
+        segments = [
+            Segment(
+                start=round(offset + part.start, 2),
+                end=round(offset + part.end, 2),
+                seek=seek,
+                text=self.text_of(part.tokens),
+                tokens=part.tokens,
+                window=decoded,
+            )
+            for part in parts
+        ]
+        return segments, advance
+
+
+def load_speech_model(config: EngineConfig) -> SpeechModel:
+    """Load a Whisper model from a folder or hub id. Raises: ModelLoadError, UnsupportedModel."""
+    return SpeechModel(load_whisper(config))
+
+
+def _seed(seed: int | None, seek: int) -> int | None:
+    """Of a window: another one for each of a recording, the same in each run."""
+    return None if seed is None else seed + seek

@@ -1,0 +1,233 @@
+"""Transcriptions and translations: from the body of a request, or a line of a batch file, to the answer."""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_whisper import make_whisper, sound, wav
+from typer.testing import CliRunner
+
+from batchline import run_batch
+from batchline.backends.base import Answer, EndpointRequest
+from batchline.backends.in_process import InProcessBackend
+from batchline.cli.main import app
+from batchline.config import EngineConfig, MediaConfig, ModelConfig
+from batchline.openai_api.transcriptions import SpokenSegment, Transcript, answer_in
+
+URL = "/v1/audio/transcriptions"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_whisper(tmp_path_factory.mktemp("whisper"), sharpness=20.0, end=1.0)
+
+
+def engine(folder: Path) -> EngineConfig:
+    return EngineConfig(
+        model=ModelConfig(model=str(folder), served_names=("whisper",), dtype="float32", device="cpu"),
+        media=MediaConfig(max_audio_s=60.0),
+    )
+
+
+@pytest.fixture
+async def backend(folder: Path) -> AsyncIterator[InProcessBackend]:
+    backend = InProcessBackend([engine(folder)])
+    await backend.start()
+    yield backend
+    await backend.close()
+
+
+def encoded(seconds: float, seed: int = 1) -> str:
+    return base64.b64encode(wav(sound(seconds, seed))).decode()
+
+
+async def answer(backend: InProcessBackend, body: dict[str, Any], url: str = URL) -> Answer:
+    return await backend.answer(EndpointRequest(url=url, body={"model": "whisper", "seed": 1, **body}, request_id="1"))
+
+
+async def error(backend: InProcessBackend, body: dict[str, Any], url: str = URL) -> tuple[int, str]:
+    found = await answer(backend, body, url)
+    return found.status_code, found.parsed_body()["error"]["message"]
+
+
+async def test_the_same_recording_gives_the_same_text_as_base64_as_data_url_and_as_bytes(
+    backend: InProcessBackend,
+) -> None:
+    data = encoded(1.0)
+    sources: list[dict[str, Any]] = [
+        {"file": data},
+        {"file": f"data:audio/wav;base64,{data}"},
+        {"file_url": f"data:audio/wav;base64,{data}"},
+        {"file": base64.b64decode(data)},
+    ]
+    bodies = [(await answer(backend, source)).parsed_body() for source in sources]
+    assert bodies[0]["text"]
+    assert bodies[0]["usage"] == {"type": "duration", "seconds": 1}
+    assert all(body == bodies[0] for body in bodies)
+
+
+async def test_verbose_json_has_segments_with_times(backend: InProcessBackend) -> None:
+    body = (await answer(backend, {"file": encoded(7.5), "response_format": "verbose_json"})).parsed_body()
+    assert (body["task"], body["duration"], body["usage"]["seconds"]) == ("transcribe", 7.5, 8)
+    assert body["language"] in ("english", "german", "french", "japanese")
+    assert [segment["id"] for segment in body["segments"]] == list(range(len(body["segments"])))
+    assert all(0 <= segment["start"] <= segment["end"] <= 9 for segment in body["segments"])
+    assert len({segment["seek"] for segment in body["segments"]}) > 1
+    assert {"avg_logprob", "no_speech_prob", "compression_ratio", "temperature", "tokens"} < set(body["segments"][0])
+
+
+async def test_a_recording_at_another_rate_is_resampled(backend: InProcessBackend) -> None:
+    data = base64.b64encode(wav(sound(2.0, 1, rate=44_100), rate=44_100)).decode()
+    body = (await answer(backend, {"file": data, "response_format": "verbose_json"})).parsed_body()
+    assert body["duration"] == 2.0
+
+
+async def test_translations_are_in_english(backend: InProcessBackend) -> None:
+    request = {"file": encoded(1.0), "response_format": "verbose_json", "language": "de"}
+    translated = (await answer(backend, request, "/v1/audio/translations")).parsed_body()
+    assert (translated["task"], translated["language"]) == ("translate", "english")
+    assert translated["text"] != (await answer(backend, request)).parsed_body()["text"]
+
+
+async def test_streamed_deltas_add_up_to_the_text(backend: InProcessBackend) -> None:
+    body = {"model": "whisper", "file": encoded(7.5), "seed": 1, "stream": True}
+    chunks = [chunk async for chunk in backend.stream(EndpointRequest(url=URL, body=body, request_id="1"))]
+    *deltas, done = chunks
+    assert len(deltas) > 1
+    assert {chunk["type"] for chunk in deltas} == {"transcript.text.delta"}
+    whole = (await answer(backend, {"file": encoded(7.5)})).parsed_body()
+    assert done == {"type": "transcript.text.done", "text": whole["text"], "usage": whole["usage"]}
+    assert "".join(chunk["delta"] for chunk in deltas) == whole["text"]
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ({}, "needs one recording"),
+        ({"file": "x", "file_url": "data:audio/wav;base64,xx"}, "needs one recording"),
+        ({"file": "?"}, "not valid base64"),
+        ({"file_url": "ftp://host/a.wav"}, "http"),
+        ({"file": "xx", "temperature": 1.5}, "temperature"),
+        ({"file": "xx", "response_format": "diarized_json"}, "response_format"),
+        ({"file": "xx", "timestamp_granularities": ["segment"]}, "verbose_json"),
+        ({"file": "xx", "response_format": "verbose_json", "timestamp_granularities": ["word"]}, "words"),
+        ({"file": "xx", "stream": True, "response_format": "srt"}, "only response_format json"),
+    ],
+)
+async def test_what_cannot_be_answered_is_refused_with_the_reason(
+    backend: InProcessBackend, body: dict[str, Any], expected: str
+) -> None:
+    status, message = await error(backend, body)
+    assert status == 400
+    assert expected in message
+
+
+async def test_a_file_that_is_no_audio_and_one_that_is_too_long_are_refused(backend: InProcessBackend) -> None:
+    text = base64.b64encode(b"no audio at all").decode()
+    assert await error(backend, {"file": text}) == (
+        422,
+        "file: it is not audio of a known format (wav, flac, mp3, ogg, m4a, webm, aac)",
+    )
+    long = base64.b64encode(wav(sound(61.0, 1, rate=8000), rate=8000)).decode()
+    status, message = await error(backend, {"file": long})
+    assert (status, "longer than 60 seconds" in message) == (422, True)
+
+
+async def test_a_speech_model_answers_no_other_endpoint_and_others_no_speech(backend: InProcessBackend) -> None:
+    status, message = await error(backend, {"messages": []}, "/v1/chat/completions")
+    assert status == 400
+    assert message == (
+        "Model whisper does not support /v1/chat/completions. "
+        "It supports: /v1/audio/transcriptions, /v1/audio/translations"
+    )
+    assert [model.endpoints for model in await backend.models()] == [(URL, "/v1/audio/translations")]
+
+
+async def test_a_model_of_one_language_refuses_to_translate(tmp_path: Path) -> None:
+    backend = InProcessBackend([engine(make_whisper(tmp_path, is_multilingual=False))])
+    await backend.start()
+    try:
+        status, message = await error(backend, {"file": encoded(1.0)}, "/v1/audio/translations")
+        assert (status, message) == (400, "whisper cannot translate: it knows only English")
+    finally:
+        await backend.close()
+
+
+def test_a_batch_file_holds_objects_and_texts(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    lines = [
+        {"file_url": f"data:audio/wav;base64,{encoded(seconds, seed)}", "response_format": form, "seed": 1}
+        for seed, (seconds, form) in enumerate([(0.5, "json"), (4.0, "text"), (5.0, "srt"), (1.0, "vtt")])
+    ]
+    rows = [
+        {"custom_id": str(index), "method": "POST", "url": URL, "body": {"model": "whisper", **body}}
+        for index, body in enumerate([*lines, {"file": "?"}])
+    ]
+    (tmp_path / "in.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    with caplog.at_level(logging.WARNING):
+        run_batch(tmp_path / "in.jsonl", tmp_path / "out.jsonl", model=engine(folder), show_progress=False)
+    results = [json.loads(line)["response"] for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [result["status_code"] for result in results] == [200, 200, 200, 200, 400]
+    assert results[0]["body"]["usage"] == {"type": "duration", "seconds": 1}
+    assert results[1]["body"].endswith("\n")
+    assert results[2]["body"].startswith("1\n00:00:0")
+    assert results[3]["body"].startswith("WEBVTT\n")
+    assert "no count of tokens" not in caplog.text
+
+
+def test_check_finds_what_is_wrong_and_counts_recordings(tmp_path: Path) -> None:
+    bodies = [
+        {"file_url": "https://example.com/a.mp3"},
+        {"file": encoded(0.5)},
+        {"file_url": "https://example.com/b.mp3", "response_format": "xml"},
+        {"prompt": "no recording"},
+    ]
+    rows = [
+        {"custom_id": str(index), "method": "POST", "url": URL, "body": {"model": "whisper", **body}}
+        for index, body in enumerate(bodies)
+    ]
+    (tmp_path / "in.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    done = CliRunner().invoke(app, ["check", str(tmp_path / "in.jsonl"), "--json"])
+    report = json.loads(done.stdout)
+    assert (report["requests"], report["bad_lines"]) == (4, 2)
+    assert report["media"]["audio"] == 2
+    assert report["media"]["hosts"] == {"example.com": 1}
+
+
+TRANSCRIPT = Transcript(
+    task="transcribe",
+    language="english",
+    duration_s=3725.3,
+    text="Hi. a --> b",
+    segments=[
+        SpokenSegment(
+            start=start,
+            end=end,
+            seek=0,
+            text=text,
+            tokens=[1],
+            temperature=0.0,
+            mean_logprob=-0.1,
+            compression_ratio=1.0,
+            no_speech_probability=0.0,
+        )
+        for start, end, text in [(0.0, 1.5, " Hi."), (3723.04, 3725.0, " a -->\n\n b")]
+    ],
+)
+
+
+def test_subtitles_have_the_clocks_of_their_formats_and_cues_of_one_line() -> None:
+    """An empty line inside a cue would end it, and an arrow would look like a cue's times."""
+    assert answer_in("srt", TRANSCRIPT) == (
+        "1\n00:00:00,000 --> 00:00:01,500\nHi.\n\n2\n01:02:03,040 --> 01:02:05,000\na -> b\n"
+    )
+    assert answer_in("vtt", TRANSCRIPT) == (
+        "WEBVTT\n\n00:00:00.000 --> 00:00:01.500\nHi.\n\n01:02:03.040 --> 01:02:05.000\na -> b\n"
+    )
+    assert answer_in("text", TRANSCRIPT) == "Hi. a --> b\n"
+    assert answer_in("json", TRANSCRIPT) == {"text": "Hi. a --> b", "usage": {"type": "duration", "seconds": 3726}}

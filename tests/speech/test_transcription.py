@@ -1,0 +1,252 @@
+"""The speech engine against transformers' own `generate`, in float32, token for token."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_whisper import LANGUAGES, MAX_LENGTH, RATE, WINDOW_S, Oracle, make_whisper, sound
+from transformers import WhisperFeatureExtractor
+
+from batchline.config import EngineConfig, ModelConfig, SchedulerConfig
+from batchline.errors import BadRequest, EngineDead, EngineError, ModelLoadError
+from batchline.speech.features import LogMel
+from batchline.speech.model import load_whisper
+from batchline.speech.request import DecodedPart, SpeechRequest, Thresholds
+from batchline.speech.transcription import SpeechModel
+
+UNCHECKED = Thresholds(compression_ratio=None, mean_logprob=None, no_speech=None)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_whisper(tmp_path_factory.mktemp("whisper"))
+
+
+@pytest.fixture(scope="module")
+def oracle(folder: Path) -> Oracle:
+    return Oracle(folder)
+
+
+def load(folder: Path, num_rows: int = 3) -> SpeechModel:
+    config = EngineConfig(
+        model=ModelConfig(model=str(folder), dtype="float32", device="cpu"),
+        scheduler=SchedulerConfig(max_num_seqs=num_rows),
+    )
+    return SpeechModel(load_whisper(config))
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Iterator[SpeechModel]:
+    model = load(folder)
+    yield model
+    model.close()
+
+
+def request(samples: Any, **options: Any) -> SpeechRequest:
+    return SpeechRequest(samples=samples, **{"temperatures": (0.0,), "thresholds": UNCHECKED, **options})
+
+
+async def all_parts(model: SpeechModel, speech: SpeechRequest) -> list[DecodedPart]:
+    return [part async for part in model.parts(speech)]
+
+
+def tokens_of(parts: Sequence[DecodedPart]) -> list[int]:
+    return [token for part in parts for segment in part.segments for token in segment.tokens]
+
+
+@pytest.mark.parametrize("seconds", [0.2, 2.9, 3.0, 7.35])
+def test_features_equal_those_of_the_extractor(folder: Path, seconds: float) -> None:
+    extractor = WhisperFeatureExtractor.from_pretrained(folder)
+    samples = sound(seconds, 1)
+    options: dict[str, Any] = {"truncation": False, "padding": "longest"} if seconds > WINDOW_S else {}
+    expected = extractor(samples, sampling_rate=RATE, return_tensors="np", **options).input_features[0]
+    found = LogMel(extractor)(samples)
+    assert found.shape == expected.shape
+    assert np.abs(found - expected).max() < 1e-4
+
+
+async def test_recordings_of_several_lengths_get_the_tokens_of_generate_when_they_run_together(
+    model: SpeechModel, oracle: Oracle
+) -> None:
+    """More recordings than rows: some begin while others run, and rows are filled again."""
+    recordings = [sound(seconds, seed) for seed, seconds in enumerate([0.5, 1.0, 1.7, 2.0, 2.5, 2.9, 3.0, 0.1])]
+    answers = await asyncio.gather(*(all_parts(model, request(samples, language="de")) for samples in recordings))
+    expected = [oracle.tokens(samples, language="de", task="transcribe") for samples in recordings]
+    assert [tokens_of(parts) for parts in answers] == expected
+    assert len({len(tokens) for tokens in expected}) > 1
+
+
+async def test_the_task_and_the_timestamps_are_part_of_the_prompt(model: SpeechModel, oracle: Oracle) -> None:
+    samples = sound(3.0, 5)
+    found = await all_parts(model, request(samples, language="fr", task="translate", timestamps=True))
+    expected = oracle.tokens(samples, language="fr", task="translate", return_timestamps=True)
+    assert tokens_of(found) == expected[: len(tokens_of(found))]
+    assert tokens_of(found) != oracle.tokens(samples, language="fr", task="transcribe")
+
+
+async def test_long_recordings_get_the_tokens_of_generate_over_all_their_windows(
+    model: SpeechModel, oracle: Oracle
+) -> None:
+    recordings = [sound(seconds, seed) for seed, seconds in enumerate([4.0, 8.0, 10.5, 7.0], 20)]
+    answers = await asyncio.gather(*(all_parts(model, request(samples, language="en")) for samples in recordings))
+    expected = [
+        oracle.tokens(samples, language="en", task="transcribe", return_timestamps=True) for samples in recordings
+    ]
+    assert [tokens_of(parts) for parts in answers] == expected
+    assert all(len(parts) > 1 for parts in answers)
+
+
+async def test_the_language_is_detected_as_generate_does(model: SpeechModel, oracle: Oracle) -> None:
+    recordings = [sound(2.0, seed) for seed in range(30, 36)]
+    answers = await asyncio.gather(*(all_parts(model, request(samples)) for samples in recordings))
+    codes = {number: code.strip("<|>") for code, number in oracle.model.generation_config.lang_to_id.items()}
+    names = {"en": "english", "de": "german", "fr": "french", "ja": "japanese"}
+    expected = [codes[int(oracle.model.detect_language(oracle.features(samples))[0])] for samples in recordings]
+    assert [parts[0].language for parts in answers] == [names[code] for code in expected]
+    assert [tokens_of(parts) for parts in answers] == [
+        oracle.tokens(samples, task="transcribe") for samples in recordings
+    ]
+    assert set(expected) < set(LANGUAGES)
+
+
+async def test_a_prompt_stands_before_each_window(model: SpeechModel, oracle: Oracle) -> None:
+    text = "names: Ada"
+    generation = oracle.model.generation_config
+    ids = [generation.prev_sot_token_id, *model._tokenizer.encode(f" {text}", add_special_tokens=False).ids]
+    samples = sound(2.0, 7)
+    found = await all_parts(model, request(samples, language="en", prompt=text))
+    expected = oracle.tokens(samples, language="en", task="transcribe", prompt_ids=torch.tensor(ids))
+    assert tokens_of(found) == expected
+    assert tokens_of(found) != tokens_of(await all_parts(model, request(samples, language="en")))
+
+
+async def test_a_long_prompt_is_cut_to_its_last_tokens(model: SpeechModel) -> None:
+    samples = sound(1.0, 8)
+    long = await all_parts(model, request(samples, language="en", prompt="x" * 100 + "y" * (MAX_LENGTH // 2 - 2)))
+    short = await all_parts(model, request(samples, language="en", prompt="x" + "y" * (MAX_LENGTH // 2 - 2)))
+    assert tokens_of(long) == tokens_of(short)
+
+
+async def test_control_tokens_in_a_prompt_are_refused(model: SpeechModel) -> None:
+    with pytest.raises(BadRequest, match="control tokens"):
+        await all_parts(model, request(sound(1.0, 1), prompt="<|translate|>"))
+
+
+async def test_an_unknown_language_is_refused_with_the_known_ones(model: SpeechModel) -> None:
+    with pytest.raises(BadRequest, match=r"does not know 'klingon'. It knows: de, en, fr, ja"):
+        await all_parts(model, request(sound(1.0, 1), language="klingon"))
+
+
+async def test_an_english_name_of_a_language_means_its_code(model: SpeechModel) -> None:
+    samples = sound(1.0, 3)
+    by_name = await all_parts(model, request(samples, language="German"))
+    assert tokens_of(by_name) == tokens_of(await all_parts(model, request(samples, language="de")))
+
+
+async def test_a_window_that_looks_wrong_is_decoded_again_at_each_higher_temperature(model: SpeechModel) -> None:
+    """Its sound is encoded once."""
+    before = model.stats()
+    unlikely = Thresholds(mean_logprob=0.0, compression_ratio=None, no_speech=None)
+    speech = request(sound(1.0, 4), language="en", temperatures=(0.0, 0.4, 0.8), thresholds=unlikely, seed=1)
+    parts = await all_parts(model, speech)
+    assert {segment.window.temperature for part in parts for segment in part.segments} == {0.8}
+    assert model.stats().num_encoded == before.num_encoded + 1
+    assert tokens_of(parts) == tokens_of(await all_parts(model, speech))
+
+
+async def test_a_window_that_looks_right_is_decoded_once(model: SpeechModel) -> None:
+    good = Thresholds(mean_logprob=-99.0, compression_ratio=99.0, no_speech=None)
+    parts = await all_parts(model, request(sound(1.0, 4), language="en", temperatures=(0.0, 0.4), thresholds=good))
+    assert [part.segments[0].window.temperature for part in parts] == [0.0]
+
+
+async def test_a_silent_window_has_no_text(model: SpeechModel) -> None:
+    silent = Thresholds(mean_logprob=0.0, no_speech=-1.0)
+    parts = await all_parts(model, request(sound(1.0, 4), language="en", temperatures=(0.0, 1.0), thresholds=silent))
+    assert [part.segments for part in parts] == [[]]
+
+
+async def test_seeds_decide_what_is_sampled(model: SpeechModel) -> None:
+    samples = sound(1.0, 9)
+    found = [
+        tokens_of(await all_parts(model, request(samples, language="en", temperatures=(1.0,), seed=seed)))
+        for seed in (1, 1, 2)
+    ]
+    assert found[0] == found[1] != found[2]
+
+
+async def test_a_window_on_which_the_model_fails_fails_alone(
+    model: SpeechModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = model._worker._runner
+    step, bad = runner.step, {"tokens": None}
+
+    def faulty(tokens: Any, positions: Any, row: int) -> Any:
+        if bad["tokens"] is None:
+            bad["tokens"] = row + len(tokens) - 1  # the last row of the first step
+            bad["call"] = model._worker._running[row + len(tokens) - 1]
+        if bad["call"] in model._worker._running[row : row + len(tokens)]:
+            raise RuntimeError("no")
+        return step(tokens, positions, row)
+
+    monkeypatch.setattr(runner, "step", faulty)
+    recordings = [sound(1.0, seed) for seed in (40, 41, 42)]
+    answers = await asyncio.gather(
+        *(all_parts(model, request(samples, language="en")) for samples in recordings), return_exceptions=True
+    )
+    assert sum(isinstance(answer, EngineError) for answer in answers) == 1
+    monkeypatch.undo()
+    for samples, answer in zip(recordings, answers, strict=True):
+        if isinstance(answer, list):
+            assert tokens_of(answer) == tokens_of(await all_parts(model, request(samples, language="en")))
+
+
+async def test_a_cancelled_recording_frees_its_row(folder: Path) -> None:
+    model = load(folder, num_rows=1)
+    try:
+        first = asyncio.create_task(all_parts(model, request(sound(9.0, 1), language="en")))
+        await asyncio.sleep(0)
+        first.cancel()
+        found = await all_parts(model, request(sound(1.0, 2), language="en"))
+        assert tokens_of(found)
+    finally:
+        model.close()
+    with pytest.raises(EngineDead):
+        await all_parts(model, request(sound(1.0, 2)))
+
+
+async def test_max_model_len_limits_the_tokens_of_a_window(folder: Path) -> None:
+    config = ModelConfig(model=str(folder), dtype="float32", device="cpu", max_model_len=20)
+    model = SpeechModel(load_whisper(EngineConfig(model=config)))
+    try:
+        lengths = [
+            len(tokens_of(await all_parts(model, request(sound(1.0, seed), language="en")))) for seed in range(4)
+        ]
+        assert max(lengths) == 16
+    finally:
+        model.close()
+    for length in (15, MAX_LENGTH + 1):
+        with pytest.raises(ModelLoadError, match="16 to 48 tokens"):
+            load_whisper(EngineConfig(model=replace(config, max_model_len=length)))
+
+
+async def test_a_model_of_one_language_gets_the_tokens_of_generate(tmp_path: Path) -> None:
+    folder = make_whisper(tmp_path, is_multilingual=False, seed=3)
+    model, oracle = load(folder), Oracle(folder)
+    try:
+        samples = sound(2.0, 2)
+        parts = await all_parts(model, request(samples))
+        assert tokens_of(parts) == oracle.tokens(samples)
+        assert parts[0].language == "english"
+        assert not model.translates
+        with pytest.raises(BadRequest, match="It knows: en"):
+            await all_parts(model, request(samples, language="de"))
+    finally:
+        model.close()
