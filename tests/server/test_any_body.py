@@ -23,12 +23,15 @@ VALID: dict[str, dict[str, Any]] = {
     "/v2/embed": {"texts": ["Hi"]},
     "/v1/score": {"text_1": "Hi", "text_2": "Ho"},
     "/v1/rerank": {"query": "Hi", "documents": ["Ho"]},
+    "/v1/classify": {"input": "Hi"},
+    "/v1/moderations": {"input": "Hi"},
+    "/pooling": {"input": "Hi"},
     "/v1/audio/transcriptions": {"file_url": "data:audio/wav;base64,UklGRg=="},
     "/invocations": {"prompt": "Hi", "max_tokens": 2},
     "/tokenize": {"prompt": "Hi"},
     "/detokenize": {"tokens": [1, 2]},
 }
-ANSWERED = sorted(VALID.keys() - {"/v1/audio/transcriptions"})
+ANSWERED = sorted(VALID.keys() - {"/v1/audio/transcriptions", "/v1/classify", "/v1/moderations", "/pooling"})
 """Without those for which the served model is of the wrong kind."""
 SCALARS = st.one_of(
     st.none(),

@@ -58,7 +58,7 @@ def run_batch(
     if not engines:
         refuse_without_model(context)
     files = run_file.run_files()
-    engines = keeping_media(engines, files)
+    engines = tuple(keeping_media(engines, files))
     backend = backend_options.make(engines)
     options = for_backend(run_file.run_options(), backend, backend_options.backend, engines)
     with ExitStack() as stack:
