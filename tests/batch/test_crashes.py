@@ -88,18 +88,13 @@ def test_two_requests_that_end_the_process_are_both_found(tmp_path: Path) -> Non
     ]
 
 
-def test_a_request_whose_process_is_always_killed_gets_an_error_after_the_sixth_kill(tmp_path: Path) -> None:
-    """In a container whose memory ran out, the next process cannot read why. Nobody was suspected, so that the batch
-    could never be finished."""
+def test_sigkill_accuses_nobody(tmp_path: Path) -> None:
+    """A user's kill -9 is no fault of the requests in flight, however often it comes."""
     children = crashing_runs(tmp_path, "kill")
-    assert [child["code"] for child in children] == [-9] * 6 + [0]
-    assert children[1]["warnings"] == []  # one kill may be the user's, and accuses nobody
-    assert "was killed, not for the first time, while" in children[2]["warnings"][0]
-    assert children[4]["asked"][-1] == children[5]["asked"][-1] == "kill"
-    assert "ended the engine or its process 6 times" in children[-1]["warnings"][-1]
-    results = read_lines(tmp_path / "out.jsonl")
-    assert contents(results) == GOOD
-    assert results[30]["response"]["body"]["error"]["code"] == "process_crashed"
+    assert {child["code"] for child in children} == {-9}
+    assert not any(child["warnings"] for child in children)
+    journal = (tmp_path / "out.jsonl.partial" / "journal").read_bytes()
+    assert b" crashed " not in journal
 
 
 def test_a_request_that_takes_all_memory_is_answered_with_an_error_after_the_third_kill(tmp_path: Path) -> None:
@@ -131,9 +126,7 @@ def test_without_evidence_that_memory_lacked_a_kill_has_no_known_cause(
             events.write_text("oom 8\n")
         elif what != "same count":
             events.write_text("oom 8\noom_kill 4\n")
-        crash = last_crash(tmp_path)
-        assert crash is not None
-        assert crash.note().kind == "killed"
+        assert last_crash(tmp_path) is None
 
 
 def report_crash(folder: Path) -> None:

@@ -77,6 +77,12 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/rerank": RERANK,
     "/v2/rerank": RERANK,
     "/rerank": RERANK,
+    "/v1/classify": {"input": "one"},
+    "/classify": {"input": "one"},
+    "/v1/moderations": {"input": "one"},
+    "/pooling": {"input": "one"},
+    "/v1/audio/transcriptions": {"file_url": "data:audio/wav;base64,UklGRg=="},
+    "/v1/audio/translations": {"file_url": "data:audio/wav;base64,UklGRg=="},
 }
 
 
@@ -85,7 +91,7 @@ def test_the_tokens_of_every_endpoint_can_be_counted(path: str) -> None:
     """An endpoint that the counter did not know ended the check with a traceback."""
     counter = TokenCounter(str(TINY_CHAT), max_model_len=64)
     counter.count(0, path, BODIES[path], checked_request(path, BODIES[path], TextConfig()))
-    assert counter.counts.prompt > 0
+    assert (counter.counts.prompt > 0) == ("/audio/" not in path)  # recordings have no text to count
 
 
 def test_prompt_tokens_are_counted_with_the_models_template(tmp_path: Path) -> None:

@@ -47,4 +47,4 @@ def test_what_our_own_code_reads_is_not_for_transformers() -> None:
 def test_a_generative_reranker_marked_as_vllms_guide_does_is_generative() -> None:
     overrides = {"architectures": ["Qwen3ForSequenceClassification"], "classifier_from_token": ["no", "yes"]}
     assert detect_task(TINY_CHAT, None, overrides) == "generate"
-    assert detect_task(TINY_CHAT, None, {"architectures": ["BertForSequenceClassification"]}) == "score"
+    assert detect_task(TINY_CHAT, None, {"architectures": ["BertForSequenceClassification"]}) == "classify"

@@ -9,8 +9,8 @@ count, if the process's control group has a readable one. Such a kill is a crash
 An engine that ends for good ends the run but not the process. The run itself notes that as a crash.
 
 A request that was in flight at a crash is a suspect. Suspects run before all others: in small groups after one crash,
-alone after two. After the third crash a request gets an error as its answer. A kill without a known cause counts half:
-a user may have sent it, but a container that ran out of memory looks the same. So every batch can be finished.
+alone after two. After the third crash a request gets an error as its answer. So every batch can be finished. A kill
+without a known cause counts for nothing: a user may have sent it.
 """
 
 from __future__ import annotations
@@ -68,6 +68,8 @@ def last_crash(folder: Path) -> Crash | None:
     fault = report.partition("\n")[0].removeprefix(_FATAL)
     if not fault and _have_grown(oom_kills):
         fault = "killed for lack of memory"
+    if not fault:
+        return None  # a user's kill, or power loss: no request is suspected
     whole = seats[: len(seats) // _SEAT.size * _SEAT.size]
     return Crash(token, fault, tuple(sorted(number - 1 for (number,) in _SEAT.iter_unpack(whole) if number)))
 

@@ -119,8 +119,7 @@ def _count_last_crash(state: RunState, crash: Crash | None, reporter: Reporter) 
         how = f"ended with a crash ({crash.fault})" if crash.fault else "was killed, not for the first time,"
         reporter.warn(
             f"The process that ran this before {how} while {counted(len(suspects), 'request')} ran. They run again "
-            f"first, a few at a time. A request that ends the process {LETHAL_CRASHES} times is answered with an error "
-            "(a kill without a known cause counts half)."
+            f"first, a few at a time. A request that ends the process {LETHAL_CRASHES} times is answered with an error."
         )
 
 

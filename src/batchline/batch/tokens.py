@@ -18,9 +18,10 @@ from batchline.openai_api.chat import ChatCompletionRequest
 from batchline.openai_api.common import Prompt
 from batchline.openai_api.completions import CompletionRequest
 from batchline.openai_api.embed import EmbedRequest
-from batchline.openai_api.embeddings import EmbeddingsRequest
+from batchline.openai_api.embeddings import PooledBody
 from batchline.openai_api.endpoint_table import generates
 from batchline.openai_api.generation import GenerationBody
+from batchline.openai_api.moderations import ModerationsRequest
 from batchline.openai_api.rerank import RerankRequest
 from batchline.openai_api.score import ScoreRequest
 from batchline.openai_api.transcriptions import TranscriptionRequest
@@ -130,7 +131,7 @@ class TokenCounter:
         """The number of tokens of each prompt. Each text to score counts once. Raises: RequestError."""
         if isinstance(request, ChatCompletionRequest):
             return [self._chat_tokens(_chat_prompt(request))]
-        if isinstance(request, EmbeddingsRequest) and request.messages is not None:
+        if isinstance(request, PooledBody) and request.messages is not None:
             messages, media = split_media(request.messages)
             return [self._chat_tokens(ChatPrompt(messages=messages, has_media=bool(media)))]
         return [self._prompt_tokens(prompt) for prompt in _texts(request)]
@@ -189,7 +190,7 @@ def _texts(request: BaseModel) -> Sequence[Prompt]:
     """Every text or list of token ids in a request without messages."""
     if isinstance(request, CompletionRequest):
         return request.prompt
-    if isinstance(request, EmbeddingsRequest):
+    if isinstance(request, (PooledBody, ModerationsRequest)):
         return request.input or ()
     if isinstance(request, RerankRequest):
         return (request.query, *request.documents)
