@@ -163,13 +163,6 @@ def test_a_crash_counts_once_however_often_it_is_read() -> None:
     assert suspects.num_crashes == Counter({3: 2, 4: 2})
 
 
-def test_two_kills_weigh_as_much_as_a_crash() -> None:
-    suspects = Suspects()
-    for token, kind in (("a", "killed"), ("b", "crashed"), ("c", "killed")):
-        suspects.add(Note(kind, f"{token} 3"))
-    assert (suspects.weight(3), suspects.num_deaths(3)) == (2, 3)
-
-
 def test_groups_of_suspects_are_small_and_the_most_suspicious_are_alone() -> None:
     suspects = Suspects(num_crashes=Counter(dict.fromkeys(range(20), 1) | {3: 2, 5: 2, 7: 3}))
     items = [WorkItem(n) for n in range(40)]

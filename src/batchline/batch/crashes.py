@@ -34,8 +34,7 @@ from batchline.batch.plan import WorkItem
 from batchline.control_group import oom_kills
 
 LETHAL_CRASHES = 3
-"""A request that was in flight at this many crashes, the last time alone, is not tried again. Two kills count as one
-crash."""
+"""A request that was in flight at this many crashes, the last time alone, is not tried again."""
 
 _IN_FLIGHT, _FAULT = "in-flight", "fault"
 _SEAT = struct.Struct("<Q")
@@ -45,8 +44,8 @@ _ALTERNATE_STACK_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Crash:
-    """How a process died. token: distinguishes crashes. fault: empty for a kill without a known cause. positions: the
-    first lines of the requests in flight; some of these requests may have durable results."""
+    """How a process died. token: distinguishes crashes. positions: the first lines of the requests in flight; some of
+    these requests may have durable results."""
 
     token: str
     fault: str
@@ -54,7 +53,7 @@ class Crash:
 
     def note(self) -> Note:
         """The crash as a note for the journal."""
-        return Note("crashed" if self.fault else "killed", " ".join([self.token, *map(str, self.positions)]))
+        return Note("crashed", " ".join([self.token, *map(str, self.positions)]))
 
 
 def last_crash(folder: Path) -> Crash | None:
@@ -95,42 +94,28 @@ def forget_crash(folder: Path) -> None:
 
 @dataclass(slots=True)
 class Suspects:
-    """At how many crashes and kills each suspect was in flight, by position. tokens: those that were counted."""
+    """At how many crashes each suspect was in flight, by position. tokens: the crashes that were counted."""
 
     num_crashes: Counter[int] = field(default_factory=Counter)
-    num_kills: Counter[int] = field(default_factory=Counter)
     tokens: set[str] = field(default_factory=set)
 
     def add(self, note: Note) -> None:
-        """Count a crash or kill that the journal has noted."""
+        """Count a crash that the journal has noted."""
         token, *positions = note.text.split(" ")
         if token not in self.tokens:
             self.tokens.add(token)
-            counts = self.num_crashes if note.kind == "crashed" else self.num_kills
-            counts.update(map(int, positions))
-
-    def weight(self, position: int) -> int:
-        """Its crashes, with two kills as one."""
-        return self.num_crashes[position] + self.num_kills[position] // 2
-
-    def num_deaths(self, position: int) -> int:
-        """Its crashes and kills."""
-        return self.num_crashes[position] + self.num_kills[position]
-
-    def has_any(self) -> bool:
-        """Whether a request is a suspect. One kill makes none."""
-        return any(map(self.weight, {*self.num_crashes, *self.num_kills}))
+            self.num_crashes.update(map(int, positions))
 
     def lethal(self, items: Iterable[WorkItem]) -> list[WorkItem]:
         """The `items` that must not be tried again."""
-        return [item for item in items if self.weight(item.position) >= LETHAL_CRASHES]
+        return [item for item in items if self.num_crashes[item.position] >= LETHAL_CRASHES]
 
     def groups(self, items: Iterable[WorkItem]) -> Iterator[Sequence[WorkItem]]:
         """The suspects among `items` in groups; each group must be durable before the next starts. Each of the most
         suspicious is a group by itself. For the others, the size balances speed against work lost in a crash."""
-        suspects = [item for item in items if self.weight(item.position)]
-        yield from ([item] for item in suspects if self.weight(item.position) == LETHAL_CRASHES - 1)
-        others = [item for item in suspects if self.weight(item.position) < LETHAL_CRASHES - 1]
+        suspects = [item for item in items if self.num_crashes[item.position]]
+        yield from ([item] for item in suspects if self.num_crashes[item.position] == LETHAL_CRASHES - 1)
+        others = [item for item in suspects if self.num_crashes[item.position] < LETHAL_CRASHES - 1]
         size = max(1, math.isqrt(len(others)))
         yield from (others[start : start + size] for start in range(0, len(others), size))
 
@@ -207,11 +192,6 @@ class _FaultReport:
                 if not self._paths:
                     self._close()
 
-    def forget(self) -> None:
-        """Delete the reports. Takes no lock, because a signal handler calls it."""
-        for path in tuple(self._paths):
-            path.unlink(missing_ok=True)
-
     def _open(self, path: Path) -> None:
         self._was_enabled = faulthandler.is_enabled()
         file = path.open("w")
@@ -232,11 +212,6 @@ class _FaultReport:
 
 
 _fault_report = _FaultReport()
-
-
-def forget_crashes() -> None:
-    """Call before this process ends itself in the middle of its runs, so that no request is suspected of it."""
-    _fault_report.forget()
 
 
 @contextmanager

@@ -36,7 +36,7 @@ class RunState:
     @property
     def is_worth_keeping(self) -> bool:
         """Whether it has more than a new run could do again in seconds."""
-        return self.tally.answered > 0 or self.suspects.has_any()
+        return self.tally.answered > 0 or bool(self.suspects.num_crashes)
 
     def saved(self) -> SavedResults:
         """What a run that ended now would leave."""
@@ -111,16 +111,15 @@ def note_crash(state: RunState, crash: Crash) -> int:
 
 
 def _count_last_crash(state: RunState, crash: Crash | None, reporter: Reporter) -> None:
-    """Count the crash or kill that ended the previous process, and tell the user if that makes requests suspects."""
-    if crash is None or not note_crash(state, crash):
+    """Count the crash that ended the previous process, and tell the user what happens now."""
+    num_suspects = 0 if crash is None else note_crash(state, crash)
+    if crash is None or not num_suspects:
         return
-    suspects = [position for position in crash.positions if state.suspects.weight(position)]
-    if suspects:
-        how = f"ended with a crash ({crash.fault})" if crash.fault else "was killed, not for the first time,"
-        reporter.warn(
-            f"The process that ran this before {how} while {counted(len(suspects), 'request')} ran. They run again "
-            f"first, a few at a time. A request that ends the process {LETHAL_CRASHES} times is answered with an error."
-        )
+    reporter.warn(
+        f"The process that ran this before ended with a crash ({crash.fault}) while "
+        f"{counted(num_suspects, 'request')} ran. They run again first, a few at a time. "
+        f"A request that ends the process {LETHAL_CRASHES} times is answered with an error."
+    )
 
 
 def run_identity(options: RunOptions, digest: str, num_bytes: int) -> dict[str, str]:

@@ -304,7 +304,7 @@ class BatchRun:
 
     def _give_up_lethal_requests(self, plan: Plan, reader: LineReader, state: RunState) -> None:
         suspects = state.suspects
-        if not suspects.has_any():
+        if not suspects.num_crashes:
             return
         for sentence in record_lethal_requests(
             suspects.lethal(plan.items(state.done)), suspects, reader, state.journal, state.done, state.tally
@@ -369,9 +369,9 @@ def _in_groups(plan: Plan, state: RunState) -> Iterator[tuple[Iterator[WorkItem]
     Yields each group, and whether it consists of suspects.
     """
     suspects = state.suspects
-    if suspects.has_any():
+    if suspects.num_crashes:
         yield from ((iter(group), True) for group in suspects.groups(plan.items(state.done)))
-    yield (item for item in plan.items(state.done) if not suspects.weight(item.position)), False
+    yield (item for item in plan.items(state.done) if item.position not in suspects.num_crashes), False
 
 
 async def _may_be_a_requests_fault(cause: BaseException | None, backend: Backend) -> bool:

@@ -9,7 +9,6 @@ from typing import Annotated
 
 import typer
 
-from batchline.batch.crashes import forget_crashes
 from batchline.cli.backend_options import BackendOptions
 from batchline.cli.config_file import takes_config_file
 from batchline.cli.media_options import MediaOptions
@@ -75,6 +74,5 @@ def run_batch(
 
 def _stop_at_once() -> None:
     """Leave without waiting for threads: the journal is whole at every moment."""
-    forget_crashes()
     last_words("Stopped. Finished results are saved; run the same command again to resume.")
     os._exit(130)
