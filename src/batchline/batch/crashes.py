@@ -1,16 +1,20 @@
 """Records which requests are in flight, so that those that crash the process can be found.
 
 Two small files in the job folder survive the process, because their written pages belong to the system. `in-flight` has
-a token of the run in this process and the position of every request without a durable result. `fault` has the output
-of `faulthandler` if the process dies of a fault in native code (a segmentation fault, an abort). SIGKILL and power loss
-leave no fault. The kernel also uses SIGKILL when memory runs out, but counts such kills: `fault` begins with that
-count, if the process's control group has a readable one. Such a kill is a crash too.
+a token of the run in this process and the position of every request that the backend is answering. `fault` has the
+output of `faulthandler` if the process dies of a fault in native code (a segmentation fault, an abort). SIGKILL and
+power loss leave no fault. The kernel also uses SIGKILL when memory runs out, but counts such kills: `fault` begins with
+that count, if the process's control group has a readable one. Such a kill is a crash too.
 
 An engine that ends for good ends the run but not the process. The run itself notes that as a crash.
 
 A request that was in flight at a crash is a suspect. Suspects run before all others: in small groups after one crash,
-alone after two. After the third crash a request gets an error as its answer. So every batch can be finished. A kill
-without a known cause counts for nothing: a user may have sent it.
+alone after two. After the third crash a request gets an error as its answer.
+
+A kill without a known cause is weak evidence. A user may have sent it, but a container that ran out of memory leaves no
+other trace. The first such kill makes no suspects, and a kill after a request to stop counts for nothing. A request
+gets an error after `LETHAL_KILLS` kills, if it alone was in flight at the last `LETHAL_KILLS_ALONE` and no result came
+in between. So every batch can be finished.
 """
 
 from __future__ import annotations
@@ -36,6 +40,9 @@ from batchline.control_group import oom_kills
 LETHAL_CRASHES = 3
 """A request that was in flight at this many crashes, the last time alone, is not tried again."""
 
+LETHAL_KILLS, LETHAL_KILLS_ALONE = 6, 3
+"""Nor is a request that was in flight at this many kills without a known cause, at the last of them alone."""
+
 _IN_FLIGHT, _FAULT = "in-flight", "fault"
 _SEAT = struct.Struct("<Q")
 _FATAL = "Fatal Python error: "
@@ -44,8 +51,8 @@ _ALTERNATE_STACK_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Crash:
-    """How a process died. token: distinguishes crashes. positions: the first lines of the requests in flight; some of
-    these requests may have durable results."""
+    """How a process died. token: distinguishes crashes. fault: empty for a kill without a known cause. positions: the
+    first lines of the requests in flight."""
 
     token: str
     fault: str
@@ -53,7 +60,7 @@ class Crash:
 
     def note(self) -> Note:
         """The crash as a note for the journal."""
-        return Note("crashed", " ".join([self.token, *map(str, self.positions)]))
+        return Note("crashed" if self.fault else "killed", " ".join([self.token, *map(str, self.positions)]))
 
 
 def last_crash(folder: Path) -> Crash | None:
@@ -67,8 +74,6 @@ def last_crash(folder: Path) -> Crash | None:
     fault = report.partition("\n")[0].removeprefix(_FATAL)
     if not fault and _have_grown(oom_kills):
         fault = "killed for lack of memory"
-    if not fault:
-        return None  # a user's kill, or power loss: no request is suspected
     whole = seats[: len(seats) // _SEAT.size * _SEAT.size]
     return Crash(token, fault, tuple(sorted(number - 1 for (number,) in _SEAT.iter_unpack(whole) if number)))
 
@@ -94,28 +99,59 @@ def forget_crash(folder: Path) -> None:
 
 @dataclass(slots=True)
 class Suspects:
-    """At how many crashes each suspect was in flight, by position. tokens: the crashes that were counted."""
+    """At how many crashes and kills each request was in flight, by position. tokens: those that were counted."""
 
     num_crashes: Counter[int] = field(default_factory=Counter)
+    num_kills: Counter[int] = field(default_factory=Counter)
     tokens: set[str] = field(default_factory=set)
+    _alone: list[int] = field(default_factory=list)
+    """The request that alone was in flight at the last kills, once for each of these kills."""
 
     def add(self, note: Note) -> None:
-        """Count a crash that the journal has noted."""
-        token, *positions = note.text.split(" ")
-        if token not in self.tokens:
-            self.tokens.add(token)
-            self.num_crashes.update(map(int, positions))
+        """Count a crash or kill that the journal has noted."""
+        token, *texts = note.text.split(" ")
+        positions = [int(text) for text in texts]
+        if token in self.tokens:
+            return
+        self.tokens.add(token)
+        if note.kind == "crashed":
+            self.num_crashes.update(positions)
+            return
+        self.num_kills.update(positions)
+        if positions != self._alone[:1]:
+            self._alone = []
+        if len(positions) == 1:
+            self._alone += positions
+
+    def add_result(self) -> None:
+        """A request was answered after the kills so far."""
+        self._alone = []
+
+    def weight(self, position: int) -> int:
+        """0 if the request is no suspect; 1 if it may run beside a few others; above that, it must run alone."""
+        return max(self.num_crashes[position], self.num_kills[position] - 1)
+
+    def num_deaths(self, position: int) -> int:
+        """The crashes and kills of the request."""
+        return self.num_crashes[position] + self.num_kills[position]
+
+    def __bool__(self) -> bool:
+        return any(map(self.weight, {*self.num_crashes, *self.num_kills}))
 
     def lethal(self, items: Iterable[WorkItem]) -> list[WorkItem]:
         """The `items` that must not be tried again."""
-        return [item for item in items if self.num_crashes[item.position] >= LETHAL_CRASHES]
+        return [item for item in items if self._is_lethal(item.position)]
+
+    def _is_lethal(self, position: int) -> bool:
+        by_kills = self.num_kills[position] >= LETHAL_KILLS and self._alone.count(position) >= LETHAL_KILLS_ALONE
+        return by_kills or self.num_crashes[position] >= LETHAL_CRASHES
 
     def groups(self, items: Iterable[WorkItem]) -> Iterator[Sequence[WorkItem]]:
         """The suspects among `items` in groups; each group must be durable before the next starts. Each of the most
         suspicious is a group by itself. For the others, the size balances speed against work lost in a crash."""
-        suspects = [item for item in items if self.num_crashes[item.position]]
-        yield from ([item] for item in suspects if self.num_crashes[item.position] == LETHAL_CRASHES - 1)
-        others = [item for item in suspects if self.num_crashes[item.position] < LETHAL_CRASHES - 1]
+        suspects = [item for item in items if self.weight(item.position)]
+        yield from ([item] for item in suspects if self.weight(item.position) > 1)
+        others = [item for item in suspects if self.weight(item.position) == 1]
         size = max(1, math.isqrt(len(others)))
         yield from (others[start : start + size] for start in range(0, len(others), size))
 
@@ -123,8 +159,8 @@ class Suspects:
 class InFlight:
     """The file of positions in flight. Writes are not synced: the page cache survives the process.
 
-    The file begins with the token of the crash that would end the run: each run of a process counts its own crashes. A
-    seat keeps its position until another request takes it. The reader knows from the journal which are durable.
+    The file begins with the token of the crash that would end the run: each run of a process counts its own crashes.
+    Then follow the seats: each has a request's position plus one, or 0.
     """
 
     def __init__(self, path: Path) -> None:
@@ -139,17 +175,26 @@ class InFlight:
         """A request starts. position: of its first line."""
         seat = self._free.pop() if self._free else len(self._seats)
         self._seats[position] = seat
-        self._write(_SEAT.pack(position + 1), (seat + 1) * _SEAT.size)
+        self._write_seat(seat, position + 1)
 
     def leave(self, position: int) -> None:
-        """A request's result is durable. A position that has no seat is ignored."""
+        """A request is answered, or given up. A position that has no seat is ignored."""
         seat = self._seats.pop(position, None)
         if seat is not None:
             self._free.append(seat)
+            self._write_seat(seat, 0)
+
+    def accuse_nobody(self) -> None:
+        """However this process ends from now on, no request is suspected of it."""
+        with suppress(OSError):
+            os.ftruncate(self._fd, _SEAT.size)
 
     def crash(self, fault: str) -> Crash:
         """Describe a crash that this process survives. A later fault has the same token, so both count as one crash."""
         return Crash(self.token, fault, tuple(sorted(self._seats)))
+
+    def _write_seat(self, seat: int, number: int) -> None:
+        self._write(_SEAT.pack(number), (seat + 1) * _SEAT.size)
 
     def _write(self, data: bytes, offset: int) -> None:
         with suppress(OSError):  # on a full disk, a crash has fewer suspects

@@ -33,7 +33,7 @@ _TORN_HEADER = re.compile(rb"([0-9a-f]{0,8}|[0-9a-f]{8} (\{[^\n]*)?)\0*")
 """A header that was not written completely; a file system may fill the rest with zeros."""
 
 _OUTCOME = re.compile(rb"(\d{1,18}) ([!-~]+) (\d{1,18}) (\d{1,18}) (\d{1,18}) ([01]) ")
-_NOTE = re.compile(rb"(delivering|delivered|crashed) ([ -~]*)")
+_NOTE = re.compile(rb"(delivering|delivered|crashed|killed) ([ -~]*)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class JournalResult:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """Information for a resumed run besides results. kind: `delivering`, `delivered` or `crashed`.
+    """Information for a resumed run besides results. kind: `delivering`, `delivered`, `crashed` or `killed`.
     text: one line of ASCII."""
 
     kind: str

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
 from batchline.batch.check import CheckReport
-from batchline.batch.crashes import LETHAL_CRASHES, Crash, Suspects, last_crash
+from batchline.batch.crashes import LETHAL_CRASHES, LETHAL_KILLS_ALONE, Crash, Suspects, last_crash
 from batchline.batch.index import PositionSet
 from batchline.batch.job_folder import JobFolder
 from batchline.batch.journal import Disk, Journal, JournalResult, Note, encode_note
@@ -36,7 +36,7 @@ class RunState:
     @property
     def is_worth_keeping(self) -> bool:
         """Whether it has more than a new run could do again in seconds."""
-        return self.tally.answered > 0 or bool(self.suspects.num_crashes)
+        return self.tally.answered > 0 or bool(self.suspects)
 
     def saved(self) -> SavedResults:
         """What a run that ended now would leave."""
@@ -52,6 +52,7 @@ class RunState:
         """Count what the journal holds. Raises: OSError."""
         for entry in self.journal.entries():
             if isinstance(entry, JournalResult):
+                self.suspects.add_result()
                 if self.done.add(entry.outcome.position):
                     self.tally.add(entry.outcome, is_resumed=True)
             else:
@@ -111,14 +112,19 @@ def note_crash(state: RunState, crash: Crash) -> int:
 
 
 def _count_last_crash(state: RunState, crash: Crash | None, reporter: Reporter) -> None:
-    """Count the crash that ended the previous process, and tell the user what happens now."""
-    num_suspects = 0 if crash is None else note_crash(state, crash)
-    if crash is None or not num_suspects:
+    """Count the crash or kill that ended the previous process, and tell the user if that makes requests suspects."""
+    if crash is None or not note_crash(state, crash):
         return
+    suspects = [p for p in crash.positions if p not in state.done and state.suspects.weight(p)]
+    if not suspects:
+        return
+    if crash.fault:
+        how, limit = f"ended with a crash ({crash.fault})", f"ends the process {LETHAL_CRASHES} times"
+    else:
+        how, limit = "was killed, not for the first time,", f"runs alone at {LETHAL_KILLS_ALONE} such kills in a row"
     reporter.warn(
-        f"The process that ran this before ended with a crash ({crash.fault}) while "
-        f"{counted(num_suspects, 'request')} ran. They run again first, a few at a time. "
-        f"A request that ends the process {LETHAL_CRASHES} times is answered with an error."
+        f"The process that ran this before {how} while {counted(len(suspects), 'request')} ran. They run again first, "
+        f"a few at a time. A request that {limit} is answered with an error."
     )
 
 

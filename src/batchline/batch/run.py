@@ -34,7 +34,7 @@ from batchline.batch.files import RunFiles
 from batchline.batch.finished import FinishedRuns
 from batchline.batch.index import LineIndex, LineReader
 from batchline.batch.job_folder import JobFolder
-from batchline.batch.journal import Disk, Outcome
+from batchline.batch.journal import Disk
 from batchline.batch.model_names import (
     endpoint_warnings,
     refuse_unserved_endpoints,
@@ -304,7 +304,7 @@ class BatchRun:
 
     def _give_up_lethal_requests(self, plan: Plan, reader: LineReader, state: RunState) -> None:
         suspects = state.suspects
-        if not suspects.num_crashes:
+        if not suspects:
             return
         for sentence in record_lethal_requests(
             suspects.lethal(plan.items(state.done)), suspects, reader, state.journal, state.done, state.tally
@@ -314,16 +314,12 @@ class BatchRun:
     async def _run_requests(
         self, backend: Backend, feeder: Feeder, state: RunState, in_flight: InFlight, *, are_suspects: bool
     ) -> None:
-        def on_durable(outcome: Outcome) -> None:
-            state.tally.add(outcome)
-            in_flight.leave(outcome.position)
-
         max_inflight = self._options.max_inflight or max(1, backend.concurrency())
         capacity = self._capacity or Capacity(max_inflight)
         runner = Runner(
             feeder=feeder,
             backend=backend,
-            commit=GroupCommit(state.journal, on_durable),
+            commit=GroupCommit(state.journal, state.tally.add),
             # a suspect's crash must not accuse requests of other runs
             share=capacity.share(is_exclusive=are_suspects and self._capacity is not None),
             max_inflight=min(max_inflight, capacity.num_places),
@@ -364,14 +360,14 @@ def _judged(observer: LineObserver, judges: Mapping[str, RequestJudge]) -> LineO
 
 
 def _in_groups(plan: Plan, state: RunState) -> Iterator[tuple[Iterator[WorkItem], bool]]:
-    """What is left to run, in groups: suspects of crashes, then all others. Each group ends before the next starts.
+    """What is left to run, in groups: suspects, then all others. Each group ends before the next starts.
 
     Yields each group, and whether it consists of suspects.
     """
     suspects = state.suspects
-    if suspects.num_crashes:
+    if suspects:
         yield from ((iter(group), True) for group in suspects.groups(plan.items(state.done)))
-    yield (item for item in plan.items(state.done) if item.position not in suspects.num_crashes), False
+    yield (item for item in plan.items(state.done) if not suspects.weight(item.position)), False
 
 
 async def _may_be_a_requests_fault(cause: BaseException | None, backend: Backend) -> bool:

@@ -107,6 +107,7 @@ class Runner:
     def _drop_waiting(self) -> None:
         """Take nothing more, and cancel the requests that an engine has queued and not started."""
         self._share.close()
+        self._in_flight.accuse_nobody()  # whoever asked for the stop may kill the process if it takes too long
         for worker, (progress, position) in self._asking.items():
             if progress.only_waits and not worker.done():
                 worker.cancel()
@@ -149,6 +150,7 @@ class Runner:
 
     async def _answer(self, item: ReadyRequest, stop: asyncio.Event) -> None:
         asked = await self._ask_until_final(item.request, stop)
+        self._in_flight.leave(item.served[0][0])
         if asked is None:
             return  # the next run sends it again
         answer, body = asked
