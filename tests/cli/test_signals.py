@@ -90,4 +90,6 @@ def test_a_second_signal_is_no_unexplained_kill(tmp_path: Path) -> None:
     process.communicate(timeout=60)
     (job_folder,) = tmp_path.glob("*.partial")
     assert (job_folder / "journal").exists()
-    assert last_crash(job_folder) is None
+    crash = last_crash(job_folder)
+    assert crash is not None
+    assert crash.positions == ()

@@ -185,7 +185,8 @@ class InFlight:
             self._write_seat(seat, 0)
 
     def accuse_nobody(self) -> None:
-        """However this process ends from now on, no request is suspected of it."""
+        """However this process ends from now on, no request is suspected of it. Called when a stop is requested, since
+        a service manager kills a process whose stop takes too long."""
         with suppress(OSError):
             os.ftruncate(self._fd, _SEAT.size)
 

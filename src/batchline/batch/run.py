@@ -282,7 +282,7 @@ class BatchRun:
             return
         self._reporter.phase("Loading the model")
         self._stop.notice = STOPPING_LOADING
-        with watched(self._job_folder.path) as in_flight:
+        with watched(self._job_folder.path) as in_flight, self._stop.calling(in_flight.accuse_nobody):
             self._pace.begin_loading()
             async with contextlib.AsyncExitStack() as stack:
                 started = await unless_stopped(stack.enter_async_context(backend), self._stop)

@@ -107,7 +107,6 @@ class Runner:
     def _drop_waiting(self) -> None:
         """Take nothing more, and cancel the requests that an engine has queued and not started."""
         self._share.close()
-        self._in_flight.accuse_nobody()  # whoever asked for the stop may kill the process if it takes too long
         for worker, (progress, position) in self._asking.items():
             if progress.only_waits and not worker.done():
                 worker.cancel()

@@ -45,15 +45,30 @@ class Stop(asyncio.Event):
         self.shutdown = asyncio.Event()
         self.notice = STOPPING_IDLE
         self._ended_by: EndReason | None = None
+        self._on_set: Callable[[], None] | None = None
+
+    @contextlib.contextmanager
+    def calling(self, on_set: Callable[[], None]) -> Iterator[None]:
+        """Until the block ends, call `on_set` when a stop is requested, before anybody is told of it."""
+        self._on_set = on_set
+        try:
+            yield
+        finally:
+            self._on_set = None
 
     def set(self) -> None:
         """Shut down."""
-        super().set()
+        self._request()
         self.shutdown.set()
 
     def end(self, reason: EndReason) -> None:
         """Start nothing new, and end the run for good."""
         self._ended_by = self._ended_by or reason
+        self._request()
+
+    def _request(self) -> None:
+        if self._on_set is not None:
+            self._on_set()
         super().set()
 
     def unrun_error(self) -> LineError | None:
