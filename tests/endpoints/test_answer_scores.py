@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from batchline.backends.base import EndpointRequest
 from batchline.backends.in_process import InProcessBackend
 from batchline.config import EngineConfig, ModelConfig
-from batchline.endpoints.answer_scores import QWEN3_PREFIX, QWEN3_SUFFIX
+from batchline.endpoints.reranker_prompts import QWEN3_PREFIX, QWEN3_SUFFIX
 from batchline.errors import UnsupportedModel
 
 QUERY = "capital of France"

@@ -168,10 +168,10 @@ async def test_score_that_is_not_a_number_is_a_500() -> None:
 def test_items_are_documents_and_texts_may_be_in_parts(seconds: list[Any]) -> None:
     query = {"content": [{"type": "text", "text": "q"}]}
     both = [
-        parse_body(ScoreRequest, {"queries": query, name: seconds}, strict=True).texts()
+        parse_body(ScoreRequest, {"queries": query, name: seconds}, strict=True).sides()
         for name in ("documents", "items")
     ]
-    assert [(texts.firsts, texts.seconds, texts.are_queries) for texts in both] == [(("q",), ("ab", "c"), True)] * 2
+    assert [(sides.firsts, sides.seconds, sides.are_queries) for sides in both] == [(("q",), ("ab", "c"), True)] * 2
     assert both[1].names == ("queries", "items")
 
 
@@ -180,11 +180,11 @@ def test_items_are_documents_and_texts_may_be_in_parts(seconds: list[Any]) -> No
     [
         ({"queries": "q", "documents": "d", "items": "i"}, "text_1"),
         ({"items": "i"}, "queries"),
-        ({"queries": "q", "documents": [{"type": "image_url", "image_url": {"url": "x"}}]}, "documents"),
+        ({"queries": "q", "documents": [{"content": [{"type": "image_url"}, {"type": "text"}]}]}, "documents"),
         ({"queries": "q", "documents": {"content": []}}, "documents"),
     ],
 )
 def test_sides_that_do_not_go_together_are_refused(body: dict[str, Any], param: str) -> None:
     with pytest.raises(BadRequest) as caught:
-        parse_body(ScoreRequest, body, strict=True).texts()
+        parse_body(ScoreRequest, body, strict=True).sides()
     assert caught.value.param == param

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,13 @@ from numpy.typing import NDArray
 from transformers import AutoTokenizer
 
 from batchline.config import ModelConfig, SpecialTokensInContent, TextConfig
-from batchline.endpoints.answer_scores import AnswerScorer, PairFormat, Qwen3Format, Reranker, TemplateFormat
+from batchline.endpoints.answer_scores import AnswerScorer, Reranker
 from batchline.endpoints.chat import encode_chat
 from batchline.endpoints.choices import check_whole
 from batchline.endpoints.completions import encode_completion
 from batchline.endpoints.loading import load_text, message_renderer
 from batchline.endpoints.model import GenerativeModel
+from batchline.endpoints.reranker_prompts import PairFormat, Qwen3Format, TemplateFormat, pair_messages
 from batchline.endpoints.scorers import ScoringTask
 from batchline.endpoints.tokenizing import generative, tokenized
 from batchline.errors import BadRequest
@@ -95,7 +97,8 @@ def pair_format(kind: str, served: GenerativeModel) -> PairFormat:
     if kind == "qwen3":
         return Qwen3Format(text.tokenizer, text.control_tokens)
     assert text.chat_template is not None
-    return TemplateFormat(text.tokenizer, text.chat_template, "Judge.", text.control_tokens)
+    write = partial(pair_messages, instruction="Judge.")
+    return TemplateFormat(text.tokenizer, text.chat_template, write, text.control_tokens)
 
 
 async def pair_ids(served: GenerativeModel, kind: str, document: str) -> tuple[int, ...]:

@@ -239,7 +239,7 @@ def _scorer_of(
 ) -> Scorer:
     """A scorer by yes or no if the model is a reranker, else by similarity. Raises: UnsupportedModel."""
     if reranker is None:
-        return SimilarityScorer(embedder)
+        return SimilarityScorer(embedder, embedder)
     if isinstance(reranker, UnknownReranker):
         return reranker
     return AnswerScorer(model, embedder, reranker, engine.head_rows(answer_tokens(reranker)))

@@ -15,7 +15,7 @@ from batchline.endpoints.without_model import checked_request
 from batchline.errors import RequestError, counted
 from batchline.media.parts import MediaPart, media_parts, split_media
 from batchline.openai_api.chat import ChatCompletionRequest
-from batchline.openai_api.endpoint_table import COUNT_TOKENS, MESSAGES, TRANSCRIPTIONS, TRANSLATIONS
+from batchline.openai_api.endpoint_table import COUNT_TOKENS, MESSAGES, RERANK, SCORE, TRANSCRIPTIONS, TRANSLATIONS
 
 MAX_DISTINCT = 1_000_000
 """Different media are counted up to this number."""
@@ -102,6 +102,10 @@ def media_of(url: str, body: dict[str, Any]) -> Sequence[MediaPart]:
             return split_media(request.messages)[1] if isinstance(request, ChatCompletionRequest) else ()
         if url in (TRANSCRIPTIONS, TRANSLATIONS):
             return [read_transcription(body, _DEFAULTS)[1]]
+        if url in (*SCORE, *RERANK):
+            fields = (value if isinstance(value, list) else [value] for value in body.values())
+            inputs = [each for field in fields for each in field if isinstance(each, dict)]
+            return [part for each in inputs for part in media_parts({"content": each.get("content", [each])}, "")]
         messages = next((body[name] for name in ("messages", "input") if isinstance(body.get(name), list)), ())
         return [part for message in messages if isinstance(message, dict) for part in media_parts(message, "")]
     except RequestError:

@@ -15,7 +15,7 @@ from batchline.endpoints.without_model import CHECKS, checked_request
 from batchline.errors import BadRequest, RequestError
 from batchline.media.parts import split_media
 from batchline.openai_api.chat import ChatCompletionRequest
-from batchline.openai_api.common import Prompt
+from batchline.openai_api.common import Content, Prompt
 from batchline.openai_api.completions import CompletionRequest
 from batchline.openai_api.embed import EmbedRequest
 from batchline.openai_api.embeddings import PooledBody
@@ -193,14 +193,19 @@ def _texts(request: BaseModel) -> Sequence[Prompt]:
     if isinstance(request, (PooledBody, ModerationsRequest)):
         return request.input or ()
     if isinstance(request, RerankRequest):
-        return (request.query, *request.documents)
+        return list(map(_text_of, (request.query, *request.documents)))
     if isinstance(request, EmbedRequest):
         return request.given_texts
     if isinstance(request, TranscriptionRequest):
         return ()  # a recording's length is in its file
     assert isinstance(request, ScoreRequest)
-    texts = request.texts()
-    return (*texts.firsts, *texts.seconds)
+    sides = request.sides()
+    return list(map(_text_of, (*sides.firsts, *sides.seconds)))
+
+
+def _text_of(content: str | Content) -> str:
+    """The text of an input, without its images."""
+    return content if isinstance(content, str) else "\n".join(str(part.get("text", "")) for part in content)
 
 
 def _max_tokens(request: GenerationBody) -> int | None:

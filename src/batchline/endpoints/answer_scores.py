@@ -1,5 +1,7 @@
 """Rerankers that are generative models. They score a pair by the logits of the answers "yes" and "no".
 
+Models that take images also take pairs with images.
+
 `find_reranker` recognises such a model and the form of its prompt. `AnswerScorer` computes the prompt's last hidden
 state in the engine, and from it only the logits of the two answers, not of the whole vocabulary.
 """
@@ -9,8 +11,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import PurePath
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,96 +22,45 @@ from batchline.checkpoints.files import read_json
 from batchline.checkpoints.overrides import read_config
 from batchline.config import ModelConfig
 from batchline.endpoints.embedders import EngineEmbedder
+from batchline.endpoints.generation import gather_or_cancel
+from batchline.endpoints.media_input import check_kinds, media_of_content
 from batchline.endpoints.model import GenerativeModel, TextParts
 from batchline.endpoints.pooling_limits import check_sequences, engine_errors_answered, salted
-from batchline.endpoints.scorers import Scores, ScoringTask, checked_scores, cut_documents
+from batchline.endpoints.reranker_prompts import (
+    PairFormat,
+    Qwen3Format,
+    TemplateFormat,
+    content_parts,
+    pair_messages,
+    qwen3_vl_messages,
+    takes_pairs,
+)
+from batchline.endpoints.scorers import (
+    MAX_CONVERSATIONS,
+    Scores,
+    ScoringTask,
+    checked_scores,
+    cut_documents,
+    refuse_cutting_content,
+)
 from batchline.errors import BadRequest, UnsupportedModel
+from batchline.openai_api.common import Content
 from batchline.pooling.batching import TokenSequence
 from batchline.pooling.tokenizing import beginning_is_needed, pairs_cannot_be_cut
-from batchline.text.chat_template import ChatPrompt, ChatTemplate
-from batchline.text.control_tokens import ControlTokens, RenderedChat
-from batchline.text.tokenizer import Tokenizer
+from batchline.text.chat_template import ChatPrompt, ChatTemplate, compile_template
+from batchline.text.control_tokens import RenderedChat
 
-QWEN3_PREFIX = (
-    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
-    'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
-)
-QWEN3_SUFFIX = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
-QWEN3_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+T = TypeVar("T")
+
+Given = tuple[str, str | Content]
+"""An input's place in the request, and the input."""
+
 QWEN3_NAME = re.compile(r"qwen3.*rerank", re.IGNORECASE)
 QWEN3_ARCHITECTURES = frozenset({"Qwen3ForCausalLM", "Qwen3ForSequenceClassification"})
 QWEN3_FLAGS = ("is_original_qwen3_reranker", "is_qwen3_rerank")
-
-
-class PairFormat(Protocol):
-    """The form of a model's prompt for a pair of texts.
-
-    num_special_tokens: tokens of every prompt besides the texts. can_cut: whether a prompt can be truncated.
-    """
-
-    @property
-    def num_special_tokens(self) -> int: ...
-    @property
-    def can_cut(self) -> bool: ...
-
-    def encode(self, first: str, second: str, max_tokens: int | None) -> tuple[int, ...]:
-        """Token ids of the prompt, cut to `max_tokens` if it is given. Raises: BadRequest."""
-
-
-class Qwen3Format:
-    """The form on Qwen3-Reranker's model card. Parts are tokenized one by one; truncation cuts the document's end."""
-
-    can_cut = True
-
-    def __init__(self, tokenizer: Tokenizer, control_tokens: ControlTokens | None = None) -> None:
-        self._tokenizer = tokenizer
-        self._control_tokens = control_tokens
-        self._prefix = tokenizer.encode(QWEN3_PREFIX, add_special_tokens=False)
-        self._suffix = tokenizer.encode(QWEN3_SUFFIX, add_special_tokens=False)
-        self.num_special_tokens = len(self._prefix) + len(self._suffix)
-
-    def encode(self, first: str, second: str, max_tokens: int | None) -> tuple[int, ...]:
-        """See `PairFormat`."""
-        text = f"<Instruct>: {QWEN3_INSTRUCTION}\n<Query>: {first}\n<Document>: {second}"
-        if self._control_tokens is None:
-            token_ids = self._tokenizer.encode(text, add_special_tokens=False)
-        else:
-            token_ids = self._control_tokens.encode_checked(text)
-        if max_tokens is not None:
-            token_ids = token_ids[: max_tokens - self.num_special_tokens]
-        return (*self._prefix, *token_ids, *self._suffix)
-
-
-class TemplateFormat:
-    """The form of sentence-transformers: the chat template renders a message `query` and a message `document`."""
-
-    num_special_tokens = 0
-    can_cut = False
-
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        template: ChatTemplate,
-        instruction: str,
-        control_tokens: ControlTokens | None = None,
-    ) -> None:
-        """instruction: the model's own, a system message; "" for none."""
-        self._tokenizer = tokenizer
-        self._control_tokens = control_tokens
-        self._template = template
-        self._system = [{"role": "system", "content": instruction}] if instruction else []
-
-    def encode(self, first: str, second: str, max_tokens: int | None) -> tuple[int, ...]:
-        """See `PairFormat`."""
-        if max_tokens is not None:
-            raise pairs_cannot_be_cut()
-        pair = [{"role": "query", "content": first}, {"role": "document", "content": second}]
-        prompt = ChatPrompt(messages=[*self._system, *pair], add_generation_prompt=False)
-        if self._control_tokens is None:
-            rendered = RenderedChat(self._template.render(prompt))
-        else:
-            rendered = self._control_tokens.render_checked(self._template, prompt)
-        return rendered.token_ids(self._tokenizer, add_special_tokens=False)
+QWEN3_VL_TYPES = frozenset({"qwen3_vl", "qwen3_vl_moe"})
+PAIR_TEMPLATE = "reranker"
+"""The name under which a folder has the template of pairs beside that of chats."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,14 +105,37 @@ def find_reranker(config: ModelConfig, text: TextParts) -> Reranker | UnknownRer
     if answers and len(answers) != 2:
         raise UnsupportedModel(config.model, "it cannot score by yes or no: classifier_from_token is not two tokens")
     no, yes = (_token_id(config, text, answer) for answer in answers or ("no", "yes"))
-    return Reranker(format=Qwen3Format(text.tokenizer, text.control_tokens), yes=yes, no=no)
+    is_vl = settings.get("model_type") in QWEN3_VL_TYPES
+    pair_format = _qwen3_vl_format(config, text) if is_vl else Qwen3Format(text.tokenizer, text.control_tokens)
+    return Reranker(format=pair_format, yes=yes, no=no)
+
+
+def _qwen3_vl_format(config: ModelConfig, text: TextParts) -> TemplateFormat:
+    template = _pair_template(config, text, PAIR_TEMPLATE)
+    write = pair_messages if takes_pairs(template) else qwen3_vl_messages
+    return TemplateFormat(text.tokenizer, template, write, text.control_tokens, asks=True)
+
+
+def _pair_template(config: ModelConfig, text: TextParts, name: str) -> ChatTemplate:
+    """The template that writes pairs: the model's chat template if it does, or the one of this name if there is one.
+
+    Raises: UnsupportedModel if the model has no template.
+    """
+    template = text.chat_template
+    if template is None:
+        raise UnsupportedModel(config.model, "it scores the answer to a chat and has no chat template")
+    others = text.tokenizer.chat_templates
+    if takes_pairs(template) or not isinstance(others, Mapping) or name not in others:
+        return template
+    return compile_template(others[name], "auto", text.tokenizer.special_tokens)
 
 
 def _is_qwen3_reranker(model: str, settings: Mapping[str, Any]) -> bool:
     """Whether config.json says so, or the architecture fits and the model's name or another mark says so."""
     if any(settings.get(flag) for flag in QWEN3_FLAGS):
         return True
-    if not QWEN3_ARCHITECTURES.intersection(settings.get("architectures") or ()):
+    is_qwen3 = bool(QWEN3_ARCHITECTURES.intersection(settings.get("architectures") or ()))
+    if not is_qwen3 and settings.get("model_type") not in QWEN3_VL_TYPES:
         return False
     names = (PurePath(model).name, str(settings.get("_name_or_path", "")))
     return bool(settings.get("classifier_from_token")) or any(map(QWEN3_NAME.search, names))
@@ -172,14 +147,21 @@ def _saved_by_sentence_transformers(config: ModelConfig, text: TextParts) -> Rer
         return None
     score = read_json(config.model, f"{path}/config.json", config.revision) or {}
     settings = read_json(config.model, "config_sentence_transformers.json", config.revision) or {}
-    if text.chat_template is None:
-        raise UnsupportedModel(config.model, "it scores the answer to a chat and has no chat template")
+    chats = (read_json(config.model, "sentence_bert_config.json", config.revision) or {}).get("processing_kwargs", {})
+    chat = chats.get("chat_template", {})
+    template = _pair_template(config, text, chat.get("chat_template", PAIR_TEMPLATE))
     activation = str(settings.get("activation_fn") or "Sigmoid").rpartition(".")[2]
     if activation not in ("Sigmoid", "Identity"):
         raise UnsupportedModel(config.model, f"its scores go through {activation}, not Sigmoid or Identity")
     instruction = (settings.get("prompts") or {}).get(settings.get("default_prompt_name")) or ""
     return Reranker(
-        format=TemplateFormat(text.tokenizer, text.chat_template, instruction, text.control_tokens),
+        format=TemplateFormat(
+            text.tokenizer,
+            template,
+            partial(pair_messages, instruction=instruction),
+            text.control_tokens,
+            asks=chat.get("add_generation_prompt") is True,
+        ),
         yes=int(score["true_token_id"]),
         no=None if score.get("false_token_id") is None else int(score["false_token_id"]),
         is_activated=activation == "Sigmoid",
@@ -227,32 +209,76 @@ class AnswerScorer:
         )
         if max_tokens is not None and task.truncation_side == "left":
             raise beginning_is_needed()
-        firsts = task.firsts if len(task.firsts) > 1 else [task.firsts[0]] * len(task.seconds)
-        pairs = list(zip(firsts, await cut_documents(task, self._embedder), strict=True))
-        control_tokens = self._model.text.control_tokens
+        if task.has_only_text or not isinstance(pair_format, TemplateFormat):
+            sequences, hidden = await self._run_texts(task, max_tokens)
+        else:
+            if max_tokens is not None:
+                raise pairs_cannot_be_cut()
+            refuse_cutting_content(task)
+            calls = [
+                partial(self._run_pair, pair_format, task, *each) for each in _pairs(task.inputs(0), task.inputs(1))
+            ]
+            found = await gather_or_cancel(calls, MAX_CONVERSATIONS)
+            sequences, hidden = [sequence for sequence, _ in found], np.concatenate([state for _, state in found])
+        return checked_scores(self._scores(hidden, task.use_activation), sequences)
+
+    async def _run_texts(
+        self, task: ScoringTask, max_tokens: int | None
+    ) -> tuple[Sequence[TokenSequence], NDArray[np.float32]]:
+        """The tokens and the last hidden state of each pair."""
+        firsts, seconds = task.texts()
+        pairs = _pairs(firsts, await cut_documents(task, self._embedder))
 
         def encode() -> list[tuple[int, ...]]:
-            if control_tokens is not None:
-                control_tokens.check_texts(dict(zip(task.names, (task.firsts, task.seconds), strict=True)))
-            return [pair_format.encode(*pair, max_tokens) for pair in pairs]
+            self._check_texts(dict(zip(task.names, (firsts, seconds), strict=True)))
+            return [self._reranker.format.encode(*pair, max_tokens) for pair in pairs]
 
         rows = await self._model.off_loop(encode)
-        sequences = salted([TokenSequence(token_ids=row) for row in rows], task.cache_salt)
-        check_sequences(
-            sequences,
-            max_model_len=self._embedder.max_model_len,
-            vocab_size=self._embedder.vocab_size,
-            param=task.names[1],
-        )
+        return await self._run([TokenSequence(token_ids=row) for row in rows], task, task.names[1])
+
+    async def _run_pair(
+        self, pair_format: TemplateFormat, task: ScoringTask, first: Given, second: Given
+    ) -> tuple[TokenSequence, NDArray[np.float32]]:
+        """The tokens of a pair, without the images, whose memory is free then, and the last hidden state."""
+        media = [part for path, content in (first, second) for part in media_of_content(content, path)]
+        check_kinds(media, self._model.media)
+        prompt = pair_format.prompt(first[1], second[1])
+
+        def render(chat: ChatPrompt) -> RenderedChat:
+            self._check_texts({path: _texts_of(content) for path, content in (first, second)})
+            return pair_format.render(chat)
+
+        sequence = await self._embedder.tokenize_chat(prompt, render, media, field=second[0])
+        _, hidden = await self._run([sequence], task, second[0])
+        return TokenSequence(token_ids=sequence.token_ids), hidden
+
+    async def _run(
+        self, sequences: Sequence[TokenSequence], task: ScoringTask, path: str
+    ) -> tuple[Sequence[TokenSequence], NDArray[np.float32]]:
+        embedder = self._embedder
+        check_sequences(sequences, max_model_len=embedder.max_model_len, vocab_size=embedder.vocab_size, param=path)
         with engine_errors_answered():
-            hidden = await self._embedder.hidden_states(sequences, priority=task.priority)
-        return checked_scores(self._scores(hidden, task.use_activation), sequences)
+            return sequences, await embedder.hidden_states(salted(sequences, task.cache_salt), priority=task.priority)
+
+    def _check_texts(self, texts: Mapping[str, Sequence[str]]) -> None:
+        """Raises: BadRequest for control tokens, if they are refused."""
+        control_tokens = self._model.text.control_tokens
+        if control_tokens is not None:
+            control_tokens.check_texts({path: several for path, several in texts.items() if several})
 
     def _scores(self, hidden: NDArray[np.float32], use_activation: bool | None) -> NDArray[np.float32]:
         logits = hidden @ self._direction[:-1] + self._direction[-1]
         if use_activation is False or (use_activation is None and not self._reranker.is_activated):
             return np.asarray(logits, dtype=np.float32)
         return np.asarray(1 / (1 + np.exp(-logits)), dtype=np.float32)
+
+
+def _pairs(firsts: Sequence[T], seconds: Sequence[T]) -> list[tuple[T, T]]:
+    return list(zip(firsts if len(firsts) > 1 else [firsts[0]] * len(seconds), seconds, strict=True))
+
+
+def _texts_of(content: str | Content) -> list[str]:
+    return [str(part["text"]) for part in content_parts(content) if "text" in part]
 
 
 def answer_tokens(reranker: Reranker) -> Sequence[int]:

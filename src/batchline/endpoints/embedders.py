@@ -6,25 +6,35 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 
 from batchline.endpoints.generation import gather_or_cancel
-from batchline.endpoints.media_input import CollectedMedia, encoded_with_media, taken_media
+from batchline.endpoints.media_input import (
+    CollectedMedia,
+    MediaWanted,
+    check_kinds,
+    encoded_with_media,
+    media_of_content,
+    taken_media,
+)
 from batchline.endpoints.media_prompts import prepared_media, prompt_media, with_media_texts
 from batchline.endpoints.model import GenerativeModel
 from batchline.engine.request import EmbeddingOutput, EmbeddingRequest, MediaSpan
 from batchline.errors import BadRequest
+from batchline.media.parts import MediaPart
+from batchline.openai_api.common import Content
 from batchline.openai_api.limits import check_text
 from batchline.pooling.batching import TokenSequence
 from batchline.pooling.matryoshka import Matryoshka
 from batchline.pooling.tokenizing import Role, Side
 from batchline.pooling.vectors import Vectors, normalise
 from batchline.text.chat_template import ChatPrompt
+from batchline.text.control_tokens import RenderedChat
 from batchline.text.detokenizer import detokenize
 
 
@@ -95,6 +105,13 @@ class PromptSequence(TokenSequence):
     media: tuple[MediaSpan, ...] = ()
 
 
+def fitted(sequence: TokenSequence, model: InputReader, max_tokens: int | None, side: Side | None) -> TokenSequence:
+    """A conversation, cut to `max_tokens` if it is given. Raises: BadRequest for one with images that would be cut."""
+    if max_tokens is None or len(sequence) <= max_tokens:
+        return sequence
+    return model.from_token_ids(sequence.token_ids, max_tokens=max_tokens, side=side)
+
+
 class EmbeddingEngine(Protocol):
     """Runs prompts for their last hidden state."""
 
@@ -151,25 +168,56 @@ class EngineEmbedder:
         self, messages: Sequence[Mapping[str, Any]], *, add_special_tokens: bool = False
     ) -> TokenSequence:
         """A conversation through the model's chat template, with no prompt for an answer. Raises: BadRequest."""
+        return await self._tokenize_messages(messages, None, "messages", add_special_tokens)
+
+    async def tokenize_content(self, content: str | Content, path: str) -> PromptSequence:
+        """One user's message. path: of its content in the request. Raises: RequestError."""
+        media = media_of_content(content, path)
+        check_kinds(media, self._model.media)
+        message = {"role": "user", "content": content if isinstance(content, str) else list(content)}
+        return await self._tokenize_messages([message], media, path, False)
+
+    async def _tokenize_messages(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        media: Sequence[MediaPart] | None,
+        field: str,
+        add_special_tokens: bool,
+    ) -> PromptSequence:
         template = self._model.text.chat_template
         if template is None:
             raise BadRequest(
-                f"messages: {self.name} has no chat template; send input, or give one with --chat-template",
-                param="messages",
+                f"{field}: {self.name} has no chat template; send text instead, or give one with --chat-template",
+                param=field,
             )
+        prompt = ChatPrompt(
+            messages=messages, add_generation_prompt=False, variables=self._model.config.default_chat_template_kwargs
+        )
+        render = partial(self._model.render, template)
+        return await self.tokenize_chat(prompt, render, media, field=field, add_special_tokens=add_special_tokens)
+
+    async def tokenize_chat(
+        self,
+        prompt: ChatPrompt,
+        render: Callable[[ChatPrompt], RenderedChat],
+        media: Sequence[MediaPart] | None = None,
+        *,
+        field: str = "messages",
+        add_special_tokens: bool = False,
+    ) -> PromptSequence:
+        """A prompt with its images. render: through a template. media: the prompt's, in its order, with their places in
+        the request; None if it is a request's `messages`. field: for errors. Raises: RequestError."""
         model = self._model
 
-        def encode(media: CollectedMedia) -> PromptSequence:
-            found, items = taken_media(messages, model, media)
-            prompt = ChatPrompt(
-                messages=found,
-                add_generation_prompt=False,
-                has_media=model.media is not None,
-                variables=model.config.default_chat_template_kwargs,
-            )
+        def encode(collected: CollectedMedia) -> PromptSequence:
+            try:
+                messages, items = taken_media(prompt.messages, model, collected)
+            except MediaWanted as wanted:
+                raise wanted if media is None else MediaWanted(media) from None
             prepared = prepared_media(items, model, {})
-            rendered = with_media_texts(model.render(template, prompt), prepared, model)
-            check_text("messages", rendered.text, model.config.limits)
+            chat = replace(prompt, messages=messages, has_media=model.media is not None)
+            rendered = with_media_texts(render(chat), prepared, model)
+            check_text(field, rendered.text, model.config.limits)
             token_ids = rendered.token_ids(model.tokenizer, add_special_tokens=add_special_tokens)
             return PromptSequence(token_ids=token_ids, media=prompt_media(token_ids, prepared, model))
 

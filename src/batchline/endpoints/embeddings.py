@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchline.config import TextConfig
-from batchline.endpoints.embedders import Embedder, InputReader
+from batchline.endpoints.embedders import Embedder, InputReader, fitted
 from batchline.endpoints.engine_input import check_vocabulary
 from batchline.endpoints.pooling_limits import (
     DEFAULT_TEXT,
@@ -127,11 +127,7 @@ async def tokenized_input(request: PooledBody, model: InputReader) -> list[Token
         conversation = await model.tokenize_messages(
             request.messages, add_special_tokens=bool(request.add_special_tokens)
         )
-        if max_tokens is not None and len(conversation) > max_tokens:
-            conversation = model.from_token_ids(
-                conversation.token_ids, max_tokens=max_tokens, side=request.truncation_side
-            )
-        sequences = [conversation]
+        sequences = [fitted(conversation, model, max_tokens, request.truncation_side)]
     else:
         sequences = await _tokenize_input(request.input or (), request, model, max_tokens)
     check_sequences(

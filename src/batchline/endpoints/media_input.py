@@ -14,9 +14,9 @@ from typing import Any, Protocol, TypeVar
 from batchline.errors import BadRequest
 from batchline.media.collector import MediaCollector
 from batchline.media.items import MediaItem, MediaKind
-from batchline.media.parts import MEDIA_PARTS, MediaPart, MediaSource, split_media
+from batchline.media.parts import MEDIA_PARTS, MediaPart, MediaSource, media_parts, split_media
 from batchline.media.processor import MediaProcessor
-from batchline.text.messages import unsupported_part
+from batchline.text.messages import TEXT_PARTS, unsupported_part
 
 T = TypeVar("T")
 
@@ -80,6 +80,19 @@ def check_kinds(parts: Sequence[MediaPart], taken: MediaInput | None) -> None:
         if part.source.kind not in kinds:
             reason = unsupported_part(part.type, () if taken is None else taken.part_types)
             raise BadRequest(f"{part.path}: {reason}", param=part.path)
+
+
+def media_of_content(content: str | Sequence[Mapping[str, Any]], path: str) -> list[MediaPart]:
+    """The media of an input that is no message. path: of the input in the request. Raises: BadRequest."""
+    if isinstance(content, str):
+        return []
+    for index, part in enumerate(content):
+        kind = part.get("type", "text")
+        if kind not in TEXT_PARTS and kind not in MEDIA_PARTS:
+            where = f"{path}.content[{index}].type"
+            known = ", ".join([*TEXT_PARTS, *MEDIA_PARTS])
+            raise BadRequest(f"{where}: unknown part type {str(kind)[:80]!r}; known are {known}", param=where)
+    return media_parts({"content": list(content)}, path)
 
 
 async def encoded_with_media(model: TakesMedia, encode: Callable[[CollectedMedia], T]) -> T:

@@ -28,10 +28,12 @@ async def rerank(
 ) -> dict[str, Any]:
     """The response body. text: its limits, and whether unknown fields are errors.
 
-    cuts_long_documents: cut long documents, as Cohere's API does, instead of refusing them. Raises: RequestError,
-    EngineDead.
+    cuts_long_documents: cut long documents, as Cohere's API does, instead of refusing them, if there are no images.
+    Raises: RequestError, EngineDead.
     """
     request = await off_loop_if_large(body, partial(_read, body, text))
+    has_only_text = all(isinstance(each, str) for each in (request.query, *request.documents))
+    cuts_long_documents = cuts_long_documents and has_only_text
     task = ScoringTask(
         firsts=[request.query],
         seconds=request.documents,
@@ -66,7 +68,7 @@ def _rank(request: RerankRequest, scores: Sequence[float]) -> list[RankedDocumen
         RankedDocument(
             index=index,
             score=scores[index],
-            text=request.documents[index] if request.return_documents else None,
+            document=request.documents[index] if request.return_documents else None,
         )
         for index in order[: request.top_n or None]
     ]

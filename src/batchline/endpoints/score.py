@@ -20,12 +20,12 @@ async def score(
 ) -> dict[str, Any]:
     """The response body. text: its limits, and whether unknown fields are errors. Raises: RequestError, EngineDead."""
     request = await off_loop_if_large(body, partial(_read, body, text))
-    texts = request.texts()
+    sides = request.sides()
     task = ScoringTask(
-        firsts=texts.firsts,
-        seconds=texts.seconds,
-        names=texts.names,
-        are_queries=texts.are_queries,
+        firsts=sides.firsts,
+        seconds=sides.seconds,
+        names=sides.names,
+        are_queries=sides.are_queries,
         truncate=request.truncate_prompt_tokens,
         truncation_side=request.truncation_side,
         use_activation=request.activates,

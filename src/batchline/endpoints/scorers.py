@@ -1,29 +1,35 @@
-"""Scores texts against each other: by a cross-encoder, pair by pair, or by the cosine similarity of embeddings."""
+"""Scores texts and images against each other: by a cross-encoder, or by the cosine similarity of embeddings."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
+from typing import Literal, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from batchline.endpoints.embedders import Embedder
+from batchline.endpoints.embedders import Embedder, fitted
+from batchline.endpoints.generation import gather_or_cancel
+from batchline.endpoints.media_input import check_kinds, media_of_content
 from batchline.endpoints.pooling_limits import check_sequences, engine_errors_answered, resolve_truncation, salted
 from batchline.errors import BadRequest, InternalServerError
-from batchline.openai_api.common import TruncationSide
+from batchline.openai_api.common import Content, TruncationSide
 from batchline.pooling.batching import TokenSequence
 from batchline.pooling.tokenizing import Role
-from batchline.pooling.vectors import are_finite, cosine_similarities
+from batchline.pooling.vectors import Vectors, are_finite, cosine_similarities
 
 ROLES: tuple[Role, Role] = ("query", "document")
 """Field names of the two sides."""
 
+MAX_CONVERSATIONS = 32
+"""Inputs of one request that are read and run at the same time, if they have images: each holds its images' memory."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoringTask:
-    """What to score: `firsts` (one, or as many as `seconds`) against `seconds`.
+    """What to score: `firsts` (one, or as many as `seconds`) against `seconds`, each a text or content parts.
 
     names: the request's field names, for errors. are_queries: whether firsts are queries and seconds documents, for
     models that put different prompts before them. truncate, truncation_side, use_activation, cache_salt,
@@ -31,8 +37,8 @@ class ScoringTask:
     instead of refused, if the model can do that.
     """
 
-    firsts: Sequence[str]
-    seconds: Sequence[str]
+    firsts: Sequence[str | Content]
+    seconds: Sequence[str | Content]
     names: tuple[str, str]
     are_queries: bool
     truncate: int | None = None
@@ -42,6 +48,22 @@ class ScoringTask:
     max_tokens_per_doc: int | None = None
     cuts_to_fit: bool = False
     priority: int = 0
+
+    @property
+    def has_only_text(self) -> bool:
+        """Whether every input is a text."""
+        return all(isinstance(each, str) for each in (*self.firsts, *self.seconds))
+
+    def texts(self) -> tuple[Sequence[str], Sequence[str]]:
+        """Both sides, for a model that reads only text. Raises: BadRequest."""
+        for path, content in (*self.inputs(0), *self.inputs(1)):
+            check_kinds(media_of_content(content, path), None)
+        return cast(tuple[Sequence[str], Sequence[str]], (self.firsts, self.seconds))
+
+    def inputs(self, side: Literal[0, 1]) -> list[tuple[str, str | Content]]:
+        """The inputs of a side, each with its place in the request."""
+        name, inputs = self.names[side], (self.firsts, self.seconds)[side]
+        return [(f"{name}[{index}]" if len(inputs) > 1 else name, content) for index, content in enumerate(inputs)]
 
     def max_tokens(self, *, max_model_len: int, num_special_tokens: int, can_cut: bool = True) -> int | None:
         """The length that sequences are cut to. can_cut: whether the model can cut sequences. Raises: BadRequest."""
@@ -76,9 +98,15 @@ class TextCutter(Protocol):
 
 async def cut_documents(task: ScoringTask, cutter: TextCutter) -> Sequence[str]:
     """The second texts, cut to `max_tokens_per_doc`. Raises: BadRequest."""
-    if task.max_tokens_per_doc is None:
-        return task.seconds
-    return await cutter.cut(task.seconds, task.max_tokens_per_doc)
+    seconds = task.texts()[1]
+    return seconds if task.max_tokens_per_doc is None else await cutter.cut(seconds, task.max_tokens_per_doc)
+
+
+def refuse_cutting_content(task: ScoringTask) -> None:
+    """Raises: BadRequest for a limit on documents if they or the query have images."""
+    if task.max_tokens_per_doc is not None:
+        message = "max_tokens_per_doc: documents are not cut in requests with images; leave it out"
+        raise BadRequest(message, param="max_tokens_per_doc")
 
 
 class PairModel(TextCutter, Protocol):
@@ -123,9 +151,10 @@ class PairScorer:
             num_special_tokens=self._model.num_pair_special_tokens,
             can_cut=not self._model.takes_whole_pairs,
         )
+        firsts, seconds = task.texts()
         if task.cuts_to_fit and task.truncate is None and max_tokens is not None:
-            await self._check_room(task)
-        firsts = task.firsts if len(task.firsts) > 1 else [task.firsts[0]] * len(task.seconds)
+            await self._check_room(firsts[0], task.names[0])
+        firsts = firsts if len(firsts) > 1 else [firsts[0]] * len(seconds)
         pairs = list(zip(firsts, await cut_documents(task, self._model), strict=True))
         sequences = await self._model.tokenize_pairs(pairs, max_tokens=max_tokens, side=task.truncation_side)
         check_sequences(
@@ -137,24 +166,33 @@ class PairScorer:
             )
         return checked_scores(scores, sequences)
 
-    async def _check_room(self, task: ScoringTask) -> None:
+    async def _check_room(self, query: str, name: str) -> None:
         """Refuse a query that leaves no room for documents: scores for a cut query mean little. Raises: BadRequest."""
-        (alone,) = await self._model.tokenize_pairs([(task.firsts[0], "")])
+        (alone,) = await self._model.tokenize_pairs([(query, "")])
         if len(alone) >= self._model.max_model_len:
             num_tokens = len(alone) - self._model.num_pair_special_tokens
             raise BadRequest(
-                f"{task.names[0]}: its {num_tokens} tokens leave no room for documents: this model's maximum context "
-                f"length is {self._model.max_model_len} tokens for both; send a shorter {task.names[0]}",
-                param=task.names[0],
+                f"{name}: its {num_tokens} tokens leave no room for documents: this model's maximum context "
+                f"length is {self._model.max_model_len} tokens for both; send a shorter {name}",
+                param=name,
             )
+
+
+class ConversationReader(Protocol):
+    """Reads conversations that may have images."""
+
+    async def tokenize_content(self, content: str | Content, path: str) -> TokenSequence:
+        """A conversation of one message. path: of the content in the request. Raises: RequestError."""
 
 
 class SimilarityScorer:
     """Scores by the cosine of the angle between two vectors."""
 
-    def __init__(self, embedder: Embedder) -> None:
+    def __init__(self, embedder: Embedder, reader: ConversationReader | None = None) -> None:
+        """reader: the embedder's, if it may read images."""
         self.name = embedder.name
         self._embedder = embedder
+        self._reader = reader
 
     async def score(self, task: ScoringTask) -> Scores:
         """Cosine similarity, without an activation. Raises: BadRequest, InternalServerError."""
@@ -163,12 +201,41 @@ class SimilarityScorer:
                 f"use_activation: {self.name} scores by cosine similarity, which has no activation",
                 param="use_activation",
             )
-        firsts = await self._tokenize(task.firsts, task, side=0)
+        if self._reader is not None and not task.has_only_text:
+            sequences, vectors = await self._embed_conversations(self._reader, task)
+        else:
+            sequences, vectors = await self._embed_texts(task)
+        number = len(task.firsts)
+        return checked_scores(cosine_similarities(vectors[:number], vectors[number:]), sequences)
+
+    async def _embed_texts(self, task: ScoringTask) -> tuple[Sequence[TokenSequence], Vectors]:
+        firsts = await self._tokenize(task.texts()[0], task, side=0)
         seconds = await self._tokenize(await cut_documents(task, self._embedder), task, side=1)
         sequences = salted([*firsts, *seconds], task.cache_salt)
         with engine_errors_answered():
-            vectors = await self._embedder.embed(sequences, priority=task.priority)
-        return checked_scores(cosine_similarities(vectors[: len(firsts)], vectors[len(firsts) :]), sequences)
+            return sequences, await self._embedder.embed(sequences, priority=task.priority)
+
+    async def _embed_conversations(
+        self, reader: ConversationReader, task: ScoringTask
+    ) -> tuple[Sequence[TokenSequence], Vectors]:
+        """Each input as a conversation of one message, also those that are texts: they are compared with each other."""
+        refuse_cutting_content(task)
+        calls = [partial(self._embed_content, reader, task, *each) for each in (*task.inputs(0), *task.inputs(1))]
+        found = await gather_or_cancel(calls, MAX_CONVERSATIONS)
+        return [sequence for sequence, _ in found], np.concatenate([vector for _, vector in found])
+
+    async def _embed_content(
+        self, reader: ConversationReader, task: ScoringTask, path: str, content: str | Content
+    ) -> tuple[TokenSequence, Vectors]:
+        """The tokens, without the images, whose memory is free then, and the vector."""
+        embedder = self._embedder
+        sequence = await reader.tokenize_content(content, path)
+        max_tokens = task.max_tokens(max_model_len=embedder.max_model_len, num_special_tokens=0)
+        sequence = fitted(sequence, embedder, max_tokens, task.truncation_side)
+        check_sequences([sequence], max_model_len=embedder.max_model_len, vocab_size=embedder.vocab_size, param=path)
+        with engine_errors_answered():
+            vector = await embedder.embed(salted([sequence], task.cache_salt), priority=task.priority)
+        return TokenSequence(token_ids=sequence.token_ids), vector
 
     async def _tokenize(self, texts: Sequence[str], task: ScoringTask, *, side: int) -> list[TokenSequence]:
         embedder = self._embedder

@@ -19,12 +19,14 @@ from batchline.endpoints.chat import parse_chat
 from batchline.endpoints.chat_form import ChatForm
 from batchline.endpoints.completions import parse_completion
 from batchline.endpoints.constraints import requested_constraint
+from batchline.endpoints.media_input import media_of_content
 from batchline.endpoints.transcriptions import check_transcription
 from batchline.errors import BadRequest
 from batchline.media.collector import check_unfetched
 from batchline.media.parts import split_media
 from batchline.openai_api.chat import ChatCompletionRequest
 from batchline.openai_api.classify import ClassifyRequest, PoolingRequest
+from batchline.openai_api.common import Content
 from batchline.openai_api.completions import CompletionRequest
 from batchline.openai_api.embed import EmbedRequest
 from batchline.openai_api.embeddings import EmbeddingsRequest
@@ -180,12 +182,17 @@ def _embed(body: Body, config: TextConfig, _try_constraint: TryConstraint) -> Em
 
 def _score(body: Body, config: TextConfig, _try_constraint: TryConstraint) -> ScoreRequest:
     request = parse_body(ScoreRequest, body, strict=config.strict, limits=config.limits)
-    request.texts()
+    sides = request.sides()
+    _check_inputs(sides.names[0], sides.firsts)
+    _check_inputs(sides.names[1], sides.seconds)
     return request
 
 
 def _rerank(body: Body, config: TextConfig, _try_constraint: TryConstraint) -> RerankRequest:
-    return parse_body(RerankRequest, body, strict=config.strict, limits=config.limits)
+    request = parse_body(RerankRequest, body, strict=config.strict, limits=config.limits)
+    _check_inputs("query", [request.query])
+    _check_inputs("documents", request.documents)
+    return request
 
 
 def _transcription(body: Body, config: TextConfig, _try_constraint: TryConstraint) -> TranscriptionRequest:
@@ -201,6 +208,12 @@ def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
     found, parts = split_media(messages)
     check_unfetched(parts)
     normalise_messages(found, "openai", knows_developer=True, has_media=True)
+
+
+def _check_inputs(name: str, inputs: Sequence[str | Content]) -> None:
+    """Check the media of inputs to score. Raises: BadRequest, UnprocessableEntity."""
+    for index, content in enumerate(inputs):
+        check_unfetched(media_of_content(content, f"{name}[{index}]" if len(inputs) > 1 else name))
 
 
 CHECKS: Mapping[str, Callable[[Body, TextConfig, TryConstraint], BaseModel]] = {

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
 from pydantic_core import PydanticCustomError
 
 from batchline.errors import BadRequest
@@ -19,6 +19,9 @@ MAX_INT64 = 2**63 - 1
 
 Prompt: TypeAlias = str | tuple[int, ...]
 """One prompt: text that is still to be tokenized, or token ids."""
+
+Content: TypeAlias = tuple[dict[str, Any], ...]
+"""Content parts as in a message, of an input that is not only text."""
 
 
 class WireModel(BaseModel):
@@ -119,16 +122,49 @@ def _part_text(part: Any) -> Any:
     return part.get("text") if is_text else None
 
 
-def _texts(value: Any) -> tuple[str, ...]:
-    values = value if isinstance(value, list) else [value]
-    return tuple(map(text_of, values))
+def _text_or_content(value: Any) -> str | Content:
+    """The text of an input, or its parts if some hold other things than text. Raises: PydanticCustomError."""
+    parts = _content_of(value)
+    if not any(map(_is_other_part, parts)):
+        return text_of(value)
+    for part in parts:
+        if not _is_other_part(part):
+            text_of({"content": [part]})
+    return tuple(parts)
+
+
+def _content_of(value: Any) -> list[Any]:
+    content = value.get("content", [value]) if isinstance(value, dict) else None
+    return content if isinstance(content, list) else []
+
+
+def _is_other_part(part: Any) -> bool:
+    kind = part.get("type", "text") if isinstance(part, dict) else "text"
+    return isinstance(kind, str) and kind not in ("text", "input_text")
+
+
+def _split(value: Any) -> Any:
+    """As in vLLM, each part of an object that is no list's is an input, if some parts hold other things than text."""
+    parts = _content_of(value)
+    return [{"content": [part]} for part in parts] if any(map(_is_other_part, parts)) else value
+
+
+def _inputs(value: Any) -> tuple[str | Content, ...]:
+    value = _split(value)
+    return tuple(map(_text_or_content, value if isinstance(value, list) else [value]))
 
 
 TextInput = Annotated[str, PlainValidator(text_of)]
 """A field that takes a text, which may also be in parts."""
 
-TextInputs = Annotated[tuple[str, ...], PlainValidator(_texts)]
-"""A field that takes one such text or several."""
+Input = Annotated[str | Content, PlainValidator(_text_or_content)]
+"""A field that takes a text, or parts of any type."""
+
+Inputs = Annotated[tuple[str | Content, ...], PlainValidator(_inputs)]
+"""A field that takes one such input or several."""
+
+InputList = Annotated[list[Input], Field(min_length=1), BeforeValidator(_split)]
+"""A field that takes several, each with an error of its own."""
 
 
 def _strings(value: Any) -> tuple[str, ...]:

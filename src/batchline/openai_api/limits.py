@@ -28,6 +28,11 @@ def num_items(value: Any) -> int:
     return len(value) if isinstance(value, (list, dict)) else 0
 
 
+def num_inputs(value: Any) -> int:
+    """The number of inputs in a list, or of parts in an object alone, each of which may be an input."""
+    return num_items(value.get("content")) if isinstance(value, dict) else num_items(value)
+
+
 def num_prompts(value: Any) -> int:
     """The number of prompts in a string, strings, token ids (which are one prompt) or lists of them."""
     is_one = not isinstance(value, list) or (bool(value) and type(value[0]) is int)

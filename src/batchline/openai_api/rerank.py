@@ -11,14 +11,16 @@ from pydantic import Field
 from batchline.openai_api.common import (
     ActivatedBody,
     CacheSalt,
+    Content,
+    Input,
+    InputList,
     Priority,
     RequestId,
-    TextInput,
     TruncatePromptTokens,
     TruncationSide,
     Usage,
 )
-from batchline.openai_api.limits import TEXT, Limited
+from batchline.openai_api.limits import TEXT, Limited, num_inputs
 
 
 class RerankRequest(ActivatedBody):
@@ -31,8 +33,8 @@ class RerankRequest(ActivatedBody):
     other_names: ClassVar[Mapping[str, str]] = {"top_k": "top_n"}
 
     model: str | None = None
-    query: Annotated[TextInput, TEXT]
-    documents: Annotated[list[TextInput], Field(min_length=1), Limited("documents"), TEXT]
+    query: Annotated[Input, TEXT]
+    documents: Annotated[InputList, Limited("documents", num_inputs), TEXT]
     top_n: Annotated[int, Field(ge=0)] = 0
     return_documents: bool = True
     max_tokens_per_doc: Annotated[int, Field(ge=1)] | None = None
@@ -46,11 +48,11 @@ class RerankRequest(ActivatedBody):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankedDocument:
-    """A document's index in the request, its relevance, and its text if it is to be returned."""
+    """A document's index in the request, its relevance, and its text or content parts if they are to be returned."""
 
     index: int
     score: float
-    text: str | None
+    document: str | Content | None
 
 
 def rerank_object(
@@ -68,5 +70,11 @@ def rerank_object(
 
 
 def _result(ranked: RankedDocument) -> dict[str, Any]:
-    document = {} if ranked.text is None else {"document": {"text": ranked.text}}
-    return {"index": ranked.index, **document, "relevance_score": ranked.score}
+    return {"index": ranked.index, **_returned(ranked.document), "relevance_score": ranked.score}
+
+
+def _returned(document: str | Content | None) -> dict[str, Any]:
+    """As vLLM returns documents."""
+    if document is None:
+        return {}
+    return {"document": {"text": document} if isinstance(document, str) else {"multi_modal": list(document)}}

@@ -9,26 +9,27 @@ from batchline.errors import BadRequest
 from batchline.openai_api.common import (
     ActivatedBody,
     CacheSalt,
+    Content,
+    Inputs,
     Priority,
     RequestId,
-    TextInputs,
     TruncatePromptTokens,
     TruncationSide,
     Usage,
 )
-from batchline.openai_api.limits import TEXT, Limited
+from batchline.openai_api.limits import TEXT, Limited, num_inputs
 
 SPELLINGS = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
 
 
-Texts = Annotated[TextInputs | None, Limited("documents"), TEXT]
+Side = Annotated[Inputs | None, Limited("documents", num_inputs), TEXT]
 
 
-class TextsToScore(NamedTuple):
-    """Both sides of a score request. names: those of their fields. firsts: one text, or as many as seconds."""
+class SidesToScore(NamedTuple):
+    """Both sides of a score request. names: those of their fields. firsts: one input, or as many as seconds."""
 
-    firsts: tuple[str, ...]
-    seconds: tuple[str, ...]
+    firsts: tuple[str | Content, ...]
+    seconds: tuple[str | Content, ...]
     names: tuple[str, str]
 
     @property
@@ -41,13 +42,13 @@ class ScoreRequest(ActivatedBody):
     """The body of a score request: two sides, 1:1, 1:N or N:N."""
 
     model: str | None = None
-    text_1: Texts = None
-    text_2: Texts = None
-    queries: Texts = None
-    documents: Texts = None
-    items: Texts = None
-    data_1: Texts = None
-    data_2: Texts = None
+    text_1: Side = None
+    text_2: Side = None
+    queries: Side = None
+    documents: Side = None
+    items: Side = None
+    data_1: Side = None
+    data_2: Side = None
     encoding_format: Literal["float"] = "float"
     truncate_prompt_tokens: TruncatePromptTokens | None = None
     truncation_side: TruncationSide | None = None
@@ -55,7 +56,7 @@ class ScoreRequest(ActivatedBody):
     priority: Priority = 0
     request_id: RequestId | None = None
 
-    def texts(self) -> TextsToScore:
+    def sides(self) -> SidesToScore:
         """Both sides. Raises: BadRequest if a side is missing or empty, spellings mix or the numbers do not fit."""
         used = {name for pair in SPELLINGS for name in pair if getattr(self, name) is not None}
         given = [pair for pair in SPELLINGS if used and used.issubset(pair)]
@@ -74,7 +75,7 @@ class ScoreRequest(ActivatedBody):
                 "the numbers must be 1:1, 1:N or N:N",
                 param=names[0],
             )
-        return TextsToScore(firsts, seconds, names)
+        return SidesToScore(firsts, seconds, names)
 
 
 def score_object(*, score_id: str, created: int, model: str, scores: Sequence[float], usage: Usage) -> dict[str, Any]:
