@@ -12,7 +12,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "src" / "batchline"
 LAYERS = [
     {"config", "control_group", "errors", "model_facts"},
-    {"disk"},
+    {"disk", "callers"},
     {"user_state"},
     {"native", "checkpoints", "plugins"},
     {"openai_api", "text", "media", "engine", "pooling", "speech"},

@@ -24,7 +24,7 @@ from batchline.batch.location_targets import FileTarget, StreamTarget
 from batchline.batch.locations import parse_location
 from batchline.batch.options import Limits
 from batchline.batch.stopping import Stop
-from batchline.engine.request import engine_progress
+from batchline.callers import engine_progress
 from batchline.errors import (
     BackendUnavailable,
     BadRequest,
@@ -743,12 +743,36 @@ async def test_a_stop_ends_the_wait_for_a_reader_of_an_output_pipe(batch: Path, 
     assert read == [b"results"]
 
 
-def test_an_output_that_is_a_loop_of_links_is_replaced(batch: Path, tmp_path: Path, run_file: Run) -> None:
-    """It was a traceback."""
-    (tmp_path / "a").symlink_to("b")
+@pytest.mark.parametrize("target", ["a", "b"])
+def test_an_output_that_is_a_loop_of_links_is_refused(batch: Path, tmp_path: Path, run_file: Run, target: str) -> None:
+    """Bug: the link was replaced by the results."""
+    (tmp_path / "a").symlink_to(target)
     (tmp_path / "b").symlink_to("a")
-    run_file(batch, tmp_path / "a")
-    assert len(read_lines(tmp_path / "a")) == 20
+    with pytest.raises(OutputUnwritable, match="leads back to itself"):
+        run_file(batch, tmp_path / "a")
+    assert (tmp_path / "a").is_symlink()
+
+
+def test_an_output_behind_a_link_into_a_missing_folder_is_refused(batch: Path, tmp_path: Path, run_file: Run) -> None:
+    """Bug: the run failed when its results were complete."""
+    (tmp_path / "link").symlink_to(tmp_path / "missing" / "out")
+    with pytest.raises(OutputUnwritable, match="missing' does not exist"):
+        run_file(batch, tmp_path / "link")
+
+
+def test_lines_appended_during_the_run_are_mentioned(batch: Path, tmp_path: Path, run_file: Run) -> None:
+    """Bug: they were neither run nor mentioned."""
+    reporter = RecordingReporter()
+
+    async def append_once(request: EndpointRequest) -> None:
+        with batch.open("a") as file:
+            file.write(f"{chat_line('late')}\n" if "late" not in batch.read_text() else "")
+
+    run_file(batch, tmp_path / "out", backend=FakeBackend(before_answer=append_once), reporter=reporter)
+    assert len(read_lines(tmp_path / "out")) == 20
+    (warning,) = reporter.warnings
+    assert "grew by" in warning
+    assert "were not run" in warning
 
 
 def test_an_output_device_is_written_to_and_not_replaced(

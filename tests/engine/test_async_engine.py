@@ -13,17 +13,16 @@ import numpy as np
 import pytest
 from families import greedy_oracle, make_model
 
+from batchline.callers import EngineProgress, current_caller, engine_progress
 from batchline.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from batchline.engine import core
 from batchline.engine.async_engine import AsyncEngine
 from batchline.engine.model_runner import ModelRunner, StepResult
 from batchline.engine.request import (
     EmbeddingRequest,
-    EngineProgress,
     GenerationOutput,
     GenerationRequest,
     SamplingParams,
-    engine_progress,
 )
 from batchline.engine.step import PackedStep, Step, pack
 from batchline.errors import EngineDead, EngineOutOfMemory, ModelLoadError
@@ -101,6 +100,24 @@ async def test_a_caller_sees_whether_the_engine_has_started_its_requests(engine:
     assert [progress.only_waits for progress in followed[8:]] == [True] * 4
     await asyncio.gather(*calls)
     assert not any(progress.only_waits for progress in followed)
+
+
+async def test_callers_share_the_engine_evenly(engine: AsyncEngine) -> None:
+    """Bug: a crowd of sequences of one API key held all seats until they ended, and other keys waited."""
+    crowd_runs, ended = asyncio.Event(), list[str]()
+
+    async def run(caller: str, max_tokens: int) -> None:
+        current_caller.set(caller)
+        async for output in engine.generate(request(0, stream=True, max_tokens=max_tokens)):
+            crowd_runs.set()
+            if output.finish_reason is not None:
+                ended.append(caller)
+
+    crowd = [asyncio.create_task(run("a", 200)) for _ in range(12)]
+    await crowd_runs.wait()
+    await run("b", 2)
+    assert ended == ["b"]
+    await asyncio.gather(*crowd)
 
 
 async def test_streamed_outputs_concatenate_to_the_whole(engine: AsyncEngine, expected: list[tuple[int, ...]]) -> None:

@@ -30,11 +30,16 @@ Content = tuple[str | None, Prompt]
 
 
 def make_sequence(
-    prompt: Prompt, max_tokens: int = 1, priority: int = 0, cache_key: str | None = None, **sampling: Any
+    prompt: Prompt,
+    max_tokens: int = 1,
+    priority: int = 0,
+    cache_key: str | None = None,
+    caller: str = "",
+    **sampling: Any,
 ) -> Sequence:
     params = SamplingParams(max_tokens=max_tokens, **sampling)
     request = GenerationRequest(
-        request_id="r", prompt_token_ids=prompt, sampling=params, priority=priority, cache_key=cache_key
+        request_id="r", prompt_token_ids=prompt, sampling=params, priority=priority, cache_key=cache_key, caller=caller
     )
     return Sequence(request, seed=0)
 
@@ -117,12 +122,16 @@ class SimulatedEngine:
         assert len({id(chunk.sequence) for chunk in step.chunks}) == len(step.chunks)
 
     def _check_order(self, ran_before: list[Sequence]) -> None:
-        waiting = [s for s in self.live if s.status is SequenceStatus.WAITING]
-        kept = [s.order for s in self.scheduler.running if s in ran_before]
-        preempted = [s.order for s in waiting if s in ran_before]
-        assert not kept or not preempted or max(kept) < min(preempted), "preempted out of order"
-        admitted = [s.order for s in self.scheduler.running if s not in ran_before]
-        assert not admitted or all(max(admitted) < s.order for s in waiting), "admitted out of order"
+        """Sequences of the same caller and kind keep their order."""
+        for share in {(s.caller, s.kind) for s in self.live}:
+            own = [s for s in self.live if (s.caller, s.kind) == share]
+            waiting = [s for s in own if s.status is SequenceStatus.WAITING]
+            running = [s for s in own if s.status is SequenceStatus.RUNNING]
+            kept = [s.order for s in running if s in ran_before]
+            preempted = [s.order for s in waiting if s in ran_before]
+            assert not kept or not preempted or max(kept) < min(preempted), "preempted out of order"
+            admitted = [s.order for s in running if s not in ran_before]
+            assert not admitted or all(max(admitted) < s.order for s in waiting), "admitted out of order"
 
     def _execute(self, step: Step) -> None:
         for chunk in step.chunks:
@@ -329,6 +338,71 @@ def test_batch_work_advances_while_interactive_requests_come_and_go() -> None:
     assert batch.num_output_tokens == 20
 
 
+def crowd(caller: str, number: int, first_token: int = 0, **options: Any) -> list[Sequence]:
+    """Sequences of one caller with different prompts."""
+    return [make_sequence((first_token + n,) * 2, caller=caller, **options) for n in range(number)]
+
+
+@pytest.mark.parametrize("priority", [0, -(2**31)])
+def test_a_crowd_of_one_caller_does_not_delay_another_caller_whatever_its_priority(priority: int) -> None:
+    """Bug: two requests of one API key, each with hundreds of sequences or a low `priority`, held all seats and the
+    front of the queue, and a small request of another key waited until they were done."""
+    engine = SimulatedEngine(num_blocks=64, max_seqs=4)
+    engine.add(*crowd("a", 20, max_tokens=9, priority=priority))
+    engine.step()
+    (small,) = crowd("b", 1, first_token=100)
+    engine.add(small)
+    assert small in engine.step().sequences
+    assert small.is_finished
+    assert engine.scheduler.num_preemptions == 1
+
+
+def test_callers_share_the_seats_evenly_and_nobody_is_preempted_for_an_even_share() -> None:
+    engine = SimulatedEngine(num_blocks=64, max_seqs=4)
+    engine.add(*crowd("a", 20, max_tokens=9))
+    engine.step()
+    engine.add(*crowd("b", 20, first_token=100, max_tokens=9), *crowd("c", 1, first_token=200, max_tokens=99))
+    seats = [sorted(sequence.caller for sequence in engine.step().sequences) for _ in range(8)]
+    assert seats == [["a", "a", "b", "c"]] * 8
+    assert engine.scheduler.num_preemptions == 2, "as many as the others' share"
+    for _ in range(40):
+        engine.step()
+    assert engine.scheduler.num_preemptions == 2
+    engine.run()
+
+
+def test_callers_with_one_seat_each_take_the_blocks_that_another_caller_holds() -> None:
+    engine = SimulatedEngine(num_blocks=8, block_size=2, max_seqs=8)
+    engine.add(*(make_sequence((n,) * 3, max_tokens=2, caller="a") for n in range(4)))
+    engine.step()
+    (small,) = crowd("b", 1, first_token=100)
+    engine.add(small)
+    assert small in engine.step().sequences
+    engine.run()
+
+
+def test_a_priority_orders_the_sequences_of_its_own_caller() -> None:
+    engine = SimulatedEngine(num_blocks=64, max_seqs=2)
+    engine.add(*crowd("a", 3, max_tokens=4), *crowd("b", 3, first_token=100, max_tokens=4))
+    engine.step()
+    (urgent,) = crowd("a", 1, first_token=50, max_tokens=4, priority=-1)
+    engine.add(urgent)
+    assert sorted(sequence.caller for sequence in engine.step().sequences) == ["a", "b"]
+    assert urgent.num_output_tokens == 1, "it has replaced a sequence of its caller"
+    engine.run()
+
+
+def test_batch_lines_wait_for_the_clients_of_every_caller() -> None:
+    engine = SimulatedEngine(num_blocks=64, max_seqs=2)
+    batch = crowd("", 2, max_tokens=4, priority=2 << 32)
+    engine.add(*batch)
+    engine.step()
+    clients = crowd("a", 2, first_token=100, max_tokens=4, priority=2**31 - 1)
+    engine.add(*clients)
+    assert list(engine.step().sequences) == clients
+    engine.run()
+
+
 def test_aborted_sequences_free_their_blocks_wherever_they_are() -> None:
     engine = SimulatedEngine(max_seqs=1)
     running, waiting = make_sequence((1, 2, 3), 4), make_sequence((1, 2, 4), 4)
@@ -494,10 +568,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_tokens=st.integers(0, 6),
         priority=st.integers(0, 2),
         key=st.sampled_from([None, "a"]),
+        caller=st.sampled_from(["", "a", "b"]),
         judged=st.booleans(),
     )
-    def add(self, prompt: Prompt, max_tokens: int, priority: int, key: str | None, judged: bool) -> None:
-        self.engine.add(make_sequence(prompt, max_tokens, priority, key, prompt_logprobs=0 if judged else None))
+    def add(self, prompt: Prompt, max_tokens: int, priority: int, key: str | None, caller: str, judged: bool) -> None:
+        self.engine.add(make_sequence(prompt, max_tokens, priority, key, caller, prompt_logprobs=0 if judged else None))
 
     @rule(times=st.integers(1, 4))
     def step(self, times: int) -> None:
@@ -538,23 +613,27 @@ TestSchedulerMachine.settings = settings(max_examples=30, stateful_step_count=20
 
 
 @given(
-    st.lists(st.tuples(prompts, st.integers(0, 6), st.integers(0, 2)), min_size=1, max_size=8),
+    st.lists(
+        st.tuples(prompts, st.integers(0, 6), st.integers(0, 2), st.none(), st.sampled_from("ab")),
+        min_size=1,
+        max_size=8,
+    ),
     st.integers(1, 4),
     st.integers(1, 9),
     st.integers(1, 4),
 )
 @settings(max_examples=60, deadline=None)
 def test_every_sequence_is_served_whatever_the_sizes(
-    requests: list[tuple[Prompt, int, int]], block_size: int, max_tokens: int, max_seqs: int
+    requests: list[tuple[Prompt, int, int, None, str]], block_size: int, max_tokens: int, max_seqs: int
 ) -> None:
-    longest = max(len(prompt) + count for prompt, count, _ in requests)
+    longest = max(len(prompt) + count for prompt, count, *_ in requests)
     engine = SimulatedEngine(
         num_blocks=-(-longest // block_size), block_size=block_size, max_tokens=max_tokens, max_seqs=max_seqs
     )
     sequences = [make_sequence(*request) for request in requests]
     engine.add(*sequences)
     engine.run()
-    assert [s.num_output_tokens for s in sequences] == [count for _, count, _ in requests]
+    assert [s.num_output_tokens for s in sequences] == [count for _, count, *_ in requests]
 
 
 def sequences_in(thing: object) -> list[Sequence]:

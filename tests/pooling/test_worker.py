@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import pytest
 
+from batchline.callers import EngineProgress, current_caller, engine_progress
 from batchline.errors import EngineDead, EngineError, EngineOutOfMemory, NumbersNotFinite
 from batchline.pooling.batching import BatchLimits, TokenSequence
 from batchline.pooling.worker import GROW_AFTER, PoolingWorker, Rows
@@ -59,6 +60,47 @@ class Gate:
 async def test_rows_come_in_the_order_of_the_sequences(start: Start) -> None:
     rows = await start().run([sequence(*range(length)) for length in (30, 2, 9, 31, 1)])
     assert rows.tolist() == [[435, 30], [1, 2], [36, 9], [465, 31], [0, 1]]
+
+
+async def test_callers_take_turns_in_the_queue(start: Start) -> None:
+    """Bug: thousands of texts of one API key delayed the single text of another."""
+    gate = Gate()
+    worker = start(gate)
+    lengths = (60, 50, 40, 30)  # too different to share a batch
+
+    async def run(caller: str, *lengths: int) -> Rows:
+        current_caller.set(caller)
+        return await worker.run([sequence(length, *range(length - 1)) for length in lengths])
+
+    holder = asyncio.create_task(run("a", 1))
+    await asyncio.to_thread(gate.entered.wait, 10)
+    crowd = asyncio.create_task(run("a", *lengths))
+    await asyncio.sleep(0)
+    small = asyncio.create_task(run("b", 10))
+    await asyncio.sleep(0)
+    gate.opened.set()
+    await asyncio.gather(holder, crowd, small)
+    assert gate.batches == [[1], [60], [10], [50], [40], [30]]
+
+
+async def test_a_caller_sees_whether_its_sequences_have_started(start: Start) -> None:
+    """Bug: a stopped run waited for embeddings that only waited in the queue."""
+    gate = Gate()
+    worker = start(gate)
+    followed = [EngineProgress(), EngineProgress()]
+
+    async def run(progress: EngineProgress, number: int) -> Rows:
+        engine_progress.set(progress)
+        return await worker.run([sequence(number)])
+
+    first = asyncio.create_task(run(followed[0], 1))
+    await asyncio.to_thread(gate.entered.wait, 10)
+    second = asyncio.create_task(run(followed[1], 2))
+    await asyncio.sleep(0)
+    assert [progress.only_waits for progress in followed] == [False, True]
+    gate.opened.set()
+    await asyncio.gather(first, second)
+    assert not followed[1].only_waits
 
 
 async def test_concurrent_calls_share_batches(start: Start) -> None:

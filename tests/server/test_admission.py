@@ -21,6 +21,13 @@ from batchline.server.options import ServerOptions
 from batchline.testing import FakeBackend
 
 
+async def nothing(*_: object) -> dict[str, object]:
+    return {}
+
+
+NO_CHANNELS = (nothing, nothing)
+
+
 class Clock:
     """Stands still until a test moves it."""
 
@@ -191,12 +198,51 @@ async def test_whoever_is_refused_learns_the_estimate() -> None:
     async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
         raise Overloaded("Too much")
 
-    async def nothing(*_: object) -> dict[str, object]:
-        return {}
-
     rate = rate_of(Clock(), num_running=100, seconds_each=0.25)
     admission = Admission(refuse, Metrics(FakeBackend().stats), 5, {CHAT}, rate)
     with pytest.raises(Overloaded, match="Too much") as refused:
-        await admission({"type": "http", "path": CHAT, "method": "POST"}, nothing, nothing)
+        await admission({"type": "http", "path": CHAT, "method": "POST"}, *NO_CHANNELS)
     assert refused.value.retry_after_s == 13
     assert (admission.num_in_flight, rate.num_running) == (0, 100)
+
+
+async def answered(admission: Admission, owner: str, number: int) -> None:
+    """A request of `number` sequences that is answered at once."""
+    state: dict[str, Any] = {"owner": owner, "number": number}
+    await admission({"type": "http", "path": CHAT, "method": "POST", "state": state}, *NO_CHANNELS)
+
+
+async def test_one_of_several_keys_never_has_all_places() -> None:
+    """Bug: the requests of one API key filled the server, and every other key got a 503."""
+    is_over = asyncio.Event()
+
+    async def work(scope: Scope, receive: Receive, send: Send) -> None:
+        scope["state"]["places"].hold(scope["state"]["number"])
+        await is_over.wait()
+
+    admission = Admission(work, Metrics(FakeBackend().stats), 100, {CHAT}, num_keys=2)
+    with pytest.raises(BadRequest, match="more than 80 at a time"):
+        await answered(admission, "a", 81)
+    async with asyncio.TaskGroup() as group:
+        group.create_task(answered(admission, "a", 80))
+        await asyncio.sleep(0)
+        with pytest.raises(Overloaded, match="of this API key"):
+            await answered(admission, "a", 1)
+        group.create_task(answered(admission, "b", 16))
+        await asyncio.sleep(0)
+        assert admission.num_in_flight == 96
+        with pytest.raises(Overloaded, match="of this API key"):
+            await answered(admission, "b", 1)
+        is_over.set()
+    assert admission.num_in_flight == 0
+    await answered(admission, "a", 80)
+
+
+@pytest.mark.parametrize(("max_in_flight", "num_keys"), [(100, 0), (100, 1), (1, 2)])
+async def test_the_only_key_and_the_only_place_are_not_shared(max_in_flight: int, num_keys: int) -> None:
+    async def work(scope: Scope, receive: Receive, send: Send) -> None:
+        scope["state"]["places"].hold(max_in_flight)
+
+    admission = Admission(work, Metrics(FakeBackend().stats), max_in_flight, {CHAT}, num_keys=num_keys)
+    await answered(admission, "a", max_in_flight)
+    assert admission.num_in_flight == 0

@@ -10,8 +10,8 @@ from raw_http import read_to_end, sending
 from threaded_server import Serve, ThreadedServer
 
 from batchline.backends.base import EndpointRequest
+from batchline.callers import current_caller
 from batchline.testing import FakeBackend
-from batchline.text.fair_threads import current_caller
 
 GUARDED = ["/v1/models", "/v1/models/fake", "/version", "/openapi.json", "/v1/nonsense", "/health//"]
 
@@ -64,9 +64,8 @@ def test_no_spelling_of_a_path_goes_around_the_key(serve: Serve, method: str, ta
 
 def test_only_the_first_of_several_keys_counts(serve: Serve) -> None:
     """Whoever checks headers in front of the server looks at the first one as well."""
-    request = (
-        b"GET /v1/models HTTP/1.1\r\nAuthorization: Bearer no\r\nAuthorization: Bearer k\r\nConnection: close\r\n\r\n"
-    )
+    keys = b"Authorization: Bearer no\r\nAuthorization: Bearer k\r\n"
+    request = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n" + keys + b"Connection: close\r\n\r\n"
     assert read_to_end(sending(serve(api_keys=("k",)), request)).startswith(b"HTTP/1.1 401 ")
 
 

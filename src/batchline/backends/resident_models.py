@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from batchline.backends.base import BackendStats, EndpointRequest
 from batchline.backends.supervision import Company
+from batchline.callers import FairThreads
 from batchline.checkpoints.files import read_json
 from batchline.config import EngineConfig, ModelConfig, Task, TextConfig
 from batchline.endpoints.answer_scores import AnswerScorer, Reranker, UnknownReranker, answer_tokens, find_reranker
@@ -149,7 +149,7 @@ def _load_generative_model(
     with ExitStack() as parts:
         text = load_text(config.model, config.text)
         reranker = find_reranker(config.model, text)
-        executor = ThreadPoolExecutor(NUM_TEXT_THREADS, thread_name_prefix="batchline-text")
+        executor = FairThreads(NUM_TEXT_THREADS, "batchline-text")
         # running work may finish, because cancelled work would look like a cancelled request
         parts.callback(executor.shutdown, wait=False)
         engine = AsyncEngine(config, memory)

@@ -94,6 +94,10 @@ def refuse_unwritable(location: Location, source: Location) -> None:
 
 
 def _refuse_unwritable_path(location: Location, path: Path, source: Location) -> None:
+    if path.is_symlink():
+        path = Path(os.path.realpath(path))
+        if path.is_symlink():
+            raise OutputUnwritable(location.text, "it is a link that leads back to itself.")
     folder = path.parent
     if path.is_dir():
         raise OutputUnwritable(location.text, "it is a folder; give a file name in it.")

@@ -104,7 +104,7 @@ class FileTarget(LocationTarget):
 
     @property
     def _target(self) -> Path:
-        """The file behind a link. If links form a loop, the link itself is replaced."""
+        """The file behind a link."""
         return Path(os.path.realpath(self.path))
 
     async def _deliver(self) -> None:

@@ -164,6 +164,7 @@ class BatchRun:
                 await self._answer_all(checked, state, backend)
             scratch = self._job_folder.scratch
             await deliver_results(state, self._files, self._options, scratch, self._reporter, self._stop)
+            await asyncio.to_thread(self._tell_growth, checked)
             models = self._watch.models.values()
             summary = await asyncio.to_thread(summarize, state, checked.index, self._files, self._pace, models)
             if END_REASONS.isdisjoint(state.tally.failures_by_code):  # an earlier process may have cut the run short
@@ -254,6 +255,16 @@ class BatchRun:
         if not report.num_lines:
             self._reporter.warn("The input has no lines; the output will be empty.")
         self._reporter.phase(f"Checked {counted(report.num_lines, 'line')}")
+
+    def _tell_growth(self, checked: CheckedInput) -> None:
+        """Warn of lines that were added to the input during the run."""
+        with contextlib.suppress(OSError):  # it may have been removed meanwhile
+            num_new = checked.path.stat().st_size - checked.report.num_bytes
+            if num_new > 0:
+                self._reporter.warn(
+                    f"The input grew by {counted(num_new, 'byte')} during the run. The lines added at its end were not "
+                    "run; put them into a file of their own and run that."
+                )
 
     async def _answer_all(self, checked: CheckedInput, state: RunState, backend: RunningBackend) -> None:
         """Raises: RunInterrupted if it stopped before the last line and is to be resumed."""

@@ -25,7 +25,7 @@ from batchline.batch.commit import GroupCommit
 from batchline.batch.crashes import InFlight
 from batchline.batch.feeder import Feeder, ReadyRequest
 from batchline.batch.journal import Outcome
-from batchline.engine.request import EngineProgress, engine_progress
+from batchline.callers import EngineProgress, engine_progress
 from batchline.errors import (
     BackendUnavailable,
     EngineOutOfMemory,

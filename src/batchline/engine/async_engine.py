@@ -20,6 +20,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from batchline.callers import current_caller, engine_progress
 from batchline.config import EngineConfig
 from batchline.engine.cache_memory import CacheMemory
 from batchline.engine.core import Engine, Output
@@ -30,7 +31,6 @@ from batchline.engine.request import (
     GenerationOutput,
     GenerationRequest,
     RequestFailed,
-    engine_progress,
 )
 from batchline.errors import EngineDead
 
@@ -119,11 +119,13 @@ class AsyncEngine:
         self._engine.free_model()
 
     def _with_own_id(self, request: RequestT) -> RequestT:
-        """The request with its caller's `engine_progress` and a unique id: clients choose ids and may use one twice."""
+        """The request with its caller, the caller's `engine_progress`, and a unique id: clients choose ids and may use
+        one twice."""
         progress = engine_progress.get()
         if progress is not None:
             progress.is_queued = True
-        return replace(request, request_id=f"{request.request_id}#{next(self._numbers)}", progress=progress)
+        own_id = f"{request.request_id}#{next(self._numbers)}"
+        return replace(request, request_id=own_id, caller=current_caller.get(), progress=progress)
 
     def _submit(self, request: GenerationRequest | EmbeddingRequest) -> Caller:
         caller = Caller(asyncio.get_running_loop(), asyncio.Queue())

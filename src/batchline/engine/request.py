@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Mapping
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Literal, Protocol
 
 import numpy as np
 
+from batchline.callers import EngineProgress
 from batchline.engine.repetition import Repetition
 from batchline.engine.sequence_metrics import SequenceCounts
 from batchline.errors import EngineError
@@ -141,29 +141,13 @@ class MediaSpan:
         return int(first), int(last)
 
 
-@dataclass(slots=True)
-class EngineProgress:
-    """How far the engine is with all sequences of a request. is_queued: it has some of them. has_started: some of them
-    have run, so that ending the request would lose work. Written by the engine; may be read by any thread."""
-
-    is_queued: bool = False
-    has_started: bool = False
-
-    @property
-    def only_waits(self) -> bool:
-        """Whether the engine has the request and has computed nothing of it."""
-        return self.is_queued and not self.has_started
-
-
-engine_progress: ContextVar[EngineProgress | None] = ContextVar("engine_progress", default=None)
-"""Set by who wants to follow a request: the engine notes there how far it is."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
     """One sequence to run. `max_tokens=0` computes only the prompt (for `echo` and prompt logprobs).
 
-    priority: a smaller number runs earlier, and preempts a running sequence with a larger one; ties go by arrival.
+    caller: whose request it is; set by the bridge. Callers share the engine evenly.
+    priority: a smaller number runs earlier, and preempts a running sequence of the same caller with a larger one; ties
+    go by arrival. See `kind_of` for other callers' sequences.
     stream: outputs arrive after every step, or after several steps if readers are slow. Otherwise the whole output
     arrives once, when the sequence ends (which saves the event loop a wake-up per token).
     constraint: what the output must match; None allows everything. A sequence ends when no token could follow.
@@ -176,6 +160,7 @@ class GenerationRequest:
     request_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
+    caller: str = ""
     priority: int = 0
     stream: bool = False
     constraint: TokenConstraint | None = None
@@ -188,11 +173,12 @@ class GenerationRequest:
 class EmbeddingRequest:
     """A prompt for last-token pooling: the result is the final hidden state of its last position, not new tokens.
 
-    cache_key, media, progress: see `GenerationRequest`.
+    caller, cache_key, media, progress: see `GenerationRequest`.
     """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
+    caller: str = ""
     priority: int = 0
     cache_key: bytes | str | None = None
     media: tuple[MediaSpan, ...] = ()

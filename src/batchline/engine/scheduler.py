@@ -1,13 +1,14 @@
 """Decides what the next step computes: which sequences, which of their positions, in which cache blocks.
 
 No tensors, no torch. One step holds at most `max_num_batched_tokens` new positions of at most `max_num_seqs`
-sequences; decodes and prefill chunks share it. Running sequences come first, in the order (priority, arrival); waiting
-ones fill the rest of the step.
+sequences; decodes and prefill chunks share it. Running sequences come first, in the order (priority, arrival), with
+callers in turn (`turns.py`); waiting ones fill the rest of the step.
 
 When the cache is full, the last sequence in that order is preempted: its blocks are freed, and it is recomputed later
-from its tokens, which the prefix cache may shorten. A waiting sequence with a strictly smaller priority number preempts
-in the same way if there is no seat or no block for it. Sequences of equal priority never preempt each other, so they
-cannot alternate endlessly. No sequence is preempted if that would not free enough blocks.
+from its tokens, which the prefix cache may shorten. A waiting sequence with a strictly smaller priority number, or of a
+caller with a smaller share, preempts in the same way if there is no seat or no block for it. Sequences of equal
+priority never preempt each other, so they cannot alternate endlessly. No sequence is preempted if that would not free
+enough blocks.
 
 A block is registered for reuse as soon as the step that fills it is scheduled. Its tokens are certain, because a step
 computes only tokens of the prompt and sampled ones. Every layer writes the step's keys and values before any of its
@@ -17,7 +18,6 @@ sequences read them, so even sequences of the same step can share it. `undo` rev
 from __future__ import annotations
 
 import time
-from bisect import bisect_left, insort
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
@@ -25,6 +25,7 @@ from batchline.config import SchedulerConfig
 from batchline.engine.block_pool import ROOT_UID, BlockPool
 from batchline.engine.sequence import Sequence, SequenceStatus
 from batchline.engine.step import Chunk, Step
+from batchline.engine.turns import WaitingLine, may_replace
 
 
 @dataclass(slots=True)
@@ -32,13 +33,16 @@ class _Draft:
     """A step while it is scheduled.
 
     budget, prompt_logprob_budget: positions that it may still hold, and those of prompts whose logits are wanted.
-    keeps_reserve: whether admission leaves blocks for the running sequences. unseatable: a waiting sequence for which
-    preemption would not free enough. The others: see `Step`.
+    keeps_reserve: whether admission leaves blocks for the running sequences. order: of the sequences that ran before.
+    next: the waiting sequence whose turn it is; None if that is not known. unseatable: one for which preemption would
+    not free enough. The others: see `Step`.
     """
 
     budget: int = 0
     prompt_logprob_budget: int = 0
     keeps_reserve: bool = True
+    order: list[Sequence] = field(default_factory=list)
+    next: Sequence | None = None
     chunks: list[Chunk] = field(default_factory=list)
     blocks_to_clear: list[int] = field(default_factory=list)
     seated: dict[Sequence, int | None] = field(default_factory=dict)
@@ -61,7 +65,7 @@ class Scheduler:
         self._max_num_prompt_logprob_tokens = max_num_prompt_logprob_tokens or config.max_num_batched_tokens
         self.pool = pool
         self.running: list[Sequence] = []
-        self._waiting: list[Sequence] = []  # in reverse order, because removing the last one is cheap
+        self._waiting = WaitingLine()
         self.num_preemptions = 0
         self._preempted: list[Sequence] = []
         self._draft = _Draft()
@@ -78,13 +82,13 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Put a sequence into the queue. It must fit into the empty cache."""
-        insort(self._waiting, sequence, key=_last_first)
+        self._waiting.add(sequence)
 
     def abort(self, sequence: Sequence) -> None:
         """End a sequence: remove it from the queue, or free its blocks."""
         if sequence.status is SequenceStatus.WAITING:
             sequence.finish("abort")
-            del self._waiting[bisect_left(self._waiting, _last_first(sequence), key=_last_first)]
+            self._waiting.remove(sequence)
         elif sequence.block_table:
             sequence.finish("abort")
             self.retire([sequence])
@@ -102,13 +106,14 @@ class Scheduler:
         only: the sequences that it may hold, to find the one that makes steps fail; None allows all.
         """
         self._draft = _Draft(self.max_num_batched_tokens, self._max_num_prompt_logprob_tokens, only is None)
-        running = sorted(self.running, key=lambda s: s.order)
         if only is None:
-            return self._fill_step(running)
+            return self._fill_step(None)
         others = [sequence for sequence in self._waiting if sequence not in only]
-        self._waiting = [sequence for sequence in self._waiting if sequence in only]
-        step = self._fill_step([sequence for sequence in running if sequence in only])
-        self._waiting = sorted(others + self._waiting, key=_last_first)
+        for sequence in others:
+            self._waiting.remove(sequence)
+        step = self._fill_step(only)
+        for sequence in others:
+            self._waiting.add(sequence)
         return step
 
     def undo(self, step: Step) -> None:
@@ -133,7 +138,7 @@ class Scheduler:
         """Start over with an empty cache and these sequences waiting, after a fault that may have corrupted the
         accounting. They keep their tokens."""
         self._preempted += [sequence for sequence in sequences if sequence.status is SequenceStatus.RUNNING]
-        self.running, self._waiting = [], []
+        self.running, self._waiting = [], WaitingLine()
         self.pool.reset()
         for sequence in sequences:
             sequence.forget_computed()
@@ -148,43 +153,49 @@ class Scheduler:
         """Raises BlockPoolCorrupt if blocks are leaked, owned twice or wrongly free."""
         self.pool.check_integrity([sequence.block_table for sequence in self.running])
 
-    def _fill_step(self, running: list[Sequence]) -> Step:
-        """running: the sequences that this step may compute, in order."""
+    def _fill_step(self, only: Collection[Sequence] | None) -> Step:
+        """only: the running sequences that this step may compute; None allows all."""
         draft = self._draft
-        for sequence in running:
-            self._admit(before=sequence)
+        draft.order = self._waiting.in_order(self.running)
+        for position, sequence in enumerate(draft.order):
+            if only is not None and sequence not in only:
+                continue
+            self._admit(before=position)
             if draft.budget <= 0:
                 break
             if sequence.status is not SequenceStatus.RUNNING:
                 continue  # just preempted for a sequence before it
             end = self._chunk_end(sequence)
-            if end > sequence.num_computed_tokens and self._make_room(sequence, end):
+            if end > sequence.num_computed_tokens and self._make_room(position, end):
                 self._schedule_chunk(sequence, end)
         self._admit()
         self._draft = _Draft()  # sequences must not be held beyond their end
         return Step(tuple(draft.chunks), tuple(draft.blocks_to_clear), draft.seated)
 
-    def _admit(self, *, before: Sequence | None = None) -> None:
+    def _admit(self, *, before: int | None = None) -> None:
         """Move waiting sequences into the step while budget, seats and blocks last.
 
-        before: a running sequence whose turn is next. Only sequences of a smaller priority are admitted; if they lack
-        seats or blocks, sequences at the back of the order are preempted, which have not had their turn yet.
+        before: the place in the order of the running sequence that is next. Only sequences that may replace it are
+        admitted; if they lack seats or blocks, sequences from that place on are preempted, the last ones first.
         """
         draft = self._draft
-        while self._waiting and draft.budget > 0:
-            sequence = self._waiting[-1]
-            if before is not None and (sequence.priority >= before.priority or sequence is draft.unseatable):
+        while draft.budget > 0:
+            sequence = draft.next = draft.next or self._waiting.first(self.running)
+            if sequence is None:
+                break
+            if before is not None and (sequence is draft.unseatable or not may_replace(sequence, draft.order[before])):
                 break
             if self._chunk_end(sequence) == 0:
                 break  # its prompt logits are wanted, and the step is full of those
             if not self._seat(sequence, before):
                 break
-            self._waiting.pop()
+            self._waiting.remove(sequence)
+            draft.next = None
             end = self._chunk_end(sequence)
             if end > sequence.num_computed_tokens:
                 self._schedule_chunk(sequence, end)
 
-    def _seat(self, sequence: Sequence, before: Sequence | None) -> bool:
+    def _seat(self, sequence: Sequence, before: int | None) -> bool:
         """Give a waiting sequence a seat, its cached prefix and blocks for all its tokens; False if it must wait.
 
         before: None leaves a reserve for the running sequences; otherwise sequences from `before` on may be preempted.
@@ -199,7 +210,7 @@ class Scheduler:
         if not (has_seat and pool.can_allocate(num_wanted) and leaves_reserve):
             if before is None:
                 return False
-            victims = [s for s in self.running if s.order >= before.order and s.priority > sequence.priority]
+            victims = [other for other in self._running_from(before) if may_replace(sequence, other)]
             if not self._preempt(victims, missing, cached, needs_seat=True):
                 self._draft.unseatable = sequence
                 return False
@@ -230,30 +241,33 @@ class Scheduler:
             >= sum(sequence.max_num_computed_tokens > len(sequence.block_table) * size for sequence in self.running)
         )
 
-    def _make_room(self, sequence: Sequence, end: int) -> bool:
-        """Allocate blocks for positions up to `end`, preempting later sequences; False if there are not enough."""
+    def _running_from(self, place: int) -> list[Sequence]:
+        """The sequences that still run from a place in the order on."""
+        return [sequence for sequence in self._draft.order[place:] if sequence.status is SequenceStatus.RUNNING]
+
+    def _make_room(self, place: int, end: int) -> bool:
+        """Allocate blocks for the positions up to `end` of the sequence at a place in the order, preempting later
+        ones; False if there are not enough."""
+        sequence = self._draft.order[place]
         missing = self._num_blocks(end) - len(sequence.block_table)
         if missing <= 0:
             return True
-        if not self.pool.can_allocate(missing):
-            behind = [other for other in self.running if other.order > sequence.order]
-            if not self._preempt(behind, missing):
-                return False
+        if not self.pool.can_allocate(missing) and not self._preempt(self._running_from(place + 1), missing):
+            return False
         sequence.block_table += self._allocate(missing)
         return True
 
     def _preempt(
         self, victims: list[Sequence], missing: int, cached: Collection[int] = (), *, needs_seat: bool = False
     ) -> bool:
-        """Preempt victims, the last in the order first, until `missing` blocks are free besides the cached ones.
-        Returns False, and preempts none, if all of them would not suffice."""
+        """Preempt victims, the last one first, until `missing` blocks are free besides the cached ones. Returns False,
+        and preempts none, if all of them would not suffice."""
         pool = self.pool
         room = pool.num_free - pool.num_free_among(cached)
         freed = pool.num_freed_by([victim.block_table for victim in victims], besides=cached)
         num_seats = self.max_num_seqs if needs_seat else len(self.running) + 1
         if room + freed < missing or len(self.running) - len(victims) >= num_seats:
             return False
-        victims = sorted(victims, key=lambda s: s.order)
         while len(self.running) >= num_seats or not pool.can_allocate(missing + pool.num_free_among(cached)):
             victim = victims.pop()
             self.num_preemptions += 1
@@ -267,6 +281,7 @@ class Scheduler:
         sequence.forget_computed()
         self.running.remove(sequence)
         self.add(sequence)
+        self._draft.next = None
 
     def _free_blocks(self, sequence: Sequence) -> None:
         """Free a sequence's blocks. Blocks with numbers that no step has proved finite are tainted."""
@@ -323,8 +338,3 @@ class Scheduler:
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.pool.block_size)
-
-
-def _last_first(sequence: Sequence) -> tuple[int, int]:
-    """Sort key of the queue."""
-    return (-sequence.priority, -sequence.arrival)

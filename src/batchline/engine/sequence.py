@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from batchline.callers import kind_of
 from batchline.engine.block_pool import CacheKey
 from batchline.engine.repetition import RepetitionTracker
 from batchline.engine.request import (
@@ -70,6 +71,7 @@ class Sequence:
     num_finite_tokens: positions whose keys and values are known to be finite, because a finite result depended on them.
     uncut: ranges [start, end) of positions that see each other, so that one step must compute a range to its end.
     prompt_key: stands for the whole prompt with its media, if its first positions depend on its last ones.
+    kind: what its priority is for (`kind_of`). turn: its place among its caller's sequences (`turns.py`).
     rotary: positions that the model rotates by, where its images make them differ from the positions in the sequence.
     """
 
@@ -78,9 +80,11 @@ class Sequence:
         "arrived_at",
         "block_table",
         "block_uids",
+        "caller",
         "finish_reason",
         "first_token_at",
         "is_complete",
+        "kind",
         "logprobs",
         "matcher",
         "media",
@@ -101,6 +105,7 @@ class Sequence:
         "status",
         "stop_reason",
         "token_ids",
+        "turn",
         "uncut",
         "wants_hidden",
     )
@@ -118,7 +123,10 @@ class Sequence:
         self.prompt_key: bytes | None = None
         self.uncut: tuple[tuple[int, int], ...] = ()
         self.seed = seed
+        self.caller = request.caller
         self.priority = request.priority
+        self.kind = kind_of(request.priority)
+        self.turn = 0
         self.arrival = next(self._arrivals)
         self.arrived_at = time.monotonic()
         self.started_at: float | None = None
@@ -145,7 +153,7 @@ class Sequence:
 
     @property
     def order(self) -> tuple[int, int]:
-        """Sort key: the first runs first, the last is preempted first."""
+        """Sort key among its caller's sequences: the first runs first, the last is preempted first."""
         return (self.priority, self.arrival)
 
     @property

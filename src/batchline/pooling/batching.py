@@ -1,16 +1,18 @@
 """The queue of a pooling model: decides which sequences run together in a batch.
 
 A batch is padded to its longest sequence, so it has sequences of similar length. It always includes the first sequence
-of the queue, so that no sequence starves. Knows nothing about models or threads.
+of the queue, so that no sequence starves. Callers take turns in having the first sequence (`FairLine`). Knows nothing
+about models or threads.
 """
 
 from __future__ import annotations
 
-import heapq
 from bisect import bisect_left, insort
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
+
+from batchline.callers import FairLine
 
 T = TypeVar("T")
 
@@ -67,7 +69,7 @@ class LengthSortedQueue(Generic[T]):
         self._limits = limits
         self._is_cancelled = is_cancelled
         self._sorted: list[_Waiting[T]] = []
-        self._line: list[tuple[int, int, _Waiting[T]]] = []
+        self._line: FairLine[_Waiting[T]] = FairLine()
         self._num_arrived = 0
 
     def __len__(self) -> int:
@@ -83,16 +85,16 @@ class LengthSortedQueue(Generic[T]):
         self._limits = replace(self._limits, max_tokens=max_tokens)
 
     def add(self, item: T, *, length: int, group: int = 0, priority: int = 0) -> None:
-        """Put an item into the queue: lower priorities first, then by arrival."""
+        """Put an item of the context's caller into the queue. Its lower priorities run first, then by arrival."""
         waiting = _Waiting(group, length, self._num_arrived, item)
         self._num_arrived += 1
         insort(self._sorted, waiting)
-        heapq.heappush(self._line, (priority, waiting.arrival, waiting))
+        self._line.push(waiting, priority)
 
     def take_batch(self) -> list[T]:
         """Remove and return the first item of the queue and its neighbours in length; empty if nothing waits."""
         while self._line:
-            first = heapq.heappop(self._line)[2]
+            first = self._line.pop()
             if first.is_taken:
                 continue
             position = bisect_left(self._sorted, first)

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from batchline.callers import EngineProgress, engine_progress
 from batchline.errors import EngineDead, EngineError, EngineOutOfMemory, NumbersNotFinite
 from batchline.pooling.batching import BatchLimits, LengthSortedQueue, TokenSequence
 
@@ -55,6 +56,8 @@ class _Call:
         self.rows: list[Rows | None] = [None] * len(sequences)
         self.num_missing = len(sequences)
         self.is_over = False
+        self.progress = engine_progress.get() or EngineProgress()
+        self.progress.is_queued = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +160,8 @@ class PoolingWorker:
         with self._wake:
             while not self._is_closing:
                 batch = self._queue.take_batch()
+                for item in batch:
+                    item.call.progress.has_started = True
                 if batch:
                     return batch
                 self._wake.wait()

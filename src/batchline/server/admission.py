@@ -1,10 +1,12 @@
 """Limits the work in the server: more is refused at once, so that no request waits for ever.
 
-Work is counted in sequences. A request counts as one until its body has been read, which shows how many it has.
+Work is counted in sequences. A request counts as one until its body has been read, which shows how many it has. If
+there are several API keys, none of them gets all places.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Container, Mapping
 from math import ceil, log
 from time import monotonic
@@ -25,6 +27,9 @@ HALF_LIFE_S = 30
 
 TEXTS_PER_SEQUENCE = 64
 """This many texts to embed, score or rank count as one sequence, because each needs only one forward pass."""
+
+KEY_SHARE = 4
+"""With several API keys, each may hold this many times as many places as stay free for the others."""
 
 
 def num_places(path: str, body: Mapping[str, Any]) -> int:
@@ -92,47 +97,78 @@ class Places:
     fast the server works: not refused ones, and not those that only need a tokenizer.
     """
 
-    def __init__(self, admission: Admission) -> None:
+    def __init__(self, admission: Admission, owner: str) -> None:
+        """owner: of the request's API key; empty without keys."""
         self.num_held = 0
         self.is_finished = False
         self._admission = admission
+        self._owner = owner
 
     def hold(self, number: int) -> None:
         """Hold this many places in total. Raises: Overloaded; BadRequest if the server never has that many."""
-        if number > self._admission.max_in_flight:
+        if number > self._admission.max_of_one:
             raise BadRequest(
                 f"The request has {number:,} sequences (prompts times choices), and this server never takes more than "
-                f"{self._admission.max_in_flight:,} at a time (--max-num-seqs and --max-waiting): send it in parts"
+                f"{self._admission.max_of_one:,} at a time (--max-num-seqs and --max-waiting): send it in parts"
             )
-        if self._admission.num_in_flight + number - self.num_held > self._admission.max_in_flight:
-            raise Overloaded("Too many requests are waiting; try again later")
-        self._admission.num_in_flight += number - self.num_held
+        self._admission.add(number - self.num_held, self._owner)
         self._admission.rate.begin(number - self.num_held)
         self.num_held = number
 
     def release(self) -> None:
         """Release all of them."""
         self._admission.rate.end(self.num_held, is_finished=self.is_finished)
-        self._admission.num_in_flight -= self.num_held
+        self._admission.remove(self.num_held, self._owner)
         self.num_held = 0
 
 
 class Admission:
     """Counts requests to some paths, from their first byte to the last byte of their answer. ASGI middleware.
 
-    Leaves a request's `Places` in its state. num_in_flight: places that are held.
+    Leaves a request's `Places` in its state. max_of_one: how many places a request can hold when nobody else does.
+    num_in_flight: places that are held.
     """
 
     def __init__(
-        self, app: ASGIApp, metrics: Metrics, max_in_flight: int, paths: Container[str], rate: WorkRate | None = None
+        self,
+        app: ASGIApp,
+        metrics: Metrics,
+        max_in_flight: int,
+        paths: Container[str],
+        rate: WorkRate | None = None,
+        *,
+        num_keys: int = 0,
     ) -> None:
-        """paths: those that do work; all others are always let through. rate: of the server's whole work."""
+        """paths: those that do work; all others are always let through. rate: of the server's whole work. num_keys: how
+        many API keys there are."""
         self.rate = rate or WorkRate()
-        self.max_in_flight = max_in_flight
+        self.max_of_one = max_in_flight
+        if num_keys > 1:
+            self.max_of_one = max(min(1, max_in_flight), max_in_flight * KEY_SHARE // (KEY_SHARE + 1))
         self.num_in_flight = 0
+        self._max_in_flight = max_in_flight
+        self._is_shared = num_keys > 1
+        self._num_held: Counter[str] = Counter()  # by the owner of the key
         self._app = app
         self._metrics = metrics
         self._paths = paths
+
+    def add(self, number: int, owner: str) -> None:
+        """Take places for a request of this owner. Raises: Overloaded."""
+        num_own, num_free = self._num_held[owner] + number, self._max_in_flight - self.num_in_flight - number
+        if number > 0 and num_free < 0:
+            raise Overloaded("Too many requests are waiting; try again later")
+        if number > 0 and self._is_shared and num_own > max(1, KEY_SHARE * num_free):
+            raise Overloaded("Too many requests of this API key are waiting; try again later")
+        self._num_held[owner] = num_own
+        self.num_in_flight += number
+
+    def remove(self, number: int, owner: str) -> None:
+        """Give places back."""
+        self.num_in_flight -= number
+        self._num_held[owner] -= number
+        if not self._num_held[owner]:
+            del self._num_held[owner]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises: Overloaded, which says when to try again."""
@@ -148,7 +184,7 @@ class Admission:
         state = scope.setdefault("state", {})
         if state.get("is_crowded"):
             raise Overloaded("Too many connections are open; try again later")
-        places = state["places"] = Places(self)
+        places = state["places"] = Places(self, state.get("owner", ""))
         places.hold(1)
         self._metrics.num_in_flight += 1
         try:

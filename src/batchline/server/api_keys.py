@@ -14,9 +14,9 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from batchline.callers import current_caller
 from batchline.errors import Unauthorized
 from batchline.server.request_path import route_path
-from batchline.text.fair_threads import current_caller
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/", "/docs"})
 """The page at /docs is the same for every server. It requests its contents with the key that the user enters."""

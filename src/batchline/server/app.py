@@ -55,7 +55,12 @@ def create_app(backend: Backend, options: ServerOptions) -> FastAPI:
     app.add_exception_handler(HTTPException, answer_unrouted)
     app.openapi = _cached_description(app, options)  # type: ignore[method-assign]
     app.add_middleware(
-        Admission, metrics=metrics, max_in_flight=options.max_in_flight, paths=frozenset(REQUEST_SCHEMAS), rate=rate
+        Admission,
+        metrics=metrics,
+        max_in_flight=options.max_in_flight,
+        paths=frozenset(REQUEST_SCHEMAS),
+        rate=rate,
+        num_keys=len(options.api_keys),
     )
     if options.api_keys:
         app.add_middleware(ApiKeys, keys=options.api_keys, open_paths=_open_paths(options))

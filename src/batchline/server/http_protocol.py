@@ -67,6 +67,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._unknown_method: str | None = None  # of the request whose head is being read
         self._is_head_first = False  # whether the bytes being parsed start with that head
         self._is_deaf = False  # everything else that arrives is dropped
+        self._last_error: RequestError | None = None  # for a request behind those that are being answered
         self._is_lingering = False
         self._has_progressed = False
         self._num_head_bytes = 0
@@ -147,7 +148,10 @@ class BoundedProtocol(HttpToolsProtocol):
             return
         except httptools.HttpParserError as exc:
             fault = exc.__context__
-            self._refuse(fault.error if isinstance(fault, _Refused) else _no_http())
+            if isinstance(fault, _Refused):
+                self._refuse(fault.error, is_request=True)
+            else:
+                self._refuse(_no_http())
             return
         self._num_other_bytes = 0 if self._has_progressed else self._num_other_bytes + len(data)
         if self._num_other_bytes > MAX_HEAD_BYTES:
@@ -185,6 +189,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._is_upgrade = self.parser.should_upgrade()
         if self._is_upgrade:
             return  # the parser stops here: see _go_on_without_upgrade
+        self._check_host()
         super().on_headers_complete()
         if self._unknown_method is not None:
             self.scope["method"], self._unknown_method = self._unknown_method, None
@@ -217,11 +222,21 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_response_complete()
         if not self._is_underway:
             self._connections.wait(self._file_number)
+            if self._last_error is not None:
+                self.transport.write(_raw_answer(self._last_error))
+                self.close_gently()
+                return
         if self._is_in_head:  # the next request has begun to arrive
             self._unset_keepalive_if_required()
             self._expect_head()
 
     # ---- limits
+
+    def _check_host(self) -> None:
+        """HTTP/1.1 requires one Host header; two of them may be read differently by a proxy in front."""
+        num_hosts = sum(name == b"host" for name, _ in self.headers)
+        if num_hosts > 1 or (not num_hosts and self.parser.get_http_version() != "1.0"):
+            raise _Refused(BadRequest("The request must have one Host header"))
 
     def _count_head(self, num_bytes: int) -> None:
         self._num_head_bytes += num_bytes
@@ -293,8 +308,11 @@ class BoundedProtocol(HttpToolsProtocol):
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
         self.data_received(data)
 
-    def _refuse(self, error: RequestError) -> None:
-        """End the connection, with `error` as the answer to the faulty request."""
+    def _refuse(self, error: RequestError, *, is_request: bool = False) -> None:
+        """End the connection, with `error` as the answer to the faulty request.
+
+        is_request: whether it is certainly a request, and not surplus bytes of the one before it.
+        """
         if self.pipeline and self.cycle.more_body:
             self.transport.close()
         elif not self._is_underway:
@@ -303,9 +321,12 @@ class BoundedProtocol(HttpToolsProtocol):
             self.close_gently()
         elif self.cycle.more_body:
             self._break_off(self.cycle, error)
-        else:  # the fault follows good requests, which are answered
+        else:  # the fault follows good requests, which are answered first
             self._is_deaf = True
-            self.cycle.keep_alive = False
+            if is_request:
+                self._last_error = error
+            else:
+                self.cycle.keep_alive = False
 
     def _break_off(self, cycle: RequestResponseCycle, error: RequestError) -> None:
         """The request's body is faulty: tell the application, and the client unless its answer has begun."""

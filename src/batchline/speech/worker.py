@@ -10,16 +10,16 @@ others continue.
 from __future__ import annotations
 
 import asyncio
-import heapq
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
 import torch
 
+from batchline.callers import EngineProgress, FairLine, engine_progress
 from batchline.errors import EngineDead, EngineError, EngineOutOfMemory, NumbersNotFinite
 from batchline.speech.decoding import TextOf, WindowSequence
 from batchline.speech.model import MAX_ENCODED, WhisperRunner
@@ -51,13 +51,8 @@ class _Call:
         self.loop = asyncio.get_running_loop()
         self.future: asyncio.Future[DecodedWindow] = self.loop.create_future()
         self.is_over = False
-
-
-@dataclass(order=True, slots=True)
-class _Waiting:
-    priority: int
-    arrival: int
-    call: _Call = field(compare=False)
+        self.progress = engine_progress.get() or EngineProgress()
+        self.progress.is_queued = True
 
 
 class SpeechWorker:
@@ -77,9 +72,8 @@ class SpeechWorker:
         self._text_of = text_of
         self._on_start = on_start
         self._wake = threading.Condition()
-        self._waiting: list[_Waiting] = []
+        self._waiting: FairLine[_Call] = FairLine()
         self._running: list[_Call] = []
-        self._num_arrived = 0
         self._calls: set[_Call] = set()
         self._is_closing = False
         self._death: BaseException | None = None
@@ -88,7 +82,7 @@ class SpeechWorker:
         self._thread.start()
 
     async def decode(self, window: Window, *, priority: int = 0) -> DecodedWindow:
-        """The window's tokens. Lower priorities run earlier.
+        """The window's tokens. Callers take turns; of one caller, lower priorities run earlier.
 
         Raises: EngineDead after `close` or a crash; EngineOutOfMemory, EngineError if the model fails on the window.
         """
@@ -97,8 +91,7 @@ class SpeechWorker:
             if self._is_closing:
                 raise EngineDead("the model's thread has stopped") from self._death
             self._calls.add(call)
-            heapq.heappush(self._waiting, _Waiting(priority, self._num_arrived, call))
-            self._num_arrived += 1
+            self._waiting.push(call, priority)
             self._wake.notify()
         try:
             return await call.future
@@ -157,8 +150,9 @@ class SpeechWorker:
                 found: list[_Call] = []
                 room = min(self._runner.num_rows - len(self._running), MAX_ENCODED)
                 while self._waiting and len(found) < room:
-                    call = heapq.heappop(self._waiting).call
+                    call = self._waiting.pop()
                     if not call.is_over:
+                        call.progress.has_started = True
                         found.append(call)
                 if found or self._running:
                     return found

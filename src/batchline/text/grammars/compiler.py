@@ -14,8 +14,8 @@ from typing import Any
 
 import llguidance
 
+from batchline.callers import FairThreads
 from batchline.errors import BadRequest
-from batchline.text.fair_threads import FairThreads
 from batchline.text.grammars.grammar import (
     LIMITS,
     NOTHING_ELSE,
@@ -66,7 +66,7 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._remembered: OrderedDict[tuple[Constraint, Surroundings], CompiledGrammar | BadRequest] = OrderedDict()
         self._num_characters = 0
-        self.executor = FairThreads(NUM_THREADS, "batchline-grammars")
+        self.executor = FairThreads(NUM_THREADS, "batchline-grammars", num_kept_free=1)
 
     def close(self) -> None:
         """End the threads when their work is done. Cancelled work would look like cancelled requests."""

@@ -1,46 +1,113 @@
-"""Threads that several callers share fairly: they take turns, and none of them gets all threads while others wait.
+"""Who asks: the caller of the work in a context, how far an engine is with it, and what callers share by taking turns.
 
-Knows nothing about what the work is, or who the callers are.
+Knows nothing about what the work is, or who the callers are. How the callers share an engine's seats is in
+`engine/turns.py`.
 """
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import threading
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
+
+from batchline.errors import EngineDead
+
+T = TypeVar("T")
 
 current_caller: ContextVar[str] = ContextVar("current_caller", default="")
 """Whose work is submitted in this context: a server with API keys sets it for each request, to a name for its key.
 Without keys, all work has the same unnamed caller."""
 
+
+@dataclass(slots=True)
+class EngineProgress:
+    """How far the engine is with all sequences of a request. is_queued: it has some of them. has_started: some of them
+    have run, so that ending the request would lose work. Written by the engine; may be read by any thread."""
+
+    is_queued: bool = False
+    has_started: bool = False
+
+    @property
+    def only_waits(self) -> bool:
+        """Whether the engine has the request and has computed nothing of it."""
+        return self.is_queued and not self.has_started
+
+
+engine_progress: ContextVar[EngineProgress | None] = ContextVar("engine_progress", default=None)
+"""Set by who wants to follow a request: the engine notes there how far it is."""
+
 Work = Callable[[], Any]
+
+
+def kind_of(priority: int) -> int:
+    """What a priority is for: 0 for clients that wait, then work in the background, then batch lines.
+
+    A caller's own priority (32 bits) orders its requests of one kind, and never those of another caller. See
+    `BACKGROUND_PRIORITY`.
+    """
+    return (priority + (1 << 31)) >> 32
+
+
+class FairLine(Generic[T]):
+    """Waiting items: those of the lowest kind first (`kind_of`), from each caller in turn, and of one caller in the
+    order (priority, arrival). Not safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._heaps: OrderedDict[tuple[int, str], list[tuple[int, int, T]]] = OrderedDict()  # whose turn it is first
+        self._arrivals = itertools.count()
+
+    def __len__(self) -> int:
+        return sum(map(len, self._heaps.values()))
+
+    def push(self, item: T, priority: int) -> None:
+        """Put in an item of the context's caller."""
+        heap = self._heaps.setdefault((kind_of(priority), current_caller.get()), [])
+        heapq.heappush(heap, (priority, next(self._arrivals), item))
+
+    def pop(self) -> T:
+        """Remove and return the next item. Raises: IndexError if there is none."""
+        if not self._heaps:
+            raise IndexError("the line is empty")
+        kind = min(kind for kind, _ in self._heaps)
+        key = next(key for key in self._heaps if key[0] == kind)
+        item = heapq.heappop(self._heaps[key])[2]
+        if self._heaps[key]:
+            self._heaps.move_to_end(key)
+        else:
+            del self._heaps[key]
+        return item
 
 
 class FairThreads(Executor):
     """An executor. The callers with waiting work take turns, whatever number of works each of them has submitted.
 
-    One thread is kept free of each named caller, for the next caller that comes. The unnamed caller gets all threads.
+    The unnamed caller gets all threads.
     """
 
-    def __init__(self, num_threads: int, thread_name_prefix: str) -> None:
-        """num_threads: at least 2."""
+    def __init__(self, num_threads: int, thread_name_prefix: str, *, num_kept_free: int = 0) -> None:
+        """num_kept_free: how many threads a named caller never gets, so that the next one need not wait for its work;
+        fewer than `num_threads`."""
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix=thread_name_prefix)
         self._num_threads = self._num_idle = num_threads
+        self._num_kept_free = num_kept_free
         self._lock = threading.Lock()
         self._waiting: OrderedDict[str, deque[tuple[Future[Any], Work]]] = OrderedDict()  # whose turn it is first
         self._num_running: Counter[str] = Counter()
         self._is_closed = False
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Run work for the context's caller when it is its turn. Raises: RuntimeError after `shutdown`."""
+        """Run work for the context's caller when it is its turn. Raises: EngineDead after `shutdown`."""
         future: Future[Any] = Future()
         with self._lock:
             if self._is_closed:
-                raise RuntimeError("these threads have been shut down")
+                raise EngineDead("the threads of an unloaded model take no more work")
             self._waiting.setdefault(current_caller.get(), deque()).append((future, partial(fn, *args, **kwargs)))
             self._start()
         return future
@@ -76,7 +143,7 @@ class FairThreads(Executor):
 
     def _has_thread_for(self, caller: str) -> bool:
         """Whether a caller may use another thread if one is idle."""
-        return caller == "" or self._num_running[caller] < self._num_threads - 1
+        return caller == "" or self._num_running[caller] < self._num_threads - self._num_kept_free
 
     def _run_for(self, caller: str, item: tuple[Future[Any], Work]) -> None:
         _run(*item)

@@ -1,4 +1,4 @@
-"""Callers take turns on shared threads, however much work each of them has submitted."""
+"""Callers take turns, however much work each of them has submitted."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from typing import Any
 
 import pytest
 
-from batchline.text.fair_threads import FairThreads, current_caller
+from batchline.callers import FairLine, FairThreads, current_caller
+from batchline.errors import EngineDead
 
 TIMEOUT_S = 30
 
 
 @pytest.fixture
 def threads() -> Iterator[FairThreads]:
-    made = FairThreads(2, "fair")
+    made = FairThreads(2, "fair", num_kept_free=1)
     yield made
     made.shutdown()
 
@@ -46,6 +47,14 @@ def test_the_only_caller_has_all_threads(threads: FairThreads) -> None:
     barrier = threading.Barrier(2)
     both = [threads.submit(barrier.wait, TIMEOUT_S) for _ in range(2)]
     assert sorted(future.result(TIMEOUT_S) for future in both) == [0, 1]
+
+
+def test_a_caller_gets_all_threads_if_none_is_kept_free() -> None:
+    made = FairThreads(2, "fair")
+    barrier = threading.Barrier(2)
+    both = [submit(made, "a", partial(barrier.wait, TIMEOUT_S)) for _ in range(2)]
+    assert sorted(future.result(TIMEOUT_S) for future in both) == [0, 1]
+    made.shutdown()
 
 
 def test_waiting_callers_take_turns(threads: FairThreads) -> None:
@@ -80,7 +89,7 @@ def test_cancelled_work_is_not_run(threads: FairThreads) -> None:
 
 @pytest.mark.parametrize("cancels", [False, True])
 def test_a_shutdown_finishes_or_cancels_what_waits(cancels: bool) -> None:
-    made = FairThreads(2, "fair")
+    made = FairThreads(2, "fair", num_kept_free=1)
     is_allowed = threading.Event()
     holder = submit(made, "a", is_allowed.wait)
     waiting = submit(made, "a", lambda: "done")
@@ -92,12 +101,13 @@ def test_a_shutdown_finishes_or_cancels_what_waits(cancels: bool) -> None:
 
 @pytest.mark.parametrize("caller", ["", "a"])
 def test_nothing_can_be_submitted_after_a_shutdown(caller: str) -> None:
-    """Bug: if its caller's threads were busy, the work was queued and neither started nor ended."""
-    made = FairThreads(2, "fair")
+    """Bugs: if its caller's threads were busy, the work was queued and neither started nor ended; the error was a bare
+    RuntimeError."""
+    made = FairThreads(2, "fair", num_kept_free=1)
     is_allowed = threading.Event()
     busy = [submit(made, caller, is_allowed.wait) for _ in range(2)]
     made.shutdown(wait=False)
-    with pytest.raises(RuntimeError, match="shut down"):
+    with pytest.raises(EngineDead, match="no more work"):
         submit(made, caller, lambda: "done")
     is_allowed.set()
     assert all(future.result(TIMEOUT_S) for future in busy)
@@ -105,7 +115,7 @@ def test_nothing_can_be_submitted_after_a_shutdown(caller: str) -> None:
 
 def test_a_shutdown_that_cancels_ends_all_futures() -> None:
     """Bug: work that had its turn, but not yet its thread, stayed pending for ever."""
-    made = FairThreads(2, "fair")
+    made = FairThreads(2, "fair", num_kept_free=1)
     is_allowed = threading.Event()
     for _ in range(2):  # threads that still have to return from their previous work
         made._pool.submit(is_allowed.wait)
@@ -113,3 +123,42 @@ def test_a_shutdown_that_cancels_ends_all_futures() -> None:
     made.shutdown(wait=False, cancel_futures=True)
     is_allowed.set()
     assert future.result(5) == "done"
+
+
+def push(line: FairLine[str], caller: str, item: str, priority: int = 0) -> None:
+    def as_caller() -> None:
+        current_caller.set(caller)
+        line.push(item, priority)
+
+    copy_context().run(as_caller)
+
+
+def drained(line: FairLine[str]) -> list[str]:
+    return [line.pop() for _ in range(len(line))]
+
+
+def test_a_line_of_one_caller_is_ordered_by_priority_then_arrival() -> None:
+    line: FairLine[str] = FairLine()
+    for item, priority in (("late", 5), ("first", 0), ("second", 0), ("urgent", -(2**31))):
+        line.push(item, priority)
+    assert drained(line) == ["urgent", "first", "second", "late"]
+    with pytest.raises(IndexError):
+        line.pop()
+
+
+def test_callers_in_a_line_take_turns_whatever_priorities_they_choose() -> None:
+    """Bug: a thousand texts of one key, or texts with a low `priority`, delayed the single text of another."""
+    line: FairLine[str] = FairLine()
+    for number in range(3):
+        push(line, "a", f"a{number}", priority=-number)
+    push(line, "b", "b0", priority=2**31 - 1)
+    assert drained(line) == ["a2", "b0", "a1", "a0"]
+
+
+def test_batch_lines_wait_for_all_callers() -> None:
+    line: FairLine[str] = FairLine()
+    push(line, "a", "batch", priority=2 << 32)
+    push(line, "b", "background", priority=1 << 32)
+    push(line, "a", "urgent batch", priority=(2 << 32) - 2**31)
+    push(line, "b", "slow", priority=2**31 - 1)
+    assert drained(line) == ["slow", "background", "urgent batch", "batch"]

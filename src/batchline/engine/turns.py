@@ -1,0 +1,83 @@
+"""Callers share the engine's seats, blocks and tokens evenly, whatever number of sequences each of them has. No torch.
+
+A caller's sequences run in the order (priority, arrival). Sequences of different callers, if they are of the same kind
+(`kind_of`), run by their *turn*: how many running sequences of their caller and kind come before them. So each caller's
+first sequence comes before anybody's second. A waiting sequence may take the place of a running one with a later turn;
+the callers are then closer to an even share than before, so they cannot alternate endlessly.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Iterator
+from collections.abc import Sequence as Ordered
+from itertools import chain
+
+from batchline.engine.sequence import Sequence
+
+
+class WaitingLine:
+    """The waiting sequences."""
+
+    def __init__(self) -> None:
+        # by caller; in reverse order, because removing the last one is cheap
+        self._lines: dict[str, list[Sequence]] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._lines.values()))
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return chain.from_iterable(self._lines.values())
+
+    def add(self, sequence: Sequence) -> None:
+        """Put a sequence into its caller's line."""
+        insort(self._lines.setdefault(sequence.caller, []), sequence, key=_last_first)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take a waiting sequence out, wherever it is."""
+        line = self._lines[sequence.caller]
+        del line[bisect_left(line, _last_first(sequence), key=_last_first)]
+        if not line:
+            del self._lines[sequence.caller]
+
+    def first(self, running: Ordered[Sequence]) -> Sequence | None:
+        """The sequence whose turn is next; sets the turns of those that are first in their caller's line."""
+        firsts = [line[-1] for line in self._lines.values()]
+        if not (firsts and self.is_shared(running)):
+            return firsts[0] if firsts else None
+        for sequence in firsts:
+            share = (other for other in running if other.caller == sequence.caller and other.kind == sequence.kind)
+            sequence.turn = sum(other.order < sequence.order for other in share)
+        return min(firsts, key=_by_turn)
+
+    def is_shared(self, running: Ordered[Sequence]) -> bool:
+        """Whether more than one caller has running or waiting sequences."""
+        return len(self._lines.keys() | {sequence.caller for sequence in running}) > 1
+
+    def in_order(self, running: Ordered[Sequence]) -> list[Sequence]:
+        """Running sequences in the order in which they get tokens and blocks; sets their turns."""
+        ordered = sorted(running, key=lambda sequence: sequence.order)
+        if not self.is_shared(running):
+            return ordered
+        num_before: Counter[tuple[str, int]] = Counter()
+        for sequence in ordered:
+            share = sequence.caller, sequence.kind
+            sequence.turn = num_before[share]
+            num_before[share] += 1
+        return sorted(ordered, key=_by_turn)
+
+
+def may_replace(waiting: Sequence, running: Sequence) -> bool:
+    """Whether a waiting sequence may take the place of a running one. Both have their turns."""
+    if waiting.caller == running.caller:
+        return waiting.priority < running.priority
+    return (waiting.kind, waiting.turn) < (running.kind, running.turn)
+
+
+def _by_turn(sequence: Sequence) -> tuple[int, int, int]:
+    return (sequence.kind, sequence.turn, sequence.arrival)
+
+
+def _last_first(sequence: Sequence) -> tuple[int, int]:
+    return (-sequence.priority, -sequence.arrival)
