@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from batchline.endpoints.scorers import PairScorer, SimilarityScorer
 from batchline.errors import BadRequest, EngineDead, EngineError, EngineOutOfMemory, InternalServerError
 from batchline.openai_api.parsing import parse_body
 from batchline.openai_api.score import ScoreRequest
+from batchline.pooling.batching import TokenSequence
 
 
 def sigmoid(logit: float) -> float:
@@ -52,6 +54,17 @@ async def test_every_spelling_and_shape_is_scored_pair_by_pair(
 ) -> None:
     body = {names[0]: firsts, names[1]: seconds, "use_activation": False}
     assert await scores_of(body) == logits
+
+
+async def test_equal_documents_have_equal_scores_wherever_they_are_in_the_batch() -> None:
+    """Rounding depends on the place in a batch: equal documents came out in another order than the request's."""
+
+    class Rounding(FakePairModel):
+        async def score(self, sequences: Sequence[TokenSequence], **options: Any) -> Any:
+            return await super().score(sequences, **options) + np.arange(len(sequences), dtype=np.float32) / 1024
+
+    a, x, again = await scores_of({"text_1": "ab", "text_2": ["a", "x", "a"]}, Rounding())
+    assert a == again != x
 
 
 @pytest.mark.parametrize("older", ["activation", "softmax"])

@@ -25,7 +25,7 @@ from batchline.endpoints.embedders import EngineEmbedder
 from batchline.endpoints.generation import gather_or_cancel
 from batchline.endpoints.media_input import check_kinds, media_of_content
 from batchline.endpoints.model import GenerativeModel, TextParts
-from batchline.endpoints.pooling_limits import check_sequences, engine_errors_answered, salted
+from batchline.endpoints.pooling_limits import check_sequences, salted
 from batchline.endpoints.reranker_prompts import (
     PairFormat,
     Qwen3Format,
@@ -42,6 +42,7 @@ from batchline.endpoints.scorers import (
     checked_scores,
     cut_documents,
     refuse_cutting_content,
+    rows_of,
 )
 from batchline.errors import BadRequest, UnsupportedModel
 from batchline.openai_api.common import Content
@@ -257,8 +258,8 @@ class AnswerScorer:
     ) -> tuple[Sequence[TokenSequence], NDArray[np.float32]]:
         embedder = self._embedder
         check_sequences(sequences, max_model_len=embedder.max_model_len, vocab_size=embedder.vocab_size, param=path)
-        with engine_errors_answered():
-            return sequences, await embedder.hidden_states(salted(sequences, task.cache_salt), priority=task.priority)
+        compute = partial(embedder.hidden_states, priority=task.priority)
+        return sequences, await rows_of(salted(sequences, task.cache_salt), compute)
 
     def _check_texts(self, texts: Mapping[str, Sequence[str]]) -> None:
         """Raises: BadRequest for control tokens, if they are refused."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, Protocol, cast
@@ -160,11 +160,9 @@ class PairScorer:
         check_sequences(
             sequences, max_model_len=self._model.max_model_len, vocab_size=self._model.vocab_size, param=task.names[1]
         )
-        with engine_errors_answered():
-            scores = await self._model.score(
-                sequences, use_activation=task.use_activation is not False, priority=task.priority
-            )
-        return checked_scores(scores, sequences)
+        use_activation = task.use_activation is not False
+        compute = partial(self._model.score, use_activation=use_activation, priority=task.priority)
+        return checked_scores(await rows_of(sequences, compute), sequences)
 
     async def _check_room(self, query: str, name: str) -> None:
         """Refuse a query that leaves no room for documents: scores for a cut query mean little. Raises: BadRequest."""
@@ -212,8 +210,7 @@ class SimilarityScorer:
         firsts = await self._tokenize(task.texts()[0], task, side=0)
         seconds = await self._tokenize(await cut_documents(task, self._embedder), task, side=1)
         sequences = salted([*firsts, *seconds], task.cache_salt)
-        with engine_errors_answered():
-            return sequences, await self._embedder.embed(sequences, priority=task.priority)
+        return sequences, await rows_of(sequences, partial(self._embedder.embed, priority=task.priority))
 
     async def _embed_conversations(
         self, reader: ConversationReader, task: ScoringTask
@@ -248,6 +245,20 @@ class SimilarityScorer:
             sequences, max_model_len=embedder.max_model_len, vocab_size=embedder.vocab_size, param=task.names[side]
         )
         return sequences
+
+
+async def rows_of(
+    sequences: Sequence[TokenSequence], compute: Callable[[Sequence[TokenSequence]], Awaitable[Vectors]]
+) -> Vectors:
+    """`compute`'s row for each sequence. Equal sequences are computed once: elsewhere in a batch, the same text can
+    have a slightly different score, and equal documents would change places.
+
+    Raises: InternalServerError, EngineDead.
+    """
+    rows = {sequence: row for row, sequence in enumerate(dict.fromkeys(sequences))}
+    with engine_errors_answered():
+        computed = await compute(list(rows))
+    return computed[[rows[sequence] for sequence in sequences]]
 
 
 def checked_scores(scores: NDArray[np.float32], sequences: Sequence[TokenSequence]) -> Scores:
