@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from batchline.errors import BadRequest
-from batchline.openai_api.chat import ChatCompletionRequest
+from batchline.openai_api.chat import ChatCompletionRequest, tool_call_delta, tool_call_object
 from batchline.openai_api.parsing import parse_body
-from batchline.openai_api.tools import tool_call_delta, tool_call_object
 
 NAMED = {"type": "function", "function": {"name": "f"}}
 

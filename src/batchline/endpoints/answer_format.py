@@ -17,8 +17,7 @@ from batchline.endpoints.constraints import requested_constraint
 from batchline.endpoints.generation import GeneratedText
 from batchline.endpoints.model import GenerativeModel
 from batchline.errors import BadRequest
-from batchline.openai_api.chat import ChatCompletionRequest
-from batchline.openai_api.tools import AllowedToolsChoice, NamedToolChoice, Tool
+from batchline.openai_api.chat import AllowedToolsChoice, ChatCompletionRequest, NamedToolChoice, Tool
 from batchline.text.grammars import Constraint, Preamble, Surroundings
 from batchline.text.message_parts import ContentDelta, MessagePart, PartStream, ReasoningDelta, ToolCallDelta
 from batchline.text.reasoning import ReasoningParser

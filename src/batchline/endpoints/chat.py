@@ -29,10 +29,9 @@ from batchline.endpoints.model import GenerativeModel
 from batchline.endpoints.reporting import LogprobFormat
 from batchline.errors import BadRequest
 from batchline.media.items import MediaItem
-from batchline.openai_api.chat import ChatCompletionRequest, chat_choice, chat_completion_object
+from batchline.openai_api.chat import ChatCompletionRequest, chat_choice, chat_completion_object, tool_call_object
 from batchline.openai_api.limits import check_text
 from batchline.openai_api.parsing import parse_body, warn_once
-from batchline.openai_api.tools import tool_call_object
 from batchline.text.chat_template import RESERVED_VARIABLES, ChatPrompt, ChatTemplate, RequestTemplate
 from batchline.text.control_tokens import RenderedChat
 from batchline.text.messages import message_text

@@ -24,8 +24,7 @@ from batchline.endpoints.choices import check_streamed, stream_jobs
 from batchline.endpoints.generation import GeneratedText, by_token
 from batchline.endpoints.model import GenerativeModel
 from batchline.endpoints.reporting import LogprobFormat, StreamUsage
-from batchline.openai_api.chat import ChatCompletionRequest, chat_chunk_choice, chat_completion_chunk
-from batchline.openai_api.tools import tool_call_delta
+from batchline.openai_api.chat import ChatCompletionRequest, chat_chunk_choice, chat_completion_chunk, tool_call_delta
 
 Chunk = dict[str, Any]
 

@@ -13,12 +13,12 @@ from batchline.endpoints.model import GenerativeModel
 from batchline.errors import BadRequest
 from batchline.openai_api.generation import GenerationBody
 from batchline.openai_api.parsing import parse_body
-from batchline.openai_api.structural_tags import StructuralTag
 from batchline.openai_api.structured_outputs import (
     JsonObjectFormat,
     JsonSchemaFormat,
     JsonValueFormat,
     RegexValueFormat,
+    StructuralTag,
     StructuralTagFormat,
     StructuredOutputs,
     TextFormat,
