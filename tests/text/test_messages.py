@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from batchline.errors import BadRequest
-from batchline.text.messages import MEDIA_PARTS, normalise_messages
+from batchline.text.chat_template import MEDIA_PARTS, normalise_messages
 
 
 def normal(message: dict[str, Any], *, content_format: Any = "string", knows_developer: bool = False) -> dict[str, Any]:

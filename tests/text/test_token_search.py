@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchline.text import token_search
-from batchline.text.token_search import TokenSearch
+from batchline.text import control_tokens
+from batchline.text.control_tokens import TokenSearch
 
 token = st.text(alphabet="ab<|é", min_size=1, max_size=5)
 
@@ -21,7 +21,7 @@ def test_the_longest_token_is_found_at_each_place(tokens: set[str], text: str) -
     alternation = re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))))
     expected = [found.span() for found in alternation.finditer(text)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(token_search, "SLICE_CHARACTERS", 3)
+        patch.setattr(control_tokens, "SLICE_CHARACTERS", 3)
         assert [found.span() for found in TokenSearch(tokens).matches(text)] == expected
 
 

@@ -25,9 +25,8 @@ from batchline.openai_api.moderations import ModerationsRequest
 from batchline.openai_api.rerank import RerankRequest
 from batchline.openai_api.score import ScoreRequest
 from batchline.openai_api.transcriptions import TranscriptionRequest
-from batchline.text.chat_template import ChatPrompt, compile_template, own_template
+from batchline.text.chat_template import ChatPrompt, compile_template, message_text, own_template
 from batchline.text.control_tokens import ControlTokens
-from batchline.text.messages import message_text
 from batchline.text.tokenizer import load_tokenizer
 
 TokenIds = tuple[int, ...]

@@ -19,8 +19,8 @@ from batchline.endpoints.model import GenerativeModel
 from batchline.errors import BadRequest
 from batchline.openai_api.chat import AllowedToolsChoice, ChatCompletionRequest, NamedToolChoice, Tool
 from batchline.text.grammars import Constraint, Preamble, Surroundings
-from batchline.text.message_parts import ContentDelta, MessagePart, PartStream, ReasoningDelta, ToolCallDelta
 from batchline.text.reasoning import ReasoningParser
+from batchline.text.text_cursor import ContentDelta, MessagePart, PartStream, ReasoningDelta, ToolCallDelta
 from batchline.text.tokenizer import special_token_ids
 from batchline.text.tool_parsers import ToolCallParser, ToolDefinition
 from batchline.text.tool_parsers.enforced import ArgumentsParser, CallListParser

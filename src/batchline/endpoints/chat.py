@@ -32,9 +32,8 @@ from batchline.media.items import MediaItem
 from batchline.openai_api.chat import ChatCompletionRequest, chat_choice, chat_completion_object, tool_call_object
 from batchline.openai_api.limits import check_text
 from batchline.openai_api.parsing import parse_body, warn_once
-from batchline.text.chat_template import RESERVED_VARIABLES, ChatPrompt, ChatTemplate, RequestTemplate
+from batchline.text.chat_template import RESERVED_VARIABLES, ChatPrompt, ChatTemplate, RequestTemplate, message_text
 from batchline.text.control_tokens import RenderedChat
-from batchline.text.messages import message_text
 from batchline.text.tool_parsers import assemble
 
 _THINKING_SWITCHES = ("enable_thinking", "thinking")

@@ -15,7 +15,7 @@ from batchline.endpoints.model import GenerationEngine
 from batchline.engine.request import GenerationOutput, GenerationRequest, TokenLogprobs
 from batchline.openai_api.generation import GenerationBody
 from batchline.text.detokenizer import Detokenizer, StopMatch, StopStringMatcher, StopStrings
-from batchline.text.message_parts import ContentDelta, MessagePart, ReasoningDelta, ToolCallDelta
+from batchline.text.text_cursor import ContentDelta, MessagePart, ReasoningDelta, ToolCallDelta
 from batchline.text.tokenizer import Tokenizer
 
 T = TypeVar("T")

@@ -16,7 +16,7 @@ from batchline.media.collector import MediaCollector
 from batchline.media.items import MediaItem, MediaKind
 from batchline.media.parts import MEDIA_PARTS, MediaPart, MediaSource, media_parts, split_media
 from batchline.media.processor import MediaProcessor
-from batchline.text.messages import TEXT_PARTS, unsupported_part
+from batchline.text.chat_template import TEXT_PARTS, unsupported_part
 
 T = TypeVar("T")
 

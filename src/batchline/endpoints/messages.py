@@ -33,7 +33,7 @@ from batchline.openai_api.messages import (
     tool_use_block,
     written_block,
 )
-from batchline.text.message_parts import MessagePart, ReasoningDelta, ToolCallDelta
+from batchline.text.text_cursor import MessagePart, ReasoningDelta, ToolCallDelta
 
 JsonObject = dict[str, Any]
 

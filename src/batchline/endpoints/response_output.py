@@ -26,7 +26,7 @@ from batchline.openai_api.responses import (
     response_object,
     response_usage,
 )
-from batchline.text.message_parts import ContentDelta, ReasoningDelta, ToolCallDelta
+from batchline.text.text_cursor import ContentDelta, ReasoningDelta, ToolCallDelta
 
 JsonObject = dict[str, Any]
 

@@ -53,8 +53,8 @@ from batchline.openai_api.parsing import parse_body
 from batchline.openai_api.rerank import RerankRequest
 from batchline.openai_api.score import ScoreRequest
 from batchline.openai_api.transcriptions import TranscriptionRequest
+from batchline.text.chat_template import normalise_messages
 from batchline.text.grammars import Constraint, GrammarCompiler, SketchedTokenizer
-from batchline.text.messages import normalise_messages
 
 Body = Mapping[str, Any]
 

@@ -10,7 +10,8 @@ the next one. Escaping works in four steps:
 3. Replace each genuine token by a name that occurs in no text.
 4. Encode the whole prompt with a copy of the tokenizer that knows the control tokens only by these names.
 
-All other text is tokenized as usual, and a prompt that needs no marks is encoded by the model's own tokenizer.
+All other text is tokenized as usual, and a prompt that needs no marks is encoded by the model's own tokenizer. A search
+takes no longer for a thousand tokens than for one.
 """
 
 from __future__ import annotations
@@ -18,17 +19,16 @@ from __future__ import annotations
 import json
 import logging
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import Any, Protocol
 
 from batchline.config import SpecialTokensInContent
 from batchline.errors import BadRequest, counted
-from batchline.text.chat_template import ChatPrompt
-from batchline.text.messages import decoded_arguments
-from batchline.text.token_search import TokenSearch
+from batchline.text.chat_template import ChatPrompt, decoded_arguments
 from batchline.text.tokenizer import HuggingFaceTokenizer, Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -391,3 +391,82 @@ def _mapped_below(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, (list, tuple)):
         return [_mapped_below(below, change) for below in value]
     return value
+
+
+SLICE_CHARACTERS = 64 * 1024
+
+_MAX_DEPTH = 20
+"""The pattern's deepest nesting, because Python's parser of patterns is recursive."""
+
+
+class TokenSearch:
+    """Finds tokens of a fixed set in texts. If several begin at the same position, the longest is found.
+
+    The tokens become one pattern with a branch for each of their prefixes, so matching stops at the first character
+    that continues no token. Long texts are searched in slices, so that other threads can run in between.
+    """
+
+    def __init__(self, tokens: Iterable[str]) -> None:
+        self._tokens = frozenset(tokens)
+        self._pattern = re.compile(_longest_of(self._tokens) if self._tokens else "(?!)")
+        self._longest = max(map(len, self._tokens), default=1)
+
+    def __contains__(self, text: str) -> bool:
+        return text in self._tokens
+
+    def first(self, text: str) -> str | None:
+        """The first token in a text."""
+        found = next(self.matches(text), None)
+        return None if found is None else found[0]
+
+    def matches(self, text: str) -> Iterator[re.Match[str]]:
+        """The tokens in a text, from left to right, without overlap."""
+        position = 0
+        while position < len(text):
+            end = position + SLICE_CHARACTERS
+            for found in self._pattern.finditer(text, position, end + self._longest - 1):
+                if found.start() >= end:
+                    break  # it may continue after the searched part
+                position = found.end()
+                yield found
+            position = max(position, end)
+
+    def begins_with_ending(self, text: str) -> bool:
+        """Whether preceding text and this one's beginning could form a token."""
+        return any(text[:size] in self._endings for size in range(1, min(self._longest, len(text) + 1)))
+
+    def ends_in_beginning(self, text: str) -> bool:
+        """Whether this text's end and the following text could form a token."""
+        return any(text[-size:] in self._beginnings for size in range(1, min(self._longest, len(text) + 1)))
+
+    @cached_property
+    def _beginnings(self) -> frozenset[str]:
+        return frozenset(token[:size] for token in self._tokens for size in range(1, len(token)))
+
+    @cached_property
+    def _endings(self) -> frozenset[str]:
+        return frozenset(token[size:] for token in self._tokens for size in range(1, len(token)))
+
+
+def _longest_of(texts: Iterable[str], depth: int = 0) -> str:
+    """A pattern that matches the longest of the texts. An empty text among them makes it optional."""
+    if depth == _MAX_DEPTH:
+        return f"(?:{'|'.join(map(re.escape, sorted(texts, key=len, reverse=True)))})"
+    by_first: defaultdict[str, list[str]] = defaultdict(list)
+    is_optional = False
+    for text in texts:
+        if text:
+            by_first[text[0]].append(text)
+        else:
+            is_optional = True
+    branches = "|".join(_branch(by_first[char], depth) for char in sorted(by_first))
+    if is_optional:
+        return f"(?:{branches})?" if branches else ""
+    return f"(?:{branches})" if len(by_first) > 1 else branches
+
+
+def _branch(texts: list[str], depth: int) -> str:
+    """A pattern that matches the longest of several texts that begin with the same character."""
+    extremes = zip(min(texts), max(texts), strict=False)
+    common = "".join(char for char, _ in takewhile(lambda pair: pair[0] == pair[1], extremes))
+    return re.escape(common) + _longest_of([text[len(common) :] for text in texts], depth + 1)

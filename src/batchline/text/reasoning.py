@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from batchline.plugins import REASONING_PARSERS, ParserRegistry
-from batchline.text.message_parts import ContentDelta, PartSink, PartStream, ReasoningDelta
-from batchline.text.text_cursor import Markers, Reading, TextCursor
+from batchline.text.text_cursor import ContentDelta, Markers, PartSink, PartStream, Reading, ReasoningDelta, TextCursor
 
 
 @dataclass(frozen=True, slots=True)

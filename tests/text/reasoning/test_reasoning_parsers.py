@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from batchline.errors import UnknownPlugin
 from batchline.plugins import load_plugin
-from batchline.text.message_parts import ContentDelta, ReasoningDelta
 from batchline.text.reasoning import (
     ParsedReasoning,
     ReasoningParser,
@@ -18,6 +17,7 @@ from batchline.text.reasoning import (
     reasoning_parser,
     reasoning_parser_names,
 )
+from batchline.text.text_cursor import ContentDelta, ReasoningDelta
 
 FORMATS = ["deepseek_r1", "granite", "mistral", "qwen3"]
 PROMPTS = ["", "<｜Assistant｜><think>\n", "<｜Assistant｜></think>", "<think>\n\n</think>\n\n", "[INST]Hi[/INST]"]

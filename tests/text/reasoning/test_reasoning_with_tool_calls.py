@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from batchline.text.message_parts import MessagePart, ReasoningDelta
 from batchline.text.reasoning import ReasoningParser, reasoning_parser
+from batchline.text.text_cursor import MessagePart, ReasoningDelta
 from batchline.text.tool_parsers import ParsedToolCalls, ToolCall, ToolCallParser, assemble, tool_parser
 
 TEXT = (

@@ -5,7 +5,7 @@ removes the reasoning first.
 """
 
 from batchline.plugins import load_plugin
-from batchline.text.message_parts import ContentDelta, MessagePart, ToolCallDelta
+from batchline.text.text_cursor import ContentDelta, MessagePart, ToolCallDelta
 from batchline.text.tool_parsers.base import (
     CallSink,
     ParsedToolCalls,

@@ -14,8 +14,17 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from batchline.plugins import TOOL_PARSERS, ParserRegistry
-from batchline.text.message_parts import ContentDelta, MessagePart, PartSink, PartStream, ToolCallDelta
-from batchline.text.text_cursor import Markers, Reading, TextCursor, UnexpectedText
+from batchline.text.text_cursor import (
+    ContentDelta,
+    Markers,
+    MessagePart,
+    PartSink,
+    PartStream,
+    Reading,
+    TextCursor,
+    ToolCallDelta,
+    UnexpectedText,
+)
 from batchline.text.tool_parsers.literals import strict_loads
 from batchline.text.tool_parsers.schema_types import ArgumentTypes, ToolDefinition
 
