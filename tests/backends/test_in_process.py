@@ -123,12 +123,12 @@ async def test_a_long_unknown_name_is_cut_in_the_error(backend: InProcessBackend
 async def test_an_error_in_the_middle_is_the_last_chunk(
     backend: InProcessBackend, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from batchline.endpoints import chat_stream
+    from batchline.endpoints import chat as endpoint
 
     def broken(*_: object) -> None:
         raise ZeroDivisionError("/secret/path")
 
-    monkeypatch.setattr(chat_stream._ChatChunks, "finish", broken)
+    monkeypatch.setattr(endpoint._ChatChunks, "finish", broken)
     chunks = [chunk async for chunk in backend.stream(chat(stream=True, max_tokens=3))]
     assert chunks[-1] == {
         "error": {"message": "Internal server error", "type": "InternalServerError", "param": None, "code": 500}

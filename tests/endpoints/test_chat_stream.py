@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_models import engine_of, scripted_model
 
-from batchline.endpoints.chat import chat_completion
-from batchline.endpoints.chat_stream import chat_completion_chunks
+from batchline.endpoints.chat import chat_completion, chat_completion_chunks
 from batchline.endpoints.model import GenerativeModel
 from batchline.engine.request import GenerationRequest
 from batchline.errors import BadRequest

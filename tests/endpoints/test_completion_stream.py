@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_models import engine_of, scripted_model
 
-from batchline.endpoints.completion_stream import completion_chunks
-from batchline.endpoints.completions import completion
+from batchline.endpoints.completions import completion, completion_chunks
 from batchline.endpoints.model import GenerativeModel
 from batchline.engine.request import GenerationRequest
 from batchline.testing import ByteTokenizer

@@ -15,8 +15,7 @@ from scripted_models import EXECUTOR, engine_of, scripted_model
 from batchline.config import RequestLimits, TextConfig
 from batchline.endpoints import chat, completions, embeddings, responses, tokenizing
 from batchline.endpoints.chat import chat_completion
-from batchline.endpoints.completion_stream import completion_chunks
-from batchline.endpoints.completions import completion
+from batchline.endpoints.completions import completion, completion_chunks
 from batchline.endpoints.model import GenerativeModel
 from batchline.endpoints.responses import response
 from batchline.endpoints.tokenizing import generative, tokenized

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from batchline.endpoints.merging import merge
+from batchline.endpoints.choices import merge
 
 
 class Source:

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from batchline.config import CacheConfig, CpuKernels, DType, EngineConfig, ModelConfig, SchedulerConfig
 from batchline.engine.core import Engine
 from batchline.engine.fusion import FusedStack
+from batchline.engine.linear_layers import Int8Linear, NativeInt8Linear
 from batchline.engine.model_loader import load_model
-from batchline.engine.quantization import Int8Linear, NativeInt8Linear
 from batchline.engine.request import GenerationOutput, GenerationRequest, SamplingParams
 from batchline.errors import ModelLoadError, UnsupportedModel
 from batchline.native.int8 import Int8Kernels, open_int8_kernels, supported_isas

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchline.engine.repetition import Repetition, RepetitionTracker
-from batchline.engine.request import GenerationRequest, SamplingParams
-from batchline.engine.sequence import Sequence
+from batchline.engine.request import GenerationRequest, Repetition, SamplingParams
+from batchline.engine.sequence import RepetitionTracker, Sequence
 
 
 def end_of(output: list[int], wanted: Repetition) -> int | None:

@@ -26,8 +26,8 @@ from transformers import (
 )
 
 from batchline.engine import row_ops, sampler
-from batchline.engine.logprobs import token_logprobs
 from batchline.engine.request import BannedSequences, GenerationRequest, SamplingParams
+from batchline.engine.row_ops import token_logprobs
 from batchline.engine.sampler import NUM_CANDIDATES, sample, uniform
 from batchline.engine.sequence import Sequence as RunningSequence
 

@@ -16,8 +16,8 @@ from families import VOCAB, make_model
 
 from batchline.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from batchline.engine.core import Engine, Output
-from batchline.engine.logits_processing import allow_only
 from batchline.engine.request import GenerationOutput, GenerationRequest, RequestFailed, SamplingParams
+from batchline.engine.sampler import allow_only
 from batchline.engine.token_masks import StepMasks, TokenMasks
 from batchline.errors import ConstraintFailed
 

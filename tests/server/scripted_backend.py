@@ -8,8 +8,7 @@ from typing import Any
 
 from batchline.backends.base import Answer, BackendStats, EndpointRequest, ServedModel
 from batchline.config import TextConfig
-from batchline.endpoints.chat import chat_completion
-from batchline.endpoints.chat_stream import chat_completion_chunks
+from batchline.endpoints.chat import chat_completion, chat_completion_chunks
 from batchline.endpoints.messages import message, message_events
 from batchline.endpoints.model import GenerationDefaults, GenerativeModel, TextParts
 from batchline.endpoints.responses import response, response_events

@@ -32,7 +32,7 @@ from batchline.checkpoints.digests import OnRead
 from batchline.checkpoints.formats import refuse_foreign_format
 from batchline.config import EngineConfig, MediaConfig, Task
 from batchline.engine import sequence_metrics
-from batchline.engine.cache_memory import cache_memory_ahead
+from batchline.engine.memory import cache_memory_ahead
 from batchline.errors import (
     BadRequest,
     EngineLost,

@@ -21,11 +21,9 @@ from batchline.callers import FairThreads
 from batchline.checkpoints.files import read_json
 from batchline.config import EngineConfig, ModelConfig, Task, TextConfig
 from batchline.endpoints.answer_scores import AnswerScorer, Reranker, UnknownReranker, answer_tokens, find_reranker
-from batchline.endpoints.chat import chat_completion
-from batchline.endpoints.chat_stream import chat_completion_chunks
+from batchline.endpoints.chat import chat_completion, chat_completion_chunks
 from batchline.endpoints.classify import Classifier, classify, classifying_pooling, embedding_pooling, moderations
-from batchline.endpoints.completion_stream import completion_chunks
-from batchline.endpoints.completions import completion
+from batchline.endpoints.completions import completion, completion_chunks
 from batchline.endpoints.embed import embed
 from batchline.endpoints.embedders import Embedder, EngineEmbedder
 from batchline.endpoints.embeddings import embeddings
@@ -47,7 +45,7 @@ from batchline.endpoints.tokenizing import (
 )
 from batchline.endpoints.transcriptions import Transcriber, transcription, transcription_events
 from batchline.engine.async_engine import AsyncEngine
-from batchline.engine.cache_memory import CacheMemory
+from batchline.engine.memory import CacheMemory
 from batchline.errors import BadRequest, ModelLoadError, UnsupportedModel
 from batchline.media.collector import MediaCollector
 from batchline.media.processor import load_media_processor

@@ -27,10 +27,9 @@ from batchline.cli.values import together
 from batchline.config import EngineConfig
 from batchline.errors import UsageError
 from batchline.model_facts import ModelFacts
-from batchline.server.connections import bind
+from batchline.server.connections import bind, check_certificate
 from batchline.server.log_lines import SparingHandler
 from batchline.server.options import ServerOptions
-from batchline.server.tls import check_certificate
 
 
 @takes_config_file

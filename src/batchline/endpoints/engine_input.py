@@ -13,8 +13,7 @@ from typing import TypeVar
 from batchline.config import TextConfig
 from batchline.endpoints.media_prompts import prompt_media, with_media_texts
 from batchline.endpoints.model import GenerativeModel
-from batchline.engine.repetition import Repetition
-from batchline.engine.request import BannedSequences, MediaSpan, SamplingParams
+from batchline.engine.request import BannedSequences, MediaSpan, Repetition, SamplingParams
 from batchline.errors import BadRequest, PromptTooLong
 from batchline.media.prepared import PreparedItem
 from batchline.openai_api.common import Prompt, TruncationSide

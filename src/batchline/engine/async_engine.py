@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 
 from batchline.callers import current_caller, engine_progress
 from batchline.config import EngineConfig
-from batchline.engine.cache_memory import CacheMemory
 from batchline.engine.core import Engine, Output
+from batchline.engine.memory import CacheMemory
 from batchline.engine.request import (
     EmbeddingOutput,
     EmbeddingRequest,

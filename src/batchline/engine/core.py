@@ -20,7 +20,7 @@ import torch
 
 from batchline.config import EngineConfig
 from batchline.engine.block_pool import BlockPool
-from batchline.engine.cache_memory import CacheMemory
+from batchline.engine.memory import CacheMemory
 from batchline.engine.model_loader import load_model
 from batchline.engine.multimodal import EncodingFailed
 from batchline.engine.placement import choose_kernels, facts_of, place, size_cache
@@ -34,7 +34,7 @@ from batchline.engine.request import (
     RequestFailed,
 )
 from batchline.engine.scheduler import Scheduler
-from batchline.engine.sequence import Sequence
+from batchline.engine.sequence import Sequence, check_length, check_token_ids
 from batchline.engine.sequence_metrics import SequenceMetrics
 from batchline.engine.step import Step, pack, with_media
 from batchline.engine.step_results import (
@@ -45,7 +45,6 @@ from batchline.engine.step_results import (
     read_results,
 )
 from batchline.engine.token_masks import TokenMasks
-from batchline.engine.vocabulary import check_length, check_token_ids, known_eos_token_ids, vocabulary_size
 from batchline.errors import EngineError, EngineOutOfMemory, NumbersNotFinite, RequestRefused, SequenceFailed
 
 logger = logging.getLogger(__name__)
@@ -67,8 +66,8 @@ class Engine:
         """memory: prepared memory for the KV cache; without it the cache allocates its own."""
         self._num_threads = config.model.num_threads
         self.loaded = load_model(config.model, choose_kernels(config))
-        self.vocab_size = vocabulary_size(self.loaded)
-        self.eos_token_ids = known_eos_token_ids(self.loaded)
+        self.vocab_size = self.loaded.num_token_ids
+        self.eos_token_ids = self.loaded.known_eos_token_ids()
         placement = place(config, self.loaded, memory)
         self.max_model_len, num_blocks = size_cache(config, self.loaded, placement)
         self.facts = facts_of(config, self.loaded, num_blocks * placement.block_bytes, self.max_model_len)

@@ -2,6 +2,11 @@
 
 The fused layers only know `LinearFormat` and `LinearLayer`. Whether numbers are floats or bytes is decided once, when a
 model is loaded.
+
+Bytes (int8) replace the weights of every plain linear layer between the embeddings and the language-model head; those
+two are not changed. A weight has a scale per output, and activations get one per row (token) at run time. Sums are
+exact integers, so every way of running such a layer gives the same numbers, independent of the batch. Other weights
+(such as a mixture's stacked experts) cannot be quantized, and a model with such weights is refused.
 """
 
 from __future__ import annotations
@@ -12,6 +17,8 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import nn
 
+from batchline.errors import UnsupportedModel
+from batchline.native.int8 import Int8Kernels, PackedInt8Linear, pack_int8, pack_int8_gated, quantize
 from batchline.native.library import NativeKernels
 from batchline.native.packing import PackedLinear, pack, pack_gated
 
@@ -76,3 +83,83 @@ class FloatFormat:
     def gate(self, gate: nn.Linear, up: nn.Linear) -> LinearLayer[PackedLinear]:
         """See `LinearFormat`."""
         return LinearLayer(self.kernels, pack_gated(*(pack(linear.weight, linear.bias) for linear in (gate, up))))
+
+
+class Int8Linear(nn.Module):
+    """An int8 linear layer in plain torch: the reference for the kernels."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.values, scales = quantize(linear.weight)
+        self.scales = scales[:, 0]
+        self.bias = None if linear.bias is None else linear.bias.detach()
+
+    @property
+    def out_features(self) -> int:
+        """The original layer's number of outputs."""
+        return len(self.values)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: (..., inputs). Returns (..., outputs), of x's dtype."""
+        values, scales = quantize(x.reshape(-1, x.shape[-1]))
+        out = torch._int_mm(values, self.values.T).float() * scales * self.scales
+        if self.bias is not None:
+            out += self.bias
+        return out.to(x.dtype).view(*x.shape[:-1], self.out_features)
+
+
+class NativeInt8Linear(nn.Module):
+    """The same layer on the native kernels."""
+
+    def __init__(self, linear: Int8Linear, kernels: Int8Kernels) -> None:
+        super().__init__()
+        self._layer = Int8Format(kernels).join(linear)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: (..., inputs), float32 or bfloat16. Returns (..., outputs)."""
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
+        out = rows.new_empty(len(rows), self._layer.num_outputs)
+        self._layer(rows, out)
+        return out.view(*x.shape[:-1], self._layer.num_outputs)
+
+
+@dataclass(frozen=True, slots=True)
+class Int8Format:
+    """The format of fused layers whose modules are `Int8Linear` (see `LinearFormat`)."""
+
+    kernels: Int8Kernels
+
+    def join(self, *linears: Int8Linear) -> LinearLayer[PackedInt8Linear]:
+        """See `LinearFormat`."""
+        biases = [linear.bias for linear in linears if linear.bias is not None]
+        values, scales = (torch.cat(parts) for parts in zip(*((x.values, x.scales) for x in linears), strict=True))
+        return LinearLayer(self.kernels, pack_int8(values, scales, torch.cat(biases) if biases else None))
+
+    def gate(self, gate: Int8Linear, up: Int8Linear) -> LinearLayer[PackedInt8Linear]:
+        """See `LinearFormat`."""
+        return LinearLayer(self.kernels, pack_int8_gated(self.join(gate).weight, self.join(up).weight))
+
+
+def quantize_linears(name: str, model: Any) -> None:
+    """Replace the model's linear layers by `Int8Linear`, in place. Raises: UnsupportedModel, before any change."""
+    kept = {id(parameter) for parameter in model.get_output_embeddings().parameters()}
+    plain = []
+    for path, module in model.named_modules():
+        is_kept = isinstance(module, nn.Embedding) or any(id(p) in kept for p in module.parameters(recurse=False))
+        if type(module) is nn.Linear and not is_kept:
+            plain.append((path, module))
+        elif not is_kept and any(parameter.ndim > 1 for parameter in module.parameters(recurse=False)):
+            raise UnsupportedModel(
+                name,
+                f"--quantization int8 needs plain linear layers, but {path} has weights of another kind "
+                f"({type(module).__name__}); leave out the option",
+            )
+    for path, linear in plain:
+        model.set_submodule(path, Int8Linear(linear))
+
+
+def use_int8_kernels(model: Any, kernels: Int8Kernels) -> None:
+    """Run every `Int8Linear` of the model on the kernels, in place. The weights are packed, not stored twice."""
+    linears = [(path, module) for path, module in model.named_modules() if isinstance(module, Int8Linear)]
+    for path, linear in linears:
+        model.set_submodule(path, NativeInt8Linear(linear, kernels))

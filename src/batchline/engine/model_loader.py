@@ -34,12 +34,11 @@ from batchline.config import ModelConfig
 from batchline.engine.attention import PAGED_ATTENTION, give_row_positions
 from batchline.engine.fusion import can_fuse, fuse
 from batchline.engine.kv_cache import CacheGroup, CacheShape
-from batchline.engine.linear_layers import FloatFormat
+from batchline.engine.linear_layers import FloatFormat, Int8Format, quantize_linears, use_int8_kernels
 from batchline.engine.multimodal import FAMILIES, MediaModel, is_multimodal, text_part
 from batchline.engine.native_cache import MAX_KEY_DIM, can_hold
 from batchline.engine.native_probe import first_layers_are_exact, whole_model_only_rounds
 from batchline.engine.probe import OWN_ATTENTION, Probe, own_hidden_states, probe_model
-from batchline.engine.quantization import Int8Format, quantize_linears, use_int8_kernels
 from batchline.errors import ModelLoadError, UnsupportedModel
 from batchline.model_facts import NOT_BUILT
 from batchline.native.int8 import open_int8_kernels
@@ -95,6 +94,25 @@ class LoadedModel:
     def cache_shape(self, block_size: int) -> CacheShape:
         """The shape of its KV cache with blocks of this size."""
         return CacheShape(self.groups, block_size, self.dtype)
+
+    @property
+    def num_token_ids(self) -> int:
+        """How many token ids, from 0 on, have an embedding and a logit."""
+        embeddings: Any = self.model.get_input_embeddings()  # type: ignore[operator]
+        return min(self.vocab_size, len(embeddings.weight))
+
+    def known_eos_token_ids(self) -> frozenset[int]:
+        """The model's end tokens, without those outside its vocabulary, which some `generation_config.json` list."""
+        size = self.num_token_ids
+        known = frozenset(token_id for token_id in self.eos_token_ids if 0 <= token_id < size)
+        if known != self.eos_token_ids:
+            logger.warning(
+                "the model's configuration names end tokens outside its vocabulary of %d tokens, which never end an "
+                "answer: %s",
+                size,
+                sorted(self.eos_token_ids - known),
+            )
+        return known
 
     def head_rows(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
         """(num_tokens, hidden_size + 1): the head's weights for these tokens, and their bias in the last column.

@@ -16,9 +16,8 @@ import numpy as np
 import torch
 
 from batchline.engine.attention import AttentionParams
-from batchline.engine.cache_memory import CacheMemory
 from batchline.engine.kv_cache import CacheGroup, CacheShape, by_layer
-from batchline.engine.memory import LEDGER, fresh_zeros
+from batchline.engine.memory import LEDGER, CacheMemory, fresh_zeros
 from batchline.native.library import DTYPES, CacheArgs, NativeKernels
 from batchline.native.packing import PANEL
 

@@ -12,9 +12,8 @@ from typing import Protocol
 import torch
 
 from batchline.config import EngineConfig
-from batchline.engine.cache_memory import CacheMemory
 from batchline.engine.kv_cache import CacheShape, KVCache, choose_num_blocks
-from batchline.engine.memory import cache_share, free_bytes
+from batchline.engine.memory import CacheMemory, cache_share, free_bytes
 from batchline.engine.model_loader import LoadedModel
 from batchline.engine.model_runner import Forward, ModelRunner, StepRunner
 from batchline.engine.native_cache import NativeKVCache, padded

@@ -14,7 +14,6 @@ from typing import Literal, Protocol
 import numpy as np
 
 from batchline.callers import EngineProgress
-from batchline.engine.repetition import Repetition
 from batchline.engine.sequence_metrics import SequenceCounts
 from batchline.errors import EngineError
 
@@ -51,6 +50,15 @@ class BannedSequences:
             return self._always
         tail = token_ids[-min(num_output, self._num_looked_at) :].tobytes()
         return np.concatenate([self._always, *(ends for prefix, ends in begun if tail.endswith(prefix))])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repetition:
+    """An output ends if a pattern of `min_size` to `max_size` tokens occurs `count` times (2 or more) in a row."""
+
+    min_size: int
+    max_size: int
+    count: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

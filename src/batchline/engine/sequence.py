@@ -16,23 +16,28 @@ import itertools
 import time
 from array import array
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
 from batchline.callers import kind_of
 from batchline.engine.block_pool import CacheKey
-from batchline.engine.repetition import RepetitionTracker
 from batchline.engine.request import (
     EmbeddingRequest,
     FinishReason,
     GenerationRequest,
     MediaSpan,
+    Repetition,
     SamplingParams,
     TokenLogprobs,
     TokenMatcher,
 )
+from batchline.errors import RequestRefused
 
 EMBEDDING_SAMPLING = SamplingParams(max_tokens=0)
+
+_ROOM = 256
+"""After so many tokens, a `RepetitionTracker` moves the newest ones to make room."""
 
 
 class SequenceStatus(enum.Enum):
@@ -59,6 +64,45 @@ class RotaryPositions:
         if start >= length:
             return output
         return np.concatenate([self.prompt[:, start:], np.broadcast_to(output, (3, output.shape[1]))], axis=1)
+
+
+class RepetitionTracker:
+    """Follows one output. Mutable. Each token costs two operations on as many numbers as there are pattern sizes.
+
+    For each size, it keeps the last position whose token differs from the one that far before it. A pattern of that
+    size occurs n times in a row once the (n - 1) * size tokens after that position are all equal.
+    """
+
+    def __init__(self, wanted: Repetition) -> None:
+        self._wanted = wanted
+        sizes = np.arange(wanted.min_size, wanted.max_size + 1)
+        self._num_needed = sizes * (wanted.count - 1)
+        self._last_different = np.zeros_like(sizes)
+        self._differs = np.empty(len(sizes), dtype=np.bool_)
+        self._recent = np.full(wanted.max_size + _ROOM, -1, dtype=np.int64)  # newest first, from `_newest` on
+        self._newest = _ROOM
+        self._num_tokens = 0
+        self._due = int(self._num_needed.min())  # there is no repetition before so many tokens
+
+    def push(self, token_id: int) -> bool:
+        """Take the next token of the output. Returns whether the output repeats itself now."""
+        self._num_tokens += 1
+        first = self._newest - 1
+        before = self._recent[first + self._wanted.min_size : first + self._wanted.max_size + 1]
+        np.not_equal(before, token_id, out=self._differs)
+        np.copyto(self._last_different, self._num_tokens, where=self._differs)
+        self._remember(token_id)
+        if self._num_tokens < self._due:
+            return False
+        self._due = int((self._last_different + self._num_needed).min())
+        return self._num_tokens >= self._due
+
+    def _remember(self, token_id: int) -> None:
+        if not self._newest:  # move the tokens that are still read to the other end
+            self._recent[_ROOM:] = self._recent[:-_ROOM].copy()
+            self._newest = _ROOM
+        self._newest -= 1
+        self._recent[self._newest] = token_id
 
 
 class Sequence:
@@ -257,3 +301,31 @@ def _matcher(request: GenerationRequest | EmbeddingRequest) -> TokenMatcher | No
     if isinstance(request, EmbeddingRequest) or request.constraint is None or request.sampling.max_tokens == 0:
         return None
     return request.constraint.matcher()
+
+
+def check_token_ids(sequence: Sequence, vocab_size: int) -> None:
+    """Check that every token id of a request is below `vocab_size`. Raises: RequestRefused."""
+    prompt = np.frombuffer(sequence.token_ids, dtype=np.int64)
+    sampling = sequence.sampling
+    named = chain(
+        sampling.eos_token_ids,
+        sampling.stop_token_ids,
+        sampling.logit_bias,
+        sampling.allowed_token_ids or (),
+        sampling.bad_words.extremes if sampling.bad_words else (),
+    )
+    ids = [int(prompt.min()), int(prompt.max()), *named]
+    if min(ids) < 0 or max(ids) >= vocab_size:
+        unknown = next(token_id for token_id in ids if not 0 <= token_id < vocab_size)
+        raise RequestRefused(f"Token id {unknown} is outside this model's vocabulary of {vocab_size} tokens")
+
+
+def check_length(sequence: Sequence, max_model_len: int) -> None:
+    """Check that the prompt is not empty, and fits the context with its max_tokens. Raises: RequestRefused."""
+    if sequence.num_prompt_tokens == 0:
+        raise RequestRefused("The prompt is empty: it has no tokens")
+    if sequence.num_prompt_tokens + sequence.sampling.max_tokens > max_model_len:
+        raise RequestRefused(
+            f"{sequence.num_prompt_tokens} prompt tokens and max_tokens {sequence.sampling.max_tokens} are more than "
+            f"this model's maximum context length of {max_model_len} tokens"
+        )

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 import torch
 
 from batchline.engine.kv_cache import CacheGroup, by_layer
-from batchline.engine.logits_processing import allow_only
-from batchline.engine.logprobs import token_logprobs
 from batchline.engine.model_runner import StepResult
 from batchline.engine.request import EmbeddingOutput, GenerationOutput, TokenLogprobs
-from batchline.engine.sampler import sample
+from batchline.engine.row_ops import token_logprobs
+from batchline.engine.sampler import allow_only, sample
 from batchline.engine.sequence import Sequence
 from batchline.engine.step import Chunk, Step
 from batchline.engine.token_masks import StepMasks

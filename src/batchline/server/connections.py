@@ -3,6 +3,8 @@
 Anyone may open connections. When there are too many, a new one replaces the one that has been without a request for the
 longest time (idle, in a TLS handshake, or with half a head). Connections with requests are never closed. There is a
 reserve beyond the limit (`is_crowded`), so that a server full of requests still answers a health check.
+
+Also binds the server's address and checks its certificate, both before a model is loaded.
 """
 
 from __future__ import annotations
@@ -11,11 +13,13 @@ import errno
 import logging
 import os
 import socket
+import ssl
 import stat
 import sys
 import time
 from collections import OrderedDict
 from contextlib import suppress
+from pathlib import Path
 
 from batchline.errors import UsageError
 
@@ -230,3 +234,35 @@ def raise_file_limit(max_connections: int) -> int:
     possible = max(1, soft - RESERVE - OTHER_FILES)
     logger.warning("this process may open %d files: at most %d connections (ulimit -n raises it)", soft, possible)
     return possible
+
+
+def check_certificate(certfile: str, keyfile: str | None, password: str | None) -> None:
+    """Check the server's certificate and key. keyfile: None if the certificate's file also holds the key.
+
+    OpenSSL's errors say little, and it would ask for a password on the terminal. Here, each mistake gets a sentence
+    that names the option. Raises: UsageError.
+    """
+    certificate = _read("--ssl-certfile", certfile)
+    key = certificate if keyfile is None else _read("--ssl-keyfile", keyfile)
+    is_encrypted = b"ENCRYPTED" in key  # in both of PEM's ways to say so
+    if is_encrypted and not password:
+        raise UsageError("The key is encrypted: give its password with --ssl-keyfile-password")
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certfile, keyfile, password or "")
+    except ssl.SSLError as exc:
+        raise UsageError(_explain(exc, is_encrypted)) from exc
+
+
+def _read(option: str, path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as exc:
+        raise UsageError(f"{option}: cannot read {path!r}: {exc.strerror}") from exc
+
+
+def _explain(exc: ssl.SSLError, is_encrypted: bool) -> str:
+    if exc.reason == "KEY_VALUES_MISMATCH":
+        return "--ssl-keyfile: the key is not that of the certificate in --ssl-certfile"
+    if is_encrypted:
+        return "--ssl-keyfile-password: this password does not decrypt the key"
+    return "--ssl-certfile and --ssl-keyfile: the files do not contain a certificate and its key in PEM format"

@@ -18,10 +18,9 @@ import uvicorn
 from batchline.backends.base import Backend, RunningBackend, ServedModel
 from batchline.batch.stopping import stop_on_signals
 from batchline.server.app import create_app
-from batchline.server.connections import Connections, allow_reuse, bind, raise_file_limit, unusable
+from batchline.server.connections import Connections, allow_reuse, bind, check_certificate, raise_file_limit, unusable
 from batchline.server.http_protocol import BoundedProtocol, ConnectionTimes
 from batchline.server.options import ServerOptions
-from batchline.server.tls import check_certificate
 
 OnReady = Callable[[str, Sequence[ServedModel]], None]
 
