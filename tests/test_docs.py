@@ -23,9 +23,9 @@ from batchline.config import RequestLimits
 from batchline.openai_api.chat import ChatCompletionRequest
 from batchline.openai_api.completions import CompletionRequest
 from batchline.openai_api.embeddings import EmbeddingsRequest
-from batchline.openai_api.parsing import NO_BEHAVIOUR
 from batchline.openai_api.rerank import RerankRequest
 from batchline.openai_api.score import ScoreRequest
+from batchline.openai_api.undeclared_fields import NO_BEHAVIOUR
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")

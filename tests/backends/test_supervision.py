@@ -19,8 +19,7 @@ from batchline.openai_api.endpoint_table import DETOKENIZE, TOKENIZE
 @pytest.fixture(autouse=True)
 def _no_collections(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each unload looks through all that the process has imported, which these models have no part in."""
-    for module in ("residency", "loading_thread"):
-        monkeypatch.setattr(f"batchline.backends.{module}.gc", SimpleNamespace(collect=lambda: None))
+    monkeypatch.setattr("batchline.backends.residency.gc", SimpleNamespace(collect=lambda: None))
 
 
 class Mortal:

@@ -12,7 +12,8 @@ from batchline.batch.unknown_fields import MAX_SHOWN, UnknownFields
 from batchline.cli.main import main
 from batchline.openai_api import parsing
 from batchline.openai_api.chat import ChatCompletionRequest
-from batchline.openai_api.parsing import NO_BEHAVIOUR, UNSUPPORTED, parse_body
+from batchline.openai_api.parsing import parse_body
+from batchline.openai_api.undeclared_fields import NO_BEHAVIOUR, UNSUPPORTED
 
 LINES = [
     chat_line("a", temperature=0, metadata={"x": "y"}, user="u"),

@@ -24,7 +24,8 @@ from batchline.openai_api.endpoint_table import (
     RESPONSES,
     SCORE,
 )
-from batchline.openai_api.parsing import NO_BEHAVIOUR, parse_body
+from batchline.openai_api.parsing import parse_body
+from batchline.openai_api.undeclared_fields import NO_BEHAVIOUR
 
 DOCS = (Path(__file__).parents[2] / "docs/requests.md").read_text(encoding="utf-8")
 

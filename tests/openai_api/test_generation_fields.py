@@ -10,7 +10,8 @@ from batchline.errors import BadRequest
 from batchline.openai_api.chat import ChatCompletionRequest
 from batchline.openai_api.common import Usage, total_usage
 from batchline.openai_api.completions import CompletionRequest
-from batchline.openai_api.parsing import UNSUPPORTED, parse_body
+from batchline.openai_api.parsing import parse_body
+from batchline.openai_api.undeclared_fields import UNSUPPORTED
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 

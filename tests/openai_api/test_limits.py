@@ -16,8 +16,15 @@ from batchline.openai_api.chat import ChatCompletionRequest
 from batchline.openai_api.completions import CompletionRequest
 from batchline.openai_api.embeddings import EmbeddingsRequest
 from batchline.openai_api.endpoint_table import REQUEST_SCHEMAS
-from batchline.openai_api.limits import MAX_FIELDS, check_limits, is_small, limited_fields, num_sequences
-from batchline.openai_api.parsing import MAX_READ_ERRORS, parse_body
+from batchline.openai_api.parsing import (
+    MAX_FIELDS,
+    MAX_READ_ERRORS,
+    check_limits,
+    is_small,
+    limited_fields,
+    num_sequences,
+    parse_body,
+)
 from batchline.openai_api.rerank import RerankRequest
 from batchline.openai_api.responses import CHAT_FIELDS, ResponsesRequest
 from batchline.openai_api.score import ScoreRequest

@@ -10,8 +10,9 @@ from pydantic import Field, model_validator
 
 from batchline.errors import BadRequest
 from batchline.openai_api.common import Prompts, Strings, WireModel
-from batchline.openai_api.parsing import NO_BEHAVIOUR, UNSUPPORTED, parse_body
+from batchline.openai_api.parsing import parse_body
 from batchline.openai_api.structured_outputs import ConstrainedBody
+from batchline.openai_api.undeclared_fields import NO_BEHAVIOUR, UNSUPPORTED
 
 
 class Item(WireModel):

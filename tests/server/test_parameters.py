@@ -43,9 +43,9 @@ from batchline.openai_api.classify import ClassifyRequest, PoolingRequest
 from batchline.openai_api.completions import CompletionRequest
 from batchline.openai_api.embeddings import EmbeddingsRequest
 from batchline.openai_api.moderations import ModerationsRequest
-from batchline.openai_api.parsing import NO_BEHAVIOUR
 from batchline.openai_api.rerank import RerankRequest
 from batchline.openai_api.score import ScoreRequest
+from batchline.openai_api.undeclared_fields import NO_BEHAVIOUR
 
 CASES = [
     *shared_cases(),

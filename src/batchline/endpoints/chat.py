@@ -46,8 +46,7 @@ from batchline.openai_api.chat import (
     tool_call_delta,
     tool_call_object,
 )
-from batchline.openai_api.limits import check_text
-from batchline.openai_api.parsing import parse_body, warn_once
+from batchline.openai_api.parsing import check_text, parse_body, warn_once
 from batchline.text.chat_template import RESERVED_VARIABLES, ChatPrompt, ChatTemplate, RequestTemplate, message_text
 from batchline.text.control_tokens import RenderedChat
 from batchline.text.tool_parsers import assemble

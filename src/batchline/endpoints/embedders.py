@@ -28,7 +28,7 @@ from batchline.engine.request import EmbeddingOutput, EmbeddingRequest, MediaSpa
 from batchline.errors import BadRequest
 from batchline.media.parts import MediaPart
 from batchline.openai_api.common import Content
-from batchline.openai_api.limits import check_text
+from batchline.openai_api.parsing import check_text
 from batchline.pooling.batching import TokenSequence
 from batchline.pooling.matryoshka import Matryoshka
 from batchline.pooling.tokenizing import Role, Side

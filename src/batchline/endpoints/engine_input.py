@@ -18,7 +18,7 @@ from batchline.errors import BadRequest, PromptTooLong
 from batchline.media.prepared import PreparedItem
 from batchline.openai_api.common import Prompt, TruncationSide
 from batchline.openai_api.generation import GenerationBody, RepetitionDetection
-from batchline.openai_api.limits import check_text
+from batchline.openai_api.parsing import check_text
 from batchline.text.control_tokens import RenderedChat
 from batchline.text.tokenizer import Tokenizer
 

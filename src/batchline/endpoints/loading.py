@@ -13,7 +13,7 @@ from batchline.checkpoints.files import read_json
 from batchline.config import ModelConfig, TextConfig
 from batchline.endpoints.model import GenerationDefaults, TextParts, fields_not_honoured, generation_defaults
 from batchline.errors import BadRequest, ModelLoadError, UnsupportedModel, UsageError
-from batchline.openai_api.limits import check_text
+from batchline.openai_api.parsing import check_text
 from batchline.text.chat_template import ChatPrompt, ChatTemplate, compile_template, own_template, read_template
 from batchline.text.control_tokens import ControlTokens, RenderedChat
 from batchline.text.reasoning import detect_reasoning_parser, reasoning_parser

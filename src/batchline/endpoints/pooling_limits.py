@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from batchline.config import TextConfig
 from batchline.endpoints.engine_input import check_truncation, check_vocabulary, prompt_too_long
 from batchline.errors import BadRequest, EngineDead, EngineError, EngineOutOfMemory, InternalServerError, RequestRefused
-from batchline.openai_api.limits import is_small
+from batchline.openai_api.parsing import is_small
 from batchline.pooling.batching import TokenSequence
 
 T = TypeVar("T")

@@ -15,8 +15,8 @@ from pydantic_core import PydanticCustomError
 from batchline.errors import BadRequest
 from batchline.openai_api.common import Usage, WireModel
 from batchline.openai_api.generation import GenerationBody, NumLogprobs
-from batchline.openai_api.limits import MESSAGES, TEXT, Limited, num_allowed_tools
-from batchline.openai_api.parsing import NO_BEHAVIOUR
+from batchline.openai_api.parsing import MESSAGES, TEXT, Limited, num_allowed_tools
+from batchline.openai_api.undeclared_fields import NO_BEHAVIOUR
 
 JsonObject = dict[str, Any]
 

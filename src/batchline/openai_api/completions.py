@@ -10,7 +10,7 @@ from pydantic import Field
 from batchline.errors import BadRequest
 from batchline.openai_api.common import Prompts, Usage
 from batchline.openai_api.generation import GenerationBody, NumLogprobs
-from batchline.openai_api.limits import TEXT, Limited, num_prompts
+from batchline.openai_api.parsing import TEXT, Limited, num_prompts
 
 DEFAULT_MAX_TOKENS = 16
 

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from batchline.errors import BadRequest
 from batchline.openai_api.common import Priority, Text, TextInput, WireModel
-from batchline.openai_api.limits import TEXT, Limited
+from batchline.openai_api.parsing import TEXT, Limited
 
 JsonObject = dict[str, Any]
 EmbeddingType = Literal["float", "int8", "uint8", "binary", "ubinary", "base64"]

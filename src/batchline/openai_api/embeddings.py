@@ -18,7 +18,7 @@ from batchline.openai_api.common import (
     TruncationSide,
     Usage,
 )
-from batchline.openai_api.limits import MESSAGES, TEXT, Limited, num_prompts
+from batchline.openai_api.parsing import MESSAGES, TEXT, Limited, num_prompts
 
 EmbedDtype = Literal["float32", "float16", "bfloat16"]
 ByteOrder = Literal["native", "little", "big"]

@@ -24,7 +24,7 @@ from batchline.openai_api.common import (
     TruncationSide,
     WireModel,
 )
-from batchline.openai_api.limits import Limited, longest_text
+from batchline.openai_api.parsing import Limited, longest_text
 from batchline.openai_api.structured_outputs import ConstrainedBody
 
 _TOKEN_ID = re.compile(r"[0-9]{1,19}")

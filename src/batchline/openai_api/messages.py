@@ -12,7 +12,7 @@ from batchline.errors import BadRequest
 from batchline.openai_api.chat import refuse_chat_fields
 from batchline.openai_api.common import Priority, Usage, WireModel
 from batchline.openai_api.generation import NonEmptyStrings
-from batchline.openai_api.limits import MESSAGES, TEXT, Limited, longest_text
+from batchline.openai_api.parsing import MESSAGES, TEXT, Limited, longest_text
 
 JsonObject = dict[str, Any]
 BlockKind = Literal["text", "thinking", "tool_use"]

@@ -17,7 +17,7 @@ from batchline.openai_api.common import (
     WireModel,
     text_of,
 )
-from batchline.openai_api.limits import TEXT, Limited, num_prompts
+from batchline.openai_api.parsing import TEXT, Limited, num_prompts
 
 THRESHOLD = 0.5
 """A category with at least this probability is flagged."""

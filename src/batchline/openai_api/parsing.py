@@ -1,10 +1,14 @@
-"""Turns an untrusted JSON body into a checked request, and accounts for every field.
+"""Turns an untrusted JSON body into a checked request: limits its size, validates it, and accounts for every field.
+
+A schema annotates each of its lists and strings with what to count (`Limited`). The body is counted before it is
+validated, because validation takes longer, and finds a fault in each item of a long list of wrong ones. While it is
+counted, it may have any shape: a value of another type counts as nothing, and validation refuses it.
 
 There are four kinds of fields:
 
     declared             the schema declares it
-    refused              known, but Batchline cannot honour it; the error names it
-    without behaviour    accepted and dropped
+    refused              known, but Batchline cannot honour it; the error names it (`undeclared_fields.py`)
+    without behaviour    accepted and dropped (the same file)
     unknown              an error under `strict`; otherwise a warning names it once
 
 `null` means the same as leaving a field out.
@@ -13,11 +17,12 @@ There are four kinds of fields:
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -26,7 +31,7 @@ from pydantic_core import ErrorDetails
 from batchline.config import RequestLimits
 from batchline.errors import BadRequest
 from batchline.openai_api.common import WireModel
-from batchline.openai_api.limits import check_limits
+from batchline.openai_api.undeclared_fields import NO_BEHAVIOUR, UNSUPPORTED
 
 logger = logging.getLogger(__name__)
 
@@ -41,149 +46,13 @@ MAX_READ_ERRORS = 1000
 MAX_WARNINGS = 1000
 """How many warnings about request fields are logged. Clients can make up any number of names."""
 
+MAX_FIELDS = 256
+"""Limit on the fields of a body: more than twice as many as any endpoint knows."""
+
+_SMALL = 4096
+"""Values and hundreds of characters of a body that is checked faster than a thread wakes up."""
+
 _NO_OBJECT = {"dict_type", "model_type", "model_attributes_type"}
-
-NO_BEHAVIOUR: Mapping[str, str] = {
-    "user": "an end user's id, for a hosted service's abuse checks",
-    "safety_identifier": "an end user's id, for a hosted service's abuse checks",
-    "metadata": "labels that a hosted service stores with the answer",
-    "store": "whether a hosted service stores the answer",
-    "service_tier": "a hosted service's price class",
-    "prompt_cache_key": "a hint for routing between a hosted service's machines",
-    "prompt_cache_options": "how a hosted service divides its prompt cache",
-    "session_id": "a hint for routing between a hosted service's machines",
-    "guided_decoding_backend": "another server's choice of grammar engines",
-    "custom_labels": "labels of another server's metrics",
-    "prompt_cache_retention": "how long a hosted service keeps its prompt cache",
-    "max_tool_calls": "how often a hosted service may run its own tools",
-    "reasoning.summary": "how a hosted service sums up reasoning that it does not show; here responses hold all of it",
-    "cache_control": "a hint for a hosted service's prompt cache; equal beginnings share the cache here by themselves",
-    "diagnostics": "what a hosted service reports about its prompt cache",
-    "inference_geo": "where a hosted service runs the model",
-    "speed": "a hosted service's price class",
-    "user_profile_id": "whom a hosted service charges for the request",
-    "workspace_id": "whom a hosted service charges for the request",
-    "stream_options.include_obfuscation": "padding of a hosted service's chunks against eavesdroppers",
-    "thinking.budget_tokens": "a separate limit for thinking; here `max_tokens` limits thinking and text together",
-    "image_url.detail": "a resolution hint for a hosted service's models (inside a message part)",
-}
-"""Fields that carry no behaviour here: accepted and dropped without a warning. Names with a dot are nested ones."""
-
-
-@dataclass(frozen=True, slots=True)
-class Unsupported:
-    """A known parameter that Batchline cannot honour.
-
-    neutral: values that request nothing and are accepted. advice: what to send instead.
-    """
-
-    feature: str
-    neutral: tuple[Any, ...] = ()
-    advice: str = ""
-
-
-_MAX_TOKENS = Unsupported("this name", advice="set max_tokens")
-_NUMBER_FORMAT = Unsupported(
-    "a number format", ("float",), "use embed_dtype with encoding_format: base64, or embedding_types of /v2/embed"
-)
-_TOOLS = Unsupported("tool calling", ([], "none"))
-_REASONING = Unsupported("reasoning output")
-_MEDIA = Unsupported("media input", ({},))
-_AUDIO = Unsupported("audio output")
-_EMBEDS = Unsupported("a prompt of embeddings")
-_TRANSFER = Unsupported("handing a request's cache to another server", ({},))
-_ROUTING = Unsupported("a choice of the machine that answers")
-_INTERNALS = Unsupported("reporting what happens inside of the model", (False, 0))
-_SESSIONS = Unsupported("sessions", ({},))
-_IMAGES = Unsupported("image output")
-
-UNSUPPORTED: Mapping[str, Unsupported] = {
-    "tools": _TOOLS,
-    "tool_choice": _TOOLS,
-    "parallel_tool_calls": Unsupported("tool calling", (True, False)),
-    "functions": _TOOLS,
-    "function_call": _TOOLS,
-    "reasoning_effort": _REASONING,
-    "include_reasoning": _REASONING,
-    "thinking_token_budget": Unsupported(
-        "a separate limit for thinking", advice="max_tokens limits thinking and text together"
-    ),
-    "mm_processor_kwargs": _MEDIA,
-    "modalities": Unsupported("audio output", (["text"],)),
-    "audio": _AUDIO,
-    "add_generation_prompt": Unsupported("a prompt for an answer", (False,)),
-    "continue_final_message": Unsupported("a message to continue", (False,)),
-    "chat_template": Unsupported("a chat template of the request here", advice="start with --chat-template"),
-    "chat_template_kwargs": Unsupported("a choice of template variables here", ({},)),
-    "prompt_embeds": _EMBEDS,
-    "input_embeds": _EMBEDS,
-    "prompt_token_ids": Unsupported("a prompt beside the prompt", advice="send token ids as prompt of a completion"),
-    "input_ids": Unsupported("a prompt beside the messages", advice="send token ids as prompt of a completion"),
-    "stop_regex": Unsupported("stopping at a regular expression", ([],), "use stop, or a regex for the whole text"),
-    "no_stop_trim": Unsupported("this name", (False,), "set include_stop_str_in_output"),
-    "separate_reasoning": Unsupported("reasoning as a part of the content", (True,)),
-    "stream_reasoning": Unsupported("reasoning that is held back in streams", (True,), "set include_reasoning: false"),
-    "stream_interval": Unsupported("a number of tokens for each chunk", (1,)),
-    "watermarking": Unsupported("watermarking", (False,)),
-    "padding": Unsupported("padding to a length", ("do_not_pad",)),
-    "detokenize": Unsupported("an answer without text", (True,)),
-    "return_prompt_text": Unsupported("returning the prompt's text", (False,), "set return_token_ids"),
-    "return_token_offsets": Unsupported("returning the tokens' places in the text", (False,)),
-    "return_prompt_token_ids": Unsupported("this name", (False,), "set return_token_ids"),
-    "return_mm_kwargs": Unsupported("media input", (True, False)),
-    "return_hidden_states": _INTERNALS,
-    "return_routed_experts": _INTERNALS,
-    "routed_experts_prompt_start": _INTERNALS,
-    "routed_experts_start_len": _INTERNALS,
-    "return_cached_tokens_details": _INTERNALS,
-    "return_meta_info": _INTERNALS,
-    "media_io_kwargs": _MEDIA,
-    "max_dynamic_patch": _MEDIA,
-    "min_dynamic_patch": _MEDIA,
-    "use_audio_in_video": Unsupported("media input", (False,)),
-    "images_config": _IMAGES,
-    "image": _IMAGES,
-    "kv_transfer_params": _TRANSFER,
-    "ec_transfer_params": _TRANSFER,
-    "bootstrap_host": _TRANSFER,
-    "bootstrap_port": _TRANSFER,
-    "bootstrap_room": _TRANSFER,
-    "routed_dp_rank": _ROUTING,
-    "disagg_prefill_dp_rank": _ROUTING,
-    "data_parallel_rank": _ROUTING,
-    "lora_path": Unsupported("LoRA"),
-    "extra_key": Unsupported("this name", advice="set cache_salt, which separates prefix caches"),
-    "rid": Unsupported("this name", advice="set request_id"),
-    "session_params": _SESSIONS,
-    "max_new_tokens": _MAX_TOKENS,
-    "n_predict": _MAX_TOKENS,
-    "repeat_penalty": Unsupported("this name", (1,), "set repetition_penalty"),
-    "texts": Unsupported("this name", advice="set documents to rerank, or input to embed"),
-    "output_dtype": _NUMBER_FORMAT,
-    "embedding_type": _NUMBER_FORMAT,
-    "extra_body": Unsupported(
-        "extra_body in a body", ({},), "it is an argument of the Python client; put its fields into the body"
-    ),
-    "vllm_xargs": Unsupported("passing arguments to engine plugins", ({},)),
-    "custom_params": Unsupported("passing arguments to engine plugins", ({},)),
-    "custom_logit_processor": Unsupported("a custom logits processor", ([], "")),
-    "ngram_corpus_id": Unsupported("speculation from a corpus"),
-    "moderation": Unsupported("moderation"),
-    "context_management": Unsupported("compaction", ([], {}), "set truncation: auto"),
-    "previous_input_messages": Unsupported("a conversation beside the input", ([],)),
-    "previous_response": Unsupported("a conversation beside the input"),
-    "enable_response_messages": Unsupported("returning the messages", (False,)),
-    "background_options": Unsupported("a time to answer in the background by", ({},)),
-    "access_programs": Unsupported("access programs", ({},)),
-    "personality": Unsupported("a personality", advice="write it into instructions"),
-    "suffix": Unsupported("fill-in-the-middle", ("",)),
-    "prediction": Unsupported("predicted output"),
-    "web_search_options": Unsupported("web search"),
-    "logits_processors": Unsupported("a list of custom logits processors", ([],)),
-    "stream": Unsupported("streaming", (False,)),
-    "stream_options": Unsupported("streaming"),
-}
-"""Known parameters that are refused by name, unless the schema declares them."""
 
 _warned: set[str] = set()
 
@@ -385,3 +254,157 @@ def _shown(value: Any) -> str:
         return str(value).lower()
     text = ascii(value) if isinstance(value, str) and not value.isprintable() else repr(value)
     return text if len(text) <= MAX_SHOWN_INPUT else text[: MAX_SHOWN_INPUT - 3] + "..."
+
+
+def num_items(value: Any) -> int:
+    """The number of items of a list or an object."""
+    return len(value) if isinstance(value, (list, dict)) else 0
+
+
+def num_inputs(value: Any) -> int:
+    """The number of inputs in a list, or of parts in an object alone, each of which may be an input."""
+    return num_items(value.get("content")) if isinstance(value, dict) else num_items(value)
+
+
+def num_prompts(value: Any) -> int:
+    """The number of prompts in a string, strings, token ids (which are one prompt) or lists of them."""
+    is_one = not isinstance(value, list) or (bool(value) and type(value[0]) is int)
+    return 1 if is_one else len(value)
+
+
+def longest_text(value: Any) -> int:
+    """The characters of a text, or of the longest of several. Texts may also be objects with a `text`, or in parts."""
+    return max(map(_num_characters, value if isinstance(value, list) else [value]), default=0)
+
+
+def _num_characters(value: Any) -> int:
+    if isinstance(value, dict):
+        parts = value.get("content")
+        return sum(map(_num_characters, parts)) if isinstance(parts, list) else _num_characters(value.get("text"))
+    return len(value) if isinstance(value, str) else 0
+
+
+def num_parts(messages: Any) -> int:
+    """The number of content parts of all messages."""
+    return sum(map(num_items, _members(messages, "content")))
+
+
+def num_tool_calls(messages: Any) -> int:
+    """The number of tool calls in all messages."""
+    return sum(map(num_items, _members(messages, "tool_calls")))
+
+
+def num_allowed_tools(choice: Any) -> int:
+    """The number of tools that a `tool_choice` names, in the form of chat completions or of responses."""
+    found = choice.get("allowed_tools", choice) if isinstance(choice, dict) else None
+    return num_items(found.get("tools")) if isinstance(found, dict) else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Limited:
+    """Annotates a field: `count` of it is at most the limit of that name. noun: what is counted, for messages."""
+
+    name: str
+    count: Callable[[Any], int] = num_items
+    noun: str = "items"
+
+
+TEXT = Limited("text_length", longest_text, "characters in one string")
+"""For a field that has one or several texts."""
+
+MESSAGES: tuple[Limited, ...] = (
+    Limited("messages"),
+    Limited("message_parts", num_parts, "content parts in all"),
+    Limited("message_tool_calls", num_tool_calls, "tool calls in all"),
+)
+"""For a field that has a conversation."""
+
+
+TEXT_COUNTS = ("inputs", "documents")
+"""The limits for fields whose texts are embedded, scored or ranked."""
+
+
+def num_texts(schema: type[BaseModel], body: Mapping[str, Any]) -> int:
+    """How many texts a body (which may be invalid) asks a model to read, in the field that has the most."""
+    counted = (
+        rule.count(body.get(field))
+        for field, rules in limited_fields(schema).items()
+        for rule in rules
+        if rule.name in TEXT_COUNTS
+    )
+    return max(counted, default=0)
+
+
+def check_limits(schema: type[BaseModel], body: Mapping[str, Any], limits: RequestLimits) -> None:
+    """Raises: BadRequest, which names the field of `body` that is too large, its size, and the limit."""
+    if len(body) > MAX_FIELDS:
+        raise BadRequest(f"The body has {len(body):,} fields, and at most {MAX_FIELDS} are allowed")
+    for field, rules in limited_fields(schema).items():
+        value = body.get(field)
+        for rule in rules if value is not None else ():
+            _check(field, rule.count(value), rule.name, rule.noun, limits)
+    if "n" in schema.model_fields:
+        field = "best_of" if _choices(body, "best_of") > _choices(body, "n") else "n"
+        _check(field, num_sequences(body), "sequences", "sequences (prompts times choices)", limits)
+
+
+def check_text(field: str, text: str, limits: RequestLimits) -> None:
+    """Raises: BadRequest for a text that is too long to be tokenized. field: the field that it comes from."""
+    _check(field, len(text), TEXT.name, TEXT.noun, limits)
+
+
+def _check(field: str, count: int, name: str, noun: str, limits: RequestLimits) -> None:
+    limit: int = getattr(limits, name)
+    if count > limit:
+        message = f"{field}: it has {count:,} {noun}, and at most {limit:,} are allowed"
+        raise BadRequest(f"{message} (--request-limit {name}=N changes that)", param=field)
+
+
+@cache
+def limited_fields(schema: type[BaseModel]) -> Mapping[str, tuple[Limited, ...]]:
+    """The rules of a schema's fields, by the field's name in JSON."""
+    found: dict[str, tuple[Limited, ...]] = {}
+    for name, field in schema.model_fields.items():
+        rules = tuple(chain.from_iterable(_rules(annotation) for annotation in field.metadata))
+        if rules:
+            found[field.alias or name] = rules
+    return found
+
+
+def _rules(annotation: Any) -> tuple[Limited, ...]:
+    """The rules in one annotation of a field."""
+    if isinstance(annotation, Limited):
+        return (annotation,)
+    return annotation if annotation is MESSAGES else ()
+
+
+def num_sequences(body: Mapping[str, Any]) -> int:
+    """How many sequences a body (which may be invalid) asks the engine for: prompts times choices, at least one."""
+    return max(1, num_prompts(body.get("prompt"))) * max(_choices(body, "n"), _choices(body, "best_of"))
+
+
+def _choices(body: Mapping[str, Any], field: str) -> int:
+    value = body.get(field)
+    if isinstance(value, (int, float)) and math.isfinite(value):  # 4.0 is an integer here
+        return max(1, int(value))
+    return 1
+
+
+def _members(messages: Any, key: str) -> Iterator[Any]:
+    found = messages if isinstance(messages, list) else ()
+    return (message.get(key) for message in found if isinstance(message, dict))
+
+
+def is_small(value: Any) -> bool:
+    """Whether a JSON value has at most so many values and hundreds of characters. Reads no more of it than that."""
+    waiting, budget = [value], _SMALL
+    while waiting and budget > 0:
+        value = waiting.pop()
+        budget -= 1
+        if isinstance(value, str):
+            budget -= len(value) // 100
+        elif isinstance(value, (list, tuple, dict)):
+            if len(value) > budget:
+                return False
+            waiting.extend(value.values() if isinstance(value, dict) else value)
+    return budget > 0

@@ -20,7 +20,7 @@ from batchline.openai_api.common import (
     TruncationSide,
     Usage,
 )
-from batchline.openai_api.limits import TEXT, Limited, num_inputs
+from batchline.openai_api.parsing import TEXT, Limited, num_inputs
 
 
 class RerankRequest(ActivatedBody):

@@ -13,7 +13,7 @@ from pydantic import Field
 from batchline.errors import BadRequest
 from batchline.openai_api.chat import refuse_chat_fields
 from batchline.openai_api.common import WireModel
-from batchline.openai_api.limits import MESSAGES, TEXT, Limited, num_allowed_tools
+from batchline.openai_api.parsing import MESSAGES, TEXT, Limited, num_allowed_tools
 
 JsonObject = dict[str, Any]
 Status = Literal["queued", "in_progress", "completed", "incomplete", "cancelled", "failed"]

@@ -17,7 +17,7 @@ from batchline.openai_api.common import (
     TruncationSide,
     Usage,
 )
-from batchline.openai_api.limits import TEXT, Limited, num_inputs
+from batchline.openai_api.parsing import TEXT, Limited, num_inputs
 
 SPELLINGS = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
 

@@ -10,7 +10,7 @@ from pydantic import Field
 from batchline.errors import BadRequest
 from batchline.openai_api.common import WireModel
 from batchline.openai_api.generation import TokenId
-from batchline.openai_api.limits import MESSAGES, TEXT, Limited
+from batchline.openai_api.parsing import MESSAGES, TEXT, Limited
 
 JsonObject = dict[str, Any]
 

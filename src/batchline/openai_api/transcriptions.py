@@ -12,7 +12,7 @@ from pydantic import Field
 
 from batchline.errors import BadRequest
 from batchline.openai_api.common import MAX_INT64, Priority, RequestId, Text, WireModel
-from batchline.openai_api.limits import TEXT
+from batchline.openai_api.parsing import TEXT
 
 ResponseFormat = Literal["json", "text", "srt", "verbose_json", "vtt"]
 Granularity = Literal["segment", "word"]

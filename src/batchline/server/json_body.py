@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from batchline.errors import BadRequest, PayloadTooLarge, UnsupportedMediaType
-from batchline.openai_api.limits import is_small
+from batchline.openai_api.parsing import is_small
 
 MAX_DEPTH = 128
 """The deepest nesting that recursive code for templates and schemas can handle."""
