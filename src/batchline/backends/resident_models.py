@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from transformers.utils.logging import disable_progress_bar
 
@@ -83,7 +83,7 @@ logger = logging.getLogger(__name__)
 NUM_TEXT_THREADS = 2
 """Threads that render and tokenize ahead of the engine. Tokenizers release the interpreter lock."""
 
-Body = Mapping[str, Any]
+AnswerT = TypeVar("AnswerT")
 
 Endpoint = Callable[[EndpointRequest], Awaitable[dict[str, Any] | str]]
 """Request to response body: an object, or plain text. Raises: RequestError, EngineError."""
@@ -205,20 +205,20 @@ def _generative_model(
     return ResidentModel(
         facts=engine.facts,
         endpoints={
-            CHAT: _generating(chat_completion, model),
-            COMPLETIONS: _generating(completion, model),
-            RESPONSES: _generating(response, model),
-            INPUT_TOKENS: _generating(input_tokens, model),
-            MESSAGES: _generating(message, model),
-            COUNT_TOKENS: _generating(counted_tokens, model),
+            CHAT: _bound(chat_completion, model),
+            COMPLETIONS: _bound(completion, model),
+            RESPONSES: _bound(response, model),
+            INPUT_TOKENS: _bound(input_tokens, model),
+            MESSAGES: _bound(message, model),
+            COUNT_TOKENS: _bound(counted_tokens, model),
             **_tokenizing_endpoints(generative(model, settings)),
             **_pooling_endpoints(scorer, embedder, text=config),
         },
         streams={
-            CHAT: _streaming(chat_completion_chunks, model),
-            COMPLETIONS: _streaming(completion_chunks, model),
-            RESPONSES: _streaming(response_events, model),
-            MESSAGES: _streaming(message_events, model),
+            CHAT: _bound(chat_completion_chunks, model),
+            COMPLETIONS: _bound(completion_chunks, model),
+            RESPONSES: _bound(response_events, model),
+            MESSAGES: _bound(message_events, model),
         },
         checks={RESPONSES: lambda request: check_response(request.body, model)},
         max_model_len=engine.max_model_len,
@@ -243,35 +243,24 @@ def _scorer_of(
     return AnswerScorer(model, embedder, reranker, engine.head_rows(answer_tokens(reranker)))
 
 
-def _generating(
-    endpoint: Callable[[Body, str, GenerativeModel, int], Awaitable[dict[str, Any]]], model: GenerativeModel
-) -> Endpoint:
-    async def answer(request: EndpointRequest) -> dict[str, Any]:
-        return await endpoint(request.body, request.request_id, model, request.priority)
+def _bound(function: Callable[..., AnswerT], computes: object, **fixed: object) -> Callable[[EndpointRequest], AnswerT]:
+    """The function of an endpoint, for the model that computes its answers.
+
+    function: (body, request_id, what computes, priority=..., **fixed) -> answer or chunks.
+    """
+
+    def answer(request: EndpointRequest) -> AnswerT:
+        return function(request.body, request.request_id, computes, priority=request.priority, **fixed)
 
     return answer
 
 
-def _streaming(
-    endpoint: Callable[[Body, str, GenerativeModel, int], AsyncGenerator[dict[str, Any], None]], model: GenerativeModel
-) -> StreamingEndpoint:
-    def stream(request: EndpointRequest) -> AsyncGenerator[dict[str, Any], None]:
-        return endpoint(request.body, request.request_id, model, request.priority)
-
-    return stream
-
-
 def _tokenizing_endpoints(model: TokenizedModel) -> dict[str, Endpoint]:
-    async def tokenize(request: EndpointRequest) -> dict[str, Any]:
-        return await tokenized(request.body, model)
-
-    async def detokenize(request: EndpointRequest) -> dict[str, Any]:
-        return await detokenized(request.body, model)
-
-    async def info(request: EndpointRequest) -> dict[str, Any]:
-        return await tokenizer_info(request.body, model)
-
-    return {TOKENIZE: tokenize, DETOKENIZE: detokenize, TOKENIZER_INFO: info}
+    return {
+        TOKENIZE: lambda request: tokenized(request.body, model),
+        DETOKENIZE: lambda request: detokenized(request.body, model),
+        TOKENIZER_INFO: lambda request: tokenizer_info(request.body, model),
+    }
 
 
 def _tokenizer_settings(config: ModelConfig) -> Mapping[str, Any]:
@@ -387,38 +376,27 @@ def _tokenized_pooling(model: PoolingModel, config: EngineConfig) -> TokenizedMo
     )
 
 
-AnsweringFunction = Callable[..., Awaitable[dict[str, Any]]]
-"""(body, request_id, what computes, text=..., priority=...) -> response body, as in `endpoints/score.py`."""
-
-
-def _pooling(function: AnsweringFunction, computes: Scorer | Embedder | Classifier, text: TextConfig) -> Endpoint:
-    async def answer(request: EndpointRequest) -> dict[str, Any]:
-        return await function(request.body, request.request_id, computes, text=text, priority=request.priority)
-
-    return answer
-
-
 def _pooling_endpoints(scorer: Scorer, embedder: Embedder | None, *, text: TextConfig) -> dict[str, Endpoint]:
     """Score and rerank by the scorer, and embeddings if there is an embedder."""
     endpoints: dict[str, Endpoint] = {
-        **dict.fromkeys(SCORE, _pooling(score, scorer, text)),
-        **dict.fromkeys(RERANK, _pooling(rerank, scorer, text)),
-        COHERE_RERANK: _pooling(partial(rerank, cuts_long_documents=True), scorer, text),
+        **dict.fromkeys(SCORE, _bound(score, scorer, text=text)),
+        **dict.fromkeys(RERANK, _bound(rerank, scorer, text=text)),
+        COHERE_RERANK: _bound(partial(rerank, cuts_long_documents=True), scorer, text=text),
     }
     if embedder is not None:
         endpoints |= {
-            EMBEDDINGS: _pooling(embeddings, embedder, text),
-            EMBED: _pooling(embed, embedder, text),
-            POOLING: _pooling(embedding_pooling, embedder, text),
+            EMBEDDINGS: _bound(embeddings, embedder, text=text),
+            EMBED: _bound(embed, embedder, text=text),
+            POOLING: _bound(embedding_pooling, embedder, text=text),
         }
     return endpoints
 
 
 def _classifying_endpoints(model: Classifier, text: TextConfig) -> dict[str, Endpoint]:
     return {
-        **dict.fromkeys(CLASSIFY, _pooling(classify, model, text)),
-        MODERATIONS: _pooling(moderations, model, text),
-        POOLING: _pooling(classifying_pooling, model, text),
+        **dict.fromkeys(CLASSIFY, _bound(classify, model, text=text)),
+        MODERATIONS: _bound(moderations, model, text=text),
+        POOLING: _bound(classifying_pooling, model, text=text),
     }
 
 
