@@ -13,8 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from batchline.config import CacheConfig, EngineConfig, ModelConfig
 from batchline.endpoints.completions import completion
-from batchline.endpoints.loading import load_text
-from batchline.endpoints.model import GenerativeModel
+from batchline.endpoints.model import GenerativeModel, load_text
 from batchline.engine.async_engine import AsyncEngine
 
 TINY_CHAT = Path(__file__).parents[2] / "examples" / "models" / "tiny-chat"

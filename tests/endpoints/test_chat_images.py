@@ -18,9 +18,8 @@ from batchline.config import CacheConfig, EngineConfig, MediaConfig, ModelConfig
 from batchline.endpoints.chat import chat_completion
 from batchline.endpoints.embedders import EngineEmbedder
 from batchline.endpoints.embeddings import embeddings
-from batchline.endpoints.loading import load_text
 from batchline.endpoints.media_input import MediaInput
-from batchline.endpoints.model import GenerativeModel
+from batchline.endpoints.model import GenerativeModel, load_text
 from batchline.engine.async_engine import AsyncEngine
 from batchline.errors import BadRequest
 from batchline.media.collector import MediaCollector

@@ -10,8 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from batchline.config import ModelConfig, TextConfig
-from batchline.endpoints.loading import load_text, message_renderer
-from batchline.endpoints.model import GenerationDefaults
+from batchline.endpoints.model import GenerationDefaults, load_text, message_renderer
 from batchline.errors import ModelLoadError, UnknownPlugin, UsageError
 from batchline.text.chat_template import ChatPrompt
 from batchline.text.reasoning import Qwen3ReasoningParser

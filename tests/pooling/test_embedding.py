@@ -12,7 +12,7 @@ from sentence_transformers import SentenceTransformer
 from tiny_pooling_models import MAX_TOKENS, change_json, make_backbone, save_backbone, save_sentence_transformer, texts
 
 from batchline.config import ModelConfig, TextConfig
-from batchline.endpoints.loading import message_renderer
+from batchline.endpoints.model import message_renderer
 from batchline.errors import BadRequest, EngineDead, ModelLoadError
 from batchline.pooling.embedding import EmbeddingModel, load_embedding_model
 

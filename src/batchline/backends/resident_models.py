@@ -27,10 +27,9 @@ from batchline.endpoints.completions import completion, completion_chunks
 from batchline.endpoints.embed import embed
 from batchline.endpoints.embedders import Embedder, EngineEmbedder
 from batchline.endpoints.embeddings import embeddings
-from batchline.endpoints.loading import load_text, message_renderer
 from batchline.endpoints.media_input import MediaInput
 from batchline.endpoints.messages import counted_tokens, message, message_events
-from batchline.endpoints.model import GenerativeModel
+from batchline.endpoints.model import GenerativeModel, load_text, message_renderer
 from batchline.endpoints.rerank import rerank
 from batchline.endpoints.responses import check_response, input_tokens, response, response_events
 from batchline.endpoints.score import score

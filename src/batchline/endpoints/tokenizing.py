@@ -11,9 +11,8 @@ from typing import Any, TypeVar
 from batchline.config import RequestLimits
 from batchline.endpoints.chat import chat_token_ids
 from batchline.endpoints.engine_input import check_vocabulary
-from batchline.endpoints.loading import RenderMessages
 from batchline.endpoints.media_input import CollectedMedia, MediaInput, encoded_with_media
-from batchline.endpoints.model import GenerativeModel
+from batchline.endpoints.model import GenerativeModel, RenderMessages
 from batchline.errors import BadRequest
 from batchline.openai_api.chat import ChatCompletionRequest
 from batchline.openai_api.parsing import parse_body
