@@ -21,7 +21,7 @@ from batchline.endpoints.generation import (
 )
 from batchline.engine.request import GenerationOutput, GenerationRequest, SamplingParams, TokenLogprobs
 from batchline.testing import ByteTokenizer, ScriptedEngine
-from batchline.text.detokenizer import StopStrings
+from batchline.text.tokenizer import StopStrings
 
 TOKENIZER = ByteTokenizer()
 EOS = TOKENIZER.EOS

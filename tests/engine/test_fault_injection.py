@@ -31,7 +31,7 @@ from batchline.engine.request import (
 )
 from batchline.engine.scheduler import Scheduler
 from batchline.engine.sequence import Sequence
-from batchline.engine.token_masks import StepMasks, TokenMasks
+from batchline.engine.step_results import StepMasks, TokenMasks
 from batchline.errors import EngineOutOfMemory, SequenceFailed
 from batchline.native.library import open_kernels
 

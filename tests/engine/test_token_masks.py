@@ -18,7 +18,7 @@ from batchline.config import CacheConfig, EngineConfig, ModelConfig, SchedulerCo
 from batchline.engine.core import Engine, Output
 from batchline.engine.request import GenerationOutput, GenerationRequest, RequestFailed, SamplingParams
 from batchline.engine.sampler import allow_only
-from batchline.engine.token_masks import StepMasks, TokenMasks
+from batchline.engine.step_results import StepMasks, TokenMasks
 from batchline.errors import ConstraintFailed
 
 PROMPTS = [tuple(range(start, start + 12)) for start in range(3, 13)]

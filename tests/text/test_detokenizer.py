@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from batchline.testing import ByteTokenizer
-from batchline.text.detokenizer import Detokenizer, detokenize
-from batchline.text.tokenizer import HuggingFaceTokenizer
+from batchline.text.tokenizer import Detokenizer, HuggingFaceTokenizer, detokenize
 
 Families = dict[str, tuple[Tokenizer, HuggingFaceTokenizer]]
 any_ids = st.lists(st.integers(0, 10_000), max_size=20)

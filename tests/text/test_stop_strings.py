@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchline.text.detokenizer import StopMatch, StopStringMatcher, StopStrings
+from batchline.text.tokenizer import StopMatch, StopStringMatcher, StopStrings
 
 
 def feed(stops: tuple[str, ...], pieces: list[str]) -> tuple[str, StopMatch | None]:

@@ -43,8 +43,8 @@ from batchline.openai_api.completions import (
     completion_object,
 )
 from batchline.openai_api.parsing import parse_body
-from batchline.text.detokenizer import Detokenizer
 from batchline.text.grammars import Constraint
+from batchline.text.tokenizer import Detokenizer
 
 Chunk = dict[str, Any]
 

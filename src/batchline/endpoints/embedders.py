@@ -35,7 +35,7 @@ from batchline.pooling.tokenizing import Role, Side
 from batchline.pooling.vectors import Vectors, normalise
 from batchline.text.chat_template import ChatPrompt
 from batchline.text.control_tokens import RenderedChat
-from batchline.text.detokenizer import detokenize
+from batchline.text.tokenizer import detokenize
 
 
 class InputReader(Protocol):

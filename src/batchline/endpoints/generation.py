@@ -14,9 +14,8 @@ from typing import Any, TypeVar
 from batchline.endpoints.model import GenerationEngine
 from batchline.engine.request import GenerationOutput, GenerationRequest, TokenLogprobs
 from batchline.openai_api.generation import GenerationBody
-from batchline.text.detokenizer import Detokenizer, StopMatch, StopStringMatcher, StopStrings
 from batchline.text.text_cursor import ContentDelta, MessagePart, ReasoningDelta, ToolCallDelta
-from batchline.text.tokenizer import Tokenizer
+from batchline.text.tokenizer import Detokenizer, StopMatch, StopStringMatcher, StopStrings, Tokenizer
 
 T = TypeVar("T")
 

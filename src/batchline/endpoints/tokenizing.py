@@ -24,9 +24,8 @@ from batchline.openai_api.tokenize import (
     tokenize_object,
     tokenizer_info_object,
 )
-from batchline.text.detokenizer import detokenize
 from batchline.text.isolation import run_on
-from batchline.text.tokenizer import Tokenizer
+from batchline.text.tokenizer import Tokenizer, detokenize
 
 T = TypeVar("T")
 

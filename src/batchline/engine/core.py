@@ -39,12 +39,12 @@ from batchline.engine.sequence_metrics import SequenceMetrics
 from batchline.engine.step import Step, pack, with_media
 from batchline.engine.step_results import (
     SequenceResult,
+    TokenMasks,
     embedding_output,
     finite_reach,
     generation_output,
     read_results,
 )
-from batchline.engine.token_masks import TokenMasks
 from batchline.errors import EngineError, EngineOutOfMemory, NumbersNotFinite, RequestRefused, SequenceFailed
 
 logger = logging.getLogger(__name__)

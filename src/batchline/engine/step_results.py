@@ -1,25 +1,40 @@
 """Reads each sequence's result from a computed step, and makes the callers' outputs from the sequences.
 
+The masks of constrained sequences are computed on separate threads while the model runs (`TokenMasks`). They depend
+only on the tokens before the step, so they are started when it is scheduled, and are usually ready before its logits.
+The matchers work without the interpreter lock. No other code may use a matcher until its mask is collected.
+
 `read_results` does not apply the results to the sequences, so that a step that fails can be undone and computed again.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from batchline.engine.kv_cache import CacheGroup, by_layer
 from batchline.engine.model_runner import StepResult
-from batchline.engine.request import EmbeddingOutput, GenerationOutput, TokenLogprobs
+from batchline.engine.recovery import reraise_interrupt
+from batchline.engine.request import EmbeddingOutput, GenerationOutput, TokenLogprobs, TokenMatcher
 from batchline.engine.row_ops import token_logprobs
 from batchline.engine.sampler import allow_only, sample
 from batchline.engine.sequence import Sequence
 from batchline.engine.step import Chunk, Step
-from batchline.engine.token_masks import StepMasks
-from batchline.errors import ConstraintFailed, EngineError, NumbersNotFinite
+from batchline.errors import ConstraintFailed, EngineError, NumbersNotFinite, SequenceFailed
+
+logger = logging.getLogger(__name__)
+
+MAX_MASK_THREADS = 4
+"""Masks take little time, and more threads would compete with the model's thread for the interpreter lock."""
+
+MIN_MASKS = 8
+"""This many masks take less time than waking up a thread."""
 
 
 @dataclass(slots=True)
@@ -175,3 +190,69 @@ def generation_output(sequence: Sequence) -> GenerationOutput:
         is_complete=sequence.is_complete,
         num_cached_tokens=sequence.num_cached_tokens or 0,
     )
+
+
+class StepMasks:
+    """The masks of one step's constrained sequences, one row each, still being computed until `wait` returns."""
+
+    def __init__(self, matchers: SequenceOf[TokenMatcher], vocab_size: int, executor: ThreadPoolExecutor) -> None:
+        self._rows = np.empty((len(matchers), -(-vocab_size // 32)), dtype=np.int32)
+        self._index = {id(matcher): row for row, matcher in enumerate(matchers)}
+        self._failures: dict[int, EngineError] = {}
+        self._futures: list[Future[None]] = []
+        num_each = max(MIN_MASKS, -(-len(matchers) // MAX_MASK_THREADS))
+        try:
+            for first in range(0, len(matchers), num_each):
+                self._futures.append(executor.submit(self._fill, matchers[first : first + num_each], first))
+        except BaseException:
+            self.wait()
+            raise
+
+    def wait(self) -> None:
+        """Wait until no matcher is in use. Raises nothing: a matcher's exception becomes its `failure`."""
+        for future in self._futures:
+            future.result()
+
+    def failure(self, matcher: TokenMatcher) -> EngineError | None:
+        """Why there is no mask for a matcher; None if there is one. Call after `wait`."""
+        return self._failures.get(self._index[id(matcher)])
+
+    def rows(self, matchers: SequenceOf[TokenMatcher]) -> np.ndarray:
+        """(len(matchers), ceil(vocabulary / 32)) int32, in the matchers' order. Call after `wait`."""
+        return np.asarray(self._rows[[self._index[id(matcher)] for matcher in matchers]])
+
+    def _fill(self, matchers: SequenceOf[TokenMatcher], first: int) -> None:
+        for row, matcher in enumerate(matchers, start=first):
+            failure = _fill_row(matcher, self._rows[row])
+            if failure is not None:
+                self._failures[row] = failure
+
+
+def _fill_row(matcher: TokenMatcher, row: np.ndarray) -> EngineError | None:
+    try:
+        matcher.fill_mask(row)
+    except EngineError as exc:
+        return exc
+    except BaseException as exc:
+        reraise_interrupt(exc)
+        logger.exception("a mask could not be computed")
+        return SequenceFailed.because_of(exc)
+    return None
+
+
+class TokenMasks:
+    """Starts the masks of steps. Its threads start with the first constrained sequence."""
+
+    def __init__(self, vocab_size: int) -> None:
+        """vocab_size: of the model's logits."""
+        self._vocab_size = vocab_size
+        self._executor = ThreadPoolExecutor(MAX_MASK_THREADS, thread_name_prefix="batchline-masks")
+
+    def start(self, sequences: SequenceOf[Sequence]) -> StepMasks | None:
+        """Start computing the masks of the constrained sequences; None if there are none."""
+        matchers = [sequence.matcher for sequence in sequences if sequence.matcher is not None]
+        return StepMasks(matchers, self._vocab_size, self._executor) if matchers else None
+
+    def close(self) -> None:
+        """End the threads."""
+        self._executor.shutdown(wait=False)
