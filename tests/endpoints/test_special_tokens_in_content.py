@@ -17,8 +17,7 @@ from batchline.endpoints.answer_scores import AnswerScorer, Reranker
 from batchline.endpoints.chat import encode_chat
 from batchline.endpoints.choices import check_whole
 from batchline.endpoints.completions import encode_completion
-from batchline.endpoints.model import load_text, message_renderer
-from batchline.endpoints.model import GenerativeModel
+from batchline.endpoints.model import GenerativeModel, load_text, message_renderer
 from batchline.endpoints.reranker_prompts import PairFormat, Qwen3Format, TemplateFormat, pair_messages
 from batchline.endpoints.scorers import ScoringTask
 from batchline.endpoints.tokenizing import generative, tokenized

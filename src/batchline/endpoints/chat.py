@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from batchline.config import TextConfig
-from batchline.endpoints.answer_format import AnswerFormat, MessageReader, answer_format
+from batchline.endpoints.answer_format import AnswerFormat, MessageReader, answer_format, compiled
 from batchline.endpoints.choices import (
     PromptChoices,
     PromptJob,
@@ -28,7 +28,6 @@ from batchline.endpoints.choices import (
     run_jobs,
     stream_jobs,
 )
-from batchline.endpoints.constraints import compiled
 from batchline.endpoints.engine_input import check_num_logprobs, encode_prompt
 from batchline.endpoints.generation import GeneratedText, by_token
 from batchline.endpoints.media_input import NOT_COLLECTED, CollectedMedia, encoded_with_media, taken_media

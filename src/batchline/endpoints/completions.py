@@ -16,6 +16,7 @@ from itertools import chain
 from typing import Any
 
 from batchline.config import TextConfig
+from batchline.endpoints.answer_format import compiled, requested_constraint
 from batchline.endpoints.choices import (
     PromptChoices,
     PromptJob,
@@ -28,7 +29,6 @@ from batchline.endpoints.choices import (
     run_jobs,
     stream_jobs,
 )
-from batchline.endpoints.constraints import compiled, requested_constraint
 from batchline.endpoints.engine_input import EncodedPrompt, check_num_logprobs, encode_prompt
 from batchline.endpoints.generation import GeneratedText
 from batchline.endpoints.model import GenerativeModel

@@ -14,11 +14,11 @@ from pydantic import BaseModel
 
 from batchline.config import TextConfig
 from batchline.endpoints import message_input, response_input
-from batchline.endpoints.answer_format import chat_constraint
+from batchline.endpoints.answer_format import chat_constraint, requested_constraint
 from batchline.endpoints.chat import parse_chat
 from batchline.endpoints.chat_form import ChatForm
 from batchline.endpoints.completions import parse_completion
-from batchline.endpoints.constraints import requested_constraint
+from batchline.endpoints.answer_format import requested_constraint
 from batchline.endpoints.media_input import media_of_content
 from batchline.endpoints.transcriptions import check_transcription
 from batchline.errors import BadRequest

@@ -4,7 +4,7 @@
 which some parts have a given form. Their older spelling names structures and the triggers that begin them; the newer
 one is a tree of formats, as defined by XGrammar.
 
-Only the shape is checked here; `endpoints/constraints.py` refuses what cannot be enforced.
+Only the shape is checked here; `endpoints/answer_format.py` refuses what cannot be enforced.
 """
 
 from __future__ import annotations
