@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from batchline.checkpoints.overrides import config_arguments
 from batchline.config import EngineConfig, ModelConfig, Task
-from batchline.engine.memory import cache_share, free_bytes
+from batchline.engine.memory import cache_allowance, free_bytes
 from batchline.errors import ModelLoadError, first_line
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ def _cache_need(config: EngineConfig, room: int) -> CacheNeed | None:
         block_bytes,
         max_model_len=max_model_len,
         max_num_seqs=config.scheduler.max_num_seqs,
-        free_bytes=cache_share(room, device.type),
+        free_bytes=cache_allowance(room, device.type),
     )
     return CacheNeed(
         num_bytes=num_blocks * block_bytes,

@@ -40,9 +40,9 @@ class AttentionParams:
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeGroup:
-    """Decodes of similar context length. rows: (n,) their query rows; blocks: (n, max_blocks) int64, padded with any
-    valid block; lengths: (n,) positions each may see, the new one included."""
+class PaddedDecodes:
+    """Decodes of similar context length, padded to the longest. rows: (n,) their query rows; blocks: (n, max_blocks)
+    int64, padded with any valid block; lengths: (n,) positions each may see, the new one included."""
 
     rows: torch.Tensor
     blocks: torch.Tensor
@@ -82,7 +82,7 @@ class TorchLayout:
 
     cache: KVCache
     slots: torch.Tensor
-    decodes: tuple[DecodeGroup, ...]
+    decodes: tuple[PaddedDecodes, ...]
     prefills: tuple[PrefillChunk, ...]
     both_ways: tuple[PrefillChunk, ...] = ()
 

@@ -152,7 +152,7 @@ class Engine:
         return outputs + [output for sequence in held if (output := self._report(sequence)) is not None]
 
     def _step(self, *, holds_streams: bool) -> list[Output]:
-        suspects = self._search.group
+        suspects = self._search.part
         self.scheduler.max_num_batched_tokens = self._step_size.limit
         try:
             step = self.scheduler.schedule(suspects)

@@ -84,7 +84,7 @@ def free_bytes(device_type: str | None = None) -> int:
     return max(0, free - LEDGER.untouched_bytes())
 
 
-def cache_share(num_free: int, device_type: str) -> int:
+def cache_allowance(num_free: int, device_type: str) -> int:
     """How much of the free memory a cache may take: on a CPU half of it, because other things need memory, too."""
     return num_free if device_type == "cuda" else num_free // 2
 

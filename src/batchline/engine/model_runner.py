@@ -14,14 +14,14 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from batchline.engine.attention import DecodeGroup, PrefillChunk, StepLayout, TorchLayout
+from batchline.engine.attention import PaddedDecodes, PrefillChunk, StepLayout, TorchLayout
 from batchline.engine.kv_cache import KVCache
 from batchline.engine.multimodal import MediaModel
 from batchline.engine.native_cache import NativeKVCache, NativeLayout
 from batchline.engine.step import MediaRows, PackedStep
 
 MAX_PADDING = 1.25
-"""Decodes form a group if its longest context is at most this many times its shortest."""
+"""Decodes are padded together if the longest context is at most this many times the shortest."""
 
 
 Decode = tuple[int, int, np.ndarray]
@@ -138,12 +138,12 @@ class ModelRunner:
                 decodes.append((row, end, table))
             else:
                 prefills.append(PrefillChunk(row, length, end, self._send(table) if end > length else None))
-        groups = tuple(self._decode_group(group) for group in _by_length(decodes))
-        return TorchLayout(cache, slots, groups, tuple(prefills), runs_both_ways(step, cache))
+        padded = tuple(map(self._padded_decodes, _by_length(decodes)))
+        return TorchLayout(cache, slots, padded, tuple(prefills), runs_both_ways(step, cache))
 
-    def _decode_group(self, decodes: list[Decode]) -> DecodeGroup:
+    def _padded_decodes(self, decodes: list[Decode]) -> PaddedDecodes:
         rows, lengths, tables = zip(*decodes, strict=True)
-        return DecodeGroup(self._send(np.array(rows)), self._send(_padded(tables)), self._send(np.array(lengths)))
+        return PaddedDecodes(self._send(np.array(rows)), self._send(_padded(tables)), self._send(np.array(lengths)))
 
     def _send(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self._cache.device, non_blocking=True)
@@ -159,14 +159,14 @@ def runs_both_ways(step: PackedStep, cache: KVCache) -> tuple[PrefillChunk, ...]
 
 
 def _by_length(decodes: list[Decode]) -> list[list[Decode]]:
-    """Group decodes by context length, so that a group needs little padding."""
-    groups: list[list[Decode]] = []
+    """The decodes divided by context length, so that each part needs little padding."""
+    parts: list[list[Decode]] = []
     for decode in sorted(decodes, key=itemgetter(1)):
-        if groups and len(decode[2]) <= MAX_PADDING * len(groups[-1][0][2]):
-            groups[-1].append(decode)
+        if parts and len(decode[2]) <= MAX_PADDING * len(parts[-1][0][2]):
+            parts[-1].append(decode)
         else:
-            groups.append([decode])
-    return groups
+            parts.append([decode])
+    return parts
 
 
 def _padded(tables: Sequence[np.ndarray]) -> np.ndarray:

@@ -13,7 +13,7 @@ import torch
 
 from batchline.config import EngineConfig
 from batchline.engine.kv_cache import CacheShape, KVCache, choose_num_blocks
-from batchline.engine.memory import CacheMemory, cache_share, free_bytes
+from batchline.engine.memory import CacheMemory, cache_allowance, free_bytes
 from batchline.engine.model_loader import LoadedModel
 from batchline.engine.model_runner import Forward, ModelRunner, StepRunner
 from batchline.engine.native_cache import NativeKVCache, padded
@@ -53,7 +53,7 @@ class TorchPlacement:
 
     def cache_room(self) -> int:
         """See `Placement`."""
-        return _free_share(self.loaded)
+        return _free_for_cache(self.loaded)
 
     def make_runner(self, num_blocks: int, max_model_len: int) -> ModelRunner:
         """See `Placement`."""
@@ -78,7 +78,7 @@ class NativePlacement:
 
     def cache_room(self) -> int:
         """See `Placement`."""
-        return _free_share(self.loaded)
+        return _free_for_cache(self.loaded)
 
     def make_runner(self, num_blocks: int, max_model_len: int) -> ModelRunner:
         """See `Placement`."""
@@ -181,5 +181,5 @@ def _place_on_cuda(config: EngineConfig, loaded: LoadedModel) -> Placement | Non
     return None
 
 
-def _free_share(loaded: LoadedModel) -> int:
-    return cache_share(free_bytes(loaded.device.type), loaded.device.type)
+def _free_for_cache(loaded: LoadedModel) -> int:
+    return cache_allowance(free_bytes(loaded.device.type), loaded.device.type)

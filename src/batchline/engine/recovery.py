@@ -60,21 +60,21 @@ class StepSize:
 class FaultSearch:
     """Finds the sequence that makes steps fail, by running smaller and smaller parts of a failed step.
 
-    Its groups hold sequences that have not been in a good step since. They are tried one after another.
+    It holds parts whose sequences have not been in a good step since. They are tried one after another.
     """
 
     def __init__(self) -> None:
-        self._groups: list[set[Sequence]] = []
+        self._parts: list[set[Sequence]] = []
 
     @property
-    def group(self) -> set[Sequence] | None:
+    def part(self) -> set[Sequence] | None:
         """The sequences that the next step may hold; None if no sequence is suspected."""
-        while self._groups:
-            group = self._groups[-1]
-            group -= {sequence for sequence in group if sequence.is_finished}
-            if group:
-                return group
-            self._groups.pop()
+        while self._parts:
+            part = self._parts[-1]
+            part -= {sequence for sequence in part if sequence.is_finished}
+            if part:
+                return part
+            self._parts.pop()
         return None
 
     def narrow(self, sequences: Iterable[Sequence]) -> Sequence | None:
@@ -85,13 +85,13 @@ class FaultSearch:
         if len(suspects) == 1:
             return suspects[0]
         middle = len(suspects) // 2
-        self._groups += [half for half in (set(suspects[middle:]), set(suspects[:middle])) if half]
+        self._parts += [half for half in (set(suspects[middle:]), set(suspects[:middle])) if half]
         return None
 
     def clear(self, sequences: Iterable[Sequence]) -> None:
         """Clear these sequences of suspicion."""
-        for group in self._groups:
-            group.difference_update(sequences)
+        for part in self._parts:
+            part.difference_update(sequences)
 
 
 def canary(block_size: int, vocab_size: int) -> Sequence:
