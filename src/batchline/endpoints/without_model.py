@@ -18,7 +18,6 @@ from batchline.endpoints.answer_format import chat_constraint, requested_constra
 from batchline.endpoints.chat import parse_chat
 from batchline.endpoints.chat_form import ChatForm
 from batchline.endpoints.completions import parse_completion
-from batchline.endpoints.answer_format import requested_constraint
 from batchline.endpoints.media_input import media_of_content
 from batchline.endpoints.transcriptions import check_transcription
 from batchline.errors import BadRequest
