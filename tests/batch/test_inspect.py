@@ -81,8 +81,8 @@ BODIES: dict[str, dict[str, Any]] = {
     "/classify": {"input": "one"},
     "/v1/moderations": {"input": "one"},
     "/pooling": {"input": "one"},
-    "/v1/audio/transcriptions": {"file_url": "data:audio/wav;base64,UklGRg=="},
-    "/v1/audio/translations": {"file_url": "data:audio/wav;base64,UklGRg=="},
+    "/v1/audio/transcriptions": {"file_url": "data:audio/wav;base64,UklGRgAAAABXQVZF"},
+    "/v1/audio/translations": {"file_url": "data:audio/wav;base64,UklGRgAAAABXQVZF"},
 }
 
 

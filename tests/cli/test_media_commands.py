@@ -35,6 +35,10 @@ def image(url: str) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": url}}
 
 
+def recording(data: str) -> dict[str, Any]:
+    return {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}
+
+
 @pytest.fixture
 def batch_file(tmp_path: Path) -> Path:
     path = tmp_path / "in.jsonl"
@@ -44,7 +48,7 @@ def batch_file(tmp_path: Path) -> Path:
         + line("2", image("https://cdn.example/b.png"), image(PNG_URL))
         + line("3", {"type": "input_image", "image_url": "https://cdn.example/c.png"}, url="/v1/responses")
         + line("4", block, url="/v1/messages")
-        + line("5", {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}})
+        + line("5", {"type": "input_audio", "input_audio": {"data": "UklGRgAAAABXQVZF", "format": "wav"}})
         + line("6", image("file:///data/a.png"))
         + line("7")
     )
@@ -98,6 +102,8 @@ def test_an_image_in_the_file_is_not_counted_as_text(tmp_path: Path) -> None:
         (image("cdn.example/a.png"), "messages[0].content[1]: Input should be an http(s), data or file URL"),
         (image("data:image/png;base64,!"), "messages[0].content[1]: the data URL is not valid base64"),
         (image("data:image/png;base64,AAAA"), "messages[0].content[1]: it is not an image of a known format"),
+        (recording("AAAA"), "messages[0].content[1]: it is not audio of a known format"),
+        (recording("!"), "messages[0].content[1]: the data URL is not valid base64"),
         ({"type": "image_url"}, "messages[0].content[1].image_url: Input should be an http(s), data or file URL"),
         ({"type": "image"}, "messages[0].content[1].type: unknown part type 'image'"),
     ],

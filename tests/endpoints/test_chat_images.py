@@ -82,7 +82,7 @@ def body(*content: Any) -> dict[str, Any]:
 
 
 async def test_answers_equal_those_of_the_models_own_processor_and_generate(folder: Path, model: Any) -> None:
-    mark = model.media.processor.placeholder
+    mark = model.media.processor.placeholders["image"]
     prompt = Prompt(f"user: Compare {mark} with {mark}! assistant: ", (picture(1), picture(2, 64, 24)))
     ((expected_prompt, expected),) = greedy_oracle(folder, [prompt], model.media.processor, MAX_TOKENS)
     parts = [{"type": "text", "text": "Compare "}, image_part(1), {"type": "text", "text": " with "}]
@@ -104,7 +104,7 @@ async def test_an_equal_picture_in_another_request_is_taken_from_the_cache(model
 
 
 async def test_a_placeholder_that_a_user_writes_is_no_place_for_an_image(model: Any) -> None:
-    mark = model.media.processor.placeholder
+    mark = model.media.processor.placeholders["image"]
     with pytest.raises(BadRequest, match="2 places for images"):
         await chat_completion(body({"type": "text", "text": f"What is {mark}? "}, image_part(1)), "1", model)
 
@@ -134,7 +134,7 @@ async def test_embeddings_of_messages_with_images_are_not_truncated(model: Any) 
     embedder = EngineEmbedder(model, model.engine)
     content = [image_part(1), {"type": "text", "text": "a picture"}]
     request = {"messages": [{"role": "user", "content": content}], "truncate_prompt_tokens": 12}
-    with pytest.raises(BadRequest, match="an image's content"):
+    with pytest.raises(BadRequest, match="the content of images"):
         await embeddings(request, "1", embedder, text=model.config)
 
 

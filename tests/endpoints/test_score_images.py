@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from fake_pooling_models import FakeEmbedder, FakePairModel
-from media_families import FAMILIES, Prompt, load_processor, make_media_model, oracle_inputs, picture
+from media_families import FAMILIES, Prompt, load_processor, make_media_model, oracle_inputs, own_processor, picture
 from PIL import Image
 from transformers import AutoModelForMultimodalLM
 
@@ -125,7 +125,7 @@ async def test_documents_with_images_are_ranked_and_returned(embedder: InProcess
     ("fields", "param", "reason"),
     [
         ({"max_tokens_per_doc": 9}, "max_tokens_per_doc", "documents are not cut in requests with images"),
-        ({"truncate_prompt_tokens": 12}, None, "an image's content"),
+        ({"truncate_prompt_tokens": 12}, None, "the content of images"),
     ],
 )
 async def test_what_would_cut_an_image_is_refused(
@@ -191,7 +191,7 @@ def reranker_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def expected_scores(folder: Path, prompts: list[Prompt]) -> list[float]:
     """The probability of "yes" against "no" behind each prompt, run alone."""
-    processor = load_processor(folder)._processor
+    processor = own_processor(load_processor(folder))
     yes, no = processor.tokenizer.convert_tokens_to_ids(["yes", "no"])
     model = AutoModelForMultimodalLM.from_pretrained(folder, dtype=torch.float32)
     found = []
@@ -231,7 +231,7 @@ async def test_a_rerankers_own_template_for_pairs_is_used(reranker_folder: Path,
     (folder / "additional_chat_templates").mkdir()
     (folder / "additional_chat_templates" / "reranker.jinja").write_text(PAIR_TEMPLATE)
     if saved:
-        yes, no = load_processor(folder)._processor.tokenizer.convert_tokens_to_ids(["yes", "no"])
+        yes, no = own_processor(load_processor(folder)).tokenizer.convert_tokens_to_ids(["yes", "no"])
         modules = [{"path": "1_LogitScore", "type": "sentence_transformers.cross_encoder.modules.LogitScore"}]
         (folder / "modules.json").write_text(json.dumps(modules))
         (folder / "1_LogitScore").mkdir()

@@ -1,7 +1,7 @@
-"""Tiny random models that take images, one of each family that the engine promises to run, and the oracle for them.
+"""Tiny random models that take media, one of each family that the engine promises to run, and the oracle for them.
 
 Each folder is whole: config, weights, a byte-level tokenizer with the family's special tokens, and the processor's
-files. Images of several sizes give several numbers of tokens where the family has that.
+files. Images of several sizes and sounds of several lengths give several numbers of tokens where the family has that.
 """
 
 from __future__ import annotations
@@ -9,13 +9,15 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from families import COMMON
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -28,8 +30,10 @@ from transformers import (
 from batchline.config import ModelConfig
 from batchline.endpoints.media_prompts import media_spans
 from batchline.engine.request import GenerationRequest, SamplingParams
+from batchline.media.audio_processor import VoxtralProcessor
+from batchline.media.image_processor import PixtralProcessor
 from batchline.media.items import MediaItem
-from batchline.media.processor import MediaProcessor, PixtralProcessor, load_media_processor
+from batchline.media.processor import MediaProcessor, load_media_processor
 from batchline.text.control_tokens import RenderedChat
 
 NAMED_TOKENS = {
@@ -44,7 +48,7 @@ NAMED_TOKENS = {
 """Tokens that processors ask the tokenizer for by attribute."""
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {% for part in message.content %}"
-    "{% if part.type == 'image' %}IMAGE{% else %}{{ part.text }}{% endif %}"
+    "{% if part.type == 'image' %}IMAGE{% elif part.type == 'audio' %}AUDIO{% else %}{{ part.text }}{% endif %}"
     "{% endfor %} {% endfor %}assistant: "
 )
 SPECIAL_TOKENS = ["<pad>", "<s>", "</s>"]
@@ -52,19 +56,23 @@ SPECIAL_TOKENS = ["<pad>", "<s>", "</s>"]
 
 @dataclass(frozen=True)
 class Family:
-    """text_type, text: the decoder's config. vision: the encoder's. special: tokens of the family, the image's first.
-    top: the rest of the config. image_processor, processor: their files. model_type: if not the family's name.
-    mark: the special token that chat templates write for an image."""
+    """text_type, text: the decoder's config. vision, audio: the encoders', None for what it does not take. special:
+    tokens of the family, the image's first. top: the rest of the config. preprocessor, processor: their files.
+    model_type: if not the family's name. image_mark, audio_mark: the special tokens that chat templates write for an
+    item. seconds: lengths of recordings for it."""
 
     text_type: str
     special: list[str]
-    vision: dict[str, Any]
     text: dict[str, Any]
     top: dict[str, Any]
-    image_processor: dict[str, Any]
+    preprocessor: dict[str, Any]
     processor: dict[str, Any]
+    vision: dict[str, Any] | None = None
+    audio: dict[str, Any] | None = None
     model_type: str | None = None
-    mark: int = 0
+    image_mark: int = 0
+    audio_mark: int = 0
+    seconds: tuple[float, float, float] = (0.5, 0.2, 0.9)
 
 
 CLIP = {
@@ -84,7 +92,7 @@ FAMILIES: dict[str, Family] = {
         vision=CLIP,
         text={},
         top={"vision_feature_layer": -2, "vision_feature_select_strategy": "default"},
-        image_processor={
+        preprocessor={
             "image_processor_type": "CLIPImageProcessor",
             "size": {"shortest_edge": 32},
             "crop_size": {"height": 32, "width": 32},
@@ -108,7 +116,7 @@ FAMILIES: dict[str, Family] = {
             "vision_aspect_ratio": "anyres_max_9",
             "video_token_index": 4,
         },
-        image_processor={
+        preprocessor={
             "image_processor_type": "LlavaOnevisionImageProcessor",
             "processor_class": "LlavaOnevisionProcessor",
             "size": {"height": 32, "width": 32},
@@ -151,7 +159,7 @@ FAMILIES |= {
         vision={**QWEN_VISION, "embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2},
         text={"rope_parameters": MROPE},
         top=QWEN_TOP,
-        image_processor=QWEN_IMAGES,
+        preprocessor=QWEN_IMAGES,
         processor={"processor_class": "Qwen2VLProcessor"},
     ),
     "qwen2_5_vl": Family(
@@ -160,7 +168,7 @@ FAMILIES |= {
         vision={**QWEN_VISION, "window_size": 32, "fullatt_block_indexes": [1]},
         text={"rope_parameters": MROPE},
         top=QWEN_TOP,
-        image_processor=QWEN_IMAGES,
+        preprocessor=QWEN_IMAGES,
         processor={"processor_class": "Qwen2_5_VLProcessor"},
     ),
     "qwen3_vl": Family(
@@ -169,7 +177,7 @@ FAMILIES |= {
         vision={**QWEN_VISION, "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16},
         text={"rope_parameters": {**MROPE, "mrope_interleaved": True}, "head_dim": 16},
         top=QWEN_TOP,
-        image_processor=QWEN_IMAGES,
+        preprocessor=QWEN_IMAGES,
         processor={"processor_class": "Qwen3VLProcessor"},
     ),
     "idefics3": Family(
@@ -178,7 +186,7 @@ FAMILIES |= {
         vision={**CLIP, "model_type": "idefics3_vision"},
         text={},
         top={"scale_factor": 2},
-        image_processor={
+        preprocessor={
             "image_processor_type": "Idefics3ImageProcessor",
             "size": {"longest_edge": 64},
             "max_image_size": {"longest_edge": 32},
@@ -191,7 +199,7 @@ FAMILIES |= {
         vision={**CLIP, "model_type": "smolvlm_vision"},
         text={},
         top={"scale_factor": 2},
-        image_processor={
+        preprocessor={
             "image_processor_type": "SmolVLMImageProcessor",
             "size": {"longest_edge": 64},
             "max_image_size": {"longest_edge": 32},
@@ -209,7 +217,7 @@ FAMILIES |= {
         },
         text={},
         top={"downsample_ratio": 0.5, "vision_feature_layer": -1, "vision_feature_select_strategy": "default"},
-        image_processor={
+        preprocessor={
             "image_processor_type": "GotOcr2ImageProcessor",
             "size": {"height": 32, "width": 32},
             "crop_to_patches": True,
@@ -226,12 +234,12 @@ FAMILIES |= {
         vision={**CLIP, "model_type": "siglip_vision_model"},
         text={"head_dim": 32, "sliding_window": 24, "query_pre_attn_scalar": 32},
         top={"mm_tokens_per_image": 16, "boi_token_index": 4, "eoi_token_index": 5},
-        image_processor={
+        preprocessor={
             "image_processor_type": "Gemma3ImageProcessor",
             "size": {"height": 32, "width": 32},
         },
         processor={"processor_class": "Gemma3Processor", "image_seq_length": 16},
-        mark=1,
+        image_mark=1,
     ),
 }
 for name, text_type, window in (("paligemma", "gemma", {}), ("paligemma2", "gemma2", {"sliding_window": 256})):
@@ -241,7 +249,7 @@ for name, text_type, window in (("paligemma", "gemma", {}), ("paligemma2", "gemm
         vision={**CLIP, "model_type": "siglip_vision_model", "projection_dim": 64},
         text={"head_dim": 16, "query_pre_attn_scalar": 16, **window},
         top={"projection_dim": 64},
-        image_processor={
+        preprocessor={
             "image_processor_type": "SiglipImageProcessor",
             "size": {"height": 32, "width": 32},
             "image_seq_length": 16,
@@ -254,7 +262,7 @@ PIXTRAL: dict[str, Any] = {
     "special": ["[IMG]", "[IMG_BREAK]", "[IMG_END]"],
     "vision": {**CLIP, "model_type": "pixtral", "head_dim": 16, "image_size": 64},
     "text": {"head_dim": 16, "sliding_window": None},
-    "image_processor": {
+    "preprocessor": {
         "image_processor_type": "PixtralImageProcessor",
         "size": {"longest_edge": 64},
         "patch_size": {"height": 8, "width": 8},
@@ -271,6 +279,47 @@ FAMILIES |= {
         **PIXTRAL,
         top={"vision_feature_layer": -1, "spatial_merge_size": 2},
         processor={"processor_class": "PixtralProcessor", "patch_size": 8, "spatial_merge_size": 2},
+    ),
+}
+
+
+WHISPER = {
+    "feature_extractor_type": "WhisperFeatureExtractor",
+    "feature_size": 16,
+    "chunk_length": 1,
+    "hop_length": 160,
+    "n_fft": 400,
+    "sampling_rate": 16_000,
+}
+"""Hears one second at a time."""
+WHISPER_ENCODER = {
+    "d_model": 32,
+    "encoder_layers": 2,
+    "encoder_attention_heads": 2,
+    "encoder_ffn_dim": 64,
+    "num_mel_bins": 16,
+    "max_source_positions": 50,
+}
+
+FAMILIES |= {
+    "qwen2_audio": Family(
+        text_type="qwen2",
+        special=["<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>"],
+        text={},
+        top={},
+        audio={**WHISPER_ENCODER, "model_type": "qwen2_audio_encoder"},
+        preprocessor=WHISPER,
+        processor={"processor_class": "Qwen2AudioProcessor"},
+    ),
+    "voxtral": Family(
+        text_type="llama",
+        special=["[AUDIO]", "[BEGIN_AUDIO]"],
+        text={},
+        top={"initializer_range": 0.5},
+        audio={**WHISPER_ENCODER, "model_type": "voxtral_encoder", "initializer_range": 0.5},
+        preprocessor=WHISPER,
+        processor={"processor_class": "VoxtralProcessor"},
+        seconds=(0.5, 1.0, 1.7),
     ),
 }
 
@@ -296,26 +345,29 @@ def make_tokenizer(special: Sequence[str], folder: Path) -> PreTrainedTokenizerF
 
 
 def make_media_model(family: str, folder: Path, **text: Any) -> Path:
-    """Save a random model of a family. Weights are large enough that outputs depend clearly on the images."""
+    """Save a random model of a family. Weights are large enough that outputs depend clearly on the media."""
     spec = FAMILIES[family]
     tokenizer = make_tokenizer(spec.special, folder)
     torch.manual_seed(0)
     noise = {"initializer_range": 0.15}
-    config = AutoConfig.for_model(
-        spec.model_type or family,
-        text_config={**COMMON, "model_type": spec.text_type, **noise, **spec.text, **text},
-        vision_config={**spec.vision, **noise},
-        image_token_id=tokenizer.convert_tokens_to_ids(spec.special[0]),
-        **spec.top,
-        **noise,
-    )
+    settings = {**noise, **spec.top}
+    for name, kind, encoder, token in (
+        ("vision", "image", spec.vision, spec.special[0]),
+        ("audio", "audio", spec.audio, spec.special[spec.audio_mark]),
+    ):
+        if encoder is not None:
+            settings[f"{name}_config"] = {**noise, **encoder}
+            settings[f"{kind}_token_id"] = tokenizer.convert_tokens_to_ids(token)
+    text = {**COMMON, "model_type": spec.text_type, **noise, **spec.text, **text}
+    config = AutoConfig.for_model(spec.model_type or family, text_config=text, **settings)
     model = AutoModelForMultimodalLM.from_config(config, dtype=torch.float32)
     for parameter in model.parameters():
         if parameter.ndim > 1 and not parameter.any():  # a projector that starts at zero would hide the images
             torch.nn.init.normal_(parameter, std=0.3)
     model.save_pretrained(folder)
-    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE.replace("IMAGE", spec.special[spec.mark]))
-    (folder / "preprocessor_config.json").write_text(json.dumps(spec.image_processor))
+    marks = {"IMAGE": spec.special[spec.image_mark], "AUDIO": spec.special[spec.audio_mark]}
+    (folder / "chat_template.jinja").write_text(re.sub("IMAGE|AUDIO", lambda found: marks[found[0]], CHAT_TEMPLATE))
+    (folder / "preprocessor_config.json").write_text(json.dumps(spec.preprocessor))
     (folder / "processor_config.json").write_text(json.dumps(spec.processor))
     return folder
 
@@ -335,58 +387,114 @@ def _item(image: Image.Image) -> MediaItem:
     return MediaItem("image", hashlib.sha256(b"%d %d " % image.size + image.tobytes()).digest(), image)
 
 
+def sound(seed: int, seconds: float = 0.5) -> MediaItem:
+    """A few tones and some noise, at 16 kHz."""
+    rng = np.random.default_rng(seed)
+    times = np.arange(int(16_000 * seconds)) / 16_000
+    tones = sum(np.sin(2 * np.pi * pitch * times) for pitch in rng.uniform(100, 4000, 3)) / 6
+    return _recording((tones + rng.normal(0, 0.05, len(times))).astype(np.float32))
+
+
+def silence() -> MediaItem:
+    """Half a second."""
+    return _recording(np.zeros(8000, dtype=np.float32))
+
+
+def _recording(samples: np.ndarray) -> MediaItem:
+    return MediaItem("audio", hashlib.sha256(samples.tobytes()).digest(), (samples, 16_000))
+
+
 def load_processor(folder: Path) -> MediaProcessor:
     return load_media_processor(ModelConfig(model=str(folder)), {})
 
 
+def own_processor(processor: MediaProcessor) -> Any:
+    """The model's own processor, of `transformers`."""
+    return (processor._image or processor._audio)._processor  # type: ignore[union-attr]
+
+
 @dataclass(frozen=True)
 class Prompt:
-    """text: with a placeholder for each image."""
+    """text: with a placeholder for each item."""
 
     text: str
-    images: tuple[MediaItem, ...] = ()
+    items: tuple[MediaItem, ...] = ()
+
+    def contents(self, kind: str) -> list[Any]:
+        """The images, or the samples of the recordings."""
+        found = [item.content for item in self.items if item.kind == kind]
+        return [content[0] if isinstance(content, tuple) else content for content in found]
 
 
 def generation_request(
     index: int, prompt: Prompt, processor: MediaProcessor, max_tokens: int, **settings: Any
 ) -> GenerationRequest:
     """The prompt as endpoints make it."""
-    tokenizer = processor._processor.tokenizer
-    prepared = [processor.prepare(item, is_alone=len(prompt.images) == 1) for item in prompt.images]
+    own = own_processor(processor)
+    is_alone = len(prompt.contents("image")) == 1
+    prepared = [processor.prepare(item, is_alone=is_alone) for item in prompt.items]
     text = prompt.text
-    if prompt.images:  # some processors add to the text, as chat templates do for endpoints
-        images = [item.content for item in prompt.images]
-        _, (text, *_), *_ = processor._processor.prepare_inputs_layout(images=[images], text=[text])
-    rendered = RenderedChat(text).with_media(processor.placeholder, [item.text for item in prepared])
-    token_ids = tuple(tokenizer(rendered.text)["input_ids"])
+    if prompt.contents("image"):  # some processors add to the text, as chat templates do for endpoints
+        _, (text, *_), *_ = own.prepare_inputs_layout(images=[prompt.contents("image")], text=[text])
+    rendered = RenderedChat(text)
+    for kind, placeholder in processor.placeholders.items():
+        rendered = rendered.with_media(placeholder, [item.text for item in prepared if item.kind == kind], kind)
+    token_ids = tuple(own.tokenizer(rendered.text)["input_ids"])
     return GenerationRequest(
         request_id=str(index),
         prompt_token_ids=token_ids,
         sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0),
-        media=media_spans(token_ids, prepared, processor.feature_token_id),
+        media=media_spans(token_ids, prepared, processor.feature_token_ids),
         **settings,
     )
 
 
+def is_paligemma(processor: Any) -> bool:
+    return type(processor).__name__ == "PaliGemmaProcessor"
+
+
 def oracle_inputs(prompt: Prompt, processor: Any) -> Any:
     """What the model's own processor makes of the prompt."""
-    images = [item.content for item in prompt.images]
-    if type(processor).__name__ == "PaliGemmaProcessor":
+    images, sounds = prompt.contents("image"), prompt.contents("audio")
+    if is_paligemma(processor):
         if not images:
             return {"input_ids": torch.tensor([processor.tokenizer(prompt.text)["input_ids"]])}
         inputs = processor(images=[images], text=prompt.text, return_tensors="np")
         return {name: torch.from_numpy(array) for name, array in inputs.items() if name != "labels"}
-    if not isinstance(processor, PixtralProcessor):  # of one conversation, as `apply_chat_template` gives them
-        return processor(**({"images": [images]} if images else {}), text=prompt.text, return_tensors="pt")
+    if isinstance(processor, PixtralProcessor):
+        return pixtral_inputs(prompt, processor)
+    if isinstance(processor, VoxtralProcessor):
+        return voxtral_inputs(prompt, processor)
+    media: dict[str, Any] = {"images": [images]} if images else {}  # of one conversation, as in `apply_chat_template`
+    if sounds:
+        media |= {"audio": sounds, "audio_kwargs": {"sampling_rate": 16_000}}
+    return processor(**media, text=prompt.text, return_tensors="pt")
+
+
+def pixtral_inputs(prompt: Prompt, processor: PixtralProcessor) -> dict[str, Any]:
+    """As Pixtral's own processor, which cannot be imported without torchvision, makes them."""
     text, arrays = prompt.text, {}
-    if images:
-        arrays = processor.image_processor(images, return_tensors="pt", **processor.images_kwargs)
+    if prompt.items:
+        arrays = processor.image_processor(prompt.contents("image"), return_tensors="pt", **processor.images_kwargs)
         for height, width in arrays["image_sizes"].tolist():
             size = processor.images_kwargs["patch_size"]
             rows = "<break>".join(["<feature>" * (width // size)] * (height // size))
             text = text.replace("[IMG]", f"{rows}[IMG_END]", 1)
     text = text.replace("<feature>", "[IMG]").replace("<break>", "[IMG_BREAK]")
     return {**processor.tokenizer(text, return_tensors="pt"), **arrays}
+
+
+def voxtral_inputs(prompt: Prompt, processor: VoxtralProcessor) -> dict[str, Any]:
+    """As Voxtral's own processor makes them, but for the text, for which it would need another package."""
+    text, arrays = prompt.text, {}
+    if prompt.items:
+        retrieve = transformers.VoxtralProcessor._retrieve_input_features
+        settings = {"pad_to_multiple_of": 16_000, "max_source_positions": 100}  # of the tiny model
+        settings = {**transformers.VoxtralProcessor.audio_kwargs, **settings}
+        arrays["input_features"] = retrieve(processor, prompt.contents("audio"), **settings)
+    for samples in prompt.contents("audio"):
+        text = text.replace("[AUDIO]", "<feature>" * 25 * -(-len(samples) // 16_000), 1)
+    return {**processor.tokenizer(text.replace("<feature>", "[AUDIO]"), return_tensors="pt"), **arrays}
 
 
 def greedy_oracle(folder: Path, prompts: Sequence[Prompt], processor: MediaProcessor, max_tokens: int) -> list[Any]:
@@ -396,15 +504,24 @@ def greedy_oracle(folder: Path, prompts: Sequence[Prompt], processor: MediaProce
     model.generation_config.eos_token_id = None
     results = []
     for prompt in prompts:
-        inputs = oracle_inputs(prompt, processor._processor)
+        inputs = oracle_inputs(prompt, own_processor(processor))
         length = inputs["input_ids"].shape[1]
         out = model.generate(**inputs, max_new_tokens=max_tokens, do_sample=False, pad_token_id=0)
         results.append((inputs["input_ids"][0].tolist(), out[0, length:].tolist()))
     return results
 
 
-def make_prompts(placeholder: str, sizes: Sequence[tuple[int, int]], count: int) -> list[Prompt]:
-    """Texts with none to three images at any place, some of which share a beginning, some a picture."""
+SIZES = [(40, 40), (64, 24), (30, 70)]
+
+
+def make_prompts(placeholders: Mapping[Any, str], count: int, seconds: Sequence[float]) -> list[Prompt]:
+    """Texts with none to three items at any place, some of which share a beginning, some an item. seconds: three
+    lengths of recordings."""
+
+    def item(kind: str, seed: int) -> MediaItem:
+        return picture(seed, *SIZES[seed % 3]) if kind == "image" else sound(seed, seconds[seed % 3])
+
+    kinds = list(placeholders)
     rng = random.Random(3)
     words = [
         "the",
@@ -433,7 +550,8 @@ def make_prompts(placeholder: str, sizes: Sequence[tuple[int, int]], count: int)
     beginnings = ["", text(4), text(8)]
     prompts = []
     for index in range(count):
-        images = tuple(picture(seed, *sizes[seed % len(sizes)]) for seed in rng.choices(range(5), k=index % 4))
-        parts = [f"{placeholder}{text(rng.randrange(1, 5))}" for _ in images]
-        prompts.append(Prompt(rng.choice(beginnings) + "".join(parts) + text(rng.randrange(1, 8)), images))
+        seeds = rng.choices(range(5), k=index % 4)
+        items = [item(kinds[(index + place) % len(kinds)], seed) for place, seed in enumerate(seeds)]
+        parts = [f"{placeholders[one.kind]}{text(rng.randrange(1, 5))}" for one in items]
+        prompts.append(Prompt(rng.choice(beginnings) + "".join(parts) + text(rng.randrange(1, 8)), tuple(items)))
     return prompts

@@ -1,7 +1,7 @@
-"""The oracle for models that take images: the engine computes what `transformers` computes from the same pictures.
+"""The oracle for models that take media: the engine computes what `transformers` computes from the same items.
 
-Prompts with and without images run together, in a cache too small for them and in steps shorter than a prompt, so that
-images are cut between steps, prefixes with images are reused and sequences are preempted.
+Prompts with and without media run together, in a cache too small for them and in steps shorter than a prompt, so that
+items are cut between steps, prefixes with items are reused and sequences are preempted.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ from media_families import (
     make_prompts,
     picture,
     plain,
+    silence,
+    sound,
 )
 
 from batchline.config import CacheConfig, CpuKernels, EngineConfig, ModelConfig, SchedulerConfig
 from batchline.engine.core import Engine
 from batchline.engine.request import GenerationOutput, GenerationRequest
-from batchline.media.items import MediaItem
+from batchline.media.items import MediaItem, MediaKind
 from batchline.media.processor import MediaProcessor
 
 MAX_TOKENS = 8
@@ -33,7 +35,6 @@ NUM_PROMPTS = 16
 BLOCK_SIZE = 16
 SEES_WHOLE_PROMPT = ("paligemma", "paligemma2")
 NOT_FUSED = ("gemma3", *SEES_WHOLE_PROMPT)
-SIZES = [(40, 40), (64, 24), (30, 70)]
 
 both_kernels = pytest.mark.parametrize("cpu_kernels", ["off", "auto"])
 
@@ -53,7 +54,7 @@ class Case:
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     folder = make_media_model(request.param, tmp_path_factory.mktemp(request.param))
     processor = load_processor(folder)
-    prompts = make_prompts(processor.placeholder, SIZES, NUM_PROMPTS)
+    prompts = make_prompts(processor.placeholders, NUM_PROMPTS, FAMILIES[request.param].seconds)
     return Case(request.param, folder, processor, prompts, greedy_oracle(folder, prompts, processor, MAX_TOKENS))
 
 
@@ -109,17 +110,24 @@ def test_greedy_tokens_equal_those_of_generate(case: Case, cpu_kernels: CpuKerne
     assert engine.loaded.media.num_encoded == len({span.key for request in requests for span in request.media})
 
 
-def test_only_prompts_with_the_same_picture_share_its_blocks(case: Case) -> None:
+def test_only_prompts_with_the_same_item_share_its_blocks(case: Case) -> None:
     """The placeholder tokens of all pictures are the same, so token ids alone would find another picture's blocks."""
-    text = "what is this picture that was taken near the river ? "
+    for kind in sorted(case.processor.kinds):
+        assert_only_the_same_item_shares_blocks(case, kind)
 
-    def prompts_with(image: MediaItem) -> list[Prompt]:
-        return [Prompt(f"{text}{case.processor.placeholder} is it {end}", (image,)) for end in ("one", "two")]
 
-    images = [plain("black"), plain("red"), *map(picture, range(8))]
-    answers = greedy_oracle(case.folder, [prompts_with(image)[0] for image in images], case.processor, MAX_TOKENS)
+def assert_only_the_same_item_shares_blocks(case: Case, kind: MediaKind) -> None:
+    text = "describe this to me : "
+
+    def prompts_with(item: MediaItem) -> list[Prompt]:
+        return [Prompt(f"{text}{case.processor.placeholders[kind]} is it {end}", (item,)) for end in ("one", "two")]
+
+    items = [plain("black"), plain("red"), *map(picture, range(8))]
+    if kind == "audio":
+        items = [silence(), *map(sound, range(8))]
+    answers = greedy_oracle(case.folder, [prompts_with(item)[0] for item in items], case.processor, MAX_TOKENS)
     other = next(index for index, answer in enumerate(answers) if answer[1] != answers[0][1])
-    one, two = prompts_with(images[0]), prompts_with(images[other])
+    one, two = prompts_with(items[0]), prompts_with(items[other])
     prompts = [one[0], two[0], one[1], two[1]]
     expected = greedy_oracle(case.folder, prompts, case.processor, MAX_TOKENS)
     engine = small_engine(case.folder, "auto", 2000)

@@ -65,15 +65,15 @@ def test_an_image_that_the_encoder_fails_on_fails_only_its_requests(
     engine = make_engine(folder)
     media = engine.loaded.media
     assert media is not None
-    own, bad = media._encoder, picture(9)
+    own, bad = media._encoders["image"], picture(9)
     bad_pixels = processor.prepare(bad).inputs["pixel_values"]
 
-    def encoder(**inputs: Any) -> Any:
-        if np.array_equal(inputs["pixel_values"].numpy(), bad_pixels):
+    def encoder(pixel_values: torch.Tensor) -> Any:
+        if np.array_equal(pixel_values.numpy(), bad_pixels):
             raise RuntimeError("a kernel failed")
-        return own(**inputs)
+        return own(pixel_values=pixel_values)
 
-    monkeypatch.setattr(media, "_encoder", encoder)
+    monkeypatch.setitem(media._encoders, "image", encoder)
     prompts = [
         Prompt("a <image> b ", (picture(1),)),
         Prompt("c <image> d <image> e ", (picture(1), bad)),
@@ -137,7 +137,7 @@ def test_a_wrong_number_of_places_for_an_image_is_refused(folder: Path, processo
     (span,) = request.media
     fewer = replace(span, positions=span.positions[:-1])
     message = refusal(run(make_engine(folder), [replace(request, media=(fewer,))])["0"])
-    assert message == "the model makes 16 features of an image that has 15 tokens"
+    assert message == "the model makes 16 features of an item that has 15 tokens"
 
 
 def test_hidden_states_of_prompts_with_images_equal_the_models_own(folder: Path, processor: MediaProcessor) -> None:

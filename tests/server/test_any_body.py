@@ -26,7 +26,7 @@ VALID: dict[str, dict[str, Any]] = {
     "/v1/classify": {"input": "Hi"},
     "/v1/moderations": {"input": "Hi"},
     "/pooling": {"input": "Hi"},
-    "/v1/audio/transcriptions": {"file_url": "data:audio/wav;base64,UklGRg=="},
+    "/v1/audio/transcriptions": {"file_url": "data:audio/wav;base64,UklGRgAAAABXQVZF"},
     "/invocations": {"prompt": "Hi", "max_tokens": 2},
     "/tokenize": {"prompt": "Hi"},
     "/detokenize": {"tokens": [1, 2]},

@@ -159,7 +159,7 @@ def _load_generative_model(
             config=config.text,
             executor=executor,
             max_request_sequences=max(1, config.scheduler.max_num_seqs // 2),
-            media=_media_input(config, collector) if collector is not None and engine.takes_images else None,
+            media=_media_input(config, collector) if collector is not None and engine.takes_media else None,
         )
         parts.callback(model.grammars.close)
         if text.control_tokens is not None:
@@ -168,14 +168,14 @@ def _load_generative_model(
 
 
 def _media_input(config: EngineConfig, collector: MediaCollector) -> MediaInput | None:
-    """How the images of requests reach a model that takes images; None, with a warning, if its folder lacks the files
-    of the processor."""
+    """How the media of requests reach a model that takes some; None, with a warning, if its folder lacks the files of
+    the processor."""
     try:
         processor = load_media_processor(config.model, config.media.processor_kwargs)
     except ModelLoadError as exc:
         logger.warning("%s takes only text: %s", config.model.names[0], exc.reason)
         return None
-    return MediaInput(frozenset({"image"}), collector, processor)
+    return MediaInput(processor.kinds, collector, processor)
 
 
 def _warn_of_unknown_tokens(name: str, num_tokens: int, vocab_size: int) -> None:

@@ -13,6 +13,7 @@ from batchline.config import TextConfig
 from batchline.endpoints.transcriptions import read_transcription
 from batchline.endpoints.without_model import checked_request
 from batchline.errors import RequestError, counted
+from batchline.media.items import NOUNS
 from batchline.media.parts import MediaPart, media_parts, split_media
 from batchline.openai_api.chat import ChatCompletionRequest
 from batchline.openai_api.endpoint_table import COUNT_TOKENS, MESSAGES, RERANK, SCORE, TRANSCRIPTIONS, TRANSLATIONS
@@ -20,7 +21,6 @@ from batchline.openai_api.endpoint_table import COUNT_TOKENS, MESSAGES, RERANK, 
 MAX_DISTINCT = 1_000_000
 """Different media are counted up to this number."""
 
-_NOUNS = {"image": "image", "audio": "recording", "video": "video"}
 _SHOWN_HOSTS = 10
 _MAX_HOSTS = 10_000
 _DEFAULTS = TextConfig()
@@ -63,7 +63,7 @@ class MediaCounts:
         """For people; empty if there are no media."""
         if not self.num_requests:
             return []
-        several = " and ".join(counted(number, _NOUNS[kind]) for kind, number in self.kinds.items())
+        several = " and ".join(counted(number, NOUNS[kind]) for kind, number in self.kinds.items())
         distinct = f"{'at least ' if self.num_distinct == MAX_DISTINCT else ''}{self.num_distinct:,} different"
         return [f"{several} ({distinct}) in {counted(self.num_requests, 'request')}", *self._origins()]
 

@@ -100,7 +100,7 @@ class Embedder(InputReader, Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptSequence(TokenSequence):
-    """A conversation as a generative model reads it, with its images."""
+    """A conversation as a generative model reads it, with its media."""
 
     media: tuple[MediaSpan, ...] = ()
 
@@ -227,7 +227,7 @@ class EngineEmbedder:
         self, token_ids: Sequence[int], *, max_tokens: int | None = None, side: Side | None = None
     ) -> TokenSequence:
         """Token ids unchanged, but cut to `max_tokens`, by default at their start. Raises: BadRequest for tokens that
-        stand for an image's content, which is not given or would be cut."""
+        stand for the content of media, which is not given or would be cut."""
         prompt_media(token_ids, (), self._model)
         if max_tokens is None:
             return TokenSequence(token_ids=tuple(token_ids))

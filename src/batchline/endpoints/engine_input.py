@@ -38,7 +38,7 @@ class EncodedPrompt:
     text: as it was given; None for token ids and for a truncated prompt. max_tokens: the answer's limit;
     has_default_length: whether the request left it open.
     kept_special_ids: special tokens that stay in the answer's text for its parsers.
-    media: its images.
+    media: its images and recordings.
     """
 
     token_ids: tuple[int, ...]
@@ -83,7 +83,8 @@ def encode_prompt(
     kept = truncate(token_ids, body.truncate_prompt_tokens, limit, reserved, body.truncation_side)
     if media and len(kept) < len(token_ids):
         raise BadRequest(
-            "truncate_prompt_tokens: a prompt with images cannot be truncated", param="truncate_prompt_tokens"
+            "truncate_prompt_tokens: a prompt with images or recordings cannot be truncated",
+            param="truncate_prompt_tokens",
         )
     return EncodedPrompt(
         token_ids=kept,

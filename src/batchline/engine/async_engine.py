@@ -55,7 +55,7 @@ class AsyncEngine:
         self.max_model_len = self._engine.max_model_len
         self.vocab_size = self._engine.vocab_size
         self.eos_token_ids = self._engine.eos_token_ids
-        self.takes_images = self._engine.loaded.media is not None
+        self.takes_media = self._engine.loaded.media is not None
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._callers: dict[str, Caller] = {}

@@ -35,7 +35,8 @@ from batchline.engine.attention import PAGED_ATTENTION, give_row_positions
 from batchline.engine.fusion import can_fuse, fuse
 from batchline.engine.kv_cache import CacheGroup, CacheShape
 from batchline.engine.linear_layers import FloatFormat, Int8Format, quantize_linears, use_int8_kernels
-from batchline.engine.multimodal import FAMILIES, MediaModel, is_multimodal, text_part
+from batchline.engine.media_encoders import FAMILIES
+from batchline.engine.multimodal import MediaModel, is_multimodal, text_part
 from batchline.engine.native_cache import MAX_KEY_DIM, can_hold
 from batchline.engine.native_probe import first_layers_are_exact, whole_model_only_rounds
 from batchline.engine.probe import OWN_ATTENTION, Probe, own_hidden_states, probe_model
@@ -51,7 +52,7 @@ LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 have to change too, so contexts stay within that length."""
 
 MAX_FEATURE_BYTES = 512 << 20
-"""Of images' features that are kept for later requests."""
+"""Of media items' features that are kept for later requests."""
 
 LOGIT_SCALES = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
 """Names of config entries for a cap or a factor on logits."""
@@ -73,7 +74,7 @@ class Execution:
 class LoadedModel:
     """A model in evaluation mode on its device. model: called with packed rows; see `model_runner`.
 
-    architecture: the class that `transformers` loaded. media: the encoder of its images, None if it takes only text.
+    architecture: the class that `transformers` loaded. media: the encoders of its media, None if it takes only text.
     groups: its attention layers, by the shape of their caches. kernels: the native kernels that it runs on, and whose
     cache layout it needs; None if it runs on torch only.
     execution: the same for the model's facts.
@@ -226,17 +227,17 @@ def _loads_with_encoder(hf_config: Any) -> bool:
 
 def _parts(config: ModelConfig, whole: Any) -> tuple[Any, MediaModel | None]:
     """The model that computes the steps, and the encoder beside it. Raises: UnsupportedModel."""
-    takes_images = whole.config.model_type in FAMILIES
-    if is_multimodal(whole.config) and not takes_images:
+    takes_media = whole.config.model_type in FAMILIES
+    if is_multimodal(whole.config) and not takes_media:
         logger.warning(
-            "%s: Batchline knows models of type %s only as text models; requests with images are answered with a 400",
+            "%s: Batchline knows models of type %s only as text models; requests with media are answered with a 400",
             *(config.model, whole.config.model_type),
         )
     if not _loads_with_encoder(whole.config):
         return whole, None
     text = text_part(config.model, whole)
     text.set_attn_implementation(PAGED_ATTENTION)
-    return text, MediaModel(whole, MAX_FEATURE_BYTES) if takes_images else None
+    return text, MediaModel(whole, MAX_FEATURE_BYTES) if takes_media else None
 
 
 def _refuse_encoder_decoder(model: str, hf_config: Any) -> None:

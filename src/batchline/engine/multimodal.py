@@ -1,7 +1,7 @@
-"""Models that also take images: the text part as a causal language model, and the encoder with its results.
+"""Models that also take media: the text part as a causal language model, and the encoders with their results.
 
-`transformers` builds such a model from an encoder (with a projector) and a decoder with a head. The packed path runs
-the decoder and the head, `TextPart`, exactly as it runs any other model. The encoder runs once for each distinct item,
+`transformers` builds such a model from encoders (with projectors) and a decoder with a head. The packed path runs the
+decoder and the head, `TextPart`, exactly as it runs any other model. An encoder runs once for each distinct item,
 before the first step that needs it. A step's rows at the item's positions then take its features instead of their
 tokens' embeddings.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -20,19 +20,13 @@ from torch import nn
 from transformers import MODEL_FOR_MULTIMODAL_LM_MAPPING
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from batchline.engine.media_encoders import encoders, features_of
 from batchline.engine.request import MediaSpan
 from batchline.engine.sequence import RotaryPositions
 from batchline.engine.sequence import Sequence as SequenceState
 from batchline.engine.step import Step
 from batchline.errors import RequestRefused, UnsupportedModel
 from batchline.native.agreement import is_exact, row_errors
-
-FAMILIES = frozenset(
-    {"llava", "llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "idefics3", "smolvlm", "internvl", "mistral3"}
-    | {"gemma3", "paligemma"}
-)
-"""Model types whose images the engine takes. Others run as text models."""
-
 
 SEES_BOTH_WAYS = frozenset({"gemma3"})
 """Model types in which the positions of an image see each other."""
@@ -48,7 +42,7 @@ class EncodingFailed(Exception):
     """The encoder failed for an item of this sequence; the cause says why."""
 
     def __init__(self, sequence: SequenceState) -> None:
-        super().__init__("an image could not be encoded")
+        super().__init__("a media item could not be encoded")
         self.sequence = sequence
 
 
@@ -143,15 +137,14 @@ class FeatureCache:
 
 
 class MediaModel:
-    """The encoder of a model, and its results. num_encoded: how many items it has encoded."""
+    """The encoders of a model, and their results. num_encoded: how many items they have encoded."""
 
     def __init__(self, model: Any, max_bytes: int) -> None:
         """max_bytes: for the results that are kept."""
         self.max_bytes = max_bytes
         self._cache = FeatureCache(max_bytes)
         self._base: Any = model.base_model
-        self._encoder: Callable[..., Any] = self._base.get_image_features
-        self._names = inspect.signature(self._encoder).parameters.keys()
+        self._encoders = encoders(model)
         self._model_type: str = model.config.model_type
         self._text_config: Any = model.config.get_text_config()
         self._dtype = model.dtype
@@ -159,11 +152,13 @@ class MediaModel:
         self.num_encoded = 0
 
     def check(self, sequence: SequenceState) -> None:
-        """Raises: RequestRefused for items that are not where the prompt's positions are, and for a prompt whose
-        positions cannot all see each other."""
+        """Raises: RequestRefused for items that the model does not take or that are not where the prompt's positions
+        are, and for a prompt whose positions cannot all see each other."""
+        if any(span.kind not in self._encoders for span in sequence.media):
+            raise RequestRefused(f"This model takes no other media than {', '.join(self._encoders)}")
         positions = np.concatenate([span.positions for span in sequence.media])
         if len(positions) == 0 or (np.diff(positions, prepend=-1, append=sequence.num_prompt_tokens) <= 0).any():
-            raise RequestRefused("the positions of the prompt's images do not ascend or do not lie in the prompt")
+            raise RequestRefused("the positions of the prompt's media do not ascend or do not lie in the prompt")
 
         is_whole = self._model_type in SEES_WHOLE_PROMPT
         window = getattr(self._text_config, "sliding_window", None) if is_whole else None
@@ -192,13 +187,13 @@ class MediaModel:
     def _encode(self, span: MediaSpan) -> None:
         if self._cache.get(span.key) is not None:
             return
-        inputs = {name: self._send(array) for name, array in span.inputs.items() if name in self._names}
-        output = self._encoder(**inputs, return_dict=True)
-        others = getattr(output, "deepstack_features", None) or ()
-        features = torch.cat([_flat(part) for part in (output.pooler_output, *others)], dim=-1)
+        encoder = self._encoders[span.kind]
+        names = inspect.signature(encoder).parameters.keys()
+        inputs = {name: self._send(array) for name, array in span.inputs.items() if name in names}
+        features = features_of(encoder(**inputs))
         if len(features) != len(span.positions):
             raise RequestRefused(
-                f"the model makes {len(features)} features of an {span.kind} that has {len(span.positions)} tokens"
+                f"the model makes {len(features)} features of an item that has {len(span.positions)} tokens"
             )
         self._cache.put(span.key, features.to(self._dtype))
         self.num_encoded += 1
@@ -245,9 +240,3 @@ class MediaModel:
     def _send(self, array: np.ndarray) -> torch.Tensor:
         tensor = torch.from_numpy(array)
         return tensor.to(self._device, self._dtype if tensor.is_floating_point() else None)
-
-
-def _flat(features: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
-    """(n, hidden_size): the features of one item, which encoders return in one tensor or several."""
-    parts = [features] if isinstance(features, torch.Tensor) else list(features)
-    return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])

@@ -18,6 +18,7 @@ from batchline.engine.sequence_metrics import SequenceCounts
 from batchline.errors import EngineError
 
 FinishReason = Literal["stop", "length", "repetition", "abort"]
+MediaKind = Literal["image", "audio", "video"]
 
 
 class BannedSequences:
@@ -138,7 +139,7 @@ class MediaSpan:
     inputs: the encoder's arguments by name. key: stands for `inputs`, so that equal keys have equal features.
     """
 
-    kind: Literal["image", "audio", "video"]
+    kind: MediaKind
     key: bytes
     positions: np.ndarray
     inputs: Mapping[str, np.ndarray]

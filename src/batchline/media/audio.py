@@ -76,6 +76,14 @@ def audio_format(data: bytes) -> str | None:
     return None
 
 
+def known_format(data: bytes) -> str:
+    """`audio_format`. Raises: UnprocessableEntity if there is none."""
+    name = audio_format(data)
+    if name is None:
+        raise UnprocessableEntity(f"it is not audio of a known format ({FORMATS})")
+    return name
+
+
 def _tells_length(data: bytes) -> bool:
     """Whether the header says how long the recording is, so that the reader need not guess it from the file's size."""
     name = audio_format(data)
@@ -96,9 +104,7 @@ def _opened(data: bytes) -> Iterator[InputContainer]:
         import av  # large, and only for models that take audio
     except ImportError as exc:
         raise BadRequest("audio cannot be decoded here: the operator can install it with batchline[audio]") from exc
-    name = audio_format(data)
-    if name is None:
-        raise UnprocessableEntity(f"it is not audio of a known format ({FORMATS})")
+    name = known_format(data)
     try:
         with av.open(io.BytesIO(data), "r", format=name, options=_OPTIONS, metadata_errors="ignore") as container:
             yield container

@@ -25,7 +25,7 @@ from batchline.errors import BadRequest, ServiceUnavailable, UnprocessableEntity
 from batchline.media import audio, images
 from batchline.media.addresses import FetchRules
 from batchline.media.fetching import Fetcher
-from batchline.media.items import MediaItem, MediaKind
+from batchline.media.items import NOUNS, MediaItem, MediaKind
 from batchline.media.local import check_data_url, check_file_url, data_of_url, file_data, too_large
 from batchline.media.parts import MediaPart, MediaSource
 from batchline.media.sharing import ByteBudget, SharedWork, all_or_cancel
@@ -36,7 +36,6 @@ NUM_DECODING_THREADS = min(4, os.cpu_count() or 1)
 
 _MAX_KEYS = 100_000
 _SCHEME_CHARS = 16
-_NOUNS = {"image": "image", "audio": "recording", "video": "video"}
 
 
 class SourceRules:
@@ -55,7 +54,7 @@ class SourceRules:
             if number > limit:
                 first = next(part for part in parts if part.source.kind == kind)
                 raise BadRequest(
-                    f"the request has {counted(number, _NOUNS[kind])}, and at most {limit} may be in one "
+                    f"the request has {counted(number, NOUNS[kind])}, and at most {limit} may be in one "
                     "(--limit-mm-per-prompt)",
                     param=first.path,
                 )
@@ -83,7 +82,7 @@ _ANY = SourceRules(
     MediaConfig(
         allowed_networks=("0.0.0.0/0", "::/0"),
         allowed_local_path=os.sep,
-        max_items=dict.fromkeys(_NOUNS, _ANY_SIZE),
+        max_items=dict.fromkeys(NOUNS, _ANY_SIZE),
         max_bytes=_ANY_SIZE,
     )
 )
@@ -97,9 +96,14 @@ def check_unfetched(parts: Sequence[MediaPart]) -> None:
     """
     _ANY.check(parts)
     for part in parts:
-        if part.source.kind == "image" and scheme(part.source.url) == "data":
-            with _errors_of(part):
-                images.image_size(data_of_url(part.source.url, _ANY_SIZE), _ANY_SIZE)
+        if scheme(part.source.url) != "data":
+            continue
+        with _errors_of(part):
+            data = data_of_url(part.source.url, _ANY_SIZE)
+            if part.source.kind == "image":
+                images.image_size(data, _ANY_SIZE)
+            elif part.source.kind == "audio":
+                audio.known_format(data)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -11,6 +12,9 @@ if TYPE_CHECKING:
 
 MediaKind = Literal["image", "audio", "video"]
 Detail = Literal["auto", "low", "high"]
+
+NOUNS: Mapping[str, str] = {"image": "image", "audio": "recording", "video": "video"}
+"""What messages call one item."""
 
 
 @dataclass(frozen=True, slots=True)

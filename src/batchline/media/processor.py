@@ -1,23 +1,22 @@
-"""A checkpoint's own image processor: from an image to the encoder's inputs, and to the text of its place in a prompt.
+"""A checkpoint's own processor: what its media become for the encoders and in a prompt.
 
-Uses the processor classes of `transformers`, on Pillow and numpy: torchvision is not needed. An image is prepared by
-itself, so that equal images in different requests have equal inputs.
+Loads the processor classes of `transformers` from a model's folder. They run on Pillow, numpy and torch: torchvision,
+torchaudio and librosa are not needed.
 """
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
-import numpy as np
-
 from batchline.checkpoints.files import read_json, why_not_loaded
 from batchline.config import ModelConfig
-from batchline.errors import BadRequest, ModelLoadError, UnprocessableEntity, UnsupportedModel
-from batchline.media.items import MediaItem
+from batchline.errors import BadRequest, ModelLoadError, UnsupportedModel, UsageError
+from batchline.media.audio_processor import AudioProcessor, VoxtralProcessor
+from batchline.media.image_processor import ImageProcessor, PixtralProcessor
+from batchline.media.items import MediaItem, MediaKind
 from batchline.media.prepared import PreparedItem, PreparedMedia
 
 PROCESSORS = {
@@ -31,139 +30,70 @@ PROCESSORS = {
     "Gemma3Processor": ("gemma3", "Gemma3Processor"),
     "PaliGemmaProcessor": ("paligemma", "PaliGemmaProcessor"),
     "InternVLProcessor": ("internvl", "InternVLProcessor"),
+    "Qwen2AudioProcessor": ("qwen2_audio", "Qwen2AudioProcessor"),
 }
-"""Supported processors by name: the folder and the class of `transformers` with their code for images. SmolVLM's is
-that of Idefics 3, and its own class would need another package, for videos."""
+"""Supported processors by name: the folder and the class of `transformers` with their code. SmolVLM's is that of
+Idefics 3, and its own class would need another package, for videos."""
 
-
-_ADJUSTABLE_SIZES = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
-_ADJUSTABLE = (
-    *_ADJUSTABLE_SIZES,
-    *("size", "min_patches", "max_patches", "crop_to_patches", "do_image_splitting", "do_pan_and_scan"),
-)
-"""Settings of image processors that a request may change."""
+OWN_PROCESSORS = {"PixtralProcessor": PixtralProcessor, "VoxtralProcessor": VoxtralProcessor}
+"""Our classes for what the processors of these names do."""
 
 
 class MediaProcessor:
-    """Prepares the images of one model, each once as long as the result is kept. Safe to use from several threads.
+    """Prepares the media of one model. Safe to use from several threads.
 
-    placeholder: what chat templates write for an image. feature_token_id: the token that takes features. prepared: the
-    results in memory.
+    prepared: the results in memory. placeholders: what chat templates write for an item of each kind.
+    feature_token_ids: the tokens that take its features.
     """
 
-    def __init__(
-        self, processor: Any, feature_token_id: int, settings: Mapping[str, Any], *, cuts_single_images: bool = False
-    ) -> None:
-        """processor: of `transformers`. settings: keyword arguments of its image processor. cuts_single_images: whether
-        it looks at an image in pieces too, if that is the prompt's only one."""
-        self._processor = processor
-        self.prepared = PreparedMedia()
-        self._cuts_single_images = cuts_single_images
-        self._settings = self._with_size({**getattr(processor, "images_kwargs", {}), **settings})
-        self.placeholder: str = processor.image_token
-        self.feature_token_id = feature_token_id
-        self._feature_token: str = processor.tokenizer.convert_ids_to_tokens(feature_token_id)
+    def __init__(self, prepared: PreparedMedia, image: ImageProcessor | None, audio: AudioProcessor | None) -> None:
+        """image, audio: None for what the model does not take."""
+        self.prepared = prepared
+        self._image = image
+        self._audio = audio
+        processors: dict[MediaKind, ImageProcessor | AudioProcessor | None] = {"image": image, "audio": audio}
+        taken = {kind: processor for kind, processor in processors.items() if processor is not None}
+        self.placeholders = {kind: processor.placeholder for kind, processor in taken.items()}
+        self.feature_token_ids = {kind: processor.feature_token_id for kind, processor in taken.items()}
+
+    @property
+    def kinds(self) -> frozenset[MediaKind]:
+        """What the model takes."""
+        return frozenset(self.placeholders)
 
     def adjusted(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
-        """All settings with those of a request (`mm_processor_kwargs`), which may ask for less work, never for more.
+        """All settings of the image processor with those of a request: see `ImageProcessor.adjusted`.
 
         Raises: BadRequest.
         """
-        given = {**given, **given["images_kwargs"]} if isinstance(given.get("images_kwargs"), dict) else given
-        named = {name: value for name, value in given.items() if name != "images_kwargs"}
-        adjusted = {name: self._adjusted(name, value) for name, value in named.items()}
-        return self._with_size({**self._settings, **adjusted})
-
-    def _with_size(self, settings: dict[str, Any]) -> dict[str, Any]:
-        """The settings with numbers of pixels as a size, which is how newer processors want them."""
-        pixels = {edge: settings.pop(name) for name, edge in _ADJUSTABLE_SIZES.items() if name in settings}
-        return {**settings, "size": {**self._size(settings), **pixels}} if pixels else settings
-
-    def _size(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """The edges that are set."""
-        sizes = dict(settings.get("size", self._processor.image_processor.size))
-        return {edge: length for edge, length in sizes.items() if length is not None}
-
-    def _adjusted(self, name: str, value: Any) -> Any:
-        """Raises: BadRequest."""
-        own = self._own_setting(name)
-        if own is None:
-            known = ", ".join(each for each in _ADJUSTABLE if self._own_setting(each) is not None) or "nothing"
-            message = f"mm_processor_kwargs: a request can set {known} for this model, not {name[:80]!r}"
-            raise BadRequest(message, param="mm_processor_kwargs")
-        if _is_within(value, own):
-            return value
-        message = f"mm_processor_kwargs.{name}: Input should be of the form of {own}, which is the largest value"
-        raise BadRequest(message, param=f"mm_processor_kwargs.{name}")
-
-    def _own_setting(self, name: str) -> Any:
-        """The model's value of a setting that requests may change; None for any other."""
-        image_processor = self._processor.image_processor
-        if name not in _ADJUSTABLE or name not in image_processor.valid_kwargs.__annotations__:
-            return None
-        size = self._size(self._settings)
-        if name in _ADJUSTABLE_SIZES:  # the edges are numbers of pixels then
-            return size.get(_ADJUSTABLE_SIZES[name])
-        if name == "size":  # a model with images of one size takes no other
-            return size if "longest_edge" in size else None
-        return self._settings.get(name, getattr(image_processor, name, None))
+        if self._image is not None:
+            return self._image.adjusted(given)
+        if given:
+            raise BadRequest("mm_processor_kwargs: this model takes no images", param="mm_processor_kwargs")
+        return {}
 
     def prepare(
         self, item: MediaItem, *, is_alone: bool = True, settings: Mapping[str, Any] | None = None
     ) -> PreparedItem:
-        """is_alone: whether it is the prompt's only image. settings: as `adjusted` returns them; None for the model's.
+        """The item for the model's encoder. is_alone, settings: of images, see `ImageProcessor.prepare`.
 
-        Raises: UnprocessableEntity for an image that the model's processor refuses.
+        Raises: UnprocessableEntity for an item that the model's processor refuses.
         """
-        settings = self._settings if settings is None else settings
-        is_one_of_several = self._cuts_single_images and not is_alone
-        key = _key(item, settings, is_one_of_several)
-        return self.prepared.get(key) or self.prepared.put(self._prepared(item, key, settings, is_one_of_several))
-
-    def _prepared(
-        self, item: MediaItem, key: bytes, settings: Mapping[str, Any], is_one_of_several: bool
-    ) -> PreparedItem:
-        images = [[item.content, item.content]] if is_one_of_several else [item.content]
-        try:
-            nested, *_ = self._processor.prepare_inputs_layout(images=images, text=[self.placeholder])
-            inputs = self._processor.image_processor(nested, return_tensors="np", **settings)
-            text = self._processor.replace_image_token(inputs, image_idx=0, **settings)
-        except (ValueError, TypeError, ZeroDivisionError, IndexError) as exc:  # for example of an extreme aspect ratio
-            raise UnprocessableEntity(f"The model's processor cannot use this image of {_size(item)}: {exc}") from exc
-        arrays = {name: np.asarray(value) for name, value in inputs.items() if isinstance(value, (np.ndarray, list))}
-        if is_one_of_several:
-            arrays = {name: array[:1] for name, array in arrays.items()}
-        return PreparedItem(
-            kind=item.kind,
-            key=key,
-            text=text,
-            num_features=text.count(self._feature_token),
-            inputs=arrays,
-        )
-
-
-def _key(item: MediaItem, settings: Mapping[str, Any], is_one_of_several: bool) -> bytes:
-    text = repr((sorted(settings.items()), is_one_of_several))
-    return hashlib.sha256(item.digest + text.encode(errors="replace")).digest()
-
-
-def _is_within(value: Any, own: Any) -> bool:
-    """Whether a request's value has the form of the model's, and is not larger."""
-    if isinstance(own, bool) or isinstance(value, bool):
-        return isinstance(own, bool) and isinstance(value, bool)
-    if isinstance(own, dict):
-        return (
-            isinstance(value, dict)
-            and value.keys() <= own.keys()
-            and all(map(_is_within, value.values(), map(own.get, value)))
-        )
-    return isinstance(value, int) and 0 < value <= own
+        if item.kind == "audio":
+            assert self._audio is not None  # requests with other kinds than `kinds` are refused
+            return self._audio.prepare(item)
+        assert self._image is not None
+        return self._image.prepare(item, is_alone=is_alone, settings=settings)
 
 
 def load_media_processor(config: ModelConfig, settings: Mapping[str, Any]) -> MediaProcessor:
-    """The processor in a model's folder. settings: `mm_processor_kwargs`. Raises: ModelLoadError, UnsupportedModel."""
+    """The processor in a model's folder. settings: `mm_processor_kwargs`.
+
+    Raises: ModelLoadError, UnsupportedModel; UsageError for settings of images if the model takes none.
+    """
     from transformers import (  # heavy: only a model that is loaded needs it
         AutoConfig,
+        AutoFeatureExtractor,
         AutoImageProcessor,
         AutoTokenizer,
     )
@@ -172,19 +102,34 @@ def load_media_processor(config: ModelConfig, settings: Mapping[str, Any]) -> Me
     try:
         hf_config = AutoConfig.from_pretrained(config.model, **source)
         values = _processor_values(config.model, config.revision)
-        processor_class = _processor_class(config.model, hf_config.model_type, values.get("processor_class"))
-        image_processor = AutoImageProcessor.from_pretrained(config.model, backend="pil", **source)
-        tokenizer = AutoTokenizer.from_pretrained(config.tokenizer or config.model, **source)
+        name, processor_class = _processor_class(config.model, hf_config, values.get("processor_class"))
         known = inspect.signature(processor_class.__init__).parameters.keys()
-        parts = {"image_processor": image_processor, "tokenizer": tokenizer, "video_processor": None}
+        parts: dict[str, Any] = {
+            "tokenizer": AutoTokenizer.from_pretrained(config.tokenizer or config.model, **source),
+            "video_processor": None,
+            "hf_config": hf_config,
+        }
+        if "image_processor" in known:
+            parts["image_processor"] = AutoImageProcessor.from_pretrained(config.model, backend="pil", **source)
+        if "feature_extractor" in known:
+            parts["feature_extractor"] = AutoFeatureExtractor.from_pretrained(config.model, **source)
         arguments = {name: value for name, value in {**values, **parts}.items() if name in known}
         processor = processor_class(**arguments)
     except ImportError as exc:
-        raise UnsupportedModel(config.model, f"its images need a package that is not installed ({exc})") from exc
+        raise UnsupportedModel(config.model, f"its media need a package that is not installed ({exc})") from exc
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as exc:
         raise ModelLoadError(config.model, why_not_loaded(config.model, exc)) from exc
-    cuts_single_images = processor_class.__name__ == "LlavaOnevisionProcessor"
-    return MediaProcessor(processor, int(hf_config.image_token_id), settings, cuts_single_images=cuts_single_images)
+    prepared = PreparedMedia()
+    image = audio = None
+    if "image_processor" in known:
+        is_cutting = name == "LlavaOnevisionProcessor"
+        token_id = int(hf_config.image_token_id)
+        image = ImageProcessor(processor, token_id, prepared, settings, cuts_single_images=is_cutting)
+    elif settings:
+        raise UsageError(f"--mm-processor-kwargs sets image processors, and {config.model} takes no images.")
+    if "feature_extractor" in known:
+        audio = AudioProcessor(processor, int(hf_config.audio_token_id), prepared)
+    return MediaProcessor(prepared, image, audio)
 
 
 def _processor_values(model: str, revision: str | None) -> Mapping[str, Any]:
@@ -193,60 +138,23 @@ def _processor_values(model: str, revision: str | None) -> Mapping[str, Any]:
     return own or read_json(model, "preprocessor_config.json", revision) or {}
 
 
-def _processor_class(model: str, model_type: str, name: str | None) -> Any:
-    """The processor's class, for still images. name: from the model's files. Raises: UnsupportedModel."""
+def _processor_class(model: str, hf_config: Any, name: str | None) -> tuple[str, Any]:
+    """The processor's name and its class, without videos. name: from the model's files. Raises: UnsupportedModel."""
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
-    name = name or PROCESSOR_MAPPING_NAMES.get(model_type)
-    if name == "PixtralProcessor":
-        return PixtralProcessor
+    name = name or str(PROCESSOR_MAPPING_NAMES.get(hf_config.model_type))
+    if name in OWN_PROCESSORS:
+        return name, OWN_PROCESSORS[name]
     if name not in PROCESSORS:
-        raise UnsupportedModel(model, f"Batchline cannot prepare images for {model_type} models ({name})")
+        raise UnsupportedModel(model, f"Batchline cannot prepare media for {hf_config.model_type} models ({name})")
     module, class_name = PROCESSORS[name]
     original = getattr(import_module(f"transformers.models.{module}.processing_{module}"), class_name)
-    return type(name, (_StillImages, original), {})
+    return name, type(name, (_WithoutVideos, original), {})
 
 
-class PixtralProcessor:
-    """What `MediaProcessor` needs of Pixtral's processor, whose class in `transformers` cannot be imported without
-    torchvision. The arguments are those of that class."""
-
-    def __init__(
-        self,
-        image_processor: Any,
-        tokenizer: Any,
-        patch_size: int = 16,
-        spatial_merge_size: int = 1,
-        image_token: str = "[IMG]",
-        image_break_token: str = "[IMG_BREAK]",
-        image_end_token: str = "[IMG_END]",
-    ) -> None:
-        self.image_processor = image_processor
-        self.tokenizer = tokenizer
-        self.image_token = image_token
-        self.images_kwargs = {"patch_size": patch_size * spatial_merge_size}
-        self._break, self._end = image_break_token, image_end_token
-
-    def prepare_inputs_layout(self, images: Any, text: Any) -> tuple[Any, Any]:
-        """See `ProcessorMixin`."""
-        return images, text
-
-    def replace_image_token(
-        self, image_inputs: Mapping[str, Any], image_idx: int, patch_size: int, **_others: Any
-    ) -> str:
-        """Rows of image tokens, with a break after each but the last."""
-        height, width = (int(length) // patch_size for length in image_inputs["image_sizes"][image_idx])
-        return self._break.join([self.image_token * width] * height) + self._end
-
-
-class _StillImages:
+class _WithoutVideos:
     """Lets a processor do without its video processor, which would need torchvision."""
 
     def check_argument_for_proper_class(self, _name: str, argument: Any) -> type:
         """See `ProcessorMixin`."""
         return type(argument)
-
-
-def _size(item: MediaItem) -> str:
-    content = item.content
-    return "this length" if isinstance(content, tuple) else f"{content.width} x {content.height} pixels"

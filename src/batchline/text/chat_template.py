@@ -223,8 +223,12 @@ TEXT_PARTS: Mapping[str, str] = {
 MEDIA_PARTS = ("image_url", "input_image", "audio_url", "input_audio", "video_url")
 """Known part types that only models with media inputs accept."""
 
-TEMPLATE_MEDIA = ("image", "audio", "video")
-"""Part types that stand for media in templates. Requests may not use them."""
+TEMPLATE_MEDIA: Mapping[str, Mapping[str, str]] = {
+    "image": {"type": "image"},
+    "audio": {"type": "audio", "audio_url": ""},  # some templates know audio by this key alone
+    "video": {"type": "video"},
+}
+"""Part types that stand for media in templates, and the whole parts. Requests may not use them."""
 
 
 def normalise_messages(
@@ -318,7 +322,7 @@ def _part(part: Any, path: str, has_media: bool) -> dict[str, Any]:
     if not isinstance(kind, str):
         raise BadRequest(f"{path}: Input should be an object with a type", param=path)
     if has_media and kind in TEMPLATE_MEDIA:
-        return {"type": kind}
+        return dict(TEMPLATE_MEDIA[kind])
     if kind in MEDIA_PARTS:
         raise BadRequest(f"{path}: {unsupported_part(kind, ())}", param=path)
     if kind not in TEXT_PARTS:

@@ -60,16 +60,19 @@ class RenderedChat:
             return tokenizer.encode(self.text, add_special_tokens=add_special_tokens)
         return self.escaped.encode(self.text, self.spans, add_special_tokens=add_special_tokens)
 
-    def with_media(self, placeholder: str, texts: Sequence[str]) -> RenderedChat:
-        """The prompt with the n-th placeholder replaced by the n-th text. Raises: BadRequest for another number."""
+    def with_media(self, placeholder: str, texts: Sequence[str], noun: str) -> RenderedChat:
+        """The prompt with the n-th placeholder replaced by the n-th text. noun: what such a text stands for.
+
+        Raises: BadRequest for another number.
+        """
         found = (
             self.spans if self.escaped else [match.span() for match in re.finditer(re.escape(placeholder), self.text)]
         )
         places = [(start, end) for start, end in found if self.text[start:end] == placeholder]
         if len(places) != len(texts):
             raise BadRequest(
-                f"The prompt has {counted(len(places), 'place')} for images ({placeholder}), but the request has "
-                f"{counted(len(texts), 'image')}"
+                f"The prompt has {counted(len(places), 'place')} for {noun}s ({placeholder}), but the request has "
+                f"{counted(len(texts), noun)}"
             )
         pieces: list[str] = []
         spans: list[Span] = []

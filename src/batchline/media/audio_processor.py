@@ -1,0 +1,79 @@
+"""A checkpoint's own feature extractor: from a recording to the encoder's inputs, and to its text in a prompt."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from batchline.errors import UnprocessableEntity
+from batchline.media.audio import Samples, resampled
+from batchline.media.items import MediaItem
+from batchline.media.prepared import PreparedItem, PreparedMedia
+
+_SLACK_S = 0.1
+"""By which a recording may be longer than a model hears: encoders add silence at the end, which is left out."""
+
+
+class AudioProcessor:
+    """Prepares the recordings of one model, each once as long as the result is kept. Safe to use from several threads.
+
+    placeholder: what chat templates write for a recording. feature_token_id: the token that takes features.
+    """
+
+    def __init__(self, processor: Any, feature_token_id: int, prepared: PreparedMedia) -> None:
+        """processor: of `transformers`, or `VoxtralProcessor`. prepared: where results are kept."""
+        self._processor = processor
+        self._extractor = processor.feature_extractor
+        self._kept = prepared
+        self.placeholder: str = processor.audio_token
+        self.feature_token_id = feature_token_id
+
+    def prepare(self, item: MediaItem) -> PreparedItem:
+        """Raises: UnprocessableEntity for a recording that is too long or too short for the model."""
+        key = hashlib.sha256(b"audio:" + item.digest).digest()
+        return self._kept.get(key) or self._kept.put(self._prepared(item, key))
+
+    def _prepared(self, item: MediaItem, key: bytes) -> PreparedItem:
+        assert isinstance(item.content, tuple)  # a recording's
+        rate = self._extractor.sampling_rate
+        samples = resampled(*item.content, rate)
+        self._check_length(samples, rate)
+        inputs, (text,) = self._processor._process_audio([samples], sampling_rate=rate, return_tensors="np")
+        num_features = text.count(self.placeholder)
+        if not num_features:
+            raise UnprocessableEntity("The recording is too short for this model")
+        arrays = {name: value for name, value in inputs.items() if isinstance(value, np.ndarray)}
+        return PreparedItem(kind="audio", key=key, text=text, num_features=num_features, inputs=arrays)
+
+    def _check_length(self, samples: Samples, rate: int) -> None:
+        """Raises: UnprocessableEntity for a recording of which the model would hear the beginning only."""
+        longest = None if isinstance(self._processor, VoxtralProcessor) else self._extractor.n_samples
+        if longest is not None and len(samples) > longest + _SLACK_S * rate:
+            raise UnprocessableEntity(
+                f"The recording is {len(samples) / rate:.1f} seconds long, but this model takes at most "
+                f"{longest / rate:g} seconds"
+            )
+
+
+class VoxtralProcessor:
+    """What `AudioProcessor` needs of Voxtral's processor, whose class in `transformers` puts recordings into prompts
+    only with another package. A recording is heard in windows, the last of them padded."""
+
+    def __init__(self, feature_extractor: Any, tokenizer: Any, hf_config: Any) -> None:
+        """hf_config: the model's."""
+        self.feature_extractor = feature_extractor
+        self.tokenizer = tokenizer
+        self.audio_token: str = tokenizer.convert_ids_to_tokens(hf_config.audio_token_id)
+        encoder = hf_config.audio_config  # its projector joins neighbours, up to `intermediate_size` numbers
+        self._num_window_tokens = encoder.max_source_positions * encoder.hidden_size // encoder.intermediate_size
+
+    def _process_audio(self, audio: Sequence[Samples], **settings: Any) -> tuple[dict[str, np.ndarray], list[str]]:
+        """See `ProcessorMixin` and `transformers.VoxtralProcessor._retrieve_input_features`. audio: one recording."""
+        extractor = self.feature_extractor
+        padding = {"padding": True, "truncation": False, "pad_to_multiple_of": extractor.n_samples}
+        whole = extractor(audio[0], **padding, **settings)["input_features"]
+        windows = whole.reshape(extractor.feature_size, -1, extractor.nb_max_frames).transpose(1, 0, 2)
+        return {"input_features": windows}, [self.audio_token * (len(windows) * self._num_window_tokens)]
