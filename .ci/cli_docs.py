@@ -9,7 +9,7 @@ from typing import Any
 import typer
 
 from batchline.cli.main import app
-from batchline.cli.option_groups import group_of, in_order
+from batchline.cli.option_groups import group_of, help_record, in_order
 
 TARGET = Path(__file__).parents[1] / "docs" / "cli.md"
 
@@ -48,7 +48,7 @@ def reference() -> str:
 
 
 def _row(parameter: Any, context: Any) -> str:
-    names, text = parameter.get_help_record(context)
+    names, text = help_record(parameter, context)
     return f"| `{_cell(names)}` | {_cell(text)} |\n"
 
 

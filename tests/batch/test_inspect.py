@@ -8,7 +8,7 @@ import pytest
 from batch_files import chat_line, write_lines
 
 from batchline.batch.inspect import checked_input, plan_overview
-from batchline.batch.tokens import TokenCounter
+from batchline.batch.tokens import TokenCounter, TokenCounts
 from batchline.config import TextConfig
 from batchline.endpoints.without_model import CHECKS, checked_request
 from batchline.errors import InputUnreadable
@@ -111,6 +111,16 @@ def test_prompt_tokens_are_counted_with_the_models_template(tmp_path: Path) -> N
     counts = counter.counts
     assert counts.longest_prompt == templated
     assert (counts.output_limit, counts.unlimited, counts.uncounted) == (9, 1, 1)
+
+
+def test_each_answer_of_a_request_counts() -> None:
+    """Bug: a request with `n` counted once, so a plan promised a fraction of the tokens."""
+    counts = TokenCounts()
+    counts.add_output("/v1/chat/completions", {"n": 3, "max_tokens": 10})
+    counts.add_output("/v1/completions", {"prompt": ["a", "b"], "n": 2, "max_tokens": 5, "ignore_eos": True})
+    counts.add_output("/v1/chat/completions", {"n": 2, "min_tokens": 7})
+    assert (counts.output_limit, counts.fixed_output, counts.least_output) == (50, 20, 14)
+    assert (counts.num_limited, counts.num_fixed, counts.num_unlimited, counts.unlimited) == (7, 4, 2, 1)
 
 
 def test_requests_with_control_tokens_in_their_messages_are_counted() -> None:

@@ -305,6 +305,16 @@ def test_check_takes_a_models_folder_and_its_name_as_a_run_does(command: Command
     assert (ended.code, "--served-model-name requires --model." in ended.err) == (2, True)
 
 
+def test_check_shows_the_first_bad_line_once(command: Command, tmp_path: Path) -> None:
+    """Bug: it was shown twice, the second time in the list of all bad lines."""
+    path = write(tmp_path / "in.jsonl", line("a", messages=[]), line("b") | {"url": f"/v1/{'x' * 1000}"})
+    ended = command("check", path)
+    assert ended.out.count("messages: it must not be empty") == 1
+    assert "\n2 bad lines:\n" in ended.out
+    assert max(map(len, ended.out.splitlines())) < 1200, "a long path is cut"
+    assert json.loads(command("check", path, "--json").out)["findings"][0].startswith("2 bad lines, the first being")
+
+
 def test_check_shows_equal_errors_once_with_their_first_lines(command: Command, tmp_path: Path) -> None:
     lines = [line(f"r{number}", temperature=9 + number) for number in range(1200)]
     ended = command("check", write(tmp_path / "in.jsonl", *lines, b"bad"))
@@ -328,7 +338,9 @@ def test_check_names_requests_over_a_limit_which_an_option_changes(command: Comm
     (tmp_path / "in.jsonl").write_text(json.dumps(line), encoding="utf-8")
     ended = command("check", tmp_path / "in.jsonl")
     assert ended.code == 3
-    assert "1 bad line, the first being line 1: stop: it has 65 items, and at most 64" in ended.out
+    assert (
+        "1 bad line:\n             1  HTTP 400\n  line 1: HTTP 400: stop: it has 65 items, and at most 64" in ended.out
+    )
     assert command("check", tmp_path / "in.jsonl", "--request-limit", "stop=65").code == 0
     ended = command("check", tmp_path / "in.jsonl", "--request-limit", "stopp=65")
     assert (ended.code, "there is no limit 'stopp'. Known: allowed_token_ids, " in ended.err) == (2, True)
@@ -436,7 +448,7 @@ def test_check_counts_bad_lines_by_code_and_tells_where_the_rest_is(command: Com
     assert f"31 bad lines written to {tmp_path / 'bad'}" in ended.out
     assert len((tmp_path / "bad").read_bytes().splitlines()) == 31
     one = command("check", write(tmp_path / "one.jsonl", b"bad"), "--bad-lines", tmp_path / "bad")
-    assert one.out.startswith("1 request, 4 bytes\n1 bad line, the first")  # it said "1 requests"
+    assert one.out.startswith("1 request, 4 bytes\n1 bad line:\n")  # it said "1 requests"
     assert f"1 bad line written to {tmp_path / 'bad'}" in one.out
     command("check", path, "--bad-lines", tmp_path / "bad.gz")
     assert len(gzip.decompress((tmp_path / "bad.gz").read_bytes()).splitlines()) == 31  # it was plain text
@@ -628,3 +640,50 @@ def test_weights_that_do_not_fit_are_reported_once_and_not_as_harmless(command: 
     assert ended.code == 1
     assert ended.err.count("model.layers.3.input_layernorm.weight") == 1
     assert "can be ignored" not in ended.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("run",), "There is no command 'run'. Did you mean run-batch?"),
+        (("srve", "m"), "There is no command 'srve'. Did you mean serve?"),
+        (("nonsense",), "The commands are run-batch, serve, check"),
+        (("help", "nonsense"), "There is no command 'nonsense'."),
+    ],
+)
+def test_an_unknown_command_suggests_the_one_that_is_meant(
+    command: Command, arguments: tuple[str, ...], said: str
+) -> None:
+    """Bug: `batchline run` said only that there is no such command."""
+    ended = command(*arguments)
+    assert (ended.code, said in ended.err) == (2, True)
+
+
+@pytest.mark.parametrize(("arguments", "usage"), [((), "batchline [OPTIONS]"), (("plan",), "batchline plan [OPTIONS]")])
+def test_help_is_a_command_too(command: Command, arguments: tuple[str, ...], usage: str) -> None:
+    ended = command("help", *arguments)
+    assert (ended.code, ended.out.startswith(f"Usage: {usage}")) == (0, True)
+
+
+def test_a_host_with_a_port_names_the_option_for_it(command: Command) -> None:
+    """Bug: the error said that the name or service is not known."""
+    ended = command("serve", TINY_CHAT, "--host", "0.0.0.0:8000")
+    assert (ended.code, "Write --host 0.0.0.0 --port 8000." in ended.err) == (2, True)
+
+
+@pytest.mark.parametrize("setting", ["--dtype", "--config"])
+def test_a_wrong_choice_is_reported_in_plain_words(command: Command, tmp_path: Path, setting: str) -> None:
+    """Bug: the text began with "Value error,"."""
+    config = tmp_path / "c.yaml"
+    config.write_text("output-order: random\n")
+    value, said = {"--dtype": ("fp8", "'fp8' is not one of auto, float32"), "--config": (config, "'random' is not")}[
+        setting
+    ]
+    ended = command("run-batch", "-i", "in", "-o", "out", "--model", TINY_CHAT, setting, value)
+    assert (ended.code, said in ended.err, "Value error" in ended.err) == (2, True, False)
+
+
+def test_an_option_of_other_commands_names_the_first_of_them(command: Command, tmp_path: Path) -> None:
+    """Bug: `plan` sent users of a run's options to `serve`."""
+    ended = command("plan", write(tmp_path / "in.jsonl", line("a")), "--max-num-batched-tokens", 5)
+    assert "--max-num-batched-tokens is an option of batchline run-batch." in ended.err

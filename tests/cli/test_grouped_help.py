@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import typer
 from typer.testing import CliRunner
@@ -32,6 +34,16 @@ def test_what_a_command_cannot_do_without_comes_first(command: str, first: str) 
     shown = CliRunner().invoke(app, [command, "--help"], terminal_width=80, env={"COLUMNS": "80"}).output
     assert shown.partition("Options:\n")[2].strip().startswith(first)
     assert "Metrics:" not in shown.partition("Options:\n")[0]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_writes_types_and_ranges_as_people_do(command: str) -> None:
+    """Bug: it had `<int range>`, `<list[str]>`, `x>=1`, the 64-bit range of --seed, and `[default: (64MiB)]`."""
+    shown = CliRunner().invoke(app, [command, "--help"], terminal_width=80, env={"COLUMNS": "80"}).output
+    assert not re.search(r"range>|<list|<=|>=|\(\d+MiB\)", shown)
+    if command == "serve":
+        assert "[default: 64MiB]" in " ".join(shown.split())
+        assert "[default: 8000; 0 to 65535]" in " ".join(shown.split())
 
 
 def test_a_required_option_says_so() -> None:

@@ -184,7 +184,7 @@ def test_stopping_counts_down_and_a_second_signal_restores_the_screen(
     terminal.process.send_signal(number)
     assert terminal.ended() == 130
     assert_restored(terminal)
-    assert "Stopped. Finished results are saved; run the same command again to resume." in terminal.text
+    assert "Stopped. 6 of 10 requests are left. Finished results are saved;" in terminal.text
 
 
 def test_an_exception_restores_the_screen(start: Start) -> None:

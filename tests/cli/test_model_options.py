@@ -8,7 +8,7 @@ import pytest
 import typer
 
 from batchline.cli.model_options import ModelOptions
-from batchline.cli.values import parse_num_bytes
+from batchline.cli.values import parse_dtype, parse_num_bytes, parse_seed
 from batchline.config import EngineConfig, ModelConfig
 from batchline.errors import UsageError
 
@@ -25,6 +25,19 @@ def test_sizes_are_read(text: str, num_bytes: int) -> None:
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(typer.BadParameter, match="is not a size"):
         parse_num_bytes(text)
+
+
+@pytest.mark.parametrize(
+    ("given", "dtype"), [("fp16", "float16"), ("half", "float16"), ("BF16", "bfloat16"), ("float", "float32")]
+)
+def test_the_usual_names_of_data_types_are_understood(given: str, dtype: str) -> None:
+    assert parse_dtype(given) == dtype
+
+
+@pytest.mark.parametrize("given", ["x", "1.5", 2**63, -(2**63) - 1])
+def test_a_seed_is_a_whole_number_of_64_bits(given: str | int) -> None:
+    with pytest.raises(typer.BadParameter, match="64 bits"):
+        parse_seed(given)
 
 
 def test_defaults_are_the_configurations_own() -> None:

@@ -118,7 +118,7 @@ async def test_priority_reaches_the_model() -> None:
         ({"input": [3, 256]}, "input", "token id 256 is out of the vocabulary of 256"),
         ({"input": [-1]}, "input", "token id -1"),
         ({"input": ["a", "b" * 20]}, "input[1]", "maximum context length is 16 tokens, but the prompt has 22 tokens"),
-        ({"messages": []}, "messages", "at least 1"),
+        ({"messages": []}, "messages", "messages: it must not be empty"),
         ({"messages": "hi"}, "messages", "list"),
         ({"messages": [{"role": "nobody", "content": "b"}]}, "messages", "refuses"),
         ({"messages": [{"role": "user", "content": "b" * 20}]}, "messages", "the prompt has 20 tokens"),

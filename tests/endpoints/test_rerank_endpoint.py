@@ -70,7 +70,7 @@ async def test_embedding_model_ranks_by_cosine_with_the_prompts_of_the_roles() -
         ({"query": ["a"]}, "query", "string"),
         ({"query": "\ud800"}, "query", "Unicode"),
         ({"documents": None}, "documents", "required"),
-        ({"documents": []}, "documents", "at least 1"),
+        ({"documents": []}, "documents", "documents: it must not be empty"),
         ({"documents": "a"}, "documents", "list"),
         ({"documents": ["a", 3]}, "documents[1]", "string, an object with a text"),
         ({"documents": [{"title": "a"}]}, "documents[0]", "string, an object with a text"),

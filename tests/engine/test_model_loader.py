@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, BartConfig, BartForConditionalGeneration, GenerationConfig
 
 from batchline.checkpoints.device import choose_device, choose_dtype
+from batchline.checkpoints.files import why_not_loaded
 from batchline.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from batchline.engine.core import Engine
 from batchline.engine.kv_cache import CacheGroup, by_layer
@@ -88,6 +89,15 @@ def test_hub_id_without_a_network_says_what_to_do() -> None:
     reason = refusal("nobody/no-such-model")
     assert "the model hub does not have it or cannot be reached" in reason
     assert "give the path of a downloaded model folder" in reason
+
+
+@pytest.mark.parametrize("is_offline", [True, False])
+def test_a_model_that_is_not_found_offline_says_that_the_hub_is_not_asked(
+    monkeypatch: pytest.MonkeyPatch, is_offline: bool
+) -> None:
+    """Bug: the error sent users to check the network, although a variable of theirs turned it off."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", is_offline)
+    assert ("HF_HUB_OFFLINE is set" in why_not_loaded("nobody/no-such-model", OSError())) == is_offline
 
 
 def test_folder_without_a_config_is_refused(tmp_path: Path) -> None:

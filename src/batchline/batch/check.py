@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from batchline.backends.base import MAX_SHOWN_NAME
 from batchline.batch import lines
 from batchline.batch.index import LineIndex, LineReader, PositionSet, open_regular
 from batchline.batch.options import Limits
@@ -193,7 +194,8 @@ def findings_of(report: CheckReport, served_models: Sequence[str] | None) -> lis
         bad_lines = counted(report.num_faults, "bad line")
         found.append(f"{bad_lines}, the first being line {first.line_number}: {first.message}")
     found += [
-        f"{counted(group.count, 'request')} to the unknown endpoint {group.url}, first on line {group.first_line}."
+        f"{counted(group.count, 'request')} to the unknown endpoint {group.url[:MAX_SHOWN_NAME]}, first on line "
+        f"{group.first_line}."
         for group in report.unknown_endpoints()
     ]
     if served_models is not None:

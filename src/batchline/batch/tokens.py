@@ -22,6 +22,7 @@ from batchline.openai_api.embeddings import PooledBody
 from batchline.openai_api.endpoint_table import generates
 from batchline.openai_api.generation import GenerationBody
 from batchline.openai_api.moderations import ModerationsRequest
+from batchline.openai_api.parsing import num_sequences
 from batchline.openai_api.rerank import RerankRequest
 from batchline.openai_api.score import ScoreRequest
 from batchline.openai_api.transcriptions import TranscriptionRequest
@@ -42,8 +43,9 @@ _DEFAULTS = TextConfig()
 class TokenCounts:
     """Sums over the good lines. output_limit: the most tokens that requests with a limit may produce.
 
-    limited, unlimited: generating requests with and without a limit. num_fixed, fixed_output: those that produce all
-    tokens of their limit, because of `ignore_eos`, and these tokens. least_output: the `min_tokens` of all others.
+    unlimited: generating requests without a limit. num_limited, num_unlimited: the answers of requests with and without
+    one (`n` and lists of prompts give several). num_fixed, fixed_output: the answers that have all tokens of their
+    limit, because of `ignore_eos`, and these tokens. least_output: the `min_tokens` of all others.
     uncounted: requests whose prompt the template or tokenizer refuses. with_control_tokens: requests whose messages
     contain control tokens; control_token_example: where the first of them is.
     """
@@ -55,7 +57,8 @@ class TokenCounts:
     uncounted: int = 0
     with_control_tokens: int = 0
     control_token_example: str | None = None
-    limited: int = 0
+    num_limited: int = 0
+    num_unlimited: int = 0
     num_fixed: int = 0
     fixed_output: int = 0
     least_output: int = 0
@@ -63,16 +66,19 @@ class TokenCounts:
     def add_output(self, url: str, body: dict[str, Any]) -> None:
         """Count the tokens that a request may produce."""
         if generates(url):
-            limit = output_limit(url, body)
-            self.output_limit += limit or 0
+            limit, number = output_limit(url, body), num_sequences(body)
+            self.output_limit += number * (limit or 0)
             self.unlimited += limit is None
-            self.limited += limit is not None
+            if limit is None:
+                self.num_unlimited += number
+            else:
+                self.num_limited += number
             least = body.get("min_tokens")
             if limit is not None and body.get("ignore_eos") is True:
-                self.num_fixed += 1
-                self.fixed_output += limit
+                self.num_fixed += number
+                self.fixed_output += number * limit
             elif isinstance(least, int):
-                self.least_output += max(0, least)
+                self.least_output += number * max(0, least)
 
 
 class CharacterCounter:

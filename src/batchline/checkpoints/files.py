@@ -11,10 +11,16 @@ from typing import Any
 
 from batchline.errors import ModelLoadError, first_line
 
-HUB_UNREACHABLE = (
-    "there is no such folder, and the model hub does not have it or cannot be reached; "
-    "give the path of a downloaded model folder, or check the name and the network"
-)
+
+def hub_unreachable() -> str:
+    """Why a name is no model, as text for the user."""
+    from huggingface_hub.constants import HF_HUB_OFFLINE  # a local folder needs no hub client
+
+    offline = " (HF_HUB_OFFLINE is set: only models that are already downloaded are found)" if HF_HUB_OFFLINE else ""
+    return (
+        "there is no such folder, and the model hub does not have it or cannot be reached; "
+        f"give the path of a downloaded model folder, or check the name and the network{offline}"
+    )
 
 
 def why_not_loaded(model: str, exc: Exception, kind: str = "Hugging Face model") -> str:
@@ -23,7 +29,7 @@ def why_not_loaded(model: str, exc: Exception, kind: str = "Hugging Face model")
         return f"the folder is not a usable {kind} ({first_line(exc)})"
     if os.path.sep in model and (model.startswith((".", "~", os.path.sep)) or model.count("/") > 1):
         return "no such folder"
-    return HUB_UNREACHABLE if isinstance(exc, OSError) else first_line(exc)
+    return hub_unreachable() if isinstance(exc, OSError) else first_line(exc)
 
 
 def read_json(model: str, name: str, revision: str | None = None) -> dict[str, Any] | None:
@@ -64,11 +70,11 @@ def _fetch(model: str, name: str, revision: str | None) -> str | None:
     except LocalEntryNotFoundError as exc:
         if _is_cached(model, revision):
             return None  # offline, and the cached snapshot lacks this file
-        raise ModelLoadError(model, HUB_UNREACHABLE) from exc
+        raise ModelLoadError(model, hub_unreachable()) from exc
     except HFValidationError as exc:
         raise ModelLoadError(model, "no such folder") from exc
     except OSError as exc:  # unknown repository, no access, or no network: all of the hub client's own errors
-        raise ModelLoadError(model, HUB_UNREACHABLE) from exc
+        raise ModelLoadError(model, hub_unreachable()) from exc
 
 
 @functools.cache

@@ -147,17 +147,21 @@ def _print_report(
     media: MediaCounts,
     bad_lines: Path | None,
 ) -> None:
+    from batchline.backends.base import MAX_SHOWN_NAME  # numpy: not for --help
+
     show(f"{counted(report.num_lines, 'request')}, {counted(report.num_bytes, 'byte')}")
     for group in report.groups.values():
-        show(f"  {group.count:>12,}  {group.url}  {group.model}", is_whole=True)
+        show(f"  {group.count:>12,}  {group.url[:MAX_SHOWN_NAME]}  {group.model[:MAX_SHOWN_NAME]}", is_whole=True)
     if counts is not None:
         _print_tokens(counts)
     for sentence in media.sentences():
         typer.echo(sentence)
-    for finding in found:
+    for finding in found[1 if report.num_faults else 0 :]:  # the first one is about the bad lines, listed below
         show(finding)
     for warning in warnings:
         show(warning)
+    if report.num_faults:
+        show(f"{counted(report.num_faults, 'bad line')}:")
     for code, count in sorted(report.faults_by_code.items(), key=lambda item: -item[1]):
         show(f"  {count:>12,}  {_code_text(code)}")
     kinds = sorted(report.fault_kinds.values(), key=lambda kind: (-kind.count, kind.line_numbers))[:_SHOWN_KINDS]

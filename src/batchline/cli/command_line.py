@@ -19,7 +19,7 @@ import typer
 from batchline.cli.config_file import TRANSLATION, is_set_elsewhere
 from batchline.cli.messages import configure, log
 from batchline.cli.option_groups import GroupedCommand
-from batchline.cli.values import JSON, listed
+from batchline.cli.values import JSON, listed, plain
 from batchline.cli.vllm_options import VLLM_OPTIONS, Ours, Translation, VllmOption, find
 from batchline.errors import UsageError
 
@@ -73,7 +73,7 @@ def _options_of_others(ctx: Any) -> dict[str, str]:
     commands = getattr(getattr(ctx.parent, "command", None), "commands", {})
     return {
         name: f"batchline {other}"
-        for other, command in commands.items()
+        for other, command in reversed(commands.items())  # the first command that has an option counts
         for parameter in command.params
         for name in (*parameter.opts, *parameter.secondary_opts)
     }
@@ -103,7 +103,7 @@ def _failure_of(ctx: Any, parameter: Any, given: Any, rest: list[str]) -> Any:
 
 
 def _text_of(failure: Any) -> str:
-    return str(failure.format_message() if hasattr(failure, "format_message") else failure)
+    return plain(str(failure.format_message() if hasattr(failure, "format_message") else failure))
 
 
 def _put_into_effect(translation: Translation) -> None:

@@ -23,6 +23,7 @@ from typing import Annotated, Any
 import typer
 
 from batchline.cli.messages import log
+from batchline.cli.values import plain
 from batchline.cli.vllm_options import Translation, VllmOption, find
 from batchline.errors import UsageError
 
@@ -94,7 +95,7 @@ class Setting:
         try:
             self.parameter.process_value(context, value)
         except typer.BadParameter as exc:
-            raise UsageError(f"{self.where}: {exc.message or 'it needs a value'}") from exc
+            raise UsageError(f"{self.where}: {plain(exc.message or 'it needs a value')}") from exc
         return value
 
 

@@ -45,6 +45,11 @@ class LiveBar:
         with suppress(OSError, ValueError):  # a terminal that is gone
             self._live.stop()
 
+    @property
+    def latest(self) -> Progress | None:
+        """The progress that is shown, if any."""
+        return self._line.latest
+
     def phase(self, text: str) -> None:
         """Show the phase above the bar, and also in it until there is progress."""
         log(text)

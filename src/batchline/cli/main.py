@@ -14,9 +14,11 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Annotated, NoReturn
+from difflib import get_close_matches
+from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
 
 from batchline import __version__
 from batchline.cli.check import check
@@ -28,8 +30,29 @@ from batchline.cli.run_batch import run_batch
 from batchline.cli.serve import serve
 from batchline.errors import BatchlineError, RunInterrupted, UsageError
 
+
+class _Commands(TyperGroup):
+    """The commands. `batchline help` shows the help, and the beginning of a command's name suggests the command."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[Any, Any, Any]:
+        """Raises: UsageError for an unknown command."""
+        if args[0] == "help":
+            if not args[1:]:
+                typer.echo(ctx.get_help())
+                raise typer.Exit
+            args = [args[1], "--help"]
+        name = args[0].replace("_", "-")
+        if name in self.commands:
+            return super().resolve_command(ctx, [name, *args[1:]])
+        begun = [command for command in self.commands if command.startswith(name)]
+        close = begun or get_close_matches(name, self.commands, n=1)
+        hint = f" Did you mean {close[0]}?" if close else ""
+        raise UsageError(f"There is no command {args[0]!r}.{hint} The commands are {', '.join(self.commands)}.")
+
+
 app = typer.Typer(
     name="batchline",
+    cls=_Commands,
     help="Run a file of LLM requests on your own hardware and get an answer for every line.",
     no_args_is_help=True,
     add_completion=False,

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
@@ -20,6 +20,7 @@ from batchline.cli.values import (
     TASKS,
     check_generation_defaults,
     check_template_variables,
+    parse_dtype,
     parse_generation_config,
     parse_json_object,
     parse_length,
@@ -27,6 +28,7 @@ from batchline.cli.values import (
     parse_number,
     parse_quantization,
     parse_request_limits,
+    parse_seed,
     parse_task,
     together,
 )
@@ -34,7 +36,6 @@ from batchline.config import (
     CacheConfig,
     ContentFormat,
     Device,
-    DType,
     EngineConfig,
     MediaConfig,
     ModelConfig,
@@ -52,17 +53,6 @@ _ENGINE = "Engine"
 _TEXT = "Chat templates and text"
 _COUNT = "<number>"
 _CACHE, _SCHEDULER, _TEXT_DEFAULTS = CacheConfig(), SchedulerConfig(), TextConfig()
-
-DTypeName = Literal["auto", "float32", "bfloat16", "float16", "float", "half"]
-_DTYPES: Mapping[DTypeName, DType] = {
-    "auto": "auto",
-    "float32": "float32",
-    "bfloat16": "bfloat16",
-    "float16": "float16",
-    "float": "float32",
-    "half": "float16",
-}
-"""The usual names of data types, and the names here."""
 
 
 def _parser_option(what_the_model_writes: str) -> Any:
@@ -121,9 +111,11 @@ class ModelOptions:
         typer.Option(help="Allow Python code from the model's repository to run.", rich_help_panel=_MODEL),
     ] = False
     dtype: Annotated[
-        DTypeName,
+        Any,
         typer.Option(
-            help="Data type of the weights and the KV cache; float is float32, and half is float16.",
+            parser=parse_dtype,
+            metavar="<auto|float32|bfloat16|float16>",
+            help="Data type of the weights and the KV cache; fp32, bf16, fp16, float and half are understood, too.",
             rich_help_panel=_MODEL,
         ),
     ] = "auto"
@@ -177,10 +169,10 @@ class ModelOptions:
         ),
     ] = None
     seed: Annotated[
-        int | None,
+        Any,
         typer.Option(
-            min=-(2**63),
-            max=2**63 - 1,
+            parser=parse_seed,
+            metavar=_COUNT,
             help="Seed of requests that give none. Default: a random one for each.",
             rich_help_panel=_MODEL,
         ),
@@ -348,7 +340,7 @@ class ModelOptions:
                 tokenizer=self.tokenizer,
                 revision=self.revision,
                 trust_remote_code=self.trust_remote_code,
-                dtype=_DTYPES[self.dtype],
+                dtype=self.dtype,
                 quantization=self.quantization,
                 device=self.device,
                 max_model_len=self.max_model_len,

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import re
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, get_type_hints
 
@@ -70,12 +71,34 @@ class GroupedCommand(TyperCommand):
         """Write the arguments and each group of options as a section."""
         sections: dict[str, list[tuple[str, str]]] = {}
         for parameter in in_order(self.get_params(ctx)):
-            record = parameter.get_help_record(ctx)
+            record = help_record(parameter, ctx)
             if record is not None:
                 sections.setdefault(group_of(parameter), []).append(record)
         for name, records in sections.items():
             with formatter.section(name):
                 formatter.write_dl(records)
+
+
+_PLAIN = (
+    (re.compile(r"<(?:int|float)(?: range)?>"), "<number>"),
+    (re.compile(r"<list\[Path\]>"), "<file>"),
+    (re.compile(r"<list\[(\w+)\]>"), r"<\1>"),
+    (re.compile(r"\[default: \((.*?)\)(?=[;\]])"), r"[default: \1"),
+    (re.compile(r"([\d.]+)<=x<=([\d.]+)"), r"\1 to \2"),
+    (re.compile(r"x>=(-?[\d.]+)"), r"at least \1"),
+)
+"""What the command line's library writes of types, defaults and ranges, and how people write it."""
+
+
+def help_record(parameter: Any, ctx: Any) -> tuple[str, str] | None:
+    """The names of a parameter and what it does; None if it is hidden."""
+    record = parameter.get_help_record(ctx)
+    if record is None:
+        return None
+    names, text = record
+    for pattern, replacement in _PLAIN:
+        names, text = pattern.sub(replacement, names), pattern.sub(replacement, text)
+    return names, text
 
 
 GROUPS = (

@@ -131,11 +131,11 @@ def _measured(model: ModelConfig, state_dir: Path | None) -> MeasuredRun | None:
 def _expected_output(counts: TokenCounts, usual: float | None) -> float | None:
     """The expected output tokens; None if they are not known. usual: the mean length of an answer in the last run,
     unless a limit is lower, or `min_tokens` higher."""
-    num_open = counts.limited + counts.unlimited - counts.num_fixed
+    num_open = counts.num_limited + counts.num_unlimited - counts.num_fixed
     if usual is None:
         return None if num_open else counts.fixed_output
-    limited = min(counts.output_limit - counts.fixed_output, (counts.limited - counts.num_fixed) * usual)
-    return counts.fixed_output + max(counts.least_output, limited + counts.unlimited * usual)
+    limited = min(counts.output_limit - counts.fixed_output, (counts.num_limited - counts.num_fixed) * usual)
+    return counts.fixed_output + max(counts.least_output, limited + counts.num_unlimited * usual)
 
 
 def _memory(engine: EngineConfig) -> tuple[MemoryNeed | None, str | None]:

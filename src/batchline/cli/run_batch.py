@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import ExitStack
 from functools import partial
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,8 +17,13 @@ from batchline.cli.model_options import ModelOptions, refuse_without_model
 from batchline.cli.option_groups import takes_options
 from batchline.cli.run_options import RunFileOptions
 from batchline.cli.summary import print_summary
-from batchline.cli.terminal import open_reporter
+from batchline.cli.terminal import LineReporter, open_reporter
 from batchline.cli.values import together
+from batchline.errors import counted
+
+if TYPE_CHECKING:
+    from batchline.batch.progress import Reporter
+    from batchline.cli.live_bar import LiveBar
 
 _METRICS = "Metrics"
 
@@ -61,18 +66,21 @@ def run_batch(
     backend = backend_options.make(engines)
     options = for_backend(run_file.run_options(), backend, backend_options.backend, engines)
     with ExitStack() as stack:
-        reporter = stack.enter_context(open_reporter())
+        reporter: Reporter
+        shown = reporter = stack.enter_context(open_reporter())
         if enable_metrics:
             from batchline.cli.metrics_endpoint import serve_metrics  # an HTTP server, for this option alone
 
             reporter = stack.enter_context(serve_metrics(reporter, host, port))
-        summary = run_blocking(files, options, backend, reporter, stop_at_once=_stop_at_once)
+        summary = run_blocking(files, options, backend, reporter, stop_at_once=partial(_stop_at_once, shown))
     print_summary(summary)
     if summary.has_only_failures or (run_file.fail_on_error and summary.failed):
         raise typer.Exit(3)
 
 
-def _stop_at_once() -> None:
+def _stop_at_once(shown: LiveBar | LineReporter) -> None:
     """Leave without waiting for threads: the journal is whole at every moment."""
-    last_words("Stopped. Finished results are saved; run the same command again to resume.")
+    latest = shown.latest
+    left = "" if latest is None else f" {latest.total - latest.done:,} of {counted(latest.total, 'request')} are left."
+    last_words(f"Stopped.{left} Finished results are saved; run the same command again to resume.")
     os._exit(130)

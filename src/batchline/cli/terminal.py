@@ -9,11 +9,14 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from batchline.batch.progress import Progress, Reporter
+from batchline.batch.progress import Progress
 from batchline.cli.messages import beside, is_plain_text, log, log_handler
 from batchline.cli.progress_text import progress_text
+
+if TYPE_CHECKING:
+    from batchline.cli.live_bar import LiveBar
 
 LINE_INTERVAL_S = 5.0
 
@@ -21,7 +24,7 @@ _TERMINALS_WITHOUT_MOVES = ("dumb", "unknown")
 
 
 @contextmanager
-def open_reporter() -> Iterator[Reporter]:
+def open_reporter() -> Iterator[LiveBar | LineReporter]:
     """The reporter for the kind of standard error. Log records of warnings and errors appear beside it."""
     handler = log_handler()
     handler.setLevel(logging.WARNING)
@@ -44,9 +47,10 @@ def _is_terminal() -> bool:
 
 
 class LineReporter:
-    """Lines for logs: phases, warnings, and progress every few seconds."""
+    """Lines for logs: phases, warnings, and progress every few seconds. latest: the progress, None before it begins."""
 
     def __init__(self) -> None:
+        self.latest: Progress | None = None
         self._next_line_at = self._next_detail_at = 0.0
 
     def phase(self, text: str) -> None:
@@ -67,6 +71,7 @@ class LineReporter:
 
     def progress(self, progress: Progress) -> None:
         """One line, at most every `LINE_INTERVAL_S`, and one at the end."""
+        self.latest = progress
         now = time.monotonic()
         if now >= self._next_line_at or progress.done == progress.total:
             self._next_line_at = now + LINE_INTERVAL_S

@@ -10,12 +10,12 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import typer
 
 from batchline.batch.options import HOSTED_LIMITS, Limits
-from batchline.config import MediaConfig, Quantization, RequestLimits, Task
+from batchline.config import DType, MediaConfig, Quantization, RequestLimits, Task
 from batchline.errors import BadRequest, UsageError
 
 JSON = "JSON"
@@ -104,6 +104,36 @@ def parse_task(text: str) -> Task:
     return task
 
 
+DTYPES: Mapping[str, DType] = {
+    **{name: name for name in get_args(DType)},
+    "float": "float32",
+    "fp32": "float32",
+    "bf16": "bfloat16",
+    "half": "float16",
+    "fp16": "float16",
+}
+"""The usual names of data types, and the names here."""
+
+
+def parse_dtype(text: str) -> DType:
+    """One of `DTYPES`."""
+    dtype = DTYPES.get(text.strip().lower())
+    if dtype is None:
+        raise typer.BadParameter(f"{text!r} is not one of {', '.join(get_args(DType))}.")
+    return dtype
+
+
+def parse_seed(text: str | int) -> int:
+    """A whole number of 64 bits."""
+    try:
+        seed = int(text)
+    except ValueError:
+        seed = 2**63
+    if not -(2**63) <= seed < 2**63:
+        raise typer.BadParameter(f"{text!r} is not a whole number of 64 bits.")
+    return seed
+
+
 def parse_quantization(text: str) -> Quantization | None:
     """`int8`, or `none`."""
     method = text.strip().lower()
@@ -189,6 +219,11 @@ def parse_request_limits(given: Sequence[str]) -> RequestLimits:
             raise UsageError(f"--request-limit: {text!r} is not NAME=NUMBER, e.g. stop=256.")
         numbers[name.replace("-", "_")] = int(number)
     return RequestLimits(**numbers)
+
+
+def plain(message: str) -> str:
+    """A message of the command line's library, without what only its developers understand."""
+    return message.replace("Value error, ", "")
 
 
 def together(*checks: Callable[[], object]) -> None:

@@ -209,7 +209,7 @@ def _sentence(path: str, details: Sequence[ErrorDetails]) -> str:
     what = " or ".join([first, *(other.removeprefix("Input should be ") for other in others)])
     is_missing = details[0]["type"] == "missing"
     given = details[0].get("ctx", {}).get("tag", details[0]["input"])  # the object's `type` is the fault
-    got = "" if is_missing or not path else f" (got {_shown(given)})"
+    got = "" if is_missing or not path or _is_empty(details[0]) else f" (got {_shown(given)})"
     return f"{path}: {what}{got}" if path else what
 
 
@@ -224,7 +224,14 @@ def _fault(detail: ErrorDetails) -> str:
         return "Its type is required"
     if detail["type"] == "union_tag_invalid":
         return f"Its type should be one of {detail['ctx']['expected_tags']}"
-    return "Input should be a JSON object" if detail["type"] in _NO_OBJECT else detail["msg"]
+    if detail["type"] in _NO_OBJECT:
+        return "Input should be a JSON object"
+    return "it must not be empty" if _is_empty(detail) else detail["msg"]
+
+
+def _is_empty(detail: ErrorDetails) -> bool:
+    """Whether the fault is that a list or text is empty."""
+    return detail["type"] in ("too_short", "string_too_short") and not detail["input"]
 
 
 def _path(detail: ErrorDetails, body: Mapping[str, Any]) -> str:

@@ -215,6 +215,9 @@ def allow_reuse(listener: socket.socket) -> None:
 
 def unusable(host: str, port: int, exc: Exception) -> UsageError:
     """The error for an address that cannot be used."""
+    name, colon, number = host.partition(":")
+    if colon and number.isdecimal():
+        return UsageError(f"Cannot serve at {host}: --host takes no port. Write --host {name} --port {number}.")
     reason = exc.strerror if isinstance(exc, OSError) else None
     return UsageError(f"Cannot serve at {host} port {port}: {reason or exc}")
 
