@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import base64
+import io
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from media_families import make_media_model
+from PIL import Image
 
 from batchline.backends.base import EndpointRequest, running
 from batchline.backends.in_process import InProcessBackend
@@ -94,3 +97,43 @@ async def test_an_image_size_that_a_request_may_not_set_is_refused(backend: Any)
     status, body = await answer(backend, "/v1/chat/completions", messages=CHAT, mm_processor_kwargs=settings)
     assert status == 400
     assert body["error"]["param"] == "mm_processor_kwargs"
+
+
+@pytest.fixture(scope="module")
+def qwen_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_media_model("qwen2_vl", tmp_path_factory.mktemp("qwen2_vl"))
+
+
+async def test_settings_of_the_image_processor_have_their_effect_on_every_path(qwen_folder: Path) -> None:
+    """Bug: only chat completions took them; on the other paths they were refused, or ignored with a warning."""
+    buffer = io.BytesIO()
+    Image.new("RGB", (64, 64), "red").save(buffer, "png")
+    data = base64.b64encode(buffer.getvalue()).decode()
+    image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
+    chat = [{"role": "user", "content": [image]}]
+    response = [{"role": "user", "content": [{**image, "type": "input_image"}]}]
+    block = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/chat/completions": {"messages": chat, "max_tokens": 1},
+        "/v1/responses": {"input": response, "max_output_tokens": 1},
+        "/v1/messages": {"messages": [{"role": "user", "content": [block]}], "max_tokens": 1},
+        "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": [block]}]},
+        "/v1/embeddings": {"messages": chat},
+        "/pooling": {"messages": chat},
+        "/v1/score": {"text_1": [{"content": [image]}], "text_2": "words"},
+        "/v1/rerank": {"query": {"content": [image]}, "documents": ["words"]},
+    }
+
+    async def num_tokens(started: Any, url: str, **settings: Any) -> int:
+        _, body = await answer(started, url, **bodies[url], **settings)
+        usage = body.get("usage", body)
+        cached = usage.get("cache_read_input_tokens", 0)  # which Anthropic's API does not count as input
+        return int(usage.get("prompt_tokens", usage.get("input_tokens", -1))) + int(cached)
+
+    config = ModelConfig(model=str(qwen_folder), served_names=("m",), dtype="float32", device="cpu")
+    async with running(InProcessBackend([EngineConfig(model=config, cache=CacheConfig(num_bytes=2**22))])) as started:
+        for url in bodies:
+            plain = await num_tokens(started, url)
+            assert 0 < await num_tokens(started, url, mm_processor_kwargs={"max_pixels": 1024}) < plain, url
+            status, body = await answer(started, url, **bodies[url], mm_processor_kwargs={"max_pixels": 10**9})
+            assert (status, body["error"]["param"]) == (400, "mm_processor_kwargs.max_pixels"), url

@@ -55,7 +55,11 @@ class FakeEmbedder:
         return [text[:max_tokens] for text in texts]
 
     async def tokenize_messages(
-        self, messages: Sequence[Mapping[str, Any]], *, add_special_tokens: bool = False
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_special_tokens: bool = False,
+        processor_settings: Mapping[str, Any] | None = None,
     ) -> TokenSequence:
         if messages[0].get("role") == "nobody":
             raise BadRequest("messages: the template refuses it", param="messages")

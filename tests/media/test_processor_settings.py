@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from media_families import load_processor, make_media_model, picture
 
 from batchline.config import ModelConfig
 from batchline.errors import BadRequest
+from batchline.media.items import Detail
 from batchline.media.processor import MediaProcessor, load_media_processor
 
 
@@ -37,6 +39,27 @@ def num_features(processor: MediaProcessor, given: dict[str, Any]) -> int:
 def test_a_request_can_ask_for_less_of_an_image(folders: dict[str, Path], family: str, given: dict[str, Any]) -> None:
     processor = load_processor(folders[family])
     assert 0 < num_features(processor, given) < num_features(processor, {})
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"), [("qwen2_vl", {"max_pixels": 4 * 512 * 512}), ("internvl", {}), ("smolvlm", {})]
+)
+def test_an_image_of_low_detail_takes_fewer_tokens(
+    folders: dict[str, Path], family: str, settings: dict[str, Any]
+) -> None:
+    """Bug: the field was accepted and had no effect, on models of any kind."""
+    processor = load_media_processor(ModelConfig(model=str(folders[family])), settings)
+    details: tuple[Detail, ...] = ("low", "auto", "high")
+    items = [replace(picture(1, 1200, 1200), detail=detail) for detail in details]
+    low, usual, high = [processor.prepare(item).num_features for item in items]
+    assert 0 < low < usual == high
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "llava"])
+def test_low_detail_never_asks_for_more_than_the_model_takes(folders: dict[str, Path], family: str) -> None:
+    processor = load_processor(folders[family])
+    low, usual = [processor.prepare(replace(picture(1), detail=detail)).inputs for detail in ("low", "auto")]
+    assert {name: array.shape for name, array in low.items()} == {name: array.shape for name, array in usual.items()}
 
 
 def test_an_image_with_other_settings_is_another_image_for_the_caches(folders: dict[str, Path]) -> None:

@@ -23,6 +23,7 @@ from batchline.openai_api.endpoint_table import (
     RERANK,
     RESPONSES,
     SCORE,
+    TRANSCRIPTIONS,
 )
 from batchline.openai_api.parsing import parse_body
 from batchline.openai_api.undeclared_fields import NO_BEHAVIOUR
@@ -86,6 +87,12 @@ FIELDS: Mapping[str, str] = {
         output_dtype embedding_type output_dimension texts
     """,
     **dict.fromkeys(SCORE, f"{_POOLING} use_activation data_1 data_2 queries documents text_1 text_2 encoding_format"),
+    TRANSCRIPTIONS: """
+        file model chunking_strategy include known_speaker_names known_speaker_references language prompt
+        response_format stream temperature timestamp_granularities
+        to_language hotwords stream_include_usage stream_continuous_usage_stats use_beam_search n best_of length_penalty
+        top_p top_k min_p seed frequency_penalty repetition_penalty presence_penalty max_completion_tokens vllm_xargs
+    """,
     **dict.fromkeys(
         RERANK, f"{_POOLING} use_activation query documents texts top_n top_k max_tokens_per_doc return_documents"
     ),

@@ -281,6 +281,19 @@ def scoring_cases() -> list[Case]:
     ]
 
 
+def settings_cases() -> list[Case]:
+    """Settings of image processors, which these models do not have; their effect: `test_media_requests`."""
+    bodies: dict[str, Json] = {
+        EMBEDDINGS_URL: {"model": "tiny", "messages": [QUESTION]},
+        SCORE_URL: {"model": "rerank", "text_1": ASKED, "text_2": PARIS},
+        RERANK_URL: {"model": "embed", "query": ASKED, "documents": [PARIS]},
+        CLASSIFY_URL: {"model": "rerank", "input": "one"},
+        POOLING_URL: {"model": "tiny", "messages": [QUESTION]},
+    }
+    name = "mm_processor_kwargs"
+    return [Case(name, url, body, {name: {"max_pixels": 1}}, refused(name)) for url, body in bodies.items()]
+
+
 def classification_cases() -> list[Case]:
     """What classification and moderation have. The model is a cross-encoder, which has one label."""
     base: Json = {"model": "rerank", "input": "one two three"}

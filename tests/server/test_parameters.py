@@ -18,6 +18,7 @@ from typing import Any
 
 import httpx
 import pytest
+from audio_parameters import transcription_cases
 from endpoint_parameters import (
     chat_cases,
     classification_cases,
@@ -25,11 +26,13 @@ from endpoint_parameters import (
     embedding_cases,
     pooling_cases,
     scoring_cases,
+    settings_cases,
 )
 from generation_parameters import CHAT, CHAT_URL, FLAVOURS, shared_cases
 from parameter_cases import MODELS, Case, Json, num_generated, text
 from pydantic import BaseModel
 from threaded_server import ThreadedServer
+from tiny_whisper import make_whisper
 
 from batchline.backends.in_process import InProcessBackend
 from batchline.batch.files import RunFiles
@@ -45,6 +48,7 @@ from batchline.openai_api.embeddings import EmbeddingsRequest
 from batchline.openai_api.moderations import ModerationsRequest
 from batchline.openai_api.rerank import RerankRequest
 from batchline.openai_api.score import ScoreRequest
+from batchline.openai_api.transcriptions import TranscriptionRequest
 from batchline.openai_api.undeclared_fields import NO_BEHAVIOUR
 
 CASES = [
@@ -55,6 +59,8 @@ CASES = [
     *scoring_cases(),
     *classification_cases(),
     *pooling_cases(),
+    *settings_cases(),
+    *transcription_cases(),
 ]
 TRIED_ELSEWHERE = {"stream", "stream_options", "priority"}
 """By tests of their own, below."""
@@ -69,10 +75,11 @@ def engine(folder: str, *names: str, **text_options: Any) -> EngineConfig:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[ThreadedServer]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ThreadedServer]:
+    folder = make_whisper(tmp_path_factory.mktemp("whisper"), sharpness=4.0, end=1.0)
     tiny = engine("tiny-chat", "tiny", "org/alias", allow_request_chat_template=True, tool_parser="hermes")
     thinker = engine("tiny-chat", "thinker", allow_request_chat_template=True, reasoning_parser="qwen3")
-    others = [engine("tiny-embed", "embed"), engine("tiny-rerank", "rerank")]
+    others = [engine("tiny-embed", "embed"), engine("tiny-rerank", "rerank"), engine(str(folder), "whisper")]
     with ThreadedServer(InProcessBackend([tiny, thinker, *others])) as running:
         yield running
 
@@ -84,7 +91,9 @@ def bodies_of(case: Case) -> tuple[Json, Json]:
 @pytest.fixture(scope="module")
 def by_server(server: ThreadedServer) -> Answers:
     with httpx.Client(base_url=server.url, timeout=300) as client:
-        bodies = [client.post(case.url, json=body).json() for case in CASES for body in bodies_of(case)]
+        answers = [client.post(case.url, json=body) for case in CASES for body in bodies_of(case)]
+    is_json = "application/json"
+    bodies = [one.json() if one.headers["Content-Type"] == is_json else {"text": one.text} for one in answers]
     return list(zip(bodies[::2], bodies[1::2], strict=True))
 
 
@@ -92,7 +101,8 @@ def by_server(server: ThreadedServer) -> Answers:
 def by_batch_file(server: ThreadedServer, tmp_path_factory: pytest.TempPathFactory) -> Answers:
     requests = [(case.url, body) for case in CASES for body in bodies_of(case)]
     results = run_file(server, tmp_path_factory.mktemp("batch"), requests)
-    bodies = [result["response"]["body"] for result in results]
+    answers = [result["response"]["body"] for result in results]
+    bodies = [{"text": body} if isinstance(body, str) else body for body in answers]
     return list(zip(bodies[::2], bodies[1::2], strict=True))
 
 
@@ -125,13 +135,15 @@ def test_a_batch_file_gives_what_the_server_gives(by_server: Answers, by_batch_f
     for one, other in zip(by_server[index], by_batch_file[index], strict=True):
         assert told(one) == told(other)
         assert numbers(one) == pytest.approx(numbers(other), abs=1e-5)
-        assert any(one.get(name) for name in ("error", "choices", "data", "results")), one
+        assert any(one.get(name) for name in ("error", "choices", "data", "results", "text")), one
 
 
 def told(body: Json) -> list[Any]:
     """What an answer says in words and whole numbers: errors, texts, the order of documents, tokens."""
     if "error" in body:
         return [body["error"]]
+    if "text" in body:  # a transcription
+        return [body["text"], body.get("language"), body.get("usage")]
     choices = [
         (text(body, index), choice["finish_reason"], choice["stop_reason"])
         for index, choice in enumerate(body.get("choices", ()))
@@ -165,6 +177,7 @@ def numbers(body: Json) -> list[float]:
         (ClassifyRequest, "/v1/classify"),
         (ModerationsRequest, "/v1/moderations"),
         (PoolingRequest, "/pooling"),
+        (TranscriptionRequest, "/v1/audio/transcriptions"),
     ],
 )
 def test_every_field_of_a_request_is_tried(schema: type[BaseModel], url: str) -> None:

@@ -202,6 +202,7 @@ class AnswerScorer:
 
         Raises: BadRequest, InternalServerError.
         """
+        self._embedder.check_settings(task.processor_settings)
         pair_format = self._reranker.format
         max_tokens = task.max_tokens(
             max_model_len=self._embedder.max_model_len,
@@ -249,7 +250,9 @@ class AnswerScorer:
             self._check_texts({path: _texts_of(content) for path, content in (first, second)})
             return pair_format.render(chat)
 
-        sequence = await self._embedder.tokenize_chat(prompt, render, media, field=second[0])
+        sequence = await self._embedder.tokenize_chat(
+            prompt, render, media, processor_settings=task.processor_settings, field=second[0]
+        )
         _, hidden = await self._run([sequence], task, second[0])
         return TokenSequence(token_ids=sequence.token_ids), hidden
 

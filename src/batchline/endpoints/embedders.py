@@ -37,6 +37,8 @@ from batchline.text.chat_template import ChatPrompt
 from batchline.text.control_tokens import RenderedChat
 from batchline.text.tokenizer import detokenize
 
+NO_SETTINGS: Mapping[str, Any] = {}
+
 
 class InputReader(Protocol):
     """Texts, conversations and token ids to token sequences.
@@ -68,9 +70,16 @@ class InputReader(Protocol):
         """The texts' beginnings, of at most this many tokens. Raises: BadRequest."""
 
     async def tokenize_messages(
-        self, messages: Sequence[Mapping[str, Any]], *, add_special_tokens: bool = False
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_special_tokens: bool = False,
+        processor_settings: Mapping[str, Any] = NO_SETTINGS,
     ) -> TokenSequence:
-        """A conversation, rendered by the chat template. Raises: BadRequest, also if there is no template."""
+        """A conversation, rendered by the chat template. processor_settings: of the image processor.
+
+        Raises: BadRequest, also if there is no template.
+        """
 
     def from_token_ids(
         self, token_ids: Sequence[int], *, max_tokens: int | None = None, side: Side | None = None
@@ -165,17 +174,27 @@ class EngineEmbedder:
         return await self._model.off_loop(lambda: [cut_one(text) for text in texts])
 
     async def tokenize_messages(
-        self, messages: Sequence[Mapping[str, Any]], *, add_special_tokens: bool = False
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_special_tokens: bool = False,
+        processor_settings: Mapping[str, Any] = NO_SETTINGS,
     ) -> TokenSequence:
-        """A conversation through the model's chat template, with no prompt for an answer. Raises: BadRequest."""
-        return await self._tokenize_messages(messages, None, "messages", add_special_tokens)
+        """A conversation through the model's chat template, with no prompt for an answer. Raises: RequestError."""
+        return await self._tokenize_messages(messages, None, "messages", add_special_tokens, processor_settings)
 
-    async def tokenize_content(self, content: str | Content, path: str) -> PromptSequence:
+    def check_settings(self, processor_settings: Mapping[str, Any]) -> None:
+        """Raises: BadRequest for settings that the model's image processor does not take."""
+        prepared_media((), self._model, processor_settings)
+
+    async def tokenize_content(
+        self, content: str | Content, path: str, processor_settings: Mapping[str, Any]
+    ) -> PromptSequence:
         """One user's message. path: of its content in the request. Raises: RequestError."""
         media = media_of_content(content, path)
         check_kinds(media, self._model.media)
         message = {"role": "user", "content": content if isinstance(content, str) else list(content)}
-        return await self._tokenize_messages([message], media, path, False)
+        return await self._tokenize_messages([message], media, path, False, processor_settings)
 
     async def _tokenize_messages(
         self,
@@ -183,6 +202,7 @@ class EngineEmbedder:
         media: Sequence[MediaPart] | None,
         field: str,
         add_special_tokens: bool,
+        processor_settings: Mapping[str, Any],
     ) -> PromptSequence:
         template = self._model.text.chat_template
         if template is None:
@@ -194,7 +214,14 @@ class EngineEmbedder:
             messages=messages, add_generation_prompt=False, variables=self._model.config.default_chat_template_kwargs
         )
         render = partial(self._model.render, template)
-        return await self.tokenize_chat(prompt, render, media, field=field, add_special_tokens=add_special_tokens)
+        return await self.tokenize_chat(
+            prompt,
+            render,
+            media,
+            processor_settings=processor_settings,
+            field=field,
+            add_special_tokens=add_special_tokens,
+        )
 
     async def tokenize_chat(
         self,
@@ -202,7 +229,8 @@ class EngineEmbedder:
         render: Callable[[ChatPrompt], RenderedChat],
         media: Sequence[MediaPart] | None = None,
         *,
-        field: str = "messages",
+        processor_settings: Mapping[str, Any],
+        field: str,
         add_special_tokens: bool = False,
     ) -> PromptSequence:
         """A prompt with its images. render: through a template. media: the prompt's, in its order, with their places in
@@ -214,7 +242,7 @@ class EngineEmbedder:
                 messages, items = taken_media(prompt.messages, model, collected)
             except MediaWanted as wanted:
                 raise wanted if media is None else MediaWanted(media) from None
-            prepared = prepared_media(items, model, {})
+            prepared = prepared_media(items, model, processor_settings)
             chat = replace(prompt, messages=messages, has_media=model.media is not None)
             rendered = with_media_texts(render(chat), prepared, model)
             check_text(field, rendered.text, model.config.limits)

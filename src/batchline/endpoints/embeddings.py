@@ -125,7 +125,9 @@ async def tokenized_input(request: PooledBody, model: InputReader) -> list[Token
     )
     if request.messages is not None:
         conversation = await model.tokenize_messages(
-            request.messages, add_special_tokens=bool(request.add_special_tokens)
+            request.messages,
+            add_special_tokens=bool(request.add_special_tokens),
+            processor_settings=request.mm_processor_kwargs,
         )
         sequences = [fitted(conversation, model, max_tokens, request.truncation_side)]
     else:

@@ -51,6 +51,7 @@ def chat_form(request: CountTokensRequest) -> ChatForm:
     chat: JsonObject = {
         "messages": conversation.messages,
         "tools": [_tool(tool, f"tools[{index}]") for index, tool in enumerate(request.tools)],
+        "mm_processor_kwargs": request.mm_processor_kwargs,
         "chat_template_kwargs": {**_thinking_variables(request), **request.chat_template_kwargs},
         **_tool_use(request),
     }

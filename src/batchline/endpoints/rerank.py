@@ -45,6 +45,7 @@ async def rerank(
         cache_salt=request.cache_salt,
         max_tokens_per_doc=request.max_tokens_per_doc or (COHERE_MAX_TOKENS_PER_DOC if cuts_long_documents else None),
         cuts_to_fit=cuts_long_documents or request.truncation is True or request.max_tokens_per_doc is not None,
+        processor_settings=request.mm_processor_kwargs,
         priority=priority + request.priority,
     )
     scores = await model.score(task)

@@ -30,6 +30,7 @@ async def score(
         truncation_side=request.truncation_side,
         use_activation=request.activates,
         cache_salt=request.cache_salt,
+        processor_settings=request.mm_processor_kwargs,
         priority=priority + request.priority,
     )
     scores = await model.score(task)

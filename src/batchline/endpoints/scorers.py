@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal, Protocol, cast
+from typing import Any, Literal, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +34,7 @@ class ScoringTask:
     names: the request's field names, for errors. are_queries: whether firsts are queries and seconds documents, for
     models that put different prompts before them. truncate, truncation_side, use_activation, cache_salt,
     max_tokens_per_doc: as in the request; None if it has no value. cuts_to_fit: whether texts that are too long are cut
-    instead of refused, if the model can do that.
+    instead of refused, if the model can do that. processor_settings: of the image processor.
     """
 
     firsts: Sequence[str | Content]
@@ -47,6 +47,7 @@ class ScoringTask:
     cache_salt: str | None = None
     max_tokens_per_doc: int | None = None
     cuts_to_fit: bool = False
+    processor_settings: Mapping[str, Any] = field(default_factory=dict)
     priority: int = 0
 
     @property
@@ -102,6 +103,12 @@ async def cut_documents(task: ScoringTask, cutter: TextCutter) -> Sequence[str]:
     return seconds if task.max_tokens_per_doc is None else await cutter.cut(seconds, task.max_tokens_per_doc)
 
 
+def refuse_processor_settings(task: ScoringTask) -> None:
+    """Raises: BadRequest for settings of an image processor, of a model that has none."""
+    if task.processor_settings:
+        raise BadRequest("mm_processor_kwargs: this model takes only text", param="mm_processor_kwargs")
+
+
 def refuse_cutting_content(task: ScoringTask) -> None:
     """Raises: BadRequest for a limit on documents if they or the query have images."""
     if task.max_tokens_per_doc is not None:
@@ -151,6 +158,7 @@ class PairScorer:
             num_special_tokens=self._model.num_pair_special_tokens,
             can_cut=not self._model.takes_whole_pairs,
         )
+        refuse_processor_settings(task)
         firsts, seconds = task.texts()
         if task.cuts_to_fit and task.truncate is None and max_tokens is not None:
             await self._check_room(firsts[0], task.names[0])
@@ -179,7 +187,12 @@ class PairScorer:
 class ConversationReader(Protocol):
     """Reads conversations that may have images."""
 
-    async def tokenize_content(self, content: str | Content, path: str) -> TokenSequence:
+    def check_settings(self, processor_settings: Mapping[str, Any]) -> None:
+        """Raises: BadRequest for settings that the model's image processor does not take."""
+
+    async def tokenize_content(
+        self, content: str | Content, path: str, processor_settings: Mapping[str, Any]
+    ) -> TokenSequence:
         """A conversation of one message. path: of the content in the request. Raises: RequestError."""
 
 
@@ -199,6 +212,10 @@ class SimilarityScorer:
                 f"use_activation: {self.name} scores by cosine similarity, which has no activation",
                 param="use_activation",
             )
+        if self._reader is None:
+            refuse_processor_settings(task)
+        else:
+            self._reader.check_settings(task.processor_settings)
         if self._reader is not None and not task.has_only_text:
             sequences, vectors = await self._embed_conversations(self._reader, task)
         else:
@@ -226,7 +243,7 @@ class SimilarityScorer:
     ) -> tuple[TokenSequence, Vectors]:
         """The tokens, without the images, whose memory is free then, and the vector."""
         embedder = self._embedder
-        sequence = await reader.tokenize_content(content, path)
+        sequence = await reader.tokenize_content(content, path, task.processor_settings)
         max_tokens = task.max_tokens(max_model_len=embedder.max_model_len, num_special_tokens=0)
         sequence = fitted(sequence, embedder, max_tokens, task.truncation_side)
         check_sequences([sequence], max_model_len=embedder.max_model_len, vocab_size=embedder.vocab_size, param=path)

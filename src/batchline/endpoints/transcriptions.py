@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ from batchline.openai_api.transcriptions import (
     answer_in,
     usage_of,
 )
-from batchline.speech.request import DEFAULT_TEMPERATURES, DecodedPart, Segment, SpeechRequest
+from batchline.speech.request import DEFAULT_TEMPERATURES, DecodedPart, Sampling, Segment, SpeechRequest
 from batchline.speech.tokens import SpeechTask
 
 if TYPE_CHECKING:
@@ -127,6 +127,7 @@ async def _parts(
             timestamps=request.needs_timestamps,
             temperatures=DEFAULT_TEMPERATURES if request.temperature == 0 else (request.temperature,),
             seed=transcriber.text.seed if request.seed is None else request.seed,
+            sampling=Sampling(**{field.name: getattr(request, field.name) for field in fields(Sampling)}),
             priority=priority + request.priority,
         )
         with engine_errors_answered():

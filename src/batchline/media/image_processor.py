@@ -24,6 +24,9 @@ _ADJUSTABLE = (
 )
 """Settings of image processors that a request may change."""
 
+LOW_DETAIL = {"max_pixels": 512 * 512, "do_image_splitting": False, "crop_to_patches": False, "do_pan_and_scan": False}
+"""What `detail: low` sets, where the model has it and would use more."""
+
 
 class ImageProcessor:
     """Prepares the images of one model, each once as long as the result is kept. Safe to use from several threads.
@@ -82,6 +85,16 @@ class ImageProcessor:
         message = f"mm_processor_kwargs.{name}: Input should be of the form of {own}, which is the largest value"
         raise BadRequest(message, param=f"mm_processor_kwargs.{name}")
 
+    def _with_low_detail(self, settings: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The settings for an image that should take few tokens."""
+        own = {name: self._own_setting(name) for name in LOW_DETAIL}
+        lower = {name: low for name, low in LOW_DETAIL.items() if own[name] is not None and low < own[name]}
+        if "max_pixels" not in lower:
+            return {**settings, **lower}
+        size = self._size(settings)
+        most = min(lower.pop("max_pixels"), size["longest_edge"])
+        return {**settings, **lower, "size": {edge: min(length, most) for edge, length in size.items()}}
+
     def _own_setting(self, name: str) -> Any:
         """The model's value of a setting that requests may change; None for any other."""
         image_processor = self._processor.image_processor
@@ -102,7 +115,9 @@ class ImageProcessor:
         Raises: UnprocessableEntity for an image that the model's processor refuses.
         """
         settings = self._settings if settings is None else settings
-        is_one_of_several = self._cuts_single_images and not is_alone
+        is_low = item.detail == "low"
+        settings = self._with_low_detail(settings) if is_low else settings
+        is_one_of_several = self._cuts_single_images and (is_low or not is_alone)
         key = _key(item, settings, is_one_of_several)
         kept = self._kept
         return kept.get(key) or kept.put(self._prepared(item, key, settings, is_one_of_several))

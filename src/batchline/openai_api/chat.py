@@ -15,7 +15,7 @@ from pydantic_core import PydanticCustomError
 from batchline.errors import BadRequest
 from batchline.openai_api.common import Usage, WireModel
 from batchline.openai_api.generation import GenerationBody, NumLogprobs
-from batchline.openai_api.parsing import MESSAGES, TEXT, Limited, num_allowed_tools
+from batchline.openai_api.parsing import MESSAGES, TEXT, Limited, ProcessorSettings, num_allowed_tools
 from batchline.openai_api.undeclared_fields import NO_BEHAVIOUR
 
 JsonObject = dict[str, Any]
@@ -152,7 +152,7 @@ class ChatCompletionRequest(GenerationBody):
     documents: Annotated[list[JsonObject] | None, Limited("chat_documents")] = None
     chat_template: Annotated[str | None, TEXT] = None
     chat_template_kwargs: Annotated[JsonObject, Limited("template_variables")] = Field(default_factory=dict)
-    mm_processor_kwargs: Annotated[JsonObject, Limited("template_variables")] = Field(default_factory=dict)
+    mm_processor_kwargs: ProcessorSettings = Field(default_factory=dict)
     add_special_tokens: bool = False
 
     @model_validator(mode="before")

@@ -18,7 +18,7 @@ from batchline.openai_api.common import (
     TruncationSide,
     Usage,
 )
-from batchline.openai_api.parsing import MESSAGES, TEXT, Limited, num_prompts
+from batchline.openai_api.parsing import MESSAGES, TEXT, Limited, ProcessorSettings, num_prompts
 
 EmbedDtype = Literal["float32", "float16", "bfloat16"]
 ByteOrder = Literal["native", "little", "big"]
@@ -39,9 +39,12 @@ class PooledBody(ActivatedBody):
     priority: Priority = 0
     request_id: RequestId | None = None
     add_special_tokens: bool | None = None
+    mm_processor_kwargs: ProcessorSettings = Field(default_factory=dict)
 
     def check(self) -> None:
         """Check fields that depend on each other. Raises: BadRequest."""
+        if self.mm_processor_kwargs and self.messages is None:
+            raise BadRequest("mm_processor_kwargs: it requires messages", param="mm_processor_kwargs")
         if (self.input is None) == (self.messages is None):
             raise BadRequest("input: exactly one of input and messages is needed", param="input")
 

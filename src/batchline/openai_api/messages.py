@@ -12,7 +12,7 @@ from batchline.errors import BadRequest
 from batchline.openai_api.chat import refuse_chat_fields
 from batchline.openai_api.common import Priority, Usage, WireModel
 from batchline.openai_api.generation import NonEmptyStrings
-from batchline.openai_api.parsing import MESSAGES, TEXT, Limited, longest_text
+from batchline.openai_api.parsing import MESSAGES, TEXT, Limited, ProcessorSettings, longest_text
 
 JsonObject = dict[str, Any]
 BlockKind = Literal["text", "thinking", "tool_use"]
@@ -67,6 +67,7 @@ class CountTokensRequest(WireModel):
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
     chat_template_kwargs: Annotated[JsonObject, Limited("template_variables")] = Field(default_factory=dict)
+    mm_processor_kwargs: ProcessorSettings = Field(default_factory=dict)
 
     @property
     def wanted_format(self) -> OutputFormat | None:

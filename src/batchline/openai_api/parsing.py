@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
 from itertools import chain, islice
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -326,6 +326,9 @@ MESSAGES: tuple[Limited, ...] = (
 )
 """For a field that has a conversation."""
 
+
+ProcessorSettings = Annotated[dict[str, Any], Limited("template_variables")]
+"""A field for a request's settings of the model's image processor."""
 
 TEXT_COUNTS = ("inputs", "documents")
 """The limits for fields whose texts are embedded, scored or ranked."""

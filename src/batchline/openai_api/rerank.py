@@ -20,7 +20,7 @@ from batchline.openai_api.common import (
     TruncationSide,
     Usage,
 )
-from batchline.openai_api.parsing import TEXT, Limited, num_inputs
+from batchline.openai_api.parsing import TEXT, Limited, ProcessorSettings, num_inputs
 
 
 class RerankRequest(ActivatedBody):
@@ -44,6 +44,7 @@ class RerankRequest(ActivatedBody):
     cache_salt: CacheSalt | None = None
     priority: Priority = 0
     request_id: RequestId | None = None
+    mm_processor_kwargs: ProcessorSettings = Field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -59,6 +59,7 @@ CHAT_FIELDS = (
     "bad_words",
     "priority",
     "chat_template_kwargs",
+    "mm_processor_kwargs",
     "include_stop_str_in_output",
     "skip_special_tokens",
     "allowed_token_ids",
@@ -135,6 +136,7 @@ class ResponsesRequest(WireModel):
     bad_words: Any = None
     priority: Any = None
     chat_template_kwargs: Any = None
+    mm_processor_kwargs: Any = None
     include_stop_str_in_output: Any = None
     skip_special_tokens: Any = None
     allowed_token_ids: Any = None

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
+from pydantic import Field
+
 from batchline.errors import BadRequest
 from batchline.openai_api.common import (
     ActivatedBody,
@@ -17,7 +19,7 @@ from batchline.openai_api.common import (
     TruncationSide,
     Usage,
 )
-from batchline.openai_api.parsing import TEXT, Limited, num_inputs
+from batchline.openai_api.parsing import TEXT, Limited, ProcessorSettings, num_inputs
 
 SPELLINGS = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
 
@@ -55,6 +57,7 @@ class ScoreRequest(ActivatedBody):
     cache_salt: CacheSalt | None = None
     priority: Priority = 0
     request_id: RequestId | None = None
+    mm_processor_kwargs: ProcessorSettings = Field(default_factory=dict)
 
     def sides(self) -> SidesToScore:
         """Both sides. Raises: BadRequest if a side is missing or empty, spellings mix or the numbers do not fit."""

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from batchline.errors import BadRequest
-from batchline.openai_api.common import MAX_INT64, Priority, RequestId, Text, WireModel
+from batchline.openai_api.common import MAX_INT64, Priority, Text, WireModel
 from batchline.openai_api.parsing import TEXT
 
 ResponseFormat = Literal["json", "text", "srt", "verbose_json", "vtt"]
@@ -40,8 +40,13 @@ class TranscriptionRequest(WireModel):
     timestamp_granularities: Annotated[list[Granularity], Field(max_length=8)] | None = None
     stream: bool = False
     seed: Annotated[int, Field(ge=-MAX_INT64 - 1, le=MAX_INT64)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=-1)] = 0
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    repetition_penalty: Annotated[float, Field(gt=0, le=2)] = 1.0
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     priority: Priority = 0
-    request_id: RequestId | None = None
 
     def check(self) -> None:
         """Check fields that depend on each other. Raises: BadRequest."""
@@ -62,12 +67,17 @@ class TranscriptionRequest(WireModel):
         return self.response_format in ("srt", "verbose_json", "vtt")
 
 
+def _flag(text: str) -> bool:
+    return {"true": True, "false": False, "1": True, "0": False}[text.lower()]
+
+
 _FORM_TYPES: Mapping[str, Callable[[str], Any]] = {
-    "temperature": float,
-    "seed": int,
-    "priority": int,
-    "stream": lambda text: {"true": True, "false": False, "1": True, "0": False}[text.lower()],
+    **dict.fromkeys(("temperature", "top_p", "min_p"), float),
+    **dict.fromkeys(("repetition_penalty", "frequency_penalty", "presence_penalty", "length_penalty"), float),
+    **dict.fromkeys(("seed", "top_k", "priority", "n"), int),
+    **dict.fromkeys(("stream", "use_beam_search", "stream_include_usage", "stream_continuous_usage_stats"), _flag),
 }
+"""Fields of a form that are not text, also some that only another server knows."""
 
 
 def body_of_form(fields: Iterable[tuple[str, str | bytes]]) -> dict[str, Any]:

@@ -30,7 +30,7 @@ NO_BEHAVIOUR: Mapping[str, str] = {
     "workspace_id": "whom a hosted service charges for the request",
     "stream_options.include_obfuscation": "padding of a hosted service's chunks against eavesdroppers",
     "thinking.budget_tokens": "a separate limit for thinking; here `max_tokens` limits thinking and text together",
-    "image_url.detail": "a resolution hint for a hosted service's models (inside a message part)",
+    "stream_include_usage": "whether a stream of a transcription tells the usage; here its last event always does",
 }
 """Fields that carry no behaviour here: accepted and dropped without a warning. Names with a dot are nested ones."""
 
@@ -61,6 +61,9 @@ _ROUTING = Unsupported("a choice of the machine that answers")
 _INTERNALS = Unsupported("reporting what happens inside of the model", (False, 0))
 _SESSIONS = Unsupported("sessions", ({},))
 _IMAGES = Unsupported("image output")
+_SEVERAL = Unsupported("several answers", (1,))
+_NO_LIMIT = Unsupported("a limit of this name")
+_SPEAKERS = Unsupported("telling speakers apart", ([],))
 
 UNSUPPORTED: Mapping[str, Unsupported] = {
     "tools": _TOOLS,
@@ -145,6 +148,18 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
     "prediction": Unsupported("predicted output"),
     "web_search_options": Unsupported("web search"),
     "logits_processors": Unsupported("a list of custom logits processors", ([],)),
+    "n": _SEVERAL,
+    "best_of": _SEVERAL,
+    "use_beam_search": Unsupported("beam search", (False,)),
+    "length_penalty": Unsupported("beam search", (1,)),
+    "max_completion_tokens": _NO_LIMIT,
+    "chunking_strategy": Unsupported("a way to cut the recording", ("auto",), "leave it out: cuts are between texts"),
+    "include": Unsupported("returning log-probabilities or other additions", ([],)),
+    "known_speaker_names": _SPEAKERS,
+    "known_speaker_references": _SPEAKERS,
+    "hotwords": Unsupported("a list of words to expect", ("",), "write them into prompt"),
+    "to_language": Unsupported("a choice of the language to translate into", ("en",)),
+    "stream_continuous_usage_stats": Unsupported("usage in every event", (False,)),
     "stream": Unsupported("streaming", (False,)),
     "stream_options": Unsupported("streaming"),
 }

@@ -63,10 +63,17 @@ class PoolingModel:
         return await asyncio.to_thread(self._tokenizer.cut, texts, max_tokens)
 
     async def tokenize_messages(
-        self, messages: Sequence[Mapping[str, Any]], *, add_special_tokens: bool = False
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_special_tokens: bool = False,
+        processor_settings: Mapping[str, Any] | None = None,
     ) -> TokenSequence:
-        """A conversation, rendered by `render_messages`. Raises: BadRequest, also without a chat template."""
+        """A conversation, rendered by `render_messages`. Raises: BadRequest, also without a chat template, and for
+        settings of an image processor."""
         render = self.render_messages
+        if processor_settings:
+            raise BadRequest("mm_processor_kwargs: this model takes only text", param="mm_processor_kwargs")
         if render is None:
             raise BadRequest(
                 f"messages: {self.name} has no chat template; send input, or give one with --chat-template",

@@ -7,6 +7,7 @@ higher temperature, as in OpenAI's reference code.
 from __future__ import annotations
 
 import zlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import torch
@@ -53,7 +54,8 @@ class WindowSequence:
         """Choose the next token. logits: (vocabulary,) float32, which is changed."""
         self._forbid(logits)
         logprobs = torch.log_softmax(logits, dim=-1)
-        token = self._chosen(logits, logprobs)
+        self._penalise(logits)
+        token = self._chosen(logits)
         self._sum_logprobs += float(logprobs[token])
         if token == self._rules.end:
             self.is_finished = True
@@ -93,11 +95,35 @@ class WindowSequence:
         if logprobs[begin:].logsumexp(dim=-1) > logprobs[:begin].max():
             logits[:begin] = -torch.inf  # some timestamp is likelier than any other token
 
-    def _chosen(self, logits: torch.Tensor, logprobs: torch.Tensor) -> int:
+    def _penalise(self, logits: torch.Tensor) -> None:
+        """Make tokens of the text so far less likely, if the request says so."""
+        sampling = self.window.sampling
+        counts = Counter(token for token in self.tokens if token < self._rules.end)
+        if not counts or not sampling.penalises:
+            return
+        seen = torch.tensor(list(counts), device=logits.device)
+        numbers = torch.tensor(list(counts.values()), device=logits.device)
+        own, penalty = logits[seen], sampling.repetition_penalty
+        own = torch.where(own > 0, own / penalty, own * penalty)
+        logits[seen] = own - numbers * sampling.frequency_penalty - sampling.presence_penalty
+
+    def _chosen(self, logits: torch.Tensor) -> int:
         if self.temperature <= 0:
-            return int(logprobs.argmax())
+            return int(logits.argmax())
         chances = torch.softmax(logits / self.temperature, dim=-1).cpu()
-        return int(torch.multinomial(chances, 1, generator=self._generator))
+        return int(torch.multinomial(self._filtered(chances), 1, generator=self._generator))
+
+    def _filtered(self, chances: torch.Tensor) -> torch.Tensor:
+        """The chances without those of unlikely tokens. They need not add up to 1."""
+        sampling = self.window.sampling
+        if sampling.min_p > 0:
+            chances = chances.where(chances >= sampling.min_p * chances.max(), 0.0)
+        if sampling.top_k > 0 or sampling.top_p < 1:
+            ordered, tokens = chances.sort(descending=True)
+            ordered = ordered[: sampling.top_k] if sampling.top_k > 0 else ordered
+            ordered = ordered.where(ordered.cumsum(0) - ordered < sampling.top_p * ordered.sum(), 0.0)
+            chances = torch.zeros_like(chances).scatter(0, tokens[: len(ordered)], ordered)
+        return chances
 
     def _result(self, text_of: TextOf) -> DecodedWindow:
         thresholds = self.window.thresholds

@@ -26,6 +26,24 @@ class Thresholds:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """Changes which tokens are chosen, as in generation. The penalties apply to the text of a window, not to its
+    timestamps; the others only where the temperature is above 0."""
+
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+
+    @property
+    def penalises(self) -> bool:
+        """Whether any penalty is set."""
+        return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1, 0, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
     """A part of a recording to decode. features: (mel bins, frames), as many frames as the encoder takes.
 
@@ -41,6 +59,7 @@ class Window:
     temperatures: tuple[float, ...] = (0.0,)
     seed: int | None = None
     thresholds: Thresholds = Thresholds()
+    sampling: Sampling = Sampling()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +93,7 @@ class SpeechRequest:
     temperatures: tuple[float, ...] = DEFAULT_TEMPERATURES
     seed: int | None = None
     thresholds: Thresholds = Thresholds()
+    sampling: Sampling = Sampling()
     priority: int = 0
 
 

@@ -91,6 +91,7 @@ class SpeechModel:
             timestamps=request.timestamps,
             temperatures=request.temperatures,
             thresholds=request.thresholds,
+            sampling=request.sampling,
         )
 
     def _language(self, name: str) -> int | None:
