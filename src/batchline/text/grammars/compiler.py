@@ -25,9 +25,9 @@ from batchline.text.grammars.grammar import (
     refusal,
     surrounded,
 )
+from batchline.text.grammars.json_schema import schema_error
 from batchline.text.grammars.matcher import CompiledGrammar
 from batchline.text.grammars.patterns import one_line, short_reason
-from batchline.text.grammars.schema_errors import schema_error
 from batchline.text.grammars.sources import constraint_grammar, grammar_error
 from batchline.text.grammars.trial import (
     MAX_CHARACTERS,

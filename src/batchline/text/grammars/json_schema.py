@@ -9,7 +9,8 @@ compare the results with `jsonschema`.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -23,12 +24,15 @@ from batchline.text.grammars.grammar import (
     matches_nothing_but,
     refusal,
 )
-from batchline.text.grammars.patterns import json_pattern, short_reason
+from batchline.text.grammars.patterns import json_pattern, one_line, short_reason
 
 MAX_DEPTH = 100
 MAX_SUBSCHEMAS = 20_000
 WHITESPACE = r"[ \t]{1,2}|\n[ \t]{0,40}"
 """White space between JSON tokens: enough for indentation, but never endless."""
+
+MAX_TRIES = 200
+"""How many subschemas are tried at most to find the one that the engine refuses."""
 
 _JSON_SPACE = r"[ \t\r\n]"
 OPTIONS = "x-guidance"
@@ -42,6 +46,10 @@ _LARGEST_EXACT = 2**53
 _SCHEMAS = ("additionalProperties", "additionalItems", "items", "not", "if", "then", "else", "contains")
 _LISTS_OF_SCHEMAS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _MAPS_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
+_DEFINITIONS = ("$defs", "definitions", "$schema", OPTIONS)
+
+Refusal = Callable[[Mapping[str, Any]], str | None]
+"""Why the engine refuses a schema; None if it does not."""
 
 
 def strict_schema(constraint: Constraint, source: str) -> dict[str, Any]:
@@ -222,3 +230,43 @@ def _make_patterns_strict(schema: dict[str, Any]) -> None:
     if seconds is not None:
         merged = schema.get("allOf")
         schema["allOf"] = [*(merged if isinstance(merged, list) else []), {"pattern": seconds}]
+
+
+def schema_error(schema: Mapping[str, Any]) -> str | None:
+    """What the engine refuses in a schema, and where; None if it accepts the schema.
+
+    The engine does not say where. So the subschemas are tried separately, and the deepest one that is refused for the
+    same reason is reported.
+    """
+
+    def reason_of(part: Mapping[str, Any]) -> str | None:
+        return refusal(Grammar({"json_schema": part}).serialised())
+
+    reason = reason_of(schema)
+    if reason is None:
+        return None
+    advice = "use anyOf, or branches that differ in type or in a constant"
+    explained = re.sub(r"[.;]? *Enable 'coerce_one_of'.*", f"; {advice}", one_line(reason))
+    return f"at {place_of_error(schema, reason, reason_of)}: {explained}"
+
+
+def place_of_error(schema: Mapping[str, Any], reason: str, refusal: Refusal) -> str:
+    """The path of the deepest subschema that is refused for `reason`."""
+    shared = {keyword: schema[keyword] for keyword in _DEFINITIONS if keyword in schema}
+    part, path = schema, "the root"
+    tries = MAX_TRIES
+    while True:
+        for keyword, key, below in subschemas(part):
+            tries -= 1
+            if tries < 0:
+                return path
+            if isinstance(below, dict) and _alone(below, shared, refusal) == reason:
+                part, path = below, path_below(path, keyword, key)
+                break
+        else:
+            return path
+
+
+def _alone(schema: Mapping[str, Any], shared: Mapping[str, Any], refusal: Refusal) -> str | None:
+    """Why a subschema is refused, together with the root's definitions."""
+    return refusal({**shared, **schema})

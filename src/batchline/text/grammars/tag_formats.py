@@ -24,9 +24,8 @@ from batchline.text.grammars.grammar import (
     refusal,
     written,
 )
-from batchline.text.grammars.json_schema import strict_schema
+from batchline.text.grammars.json_schema import schema_error, strict_schema
 from batchline.text.grammars.patterns import short_reason
-from batchline.text.grammars.schema_errors import schema_error
 
 Node = Mapping[str, Any]
 ReadGrammar = Callable[[Constraint, str], Part]
