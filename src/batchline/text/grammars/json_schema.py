@@ -250,7 +250,7 @@ def schema_error(schema: Mapping[str, Any]) -> str | None:
     return f"at {place_of_error(schema, reason, reason_of)}: {explained}"
 
 
-def place_of_error(schema: Mapping[str, Any], reason: str, refusal: Refusal) -> str:
+def place_of_error(schema: Mapping[str, Any], reason: str, reason_of: Refusal) -> str:
     """The path of the deepest subschema that is refused for `reason`."""
     shared = {keyword: schema[keyword] for keyword in _DEFINITIONS if keyword in schema}
     part, path = schema, "the root"
@@ -260,13 +260,13 @@ def place_of_error(schema: Mapping[str, Any], reason: str, refusal: Refusal) -> 
             tries -= 1
             if tries < 0:
                 return path
-            if isinstance(below, dict) and _alone(below, shared, refusal) == reason:
+            if isinstance(below, dict) and _alone(below, shared, reason_of) == reason:
                 part, path = below, path_below(path, keyword, key)
                 break
         else:
             return path
 
 
-def _alone(schema: Mapping[str, Any], shared: Mapping[str, Any], refusal: Refusal) -> str | None:
+def _alone(schema: Mapping[str, Any], shared: Mapping[str, Any], reason_of: Refusal) -> str | None:
     """Why a subschema is refused, together with the root's definitions."""
-    return refusal({**shared, **schema})
+    return reason_of({**shared, **schema})
