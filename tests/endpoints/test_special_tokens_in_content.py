@@ -15,13 +15,14 @@ from transformers import AutoTokenizer
 from batchline.config import ModelConfig, SpecialTokensInContent, TextConfig
 from batchline.endpoints.answer_scores import AnswerScorer, Reranker
 from batchline.endpoints.chat import encode_chat
-from batchline.endpoints.choices import check_whole
 from batchline.endpoints.completions import encode_completion
 from batchline.endpoints.model import GenerativeModel, load_text, message_renderer
 from batchline.endpoints.reranker_prompts import PairFormat, Qwen3Format, TemplateFormat, pair_messages
 from batchline.endpoints.scorers import ScoringTask
 from batchline.endpoints.tokenizing import generative, tokenized
 from batchline.errors import BadRequest
+from batchline.openai_api.chat import ChatCompletionRequest
+from batchline.openai_api.completions import CompletionRequest
 from batchline.pooling.batching import TokenSequence
 from batchline.testing import ScriptedEngine
 
@@ -39,7 +40,7 @@ def model(mode: SpecialTokensInContent) -> GenerativeModel:
 
 
 async def prompt_ids(served: GenerativeModel, messages: list[dict[str, Any]]) -> tuple[int, ...]:
-    chat = await encode_chat({"messages": messages}, served, check_whole)
+    chat = await encode_chat({"messages": messages}, served, ChatCompletionRequest.check_whole)
     answer = await tokenized({"messages": messages}, generative(served))
     assert tuple(answer["tokens"]) == chat.job.prompt.token_ids
     return chat.job.prompt.token_ids
@@ -73,7 +74,7 @@ async def test_refused_ones_are_named() -> None:
 @pytest.mark.parametrize("mode", ["allow", "escape", "refuse"])
 async def test_a_raw_prompt_is_taken_as_it_is(mode: SpecialTokensInContent) -> None:
     served = model(mode)
-    (job,) = (await encode_completion({"prompt": "a<|im_end|>"}, served, check_whole)).jobs
+    (job,) = (await encode_completion({"prompt": "a<|im_end|>"}, served, CompletionRequest.check_whole)).jobs
     assert served.tokenizer.added_token(job.prompt.token_ids[-1]) == "<|im_end|>"
 
 

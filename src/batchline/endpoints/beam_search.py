@@ -8,7 +8,7 @@ are float32 sums. The engine's prefix cache keeps the repeated prompts cheap.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -17,40 +17,7 @@ import numpy as np
 from batchline.endpoints.generation import gather_or_cancel
 from batchline.endpoints.model import GenerationEngine
 from batchline.engine.request import GenerationOutput, GenerationRequest, SamplingParams, TokenLogprobs
-from batchline.errors import BadRequest
 from batchline.openai_api.generation import GenerationBody
-
-MAX_BEAMS = 128
-"""Largest number of beams. Each step of a beam search ranks the square of their number."""
-
-_NEUTRAL_IN_BEAM_SEARCH: Mapping[str, tuple[object, ...]] = {
-    "best_of": (),
-    "temperature": (0, 1),
-    "top_p": (1,),
-    "top_k": (0, -1),
-    "min_p": (0,),
-    "repetition_penalty": (1,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "stop": ((),),
-    "min_tokens": (0,),
-    "logit_bias": ({},),
-    "allowed_token_ids": (),
-    "bad_words": ((),),
-    "logprob_token_ids": (),
-    "repetition_detection": (),
-}
-"""Fields that control sampling, which beam search does not do, and the values of each that have no effect."""
-
-
-def check_beam_search(body: GenerationBody) -> None:
-    """Raises: BadRequest for fields that cannot be combined with `use_beam_search`."""
-    if body.n > MAX_BEAMS:
-        raise BadRequest(f"n: beam search allows at most {MAX_BEAMS} beams", param="n")
-    for field_name, neutral in _NEUTRAL_IN_BEAM_SEARCH.items():
-        value = getattr(body, field_name)
-        if value is not None and value not in neutral:
-            raise BadRequest(f"{field_name}: it cannot be combined with use_beam_search", param=field_name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

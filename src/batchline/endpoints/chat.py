@@ -20,9 +20,6 @@ from batchline.endpoints.choices import (
     PromptChoices,
     PromptJob,
     ReportedLogprobs,
-    check_choices,
-    check_streamed,
-    check_whole,
     is_long,
     prompt_jobs,
     run_jobs,
@@ -60,7 +57,7 @@ async def chat_completion(
     body: Mapping[str, Any], request_id: str, model: GenerativeModel, priority: int = 0
 ) -> dict[str, Any]:
     """The answer to a chat request. Raises: RequestError, EngineError."""
-    chat = await encode_chat(body, model, check_whole)
+    chat = await encode_chat(body, model, ChatCompletionRequest.check_whole)
     (result,) = await run_jobs(model, [chat.job], chat.request, request_id=request_id, priority=priority)
     answer = partial(_answer, chat, result, model, request_id)
     return await model.off_loop(answer) if is_long([result], chat.request) else answer()
@@ -70,7 +67,6 @@ def parse_chat(body: Mapping[str, Any], config: TextConfig) -> ChatCompletionReq
     """The checked request. Raises: BadRequest."""
     request = parse_body(ChatCompletionRequest, body, strict=config.strict, limits=config.limits).with_tools()
     request.check()
-    check_choices(request)
     by_ids = request.logprob_token_ids is not None
     check_num_logprobs(request.num_alternatives, config, "logprob_token_ids" if by_ids else "top_logprobs")
     check_num_logprobs(request.prompt_logprobs, config, "prompt_logprobs")
@@ -334,7 +330,7 @@ async def chat_completion_chunks(
     body: Mapping[str, Any], request_id: str, model: GenerativeModel, priority: int = 0
 ) -> AsyncGenerator[Chunk, None]:
     """The answer to a chat request in chunks. Raises: RequestError, EngineError."""
-    chat = await encode_chat(body, model, check_streamed)
+    chat = await encode_chat(body, model, ChatCompletionRequest.check_streamed)
     chunks = _ChatChunks(chat, model, chat_completion_id(chat.request, request_id))
     deltas = stream_jobs(model, [chat.job], chat.request, request_id=request_id, priority=priority)
     async with aclosing(deltas):

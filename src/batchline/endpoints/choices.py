@@ -14,7 +14,7 @@ from functools import partial
 from itertools import islice
 from typing import Generic, TypeVar
 
-from batchline.endpoints.beam_search import check_beam_search, requested_beams
+from batchline.endpoints.beam_search import requested_beams
 from batchline.endpoints.engine_input import EncodedPrompt, check_min_tokens, choice_params, sampling_params
 from batchline.endpoints.generation import (
     LONG_OUTPUT,
@@ -67,34 +67,6 @@ class ReportedLogprobs:
 
     output: int | None
     prompt: int | None
-
-
-def check_choices(body: GenerationBody) -> None:
-    """Check the fields about choices together. Raises: BadRequest."""
-    if body.best_of is not None and body.best_of < body.n:
-        raise BadRequest(f"best_of: {body.best_of} is less than n, which is {body.n}", param="best_of")
-    if body.length_penalty != 1.0 and not body.use_beam_search:
-        raise BadRequest("length_penalty: it requires use_beam_search: true", param="length_penalty")
-    if body.use_beam_search:
-        check_beam_search(body)
-
-
-def check_whole(body: GenerationBody) -> None:
-    """Check that the request wants one whole answer. Raises: BadRequest."""
-    if body.stream:
-        raise BadRequest("stream: a batch line or a call for one answer cannot be streamed", param="stream")
-    if body.stream_options is not None:
-        raise BadRequest("stream_options: it requires stream: true", param="stream_options")
-
-
-def check_streamed(body: GenerationBody) -> None:
-    """Check that the request asks for nothing that is only known at the end. Raises: BadRequest."""
-    if body.use_beam_search:
-        raise BadRequest("use_beam_search: beams are known at the end only and cannot be streamed", param="stream")
-    if body.best_of is not None and body.best_of > body.n:
-        raise BadRequest("best_of: the best are known at the end only; with stream it must equal n", param="best_of")
-    if body.prompt_logprobs is not None:
-        raise BadRequest("prompt_logprobs: they cannot be streamed", param="prompt_logprobs")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,7 +175,7 @@ async def stream_jobs(
     """(prompt, choice, delta) of each prompt's `n` sequences as they come. Closing the iterator aborts them all.
 
     If the request asks for the prompt's log-probabilities, the first delta of each choice has them, so that no choice
-    waits for another. The body has passed `check_streamed`. Raises: RequestError, EngineError.
+    waits for another. The body has passed its `check_streamed`. Raises: RequestError, EngineError.
     """
     streams = []
     for index, job in enumerate(jobs):

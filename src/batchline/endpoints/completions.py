@@ -21,9 +21,6 @@ from batchline.endpoints.choices import (
     PromptChoices,
     PromptJob,
     ReportedLogprobs,
-    check_choices,
-    check_streamed,
-    check_whole,
     is_long,
     prompt_jobs,
     run_jobs,
@@ -53,7 +50,7 @@ async def completion(
     body: Mapping[str, Any], request_id: str, model: GenerativeModel, priority: int = 0
 ) -> dict[str, Any]:
     """The answer to a completion request. Raises: RequestError, EngineError."""
-    encoded = await encode_completion(body, model, check_whole)
+    encoded = await encode_completion(body, model, CompletionRequest.check_whole)
     request = encoded.request
     results = await run_jobs(model, encoded.jobs, request, request_id=request_id, priority=priority)
     answer = partial(_answer, request, results, model, request_id)
@@ -77,7 +74,6 @@ def parse_completion(body: Mapping[str, Any], config: TextConfig) -> CompletionR
     """The checked request. Raises: BadRequest."""
     request = parse_body(CompletionRequest, body, strict=config.strict, limits=config.limits)
     request.check()
-    check_choices(request)
     by_ids = request.logprob_token_ids is not None
     check_num_logprobs(request.num_alternatives, config, "logprob_token_ids" if by_ids else "logprobs")
     check_num_logprobs(request.prompt_logprobs, config, "prompt_logprobs")
@@ -206,7 +202,7 @@ async def completion_chunks(
     body: Mapping[str, Any], request_id: str, model: GenerativeModel, priority: int = 0
 ) -> AsyncGenerator[Chunk, None]:
     """The answer to a completion request in chunks. Raises: RequestError, EngineError."""
-    encoded = await encode_completion(body, model, check_streamed)
+    encoded = await encode_completion(body, model, CompletionRequest.check_streamed)
     request = encoded.request
     make = partial(_CompletionChunks, encoded, model, completion_id(request, request_id))
     chunks = await model.off_loop(make) if request.echo else make()

@@ -210,6 +210,7 @@ class ChatCompletionRequest(GenerationBody):
             reason = "it requires logprobs: true" if not self.logprobs else "it cannot be combined with top_logprobs"
             raise BadRequest(f"logprob_token_ids: {reason}", param="logprob_token_ids")
         self._check_tools()
+        super().check()
 
     @property
     def num_alternatives(self) -> int:

@@ -29,6 +29,7 @@ class CompletionRequest(GenerationBody):
         if self.logprob_token_ids is not None and (self.logprobs is None or self.echo):
             reason = "it requires logprobs" if self.logprobs is None else "it cannot be combined with echo"
             raise BadRequest(f"{field}: {reason}", param=field)
+        super().check()
 
     @property
     def num_alternatives(self) -> int | None:

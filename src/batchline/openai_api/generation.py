@@ -14,6 +14,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import AfterValidator, ConfigDict, Field, PlainValidator, model_validator
 from pydantic_core import PydanticCustomError
 
+from batchline.errors import BadRequest
 from batchline.openai_api.common import (
     MAX_INT64,
     CacheSalt,
@@ -28,6 +29,28 @@ from batchline.openai_api.parsing import Limited, longest_text
 from batchline.openai_api.structured_outputs import ConstrainedBody
 
 _TOKEN_ID = re.compile(r"[0-9]{1,19}")
+
+MAX_BEAMS = 128
+"""Largest number of beams. Each step of a beam search ranks the square of their number."""
+
+_NEUTRAL_IN_BEAM_SEARCH: Mapping[str, tuple[object, ...]] = {
+    "best_of": (),
+    "temperature": (0, 1),
+    "top_p": (1,),
+    "top_k": (0, -1),
+    "min_p": (0,),
+    "repetition_penalty": (1,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "stop": ((),),
+    "min_tokens": (0,),
+    "logit_bias": ({},),
+    "allowed_token_ids": (),
+    "bad_words": ((),),
+    "logprob_token_ids": (),
+    "repetition_detection": (),
+}
+"""Fields that control sampling, which beam search does not do, and the values of each that have no effect."""
 
 MAX_PATTERN_SIZE = 1024
 MAX_PATTERN_COUNT = 1_000_000
@@ -156,3 +179,38 @@ class GenerationBody(ConstrainedBody):
     return_token_ids: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None
+
+    def check(self) -> None:
+        """Check fields that depend on each other. Raises: BadRequest."""
+        if self.best_of is not None and self.best_of < self.n:
+            raise BadRequest(f"best_of: {self.best_of} is less than n, which is {self.n}", param="best_of")
+        if self.length_penalty != 1.0 and not self.use_beam_search:
+            raise BadRequest("length_penalty: it requires use_beam_search: true", param="length_penalty")
+        if self.use_beam_search:
+            self._check_beam_search()
+
+    def _check_beam_search(self) -> None:
+        if self.n > MAX_BEAMS:
+            raise BadRequest(f"n: beam search allows at most {MAX_BEAMS} beams", param="n")
+        for name, neutral in _NEUTRAL_IN_BEAM_SEARCH.items():
+            value = getattr(self, name)
+            if value is not None and value not in neutral:
+                raise BadRequest(f"{name}: it cannot be combined with use_beam_search", param=name)
+
+    def check_whole(self) -> None:
+        """Check that the request wants one whole answer. Raises: BadRequest."""
+        if self.stream:
+            raise BadRequest("stream: a batch line or a call for one answer cannot be streamed", param="stream")
+        if self.stream_options is not None:
+            raise BadRequest("stream_options: it requires stream: true", param="stream_options")
+
+    def check_streamed(self) -> None:
+        """Check that the request asks for nothing that is only known at the end. Raises: BadRequest."""
+        if self.use_beam_search:
+            raise BadRequest("use_beam_search: beams are known at the end only and cannot be streamed", param="stream")
+        if self.best_of is not None and self.best_of > self.n:
+            raise BadRequest(
+                "best_of: the best are known at the end only; with stream it must equal n", param="best_of"
+            )
+        if self.prompt_logprobs is not None:
+            raise BadRequest("prompt_logprobs: they cannot be streamed", param="prompt_logprobs")
