@@ -28,7 +28,7 @@ from transformers import (
 )
 
 from batchline.config import ModelConfig
-from batchline.endpoints.media_prompts import media_spans
+from batchline.endpoints.media_input import media_spans
 from batchline.engine.request import GenerationRequest, SamplingParams
 from batchline.media.audio_processor import VoxtralProcessor
 from batchline.media.image_processor import PixtralProcessor

@@ -27,8 +27,14 @@ from batchline.endpoints.choices import (
 )
 from batchline.endpoints.engine_input import check_num_logprobs, encode_prompt
 from batchline.endpoints.generation import GeneratedText, by_token
-from batchline.endpoints.media_input import NOT_COLLECTED, CollectedMedia, encoded_with_media, taken_media
-from batchline.endpoints.media_prompts import prepared_media, with_media_texts
+from batchline.endpoints.media_input import (
+    NOT_COLLECTED,
+    CollectedMedia,
+    encoded_with_media,
+    prepared_media,
+    taken_media,
+    with_media_texts,
+)
 from batchline.endpoints.model import GenerativeModel
 from batchline.endpoints.reporting import LogprobFormat, StreamUsage
 from batchline.errors import BadRequest

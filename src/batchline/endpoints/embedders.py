@@ -20,9 +20,11 @@ from batchline.endpoints.media_input import (
     check_kinds,
     encoded_with_media,
     media_of_content,
+    prepared_media,
+    prompt_media,
     taken_media,
+    with_media_texts,
 )
-from batchline.endpoints.media_prompts import prepared_media, prompt_media, with_media_texts
 from batchline.endpoints.model import GenerativeModel
 from batchline.engine.request import EmbeddingOutput, EmbeddingRequest, MediaSpan
 from batchline.errors import BadRequest

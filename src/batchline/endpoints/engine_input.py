@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from batchline.config import TextConfig
-from batchline.endpoints.media_prompts import prompt_media, with_media_texts
+from batchline.endpoints.media_input import prompt_media, with_media_texts
 from batchline.endpoints.model import GenerativeModel
 from batchline.engine.request import BannedSequences, MediaSpan, Repetition, SamplingParams
 from batchline.errors import BadRequest, PromptTooLong

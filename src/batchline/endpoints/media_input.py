@@ -1,7 +1,8 @@
 """The images and audio of a request on their way into a prompt.
 
 Messages are read on a text thread, media are fetched on the event loop. So reading stops at media that nobody has
-collected yet, and starts again with them.
+collected yet, and starts again with them. Prepared media take their places in the prompt: their text for the tokenizer,
+and the positions of their features for the engine.
 """
 
 from __future__ import annotations
@@ -9,14 +10,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
+
+from batchline.engine.request import MediaSpan
 from batchline.errors import BadRequest
 from batchline.media.collector import MediaCollector
-from batchline.media.items import MediaItem, MediaKind
+from batchline.media.items import NOUNS, MediaItem, MediaKind
 from batchline.media.parts import MEDIA_PARTS, MediaPart, MediaSource, media_parts, split_media
+from batchline.media.prepared import PreparedItem
 from batchline.media.processor import MediaProcessor
 from batchline.text.chat_template import TEXT_PARTS, unsupported_part
+from batchline.text.control_tokens import RenderedChat
 
 T = TypeVar("T")
 
@@ -104,3 +111,57 @@ async def encoded_with_media(model: TakesMedia, encode: Callable[[CollectedMedia
     assert model.media is not None  # media are wanted only of a model that takes them
     async with model.media.collector.collect(parts) as media, model.media.processor.prepared.room():
         return await model.off_loop(partial(encode, media))
+
+
+def prepared_media(items: Sequence[MediaItem], model: TakesMedia, settings: Mapping[str, Any]) -> list[PreparedItem]:
+    """The items as the model's encoder takes them; call it off the event loop.
+
+    settings: `mm_processor_kwargs` of the request. Raises: BadRequest, UnprocessableEntity.
+    """
+    if model.media is None:
+        if settings:
+            raise BadRequest("mm_processor_kwargs: this model takes only text", param="mm_processor_kwargs")
+        return []
+    processor = model.media.processor
+    adjusted = processor.adjusted(settings)
+    is_alone = sum(item.kind == "image" for item in items) == 1
+    return [processor.prepare(item, is_alone=is_alone, settings=adjusted) for item in items]
+
+
+def prompt_media(token_ids: Sequence[int], items: Sequence[PreparedItem], model: TakesMedia) -> tuple[MediaSpan, ...]:
+    """`media_spans` for a model that may take only text."""
+    return () if model.media is None else media_spans(token_ids, items, model.media.processor.feature_token_ids)
+
+
+def with_media_texts(rendered: RenderedChat, items: Sequence[PreparedItem], model: TakesMedia) -> RenderedChat:
+    """The prompt with the items' texts in place of the template's placeholders. Raises: BadRequest."""
+    if model.media is None:
+        return rendered
+    for kind, placeholder in model.media.processor.placeholders.items():
+        texts = [item.text for item in items if item.kind == kind]
+        rendered = rendered.with_media(placeholder, texts, NOUNS[kind])
+    return rendered
+
+
+def media_spans(
+    token_ids: Sequence[int], items: Sequence[PreparedItem], feature_token_ids: Mapping[MediaKind, int]
+) -> tuple[MediaSpan, ...]:
+    """Where a prompt's tokens take the items' features. Raises: BadRequest if the prompt has other tokens for them."""
+    tokens = np.asarray(token_ids)
+    spans = [
+        span
+        for kind, token_id in feature_token_ids.items()
+        for span in _spans_of_kind(kind, np.flatnonzero(tokens == token_id), [i for i in items if i.kind == kind])
+    ]
+    return tuple(sorted(spans, key=lambda span: int(span.positions[0])))
+
+
+def _spans_of_kind(kind: MediaKind, positions: np.ndarray, items: Sequence[PreparedItem]) -> list[MediaSpan]:
+    """positions: of all tokens that take features of this kind."""
+    ends = np.cumsum([0, *(item.num_features for item in items)]).tolist()
+    if len(positions) != ends[-1]:
+        raise BadRequest(f"The prompt's text contains the token that stands for the content of {NOUNS[kind]}s")
+    return [
+        MediaSpan(kind=kind, key=item.key, positions=positions[start:end], inputs=item.inputs)
+        for item, (start, end) in zip(items, pairwise(ends), strict=True)
+    ]
