@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
+from tiny_whisper import sound, wav
 from typer.testing import CliRunner
 
 from batchline.cli.main import app
@@ -77,6 +79,24 @@ def test_media_are_counted_with_the_hosts_they_come_from(batch_file: Path, comma
         "data_urls": 2,
         "files": 1,
     }
+
+
+@pytest.mark.parametrize("command", ["check", "plan"])
+def test_recordings_to_write_down_are_counted_with_their_seconds(tmp_path: Path, command: str) -> None:
+    """Bug: nobody could see how long the recordings are, though that decides how long the run takes."""
+    data = base64.b64encode(wav(sound(2.5, 1))).decode()
+    bodies = {"1": {"file": data}, "2": {"file": data}, "3": {"file_url": "https://a.example/b.mp3"}}
+    lines = [
+        {"custom_id": custom_id, "method": "POST", "url": "/v1/audio/transcriptions", "body": body}
+        for custom_id, body in bodies.items()
+    ]
+    path = tmp_path / "in.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    shown = run(command, str(path)).output
+    assert "3 recordings (2 different) in 3 requests" in shown
+    assert "2 recordings in the file itself: 5 seconds of audio" in shown
+    media = json.loads(run(command, str(path), "--json").stdout)["media"]
+    assert (media["requests"], media["audio"], media["hosts"], media["audio_seconds"]) == (3, 3, {"a.example": 1}, 5.0)
 
 
 @pytest.mark.parametrize("command", ["check", "plan"])

@@ -107,6 +107,36 @@ def test_an_image_is_encoded_again_after_its_features_were_dropped(folder: Path,
     assert engine.loaded.media.num_encoded == 2
 
 
+def test_a_step_holds_the_features_of_the_images_at_its_positions_only(folder: Path, processor: MediaProcessor) -> None:
+    """Bug: features of earlier images stayed in memory, beyond the budget, until a step had encoded all of its own."""
+    engine = make_engine(folder, max_num_batched_tokens=40)
+    media = engine.loaded.media
+    assert media is not None
+    requests = [
+        generation_request(
+            index, Prompt("<image> and <image>", (picture(2 * index), picture(2 * index + 1))), processor, 2
+        )
+        for index in range(4)
+    ]
+    size = requests[0].media[0]
+    item_bytes = len(size.positions) * 64 * 4
+    media._cache = cache = MeasuredCache(max_bytes=item_bytes)
+    run(engine, requests)
+    most = 40 // len(size.positions) + 2  # one is cut at each end of the step
+    assert media.num_encoded >= 8
+    assert item_bytes < cache.most_bytes <= most * item_bytes
+
+
+class MeasuredCache(FeatureCache):
+    """Remembers the most bytes that it has held."""
+
+    most_bytes = 0
+
+    def put(self, key: bytes, features: torch.Tensor) -> None:
+        super().put(key, features)
+        self.most_bytes = max(self.most_bytes, self.num_bytes)
+
+
 def test_the_least_recently_used_features_are_dropped_first() -> None:
     cache = FeatureCache(max_bytes=3 * 40)
     for key in (b"a", b"b", b"c", b"d"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -13,7 +14,9 @@ from batchline.config import TextConfig
 from batchline.endpoints.transcriptions import read_transcription
 from batchline.endpoints.without_model import checked_request
 from batchline.errors import RequestError, counted
+from batchline.media.audio import audio_seconds
 from batchline.media.items import NOUNS
+from batchline.media.local import data_of_url
 from batchline.media.parts import MediaPart, media_parts, split_media
 from batchline.openai_api.chat import ChatCompletionRequest
 from batchline.openai_api.endpoint_table import COUNT_TOKENS, MESSAGES, RERANK, SCORE, TRANSCRIPTIONS, TRANSLATIONS
@@ -30,7 +33,8 @@ _DEFAULTS = TextConfig()
 class MediaCounts:
     """What the good lines hold. kinds: media by kind. hosts: URLs by host. data_urls, files: media of other origins.
 
-    num_requests: with media. num_distinct: different media, by their URLs; at most `MAX_DISTINCT`.
+    num_requests: with media. num_distinct: different media, by their URLs; at most `MAX_DISTINCT`. num_timed,
+    audio_seconds: recordings in the file itself, and their length as their headers say it.
     """
 
     kinds: Counter[str] = field(default_factory=Counter)
@@ -38,6 +42,8 @@ class MediaCounts:
     data_urls: int = 0
     files: int = 0
     num_requests: int = 0
+    num_timed: int = 0
+    audio_seconds: float = 0.0
     _digests: set[bytes] = field(default_factory=set)
 
     def __call__(self, position: int, url: str, body: dict[str, Any]) -> None:
@@ -57,7 +63,8 @@ class MediaCounts:
         if not self.num_requests:
             return None
         origins = {"hosts": dict(self.hosts.most_common()), "data_urls": self.data_urls, "files": self.files}
-        return {"requests": self.num_requests, **self.kinds, "distinct": self.num_distinct, **origins}
+        timed = {"audio_seconds": round(self.audio_seconds, 1)} if self.num_timed else {}
+        return {"requests": self.num_requests, **self.kinds, "distinct": self.num_distinct, **origins, **timed}
 
     def sentences(self) -> list[str]:
         """For people; empty if there are no media."""
@@ -75,6 +82,9 @@ class MediaCounts:
             rows.append(f"  {'':>12}  from {counted(rest, 'more host')}")
         if self.data_urls:
             rows.append(f"  {self.data_urls:>12,}  in the file itself")
+        if self.num_timed:
+            recordings = counted(self.num_timed, "recording")
+            rows.append(f"  {recordings} in the file itself: {self.audio_seconds:,.0f} seconds of audio")
         if self.files:
             rows.append(f"  {self.files:>12,}  from files of the machine that runs it (--allowed-local-media-path)")
         return rows
@@ -87,11 +97,19 @@ class MediaCounts:
         scheme = url[:5].lower()
         if scheme == "data:":
             self.data_urls += 1
+            if part.source.kind == "audio":
+                self._add_seconds(url)
         elif scheme == "file:":
             self.files += 1
         else:
             host = _host(url)
             self.hosts[host if host in self.hosts or len(self.hosts) < _MAX_HOSTS else "others"] += 1
+
+    def _add_seconds(self, url: str) -> None:
+        with suppress(RequestError):  # broken, or there is no decoder here
+            seconds = audio_seconds(data_of_url(url, len(url)))
+            self.num_timed += seconds is not None
+            self.audio_seconds += seconds or 0.0
 
 
 def media_of(url: str, body: dict[str, Any]) -> Sequence[MediaPart]:

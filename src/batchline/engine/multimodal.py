@@ -169,19 +169,25 @@ class MediaModel:
             )
 
     def encode_for(self, step: Step) -> None:
-        """Compute the features that a step needs and that are not there. Raises: EncodingFailed."""
-        needed: set[bytes] = set()
-        for chunk in step.chunks:
-            for span in chunk.sequence.media:
-                first, last = span.range_in(chunk.start, chunk.end)
-                if first == last:
-                    continue
-                needed.add(span.key)
-                try:
-                    self._encode(span)
-                except Exception as exc:
-                    raise EncodingFailed(chunk.sequence) from exc
-        self._cache.trim(keep=needed)
+        """Compute the features that a step needs and that are not there, one item after the other.
+
+        So memory holds what one item takes in the encoder, and the features of items at the step's positions, whose
+        number the token budget limits, or those that are kept, if they are more. Raises: EncodingFailed.
+        """
+        needed = [
+            (chunk.sequence, span)
+            for chunk in step.chunks
+            for span in chunk.sequence.media
+            if len(set(span.range_in(chunk.start, chunk.end))) == 2
+        ]
+        keys = {span.key for _, span in needed}
+        self._cache.trim(keep=keys)
+        for sequence, span in needed:
+            try:
+                self._encode(span)
+            except Exception as exc:
+                raise EncodingFailed(sequence) from exc
+            self._cache.trim(keep=keys)
 
     @torch.inference_mode()
     def _encode(self, span: MediaSpan) -> None:

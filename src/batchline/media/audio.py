@@ -42,6 +42,13 @@ def audio_bytes(data: bytes, max_seconds: float) -> int:
         return int(8 * rate * max(seconds, 1.0))
 
 
+def audio_seconds(data: bytes) -> float | None:
+    """The length that the header says; None if it says none. Raises: BadRequest, UnprocessableEntity."""
+    with _opened(data) as container:
+        _stream(container)
+        return None if container.duration is None else container.duration / 1e6
+
+
 def decode_audio(data: bytes, max_seconds: float) -> tuple[Samples, int, bytes]:
     """Samples, their rate in Hz, and their digest. Takes time: call it off the event loop.
 
