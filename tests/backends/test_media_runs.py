@@ -19,6 +19,7 @@ from media_families import make_media_model
 from PIL import Image
 
 from batchline import run_batch
+from batchline.backends.in_process import InProcessBackend
 from batchline.batch.job_folder import JobFolder, media_folder
 from batchline.config import CacheConfig, EngineConfig, MediaConfig, ModelConfig
 from batchline.errors import RunInterrupted
@@ -139,6 +140,16 @@ def test_a_batch_file_with_images_is_answered_and_each_image_is_fetched_once(
     assert found["url"]["body"]["choices"] == found["data"]["body"]["choices"]
     assert images.counts == {"10.png": 1, "200.png": 1, "gone.txt": 1}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"]
+
+
+def test_many_requests_about_few_images_encode_each_image_once(model: Path, tmp_path: Path) -> None:
+    urls = ["data:image/png;base64," + base64.b64encode(png(7 * number)).decode() for number in range(32)]
+    lines = [line(str(number), urls[number % 32], text=f"Question {number}") for number in range(256)]
+    (tmp_path / "in.jsonl").write_text("".join(lines))
+    backend = InProcessBackend([engine(model)])
+    summary = run_batch(tmp_path / "in.jsonl", tmp_path / "out.jsonl", backend=backend, show_progress=False)
+    assert (summary.succeeded, summary.failed) == (256, 0)
+    assert backend.stats().encoded_media == 32
 
 
 def test_a_resumed_run_fetches_only_what_is_missing(images: ImageServer, model: Path, tmp_path: Path) -> None:

@@ -67,6 +67,7 @@ def test_metrics_count_requests_tokens_and_times(serve: Serve) -> None:
         'batchline_requests_total{endpoint="other",status="404"} 1.0',
         'batchline_requests_total{endpoint="/v1/responses/{response_id}",status="404"} 2.0',
         "batchline_prompt_tokens_total 6.0",
+        "batchline_encoded_media_total 0.0",
         "batchline_output_tokens_total 6.0",
         "batchline_requests_in_flight 0.0",
         'batchline_time_to_first_token_seconds_count{endpoint="/v1/chat/completions"} 1.0',

@@ -326,6 +326,7 @@ def _sum(parts: Iterable[BackendStats]) -> BackendStats:
             prompt_tokens=total.prompt_tokens + part.prompt_tokens,
             cached_tokens=total.cached_tokens + part.cached_tokens,
             output_tokens=total.output_tokens + part.output_tokens,
+            encoded_media=total.encoded_media + part.encoded_media,
             preemptions=total.preemptions + part.preemptions,
             gauges=_sum_of_gauges(total.gauges, part.gauges),
             sequences=sequence_metrics.total(total.sequences, part.sequences),

@@ -335,6 +335,7 @@ def _speech_stats(stats: SpeechStats) -> BackendStats:
     return BackendStats(
         prompt_tokens=stats.prompt_tokens,
         output_tokens=stats.output_tokens,
+        encoded_media=stats.num_encoded,
         gauges={"running": stats.num_running, "waiting": stats.num_waiting},
     )
 
@@ -405,6 +406,7 @@ def _engine_stats(engine: AsyncEngine) -> BackendStats:
         prompt_tokens=stats.prompt_tokens,
         cached_tokens=stats.cached_tokens,
         output_tokens=stats.output_tokens,
+        encoded_media=stats.encoded_media,
         preemptions=stats.preemptions,
         sequences=stats.sequences,
         gauges={"running": stats.running, "waiting": stats.waiting, "kv_cache_usage": stats.cache_usage},

@@ -83,7 +83,7 @@ class Engine:
         self._refused: list[Output] = []
         self._seeds = random.Random()
         self._metrics = SequenceMetrics()
-        self._prompt_tokens = self._cached_tokens = self._output_tokens = self._steps = 0
+        self._prompt_tokens = self._cached_tokens = self._output_tokens = self._encoded_media = self._steps = 0
 
     @property
     def has_work(self) -> bool:
@@ -184,6 +184,7 @@ class Engine:
             packed = pack(step, self.scheduler.pool.block_size)
             if self.loaded.media is not None and any(sequence.media for sequence in step.sequences):
                 self.loaded.media.encode_for(step)
+                self._encoded_media = self.loaded.media.num_encoded
                 packed = with_media(packed, step)
             result = self._runner.run(packed)
             self._steps += 1
@@ -199,6 +200,7 @@ class Engine:
             prompt_tokens=self._prompt_tokens,
             cached_tokens=self._cached_tokens,
             output_tokens=self._output_tokens,
+            encoded_media=self._encoded_media,
             steps=self._steps,
             preemptions=self.scheduler.num_preemptions,
             running=len(self.scheduler.running),

@@ -251,12 +251,14 @@ class EngineStats:
 
     prompt_tokens: of all prompts that have been computed. cached_tokens: those of them that came from the prefix cache.
     output_tokens: all that were generated, also of requests that still run or were aborted.
+    encoded_media: how many media items the model's encoder has computed.
     cache_usage: share of blocks in use, 0..1.
     """
 
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
+    encoded_media: int
     steps: int
     preemptions: int
     running: int

@@ -138,6 +138,9 @@ class _BackendCollector(Collector):
         )
         yield CounterMetricFamily("batchline_output_tokens", "Tokens generated", stats.output_tokens)
         yield CounterMetricFamily(
+            "batchline_encoded_media", "Images and windows of recordings that were encoded", stats.encoded_media
+        )
+        yield CounterMetricFamily(
             "batchline_preemptions", "How often a running sequence was preempted", stats.preemptions
         )
         for name, value in stats.gauges.items():
