@@ -101,7 +101,7 @@ class ModelShape:
 
 def measure(shape: ModelShape, dtype: torch.dtype, repeats: int = 15) -> Ceiling:
     """Both rates on this machine, now, with torch's threads."""
-    return Ceiling(matrix_flops(shape.products, dtype, repeats), _read_bytes(repeats))
+    return Ceiling(matrix_flops(shape.products, dtype, repeats), read_bytes(repeats))
 
 
 def limit_seconds(shape: ModelShape, requests: Sequence[Request], itemsize: int, ceiling: Ceiling) -> float:
@@ -169,7 +169,8 @@ def matrix_flops(shapes: Sequence[tuple[int, int]], dtype: torch.dtype, repeats:
     return 2 * ROWS * sum(inputs * outputs for inputs, outputs in shapes) / _median_seconds(run, repeats)
 
 
-def _read_bytes(repeats: int) -> float:
+def read_bytes(repeats: int = 15) -> float:
+    """Bytes a second, read from memory."""
     memory = torch.ones(READ_BYTES // 4)
     return READ_BYTES / _median_seconds(memory.sum, repeats)
 

@@ -35,6 +35,11 @@ SHOWN: Mapping[str, tuple[str, ...]] = {
     "server": ("share_of_offline", "tokens_per_chunk", "first_chunk_s"),
     "batch-layer": ("whole_run_lines_per_s", "check_cpu_x_bare", "check_and_plan_cpu_x_bare", "whole_run_mib"),
     "structured-output": ("ratio",),
+    "media": (
+        *("images_encoded", "output_tokens_per_s", "text_output_tokens_per_s", "media_s", "text_s", "encoder_alone_s"),
+        *("share_of_possible", "encoder_share_of_limit"),
+    ),
+    "transcription": ("sound_s_per_s", "peer_sound_s_per_s", "ratio", "share_of_limit"),
     "journal": ("ratio", "share_inside_journal_calls"),
 }
 """Figures of benchmarks that are no workloads; of one that is not named here, all single numbers are shown."""

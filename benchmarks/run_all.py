@@ -77,6 +77,16 @@ def benchmarks(runs: int, vllm: str | None) -> list[Benchmark]:
             ("structured_output.py", "--runs", str(max(runs, 2))),
             ("--requests", "4", "--tokens", "4", "--runs", "1"),
         ),
+        Benchmark(
+            "media",
+            ("media_throughput.py", "--runs", at_least_three),
+            ("--requests", "4", "--images", "2", "--output-tokens", "2", "--runs", "1"),
+        ),
+        Benchmark(
+            "transcription",
+            ("transcription_throughput.py", "--runs", at_least_three),
+            ("--recordings", "2", "--tokens", "8", "--runs", "1"),
+        ),
         Benchmark("journal", ("journal_overhead.py", "--runs", str(max(runs, 2))), ("--requests", "4", "--runs", "1")),
         Benchmark("server", ("server_load.py", "--runs", times), ("--workload", "tiny", "--concurrency", "8")),
     ]

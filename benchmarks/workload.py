@@ -162,7 +162,7 @@ def make_workload(workload: Workload, folder: Path, num_requests: int | None = N
     files = WorkloadFiles(home / "model", home / (f"first-{num_requests}.jsonl" if num_requests else "batch.jsonl"))
     if not (files.model / "config.json").exists():
         files.model.mkdir(parents=True, exist_ok=True)
-        _save_tokenizer(files.model, int(workload.model["vocab_size"]))
+        save_tokenizer(files.model, int(workload.model["vocab_size"]))
         _save_model(files.model, workload)
     files.batch.write_text("".join(json.dumps(line) + "\n" for line in chat_lines(workload)[:num_requests]))
     return files
@@ -210,7 +210,8 @@ def _words(rng: random.Random, count: int, num_words: int) -> str:
     return " ".join(f"w{rng.randrange(num_words)}" for _ in range(count))
 
 
-def _save_tokenizer(folder: Path, vocab_size: int) -> None:
+def save_tokenizer(folder: Path, vocab_size: int) -> None:
+    """A tokenizer of made-up words, with a chat template."""
     from tokenizers import Tokenizer, models, pre_tokenizers  # heavy: only where a workload is made
     from transformers import PreTrainedTokenizerFast
 
