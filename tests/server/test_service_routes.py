@@ -18,7 +18,7 @@ from threaded_server import Serve, ThreadedServer
 import batchline
 from batchline.backends.base import EndpointRequest
 from batchline.errors import UsageError
-from batchline.openai_api.endpoint_table import ENDPOINTS, REQUEST_SCHEMAS
+from batchline.openai_api.endpoint_table import CLASSIFY, ENDPOINTS, MODERATIONS, REQUEST_SCHEMAS, TRANSCRIPTIONS
 from batchline.server.connections import bind
 from batchline.server.options import CorsOptions
 from batchline.testing import FakeBackend
@@ -38,6 +38,19 @@ def test_models_are_listed_with_what_they_answer(fake: httpx.Client) -> None:
     assert (model["id"], model["root"], model["owned_by"]) == ("fake", "fake", "batchline")
     assert CHAT in model["endpoints"]
     assert fake.get("/v1/models/fake").json() == model
+
+
+def test_models_have_what_mistrals_clients_need(fake: httpx.Client) -> None:
+    """Bug: `client.models.list()` raised a validation error."""
+    (model,) = fake.get("/v1/models").json()["data"]
+    assert model["type"] == "base"
+    assert model["capabilities"] == {
+        "completion_chat": True,
+        "classification": CLASSIFY[0] in model["endpoints"],
+        "moderation": MODERATIONS in model["endpoints"],
+        "audio_transcription": TRANSCRIPTIONS in model["endpoints"],
+    }
+    assert model.get("max_context_length") == model["max_model_len"]
 
 
 def test_load_balancers_may_ask_by_head(serve: Serve) -> None:

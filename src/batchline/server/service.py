@@ -11,9 +11,18 @@ from starlette.responses import Response
 from batchline import __version__
 from batchline.backends.base import Backend, ServedModel, find_model, models_by_name
 from batchline.errors import ENGINE_STOPPED
+from batchline.openai_api.endpoint_table import CHAT, CLASSIFY, MODERATIONS, TRANSCRIPTIONS
 from batchline.server.errors import error_response
 from batchline.server.json_body import JsonResponse
 from batchline.server.metrics import CONTENT_TYPE, Metrics
+
+_CAPABILITIES = {
+    "completion_chat": CHAT,
+    "classification": CLASSIFY[0],
+    "moderation": MODERATIONS,
+    "audio_transcription": TRANSCRIPTIONS,
+}
+"""What Mistral's API says of a model, and the endpoint that a model with this capability answers."""
 
 
 class Service:
@@ -54,7 +63,8 @@ class Service:
         return Response(self._metrics.render(await self._backend.models()), headers={"Content-Type": CONTENT_TYPE})
 
     def _model(self, name: str, served: ServedModel) -> dict[str, Any]:
-        """A model object. root: the name in answers."""
+        """A model object. root: the name in answers. `type`, `capabilities` and `max_context_length` are for Mistral's
+        clients, which refuse a list without the first two."""
         return {
             "id": name,
             "object": "model",
@@ -64,4 +74,7 @@ class Service:
             "parent": None,
             "max_model_len": served.max_model_len,
             "endpoints": list(served.endpoints),
+            "type": "base",
+            "capabilities": {name: path in served.endpoints for name, path in _CAPABILITIES.items()},
+            **({"max_context_length": served.max_model_len} if served.max_model_len else {}),
         }
