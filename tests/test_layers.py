@@ -98,6 +98,14 @@ def test_importing_the_package_loads_neither_torch_nor_transformers(statement: s
     assert done.stdout.strip() == "[]"
 
 
+def test_the_command_line_starts_without_libraries_that_take_long_to_import() -> None:
+    """Bug: one import of a helper brought in all of pydantic's schemas, and `batchline --help` took twice as long."""
+    slow = ("pydantic", "numpy", "fsspec", "rich", "httpx", "starlette", "uvicorn", "jinja2", "importlib.metadata")
+    code = f"import batchline.cli.main, sys; print([name for name in {slow} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
 def test_scheduling_imports_no_torch() -> None:
     code = "import batchline.engine.scheduler, sys; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -12,11 +12,13 @@ import importlib.util
 import logging
 import sys
 from collections.abc import Callable
-from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from batchline.errors import PluginLoadError, UnknownPlugin
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 logger = logging.getLogger(__name__)
 
@@ -122,6 +124,8 @@ class ParserRegistry(Registry[ParserT]):
 
 def installed(group: str) -> list[EntryPoint]:
     """The entry points of a group, sorted by name."""
+    from importlib.metadata import entry_points  # not for --help
+
     return sorted(entry_points(group=group), key=lambda entry: (entry.name, entry.value))
 
 

@@ -18,7 +18,6 @@ from batchline.checkpoints.digests import OnRead
 from batchline.engine.sequence_metrics import SequenceCounts
 from batchline.errors import BadRequest, InvalidAnswer, NotFound
 from batchline.model_facts import ModelFacts
-from batchline.openai_api.endpoint_table import unknown_path_text
 
 T = TypeVar("T")
 
@@ -128,6 +127,8 @@ def unsupported_path(url: str, name: str, supported: Iterable[str]) -> BadReques
 
 def unknown_path(url: str, models: Iterable[ServedModel]) -> NotFound:
     """The error for a request to an unknown path; it names the endpoints that `models` serve."""
+    from batchline.openai_api.endpoint_table import unknown_path_text  # pydantic's schemas: not for --help
+
     served = {endpoint for model in models for endpoint in model.endpoints}
     return NotFound(unknown_path_text(url[:MAX_SHOWN_NAME], served), param="url")
 
