@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import io
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -10,7 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from media_families import Prompt, greedy_oracle, load_processor, make_media_model, sound
+import torch
+from media_families import FAMILIES, Prompt, greedy_oracle, load_processor, make_media_model, picture, sound, written
+from PIL import Image
+from safetensors.torch import load_file, save_file
 from tiny_whisper import wav
 
 from batchline import run_batch
@@ -55,6 +59,14 @@ def recorded(seed: int, seconds: float = 0.5, rate: int = 16_000) -> bytes:
 
 def input_audio(data: bytes) -> dict[str, Any]:
     return {"type": "input_audio", "input_audio": {"data": base64.b64encode(data).decode(), "format": "wav"}}
+
+
+def image(item: MediaItem) -> dict[str, Any]:
+    buffer = io.BytesIO()
+    assert isinstance(item.content, Image.Image)
+    item.content.save(buffer, "png")
+    url = "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+    return {"type": "image_url", "image_url": {"url": url}}
 
 
 def data_url(data: bytes) -> str:
@@ -187,3 +199,41 @@ def test_a_voxtral_model_hears_long_recordings_in_windows(tmp_path: Path) -> Non
     assert [item.inputs["input_features"].shape[0] for item in (one, three)] == [1, 3]
     assert three.num_features == 3 * one.num_features
     assert np.isfinite(three.inputs["input_features"]).all()
+
+
+@pytest.fixture(scope="module")
+def omni_folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The part that writes, and the same as it is published: with weights of the part that speaks beside it."""
+    part = make_media_model("qwen2_5_omni_thinker", tmp_path_factory.mktemp("thinker"))
+    whole = tmp_path_factory.mktemp("omni")
+    for file in part.iterdir():
+        if file.suffix != ".safetensors":
+            (whole / file.name).write_bytes(file.read_bytes())
+    weights = {f"thinker.{name}": tensor for name, tensor in load_file(part / "model.safetensors").items()}
+    save_file({**weights, "talker.codec_head.weight": torch.ones(2, 2)}, whole / "model.safetensors")
+    config = {"model_type": "qwen2_5_omni", "architectures": ["Qwen2_5OmniModel"]}
+    config["thinker_config"] = json.loads((part / "config.json").read_text())
+    (whole / "config.json").write_text(json.dumps(config))
+    return part, whole
+
+
+async def test_one_message_may_have_an_image_and_a_recording(omni_folders: tuple[Path, Path]) -> None:
+    part, whole = omni_folders
+    data = recorded(1)
+    samples, rate, digest = decode_audio(data, 60.0)
+    items = (picture(1), MediaItem("audio", digest, (samples, rate)), picture(2, 64, 24))
+    processor = load_processor(part)
+    marks = written(FAMILIES["qwen2_5_omni_thinker"], processor.placeholders)
+    prompt = Prompt("user: See {image}, hear {audio} and see {image} assistant: ".format(**marks), items)
+    ((expected_prompt, expected),) = greedy_oracle(part, [prompt], processor, MAX_TOKENS)
+    parts = [{"type": "text", "text": "See "}, image(items[0]), {"type": "text", "text": ", hear "}, input_audio(data)]
+    parts += [{"type": "text", "text": " and see "}, image(items[2])]
+    async with running(InProcessBackend([engine(whole)])) as backend:
+        status, body = await answer(backend, CHAT, **greedy(*parts))
+        assert status == 200, body
+        assert body["prompt_token_ids"] == expected_prompt
+        assert body["choices"][0]["token_ids"] == expected
+        video = {"type": "video_url", "video_url": "https://example.com/a.mp4"}
+        status, body = await answer(backend, CHAT, **greedy(video))
+        assert status == 400
+        assert body["error"]["message"].endswith("image_url, input_image, audio_url, input_audio")

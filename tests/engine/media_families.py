@@ -11,7 +11,7 @@ import json
 import random
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,15 +36,17 @@ from batchline.media.items import MediaItem
 from batchline.media.processor import MediaProcessor, load_media_processor
 from batchline.text.control_tokens import RenderedChat
 
-NAMED_TOKENS = {
-    "start_image_token": "<img>",
-    "end_image_token": "</img>",
-    "context_image_token": "<IMG_CONTEXT>",
-    "video_token": "<video>",
-    "boi_token": "<start_of_image>",
-    "eoi_token": "<end_of_image>",
-    "image_token": "<image_soft_token>",
-}
+NAMED_TOKENS = [
+    ("start_image_token", "<img>"),
+    ("end_image_token", "</img>"),
+    ("context_image_token", "<IMG_CONTEXT>"),
+    ("video_token", "<video>"),
+    ("boi_token", "<start_of_image>"),
+    ("eoi_token", "<end_of_image>"),
+    ("image_token", "<image_soft_token>"),
+    *((f"{name}_token", f"<|{name.upper()}|>") for name in ("image", "audio", "video")),
+    *((f"{name}_token", f"<|{name}|>") for name in ("vision_bos", "vision_eos", "audio_bos", "audio_eos")),
+]
 """Tokens that processors ask the tokenizer for by attribute."""
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {% for part in message.content %}"
@@ -59,7 +61,7 @@ class Family:
     """text_type, text: the decoder's config. vision, audio: the encoders', None for what it does not take. special:
     tokens of the family, the image's first. top: the rest of the config. preprocessor, processor: their files.
     model_type: if not the family's name. image_mark, audio_mark: the special tokens that chat templates write for an
-    item. seconds: lengths of recordings for it."""
+    item. seconds: lengths of recordings for it. around: what templates write around the mark of a kind, `{}`."""
 
     text_type: str
     special: list[str]
@@ -73,6 +75,7 @@ class Family:
     image_mark: int = 0
     audio_mark: int = 0
     seconds: tuple[float, float, float] = (0.5, 0.2, 0.9)
+    around: Mapping[str, str] = field(default_factory=dict)
 
 
 CLIP = {
@@ -322,6 +325,25 @@ FAMILIES |= {
         seconds=(0.5, 1.0, 1.7),
     ),
 }
+OMNI_SPECIAL = ["<|IMAGE|>", "<|AUDIO|>", "<|VIDEO|>"]
+OMNI_SPECIAL += ["<|vision_bos|>", "<|vision_eos|>", "<|audio_bos|>", "<|audio_eos|>"]
+FAMILIES["qwen2_5_omni_thinker"] = Family(
+    text_type="qwen2_5_omni_text",
+    special=OMNI_SPECIAL,
+    text={"rope_parameters": MROPE},
+    top={"video_token_id": 5, "vision_start_token_id": 6, "audio_start_token_id": 8, "audio_end_token_id": 9},
+    vision={
+        **QWEN_VISION,
+        "model_type": "qwen2_5_omni_vision_encoder",
+        "window_size": 32,
+        "fullatt_block_indexes": [1],
+    },
+    audio={**WHISPER_ENCODER, "model_type": "qwen2_5_omni_audio_encoder", "n_window": 10, "output_dim": 64},
+    preprocessor={**QWEN_IMAGES, **WHISPER},
+    processor={"processor_class": "Qwen2_5OmniProcessor"},
+    audio_mark=1,
+    around={"image": "<|vision_bos|>{}<|vision_eos|>", "audio": "<|audio_bos|>{}<|audio_eos|>"},
+)
 
 
 def make_tokenizer(special: Sequence[str], folder: Path) -> PreTrainedTokenizerFast:
@@ -338,7 +360,7 @@ def make_tokenizer(special: Sequence[str], folder: Path) -> PreTrainedTokenizerF
         pad_token="<pad>",
         bos_token="<s>",
         eos_token="</s>",
-        extra_special_tokens={name: token for name, token in NAMED_TOKENS.items() if token in special},
+        extra_special_tokens={name: token for name, token in NAMED_TOKENS if token in special},
     )
     tokenizer.save_pretrained(folder)
     return tokenizer
@@ -365,7 +387,8 @@ def make_media_model(family: str, folder: Path, **text: Any) -> Path:
         if parameter.ndim > 1 and not parameter.any():  # a projector that starts at zero would hide the images
             torch.nn.init.normal_(parameter, std=0.3)
     model.save_pretrained(folder)
-    marks = {"IMAGE": spec.special[spec.image_mark], "AUDIO": spec.special[spec.audio_mark]}
+    marks = {"IMAGE": spec.around.get("image", "{}").format(spec.special[spec.image_mark])}
+    marks["AUDIO"] = spec.around.get("audio", "{}").format(spec.special[spec.audio_mark])
     (folder / "chat_template.jinja").write_text(re.sub("IMAGE|AUDIO", lambda found: marks[found[0]], CHAT_TEMPLATE))
     (folder / "preprocessor_config.json").write_text(json.dumps(spec.preprocessor))
     (folder / "processor_config.json").write_text(json.dumps(spec.processor))
@@ -514,12 +537,17 @@ def greedy_oracle(folder: Path, prompts: Sequence[Prompt], processor: MediaProce
 SIZES = [(40, 40), (64, 24), (30, 70)]
 
 
-def make_prompts(placeholders: Mapping[Any, str], count: int, seconds: Sequence[float]) -> list[Prompt]:
-    """Texts with none to three items at any place, some of which share a beginning, some an item. seconds: three
-    lengths of recordings."""
+def written(spec: Family, placeholders: Mapping[Any, str]) -> dict[Any, str]:
+    """What templates write for an item of each kind."""
+    return {kind: spec.around.get(kind, "{}").format(mark) for kind, mark in placeholders.items()}
+
+
+def make_prompts(placeholders: Mapping[Any, str], count: int, spec: Family) -> list[Prompt]:
+    """Texts with none to three items at any place, some of which share a beginning, some an item."""
+    placeholders = written(spec, placeholders)
 
     def item(kind: str, seed: int) -> MediaItem:
-        return picture(seed, *SIZES[seed % 3]) if kind == "image" else sound(seed, seconds[seed % 3])
+        return picture(seed, *SIZES[seed % 3]) if kind == "image" else sound(seed, spec.seconds[seed % 3])
 
     kinds = list(placeholders)
     rng = random.Random(3)

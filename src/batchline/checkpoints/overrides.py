@@ -30,6 +30,11 @@ def read_config(model: ModelConfig) -> dict[str, Any] | None:
     return None if config is None else {**config, **model.hf_overrides}
 
 
+def writing_part(hf_config: Any) -> Any:
+    """The configuration of the part that writes text, of a model that also speaks (Qwen-Omni); else the same."""
+    return getattr(hf_config, "thinker_config", hf_config)
+
+
 def config_arguments(model: ModelConfig) -> dict[str, Any]:
     """The overrides as keyword arguments of transformers' configurations. Raises: ModelLoadError.
 

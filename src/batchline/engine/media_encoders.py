@@ -25,6 +25,7 @@ FAMILIES: Mapping[str, tuple[MediaKind, ...]] = {
     **dict.fromkeys(("llava", "llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "idefics3", "smolvlm"), IMAGES),
     **dict.fromkeys(("internvl", "mistral3", "gemma3", "paligemma"), IMAGES),
     **dict.fromkeys(("qwen2_audio", "voxtral"), AUDIO),
+    "qwen2_5_omni_thinker": (*IMAGES, *AUDIO),
 }
 """Model types whose media the engine takes, and the kinds. Others run as text models."""
 

@@ -28,7 +28,7 @@ from transformers import (
 from batchline.checkpoints.device import choose_device, choose_dtype
 from batchline.checkpoints.files import why_not_loaded
 from batchline.checkpoints.formats import refuse_foreign_format
-from batchline.checkpoints.overrides import config_arguments
+from batchline.checkpoints.overrides import config_arguments, writing_part
 from batchline.checkpoints.weights import refuse_odd_numbers, refuse_wrong_weights, unused_weights
 from batchline.config import ModelConfig
 from batchline.engine.attention import PAGED_ATTENTION, give_row_positions
@@ -188,7 +188,7 @@ def _read(config: ModelConfig, dtype: torch.dtype, *, warns: bool) -> tuple[Any,
     source: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
     overrides = config_arguments(config)
     try:
-        hf_config = AutoConfig.from_pretrained(config.model, **source, **overrides)
+        hf_config = writing_part(AutoConfig.from_pretrained(config.model, **source, **overrides))
         _refuse_encoder_decoder(config.model, hf_config)
         has_encoder = _loads_with_encoder(hf_config)
         auto_class = AutoModelForMultimodalLM if has_encoder else AutoModelForCausalLM

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import numpy as np
@@ -218,12 +218,18 @@ class MediaModel:
         kinds = np.zeros(sequence.num_prompt_tokens, dtype=np.int64)
         for span in sequence.media:
             kinds[span.positions] = TOKEN_TYPES[span.kind]
-        grids = [torch.from_numpy(span.inputs["image_grid_thw"]) for span in sequence.media]
-        positions, _ = self._base.get_rope_index(
-            input_ids=torch.from_numpy(sequence.tokens_between(0, sequence.num_prompt_tokens))[None],
-            mm_token_type_ids=torch.from_numpy(kinds)[None],
-            image_grid_thw=torch.cat(grids),
-        )
+        arguments = {
+            "input_ids": sequence.tokens_between(0, sequence.num_prompt_tokens)[None],
+            "attention_mask": np.ones((1, sequence.num_prompt_tokens), dtype=np.int64),
+            "mm_token_type_ids": kinds[None],
+            "image_grid_thw": _joined(span.inputs["image_grid_thw"] for span in sequence.media if span.kind == "image"),
+            "audio_seqlens": _joined(
+                span.inputs["feature_attention_mask"].sum(-1) for span in sequence.media if span.kind == "audio"
+            ),
+        }
+        known = inspect.signature(self._base.get_rope_index).parameters.keys()
+        given = {name: torch.from_numpy(array) for name, array in arguments.items() if array is not None}
+        positions, _ = self._base.get_rope_index(**{name: given[name] for name in given.keys() & known})
         return RotaryPositions(positions[:, 0].numpy())
 
     def prompt_key(self, sequence: SequenceState) -> bytes | None:
@@ -246,3 +252,9 @@ class MediaModel:
     def _send(self, array: np.ndarray) -> torch.Tensor:
         tensor = torch.from_numpy(array)
         return tensor.to(self._device, self._dtype if tensor.is_floating_point() else None)
+
+
+def _joined(arrays: Iterable[np.ndarray]) -> np.ndarray | None:
+    """None if there are none."""
+    parts = list(arrays)
+    return np.concatenate(parts) if parts else None

@@ -41,7 +41,8 @@ class AudioProcessor:
         rate = self._extractor.sampling_rate
         samples = resampled(*item.content, rate)
         self._check_length(samples, rate)
-        inputs, (text,) = self._processor._process_audio([samples], sampling_rate=rate, return_tensors="np")
+        settings = {"sampling_rate": rate, "return_attention_mask": True, "return_tensors": "np"}
+        inputs, (text,) = self._processor._process_audio([samples], **settings)
         num_features = text.count(self.placeholder)
         if not num_features:
             raise UnprocessableEntity("The recording is too short for this model")

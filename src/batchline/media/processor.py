@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import Any
 
 from batchline.checkpoints.files import read_json, why_not_loaded
+from batchline.checkpoints.overrides import writing_part
 from batchline.config import ModelConfig
 from batchline.errors import BadRequest, ModelLoadError, UnsupportedModel, UsageError
 from batchline.media.audio_processor import AudioProcessor, VoxtralProcessor
@@ -31,6 +32,7 @@ PROCESSORS = {
     "PaliGemmaProcessor": ("paligemma", "PaliGemmaProcessor"),
     "InternVLProcessor": ("internvl", "InternVLProcessor"),
     "Qwen2AudioProcessor": ("qwen2_audio", "Qwen2AudioProcessor"),
+    "Qwen2_5OmniProcessor": ("qwen2_5_omni", "Qwen2_5OmniProcessor"),
 }
 """Supported processors by name: the folder and the class of `transformers` with their code. SmolVLM's is that of
 Idefics 3, and its own class would need another package, for videos."""
@@ -100,7 +102,7 @@ def load_media_processor(config: ModelConfig, settings: Mapping[str, Any]) -> Me
 
     source: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
     try:
-        hf_config = AutoConfig.from_pretrained(config.model, **source)
+        hf_config = writing_part(AutoConfig.from_pretrained(config.model, **source))
         values = _processor_values(config.model, config.revision)
         name, processor_class = _processor_class(config.model, hf_config, values.get("processor_class"))
         known = inspect.signature(processor_class.__init__).parameters.keys()

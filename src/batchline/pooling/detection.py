@@ -103,6 +103,8 @@ def detect_task(model: str, revision: str | None = None, overrides: Mapping[str,
         return _classifier_task(config)
     if any(name.endswith(GENERATIVE_SUFFIXES) for name in architectures) or not architectures:
         return "generate"
+    if "thinker_config" in config:  # Qwen-Omni, whose architecture's name says nothing of it
+        return "generate"
     return "embed"
 
 
