@@ -35,8 +35,7 @@ from batchline.openai_api.parsing import parse_body
 from batchline.openai_api.responses import ITEM_REFERENCE, Status, input_item, response_object
 from batchline.server.admission import WorkRate
 from batchline.server.api_keys import owner_of
-from batchline.server.event_stream import close_stream, while_connected
-from batchline.server.inference import Inference
+from batchline.server.inference import Inference, close_stream, while_connected
 from batchline.server.json_body import JsonResponse, written
 from batchline.server.kept_responses import KeptResponse, KeptResponses
 
