@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parent.parent / "src" / "batchline"
 LAYERS = [
     {"config", "control_group", "errors", "model_facts"},
     {"disk", "callers"},
-    {"user_state"},
+    {"user_state", "model_thread"},
     {"native", "checkpoints", "plugins"},
     {"openai_api", "text", "media", "engine", "pooling", "speech"},
     {"endpoints"},

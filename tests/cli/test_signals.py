@@ -61,7 +61,8 @@ def test_a_signal_saves_what_is_done_and_ends_with_130(tmp_path: Path, number: s
     assert len((tmp_path / "out").read_bytes().splitlines()) == 10
 
 
-def test_a_second_signal_ends_at_once_within_the_grace_period(tmp_path: Path) -> None:
+def interrupted_twice(tmp_path: Path) -> subprocess.Popen[str]:
+    """A run that gets the second signal while it waits for its requests."""
     process = start(4, tmp_path, "--grace-period", "3600")
     assert process.stdout is not None
     assert process.stderr is not None
@@ -70,6 +71,11 @@ def test_a_second_signal_ends_at_once_within_the_grace_period(tmp_path: Path) ->
     while "Stopping" not in process.stderr.readline():
         pass
     process.send_signal(signal.SIGINT)
+    return process
+
+
+def test_a_second_signal_ends_at_once_within_the_grace_period(tmp_path: Path) -> None:
+    process = interrupted_twice(tmp_path)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130
     left = re.search(r"Stopped\. (\d+) of 10 requests are left\. Finished results are saved; run the same command", err)
@@ -82,14 +88,7 @@ def test_a_second_signal_ends_at_once_within_the_grace_period(tmp_path: Path) ->
 
 def test_a_second_signal_is_no_unexplained_kill(tmp_path: Path) -> None:
     """After six of them, the request that was in flight got an error as its answer."""
-    process = start(4, tmp_path, "--grace-period", "3600")
-    assert process.stdout is not None
-    assert process.stderr is not None
-    assert process.stdout.readline() == "waiting\n"
-    process.send_signal(signal.SIGINT)
-    while "Stopping" not in process.stderr.readline():
-        pass
-    process.send_signal(signal.SIGINT)
+    process = interrupted_twice(tmp_path)
     process.communicate(timeout=60)
     (job_folder,) = tmp_path.glob("*.partial")
     assert (job_folder / "journal").exists()

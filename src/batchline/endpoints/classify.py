@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -11,12 +10,12 @@ from typing import Any, Protocol
 from batchline.config import TextConfig
 from batchline.endpoints.embedders import Embedder, InputReader
 from batchline.endpoints.embeddings import (
-    LARGE_ANSWER,
     check_dimensions,
-    check_token_ids,
-    finite_vectors,
+    embedded,
+    read_input,
     tokenized_input,
-    writer,
+    usage_of,
+    written,
 )
 from batchline.endpoints.pooling_limits import (
     DEFAULT_TEXT,
@@ -28,7 +27,7 @@ from batchline.endpoints.pooling_limits import (
 )
 from batchline.errors import BadRequest, InternalServerError
 from batchline.openai_api.classify import ClassifyRequest, PoolingRequest, classification_object, pooling_object
-from batchline.openai_api.common import Usage
+from batchline.openai_api.embeddings import PooledBody
 from batchline.openai_api.moderations import ModerationsRequest, harmful_labels, moderation_object
 from batchline.openai_api.parsing import parse_body
 from batchline.pooling.batching import TokenSequence
@@ -59,21 +58,15 @@ async def classify(
     body: Mapping[str, Any], request_id: str, model: Classifier, *, text: TextConfig = DEFAULT_TEXT, priority: int = 0
 ) -> dict[str, Any]:
     """The response body. text: its limits, and whether unknown fields are errors. Raises: RequestError, EngineDead."""
-    request = await off_loop_if_large(body, partial(_read_classify, body, model, text))
-    sequences = await tokenized_input(request, model)
-    rows = await _finite_rows(
-        salted(sequences, request.cache_salt),
-        model,
-        activates=request.activates is not False,
-        priority=priority + request.priority,
-    )
+    request = await off_loop_if_large(body, partial(read_input, ClassifyRequest, body, model, text))
+    sequences, rows = await _classified(request, model, priority)
     return classification_object(
         classify_id=f"classify-{request.request_id or request_id}",
         created=int(time.time()),
         model=model.name,
         labels=model.labels,
         rows=rows.tolist(),
-        usage=_usage(sequences),
+        usage=usage_of(sequences),
     )
 
 
@@ -107,15 +100,7 @@ async def embedding_pooling(
     """`/pooling` of a model that embeds. text: see `classify`. Raises: RequestError, EngineDead."""
     request = await off_loop_if_large(body, partial(_read_pooling, body, model, "embed", text))
     check_dimensions(request.dimensions, model, "dimensions")
-    sequences = await tokenized_input(request, model)
-    vectors = await finite_vectors(
-        salted(sequences, request.cache_salt),
-        model,
-        dimensions=request.dimensions,
-        normalises=request.normalises,
-        priority=priority + request.priority,
-    )
-    return await _pooled(request, request_id, model, sequences, vectors)
+    return await _pooled(request, request_id, model, *await embedded(request, model, priority))
 
 
 async def classifying_pooling(
@@ -126,47 +111,36 @@ async def classifying_pooling(
     for field in ("dimensions", "normalize"):
         if getattr(request, field) is not None:
             raise BadRequest(f"{field}: {model.name} is a classifier, and only vectors have {field}", param=field)
-    sequences = await tokenized_input(request, model)
-    rows = await _finite_rows(
-        salted(sequences, request.cache_salt),
-        model,
-        activates=request.activates is not False,
-        priority=priority + request.priority,
-    )
-    return await _pooled(request, request_id, model, sequences, rows)
+    return await _pooled(request, request_id, model, *await _classified(request, model, priority))
 
 
 async def _pooled(
     request: PoolingRequest, request_id: str, model: InputReader, sequences: Sequence[TokenSequence], rows: Vectors
 ) -> dict[str, Any]:
-    write = writer(request)
     return pooling_object(
         pooling_id=f"pooling-{request.request_id or request_id}",
         created=int(time.time()),
         model=model.name,
-        rows=await asyncio.to_thread(write, rows) if rows.size > LARGE_ANSWER else write(rows),
-        usage=_usage(sequences),
+        rows=await written(request, rows),
+        usage=usage_of(sequences),
     )
-
-
-def _read_classify(body: Mapping[str, Any], model: Classifier, text: TextConfig) -> ClassifyRequest:
-    """The checked request. Raises: BadRequest."""
-    request = parse_body(ClassifyRequest, body, strict=text.strict, limits=text.limits)
-    request.check()
-    check_token_ids(request, model)
-    return request
 
 
 def _read_pooling(body: Mapping[str, Any], model: InputReader, task: str, text: TextConfig) -> PoolingRequest:
     """The checked request. task: the only one that the model can do. Raises: BadRequest."""
-    request = parse_body(PoolingRequest, body, strict=text.strict, limits=text.limits)
-    request.check()
-    check_token_ids(request, model)
+    request = read_input(PoolingRequest, body, model, text)
     if request.task not in (None, task):
         raise BadRequest(
             f"task: {model.name} does not do {request.task!r}; leave it out, or use {task!r}", param="task"
         )
     return request
+
+
+async def _classified(request: PooledBody, model: Classifier, priority: int) -> tuple[Sequence[TokenSequence], Vectors]:
+    """The inputs of a checked request, and their rows. Raises: RequestError, EngineDead."""
+    sequences = await tokenized_input(request, model)
+    salty, activates = salted(sequences, request.cache_salt), request.activates is not False
+    return sequences, await _finite_rows(salty, model, activates=activates, priority=priority + request.priority)
 
 
 async def _finite_rows(
@@ -178,7 +152,3 @@ async def _finite_rows(
     if not are_finite(rows):
         raise InternalServerError("The model's logits are not numbers; a wider dtype may help")
     return rows
-
-
-def _usage(sequences: Sequence[TokenSequence]) -> Usage:
-    return Usage(prompt_tokens=sum(len(sequence) for sequence in sequences))

@@ -7,7 +7,7 @@ import base64
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,8 @@ from batchline.openai_api.parsing import parse_body
 from batchline.pooling.batching import TokenSequence
 from batchline.pooling.vectors import Vectors, are_finite
 
+T = TypeVar("T", bound=PooledBody)
+
 LARGE_ANSWER = 65_536
 """Writing this many numbers takes longer than waking up a thread for it."""
 
@@ -39,6 +41,20 @@ async def embeddings(
 ) -> dict[str, Any]:
     """The response body. text: its limits, and whether unknown fields are errors. Raises: RequestError, EngineDead."""
     request = await off_loop_if_large(body, partial(_read, body, model, text))
+    sequences, vectors = await embedded(request, model, priority)
+    return embeddings_object(
+        embeddings_id=f"embd-{request.request_id or request_id}",
+        created=int(time.time()),
+        model=model.name,
+        embeddings=await written(request, vectors),
+        usage=usage_of(sequences),
+    )
+
+
+async def embedded(
+    request: EmbeddingsRequest, model: Embedder, priority: int
+) -> tuple[Sequence[TokenSequence], Vectors]:
+    """The inputs of a checked request, and their vectors. Raises: RequestError, EngineDead."""
     sequences = await tokenized_input(request, model)
     vectors = await finite_vectors(
         salted(sequences, request.cache_salt),
@@ -47,15 +63,7 @@ async def embeddings(
         normalises=request.normalises,
         priority=priority + request.priority,
     )
-    write = writer(request)
-    is_large = vectors.size > LARGE_ANSWER
-    return embeddings_object(
-        embeddings_id=f"embd-{request.request_id or request_id}",
-        created=int(time.time()),
-        model=model.name,
-        embeddings=await asyncio.to_thread(write, vectors) if is_large else write(vectors),
-        usage=Usage(prompt_tokens=sum(len(sequence) for sequence in sequences)),
-    )
+    return sequences, vectors
 
 
 async def finite_vectors(
@@ -76,25 +84,37 @@ async def finite_vectors(
 
 def _read(body: Mapping[str, Any], model: Embedder, text: TextConfig) -> EmbeddingsRequest:
     """The checked request. Raises: BadRequest."""
-    request = parse_body(EmbeddingsRequest, body, strict=text.strict, limits=text.limits)
-    request.check()
+    request = read_input(EmbeddingsRequest, body, model, text)
     check_dimensions(request.dimensions, model, "dimensions")
-    check_token_ids(request, model)
     return request
 
 
-def check_token_ids(request: PooledBody, model: InputReader) -> None:
+def read_input(schema: type[T], body: Mapping[str, Any], model: InputReader, text: TextConfig) -> T:
+    """The checked request, whose token ids the model knows. Raises: BadRequest."""
+    request = parse_body(schema, body, strict=text.strict, limits=text.limits)
+    request.check()
+    _check_token_ids(request, model)
+    return request
+
+
+def _check_token_ids(request: PooledBody, model: InputReader) -> None:
     """Check that the model knows the token ids of `input`. Raises: BadRequest."""
     for prompt in request.input or ():
         if not isinstance(prompt, str):
             check_vocabulary(prompt, model.vocab_size, "input")
 
 
-def writer(request: EmbeddingsRequest) -> Callable[[Vectors], Sequence[list[float] | str]]:
-    """Writes vectors in the format that the request asks for."""
-    if request.encoding_format == "float":
-        return numbers
-    return partial(encode_base64, dtype=request.embed_dtype, order=request.endianness)
+async def written(request: EmbeddingsRequest, vectors: Vectors) -> Sequence[list[float] | str]:
+    """The vectors in the format that the request asks for. Many are written on a thread."""
+    write: Callable[[Vectors], Sequence[list[float] | str]] = numbers
+    if request.encoding_format != "float":
+        write = partial(encode_base64, dtype=request.embed_dtype, order=request.endianness)
+    return await asyncio.to_thread(write, vectors) if vectors.size > LARGE_ANSWER else write(vectors)
+
+
+def usage_of(sequences: Sequence[TokenSequence]) -> Usage:
+    """The tokens of all inputs."""
+    return Usage(prompt_tokens=sum(len(sequence) for sequence in sequences))
 
 
 def numbers(vectors: Vectors) -> list[list[float]]:

@@ -1,4 +1,4 @@
-"""The thread of a pooling model, and the bridge to it from event loops.
+"""The thread of a pooling model.
 
 The sequences of all callers wait in one queue, so that concurrent requests share batches. Only the thread touches torch
 (through `run_batch`). An event loop gets all rows of a request at once, after the last one is computed. Cancelling a
@@ -11,17 +11,15 @@ model fails on a probe that it passed before.
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from batchline.callers import EngineProgress, engine_progress
-from batchline.errors import EngineDead, EngineError, EngineOutOfMemory, NumbersNotFinite
+from batchline.errors import EngineError, EngineOutOfMemory, NumbersNotFinite
+from batchline.model_thread import ModelThread, ThreadCall
 from batchline.pooling.batching import BatchLimits, LengthSortedQueue, TokenSequence
 
 logger = logging.getLogger(__name__)
@@ -46,18 +44,14 @@ class PoolingStats:
     num_waiting: int = 0
 
 
-class _Call:
-    """One caller's running sequences. The thread fills in the rows; the future belongs to the caller's event loop."""
+class _Call(ThreadCall[Rows]):
+    """One caller's running sequences, and the rows so far."""
 
     def __init__(self, sequences: Sequence[TokenSequence]) -> None:
+        super().__init__()
         self.sequences = sequences
-        self.loop = asyncio.get_running_loop()
-        self.future: asyncio.Future[Rows] = self.loop.create_future()
         self.rows: list[Rows | None] = [None] * len(sequences)
         self.num_missing = len(sequences)
-        self.is_over = False
-        self.progress = engine_progress.get() or EngineProgress()
-        self.progress.is_queued = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +66,7 @@ class _Item:
         return self.call.sequences[self.index]
 
 
-class PoolingWorker:
+class PoolingWorker(ModelThread):
     """Runs the sequences of all callers in shared batches, on its own thread."""
 
     def __init__(
@@ -88,15 +82,9 @@ class PoolingWorker:
         self._probe = probe
         self._max_tokens = limits.max_tokens
         self._good_batches = 0
-        self._on_start = on_start
         self._queue: LengthSortedQueue[_Item] = LengthSortedQueue(limits, lambda item: item.call.is_over)
-        self._wake = threading.Condition()
-        self._calls: set[_Call] = set()
-        self._is_closing = False
-        self._death: BaseException | None = None
         self._stats = PoolingStats()
-        self._thread = threading.Thread(target=self._run, name="batchline-pooling", daemon=True)
-        self._thread.start()
+        super().__init__("pooling", on_start)
 
     async def run(self, sequences: Sequence[TokenSequence], *, priority: int = 0) -> Rows:
         """One row for each of one or more sequences, in order: (num_sequences, row_size) float32.
@@ -107,53 +95,25 @@ class PoolingWorker:
         sequences.
         """
         call = _Call(sequences)
-        with self._wake:
-            if self._is_closing:
-                raise EngineDead("the model's thread has stopped") from self._death
-            self._calls.add(call)
+
+        def enqueue() -> None:
             for index, sequence in enumerate(sequences):
                 item = _Item(call, index)
                 self._queue.add(item, length=len(sequence), group=sequence.num_prompt_tokens, priority=priority)
-            self._wake.notify()
-        try:
-            return await call.future
-        finally:
-            with self._wake:
-                call.is_over = True
-                self._calls.discard(call)
 
-    @property
-    def is_alive(self) -> bool:
-        """Whether calls are still accepted: False after `close`, and once the thread has died."""
-        return not self._is_closing
+        return await self._outcome(call, enqueue)
 
     def stats(self) -> PoolingStats:
         """Counters since the start."""
         return self._stats
 
-    def close(self) -> None:
-        """Stop after the current batch; calls still waiting get EngineDead. Idempotent."""
-        with self._wake:
-            self._is_closing = True
-            self._wake.notify()
-        self._thread.join()
-
-    def _run(self) -> None:
-        """The thread: batch after batch until closed or dead."""
-        try:
-            self._on_start()
-            while (batch := self._next_batch()) is not None:
-                self._answer(batch)
-        except BaseException as exc:  # no caller may wait for ever, no matter what ended the thread
-            logger.exception("the pooling thread has died")
-            self._death = exc
-        with self._wake:
-            self._is_closing = True
-            calls = list(self._calls)
-        for call in calls:
-            error = EngineDead("the model's thread has stopped")
-            error.__cause__ = self._death
-            _settle(call, error)
+    def _work(self) -> bool:
+        """One batch."""
+        batch = self._next_batch()
+        if batch is None:
+            return False
+        self._answer(batch)
+        return True
 
     def _next_batch(self) -> list[_Item] | None:
         """Wait for work; None when closing."""
@@ -176,7 +136,7 @@ class PoolingWorker:
         if failure is None:
             return
         if len(items) == 1:
-            _settle(items[0].call, failure)
+            items[0].call.settle(failure)
             return
         del failure  # its traceback refers to the batch's tensors, whose memory the halves need
         middle = len(items) // 2
@@ -242,30 +202,9 @@ def _hand_out(item: _Item, row: NDArray[np.float32] | None) -> None:
     """Give a call one of its rows. None: the model computed NaN or infinite numbers."""
     call = item.call
     if row is None:
-        _settle(call, NumbersNotFinite("the model computed numbers for this input that are not finite"))
+        call.settle(NumbersNotFinite("the model computed numbers for this input that are not finite"))
         return
     call.rows[item.index] = row
     call.num_missing -= 1
     if call.num_missing == 0:
-        _settle(call, None)
-
-
-def _settle(call: _Call, error: EngineError | None) -> None:
-    """Called on the thread: give the call its rows or its error, whichever comes first."""
-    if call.is_over:
-        return
-    call.is_over = True
-    try:
-        call.loop.call_soon_threadsafe(_set_result, call, error)
-    except RuntimeError:
-        logger.debug("a caller's event loop closed before its rows were ready")
-
-
-def _set_result(call: _Call, error: EngineError | None) -> None:
-    """Called in the caller's event loop. A cancelled call is skipped."""
-    if call.future.done():
-        return
-    if error is not None:
-        call.future.set_exception(error)
-    else:
-        call.future.set_result(np.stack([row for row in call.rows if row is not None]))
+        call.settle(np.stack([row for row in call.rows if row is not None]))

@@ -1,7 +1,7 @@
-"""The thread of a speech model, and the bridge to it from event loops.
+"""The thread of a speech model.
 
 The windows of all callers wait in one queue. When a sequence ends, the next window takes its place, so a long recording
-does not hold up short ones. Only the thread uses the model.
+does not hold up short ones.
 
 If the model fails on several windows, they run again in halves, until the window at fault is found. Its call fails; all
 others continue.
@@ -9,9 +9,7 @@ others continue.
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -19,8 +17,9 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from batchline.callers import EngineProgress, FairLine, engine_progress
-from batchline.errors import EngineDead, EngineError, EngineOutOfMemory, NumbersNotFinite
+from batchline.callers import FairLine
+from batchline.errors import EngineError, EngineOutOfMemory, NumbersNotFinite
+from batchline.model_thread import ModelThread, ThreadCall
 from batchline.speech.decoding import TextOf, WindowSequence
 from batchline.speech.model import MAX_ENCODED, WhisperRunner
 from batchline.speech.request import DecodedWindow, Window
@@ -43,19 +42,15 @@ class SpeechStats:
     num_waiting: int = 0
 
 
-class _Call:
-    """One window of a caller, and its place among the running sequences. The future belongs to its event loop."""
+class _Call(ThreadCall[DecodedWindow]):
+    """One window of a caller, and its place among the running sequences."""
 
     def __init__(self, window: Window, rules: SpeechTokens) -> None:
+        super().__init__()
         self.sequence = WindowSequence(window, rules)
-        self.loop = asyncio.get_running_loop()
-        self.future: asyncio.Future[DecodedWindow] = self.loop.create_future()
-        self.is_over = False
-        self.progress = engine_progress.get() or EngineProgress()
-        self.progress.is_queued = True
 
 
-class SpeechWorker:
+class SpeechWorker(ModelThread):
     """Decodes the windows of all callers together, on its own thread."""
 
     def __init__(
@@ -70,16 +65,10 @@ class SpeechWorker:
         self._runner = runner
         self._rules = rules
         self._text_of = text_of
-        self._on_start = on_start
-        self._wake = threading.Condition()
         self._waiting: FairLine[_Call] = FairLine()
         self._running: list[_Call] = []
-        self._calls: set[_Call] = set()
-        self._is_closing = False
-        self._death: BaseException | None = None
         self._num_encoded = self._num_steps = self._prompt_tokens = self._output_tokens = 0
-        self._thread = threading.Thread(target=self._run, name="batchline-speech", daemon=True)
-        self._thread.start()
+        super().__init__("speech", on_start)
 
     async def decode(self, window: Window, *, priority: int = 0) -> DecodedWindow:
         """The window's tokens. Callers take turns; of one caller, lower priorities run earlier.
@@ -87,23 +76,7 @@ class SpeechWorker:
         Raises: EngineDead after `close` or a crash; EngineOutOfMemory, EngineError if the model fails on the window.
         """
         call = _Call(window, self._rules)
-        with self._wake:
-            if self._is_closing:
-                raise EngineDead("the model's thread has stopped") from self._death
-            self._calls.add(call)
-            self._waiting.push(call, priority)
-            self._wake.notify()
-        try:
-            return await call.future
-        finally:
-            with self._wake:
-                call.is_over = True
-                self._calls.discard(call)
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether calls are still accepted: False after `close`, and once the thread has died."""
-        return not self._is_closing
+        return await self._outcome(call, lambda: self._waiting.push(call, priority))
 
     def stats(self) -> SpeechStats:
         """Counters since the start."""
@@ -116,32 +89,16 @@ class SpeechWorker:
             num_waiting=len(self._waiting),
         )
 
-    def close(self) -> None:
-        """Stop after the current step; calls still waiting get EngineDead. Idempotent."""
-        with self._wake:
-            self._is_closing = True
-            self._wake.notify()
-        self._thread.join()
-
-    def _run(self) -> None:
-        """The thread: step after step until closed or dead."""
-        try:
-            self._on_start()
-            while (arrived := self._next_calls()) is not None:
-                self._remove_ended()
-                self._admit(arrived)
-                if self._running:
-                    self._step(0, len(self._running))
-        except BaseException as exc:  # no caller may wait for ever, no matter what ended the thread
-            logger.exception("the speech thread has died")
-            self._death = exc
-        with self._wake:
-            self._is_closing = True
-            calls = list(self._calls)
-        for call in calls:
-            error = EngineDead("the model's thread has stopped")
-            error.__cause__ = self._death
-            _settle(call, error)
+    def _work(self) -> bool:
+        """One step of the decoder for all running windows, after those that arrived are encoded."""
+        arrived = self._next_calls()
+        if arrived is None:
+            return False
+        self._remove_ended()
+        self._admit(arrived)
+        if self._running:
+            self._step(0, len(self._running))
+        return True
 
     def _next_calls(self) -> list[_Call] | None:
         """Calls for the free rows, the first in the queue first; waits while nothing runs. None when closing."""
@@ -236,7 +193,7 @@ class SpeechWorker:
                 kind = EngineOutOfMemory if is_memory else EngineError
                 error = kind("the model failed on this recording")
                 error.__cause__ = exc
-                _settle(calls[0], error)
+                calls[0].settle(error)
         return None
 
     def _advance(self, calls: Sequence[_Call], logits: Sequence[torch.Tensor]) -> None:
@@ -244,14 +201,14 @@ class SpeechWorker:
         for call, row in zip(calls, logits, strict=True):
             sequence = call.sequence
             if bool(torch.isnan(row).any()):
-                _settle(call, NumbersNotFinite("the model computed numbers for this recording that are not finite"))
+                call.settle(NumbersNotFinite("the model computed numbers for this recording that are not finite"))
                 continue
             sequence.advance(row)
             self._output_tokens += 1
             while sequence.is_finished:
                 result = sequence.retry_or_result(self._text_of)
                 if result is not None:
-                    _settle(call, result)
+                    call.settle(result)
                     break
                 sequence.advance(sequence.first_logits.clone())
 
@@ -266,24 +223,3 @@ class SpeechWorker:
             if row < len(self._running):
                 self._running[row] = last
                 self._runner.move(len(self._running), row)
-
-
-def _settle(call: _Call, outcome: DecodedWindow | EngineError) -> None:
-    """Called on the thread: give the call its result or its error, whichever comes first."""
-    if call.is_over:
-        return
-    call.is_over = True
-    try:
-        call.loop.call_soon_threadsafe(_set_result, call, outcome)
-    except RuntimeError:
-        logger.debug("a caller's event loop closed before its window was decoded")
-
-
-def _set_result(call: _Call, outcome: DecodedWindow | EngineError) -> None:
-    """Called in the caller's event loop. A cancelled call is skipped."""
-    if call.future.done():
-        return
-    if isinstance(outcome, EngineError):
-        call.future.set_exception(outcome)
-    else:
-        call.future.set_result(outcome)
