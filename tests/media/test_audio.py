@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import struct
 from typing import Any
 
+import av
 import numpy as np
 import pytest
 from media_server import recording
@@ -150,6 +152,63 @@ def test_a_wav_whose_rate_or_samples_make_no_sense_is_refused() -> None:
     floats[-4:] = struct.pack("<f", float("nan"))
     with pytest.raises(UnprocessableEntity, match=r"not finite"):
         decode_audio(bytes(floats), MAX_SECONDS)
+
+
+def wav(code: int, channels: int, rate: int, bits: int, payload: bytes) -> bytes:
+    """A wav file by hand, whose header may be wrong. code: of the format, 1 for integers."""
+    width = channels * bits // 8
+    layout = struct.pack("<HHIIHH", code, channels, rate, rate * width & 0xFFFFFFFF, width & 0xFFFF, bits)
+    body = b"WAVEfmt " + struct.pack("<I", len(layout)) + layout + b"data" + struct.pack("<I", len(payload)) + payload
+    return b"RIFF" + struct.pack("<I", len(body)) + body
+
+
+@pytest.mark.parametrize(
+    ("data", "num_samples", "rate", "loudest"),
+    [
+        (wav(7, 1, 8000, 8, b"\x80\x00" * 4000), 8000, 8000, 0.98),
+        (wav(6, 1, 8000, 8, b"\xaa\x2a" * 4000), 8000, 8000, 0.98),
+        (wav(1, 1, 16000, 24, b"\0\0\x40\0\0\xc0" * 4000), 8000, 16000, 0.5),
+        (wav(1, 1, 16000, 32, b"\0\0\0\x40" * 4000), 4000, 16000, 0.5),
+        (wav(1, 6, 48000, 16, struct.pack("<6h", 24576, 0, 0, 0, 0, 0) * 4800), 4800, 48000, 0.125),
+    ],
+    ids=["mu-law", "a-law", "24-bit", "32-bit", "5.1"],
+)
+def test_a_wav_of_telephones_studios_and_films_is_decoded(
+    data: bytes, num_samples: int, rate: int, loudest: float
+) -> None:
+    samples, found_rate, _ = decode_audio(data, MAX_SECONDS)
+    assert (len(samples), found_rate) == (num_samples, rate)
+    assert np.abs(samples).max() == pytest.approx(loudest, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (wav(1, 1, 16000, 16, b""), "holds no samples"),
+        (wav(1, 0, 16000, 16, bytes(3200)), "damaged or cut off"),
+        (wav(1, 65535, 16000, 16, bytes(65535 * 4)), "damaged or cut off"),
+        (wav(1, 1, 16000, 0, bytes(100)), "damaged or cut off"),
+        (wav(2, 1, 16000, 4, bytes(3200)), "a format that is not decoded"),
+        (wav(0x55, 1, 16000, 0, bytes(3200)), "damaged or cut off"),
+    ],
+    ids=["empty", "no-channels", "too-many-channels", "no-bits", "adpcm", "mp3-by-name-only"],
+)
+def test_a_wav_with_a_wrong_header_is_refused(data: bytes, reason: str) -> None:
+    with pytest.raises(UnprocessableEntity, match=reason):
+        decode_audio(data, MAX_SECONDS)
+
+
+@pytest.mark.parametrize(("codec", "container"), [("mpeg4", "mp4"), ("vp8", "webm")])
+def test_a_film_without_sound_is_refused(codec: str, container: str) -> None:
+    file = io.BytesIO()
+    with av.open(file, "w", format=container) as output:
+        stream = output.add_stream(codec, rate=10)
+        stream.width = stream.height = 32
+        stream.pix_fmt = "yuv420p"
+        frame = av.VideoFrame.from_ndarray(np.zeros((32, 32, 3), np.uint8), format="rgb24")
+        output.mux([*stream.encode(frame), *stream.encode(None)])
+    with pytest.raises(UnprocessableEntity, match="it has no audio"):
+        decode_audio(file.getvalue(), MAX_SECONDS)
 
 
 def test_a_wav_of_a_program_that_does_not_know_its_size_is_decoded() -> None:

@@ -139,6 +139,37 @@ def test_grey_of_16_bits_keeps_its_shades() -> None:
     assert pixels(saved(Image.fromarray(shades), "PNG"))[0, :, 0].tolist() == [0, 64, 128, 255]
 
 
+def test_colours_of_16_bits_keep_their_shades() -> None:
+    """A PNG with 16 bits for each of red, green and blue, and one with an alpha channel besides."""
+    row = struct.pack(">6H", 0xFFFF, 0, 0, 0, 0x8000, 0)
+    assert pixels(png(2, 1, (b"IDAT", zlib.compress(b"\0" + row)), depth=16)).tolist() == [[[255, 0, 0], [0, 128, 0]]]
+    row = struct.pack(">8H", 0xFFFF, 0, 0, 0xFFFF, 0, 0, 0, 0)
+    data = png(2, 1, (b"IDAT", zlib.compress(b"\0" + row)), depth=16, colour=6)
+    assert pixels(data).tolist() == [[[255, 0, 0], [255, 255, 255]]]
+
+
+@pytest.mark.parametrize("numbers", [np.int32, np.float32])
+def test_an_image_whose_white_nobody_knows_is_refused(numbers: type) -> None:
+    """Bug: integers of 32 bits became white, and fractions black, as Pillow alone shows them."""
+    shades = Image.fromarray(np.array([[0, 1, 2, 3]]).astype(numbers))
+    with pytest.raises(UnprocessableEntity, match="32 bits a pixel; save it with 8 or 16"):
+        decode_image(saved(shades, "TIFF"), MAX_PIXELS)
+
+
+def test_a_cmyk_photo_has_the_colours_that_a_printer_gives_it() -> None:
+    """Adobe stores such JPEG files inverted."""
+    red = Image.new("CMYK", (8, 8), (0, 255, 255, 0))
+    assert pixels(saved(red, "JPEG"))[0, 0].tolist() == [255, 0, 0]
+
+
+@pytest.mark.parametrize("name", LOSSLESS + LOSSY)
+def test_an_image_of_one_pixel_is_decoded(name: str) -> None:
+    image_format, _, loss = name.partition("-")
+    options = {"lossless": True} if loss == "lossless" else {}
+    data = saved(Image.new("RGB", (1, 1), "white"), image_format, **options)
+    assert pixels(data).tolist() == [[[255, 255, 255]]]
+
+
 def test_an_animation_is_its_first_frame() -> None:
     frames = [Image.new("RGB", (4, 4), colour) for colour in ("red", "blue")]
     for image_format in ("GIF", "WEBP", "PNG"):
@@ -167,8 +198,8 @@ def test_a_file_with_damaged_bytes_is_refused_or_decoded(name: str) -> None:
         assert shape is None or shape[0] * shape[1] <= MAX_PIXELS
 
 
-def png(width: int, height: int, *chunks: tuple[bytes, bytes]) -> bytes:
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+def png(width: int, height: int, *chunks: tuple[bytes, bytes], depth: int = 8, colour: int = 2) -> bytes:
+    header = struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, 0)
     written = [(b"IHDR", header), *chunks, (b"IEND", b"")]
     body = [struct.pack(">I", len(d)) + t + d + struct.pack(">I", zlib.crc32(t + d)) for t, d in written]
     return b"\x89PNG\r\n\x1a\n" + b"".join(body)

@@ -1,7 +1,7 @@
 """Decodes images: untrusted bytes to RGB pixels, within limits, or an error that says what is wrong with them.
 
 An image looks to the model as it does to a person: turned as its EXIF data says, transparent parts on white, the first
-frame of an animation. vLLM does the same.
+frame of an animation. vLLM does the same; transformers' `load_image` turns images as well.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ BYTES_PER_PIXEL = 16
 
 _SCAN = b"\xff\xda"
 _HIGH_DEPTHS = ("I;16", "I;16L", "I;16B", "I;16N")
+_UNBOUNDED = ("I", "F")
+"""32 bits a pixel: nobody knows which number is white. Pillow takes 255, and shows most such images white or black."""
 _WHITE = (255, 255, 255, 255)
 
 
@@ -60,6 +62,8 @@ def _opened(data: bytes, max_pixels: int) -> Image.Image:
         raise UnprocessableEntity(f"it is not an image of a known format ({known}), or its header is damaged") from exc
     if image.width * image.height > max_pixels:
         raise too_large
+    if image.mode in _UNBOUNDED:
+        raise UnprocessableEntity("the image has 32 bits a pixel; save it with 8 or 16")
     if image.format in ("JPEG", "MPO") and data.count(_SCAN) > MAX_JPEG_SCANS:
         raise UnprocessableEntity(f"the JPEG image has more than {MAX_JPEG_SCANS} scans")
     return image
