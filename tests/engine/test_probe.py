@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config, Pretrai
 
 from batchline.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from batchline.engine.core import Engine
+from batchline.engine.probe import zero_rows
 from batchline.engine.request import GenerationOutput, GenerationRequest, SamplingParams
 from batchline.errors import UnsupportedModel
 
@@ -182,3 +183,12 @@ def test_broken_configuration_is_refused_and_does_not_escape_as_a_torch_error(tm
     folder = save_random(AutoConfig.for_model("deepseek_v3", **settings), tmp_path)
     with pytest.raises(UnsupportedModel, match="DeepseekV3ForCausalLM cannot be run on packed sequences"):
         make_engine(folder)
+
+
+def test_rows_of_zeros_are_found_among_rows_that_begin_with_zeros() -> None:
+    table = torch.ones(6, 20)
+    table[1, :8] = 0
+    table[2] = table[4] = 0
+    assert zero_rows(table).tolist() == [2, 4]
+    assert zero_rows(torch.zeros(2, 3)).tolist() == [0, 1]
+    assert zero_rows(torch.ones(2, 3)).tolist() == []

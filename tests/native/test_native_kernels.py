@@ -13,7 +13,7 @@ import torch
 from batchline.engine.kv_cache import CacheGroup, CacheShape
 from batchline.engine.native_cache import NativeKVCache
 from batchline.native.library import Isa, NativeKernels, load_library, open_kernels
-from batchline.native.packing import pack, pack_gated
+from batchline.native.packing import PANEL, in_panels, pack, pack_gated
 
 LIBRARY = load_library()
 pytestmark = pytest.mark.skipif(LIBRARY is None, reason="the native kernels were not built: no C++ compiler")
@@ -334,3 +334,18 @@ def test_auto_takes_the_best_instruction_set() -> None:
     opened = open_kernels("auto")
     assert opened is not None
     assert opened.isa == max(SUPPORTED)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize(("outputs", "inputs", "offset"), [(32, 8, 0), (32, 8, 1), (17, 6, 0), (5, 7, 3)])
+def test_panels_hold_every_weight_and_zeros(dtype: torch.dtype, outputs: int, inputs: int, offset: int) -> None:
+    """Whatever the shape is, and wherever the weight begins in the memory of a larger tensor."""
+    numbers = (torch.arange(offset + outputs * inputs) % 127 + 1).to(dtype)
+    weight = numbers[offset:].view(outputs, inputs)
+    panels = in_panels(weight)
+    num_panels, num_pairs, _, pair = panels.shape
+    found = panels.transpose(1, 2).reshape(num_panels * PANEL, num_pairs * pair)
+    assert pair * dtype.itemsize == 4
+    assert torch.equal(found[:outputs, :inputs], weight)
+    assert not found[outputs:].any()
+    assert not found[:, inputs:].any()

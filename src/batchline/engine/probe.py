@@ -264,10 +264,16 @@ def _short_sequences(model: Any, hf_config: Any) -> torch.Tensor:
     tokens = _spread_tokens(model, hf_config, NUM_SHORT * length).view(NUM_SHORT, length)
     padding = getattr(hf_config, "pad_token_id", None)
     tokens[0, 0] = padding if isinstance(padding, int) and 0 <= padding < int(hf_config.vocab_size) else 0
-    zero = (model.get_input_embeddings().weight == 0).all(-1).nonzero()
+    zero = zero_rows(model.get_input_embeddings().weight)
     if len(zero):
-        tokens[1, length // 2] = zero[-1, 0]
+        tokens[1, length // 2] = zero[-1]
     return tokens
+
+
+def zero_rows(table: torch.Tensor) -> torch.Tensor:
+    """The numbers of rows of zeros. Reads a row of a large table only if its first numbers are zeros."""
+    candidates = (table[:, :8] == 0).all(-1).nonzero()[:, 0]
+    return candidates[(table[candidates] == 0).all(-1)]
 
 
 def _long_sequence(model: Any, hf_config: Any, groups: Sequence[CacheGroup]) -> torch.Tensor:
