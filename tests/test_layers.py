@@ -106,6 +106,14 @@ def test_the_command_line_starts_without_libraries_that_take_long_to_import() ->
     assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.parametrize("module", ["batchline.batch.api", "batchline.batch.inspect", "batchline.endpoints.chat"])
+def test_runs_with_local_files_and_text_import_no_http_client(module: str) -> None:
+    """Bug: every run and check imported an HTTP client, which takes a quarter of a second."""
+    code = f"import {module}, sys; print([name for name in ('aiohttp', 'fsspec', 'httpx') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
 def test_scheduling_imports_no_torch() -> None:
     code = "import batchline.engine.scheduler, sys; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

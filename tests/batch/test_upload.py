@@ -6,8 +6,9 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from batchline.batch.http_files import RetryPolicy
 from batchline.batch.locations import parse_location
-from batchline.batch.remote import RetryPolicy, upload_file
+from batchline.batch.remote import upload_file
 from batchline.errors import RunFailed
 
 AT_ONCE = RetryPolicy(attempts=3, first_delay_s=0)

@@ -21,7 +21,7 @@ from typing import BinaryIO
 
 from batchline.batch.compression import codec_of_name, compressing_writer
 from batchline.batch.locations import Location
-from batchline.batch.remote import file_system, head, object_version, upload_file
+from batchline.batch.remote import file_system, object_version, upload_file
 from batchline.batch.targets import ResultTarget, Stamp
 from batchline.disk import STAGED_NAME_CHARS, move_into_place, synced_file
 from batchline.errors import RunFailed
@@ -188,13 +188,18 @@ class HttpTarget(LocationTarget):
 
     async def exists(self) -> bool | None:
         """Asked with a HEAD request."""
-        status, _ = await head(self.location)
+        status, _ = await self._head()
         return True if status == 200 else False if status in (404, 410) else None
 
     async def stamp(self) -> Stamp | None:
         """The strong ETag."""
-        status, etag = await head(self.location)
+        status, etag = await self._head()
         return {"etag": etag} if status == 200 and etag else None
+
+    async def _head(self) -> tuple[int | None, str | None]:
+        from batchline.batch.http_files import head  # an HTTP client: not for runs with local files
+
+        return await head(self.location)
 
     async def _deliver(self) -> None:
         await upload_file(self.staged, self.location)

@@ -20,7 +20,7 @@ from batchline.batch.compression import MAGIC_BYTES, codec_of_bytes, decompresse
 from batchline.batch.file_format import refuse_foreign_format
 from batchline.batch.index import open_regular
 from batchline.batch.locations import Location
-from batchline.batch.remote import download, file_system, object_version
+from batchline.batch.remote import file_system, object_version
 from batchline.errors import BatchlineError, InputUnreadable, RunFailed, RunInterrupted
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -79,6 +79,8 @@ def input_failure(location: str, exc: OSError) -> BatchlineError:
 async def _stage(location: Location, folder: Path, should_stop: Callable[[], bool]) -> Path:
     staged = folder / "input.jsonl"
     if location.kind == "http":
+        from batchline.batch.http_files import download  # an HTTP client: not for local files
+
         fetched = folder / "input.download"
         await download(location, fetched)
         await asyncio.to_thread(_stage_path, fetched, staged, location, should_stop)

@@ -16,19 +16,19 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
-
-from aiohttp.abc import AbstractResolver
+from typing import TYPE_CHECKING, TypeVar
 
 from batchline.config import MediaConfig
 from batchline.errors import BadRequest, ServiceUnavailable, UnprocessableEntity, counted
 from batchline.media import audio, images
 from batchline.media.addresses import FetchRules
-from batchline.media.fetching import Fetcher
 from batchline.media.items import NOUNS, MediaItem, MediaKind
 from batchline.media.local import check_data_url, check_file_url, data_of_url, file_data, too_large
 from batchline.media.parts import MediaPart, MediaSource
 from batchline.media.sharing import ByteBudget, SharedWork, all_or_cancel
+
+if TYPE_CHECKING:
+    from aiohttp.abc import AbstractResolver
 
 T = TypeVar("T")
 
@@ -125,6 +125,8 @@ class MediaCollector:
 
     def __init__(self, config: MediaConfig, resolver: AbstractResolver | None = None) -> None:
         """resolver: finds addresses of hosts; None asks the system. Raises: UsageError."""
+        from batchline.media.fetching import Fetcher  # an HTTP client: only for models that take media
+
         self.rules = SourceRules(config)
         self._config = config
         self._fetcher = Fetcher(config, self.rules.fetch, resolver)
