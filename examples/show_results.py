@@ -16,6 +16,12 @@ def read(path: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
 
 
+def content_of(message: dict[str, Any]) -> str:
+    """A message's text, with a word in place of each image."""
+    content = message["content"]
+    return content if isinstance(content, str) else " ".join(part.get("text", "(image)") for part in content)
+
+
 def answer_of(result: dict[str, Any]) -> str:
     """The text of a chat result line, or its error."""
     if result["response"] is None:
@@ -31,7 +37,7 @@ def main() -> None:
     questions, results = read(sys.argv[1]), read(sys.argv[2])
     table = Table("custom_id", "messages", "answer")
     for question, result in zip(questions, results, strict=True):
-        messages = "\n".join(f"[dim]{m['role']}:[/] {m['content']}" for m in question["body"]["messages"])
+        messages = "\n".join(f"[dim]{m['role']}:[/] {content_of(m)}" for m in question["body"]["messages"])
         table.add_row(result["custom_id"], messages, answer_of(result))
     Console().print(table)
 

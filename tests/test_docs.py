@@ -183,7 +183,16 @@ def _serving(command: list[str], folder: Path) -> Iterator[None]:
             server.communicate()
 
 
-@pytest.mark.parametrize("name", ["chat", "embeddings", "score"])
+SAID = {
+    "images": [
+        *("One red circle.", "Three green squares.", "Five blue triangles.", "Two yellow stars."),
+        *("Four.", "Purple.", "Triangle.", "Five black stars."),
+    ],
+}
+"""What the answers to an example file say, or how they begin."""
+
+
+@pytest.mark.parametrize("name", ["chat", "embeddings", "score", *SAID])
 def test_the_readme_s_commands_on_shipped_files_work(name: str, tmp_path: Path) -> None:
     commands = re.findall(r"^    (batchline run-batch -i examples/.*)$", README, re.MULTILINE)
     (command,) = [command for command in commands if f"examples/{name}.jsonl" in command]
@@ -194,3 +203,5 @@ def test_the_readme_s_commands_on_shipped_files_work(name: str, tmp_path: Path) 
     batch = (ROOT / "examples" / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
     assert [r["custom_id"] for r in results] == [json.loads(line)["custom_id"] for line in batch]
     assert {r["response"]["status_code"] for r in results} == {200}
+    if name in SAID:
+        assert [r["response"]["body"]["choices"][0]["message"]["content"] for r in results] == SAID[name]

@@ -8,17 +8,26 @@ from __future__ import annotations
 import functools
 import json
 import os
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from drawings import QUESTIONS, Drawing
+from PIL import Image
 
 # Read by the Hugging Face libraries when they are imported: a model folder that needs the network must fail.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 from sentence_transformers import CrossEncoder, SentenceTransformer
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import (
+    AutoImageProcessor,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    GenerationConfig,
+)
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 MODELS = EXAMPLES / "models"
@@ -28,7 +37,12 @@ LONG_INSTRUCTIONS = (
     "and correct. Do not make up facts. If the user asks for a capital, name it in one sentence. If the user asks for "
     "a poem, write it in a few lines. Never use rude words."
 )
-MAX_MODEL_BYTES = {"tiny-chat": 4_000_000, "tiny-embed": 3_000_000, "tiny-rerank": 3_000_000}
+MAX_MODEL_BYTES = {
+    "tiny-chat": 4_000_000,
+    "tiny-embed": 3_000_000,
+    "tiny-rerank": 3_000_000,
+    "tiny-vision": 3_000_000,
+}
 
 
 def user(text: str, system: str | None = None) -> list[dict[str, str]]:
@@ -210,8 +224,47 @@ def test_reranker_puts_each_capital_above_all_others(reranker: CrossEncoder) -> 
         assert ranking[0]["text"] == answer
 
 
+class Vision:
+    """tiny-vision under greedy decoding."""
+
+    def __init__(self) -> None:
+        folder = MODELS / "tiny-vision"
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.images = AutoImageProcessor.from_pretrained(folder, backend="pil")
+        self.model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+
+    def answers(self, question: str, pictures: list[Image.Image]) -> list[str]:
+        """The answer to one question about each picture."""
+        content = [{"type": "image"}, {"type": "text", "text": question}]
+        prompt = self.tokenizer.apply_chat_template(
+            [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
+        )
+        around = "<fake_token_around_image>"
+        prompt = prompt.replace("<image>", f"{around}<global-img>{'<image>' * 16}{around}")
+        tokens = self.tokenizer([prompt] * len(pictures), add_special_tokens=False, return_tensors="pt")["input_ids"]
+        pixels = self.images([[picture] for picture in pictures], return_tensors="pt")["pixel_values"]
+        output = self.model.generate(tokens, pixel_values=pixels, max_new_tokens=12, do_sample=False)
+        return self.tokenizer.batch_decode(output[:, tokens.shape[1] :], skip_special_tokens=True)
+
+
+def test_vision_model_names_count_colour_and_shape_of_drawings_that_were_not_trained() -> None:
+    rng = random.Random("not a seed of the training")
+    drawings = [Drawing.drawn(rng) for _ in range(60)]
+    vision = Vision()
+    for question, (wording, *_) in QUESTIONS.items():
+        found = vision.answers(wording, [drawing.picture(rng) for drawing in drawings])
+        wrong = [text for text, drawing in zip(found, drawings, strict=True) if text != drawing.answer(question)]
+        assert len(wrong) <= 3, f"{wording} {wrong}"
+
+
 @pytest.mark.parametrize(
-    ("batch_file", "model"), [("chat", "tiny-chat"), ("embeddings", "tiny-embed"), ("score", "tiny-rerank")]
+    ("batch_file", "model"),
+    [
+        ("chat", "tiny-chat"),
+        ("embeddings", "tiny-embed"),
+        ("score", "tiny-rerank"),
+        ("images", "tiny-vision"),
+    ],
 )
 def test_example_batch_file_names_the_shipped_model(batch_file: str, model: str) -> None:
     lines = read_lines(EXAMPLES / f"{batch_file}.jsonl")
