@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -86,6 +87,9 @@ class RecordingEmbedder:
     def __init__(self, served: GenerativeModel) -> None:
         self.vocab_size = served.engine.vocab_size
         self.rows: list[tuple[int, ...]] = []
+
+    def check_settings(self, processor_settings: Mapping[str, object]) -> None:
+        assert not processor_settings
 
     async def hidden_states(self, sequences: list[TokenSequence], *, priority: int = 0) -> NDArray[np.float32]:
         self.rows = [tuple(sequence.token_ids) for sequence in sequences]
