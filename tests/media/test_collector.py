@@ -16,6 +16,7 @@ from media_server import MediaServer, picture, recording
 
 from batchline.config import MediaConfig
 from batchline.errors import BadRequest, RequestError, UnprocessableEntity
+from batchline.media import collector as collector_module
 from batchline.media import images
 from batchline.media.collector import DecodedCache, MediaCollector
 from batchline.media.items import MediaItem
@@ -281,6 +282,33 @@ async def test_requests_wait_for_memory_and_all_get_it(decoded: list[int]) -> No
         await use(made, data_url(picture("PNG", (400, 400))))
     assert most == 1
     assert len(decoded) == 9
+
+
+async def test_media_of_one_request_that_take_more_memory_than_there_is_are_refused_undecoded(
+    decoded: list[int],
+) -> None:
+    """A request ran when nothing else did, and then decoded all its images at once, whatever memory that took."""
+    urls = [data_url(picture("PNG", (100 + number, 100))) for number in range(9)]
+    limit = images.BYTES_PER_PIXEL * 100 * 110
+    async with collector(decoded_bytes=limit) as made:
+        error = await refusal(made, *map(image, urls))
+    assert isinstance(error, UnprocessableEntity)
+    assert "send fewer or smaller ones" in error.message
+    assert not decoded
+
+
+async def test_several_images_reserve_what_they_hold_and_what_the_decoding_threads_use(decoded: list[int]) -> None:
+    """Twenty photos fit into memory when they are decoded by few threads, not all at once."""
+    threads = collector_module.NUM_DECODING_THREADS
+    urls = [data_url(picture("PNG", (100, 100 - number))) for number in range(threads + 4)]
+    num_pixels = [100 * (100 - number) for number in range(threads + 4)]
+    others = images.BYTES_PER_PIXEL - images.HELD_BYTES_PER_PIXEL
+    needed = images.HELD_BYTES_PER_PIXEL * sum(num_pixels) + others * sum(num_pixels[:threads])
+    async with collector(decoded_bytes=needed) as made:
+        assert len(await items(made, *map(image, urls))) == threads + 4
+    async with collector(decoded_bytes=needed - 1) as made:
+        await refusal(made, *map(image, urls))
+    assert len(decoded) == threads + 4
 
 
 async def test_the_event_loop_goes_on_while_media_are_decoded(server: MediaServer) -> None:

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from heapq import nlargest
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -110,13 +111,15 @@ def check_unfetched(parts: Sequence[MediaPart]) -> None:
 class _Ready:
     """A source whose bytes are at hand. key: of the same content in other requests; "" if it may be another then.
 
-    read: returns the bytes. num_bytes: memory that decoding takes. item: the decoded content, if it is known already.
+    read: returns the bytes. held_bytes: memory of the decoded content. decoding_bytes: what decoding takes besides.
+    item: the decoded content, if it is known already.
     """
 
     part: MediaPart
     key: str
     read: Callable[[], bytes]
-    num_bytes: int = 0
+    held_bytes: int
+    decoding_bytes: int = 0
     item: MediaItem | None = None
 
 
@@ -142,9 +145,24 @@ class MediaCollector:
         first = {part.source: part for part in reversed(parts)}
         async with AsyncExitStack() as stack:
             ready = await all_or_cancel(self._ready(part, stack) for part in first.values())
-            await stack.enter_async_context(self._budget.reserved(sum(one.num_bytes for one in ready)))
+            await stack.enter_async_context(self._budget.reserved(self._needed_bytes(ready)))
             items = await all_or_cancel(map(self._item, ready))
             yield dict(zip(first, items, strict=True))
+
+    def _needed_bytes(self, ready: Sequence[_Ready]) -> int:
+        """Memory for all media of a request: each is held, but only as many are decoded at once as there are threads.
+
+        Raises: UnprocessableEntity for more than there ever is. A single one has limits of its own.
+        """
+        decoding = nlargest(NUM_DECODING_THREADS, (one.decoding_bytes for one in ready))
+        num_bytes = sum(one.held_bytes for one in ready) + sum(decoding)
+        most = self._config.decoded_bytes
+        if num_bytes > most and len(ready) > 1:
+            raise UnprocessableEntity(
+                f"the media of the request take {num_bytes >> 20:,} MiB of memory when they are decoded, and at most "
+                f"{most >> 20:,} MiB are allowed: send fewer or smaller ones"
+            )
+        return num_bytes
 
     async def close(self) -> None:
         """End what is going on, and delete files that are kept for no run. Idempotent."""
@@ -157,9 +175,9 @@ class MediaCollector:
             key, read = await self._reader(part.source, stack)
             item = self._decoded.get(key)
             if item is not None:
-                return _Ready(part, key, read, held_bytes(item), item)
+                return _Ready(part, key, read, held_bytes(item), item=item)
             measure = partial(_measured, read, part.source.kind, self._config)
-            return _Ready(part, key, read, await self._off_loop(measure))
+            return _Ready(part, key, read, *await self._off_loop(measure))
 
     async def _reader(self, source: MediaSource, stack: AsyncExitStack) -> tuple[str, Callable[[], bytes]]:
         """The key of a source, and what reads its bytes. Raises: RequestError."""
@@ -233,7 +251,7 @@ def held_bytes(item: MediaItem) -> int:
     """Memory of the decoded content."""
     if isinstance(item.content, tuple):
         return int(item.content[0].nbytes)
-    return 4 * item.content.width * item.content.height
+    return images.HELD_BYTES_PER_PIXEL * item.content.width * item.content.height
 
 
 def scheme(url: str) -> str:
@@ -241,12 +259,13 @@ def scheme(url: str) -> str:
     return url[:_SCHEME_CHARS].partition(":")[0].lower()
 
 
-def _measured(read: Callable[[], bytes], kind: MediaKind, config: MediaConfig) -> int:
-    """Memory that decoding takes, by the header. Raises: RequestError."""
+def _measured(read: Callable[[], bytes], kind: MediaKind, config: MediaConfig) -> tuple[int, int]:
+    """Memory of the decoded content, and what decoding takes besides, by the header. Raises: RequestError."""
     if kind == "audio":
-        return audio.audio_bytes(read(), config.max_audio_s)
+        return audio.audio_bytes(read(), config.max_audio_s), 0
     width, height = images.image_size(read(), config.max_image_pixels)
-    return images.BYTES_PER_PIXEL * width * height
+    held = images.HELD_BYTES_PER_PIXEL * width * height
+    return held, images.BYTES_PER_PIXEL * width * height - held
 
 
 def _decoded(read: Callable[[], bytes], kind: MediaKind, config: MediaConfig) -> MediaItem:

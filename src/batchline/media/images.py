@@ -22,6 +22,9 @@ MAX_JPEG_SCANS = 64
 BYTES_PER_PIXEL = 16
 """Memory that decoding takes: the pixels as they are stored, with and without transparency, and as bytes to digest."""
 
+HELD_BYTES_PER_PIXEL = 4
+"""Memory of a decoded image, as Pillow stores it."""
+
 _SCAN = b"\xff\xda"
 _HIGH_DEPTHS = ("I;16", "I;16L", "I;16B", "I;16N")
 _UNBOUNDED = ("I", "F")
