@@ -17,7 +17,7 @@ from batchline.engine.core import Engine, Output
 from batchline.engine.multimodal import FeatureCache, text_part
 from batchline.engine.request import EmbeddingOutput, EmbeddingRequest, GenerationOutput, RequestFailed
 from batchline.engine.sequence import RotaryPositions
-from batchline.errors import RequestRefused, SequenceFailed, UnsupportedModel
+from batchline.errors import EngineOutOfMemory, RequestRefused, SequenceFailed, UnsupportedModel
 from batchline.media.processor import MediaProcessor
 
 MAX_TOKENS = 5
@@ -92,6 +92,48 @@ def test_an_image_that_the_encoder_fails_on_fails_only_its_requests(
         assert isinstance(output, RequestFailed)
         assert isinstance(output.error, SequenceFailed)
         assert "a kernel failed" not in str(output.error)
+
+
+def test_an_image_that_does_not_fit_in_memory_may_be_tried_again(
+    folder: Path, processor: MediaProcessor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The request got an error for good, where one whose text does not fit gets one that is tried again."""
+    engine = make_engine(folder)
+    assert engine.loaded.media is not None
+
+    def encoder(pixel_values: torch.Tensor) -> Any:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setitem(engine.loaded.media._encoders, "image", encoder)
+    prompts = [Prompt("a <image> b ", (picture(1),)), Prompt("only text ")]
+    outputs = run(engine, [generation_request(i, prompt, processor, MAX_TOKENS) for i, prompt in enumerate(prompts)])
+    assert isinstance(outputs["0"], RequestFailed)
+    assert isinstance(outputs["0"].error, EngineOutOfMemory)
+    assert isinstance(outputs["1"], GenerationOutput)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "paligemma"])
+def test_positions_that_see_each_other_and_do_not_fit_together_fail_their_request(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same step failed again and again, for ever, and no other request was answered."""
+    folder = make_media_model(family, tmp_path)
+    processor = load_processor(folder)
+    engine = make_engine(folder)
+    own = engine._runner.run
+
+    def run_if_small(step: Any) -> Any:
+        if step.num_tokens > 8:
+            raise torch.OutOfMemoryError("no room")
+        return own(step)
+
+    monkeypatch.setattr(engine._runner, "run", run_if_small)
+    prompts = [Prompt(f"a {processor.placeholders['image']} b ", (picture(1),)), Prompt("only text ")]
+    outputs = run(engine, [generation_request(i, prompt, processor, MAX_TOKENS) for i, prompt in enumerate(prompts)])
+    assert isinstance(outputs["0"], RequestFailed)
+    assert isinstance(outputs["0"].error, EngineOutOfMemory)
+    assert "which the model must compute at once, do not fit" in str(outputs["0"].error)
+    assert isinstance(outputs["1"], GenerationOutput)
 
 
 def test_an_image_is_encoded_again_after_its_features_were_dropped(folder: Path, processor: MediaProcessor) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
-from batchline.engine.request import EmbeddingRequest, GenerationRequest, SamplingParams
+from batchline.engine.request import EmbeddingRequest, GenerationRequest, MediaSpan, SamplingParams
 from batchline.engine.sequence import Sequence, SequenceStatus
 
 
@@ -90,3 +91,21 @@ def test_embedding_wants_hidden_and_no_token() -> None:
     seq = Sequence(EmbeddingRequest(request_id="e", prompt_token_ids=(1, 2), priority=3), seed=0)
     assert (seq.wants_hidden, seq.needs_next_token, seq.wants_prompt_logprobs) == (True, False, False)
     assert (seq.request_id, seq.priority) == ("e", 3)
+
+
+def test_images_that_see_each_other_are_all_in_the_key_of_each_of_their_blocks() -> None:
+    """The keys and values of an image that touches another depend on both, also before the other begins."""
+    keys = []
+    for second in (b"B", b"C"):
+        spans = [
+            MediaSpan(kind="image", key=key, positions=np.arange(start, start + 4), inputs={})
+            for key, start in ((b"A", 2), (second, 6))
+        ]
+        seq = sequence(tuple(range(12)))
+        seq.media = tuple(spans)
+        apart = seq.cache_key(2, 4)
+        seq.uncut = ((2, 10),)
+        assert seq.cache_key(0, 2) == seq.cache_key(10, 12) == seq.request.cache_key
+        keys.append((apart, seq.cache_key(2, 4)))
+    assert keys[0][0] == keys[1][0]
+    assert keys[0][1] != keys[1][1]

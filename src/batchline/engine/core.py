@@ -170,7 +170,7 @@ class Engine:
                 self.scheduler.undo(step)
                 self.scheduler.check_integrity()
             if isinstance(exc, EncodingFailed):
-                return [self._fail(exc.sequence, exc.__cause__ or exc)]
+                return [self._fail_to_encode(exc.sequence, exc.__cause__ or exc)]
             return self._shrink(step, exc) if _is_out_of_memory(exc) else self._narrow(step.sequences, exc)
         if suspects is not None:
             self._search.clear(step.sequences)
@@ -306,6 +306,21 @@ class Engine:
         self._end_early(sequence.request_id, "error")
         return RequestFailed(request_id=sequence.request_id, error=error)
 
+    def _fail_to_encode(self, sequence: Sequence, exc: BaseException) -> RequestFailed:
+        """End a sequence whose image or other item could not be encoded."""
+        if not _is_out_of_memory(exc):
+            return self._fail(sequence, exc)
+        drop_locals(exc)
+        return self._fail(sequence, self._out_of_memory("an image or recording of this request does not fit", exc))
+
+    def _out_of_memory(self, what: str, exc: BaseException) -> EngineOutOfMemory:
+        """The error of a request that does not fit, after memory that is not in use was given back."""
+        if self.loaded.device.type == "cuda":
+            torch.cuda.empty_cache()
+        error = EngineOutOfMemory(f"{what} in memory beside the model")
+        error.__cause__ = exc
+        return error
+
     def _drop(self, sequence: Sequence) -> None:
         with self._restarting_after("a sequence could not be taken out"):
             self.scheduler.abort(sequence)
@@ -354,12 +369,14 @@ class Engine:
             raise exc  # noqa: B904 - the first exception says more
 
     def _shrink(self, step: Step, exc: Exception) -> list[Output]:
-        """Continue after a step that did not fit in memory and was undone: try smaller ones. If the step had only one
-        token, its sequence fails."""
+        """Continue after a step that did not fit in memory and was undone: try smaller ones. A sequence fails if its
+        part of the step cannot be smaller: one token, or positions that see each other."""
         drop_locals(exc)
-        if self.loaded.device.type == "cuda":
-            torch.cuda.empty_cache()
-        if step.num_tokens > 1:
+        limit = self._step_size.limit
+        uncut = next((chunk for chunk in step.chunks if chunk.num_tokens > limit), None)
+        if step.num_tokens > 1 and uncut is None:
+            if self.loaded.device.type == "cuda":
+                torch.cuda.empty_cache()
             self._step_size.shrink(step.num_tokens)
             logger.warning(
                 "a step of %d tokens did not fit in memory; continuing with at most %d",
@@ -368,9 +385,11 @@ class Engine:
             )
             return []
         self._step_size.reset()
-        error = EngineOutOfMemory("not even one token of this request fits in memory beside the model")
-        error.__cause__ = exc
-        return [self._fail(step.chunks[0].sequence, error)]
+        if uncut is None:
+            error = self._out_of_memory("not even one token of this request fits", exc)
+            return [self._fail(step.chunks[0].sequence, error)]
+        what = f"{uncut.num_tokens} positions of this request, which the model must compute at once, do not fit"
+        return [self._fail(uncut.sequence, self._out_of_memory(what, exc))]
 
 
 def _error_of(exc: BaseException) -> EngineError:
@@ -382,7 +401,7 @@ def _error_of(exc: BaseException) -> EngineError:
     return SequenceFailed.because_of(exc)
 
 
-def _is_out_of_memory(exc: Exception) -> bool:
+def _is_out_of_memory(exc: BaseException) -> bool:
     # the CPU allocator has no separate exception type
     is_own_type = isinstance(exc, (torch.OutOfMemoryError, MemoryError))
     return is_own_type or (isinstance(exc, RuntimeError) and "can't allocate memory" in str(exc))

@@ -177,6 +177,7 @@ class MediaModel:
         needed = [
             (chunk.sequence, span)
             for chunk in step.chunks
+            if chunk.has_media
             for span in chunk.sequence.media
             if len(set(span.range_in(chunk.start, chunk.end))) == 2
         ]

@@ -237,12 +237,15 @@ class Sequence:
 
     def cache_key(self, start: int, end: int) -> CacheKey:
         """What the keys and values of positions [start, end) depend on, besides the token ids up to there and what the
-        positions before `start` depend on: the request's key and the media at these positions."""
+        positions before `start` depend on: the request's key and the media that these positions have or see."""
         key = self.request.cache_key
         if not self.media:
             return key
         if self.prompt_key is not None:
             return (key, self.prompt_key)
+        for first, last in self.uncut:
+            if first < end and start < last:
+                start, end = min(start, first), max(end, last)
         covering = [span.key for span in self.media if _covers(span, start, end)]
         return (key, *covering) if covering else key
 

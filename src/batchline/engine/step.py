@@ -37,6 +37,11 @@ class Chunk:
         return self.end == self.sequence.num_tokens
 
     @property
+    def has_media(self) -> bool:
+        """Whether media may be at its positions. All of them are in the prompt."""
+        return bool(self.sequence.media) and self.start < self.sequence.num_prompt_tokens
+
+    @property
     def num_wanted_rows(self) -> int:
         """Its last positions whose logits are wanted: all for log-probabilities of the prompt, else one if it
         `is_last`."""
@@ -150,11 +155,11 @@ def with_media(packed: PackedStep, step: Step) -> PackedStep:
     rotary = np.broadcast_to(packed.positions, (3, packed.num_tokens)).copy()
     for (row, _, _, table), chunk in zip(packed.chunks.tolist(), step.chunks, strict=True):
         sequence = chunk.sequence
-        for span in sequence.media:
+        for span in sequence.media if chunk.has_media else ():
             first, last = span.range_in(chunk.start, chunk.end)
             if first < last:
                 media.append(MediaRows(span.key, span.positions[first:last] - chunk.start + row, first))
-        for first, last in sequence.uncut:
+        for first, last in sequence.uncut if chunk.has_media else ():
             start = max(first, chunk.start)
             if start < last <= chunk.end:
                 runs.append((row + start - chunk.start, last - start, last, table))
