@@ -72,11 +72,13 @@ async def transcription(
     """The response body: an object, or the text of the other formats. Raises: RequestError, EngineDead."""
     request, recording = await off_loop_if_large(body, partial(read_transcription, body, transcriber.text))
     segments: list[Segment] = []
+    words: list[tuple[str, float, float]] = []
     language, duration_s = "", 0.0
     async with aclosing(_parts(request, recording, transcriber, task, priority)) as parts:
         async for part in parts:
             duration_s = part.duration_s
             segments += part.segments
+            words += [(word.text, word.start, word.end) for word in part.words]
             language = part.language
     transcript = Transcript(
         task=task,
@@ -84,6 +86,8 @@ async def transcription(
         duration_s=duration_s,
         text="".join(segment.text for segment in segments).lstrip(),
         segments=[_spoken(segment) for segment in segments if segment.text.strip()],
+        words=words if request.times_words else None,
+        shows_segments=request.times_segments,
     )
     return answer_in(request.response_format, transcript)
 
@@ -125,6 +129,7 @@ async def _parts(
             language=request.language,
             prompt=request.prompt,
             timestamps=request.needs_timestamps,
+            times_words=request.times_words,
             temperatures=DEFAULT_TEMPERATURES if request.temperature == 0 else (request.temperature,),
             seed=transcriber.text.seed if request.seed is None else request.seed,
             sampling=Sampling(**{field.name: getattr(request, field.name) for field in fields(Sampling)}),

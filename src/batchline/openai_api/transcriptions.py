@@ -55,11 +55,18 @@ class TranscriptionRequest(WireModel):
         if self.timestamp_granularities and self.response_format != "verbose_json":
             message = "timestamp_granularities: they need response_format verbose_json"
             raise BadRequest(message, param="timestamp_granularities")
-        if "word" in (self.timestamp_granularities or ()):
-            message = "timestamp_granularities: times of words are not supported; use segment"
-            raise BadRequest(message, param="timestamp_granularities")
         if self.stream and self.response_format != "json":
             raise BadRequest("stream: only response_format json can be streamed", param="stream")
+
+    @property
+    def times_words(self) -> bool:
+        """Whether the answer tells when each word is spoken."""
+        return "word" in (self.timestamp_granularities or ())
+
+    @property
+    def times_segments(self) -> bool:
+        """Whether an answer in JSON tells when each segment is spoken."""
+        return "segment" in (self.timestamp_granularities or ("segment",))
 
     @property
     def needs_timestamps(self) -> bool:
@@ -121,13 +128,18 @@ class SpokenSegment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transcript:
-    """What is said in a recording. language: its English name. duration_s: of the recording."""
+    """What is said in a recording. language: its English name. duration_s: of the recording.
+
+    words: (text, start, end) of each, in seconds; None if they are not asked for. shows_segments: in JSON.
+    """
 
     task: str
     language: str
     duration_s: float
     text: str
     segments: Sequence[SpokenSegment]
+    words: Sequence[tuple[str, float, float]] | None = None
+    shows_segments: bool = True
 
 
 def usage_of(duration_s: float) -> dict[str, Any]:
@@ -164,9 +176,18 @@ def _verbose(transcript: Transcript) -> dict[str, Any]:
         "language": transcript.language,
         "duration": round(transcript.duration_s, 2),
         "text": transcript.text,
-        "segments": [_segment(number, segment) for number, segment in enumerate(transcript.segments)],
+        **_timed(transcript),
         "usage": usage_of(transcript.duration_s),
     }
+
+
+def _timed(transcript: Transcript) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if transcript.shows_segments:
+        found["segments"] = [_segment(number, segment) for number, segment in enumerate(transcript.segments)]
+    if transcript.words is not None:
+        found["words"] = [{"word": text, "start": start, "end": end} for text, start, end in transcript.words]
+    return found
 
 
 def _segment(number: int, segment: SpokenSegment) -> dict[str, Any]:

@@ -54,6 +54,7 @@ class WhisperRunner:
         self._encoder, self._decoder = model.model.encoder, model.model.decoder
         self._head = model.proj_out
         self._num_heads: int = config.decoder_attention_heads
+        self._following_heads = _following_heads(model)
         self._dtype, self._device = model.dtype, model.device
         texts, sounds = _cache_shapes(config, num_rows)
         self._texts = torch.zeros(texts, dtype=model.dtype, device=model.device)
@@ -95,19 +96,41 @@ class WhisperRunner:
         """(number, vocabulary) float32, of states (number, width)."""
         return self._head(states).float()  # type: ignore[no-any-return]
 
+    @torch.inference_mode()
+    def attention(self, tokens: NDArray[np.int64], row: int) -> NDArray[np.float32]:
+        """How the tokens of a sequence attend to its sound, by the heads that follow it: (heads, tokens, frames).
+
+        What the row's text cache has is overwritten.
+        """
+        watched: list[torch.Tensor] = []
+        length = len(tokens)
+        mask = torch.ones(length, length, dtype=torch.bool, device=self._device).tril()
+        positions = torch.arange(length, device=self._device)[None]
+        self._forward(tokens[None], positions, slice(row, row + 1), mask, watched)
+        found: NDArray[np.float32] = torch.cat(watched).cpu().numpy()
+        return found
+
     def move(self, source: int, target: int) -> None:
         """Move a sequence to another row."""
         self._texts[:, :, target] = self._texts[:, :, source]
         self._sounds[:, :, target] = self._sounds[:, :, source]
 
     def _forward(
-        self, tokens: NDArray[np.int64], positions: torch.Tensor, rows: slice, mask: torch.Tensor
+        self,
+        tokens: NDArray[np.int64],
+        positions: torch.Tensor,
+        rows: slice,
+        mask: torch.Tensor,
+        watched: list[torch.Tensor] | None = None,
     ) -> torch.Tensor:
+        """watched: gets the attention to the sound, of the first sequence."""
         decoder = self._decoder
         ids = torch.from_numpy(np.ascontiguousarray(tokens)).to(self._device)
         hidden = decoder.embed_tokens(ids) + decoder.embed_positions.weight[positions]
         for index, layer in enumerate(decoder.layers):
             hidden = hidden + self._text_attention(index, layer, hidden, positions, rows, mask)
+            if watched is not None:
+                watched.append(self._watch(index, layer, hidden, rows))
             hidden = hidden + self._sound_attention(index, layer, hidden, rows)
             inner = layer.activation_fn(layer.fc1(layer.final_layer_norm(hidden)))
             hidden = hidden + layer.fc2(inner)
@@ -128,6 +151,14 @@ class WhisperRunner:
         keys, values = self._sounds[index, 0, rows], self._sounds[index, 1, rows]
         return self._attend(layer.encoder_attn, layer.encoder_attn_layer_norm(hidden), keys, values, None)
 
+    def _watch(self, index: int, layer: Any, hidden: torch.Tensor, rows: slice) -> torch.Tensor:
+        """(heads, tokens, frames) float32, of those heads of the layer that follow the sound."""
+        attention, heads = layer.encoder_attn, self._following_heads.get(index, [])
+        states = layer.encoder_attn_layer_norm(hidden)
+        queries = self._heads(attention.q_proj(states) * attention.scaling)[0, heads]
+        keys = self._sounds[index, 0, rows][0, heads]
+        return torch.softmax((queries @ keys.transpose(1, 2)).float(), dim=-1)
+
     def _attend(
         self,
         attention: Any,
@@ -145,6 +176,16 @@ class WhisperRunner:
         return states.view(*states.shape[:-1], self._num_heads, -1).transpose(1, 2)
 
 
+def _following_heads(model: Any) -> dict[int, list[int]]:
+    """The heads, by layer, that attend to where a token is spoken: listed, or else all of the upper half of the layers,
+    as in OpenAI's code."""
+    config = model.config
+    layers, every = config.decoder_layers, range(config.decoder_attention_heads)
+    listed = getattr(model.generation_config, "alignment_heads", None)
+    pairs = listed or [(layer, head) for layer in range(layers // 2, layers) for head in every]
+    return {layer: [head for of, head in pairs if of == layer] for layer in range(layers)}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedWhisper:
     """A model that is ready to run. tokenizer: from transformers."""
@@ -153,6 +194,7 @@ class LoadedWhisper:
     tokens: SpeechTokens
     tokenizer: Any
     log_mel: LogMel
+    filter_width: int
     facts: ModelFacts
     num_threads: int | None
 
@@ -191,6 +233,7 @@ def load_whisper(config: EngineConfig) -> LoadedWhisper:
         ),
         tokenizer=tokenizer,
         log_mel=LogMel(extractor),
+        filter_width=module.config.median_filter_width,
         facts=facts,
         num_threads=model.num_threads,
     )

@@ -48,7 +48,8 @@ class Window:
     """A part of a recording to decode. features: (mel bins, frames), as many frames as the encoder takes.
 
     language: the id of its token; None detects it. previous: tokens of the text before it. timestamps: whether the text
-    has timestamps. temperatures: tried in order. seed: of the sampling; None draws one.
+    has timestamps. temperatures: tried in order. seed: of the sampling; None draws one. aligns: whether the result has
+    the `attention`.
     """
 
     features: NDArray[np.float32] = field(repr=False)
@@ -60,13 +61,15 @@ class Window:
     seed: int | None = None
     thresholds: Thresholds = Thresholds()
     sampling: Sampling = Sampling()
+    aligns: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodedWindow:
     """A window's tokens, without the prompt and the end. language: as given or detected; None if the model knows one.
 
-    is_silent: whether nobody speaks, so that the tokens mean nothing.
+    is_silent: whether nobody speaks, so that the tokens mean nothing. attention: of the text to the sound, see
+    `alignment.timed_words`.
     """
 
     tokens: tuple[int, ...]
@@ -76,6 +79,7 @@ class DecodedWindow:
     compression_ratio: float
     no_speech_probability: float
     is_silent: bool
+    attention: NDArray[np.float32] | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +98,17 @@ class SpeechRequest:
     seed: int | None = None
     thresholds: Thresholds = Thresholds()
     sampling: Sampling = Sampling()
+    times_words: bool = False
     priority: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Word:
+    """A word, with the punctuation beside it. start, end: in seconds."""
+
+    start: float
+    end: float
+    text: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,3 +131,4 @@ class DecodedPart:
     segments: list[Segment]
     language: str
     duration_s: float
+    words: list[Word] = field(default_factory=list)

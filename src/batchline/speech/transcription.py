@@ -11,9 +11,10 @@ from transformers.models.whisper.tokenization_whisper import LANGUAGES, TO_LANGU
 
 from batchline.config import EngineConfig
 from batchline.errors import BadRequest
+from batchline.speech.alignment import LANGUAGES_WITHOUT_SPACES, timed_words
 from batchline.speech.features import Features
 from batchline.speech.model import LoadedWhisper, load_whisper
-from batchline.speech.request import DecodedPart, DecodedWindow, Segment, SpeechRequest, Window
+from batchline.speech.request import DecodedPart, DecodedWindow, Segment, SpeechRequest, Window, Word
 from batchline.speech.tokens import split_by_timestamps
 from batchline.speech.worker import SpeechStats, SpeechWorker
 
@@ -33,6 +34,7 @@ class SpeechModel:
         added = loaded.tokenizer.added_tokens_decoder
         self._special = frozenset(number for number, token in added.items() if token.special)
         self._log_mel = loaded.log_mel
+        self._filter_width = loaded.filter_width
         self._num_window_frames = loaded.runner.num_window_frames
         self._languages = {number: code for code, number in loaded.tokens.languages.items()}
         self._worker = SpeechWorker(loaded.runner, loaded.tokens, self.text_of, on_start=loaded.enter_thread)
@@ -64,8 +66,11 @@ class SpeechModel:
             window = replace(window, features=piece, seed=_seed(request.seed, seek))
             decoded = await self._worker.decode(window, priority=request.priority)
             window = replace(window, language=decoded.language)
-            segments, advance = self._read(window, decoded, seek, min(self._num_window_frames, num_frames - seek))
-            yield DecodedPart(segments, self._language_name(decoded), len(request.samples) / self.sampling_rate)
+            length = min(self._num_window_frames, num_frames - seek)
+            segments, advance = self._read(window, decoded, seek, length)
+            duration_s = len(request.samples) / self.sampling_rate
+            words = await asyncio.to_thread(self._words, decoded, seek, length) if request.times_words else []
+            yield DecodedPart(segments, self._language_name(decoded), duration_s, words)
             seek += max(1, advance)
 
     @property
@@ -92,6 +97,7 @@ class SpeechModel:
             temperatures=request.temperatures,
             thresholds=request.thresholds,
             sampling=request.sampling,
+            aligns=request.times_words,
         )
 
     def _language(self, name: str) -> int | None:
@@ -104,8 +110,26 @@ class SpeechModel:
         return known[code]
 
     def _language_name(self, window: DecodedWindow) -> str:
-        code = "en" if window.language is None else self._languages[window.language]
+        code = self._language_code(window)
         return str(LANGUAGES.get(code, code))
+
+    def _language_code(self, window: DecodedWindow) -> str:
+        return "en" if window.language is None else self._languages[window.language]
+
+    def _words(self, window: DecodedWindow, seek: int, num_frames: int) -> list[Word]:
+        """The words of a window that starts at frame `seek`."""
+        text = [token for token in window.tokens if token < self._tokens.end]
+        if window.attention is None or not text:
+            return []
+        words = timed_words(
+            text,
+            window.attention[:, :, : max(1, num_frames // 2)],
+            self.text_of,
+            filter_width=self._filter_width,
+            has_spaces=self._language_code(window) not in LANGUAGES_WITHOUT_SPACES,
+        )
+        offset = seek / FRAMES_PER_SECOND
+        return [Word(start=round(offset + w.start, 2), end=round(offset + w.end, 2), text=w.text) for w in words]
 
     def _previous(self, prompt: str) -> tuple[int, ...]:
         """The last tokens of a prompt, as many as the model takes. Raises: BadRequest."""

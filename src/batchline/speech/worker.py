@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
@@ -208,9 +208,21 @@ class SpeechWorker(ModelThread):
             while sequence.is_finished:
                 result = sequence.retry_or_result(self._text_of)
                 if result is not None:
-                    call.settle(result)
+                    self._finish(call, result)
                     break
                 sequence.advance(sequence.first_logits.clone())
+
+    def _finish(self, call: _Call, result: DecodedWindow) -> None:
+        window = call.sequence.window
+        if not window.aligns or result.is_silent:
+            call.settle(result)
+            return
+        prompt = self._rules.prompt(result.language, window.task, (), timestamps=False)
+        text = [token for token in result.tokens if token < self._rules.end]
+        row = self._running.index(call)
+        attention = self._attempt([call], lambda: self._runner.attention(np.array([*prompt, *text]), row))
+        if attention is not None:
+            call.settle(replace(result, attention=attention[:, len(prompt) - 1 :]))
 
     def _remove_ended(self) -> None:
         """Free the rows of calls that are over. The last running sequence fills each gap."""
