@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from email.utils import formatdate
 from pathlib import Path
 
 import pytest
@@ -13,8 +15,10 @@ from aiohttp import web
 from aiohttp.abc import AbstractResolver, ResolveResult
 from media_server import MediaServer
 
+from batchline.batch import runner
 from batchline.config import MediaConfig
 from batchline.errors import BadRequest, RequestError, ServiceUnavailable, UnprocessableEntity
+from batchline.media import fetching
 from batchline.media.addresses import FetchRules
 from batchline.media.fetching import Fetcher
 
@@ -204,8 +208,8 @@ async def test_a_server_that_sends_slowly_is_given_up(server: MediaServer) -> No
     async with fetcher(fetch_timeout_s=0.05) as made:
         refused = await refusal(made, url)
     released.set()
-    assert refused.message == "fetching it took more than 0.05 seconds"
-    assert refused.status_code == 422
+    assert refused.message == "fetching it took more than 0.05 seconds; try again later"
+    assert refused.status_code == 503
 
 
 async def test_a_transient_failure_is_tried_again_and_a_lasting_one_is_not(server: MediaServer) -> None:
@@ -221,7 +225,7 @@ async def test_a_transient_failure_is_tried_again_and_a_lasting_one_is_not(serve
     async with fetcher() as made:
         assert await content(made, recovering) == b"at last"
         assert (await refusal(made, gone)).message == "its server answered with status 410"
-        assert (await refusal(made, down)).message == "its server answered with status 500"
+        assert (await refusal(made, down)).message == "its server answered with status 500; try again later"
     assert (server.count("/recovering"), server.count("/gone"), server.count("/down")) == (3, 1, 3)
 
 
@@ -243,8 +247,108 @@ async def test_a_refused_connection_tells_no_address() -> None:
         port = unused.getsockname()[1]
         async with fetcher(FakeResolver(down_example=[["127.0.0.1"]])) as made:
             refused = await refusal(made, f"http://down.example:{port}/")
-    assert refused.message == "the connection to its server failed"
-    assert refused.status_code == 422
+    assert refused.message == "the connection to its server failed; try again later"
+    assert refused.status_code == 503
+
+
+async def test_a_failure_that_may_pass_is_not_final(server: MediaServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An outage of two seconds gave all lines of a batch that named the host a final 422."""
+    monkeypatch.setattr(fetching, "TRANSIENT_LIFETIME_S", 0.0)
+    statuses = iter([500, 502, 504, 200])
+
+    async def recover(_request: web.Request) -> web.StreamResponse:
+        return web.Response(status=next(statuses), body=b"at last")
+
+    url = server.add("/recovering", recover)
+    async with fetcher() as made:
+        assert isinstance(await refusal(made, url), ServiceUnavailable)
+        assert await content(made, url) == b"at last"
+
+
+async def test_a_url_that_failed_for_now_is_left_alone_for_a_moment(server: MediaServer) -> None:
+    """Every line of a batch may name a host that is down."""
+    url = server.send("/down", b"", status=503)
+    async with fetcher() as made:
+        errors = [await refusal(made, url) for _ in range(5)]
+    assert {(type(error), error.message) for error in errors} == {
+        (ServiceUnavailable, "its server answered with status 503; try again later")
+    }
+    assert server.count("/down") == fetching.NUM_ATTEMPTS
+
+
+def test_a_run_repeats_a_request_after_its_failed_fetch_is_forgotten() -> None:
+    assert max(runner.RETRY_DELAYS_S) > fetching.TRANSIENT_LIFETIME_S
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """How long fetches wanted to wait; they do not."""
+    seconds: list[float] = []
+    sleep = asyncio.sleep
+
+    async def noted(delay: float) -> None:
+        seconds.append(delay)
+        await sleep(0)
+
+    monkeypatch.setattr(asyncio, "sleep", noted)
+    return seconds
+
+
+def in_seconds(number: float) -> str:
+    return formatdate(time.time() + number, usegmt=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "least", "most"),
+    [
+        ("7", 7, 7),
+        (in_seconds(40), 1, 41),
+        (in_seconds(-40), 0, 0),
+        ("-7", 0, 0),
+        ("soon", 0, 0),
+        ("Wed, 99 Oct 2015 07:28:00 GMT", 0, 0),
+        ("", 0, 0),
+    ],
+)
+async def test_a_server_that_limits_its_rate_is_asked_again_when_it_says(
+    server: MediaServer, waits: list[float], text: str, least: float, most: float
+) -> None:
+    """`Retry-After` was ignored: three attempts came within two seconds, and the line was lost."""
+    answers = iter([web.Response(status=429, headers={"Retry-After": text}), web.Response(body=b"at last")])
+
+    async def answer(_request: web.Request) -> web.StreamResponse:
+        return next(answers)
+
+    url = server.add("/limited", answer)
+    async with fetcher() as made:
+        assert await content(made, url) == b"at last"
+    assert least <= max(waits) <= most
+
+
+async def test_other_files_of_a_host_that_limits_its_rate_wait_too(server: MediaServer, waits: list[float]) -> None:
+    """Each would use up its own attempts otherwise."""
+    may_go_on = asyncio.Event()
+
+    async def limit(_request: web.Request) -> web.StreamResponse:
+        await may_go_on.wait()
+        return web.Response(status=429, headers={"Retry-After": "50"})
+
+    limited, other = server.add("/limited", limit), server.send("/other", b"other")
+    async with fetcher(max_fetches=4) as made:
+        first = asyncio.create_task(refusal(made, limited))
+        second = asyncio.create_task(content(made, other))  # one file of a host at a time
+        may_go_on.set()
+        assert await second == b"other"
+        assert isinstance(await first, ServiceUnavailable)
+    assert len([seconds for seconds in waits if seconds > 40]) >= 2
+
+
+async def test_a_server_that_asks_for_a_long_wait_is_not_waited_for(server: MediaServer, waits: list[float]) -> None:
+    url = server.send("/limited", b"", status=503, headers={"Retry-After": "3600"})
+    async with fetcher() as made:
+        assert isinstance(await refusal(made, url), ServiceUnavailable)
+    assert server.count("/limited") == 1
+    assert max(waits) < 1
 
 
 async def test_a_url_that_failed_is_not_fetched_again_at_once(server: MediaServer) -> None:

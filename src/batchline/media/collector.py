@@ -282,7 +282,7 @@ def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as exc:
-        raise ServiceUnavailable("The media of this request cannot be read at the moment; try again later") from exc
+        raise ServiceUnavailable("it cannot be read at the moment; try again later") from exc
 
 
 @contextmanager
@@ -290,5 +290,5 @@ def _errors_of(part: MediaPart) -> Iterator[None]:
     """Say in an error where in the request the source is. Raises: RequestError."""
     try:
         yield
-    except (BadRequest, UnprocessableEntity) as exc:
+    except (BadRequest, UnprocessableEntity, ServiceUnavailable) as exc:
         raise type(exc)(f"{part.path}: {exc.message}", param=part.path) from exc

@@ -10,10 +10,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
 from functools import partial
 from pathlib import Path
 from weakref import WeakValueDictionary
@@ -23,7 +26,7 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 from yarl import URL
 
 from batchline.config import MediaConfig
-from batchline.errors import BadRequest, ServiceUnavailable, UnprocessableEntity
+from batchline.errors import BadRequest, RequestError, ServiceUnavailable, UnprocessableEntity
 from batchline.media.addresses import NO_PUBLIC_ADDRESS, FetchRules
 from batchline.media.folder import FolderUnwritable, MediaFolder
 from batchline.media.sharing import SharedWork
@@ -34,8 +37,14 @@ NUM_ATTEMPTS = 3
 FIRST_DELAY_S = 0.5
 """Before the second attempt; doubled before each further one."""
 
+MAX_RETRY_AFTER_S = 60.0
+"""A server that asks to wait longer (`Retry-After`) is not waited for: the request gets a 503."""
+
 FAILURE_LIFETIME_S = 60.0
 """How long a URL that cannot be fetched is not tried again: a batch may name it in every line."""
+
+TRANSIENT_LIFETIME_S = 20.0
+"""The same if the reason may pass. Shorter than the longest delay after which a run repeats a request."""
 
 NUM_RESOLVING_THREADS = 16
 
@@ -47,15 +56,27 @@ _HEADERS = {"User-Agent": "batchline", "Accept": "*/*", "Accept-Encoding": "iden
 
 
 class _Transient(Exception):
-    """An attempt failed, and the next one may not. reason: completes a sentence that begins with "it"."""
+    """An attempt failed, and the next one may not. reason: completes a sentence that begins with "it".
 
-    def __init__(self, reason: str) -> None:
+    retry_after_s: how long the server asks to wait.
+    """
+
+    def __init__(self, reason: str, retry_after_s: float = 0.0) -> None:
         super().__init__(reason)
         self.reason = reason
+        self.retry_after_s = retry_after_s
 
 
 class _NotPublic(Exception):
     """A host without an address that may be connected to."""
+
+
+@dataclass(slots=True, weakref_slot=True, eq=False)
+class _Host:
+    """places: how many files are fetched from it at once. resume_at: it is asked for nothing before (loop time)."""
+
+    places: asyncio.Semaphore
+    resume_at: float = 0.0
 
 
 class Fetcher:
@@ -69,14 +90,17 @@ class Fetcher:
         self._folder = MediaFolder(config.cache_folder, config.cache_bytes)
         self._work: SharedWork[None] = SharedWork()
         self._places = asyncio.Semaphore(config.max_fetches)
-        self._host_places: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
-        self._failures: OrderedDict[str, tuple[str, float]] = OrderedDict()  # reasons, and when
+        self._hosts: WeakValueDictionary[str, _Host] = WeakValueDictionary()
+        self._failures: OrderedDict[str, tuple[RequestError, float]] = OrderedDict()  # errors, and until when they hold
         self._session: aiohttp.ClientSession | None = None
         self._start_lock = asyncio.Lock()
 
     @asynccontextmanager
     async def fetched(self, url: str) -> AsyncIterator[Path]:
-        """The file of a URL, which stays until the block ends. Raises: BadRequest, UnprocessableEntity."""
+        """The file of a URL, which stays until the block ends.
+
+        Raises: BadRequest, UnprocessableEntity; ServiceUnavailable if the URL may be fetched another time.
+        """
         checked = self._rules.checked_url(url)
         if self._session is None:
             await self._start()
@@ -117,37 +141,49 @@ class Fetcher:
             )
 
     def _raise_failure(self, url: str) -> None:
-        """Raises: UnprocessableEntity if the URL has failed lately."""
-        reason, when = self._failures.get(url, ("", 0.0))
-        if reason and asyncio.get_running_loop().time() - when < FAILURE_LIFETIME_S:
-            raise UnprocessableEntity(reason)
+        """Raises: UnprocessableEntity, ServiceUnavailable if the URL has failed lately."""
+        error, end = self._failures.get(url, (None, 0.0))
+        if error is not None and asyncio.get_running_loop().time() < end:
+            raise type(error)(error.message)
 
     async def _fetch(self, url: str, checked: URL) -> None:
         try:
             await self._with_retries(url, checked)
         except UnprocessableEntity as exc:
-            self._failures[url] = (exc.message, asyncio.get_running_loop().time())
-            self._failures.move_to_end(url)
-            if len(self._failures) > _MAX_FAILURES:
-                self._failures.popitem(last=False)
+            self._note_failure(url, exc, FAILURE_LIFETIME_S)
             raise
+        except _Transient as exc:
+            error = ServiceUnavailable(f"{exc.reason}; try again later")
+            self._note_failure(url, error, TRANSIENT_LIFETIME_S)
+            raise error from exc
+
+    def _note_failure(self, url: str, error: RequestError, lifetime_s: float) -> None:
+        self._failures[url] = (error, asyncio.get_running_loop().time() + lifetime_s)
+        self._failures.move_to_end(url)
+        if len(self._failures) > _MAX_FAILURES:
+            self._failures.popitem(last=False)
 
     async def _with_retries(self, url: str, checked: URL) -> None:
-        # a slow host must not occupy all places
-        host_places = self._host_places.setdefault(
-            checked.raw_host or "", asyncio.Semaphore(max(1, self._config.max_fetches // 4))
-        )
+        """Raises: _Transient after the last attempt, UnprocessableEntity."""
+        host = self._host(checked)
         delay_s = FIRST_DELAY_S
-        for attempt in range(1, NUM_ATTEMPTS + 1):
+        for num_left in reversed(range(NUM_ATTEMPTS)):
             try:
-                async with host_places, self._places:
-                    return await self._attempt(url, checked)
+                async with host.places:
+                    await asyncio.sleep(max(0.0, host.resume_at - asyncio.get_running_loop().time()))
+                    async with self._places:
+                        return await self._attempt(url, checked)
             except _Transient as exc:
-                if attempt == NUM_ATTEMPTS:
-                    raise UnprocessableEntity(exc.reason) from exc
-            await asyncio.sleep(delay_s)
+                if not num_left or exc.retry_after_s > MAX_RETRY_AFTER_S:
+                    raise
+                await asyncio.sleep(max(delay_s, exc.retry_after_s))
             delay_s *= 2
         return None
+
+    def _host(self, url: URL) -> _Host:
+        """The state of a URL's host. A slow host must not occupy all places."""
+        num_places = max(1, self._config.max_fetches // 4)
+        return self._hosts.setdefault(url.raw_host or "", _Host(asyncio.Semaphore(num_places)))
 
     async def _attempt(self, url: str, checked: URL) -> None:
         """Raises: _Transient, UnprocessableEntity; here the exceptions of the HTTP client become ours."""
@@ -188,7 +224,11 @@ class Fetcher:
 
     async def _save(self, url: str, response: aiohttp.ClientResponse) -> None:
         if response.status in _TRANSIENT_STATUSES:
-            raise _Transient(f"its server answered with status {response.status}")
+            retry_after_s = _retry_after_s(response)
+            host = self._host(response.url)
+            resume_at = asyncio.get_running_loop().time() + min(retry_after_s, MAX_RETRY_AFTER_S)
+            host.resume_at = max(host.resume_at, resume_at)
+            raise _Transient(f"its server answered with status {response.status}", retry_after_s)
         if response.status != 200:
             raise UnprocessableEntity(f"its server answered with status {response.status}")
         if response.headers.get("Content-Encoding", "identity").lower() != "identity":
@@ -255,7 +295,18 @@ class _SystemResolver(AbstractResolver):
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
+def _retry_after_s(response: aiohttp.ClientResponse) -> float:
+    """How long the server asks to wait, in seconds or until a date (RFC 9110, 10.2.3); 0 if it does not."""
+    text = response.headers.get("Retry-After", "").strip()
+    if text.isascii() and text.isdigit():
+        return float(text)
+    try:
+        return max(0.0, parsedate_to_datetime(text).timestamp() - time.time())
+    except (ValueError, OverflowError):
+        return 0.0
+
+
 def _not_stored(exc: FolderUnwritable) -> ServiceUnavailable:
     """The disk is full, or the like: not the request's fault, and it may pass."""
     logger.error("media cannot be stored: %s", exc)
-    return ServiceUnavailable("The media of this request cannot be stored at the moment; try again later")
+    return ServiceUnavailable("it cannot be stored at the moment; try again later")
