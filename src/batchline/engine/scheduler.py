@@ -25,7 +25,7 @@ from batchline.config import SchedulerConfig
 from batchline.engine.block_pool import ROOT_UID, BlockPool
 from batchline.engine.sequence import Sequence, SequenceStatus
 from batchline.engine.step import Chunk, Step
-from batchline.engine.turns import WaitingLine, may_replace
+from batchline.engine.turns import WaitingLine, in_order, may_replace
 
 
 @dataclass(slots=True)
@@ -33,14 +33,15 @@ class _Draft:
     """A step while it is scheduled.
 
     budget, prompt_logprob_budget: positions that it may still hold, and those of prompts whose logits are wanted.
-    keeps_reserve: whether admission leaves blocks for the running sequences. order: of the sequences that ran before.
-    next: the waiting sequence whose turn it is; None if that is not known. unseatable: one for which preemption would
-    not free enough. The others: see `Step`.
+    keeps_reserve: whether admission leaves blocks for the running sequences. is_shared: whether several callers have
+    sequences. order: of the sequences that ran before. next: the waiting sequence whose turn it is; None if that is not
+    known. unseatable: one for which preemption would not free enough. The others: see `Step`.
     """
 
     budget: int = 0
     prompt_logprob_budget: int = 0
     keeps_reserve: bool = True
+    is_shared: bool = False
     order: list[Sequence] = field(default_factory=list)
     next: Sequence | None = None
     chunks: list[Chunk] = field(default_factory=list)
@@ -156,11 +157,13 @@ class Scheduler:
     def _fill_step(self, only: Collection[Sequence] | None) -> Step:
         """only: the running sequences that this step may compute; None allows all."""
         draft = self._draft
-        draft.order = self._waiting.in_order(self.running)
+        draft.is_shared = self._waiting.is_shared(self.running)
+        draft.order = in_order(self.running, is_shared=draft.is_shared)
         for position, sequence in enumerate(draft.order):
             if only is not None and sequence not in only:
                 continue
-            self._admit(before=position)
+            if self._waiting.lines:
+                self._admit(before=position)
             if draft.budget <= 0:
                 break
             if sequence.status is not SequenceStatus.RUNNING:
@@ -180,7 +183,7 @@ class Scheduler:
         """
         draft = self._draft
         while draft.budget > 0:
-            sequence = draft.next = draft.next or self._waiting.first(self.running)
+            sequence = draft.next = draft.next or self._waiting.first(self.running, is_shared=draft.is_shared)
             if sequence is None:
                 break
             if before is not None and (sequence is draft.unseatable or not may_replace(sequence, draft.order[before])):

@@ -18,33 +18,32 @@ from batchline.engine.sequence import Sequence
 
 
 class WaitingLine:
-    """The waiting sequences."""
+    """The waiting sequences. lines: by caller; in reverse order, because removing the last one is cheap."""
 
     def __init__(self) -> None:
-        # by caller; in reverse order, because removing the last one is cheap
-        self._lines: dict[str, list[Sequence]] = {}
+        self.lines: dict[str, list[Sequence]] = {}
 
     def __len__(self) -> int:
-        return sum(map(len, self._lines.values()))
+        return sum(map(len, self.lines.values()))
 
     def __iter__(self) -> Iterator[Sequence]:
-        return chain.from_iterable(self._lines.values())
+        return chain.from_iterable(self.lines.values())
 
     def add(self, sequence: Sequence) -> None:
         """Put a sequence into its caller's line."""
-        insort(self._lines.setdefault(sequence.caller, []), sequence, key=_last_first)
+        insort(self.lines.setdefault(sequence.caller, []), sequence, key=_last_first)
 
     def remove(self, sequence: Sequence) -> None:
         """Take a waiting sequence out, wherever it is."""
-        line = self._lines[sequence.caller]
+        line = self.lines[sequence.caller]
         del line[bisect_left(line, _last_first(sequence), key=_last_first)]
         if not line:
-            del self._lines[sequence.caller]
+            del self.lines[sequence.caller]
 
-    def first(self, running: Ordered[Sequence]) -> Sequence | None:
+    def first(self, running: Ordered[Sequence], *, is_shared: bool) -> Sequence | None:
         """The sequence whose turn is next; sets the turns of those that are first in their caller's line."""
-        firsts = [line[-1] for line in self._lines.values()]
-        if not (firsts and self.is_shared(running)):
+        firsts = [line[-1] for line in self.lines.values()]
+        if not (firsts and is_shared):
             return firsts[0] if firsts else None
         for sequence in firsts:
             share = (other for other in running if other.caller == sequence.caller and other.kind == sequence.kind)
@@ -53,19 +52,20 @@ class WaitingLine:
 
     def is_shared(self, running: Ordered[Sequence]) -> bool:
         """Whether more than one caller has running or waiting sequences."""
-        return len(self._lines.keys() | {sequence.caller for sequence in running}) > 1
+        return len(self.lines.keys() | {sequence.caller for sequence in running}) > 1
 
-    def in_order(self, running: Ordered[Sequence]) -> list[Sequence]:
-        """Running sequences in the order in which they get tokens and blocks; sets their turns."""
-        ordered = sorted(running, key=lambda sequence: sequence.order)
-        if not self.is_shared(running):
-            return ordered
-        num_before: Counter[tuple[str, int]] = Counter()
-        for sequence in ordered:
-            share = sequence.caller, sequence.kind
-            sequence.turn = num_before[share]
-            num_before[share] += 1
-        return sorted(ordered, key=_by_turn)
+
+def in_order(running: Ordered[Sequence], *, is_shared: bool) -> list[Sequence]:
+    """Running sequences in the order in which they get tokens and blocks; sets their turns."""
+    ordered = sorted(running, key=lambda sequence: sequence.order)
+    if not is_shared:
+        return ordered
+    num_before: Counter[tuple[str, int]] = Counter()
+    for sequence in ordered:
+        share = sequence.caller, sequence.kind
+        sequence.turn = num_before[share]
+        num_before[share] += 1
+    return sorted(ordered, key=_by_turn)
 
 
 def may_replace(waiting: Sequence, running: Sequence) -> bool:
