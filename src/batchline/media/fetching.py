@@ -71,7 +71,7 @@ class _NotPublic(Exception):
     """A host without an address that may be connected to."""
 
 
-@dataclass(slots=True, weakref_slot=True, eq=False)
+@dataclass(eq=False)  # no slots: it is referred to weakly
 class _Host:
     """places: how many files are fetched from it at once. resume_at: it is asked for nothing before (loop time)."""
 
