@@ -158,13 +158,14 @@ class TextConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediaConfig:
-    """Images and audio of requests: where they may come from, and how large they may be.
+    """Images, audio and videos of requests: where they may come from, and how large they may be.
 
     allowed_domains: hosts that URLs may name, `*.example.com` for all below one; empty for any.
     allowed_networks: networks that may be fetched from although their addresses are not public.
     allowed_local_path: the folder that `file://` URLs may name files of; None refuses them.
     max_items: by kind (`image`, `audio`, `video`), how many a request may hold.
     max_bytes: of one file or data URL. max_image_pixels: of one image; Pillow's own limit is about 179 million.
+    max_video_frames: that a model sees of one video, together of at most five times `max_image_pixels`.
     fetch_timeout_s: for one file, with its redirects. max_fetches: at once, of which a host gets a quarter.
     cache_folder: keeps fetched files while a run lasts; None deletes each after use. cache_bytes: how much it keeps.
     decoded_bytes: memory for decoded media, which requests wait for.
@@ -178,6 +179,8 @@ class MediaConfig:
     max_bytes: int = 64 << 20
     max_image_pixels: int = 64_000_000
     max_audio_s: float = 3600.0
+    max_video_s: float = 300.0
+    max_video_frames: int = 32
     fetch_timeout_s: float = 30.0
     max_redirects: int = 5
     max_fetches: int = 64

@@ -41,6 +41,10 @@ def recording(data: str) -> dict[str, Any]:
     return {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}
 
 
+def video(data: str) -> dict[str, Any]:
+    return {"type": "video_url", "video_url": {"url": f"data:video/mp4;base64,{data}"}}
+
+
 @pytest.fixture
 def batch_file(tmp_path: Path) -> Path:
     path = tmp_path / "in.jsonl"
@@ -123,6 +127,7 @@ def test_an_image_in_the_file_is_not_counted_as_text(tmp_path: Path) -> None:
         (image("data:image/png;base64,!"), "messages[0].content[1]: the data URL is not valid base64"),
         (image("data:image/png;base64,AAAA"), "messages[0].content[1]: it is not an image of a known format"),
         (recording("AAAA"), "messages[0].content[1]: it is not audio of a known format"),
+        (video("AAAA"), "messages[0].content[1]: it is not a video of a known format"),
         (recording("!"), "messages[0].content[1]: the data URL is not valid base64"),
         ({"type": "image_url"}, "messages[0].content[1].image_url: Input should be an http(s), data or file URL"),
         ({"type": "image"}, "messages[0].content[1].type: unknown part type 'image'"),
@@ -135,7 +140,7 @@ def test_check_finds_media_that_no_run_can_use_without_fetching(
     path.write_text(line("good", image("http://10.0.0.1/needs-an-option.png")) + line("bad", part))
     result = run("check", str(path))
     assert result.exit_code == 3
-    assert f"line 2: {message}" in result.output.replace("422: ", "").replace("400: ", "")
+    assert f"line 2: {message}" in result.output.replace("HTTP 422: ", "").replace("HTTP 400: ", "")
     assert "1 bad line" in result.output
 
 
@@ -171,6 +176,8 @@ def test_options_become_the_configuration(tmp_path: Path) -> None:
         max_media_bytes=1000,
         max_image_pixels=2000,
         max_audio_seconds=3.0,
+        max_video_seconds=6.0,
+        max_video_frames=8,
         media_timeout=4.0,
         media_cache_size=5000,
     )
@@ -183,6 +190,8 @@ def test_options_become_the_configuration(tmp_path: Path) -> None:
         max_bytes=1000,
         max_image_pixels=2000,
         max_audio_s=3.0,
+        max_video_s=6.0,
+        max_video_frames=8,
         fetch_timeout_s=4.0,
         cache_folder=tmp_path / "media",
         cache_bytes=5000,

@@ -26,6 +26,7 @@ from transformers import (
     AutoModelForMultimodalLM,
     PreTrainedTokenizerFast,
 )
+from transformers.image_utils import SizeDict
 
 from batchline.config import ModelConfig
 from batchline.endpoints.media_input import media_spans
@@ -34,6 +35,7 @@ from batchline.media.audio_processor import VoxtralProcessor
 from batchline.media.image_processor import PixtralProcessor
 from batchline.media.items import MediaItem
 from batchline.media.processor import MediaProcessor, load_media_processor
+from batchline.media.video import Video
 from batchline.text.control_tokens import RenderedChat
 
 NAMED_TOKENS = [
@@ -50,7 +52,8 @@ NAMED_TOKENS = [
 """Tokens that processors ask the tokenizer for by attribute."""
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {% for part in message.content %}"
-    "{% if part.type == 'image' %}IMAGE{% elif part.type == 'audio' %}AUDIO{% else %}{{ part.text }}{% endif %}"
+    "{% if part.type == 'image' %}IMAGE{% elif part.type == 'audio' %}AUDIO{% elif part.type == 'video' %}VIDEO"
+    "{% else %}{{ part.text }}{% endif %}"
     "{% endfor %} {% endfor %}assistant: "
 )
 SPECIAL_TOKENS = ["<pad>", "<s>", "</s>"]
@@ -141,6 +144,7 @@ QWEN_IMAGES = {
     "merge_size": 2,
     "size": {"shortest_edge": 1024, "longest_edge": 4096},
 }
+VIDEO_SIZE = {"shortest_edge": 1024, "longest_edge": 2048}
 QWEN_VISION = {
     "depth": 3,
     "hidden_size": 32,
@@ -163,7 +167,7 @@ FAMILIES |= {
         text={"rope_parameters": MROPE},
         top=QWEN_TOP,
         preprocessor=QWEN_IMAGES,
-        processor={"processor_class": "Qwen2VLProcessor"},
+        processor={"processor_class": "Qwen2VLProcessor", "video_processor": {"size": VIDEO_SIZE}},
     ),
     "qwen2_5_vl": Family(
         text_type="qwen2_5_vl_text",
@@ -172,7 +176,7 @@ FAMILIES |= {
         text={"rope_parameters": MROPE},
         top=QWEN_TOP,
         preprocessor=QWEN_IMAGES,
-        processor={"processor_class": "Qwen2_5_VLProcessor"},
+        processor={"processor_class": "Qwen2_5_VLProcessor", "video_processor": {"size": VIDEO_SIZE}},
     ),
     "qwen3_vl": Family(
         text_type="qwen3_vl_text",
@@ -389,7 +393,10 @@ def make_media_model(family: str, folder: Path, **text: Any) -> Path:
     model.save_pretrained(folder)
     marks = {"IMAGE": spec.around.get("image", "{}").format(spec.special[spec.image_mark])}
     marks["AUDIO"] = spec.around.get("audio", "{}").format(spec.special[spec.audio_mark])
-    (folder / "chat_template.jinja").write_text(re.sub("IMAGE|AUDIO", lambda found: marks[found[0]], CHAT_TEMPLATE))
+    marks["VIDEO"] = spec.special[min(1, len(spec.special) - 1)]
+    (folder / "chat_template.jinja").write_text(
+        re.sub("IMAGE|AUDIO|VIDEO", lambda found: marks[found[0]], CHAT_TEMPLATE)
+    )
     (folder / "preprocessor_config.json").write_text(json.dumps(spec.preprocessor))
     (folder / "processor_config.json").write_text(json.dumps(spec.processor))
     return folder
@@ -425,6 +432,13 @@ def silence() -> MediaItem:
 
 def _recording(samples: np.ndarray) -> MediaItem:
     return MediaItem("audio", hashlib.sha256(samples.tobytes()).digest(), (samples, 16_000))
+
+
+def video(seed: int, num_frames: int = 4, width: int = 40, height: int = 40) -> MediaItem:
+    """Pictures, one after another, two in a second."""
+    frames = [picture(100 * seed + index, width, height).content for index in range(num_frames)]
+    digest = hashlib.sha256(b"".join(frame.tobytes() for frame in frames)).digest()  # type: ignore[union-attr]
+    return MediaItem("video", digest, Video(tuple(frames), rate=2.0))  # type: ignore[arg-type]
 
 
 def load_processor(folder: Path) -> MediaProcessor:
@@ -488,10 +502,49 @@ def oracle_inputs(prompt: Prompt, processor: Any) -> Any:
         return pixtral_inputs(prompt, processor)
     if isinstance(processor, VoxtralProcessor):
         return voxtral_inputs(prompt, processor)
+    if prompt.contents("video"):
+        return qwen_inputs(prompt, processor)
     media: dict[str, Any] = {"images": [images]} if images else {}  # of one conversation, as in `apply_chat_template`
     if sounds:
         media |= {"audio": sounds, "audio_kwargs": {"sampling_rate": 16_000}}
     return processor(**media, text=prompt.text, return_tensors="pt")
+
+
+def qwen_inputs(prompt: Prompt, processor: Any) -> dict[str, Any]:
+    """With videos, as Qwen-VL's own video processor makes them, which cannot be imported without torchvision."""
+    text, images = prompt.text, prompt.contents("image")
+    arrays: dict[str, Any] = {}
+    if images:
+        arrays |= processor.image_processor(images, return_tensors="pt")
+        for grid in arrays["image_grid_thw"]:
+            text = text.replace("<|image_pad|>", "<image>" * (int(grid.prod()) // 4), 1)
+    patches, grids = zip(*(qwen_video(one.frames, processor) for one in prompt.contents("video")), strict=True)
+    for grid in grids:
+        text = text.replace("<|video_pad|>", "<video>" * (int(grid.prod()) // 4), 1)
+    text = text.replace("<image>", "<|image_pad|>").replace("<video>", "<|video_pad|>")
+    inputs = processor.tokenizer(text, return_tensors="pt")
+    kinds = (inputs["input_ids"] == 3) * 1 + (inputs["input_ids"] == 4) * 2
+    videos = {"pixel_values_videos": torch.cat(patches), "video_grid_thw": torch.stack(grids)}
+    if type(processor).__name__ == "Qwen2_5_VLProcessor":
+        videos["second_per_grid_ts"] = torch.ones(len(grids))
+    return {**inputs, "mm_token_type_ids": kinds, **arrays, **videos}
+
+
+def qwen_video(frames: Sequence[Image.Image], processor: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Patches and grid: `Qwen2VLVideoProcessor._preprocess`, with the resizing of the image processor."""
+    own = processor.image_processor
+    size, factor = SizeDict(**VIDEO_SIZE), own.patch_size * own.merge_size
+    arrays = [np.asarray(frame).transpose(2, 0, 1) for frame in frames]
+    resized = [own.resize(array, size, own.resample, factor) for array in arrays]
+    normal = [own.normalize(own.rescale(array, 1 / 255), own.image_mean, own.image_std) for array in resized]
+    stacked = torch.from_numpy(np.stack([*normal, *normal[-1:] * (len(normal) % 2)])).float()
+    num_frames, channels, height, width = stacked.shape
+    patch, merge = own.patch_size, own.merge_size
+    rows, columns = height // patch, width // patch
+    shape = (num_frames // 2, 2, channels, rows // merge, merge, patch, columns // merge, merge, patch)
+    patches = stacked.view(shape).permute(0, 3, 6, 4, 7, 2, 1, 5, 8)
+    flat = patches.reshape(num_frames // 2 * rows * columns, channels * 2 * patch * patch)
+    return flat, torch.tensor([num_frames // 2, rows, columns])
 
 
 def pixtral_inputs(prompt: Prompt, processor: PixtralProcessor) -> dict[str, Any]:
@@ -547,6 +600,8 @@ def make_prompts(placeholders: Mapping[Any, str], count: int, spec: Family) -> l
     placeholders = written(spec, placeholders)
 
     def item(kind: str, seed: int) -> MediaItem:
+        if kind == "video":
+            return video(seed, 2 + seed, *SIZES[seed % 3])
         return picture(seed, *SIZES[seed % 3]) if kind == "image" else sound(seed, spec.seconds[seed % 3])
 
     kinds = list(placeholders)

@@ -22,6 +22,7 @@ from media_families import (
     plain,
     silence,
     sound,
+    video,
     written,
 )
 
@@ -128,6 +129,8 @@ def assert_only_the_same_item_shares_blocks(case: Case, kind: MediaKind) -> None
     items = [plain("black"), plain("red"), *map(picture, range(8))]
     if kind == "audio":
         items = [silence(), *map(sound, range(8))]
+    elif kind == "video":
+        items = [*map(video, range(10))]
     answers = greedy_oracle(case.folder, [prompts_with(item)[0] for item in items], case.processor, MAX_TOKENS)
     other = next(index for index, answer in enumerate(answers) if answer[1] != answers[0][1])
     one, two = prompts_with(items[0]), prompts_with(items[other])

@@ -77,6 +77,8 @@ def _settings(engine: EngineConfig, on_read: OnRead | None) -> dict[str, str]:
         "--max-media-bytes": media.max_bytes,
         "--max-image-pixels": media.max_image_pixels,
         "--max-audio-seconds": media.max_audio_s,
+        "--max-video-seconds": media.max_video_s,
+        "--max-video-frames": media.max_video_frames,
     }
     return {name: "" if value is None else str(value) for name, value in values.items()}
 

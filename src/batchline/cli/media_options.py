@@ -75,6 +75,12 @@ class MediaOptions:
     max_audio_seconds: Annotated[
         float, typer.Option(min=0.1, help="Longest recording to decode.", rich_help_panel=_MEDIA)
     ] = _DEFAULTS.max_audio_s
+    max_video_seconds: Annotated[
+        float, typer.Option(min=0.1, help="Longest video to decode.", rich_help_panel=_MEDIA)
+    ] = _DEFAULTS.max_video_s
+    max_video_frames: Annotated[
+        int, typer.Option(min=1, max=768, help="Most frames that a model sees of a video.", rich_help_panel=_MEDIA)
+    ] = _DEFAULTS.max_video_frames
     media_timeout: Annotated[
         float, typer.Option(min=0.1, help="Seconds that fetching one file may take.", rich_help_panel=_MEDIA)
     ] = _DEFAULTS.fetch_timeout_s
@@ -98,6 +104,8 @@ class MediaOptions:
             max_bytes=self.max_media_bytes,
             max_image_pixels=self.max_image_pixels,
             max_audio_s=self.max_audio_seconds,
+            max_video_s=self.max_video_seconds,
+            max_video_frames=self.max_video_frames,
             fetch_timeout_s=self.media_timeout,
             cache_folder=cache_folder,
             cache_bytes=self.media_cache_size,

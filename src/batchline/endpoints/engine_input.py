@@ -83,7 +83,7 @@ def encode_prompt(
     kept = truncate(token_ids, body.truncate_prompt_tokens, limit, reserved, body.truncation_side)
     if media and len(kept) < len(token_ids):
         raise BadRequest(
-            "truncate_prompt_tokens: a prompt with images or recordings cannot be truncated",
+            "truncate_prompt_tokens: a prompt with images, recordings or videos cannot be truncated",
             param="truncate_prompt_tokens",
         )
     return EncodedPrompt(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections import OrderedDict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -223,11 +223,13 @@ class MediaModel:
             "input_ids": sequence.tokens_between(0, sequence.num_prompt_tokens)[None],
             "attention_mask": np.ones((1, sequence.num_prompt_tokens), dtype=np.int64),
             "mm_token_type_ids": kinds[None],
-            "image_grid_thw": _joined(span.inputs["image_grid_thw"] for span in sequence.media if span.kind == "image"),
-            "audio_seqlens": _joined(
-                span.inputs["feature_attention_mask"].sum(-1) for span in sequence.media if span.kind == "audio"
-            ),
+            "image_grid_thw": _joined(sequence, "image_grid_thw"),
+            "video_grid_thw": _joined(sequence, "video_grid_thw"),
+            "second_per_grid_ts": _joined(sequence, "second_per_grid_ts"),
         }
+        heard = _joined(sequence, "feature_attention_mask")
+        if heard is not None:
+            arguments["audio_seqlens"] = heard.sum(-1)
         known = inspect.signature(self._base.get_rope_index).parameters.keys()
         given = {name: torch.from_numpy(array) for name, array in arguments.items() if array is not None}
         positions, _ = self._base.get_rope_index(**{name: given[name] for name in given.keys() & known})
@@ -255,7 +257,7 @@ class MediaModel:
         return tensor.to(self._device, self._dtype if tensor.is_floating_point() else None)
 
 
-def _joined(arrays: Iterable[np.ndarray]) -> np.ndarray | None:
-    """None if there are none."""
-    parts = list(arrays)
+def _joined(sequence: SequenceState, name: str) -> np.ndarray | None:
+    """That array of all items which have it, in the order of their positions; None if none has it."""
+    parts = [span.inputs[name] for span in sequence.media if name in span.inputs]
     return np.concatenate(parts) if parts else None

@@ -36,7 +36,7 @@ _OPTIONS = {"protocol_whitelist": "none", "enable_drefs": "0", "use_absolute_pat
 
 def audio_bytes(data: bytes, max_seconds: float) -> int:
     """Memory that the samples take at most, while they are decoded. Raises: BadRequest, UnprocessableEntity."""
-    with _opened(data) as container:
+    with opened(data, known_format(data), "recording") as container:
         rate = _stream(container).codec_context.sample_rate
         seconds = max_seconds if container.duration is None else min(container.duration / 1e6, max_seconds)
         return int(8 * rate * max(seconds, 1.0))
@@ -44,7 +44,7 @@ def audio_bytes(data: bytes, max_seconds: float) -> int:
 
 def audio_seconds(data: bytes) -> float | None:
     """The length that the header says; None if it says none. Raises: BadRequest, UnprocessableEntity."""
-    with _opened(data) as container:
+    with opened(data, known_format(data), "recording") as container:
         _stream(container)
         return None if container.duration is None else container.duration / 1e6
 
@@ -54,7 +54,7 @@ def decode_audio(data: bytes, max_seconds: float) -> tuple[Samples, int, bytes]:
 
     Raises: BadRequest, UnprocessableEntity.
     """
-    with _opened(data) as container:
+    with opened(data, known_format(data), "recording") as container:
         samples, rate = _decoded(container, max_seconds)
         announced_s = (container.duration or 0) / 1e6
     is_short = _tells_length(data) and len(samples) / rate < announced_s * 0.98 - _SLACK_S
@@ -105,20 +105,22 @@ def _is_cut_wav(data: bytes) -> bool:
 
 
 @contextmanager
-def _opened(data: bytes) -> Iterator[InputContainer]:
-    """The recording, closed when the block ends. Raises: BadRequest; UnprocessableEntity whatever the block raises."""
+def opened(data: bytes, name: str, noun: str) -> Iterator[InputContainer]:
+    """A file, closed when the block ends. name: of the format. noun: what it is called.
+
+    Raises: BadRequest; UnprocessableEntity whatever the block raises.
+    """
     try:
         import av  # large, and only for models that take audio
     except ImportError as exc:
-        raise BadRequest("audio cannot be decoded here: the operator can install it with batchline[audio]") from exc
-    name = known_format(data)
+        raise BadRequest(f"no {noun} can be decoded here: the operator can install it with batchline[audio]") from exc
     try:
         with av.open(io.BytesIO(data), "r", format=name, options=_OPTIONS, metadata_errors="ignore") as container:
             yield container
     except RequestError:
         raise
     except Exception as exc:  # decoders of a stranger's data raise anything
-        raise UnprocessableEntity(f"the {name} recording is damaged or cut off") from exc
+        raise UnprocessableEntity(f"the {name} {noun} is damaged or cut off") from exc
 
 
 def _stream(container: InputContainer) -> Any:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from batchline.config import MediaConfig
 from batchline.errors import BadRequest, ServiceUnavailable, UnprocessableEntity, counted
-from batchline.media import audio, images
+from batchline.media import audio, images, video
 from batchline.media.addresses import FetchRules
 from batchline.media.items import NOUNS, MediaItem, MediaKind
 from batchline.media.local import check_data_url, check_file_url, data_of_url, file_data, too_large
@@ -105,6 +105,8 @@ def check_unfetched(parts: Sequence[MediaPart]) -> None:
                 images.image_size(data, _ANY_SIZE)
             elif part.source.kind == "audio":
                 audio.known_format(data)
+            else:
+                video.known_format(data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +253,8 @@ def held_bytes(item: MediaItem) -> int:
     """Memory of the decoded content."""
     if isinstance(item.content, tuple):
         return int(item.content[0].nbytes)
+    if isinstance(item.content, video.Video):
+        return item.content.num_bytes
     return images.HELD_BYTES_PER_PIXEL * item.content.width * item.content.height
 
 
@@ -263,9 +267,15 @@ def _measured(read: Callable[[], bytes], kind: MediaKind, config: MediaConfig) -
     """Memory of the decoded content, and what decoding takes besides, by the header. Raises: RequestError."""
     if kind == "audio":
         return audio.audio_bytes(read(), config.max_audio_s), 0
+    if kind == "video":
+        return video.video_bytes(read(), _video_limits(config)), 0
     width, height = images.image_size(read(), config.max_image_pixels)
     held = images.HELD_BYTES_PER_PIXEL * width * height
     return held, images.BYTES_PER_PIXEL * width * height - held
+
+
+def _video_limits(config: MediaConfig) -> video.VideoLimits:
+    return video.VideoLimits(config.max_video_s, config.max_video_frames, 5 * config.max_image_pixels)
 
 
 def _decoded(read: Callable[[], bytes], kind: MediaKind, config: MediaConfig) -> MediaItem:
@@ -273,6 +283,9 @@ def _decoded(read: Callable[[], bytes], kind: MediaKind, config: MediaConfig) ->
     if kind == "audio":
         samples, rate, digest = audio.decode_audio(read(), config.max_audio_s)
         return MediaItem("audio", digest, (samples, rate))
+    if kind == "video":
+        frames, digest = video.decode_video(read(), _video_limits(config))
+        return MediaItem("video", digest, frames)
     pixels, digest = images.decode_image(read(), config.max_image_pixels)
     return MediaItem("image", digest, pixels)
 

@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     import numpy as np
     from PIL import Image
 
+    from batchline.media.video import Video
+
 MediaKind = Literal["image", "audio", "video"]
 Detail = Literal["auto", "low", "high"]
 
@@ -19,13 +21,14 @@ NOUNS: Mapping[str, str] = {"image": "image", "audio": "recording", "video": "vi
 
 @dataclass(frozen=True, slots=True)
 class MediaItem:
-    """One image or recording.
+    """One image, recording or video.
 
     digest: SHA-256 of the decoded content (an image's size and pixels, or the rate and samples), 32 bytes.
-    content: an RGB image, or mono float32 samples and their rate in Hz. detail: the resolution that a request asks for.
+    content: an RGB image, mono float32 samples and their rate in Hz, or frames. detail: the resolution that a request
+    asks for.
     """
 
     kind: MediaKind
     digest: bytes
-    content: Image.Image | tuple[np.ndarray[Any, np.dtype[np.float32]], int]
+    content: Image.Image | tuple[np.ndarray[Any, np.dtype[np.float32]], int] | Video
     detail: Detail = "auto"

@@ -19,6 +19,7 @@ from batchline.media.audio_processor import AudioProcessor, VoxtralProcessor
 from batchline.media.image_processor import ImageProcessor, PixtralProcessor
 from batchline.media.items import MediaItem, MediaKind
 from batchline.media.prepared import PreparedItem, PreparedMedia
+from batchline.media.video_processor import VideoProcessor
 
 PROCESSORS = {
     "LlavaProcessor": ("llava", "LlavaProcessor"),
@@ -37,6 +38,9 @@ PROCESSORS = {
 """Supported processors by name: the folder and the class of `transformers` with their code. SmolVLM's is that of
 Idefics 3, and its own class would need another package, for videos."""
 
+TAKE_VIDEOS = frozenset({"Qwen2VLProcessor", "Qwen2_5_VLProcessor"})
+"""Processors whose models also see videos."""
+
 OWN_PROCESSORS = {"PixtralProcessor": PixtralProcessor, "VoxtralProcessor": VoxtralProcessor}
 """Our classes for what the processors of these names do."""
 
@@ -48,12 +52,23 @@ class MediaProcessor:
     feature_token_ids: the tokens that take its features.
     """
 
-    def __init__(self, prepared: PreparedMedia, image: ImageProcessor | None, audio: AudioProcessor | None) -> None:
-        """image, audio: None for what the model does not take."""
+    def __init__(
+        self,
+        prepared: PreparedMedia,
+        image: ImageProcessor | None,
+        audio: AudioProcessor | None,
+        video: VideoProcessor | None,
+    ) -> None:
+        """image, audio, video: None for what the model does not take."""
         self.prepared = prepared
         self._image = image
         self._audio = audio
-        processors: dict[MediaKind, ImageProcessor | AudioProcessor | None] = {"image": image, "audio": audio}
+        self._video = video
+        processors: dict[MediaKind, ImageProcessor | AudioProcessor | VideoProcessor | None] = {
+            "image": image,
+            "audio": audio,
+            "video": video,
+        }
         taken = {kind: processor for kind, processor in processors.items() if processor is not None}
         self.placeholders = {kind: processor.placeholder for kind, processor in taken.items()}
         self.feature_token_ids = {kind: processor.feature_token_id for kind, processor in taken.items()}
@@ -84,6 +99,9 @@ class MediaProcessor:
         if item.kind == "audio":
             assert self._audio is not None  # requests with other kinds than `kinds` are refused
             return self._audio.prepare(item)
+        if item.kind == "video":
+            assert self._video is not None
+            return self._video.prepare(item)
         assert self._image is not None
         return self._image.prepare(item, is_alone=is_alone, settings=settings)
 
@@ -122,7 +140,7 @@ def load_media_processor(config: ModelConfig, settings: Mapping[str, Any]) -> Me
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as exc:
         raise ModelLoadError(config.model, why_not_loaded(config.model, exc)) from exc
     prepared = PreparedMedia()
-    image = audio = None
+    image = audio = video = None
     if "image_processor" in known:
         is_cutting = name == "LlavaOnevisionProcessor"
         token_id = int(hf_config.image_token_id)
@@ -131,13 +149,21 @@ def load_media_processor(config: ModelConfig, settings: Mapping[str, Any]) -> Me
         raise UsageError(f"--mm-processor-kwargs sets image processors, and {config.model} takes no images.")
     if "feature_extractor" in known:
         audio = AudioProcessor(processor, int(hf_config.audio_token_id), prepared)
-    return MediaProcessor(prepared, image, audio)
+    if name in TAKE_VIDEOS:
+        size = _video_settings(config.model, config.revision, values).get("size")
+        video = VideoProcessor(processor, int(hf_config.video_token_id), prepared, size)
+    return MediaProcessor(prepared, image, audio, video)
 
 
 def _processor_values(model: str, revision: str | None) -> Mapping[str, Any]:
     """The processor's class and arguments; older folders name the class beside the image processor's settings."""
     own = read_json(model, "processor_config.json", revision)
     return own or read_json(model, "preprocessor_config.json", revision) or {}
+
+
+def _video_settings(model: str, revision: str | None, values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Of the video processor. values: of the processor, in which newer folders have them."""
+    return values.get("video_processor") or read_json(model, "video_preprocessor_config.json", revision) or {}
 
 
 def _processor_class(model: str, hf_config: Any, name: str | None) -> tuple[str, Any]:

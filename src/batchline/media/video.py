@@ -1,0 +1,150 @@
+"""Decodes videos: untrusted bytes to a few frames, within limits, or an error that says what is wrong with them.
+
+As for recordings, the reader is the one that the first bytes tell, on bytes in memory, and only usual decoders run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from batchline.errors import UnprocessableEntity
+from batchline.media.audio import audio_format, opened
+
+if TYPE_CHECKING:
+    from av.container import InputContainer
+    from PIL import Image
+
+FORMATS = "mp4, mov, webm, mkv"
+FRAMES_PER_SECOND = 2.0
+"""That models see, as far as the limit on frames allows."""
+MIN_FRAMES = 4
+BYTES_PER_PIXEL = 3
+
+_DECODERS = frozenset({"h264", "hevc", "mpeg4", "vp8", "vp9", "libvpx", "libvpx-vp9", "av1", "libdav1d"})
+_MAX_RATE = 120
+_PAIR = 2
+"""Models see frames in pairs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Video:
+    """Some of a video's frames, RGB and evenly spread. rate: how many of them are of one second."""
+
+    frames: tuple[Image.Image, ...]
+    rate: float
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the frames."""
+        return sum(BYTES_PER_PIXEL * frame.width * frame.height for frame in self.frames)
+
+
+@dataclass(frozen=True, slots=True)
+class VideoLimits:
+    """seconds: of a video. frames: that a model sees of it. pixels: of all these frames together."""
+
+    seconds: float
+    frames: int
+    pixels: int
+
+
+def known_format(data: bytes) -> str:
+    """FFmpeg's name of the format. Raises: UnprocessableEntity for what is no video of a known format."""
+    name = audio_format(data)
+    if name not in ("mov", "matroska"):
+        raise UnprocessableEntity(f"it is not a video of a known format ({FORMATS})")
+    return name
+
+
+def video_bytes(data: bytes, limits: VideoLimits) -> int:
+    """Memory that decoding takes at most, by the header. Raises: BadRequest, UnprocessableEntity."""
+    with opened(data, known_format(data), "video") as container:
+        stream = _stream(container, limits)
+        return BYTES_PER_PIXEL * int(stream.width) * int(stream.height) * (limits.frames + 2)
+
+
+def decode_video(data: bytes, limits: VideoLimits) -> tuple[Video, bytes]:
+    """The frames that models see, and their digest. Takes time: call it off the event loop.
+
+    Raises: BadRequest, UnprocessableEntity.
+    """
+    name = known_format(data)
+    with opened(data, name, "video") as container:
+        stream = _stream(container, limits)
+        num_frames, rate = _num_frames(container, stream, limits), float(stream.average_rate)
+    wanted = sampled_frames(num_frames, rate, limits.frames)
+    with opened(data, name, "video") as container:
+        frames = tuple(_decoded(container, _stream(container, limits), wanted))
+    if len(frames) < len(wanted):
+        raise UnprocessableEntity("the video is cut off: it has fewer frames than its header says")
+    video = Video(frames, rate * len(wanted) / num_frames)
+    digest = hashlib.sha256(b"%f:%dx%d:" % (video.rate, *frames[0].size))
+    for frame in frames:
+        digest.update(frame.tobytes())
+    return video, digest.digest()
+
+
+def sampled_frames(num_frames: int, rate: float, max_frames: int) -> list[int]:
+    """Which frames models see: as many of each second as `FRAMES_PER_SECOND`, within limits, in pairs if there are two.
+
+    As `Qwen2VLVideoProcessor.sample_frames` of `transformers`.
+    """
+    most = min(max_frames, num_frames) // _PAIR * _PAIR
+    wanted = min(max(num_frames / rate * FRAMES_PER_SECOND, MIN_FRAMES), most, num_frames)
+    count = max(1, int(wanted) // _PAIR * _PAIR)
+    return [int(index * (num_frames / count)) for index in range(count)]
+
+
+def _stream(container: InputContainer, limits: VideoLimits) -> Any:
+    """The first video stream. Raises: UnprocessableEntity."""
+    if not container.streams.video:
+        raise UnprocessableEntity("it has no video")
+    stream = container.streams.video[0]
+    decoder = stream.codec_context.name
+    if decoder not in _DECODERS:
+        raise UnprocessableEntity(f"its video has a format that is not decoded ({decoder})")
+    rate = stream.average_rate
+    if not stream.width or not stream.height or rate is None or not 0 < rate <= _MAX_RATE:
+        raise UnprocessableEntity("its size or frame rate is not valid")
+    if (container.duration or 0) / 1e6 > limits.seconds:
+        raise _too_long(limits)
+    if stream.width * stream.height * limits.frames > limits.pixels:
+        raise UnprocessableEntity(f"{limits.frames} frames of the video have more than {limits.pixels:,} pixels")
+    # a stream may change its size; decoders align sizes upwards
+    stream.codec_context.options = {"max_pixels": str(max(2 * limits.pixels // limits.frames, 1 << 20))}
+    stream.codec_context.thread_count = 1
+    return stream
+
+
+def _num_frames(container: InputContainer, stream: Any, limits: VideoLimits) -> int:
+    """Counted, because a header may be wrong. Raises: UnprocessableEntity."""
+    num_frames = sum(bool(packet.size) for packet in container.demux(stream))
+    if num_frames < stream.frames:
+        raise UnprocessableEntity("the video is cut off: it has fewer frames than its header says")
+    if num_frames > limits.seconds * float(stream.average_rate):
+        raise _too_long(limits)
+    if not num_frames:
+        raise UnprocessableEntity("the video holds no frames")
+    return num_frames
+
+
+def _decoded(container: InputContainer, stream: Any, wanted: list[int]) -> Iterator[Image.Image]:
+    """The wanted frames, of one size. Raises: UnprocessableEntity."""
+    places = set(wanted)
+    size = None
+    for index, frame in enumerate(container.decode(stream)):
+        if index in places:
+            image = frame.to_image()
+            if size not in (None, image.size):
+                raise UnprocessableEntity("its frames have several sizes")
+            size = image.size
+            yield image
+        if index >= wanted[-1]:
+            return
+
+
+def _too_long(limits: VideoLimits) -> UnprocessableEntity:
+    return UnprocessableEntity(f"the video is longer than {limits.seconds:g} seconds")

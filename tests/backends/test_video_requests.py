@@ -1,0 +1,97 @@
+"""Videos in messages, from the request to the answer, against the model's own generate."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from media_families import Prompt, greedy_oracle, load_processor, make_media_model
+from tiny_videos import tiny_video
+
+from batchline.backends.base import EndpointRequest, running
+from batchline.backends.in_process import InProcessBackend
+from batchline.config import CacheConfig, EngineConfig, MediaConfig, ModelConfig
+from batchline.media.items import MediaItem
+from batchline.media.video import VideoLimits, decode_video
+
+CHAT = "/v1/chat/completions"
+MAX_TOKENS = 6
+MAX_FRAMES = 8
+
+
+@pytest.fixture(scope="module", params=["qwen2_vl", "qwen2_5_vl"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_media_model(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture
+async def backend(folder: Path) -> AsyncIterator[Any]:
+    config = ModelConfig(model=str(folder), served_names=("m",), dtype="float32", device="cpu")
+    media = MediaConfig(max_video_frames=MAX_FRAMES, max_video_s=5.0)
+    engine = EngineConfig(model=config, cache=CacheConfig(num_bytes=2**22), media=media)
+    async with running(InProcessBackend([engine])) as started:
+        yield started
+
+
+async def answer(backend: Any, *parts: Any, **body: Any) -> tuple[int, Any]:
+    settings = {"temperature": 0, "ignore_eos": True, "return_token_ids": True, "max_tokens": MAX_TOKENS, **body}
+    request = {"model": "m", "messages": [{"role": "user", "content": list(parts)}], **settings}
+    given = await backend.answer(EndpointRequest(url=CHAT, body=request, request_id="1"))
+    return given.status_code, given.parsed_body()
+
+
+def video_url(data: bytes) -> dict[str, Any]:
+    return {"type": "video_url", "video_url": {"url": f"data:video/mp4;base64,{base64.b64encode(data).decode()}"}}
+
+
+def text(words: str) -> dict[str, Any]:
+    return {"type": "text", "text": words}
+
+
+async def test_answers_equal_those_of_generate(folder: Path, backend: Any) -> None:
+    data = [tiny_video(), tiny_video(num_frames=30, size=(64, 40))]
+    decoded = [decode_video(each, VideoLimits(5.0, MAX_FRAMES, 10**8)) for each in data]
+    items = tuple(MediaItem("video", digest, video) for video, digest in decoded)
+    prompt = Prompt("user: Compare <|video_pad|> with <|video_pad|>! assistant: ", items)
+    ((expected_prompt, expected),) = greedy_oracle(folder, [prompt], load_processor(folder), MAX_TOKENS)
+    parts = [text("Compare "), video_url(data[0]), text(" with "), video_url(data[1]), text("!")]
+    status, body = await answer(backend, *parts)
+    assert status == 200, body
+    assert body["prompt_token_ids"] == expected_prompt
+    assert body["choices"][0]["token_ids"] == expected
+    assert body["usage"]["prompt_tokens"] == len(expected_prompt)
+
+
+async def test_an_equal_video_in_another_request_is_taken_from_the_cache(backend: Any) -> None:
+    cached = []
+    for data in (tiny_video(), tiny_video(), tiny_video(num_frames=21)):
+        _, body = await answer(backend, text("A long description of this video, please: "), video_url(data))
+        cached.append(body["usage"]["prompt_tokens_details"]["cached_tokens"])
+    assert cached[0] == 0
+    assert cached[1] > cached[2] >= 32
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"none", "messages[0].content[0]: it is not a video of a known format"),
+        (tiny_video(num_frames=60), "messages[0].content[0]: the video is longer than 5 seconds"),
+        (tiny_video()[:-900], "messages[0].content[0]: the mov video is damaged or cut off"),
+        (tiny_video(size=(1000, 4)), "The model's processor cannot use this video of 1000 x 4 pixels"),
+    ],
+)
+async def test_a_video_that_cannot_be_used_is_refused_with_the_reason(backend: Any, data: bytes, reason: str) -> None:
+    status, body = await answer(backend, video_url(data))
+    assert status == 422
+    assert body["error"]["message"].startswith(reason)
+
+
+async def test_a_model_that_sees_only_images_names_the_parts_it_takes(tmp_path: Path) -> None:
+    model = ModelConfig(model=str(make_media_model("qwen3_vl", tmp_path)), served_names=("m",), device="cpu")
+    async with running(InProcessBackend([EngineConfig(model=model, cache=CacheConfig(num_bytes=2**22))])) as backend:
+        status, body = await answer(backend, video_url(tiny_video()))
+    assert status == 400
+    assert body["error"]["message"].endswith("image_url, input_image")

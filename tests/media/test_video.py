@@ -1,0 +1,103 @@
+"""Videos: which frames are seen, and what is wrong with files that cannot be decoded."""
+
+from __future__ import annotations
+
+import io
+
+import av
+import numpy as np
+import pytest
+from tiny_videos import tiny_video
+
+from batchline.errors import UnprocessableEntity
+from batchline.media.video import VideoLimits, decode_video, sampled_frames, video_bytes
+
+LIMITS = VideoLimits(seconds=10.0, frames=32, pixels=1_000_000)
+
+
+@pytest.mark.parametrize(
+    ("num_frames", "rate", "max_frames", "wanted"),
+    [
+        (20, 10.0, 32, [0, 5, 10, 15]),
+        (100, 10.0, 32, list(range(0, 100, 5))),
+        (100, 10.0, 4, [0, 25, 50, 75]),
+        (100, 10.0, 5, [0, 25, 50, 75]),
+        (3, 10.0, 32, [0, 1]),
+        (2, 30.0, 32, [0, 1]),
+        (1, 30.0, 32, [0]),
+        (30, 30.0, 1, [0]),
+        (10, 1.0, 32, list(range(10))),
+    ],
+)
+def test_two_frames_of_a_second_are_seen_in_pairs_and_within_the_limit(
+    num_frames: int, rate: float, max_frames: int, wanted: list[int]
+) -> None:
+    assert sampled_frames(num_frames, rate, max_frames) == wanted
+
+
+@pytest.mark.parametrize(
+    ("codec", "container"), [("mpeg4", "mp4"), ("libx264", "mp4"), ("libvpx", "webm"), ("libvpx-vp9", "matroska")]
+)
+def test_the_sampled_frames_of_usual_formats_are_decoded(codec: str, container: str) -> None:
+    data = tiny_video(codec=codec, container=container)
+    video, digest = decode_video(data, LIMITS)
+    assert video.rate == pytest.approx(2.0)
+    assert [frame.size for frame in video.frames] == [(48, 32)] * 4
+    shades = [float(np.asarray(frame).mean()) for frame in video.frames]
+    np.testing.assert_allclose(shades, [10 + index * 10 for index in (0, 5, 10, 15)], atol=8)
+    assert digest == decode_video(data, LIMITS)[1]
+    assert digest != decode_video(tiny_video(num_frames=24, codec=codec, container=container), LIMITS)[1]
+    assert 3 * 48 * 32 * 4 <= video.num_bytes <= video_bytes(data, LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("data", "limits", "reason"),
+    [
+        (b"none", LIMITS, "not a video of a known format"),
+        (tiny_video(), VideoLimits(1.0, 32, 10**6), "longer than 1 seconds"),
+        (tiny_video(), VideoLimits(10.0, 32, 1000), "32 frames of the video have more than 1,000 pixels"),
+        (tiny_video(codec="ffv1", container="matroska"), LIMITS, r"a format that is not decoded \(ffv1\)"),
+        (tiny_video(rate=200), LIMITS, "its size or frame rate is not valid"),
+    ],
+)
+def test_what_is_no_video_or_over_a_limit_is_refused(data: bytes, limits: VideoLimits, reason: str) -> None:
+    with pytest.raises(UnprocessableEntity, match=reason):
+        video_bytes(data, limits)
+
+
+@pytest.mark.parametrize("container", ["mp4", "matroska"])
+def test_a_video_cut_off_anywhere_is_refused_or_seen_as_far_as_it_goes(container: str) -> None:
+    data = tiny_video(container=container, num_frames=40)
+    for twentieth in range(20):
+        try:
+            video, _ = decode_video(data[: len(data) * twentieth // 20], LIMITS)
+        except UnprocessableEntity:
+            continue
+        assert container == "matroska", "an mp4 file has its index at its end"
+        assert len(video.frames) >= 1
+
+
+def test_damaged_bytes_give_an_error_or_frames() -> None:
+    data = tiny_video(num_frames=40)
+    random = np.random.default_rng(0)
+    for _ in range(40):
+        damaged = bytearray(data)
+        for place in random.integers(0, len(data), 8):
+            damaged[place] ^= 0xFF
+        try:
+            video, _ = decode_video(bytes(damaged), LIMITS)
+        except UnprocessableEntity:
+            continue
+        assert {frame.size for frame in video.frames} == {video.frames[0].size}
+
+
+def test_a_recording_without_pictures_is_no_video() -> None:
+    file = io.BytesIO()
+    with av.open(file, "w", format="mp4") as output:
+        stream = output.add_stream("aac", rate=16_000, layout="mono")
+        frame = av.AudioFrame.from_ndarray(np.zeros((1, 1024), dtype=np.float32), format="fltp", layout="mono")
+        frame.sample_rate = 16_000
+        output.mux(stream.encode(frame))
+        output.mux(stream.encode(None))
+    with pytest.raises(UnprocessableEntity, match="it has no video"):
+        decode_video(file.getvalue(), LIMITS)
