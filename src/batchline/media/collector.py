@@ -40,15 +40,15 @@ _SCHEME_CHARS = 16
 
 
 class SourceRules:
-    """What can be told about a request's media without fetching them."""
+    """Checks of a request's media that need no fetching."""
 
     def __init__(self, config: MediaConfig) -> None:
-        """Raises: UsageError for networks that are none."""
+        """Raises: UsageError for an invalid network."""
         self.fetch = FetchRules(config.allowed_domains, config.allowed_networks)
         self._config = config
 
     def check(self, parts: Sequence[MediaPart]) -> None:
-        """Raises: RequestError for too many media, or a source that is never used."""
+        """Raises: RequestError for too many media, or a source that is not allowed."""
         numbers = Counter(part.source.kind for part in parts)
         for kind, number in numbers.items():
             limit = self._config.max_items.get(kind, 999)
@@ -91,7 +91,7 @@ _ANY = SourceRules(
 
 
 def check_unfetched(parts: Sequence[MediaPart]) -> None:
-    """Find media that no configuration can use, as far as that can be known without fetching them.
+    """Find media that no configuration can use, without fetching anything.
 
     Raises: BadRequest, UnprocessableEntity.
     """
@@ -111,7 +111,7 @@ def check_unfetched(parts: Sequence[MediaPart]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Ready:
-    """A source whose bytes are at hand. key: of the same content in other requests; "" if it may be another then.
+    """A source whose bytes are available. key: finds the same content in other requests; "" if it may have changed.
 
     read: returns the bytes. held_bytes: memory of the decoded content. decoding_bytes: what decoding takes besides.
     item: the decoded content, if it is known already.
@@ -167,7 +167,7 @@ class MediaCollector:
         return num_bytes
 
     async def close(self) -> None:
-        """End what is going on, and delete files that are kept for no run. Idempotent."""
+        """Cancel all work, and delete the files that no run keeps. Idempotent."""
         await self._fetcher.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
@@ -194,7 +194,7 @@ class MediaCollector:
             case "file":
                 return "", partial(file_data, url, self._config.allowed_local_path, max_bytes)
         path = await stack.enter_async_context(self._fetcher.fetched(url))
-        # only a run takes a URL's content to stay the same
+        # only a run may assume that a URL's content does not change
         return "" if self._config.cache_folder is None else f"{source.kind}:{url}", partial(_read, path)
 
     async def _item(self, ready: _Ready) -> MediaItem:
@@ -215,7 +215,7 @@ class MediaCollector:
 
 
 class DecodedCache:
-    """Decoded content that was used lately, by the key of its source. Holds equal content once."""
+    """Recently used decoded content, by the key of its source. Equal content is stored once."""
 
     def __init__(self, num_bytes: int) -> None:
         self._num_bytes = num_bytes
@@ -259,7 +259,7 @@ def held_bytes(item: MediaItem) -> int:
 
 
 def scheme(url: str) -> str:
-    """What stands before the first colon, in lower case."""
+    """The part before the first colon, in lower case."""
     return url[:_SCHEME_CHARS].partition(":")[0].lower()
 
 
@@ -300,7 +300,7 @@ def _read(path: Path) -> bytes:
 
 @contextmanager
 def _errors_of(part: MediaPart) -> Iterator[None]:
-    """Say in an error where in the request the source is. Raises: RequestError."""
+    """Add the place of the source in the request to an error. Raises: RequestError."""
     try:
         yield
     except (BadRequest, UnprocessableEntity, ServiceUnavailable) as exc:

@@ -83,7 +83,7 @@ def _replaced(message: Mapping[str, Any], has_media: bool) -> Mapping[str, Any]:
 
 
 def _stands_for_media(part: Any) -> bool:
-    """Whether a part holds media, or claims so without a source, as only the messages for a template may."""
+    """Whether a part holds media, or has a type such as `image` that only messages for a template may have."""
     kind = part.get("type") if isinstance(part, dict) else None
     return _is_media(part) or (isinstance(kind, str) and kind in _KINDS)
 

@@ -18,10 +18,11 @@ import numpy as np
 from batchline.media.items import MediaKind
 
 MAX_KEPT_BYTES = 256 << 20
-"""Of prepared media that are kept for later requests."""
+"""Prepared media that are kept for later requests: a few images of the largest models, or hundreds of small ones."""
 
 MAX_LIVE_BYTES = 2 << 30
-"""Of all prepared media. While there are more, no further request with media is prepared."""
+"""All prepared media. While there are more, no further request with media is prepared. Enough to keep an encoder busy,
+and little enough for a machine with 8 GB."""
 
 NUM_PREPARED_AT_ONCE = 2
 """Requests that are prepared at the same time; each may exceed the limit."""

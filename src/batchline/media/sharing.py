@@ -12,14 +12,14 @@ T = TypeVar("T")
 
 
 class SharedWork(Generic[T]):
-    """Runs work once for all that ask for it at the same time. It is cancelled when nobody waits for it any more."""
+    """Runs work once for all callers that want it at the same time, and cancels it when the last of them leaves."""
 
     def __init__(self) -> None:
         self._tasks: dict[str, asyncio.Task[T]] = {}
         self._num_waiting: dict[str, int] = {}
 
     async def result(self, key: str, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """What the work returns or raises. work: started if nobody else has started it."""
+        """What the work returns or raises. work: started unless it is running already."""
         task = self._tasks.get(key)
         if task is None:
             task = self._tasks[key] = asyncio.create_task(work())
@@ -41,7 +41,7 @@ class SharedWork(Generic[T]):
 
 
 class ByteBudget:
-    """Memory that is reserved before it is used. Whoever came first is served first."""
+    """Memory that is reserved before it is used, in the order of the requests."""
 
     def __init__(self, num_bytes: int) -> None:
         self._num_bytes = num_bytes
@@ -50,7 +50,7 @@ class ByteBudget:
 
     @asynccontextmanager
     async def reserved(self, num_bytes: int) -> AsyncIterator[None]:
-        """Reserve while the block lasts. More than the whole budget is reserved when nothing else is."""
+        """Reserve memory until the block ends. More than the whole budget waits until nothing else is reserved."""
         if self._waiting or not self._fits(num_bytes):
             await self._wait(num_bytes)
         else:

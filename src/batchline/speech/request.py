@@ -1,4 +1,4 @@
-"""What is asked of a speech model, and what it returns. Imports no torch."""
+"""Requests to a speech model, and its results. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ DEFAULT_TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Thresholds:
-    """When a text is not good enough, as in OpenAI's reference code. None: not checked.
+    """When a text is not good enough, as in OpenAI's reference code. None turns a check off.
 
-    compression_ratio: of a text that repeats itself, at least. mean_logprob: of the tokens, at most. no_speech: the
-    probability of silence, from which a text below `mean_logprob` is dropped.
+    compression_ratio: a text above it repeats itself. mean_logprob: a text whose tokens have a lower mean is unlikely.
+    no_speech: an unlikely text is dropped if the probability of silence is above this.
     """
 
     compression_ratio: float | None = 2.4
@@ -27,8 +27,10 @@ class Thresholds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """Changes which tokens are chosen, as in generation. The penalties apply to the text of a window, not to its
-    timestamps; the others only where the temperature is above 0."""
+    """How tokens are chosen, with the parameters of text generation.
+
+    The penalties apply to the text of a window, not to its timestamps. The others need a temperature above 0.
+    """
 
     top_p: float = 1.0
     top_k: int = 0
@@ -68,7 +70,7 @@ class Window:
 class DecodedWindow:
     """A window's tokens, without the prompt and the end. language: as given or detected; None if the model knows one.
 
-    is_silent: whether nobody speaks, so that the tokens mean nothing. attention: of the text to the sound, see
+    is_silent: nobody speaks, so the tokens mean nothing. attention: of the text to the sound, see
     `alignment.timed_words`.
     """
 
