@@ -1,6 +1,7 @@
 """Bodies that are forms with an uploaded file (`multipart/form-data`), read within limits.
 
-The parts that have arrived are freed while the form is parsed, so that a recording is not in memory twice.
+The parts that have arrived are freed while the form is parsed, so that a recording is not in memory twice. All of the
+body is at hand then, so the parser never waits: every kind of work that it does between two waits is limited here.
 """
 
 from __future__ import annotations
@@ -19,8 +20,15 @@ from batchline.openai_api.transcriptions import body_of_form
 from batchline.server.json_body import read_parts, refuse_compressed
 
 MAX_FIELDS = 64
+MAX_LINES = 16 * MAX_FIELDS
+"""Of headers, boundaries, and what stands before the first one and after the last one."""
+MAX_LINE_BYTES = 8190
 _FIELD_BYTES = 1 << 20
 _CHUNK_BYTES = 1 << 18
+_BASE64_BYTES = 3 << 18
+"""A multiple of three, so that only the last piece is padded."""
+_ENCODINGS = ("7bit", "8bit", "binary")
+"""Under which the bytes are sent as they are."""
 
 
 def is_form(request: Request) -> bool:
@@ -32,7 +40,7 @@ async def read_form(request: Request, max_bytes: int) -> dict[str, Any]:
     """The form's fields, and its file as bytes. Raises: PayloadTooLarge, BadRequest, ClientDisconnect."""
     refuse_compressed(request)
     loop = asyncio.get_running_loop()
-    content = StreamReader(BaseProtocol(loop), max_bytes + 1, loop=loop)
+    content = _FormReader(BaseProtocol(loop), max_bytes + 1, loop=loop)
     async for part in read_parts(request, max_bytes):
         content.feed_data(part)
     content.feed_eof()
@@ -46,11 +54,30 @@ async def read_form(request: Request, max_bytes: int) -> dict[str, Any]:
     return body_of_form(fields)
 
 
-def in_json(body: Mapping[str, Any]) -> dict[str, Any]:
-    """A form's body as JSON can hold it: with its file in base64."""
-    return {
-        name: base64.b64encode(value).decode() if isinstance(value, bytes) else value for name, value in body.items()
-    }
+async def in_json(body: Mapping[str, Any]) -> dict[str, Any]:
+    """A form's body as JSON can hold it: with its file in base64. Others run while a large one is encoded."""
+    held = dict(body)
+    for name, value in body.items():
+        if isinstance(value, bytes):
+            pieces = []
+            for start in range(0, len(value), _BASE64_BYTES):
+                pieces.append(base64.b64encode(value[start : start + _BASE64_BYTES]))
+                await asyncio.sleep(0)
+            held[name] = b"".join(pieces).decode("ascii")
+    return held
+
+
+class _FormReader(StreamReader):
+    """Refuses lines that only serve to keep the parser busy. The contents of files and fields are not read by lines."""
+
+    _num_lines = 0
+
+    async def readline(self, *, max_line_length: int | None = None) -> bytes:
+        """See `StreamReader`. Raises: BadRequest, LineTooLong."""
+        self._num_lines += 1
+        if self._num_lines > MAX_LINES:
+            raise BadRequest(f"The form has more than {MAX_LINES:,} lines around its contents", code="invalid_form")
+        return await super().readline(max_line_length=max_line_length or MAX_LINE_BYTES)
 
 
 async def _fields(reader: MultipartReader) -> AsyncIterator[tuple[str, str | bytes]]:
@@ -60,6 +87,9 @@ async def _fields(reader: MultipartReader) -> AsyncIterator[tuple[str, str | byt
         number += 1
         if number > MAX_FIELDS or not isinstance(part, BodyPartReader) or not part.name:
             raise BadRequest("The form has a part without a name, or too many parts", code="invalid_form")
+        if part.headers.get("Content-Transfer-Encoding", "binary").strip().lower() not in _ENCODINGS:
+            message = f"{part.name[:80]}: send the bytes as they are, without Content-Transfer-Encoding"
+            raise BadRequest(message, param=part.name, code="invalid_form")
         data = await _data(part)
         if part.filename is not None or part.name == "file":
             yield part.name, bytes(data)

@@ -73,7 +73,7 @@ class Inference:
         if ENDPOINTS[route_path(request.scope)].takes_forms and is_form(request):
             body, raw_body = await read_form(request, self._max_request_bytes), None
             if self._backend.wants_raw_bodies:  # it forwards JSON
-                body = in_json(body)
+                body = await in_json(body)
         else:
             body, raw_body = await read_json_object(request, self._max_request_bytes)
         request.state.places.hold(num_places(route_path(request.scope), body))

@@ -1,0 +1,132 @@
+"""Forms that are made to keep the server busy: they are refused after little work."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+import pytest
+from aiohttp import StreamReader
+from starlette.requests import Request
+
+from batchline.errors import BadRequest
+from batchline.server.form_body import MAX_FIELDS, in_json, read_form
+
+T = TypeVar("T")
+
+PIECE_BYTES = 1 << 16
+HEAD = b'--x\r\nContent-Disposition: form-data; name="file"; filename="a.wav"\r\n\r\n'
+TAIL = b"\r\n--x--\r\n"
+MANY = 1 << 19
+
+
+def request_with(body: bytes) -> Request:
+    """A request whose whole body has arrived."""
+    pieces = iter([body[start : start + PIECE_BYTES] for start in range(0, len(body), PIECE_BYTES)])
+
+    async def receive() -> dict[str, Any]:
+        piece = next(pieces, None)
+        return {"type": "http.request", "body": piece or b"", "more_body": piece is not None}
+
+    headers = [(b"content-type", b"multipart/form-data; boundary=x")]
+    return Request({"type": "http", "method": "POST", "headers": headers}, receive)
+
+
+@pytest.fixture
+def num_bytes_by_lines(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The length of each line that the parser reads. It never waits for one, so nothing else runs meanwhile."""
+    lengths = []
+    readuntil = StreamReader.readuntil
+
+    async def counting(self: StreamReader, *args: Any, **options: Any) -> bytes:
+        lengths.append(0)
+        line = await readuntil(self, *args, **options)
+        lengths[-1] = len(line)
+        return line
+
+    monkeypatch.setattr(StreamReader, "readuntil", counting)
+    return lengths
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        pytest.param(b"\n" * MANY + HEAD + b"a" + TAIL, id="empty lines before the first boundary"),
+        pytest.param(b"--y\r\n" * MANY + HEAD + b"a" + TAIL, id="other boundaries before the first one"),
+        pytest.param(b"a" * MANY + b"\r\n" + HEAD + b"a" + TAIL, id="a long line before the first boundary"),
+        pytest.param(b"a" * MANY, id="no boundary"),
+        pytest.param(b"--x\r\n" + b"a: b\r\n" * MANY + b"\r\na" + TAIL, id="many headers"),
+        pytest.param(b"--x\r\na: " + b"b" * MANY + b"\r\n\r\na" + TAIL, id="a long header"),
+        pytest.param(HEAD + b"a" + TAIL + b"a" * MANY, id="a long line after the last boundary"),
+        pytest.param((HEAD + b"\r\n") * (MANY // 64) + TAIL, id="many parts"),
+        pytest.param((HEAD[:-2] + b"a: b\r\n" * 100 + b"\r\n\r\n") * MAX_FIELDS + TAIL, id="headers in many parts"),
+        pytest.param(HEAD + b"\r\n--" * MANY, id="no last boundary"),
+    ],
+)
+async def test_a_form_that_keeps_the_parser_busy_is_refused_after_little_work(
+    body: bytes, num_bytes_by_lines: list[int]
+) -> None:
+    """A megabyte of newlines before the first boundary, which the parser reads line by line, stopped all requests for
+    seven seconds; one long line was copied once for each piece of it."""
+    with pytest.raises(BadRequest) as refusal:
+        await read_form(request_with(body), 1 << 26)
+    assert refusal.value.code == "invalid_form"
+    assert len(num_bytes_by_lines) <= 1024
+    assert max(num_bytes_by_lines) <= 8192
+
+
+async def num_turns_beside(work: Coroutine[Any, Any, T]) -> tuple[T, int]:
+    """The work's result, and how often something else could run meanwhile."""
+    turns = 0
+
+    async def other() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    beside = asyncio.create_task(other())
+    result = await work
+    beside.cancel()
+    return result, turns
+
+
+@pytest.mark.parametrize("payload", [b"\n", b"\r\n", b"\r\n--", b"\r\n--y"])
+async def test_others_run_while_a_file_full_of_near_boundaries_is_read(
+    payload: bytes, num_bytes_by_lines: list[int]
+) -> None:
+    content = payload * MANY
+    body, turns = await num_turns_beside(read_form(request_with(HEAD + content + TAIL), 1 << 26))
+    assert body == {"file": content}
+    assert len(num_bytes_by_lines) < 10
+    assert turns >= len(content) >> 18
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, (1 << 24) + 1])
+async def test_others_run_while_a_file_is_written_in_base64(num_bytes: int) -> None:
+    """A backend that forwards JSON gets it so. The largest form stopped all requests for 0.4 seconds."""
+    content = bytes(range(256)) * (num_bytes // 256) + bytes(num_bytes % 256)
+    body, turns = await num_turns_beside(in_json({"file": content, "language": "en"}))
+    assert body == {"file": base64.b64encode(content).decode(), "language": "en"}
+    assert turns >= num_bytes >> 20
+
+
+async def test_what_clients_may_put_around_the_parts_is_read_over() -> None:
+    body = b"\r\nThis is a form.\r\n" + HEAD + b"a" + TAIL + b"\r\nThat was it.\r\n"
+    assert await read_form(request_with(body), 1 << 20) == {"file": b"a"}
+
+
+@pytest.mark.parametrize("encoding", ["base64", "quoted-printable", "x-own"])
+async def test_a_part_in_another_transfer_encoding_is_refused(encoding: str) -> None:
+    """Its bytes were taken for the recording's own. For base64, the parser also looks at each byte in Python."""
+    head = HEAD.replace(b"\r\n\r\n", b"\r\nContent-Transfer-Encoding: " + encoding.encode() + b"\r\n\r\n")
+    with pytest.raises(BadRequest, match="file: send the bytes as they are"):
+        await read_form(request_with(head + b"YWJj" + TAIL), 1 << 20)
+
+
+async def test_a_part_that_says_it_is_binary_is_read() -> None:
+    head = HEAD.replace(b"\r\n\r\n", b"\r\nContent-Transfer-Encoding: Binary\r\n\r\n")
+    body = await read_form(request_with(head + b"abc" + TAIL), 1 << 20)
+    assert body == {"file": b"abc"}
