@@ -67,6 +67,7 @@ def test_messages_without_media_are_not_even_copied(messages: list[dict[str, Any
         ({"type": "image_url", "image_url": URL}, MediaSource("image", URL)),
         ({"type": "image_url", "image_url": URL, "detail": "high"}, MediaSource("image", URL, "high")),
         ({"type": "input_image", "image_url": URL, "detail": "low"}, MediaSource("image", URL, "low")),
+        ({"type": "input_image", "image_url": URL, "detail": "original"}, MediaSource("image", URL, "original")),
         ({"type": "input_image", "image_url": {"url": URL}}, MediaSource("image", URL)),
         ({"type": "audio_url", "audio_url": {"url": URL}}, MediaSource("audio", URL)),
         ({"type": "video_url", "video_url": {"url": URL}}, MediaSource("video", URL)),

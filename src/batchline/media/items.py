@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from batchline.media.video import Video
 
 MediaKind = Literal["image", "audio", "video"]
-Detail = Literal["auto", "low", "high"]
+Detail = Literal["auto", "low", "high", "original"]
 
 NOUNS: Mapping[str, str] = {"image": "image", "audio": "recording", "video": "video"}
 """What messages call one item."""
