@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,9 +17,10 @@ from transformers import WhisperFeatureExtractor
 
 from batchline.config import EngineConfig, ModelConfig, SchedulerConfig
 from batchline.errors import BadRequest, EngineDead, EngineError, ModelLoadError
+from batchline.speech.decoding import WindowSequence
 from batchline.speech.features import LogMel
 from batchline.speech.model import load_whisper
-from batchline.speech.request import DecodedPart, SpeechRequest, Thresholds
+from batchline.speech.request import DecodedPart, SpeechRequest, Thresholds, Window
 from batchline.speech.transcription import SpeechModel
 
 UNCHECKED = Thresholds(compression_ratio=None, mean_logprob=None, no_speech=None)
@@ -180,6 +182,23 @@ async def test_seeds_decide_what_is_sampled(model: SpeechModel) -> None:
         for seed in (1, 1, 2)
     ]
     assert found[0] == found[1] != found[2]
+
+
+def test_sampling_follows_the_probabilities_and_never_takes_a_forbidden_token(folder: Path) -> None:
+    rules = load_whisper(EngineConfig(model=ModelConfig(model=str(folder), device="cpu"))).tokens
+    forbidden = {*rules.suppressed, *rules.suppressed_first}
+    likely, unlikely = [token for token in range(rules.end) if token not in forbidden][:2]
+    logits = torch.full((rules.vocab_size,), -torch.inf)
+    logits[[likely, unlikely]] = torch.tensor([0.75, 0.25]).log()
+    logits[list(forbidden)] = 5.0
+    counts = Counter[int]()
+    for seed in range(400):
+        window = Window(features=np.empty((0, 0), np.float32), temperatures=(1.0,), seed=seed)
+        sequence = WindowSequence(window, rules)
+        sequence.advance(logits.clone())
+        counts[sequence.tokens[0]] += 1
+    assert counts.keys() == {likely, unlikely}
+    assert 0.68 < counts[likely] / 400 < 0.82
 
 
 async def test_a_window_on_which_the_model_fails_fails_alone(
