@@ -20,8 +20,9 @@ from batchline.endpoints.embedders import EngineEmbedder
 from batchline.endpoints.embeddings import embeddings
 from batchline.endpoints.media_input import MediaInput
 from batchline.endpoints.model import GenerativeModel, load_text
+from batchline.endpoints.tokenizing import generative, tokenized
 from batchline.engine.async_engine import AsyncEngine
-from batchline.errors import BadRequest
+from batchline.errors import BadRequest, PromptTooLong
 from batchline.media.collector import MediaCollector
 
 MAX_TOKENS = 6
@@ -113,6 +114,43 @@ async def test_a_prompt_with_images_is_not_truncated(model: Any) -> None:
     request = {**body({"type": "text", "text": "What is this? " * 9}, image_part(1)), "truncate_prompt_tokens": 40}
     with pytest.raises(BadRequest, match="cannot be truncated"):
         await chat_completion(request, "1", model)
+
+
+@pytest.fixture
+def num_prepared(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The media that the model's processor was given, also those whose result is kept."""
+    given: list[Any] = []
+    prepare = model.media.processor.prepare
+
+    def noted(item: Any, **options: Any) -> Any:
+        given.append(item)
+        return prepare(item, **options)
+
+    monkeypatch.setattr(model.media.processor, "prepare", noted)
+    return given
+
+
+async def test_no_more_images_are_prepared_than_fit_the_context(model: Any, num_prepared: list[Any]) -> None:
+    """All images of a request were prepared, in gigabytes of memory, before its length was known."""
+    num_features = model.media.processor.prepare(picture(1)).num_features
+    num_fitting = model.engine.max_model_len // num_features
+    request = body(*[image_part(1)] * (num_fitting + 20))
+    num_prepared.clear()
+    with pytest.raises(PromptTooLong, match="media of the request have at least"):
+        await chat_completion(request, "1", model)
+    assert len(num_prepared) == num_fitting + 1
+    num_prepared.clear()
+    with pytest.raises(PromptTooLong):
+        await embeddings({"messages": request["messages"]}, "1", EngineEmbedder(model, model.engine), text=model.config)
+    assert len(num_prepared) == num_fitting + 1
+
+
+async def test_a_conversations_tokens_are_counted_even_if_its_images_do_not_fit(model: Any) -> None:
+    num_features = model.media.processor.prepare(picture(1)).num_features
+    number = model.engine.max_model_len // num_features + 2
+    request = {"messages": body(*[image_part(1)] * number)["messages"]}
+    answer = await tokenized(request, generative(model))
+    assert answer["count"] > model.engine.max_model_len
 
 
 async def test_embeddings_of_messages_see_their_images(model: Any) -> None:

@@ -31,6 +31,7 @@ from batchline.endpoints.media_input import (
     NOT_COLLECTED,
     CollectedMedia,
     encoded_with_media,
+    media_texts,
     prepared_media,
     taken_media,
     with_media_texts,
@@ -152,7 +153,7 @@ def encoded_chat(
         add_special_tokens=request.add_special_tokens,
         max_tokens=max_tokens,
         default_max_tokens=model.text.defaults.max_tokens,
-        media=prepared_media(items, model, request.mm_processor_kwargs),
+        media=prepared_media(items, model, request.mm_processor_kwargs, model.engine.max_model_len),
     )
     wanted = answer_format(request, model, rendered.text)
     prompt = replace(prompt, kept_special_ids=wanted.kept_special_ids)
@@ -171,7 +172,7 @@ def chat_token_ids(
     """
     request, items = _with_taken_media(request, model, media)
     rendered = with_media_texts(
-        render_chat(request, model), prepared_media(items, model, request.mm_processor_kwargs), model
+        render_chat(request, model), media_texts(items, model, request.mm_processor_kwargs), model
     )
     check_text("messages", rendered.text, model.config.limits)
     return rendered.token_ids(model.tokenizer, add_special_tokens=add_special_tokens)

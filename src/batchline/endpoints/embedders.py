@@ -187,7 +187,7 @@ class EngineEmbedder:
 
     def check_settings(self, processor_settings: Mapping[str, Any]) -> None:
         """Raises: BadRequest for settings that the model's image processor does not take."""
-        prepared_media((), self._model, processor_settings)
+        prepared_media((), self._model, processor_settings, self.max_model_len)
 
     async def tokenize_content(
         self, content: str | Content, path: str, processor_settings: Mapping[str, Any]
@@ -244,7 +244,7 @@ class EngineEmbedder:
                 messages, items = taken_media(prompt.messages, model, collected)
             except MediaWanted as wanted:
                 raise wanted if media is None else MediaWanted(media) from None
-            prepared = prepared_media(items, model, processor_settings)
+            prepared = prepared_media(items, model, processor_settings, self.max_model_len)
             chat = replace(prompt, messages=messages, has_media=model.media is not None)
             rendered = with_media_texts(render(chat), prepared, model)
             check_text(field, rendered.text, model.config.limits)

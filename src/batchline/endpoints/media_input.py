@@ -7,8 +7,8 @@ and the positions of their features for the engine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, Protocol, TypeVar
@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from batchline.engine.request import MediaSpan
-from batchline.errors import BadRequest
+from batchline.errors import BadRequest, PromptTooLong
 from batchline.media.collector import MediaCollector
 from batchline.media.items import NOUNS, MediaItem, MediaKind
 from batchline.media.parts import MEDIA_PARTS, MediaPart, MediaSource, media_parts, split_media
@@ -113,19 +113,42 @@ async def encoded_with_media(model: TakesMedia, encode: Callable[[CollectedMedia
         return await model.off_loop(partial(encode, media))
 
 
-def prepared_media(items: Sequence[MediaItem], model: TakesMedia, settings: Mapping[str, Any]) -> list[PreparedItem]:
+def prepared_media(
+    items: Sequence[MediaItem], model: TakesMedia, settings: Mapping[str, Any], max_tokens: int
+) -> list[PreparedItem]:
     """The items as the model's encoder takes them; call it off the event loop.
 
-    settings: `mm_processor_kwargs` of the request. Raises: BadRequest, UnprocessableEntity.
+    settings: `mm_processor_kwargs` of the request. max_tokens: the context length. Preparing ends where it is exceeded.
+    Raises: BadRequest, UnprocessableEntity.
     """
+    prepared: list[PreparedItem] = []
+    num_tokens = 0
+    for item in _prepared(items, model, settings):
+        prepared.append(item)
+        num_tokens += item.num_features
+        if num_tokens > max_tokens:
+            raise PromptTooLong(
+                f"This model's maximum context length is {max_tokens} tokens, but the media of the request have "
+                f"at least {num_tokens} tokens. Send fewer or smaller ones."
+            )
+    return prepared
+
+
+def media_texts(items: Sequence[MediaItem], model: TakesMedia, settings: Mapping[str, Any]) -> list[PreparedItem]:
+    """The same without the encoder's arguments, so that any number of items fits in memory: to count their tokens."""
+    return [replace(item, inputs={}) for item in _prepared(items, model, settings)]
+
+
+def _prepared(items: Sequence[MediaItem], model: TakesMedia, settings: Mapping[str, Any]) -> Iterator[PreparedItem]:
     if model.media is None:
         if settings:
             raise BadRequest("mm_processor_kwargs: this model takes only text", param="mm_processor_kwargs")
-        return []
+        return
     processor = model.media.processor
     adjusted = processor.adjusted(settings)
     is_alone = sum(item.kind == "image" for item in items) == 1
-    return [processor.prepare(item, is_alone=is_alone, settings=adjusted) for item in items]
+    for item in items:
+        yield processor.prepare(item, is_alone=is_alone, settings=adjusted)
 
 
 def prompt_media(token_ids: Sequence[int], items: Sequence[PreparedItem], model: TakesMedia) -> tuple[MediaSpan, ...]:
