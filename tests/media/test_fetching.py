@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 import time
 from collections.abc import AsyncIterator
@@ -302,8 +303,8 @@ def in_seconds(number: float) -> str:
     ("text", "least", "most"),
     [
         ("7", 7, 7),
-        (in_seconds(40), 1, 41),
-        (in_seconds(-40), 0, 0),
+        ("in 40 seconds", 1, 41),
+        ("in -40 seconds", 0, 0),
         ("-7", 0, 0),
         ("soon", 0, 0),
         ("Wed, 99 Oct 2015 07:28:00 GMT", 0, 0),
@@ -314,7 +315,8 @@ async def test_a_server_that_limits_its_rate_is_asked_again_when_it_says(
     server: MediaServer, waits: list[float], text: str, least: float, most: float
 ) -> None:
     """`Retry-After` was ignored: three attempts came within two seconds, and the line was lost."""
-    answers = iter([web.Response(status=429, headers={"Retry-After": text}), web.Response(body=b"at last")])
+    given = re.sub(r"in (\S+) seconds", lambda match: in_seconds(float(match[1])), text)
+    answers = iter([web.Response(status=429, headers={"Retry-After": given}), web.Response(body=b"at last")])
 
     async def answer(_request: web.Request) -> web.StreamResponse:
         return next(answers)
