@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import logging
@@ -18,7 +19,7 @@ from batchline.backends.base import Answer, EndpointRequest
 from batchline.backends.in_process import InProcessBackend
 from batchline.cli.main import app
 from batchline.config import EngineConfig, MediaConfig, ModelConfig
-from batchline.openai_api.transcriptions import SpokenSegment, Transcript, answer_in
+from batchline.openai_api.transcriptions import SpokenSegment, Transcript, answer_in, body_of_form
 
 URL = "/v1/audio/transcriptions"
 
@@ -243,3 +244,54 @@ def test_subtitles_have_the_clocks_of_their_formats_and_cues_of_one_line() -> No
     )
     assert answer_in("text", TRANSCRIPT) == "Hi. a --> b\n"
     assert answer_in("json", TRANSCRIPT) == {"text": "Hi. a --> b", "usage": {"type": "duration", "seconds": 3726}}
+
+
+EXTREMES: dict[str, list[float]] = {
+    "temperature": [5e-324, 1e-39, 9.9e-6, 1e-5, 1.0],
+    "top_p": [5e-324, 1e-300, 1e-40, 1 - 1e-16],
+    "top_k": [-1, 1, 10**30],
+    "min_p": [5e-324, 1e-40, 1.0],
+    "repetition_penalty": [5e-324, 1e-40, 1e-20, 2.0],
+    "frequency_penalty": [-2.0, 5e-324, 2.0],
+    "presence_penalty": [-2.0, 5e-324, 2.0],
+    "seed": [-(2**63), -1, 2**63 - 1],
+    "priority": [-(2**31), 2**31 - 1],
+}
+
+
+@pytest.mark.parametrize("field", EXTREMES)
+async def test_a_parameter_at_the_end_of_its_range_harms_no_request(backend: InProcessBackend, field: str) -> None:
+    """A temperature of 1e-39, a repetition penalty of 1e-300 or a top_p of 1e-300 turned the chances of all tokens into
+    zeros or NaN. The draw raised, and the thread of the model died, with every request on it, three times in a row."""
+    bodies: list[dict[str, Any]] = [
+        {"file": encoded(0.5), "temperature": temperature, field: value}
+        for value in EXTREMES[field]
+        for temperature in (0, 0.5)
+    ]
+    answers = await asyncio.gather(*(answer(backend, body) for body in bodies))
+    assert [found.status_code for found in answers] == [200] * len(bodies)
+    assert backend.is_alive()
+
+
+@pytest.mark.parametrize("field", ["temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty"])
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "1e400"])
+async def test_a_number_of_a_form_that_is_not_finite_is_refused(
+    backend: InProcessBackend, field: str, value: str
+) -> None:
+    status, message = await error(backend, body_of_form([("file", encoded(0.5)), (field, value)]))
+    assert status == 400
+    assert field in message
+
+
+@pytest.mark.parametrize("option", [{"top_p": 1e-300}, {"top_k": 1}, {"min_p": 1.0}])
+async def test_a_filter_that_leaves_one_token_is_greedy(backend: InProcessBackend, option: dict[str, Any]) -> None:
+    greedy = await answer(backend, {"file": encoded(2.0), "temperature": 1e-5})
+    filtered = await answer(backend, {"file": encoded(2.0), "temperature": 1.0, **option})
+    assert filtered.parsed_body()["text"] == greedy.parsed_body()["text"]
+
+
+async def test_a_temperature_that_counts_as_zero_is_answered_as_zero(backend: InProcessBackend) -> None:
+    """With the tries at higher temperatures, too."""
+    request = {"file": encoded(2.0), "response_format": "verbose_json"}
+    bodies = [(await answer(backend, {**request, "temperature": value})).parsed_body() for value in (0, 9e-6)]
+    assert bodies[0] == bodies[1]

@@ -16,7 +16,7 @@ from tiny_whisper import LANGUAGES, MAX_LENGTH, RATE, WINDOW_S, Oracle, make_whi
 from transformers import WhisperFeatureExtractor
 
 from batchline.config import EngineConfig, ModelConfig, SchedulerConfig
-from batchline.errors import BadRequest, EngineDead, EngineError, ModelLoadError
+from batchline.errors import BadRequest, EngineDead, EngineError, ModelLoadError, NumbersNotFinite
 from batchline.speech.decoding import WindowSequence
 from batchline.speech.features import LogMel
 from batchline.speech.model import load_whisper
@@ -267,5 +267,69 @@ async def test_a_model_of_one_language_gets_the_tokens_of_generate(tmp_path: Pat
         assert not model.translates
         with pytest.raises(BadRequest, match="It knows: en"):
             await all_parts(model, request(samples, language="de"))
+    finally:
+        model.close()
+
+
+async def test_a_window_whose_token_cannot_be_chosen_fails_alone(
+    model: SpeechModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the model's own step was guarded: an error while a token was chosen ended the thread, and all requests."""
+    samples = sound(1.0, 43)
+    expected = await all_parts(model, request(samples, language="en"))
+    chosen = WindowSequence._chosen
+
+    def faulty(sequence: WindowSequence, logits: torch.Tensor) -> int:
+        if len(sequence.tokens) == 2 and sequence.window.seed == 7:
+            raise RuntimeError("no")
+        return chosen(sequence, logits)
+
+    monkeypatch.setattr(WindowSequence, "_chosen", faulty)
+    requests = [request(samples, language="en", seed=seed) for seed in (1, 7, 2)]
+    answers = await asyncio.gather(*(all_parts(model, one) for one in requests), return_exceptions=True)
+    assert [type(answer) for answer in answers] == [list, EngineError, list]
+    assert [tokens_of(answer) for answer in answers if isinstance(answer, list)] == [tokens_of(expected)] * 2
+
+
+async def test_a_text_that_the_tokenizer_cannot_write_fails_alone(model: SpeechModel) -> None:
+    worker = model._worker
+    text_of, calls = worker._text_of, iter([True])
+
+    def faulty(tokens: Sequence[int]) -> str:
+        if next(calls, False):
+            raise ValueError("no")
+        return text_of(tokens)
+
+    worker._text_of = faulty
+    try:
+        requests = [request(sound(1.0, seed), language="en") for seed in (44, 45)]
+        answers = await asyncio.gather(*(all_parts(model, one) for one in requests), return_exceptions=True)
+    finally:
+        worker._text_of = text_of
+    assert sorted(type(answer).__name__ for answer in answers) == ["EngineError", "list"]
+    assert model.is_alive
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+async def test_logits_that_are_not_finite_fail_with_their_window_alone(
+    folder: Path, bad: float, temperature: float
+) -> None:
+    """All of them minus infinity: a checkpoint that forbids every token."""
+    model = load(folder)
+    try:
+        logits = model._worker._runner.logits
+
+        def faulty(states: torch.Tensor) -> torch.Tensor:
+            found = logits(states)
+            if model._worker._running:  # not the prompt's
+                found[0] = bad
+            return found
+
+        model._worker._runner.logits = faulty  # type: ignore[method-assign]
+        with pytest.raises(NumbersNotFinite):
+            await all_parts(model, request(sound(1.0, 1), language="en", temperatures=(temperature,)))
+        model._worker._runner.logits = logits  # type: ignore[method-assign]
+        assert await all_parts(model, request(sound(1.0, 1), language="en"))
     finally:
         model.close()

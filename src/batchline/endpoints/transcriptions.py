@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from batchline.config import TextConfig
+from batchline.endpoints.engine_input import GREEDY_BELOW
 from batchline.endpoints.pooling_limits import engine_errors_answered, off_loop_if_large
 from batchline.errors import BadRequest
 from batchline.media.audio import resampled
@@ -130,7 +131,7 @@ async def _parts(
             prompt=request.prompt,
             timestamps=request.needs_timestamps,
             times_words=request.times_words,
-            temperatures=DEFAULT_TEMPERATURES if request.temperature == 0 else (request.temperature,),
+            temperatures=DEFAULT_TEMPERATURES if request.temperature < GREEDY_BELOW else (request.temperature,),
             seed=transcriber.text.seed if request.seed is None else request.seed,
             sampling=Sampling(**{field.name: getattr(request, field.name) for field in fields(Sampling)}),
             priority=priority + request.priority,

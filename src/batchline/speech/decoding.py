@@ -12,8 +12,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from batchline.errors import NumbersNotFinite
 from batchline.speech.request import DecodedWindow, Window
 from batchline.speech.tokens import SpeechTokens, allowed_timestamps
+
+_LEAST_PENALTY = 1e-30
+"""Smaller penalties change no more draws, but turn logits into infinities and NaN."""
 
 TextOf = Callable[[Sequence[int]], str]
 """The text of tokens, without control tokens."""
@@ -51,9 +55,11 @@ class WindowSequence:
 
     @torch.inference_mode()
     def advance(self, logits: torch.Tensor) -> None:
-        """Choose the next token. logits: (vocabulary,) float32, which is changed."""
+        """Choose the next token. logits: (vocabulary,) float32, which is changed. Raises: NumbersNotFinite."""
         self._forbid(logits)
         logprobs = torch.log_softmax(logits, dim=-1)
+        if not bool(logprobs.max().isfinite()):  # also if no token is left
+            raise NumbersNotFinite("the model computed numbers for this recording that are not finite")
         self._penalise(logits)
         token = self._chosen(logits)
         self._sum_logprobs += float(logprobs[token])
@@ -103,14 +109,15 @@ class WindowSequence:
             return
         seen = torch.tensor(list(counts), device=logits.device)
         numbers = torch.tensor(list(counts.values()), device=logits.device)
-        own, penalty = logits[seen], sampling.repetition_penalty
+        own, penalty = logits[seen], max(sampling.repetition_penalty, _LEAST_PENALTY)
         own = torch.where(own > 0, own / penalty, own * penalty)
         logits[seen] = own - numbers * sampling.frequency_penalty - sampling.presence_penalty
 
     def _chosen(self, logits: torch.Tensor) -> int:
         if self.temperature <= 0:
             return int(logits.argmax())
-        chances = torch.softmax(logits / self.temperature, dim=-1).cpu()
+        from_best = logits - logits.max()  # so that no division makes them infinite
+        chances = torch.softmax(from_best / self.temperature, dim=-1).cpu()
         # not torch.multinomial, which takes ten times as long for a vocabulary of this size
         sums = self._filtered(chances).double().cumsum(dim=-1)
         point = torch.rand(1, dtype=torch.float64, generator=self._generator) * sums[-1]
@@ -124,7 +131,9 @@ class WindowSequence:
         if sampling.top_k > 0 or sampling.top_p < 1:
             ordered, tokens = chances.sort(descending=True)
             ordered = ordered[: sampling.top_k] if sampling.top_k > 0 else ordered
-            ordered = ordered.where(ordered.cumsum(0) - ordered < sampling.top_p * ordered.sum(), 0.0)
+            is_kept = ordered.cumsum(0) - ordered < sampling.top_p * ordered.sum()
+            is_kept[0] = True  # float32 rounds a tiny top_p to 0
+            ordered = ordered.where(is_kept, 0.0)
             chances = torch.zeros_like(chances).scatter(0, tokens[: len(ordered)], ordered)
         return chances
 

@@ -12,13 +12,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
 import torch
 
 from batchline.callers import FairLine
-from batchline.errors import EngineError, EngineOutOfMemory, NumbersNotFinite
+from batchline.errors import EngineError, EngineOutOfMemory
 from batchline.model_thread import ModelThread, ThreadCall
 from batchline.speech.decoding import TextOf, WindowSequence
 from batchline.speech.model import MAX_ENCODED, WhisperRunner
@@ -189,28 +190,24 @@ class SpeechWorker(ModelThread):
         except Exception as exc:  # the model's code may raise anything; its callers get a typed error
             logger.warning("%d windows failed", len(calls), exc_info=len(calls) == 1)
             if len(calls) == 1:
-                is_memory = isinstance(exc, torch.OutOfMemoryError | MemoryError)
-                kind = EngineOutOfMemory if is_memory else EngineError
-                error = kind("the model failed on this recording")
-                error.__cause__ = exc
-                calls[0].settle(error)
+                calls[0].settle(_error_of(exc))
         return None
 
     def _advance(self, calls: Sequence[_Call], logits: Sequence[torch.Tensor]) -> None:
-        """Choose the next token of each call, and settle those that are complete."""
+        """Choose the next token of each call, and settle those that are complete. An error is of its call alone."""
         for call, row in zip(calls, logits, strict=True):
-            sequence = call.sequence
-            if bool(torch.isnan(row).any()):
-                call.settle(NumbersNotFinite("the model computed numbers for this recording that are not finite"))
-                continue
-            sequence.advance(row)
-            self._output_tokens += 1
-            while sequence.is_finished:
-                result = sequence.retry_or_result(self._text_of)
-                if result is not None:
-                    self._finish(call, result)
-                    break
-                sequence.advance(sequence.first_logits.clone())
+            self._attempt([call], partial(self._advance_one, call, row))
+
+    def _advance_one(self, call: _Call, logits: torch.Tensor) -> None:
+        sequence = call.sequence
+        sequence.advance(logits)
+        self._output_tokens += 1
+        while sequence.is_finished:
+            result = sequence.retry_or_result(self._text_of)
+            if result is not None:
+                self._finish(call, result)
+                return
+            sequence.advance(sequence.first_logits.clone())
 
     def _finish(self, call: _Call, result: DecodedWindow) -> None:
         window = call.sequence.window
@@ -235,3 +232,13 @@ class SpeechWorker(ModelThread):
             if row < len(self._running):
                 self._running[row] = last
                 self._runner.move(len(self._running), row)
+
+
+def _error_of(exc: Exception) -> EngineError:
+    """What the caller of a window gets."""
+    if isinstance(exc, EngineError):
+        return exc
+    is_memory = isinstance(exc, torch.OutOfMemoryError | MemoryError)
+    error = (EngineOutOfMemory if is_memory else EngineError)("the model failed on this recording")
+    error.__cause__ = exc
+    return error
