@@ -8,16 +8,17 @@ from typing import Any
 
 import pytest
 from media_families import load_processor, make_media_model, picture
+from PIL import Image
 
 from batchline.config import ModelConfig
-from batchline.errors import BadRequest
+from batchline.errors import BadRequest, UnprocessableEntity, UsageError
 from batchline.media.items import Detail
 from batchline.media.processor import MediaProcessor, load_media_processor
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    families = ("llava", "qwen2_vl", "internvl", "smolvlm")
+    families = ("llava", "qwen2_vl", "internvl", "smolvlm", "gemma3", "pixtral", "llava_onevision")
     return {family: make_media_model(family, tmp_path_factory.mktemp(family)) for family in families}
 
 
@@ -31,6 +32,7 @@ def num_features(processor: MediaProcessor, given: dict[str, Any]) -> int:
         ("qwen2_vl", {"max_pixels": 2048}),
         ("qwen2_vl", {"images_kwargs": {"max_pixels": 2048}}),
         ("qwen2_vl", {"size": {"shortest_edge": 1024, "longest_edge": 2048}}),
+        ("qwen2_vl", {"size": {"longest_edge": 2048}}),
         ("internvl", {"max_patches": 1}),
         ("internvl", {"crop_to_patches": False}),
         ("smolvlm", {"do_image_splitting": False}),
@@ -88,6 +90,7 @@ def test_an_image_with_other_settings_is_another_image_for_the_caches(folders: d
         ("llava", {"size": {"shortest_edge": 10**9}}, ""),
         ("internvl", {"max_patches": 1000}, ".max_patches"),
         ("internvl", {"crop_to_patches": 1}, ".crop_to_patches"),
+        ("gemma3", {"do_pan_and_scan": True}, ".do_pan_and_scan"),
     ],
 )
 def test_a_request_cannot_ask_for_more_or_for_what_only_the_operator_may_set(
@@ -104,3 +107,56 @@ def test_what_the_operator_sets_is_the_most_that_a_request_can_ask_for(folders: 
     assert num_features(processor, {}) == num_features(load_processor(folders["qwen2_vl"]), {"max_pixels": 2048})
     with pytest.raises(BadRequest, match=r"2048, which is the largest value"):
         processor.adjusted({"max_pixels": 4096})
+
+
+def test_a_size_without_edges_is_the_models_own(folders: dict[str, Path]) -> None:
+    """It was taken as no size at all, and each image of the request was blamed for that."""
+    processor = load_processor(folders["qwen2_vl"])
+    assert num_features(processor, {"size": {}}) == num_features(processor, {})
+
+
+def test_a_switch_that_the_model_has_off_stays_off(folders: dict[str, Path]) -> None:
+    """With `do_pan_and_scan`, an image took four times the tokens."""
+    processor = load_processor(folders["gemma3"])
+    assert num_features(processor, {"do_pan_and_scan": False}) == num_features(processor, {})
+    with pytest.raises(BadRequest, match="Input should be false"):
+        processor.adjusted({"do_pan_and_scan": True})
+
+
+@pytest.mark.parametrize(("family", "size"), [("pixtral", (1, 900)), ("qwen2_vl", (1, 900))])
+def test_an_image_that_the_processor_refuses_is_described_without_its_internals(
+    folders: dict[str, Path], family: str, size: tuple[int, int]
+) -> None:
+    """The error showed names of classes, and what numpy says of a side of 0 pixels."""
+    item = replace(picture(1), content=Image.new("RGB", size))
+    with pytest.raises(UnprocessableEntity) as refused:
+        load_processor(folders[family]).prepare(item)
+    assert refused.value.message == (
+        "The model's processor cannot use this image of 1 x 900 pixels: it may be too small, or its aspect ratio "
+        "(900:1) too extreme"
+    )
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("qwen2_vl", {"max_pixel": 2048}),
+        ("qwen2_vl", {"min_pixels": "a"}),
+        ("qwen2_vl", {"size": {"longest_edge": 2048}}),
+        ("llava", {"size": 3.5}),
+        ("pixtral", {"no_such_setting": 1}),
+    ],
+)
+def test_settings_that_the_image_processor_does_not_take_are_the_operators_mistake(
+    folders: dict[str, Path], family: str, settings: dict[str, Any]
+) -> None:
+    """The model was loaded, and each image was a 422 then, or a 500."""
+    with pytest.raises(UsageError, match="--mm-processor-kwargs"):
+        load_media_processor(ModelConfig(model=str(folders[family])), settings)
+
+
+def test_an_image_of_several_holds_no_more_memory_than_its_own(folders: dict[str, Path]) -> None:
+    """LLaVA-OneVision's processor gets it twice, and the array of both stayed in memory, uncounted."""
+    processor = load_processor(folders["llava_onevision"])
+    arrays = processor.prepare(picture(1), is_alone=False).inputs.values()
+    assert all(array.base is None or array.base.nbytes == array.nbytes for array in arrays)

@@ -7,15 +7,20 @@ itself, so that equal images in different requests have equal inputs.
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
-from batchline.errors import BadRequest, UnprocessableEntity
+from batchline.errors import BadRequest, UnprocessableEntity, UsageError
 from batchline.media.items import MediaItem
 from batchline.media.prepared import PreparedItem, PreparedMedia
+
+logger = logging.getLogger(__name__)
+
+_CHECKED_SIDE = 256
 
 _ADJUSTABLE_SIZES = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
 _ADJUSTABLE = (
@@ -53,6 +58,17 @@ class ImageProcessor:
         self.feature_token_id = feature_token_id
         self._feature_token: str = processor.tokenizer.convert_ids_to_tokens(feature_token_id)
 
+    def check(self) -> None:
+        """Prepare a small image. Raises: UsageError if the processor does not take the operator's settings."""
+        image = Image.new("RGB", (_CHECKED_SIDE, _CHECKED_SIDE))
+        try:
+            self._prepared(MediaItem("image", b"", image), b"", self._settings, is_one_of_several=False)
+        except Exception as exc:  # each processor checks its settings with other means
+            reason = str(exc.__cause__ or exc).strip().partition("\n")[0]
+            raise UsageError(
+                f"--mm-processor-kwargs: the model's image processor does not take them: {reason}"
+            ) from exc
+
     def adjusted(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
         """All settings with those of a request (`mm_processor_kwargs`), which may ask for less work, never for more.
 
@@ -81,8 +97,11 @@ class ImageProcessor:
             message = f"mm_processor_kwargs: a request can set {known} for this model, not {name[:80]!r}"
             raise BadRequest(message, param="mm_processor_kwargs")
         if _is_within(value, own):
-            return value
-        message = f"mm_processor_kwargs.{name}: Input should be of the form of {own}, which is the largest value"
+            return {**own, **value} if isinstance(own, dict) else value
+        wanted = f"of the form of {own}, which is the largest value"
+        if isinstance(own, bool):
+            wanted = "true or false" if own else "false, as the model has it"
+        message = f"mm_processor_kwargs.{name}: Input should be {wanted}"
         raise BadRequest(message, param=f"mm_processor_kwargs.{name}")
 
     def _with_low_detail(self, settings: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -132,12 +151,11 @@ class ImageProcessor:
             nested, *_ = self._processor.prepare_inputs_layout(images=images, text=[self.placeholder])
             inputs = self._processor.image_processor(nested, return_tensors="np", **settings)
             text = self._processor.replace_image_token(inputs, image_idx=0, **settings)
-        except (ValueError, TypeError, ZeroDivisionError, IndexError) as exc:  # for example of an extreme aspect ratio
-            size = f"{image.width} x {image.height} pixels"
-            raise UnprocessableEntity(f"The model's processor cannot use this image of {size}: {exc}") from exc
+        except (ValueError, TypeError, ZeroDivisionError, IndexError) as exc:
+            raise unusable("image", image, exc) from exc
         arrays = {name: np.asarray(value) for name, value in inputs.items() if isinstance(value, (np.ndarray, list))}
         if is_one_of_several:
-            arrays = {name: array[:1] for name, array in arrays.items()}
+            arrays = {name: array[:1].copy() for name, array in arrays.items()}  # lets go of the other one's memory
         return PreparedItem(
             kind=item.kind,
             key=key,
@@ -147,6 +165,16 @@ class ImageProcessor:
         )
 
 
+def unusable(noun: str, image: Image.Image, cause: Exception) -> UnprocessableEntity:
+    """The error for an image that a processor refuses. noun: what the request calls it. The log has the cause."""
+    logger.info("a processor refused an image of %d x %d pixels: %s", image.width, image.height, cause)
+    shorter, longer = sorted(image.size)
+    return UnprocessableEntity(
+        f"The model's processor cannot use this {noun} of {image.width} x {image.height} pixels: it may be too small, "
+        f"or its aspect ratio ({longer / max(shorter, 1):.0f}:1) too extreme"
+    )
+
+
 def _key(item: MediaItem, settings: Mapping[str, Any], is_one_of_several: bool) -> bytes:
     text = repr((sorted(settings.items()), is_one_of_several))
     return hashlib.sha256(item.digest + text.encode(errors="replace")).digest()
@@ -154,8 +182,8 @@ def _key(item: MediaItem, settings: Mapping[str, Any], is_one_of_several: bool) 
 
 def _is_within(value: Any, own: Any) -> bool:
     """Whether a request's value has the form of the model's, and is not larger."""
-    if isinstance(own, bool) or isinstance(value, bool):
-        return isinstance(own, bool) and isinstance(value, bool)
+    if isinstance(own, bool) or isinstance(value, bool):  # each can only be turned off
+        return isinstance(own, bool) and isinstance(value, bool) and value <= own
     if isinstance(own, dict):
         return (
             isinstance(value, dict)

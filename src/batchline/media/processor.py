@@ -109,7 +109,8 @@ class MediaProcessor:
 def load_media_processor(config: ModelConfig, settings: Mapping[str, Any]) -> MediaProcessor:
     """The processor in a model's folder. settings: `mm_processor_kwargs`.
 
-    Raises: ModelLoadError, UnsupportedModel; UsageError for settings of images if the model takes none.
+    Raises: ModelLoadError, UnsupportedModel; UsageError for settings that the image processor does not take, or if
+    there is none.
     """
     from transformers import (  # heavy: only a model that is loaded needs it
         AutoConfig,
@@ -145,6 +146,8 @@ def load_media_processor(config: ModelConfig, settings: Mapping[str, Any]) -> Me
         is_cutting = name == "LlavaOnevisionProcessor"
         token_id = int(hf_config.image_token_id)
         image = ImageProcessor(processor, token_id, prepared, settings, cuts_single_images=is_cutting)
+        if settings:
+            image.check()
     elif settings:
         raise UsageError(f"--mm-processor-kwargs sets image processors, and {config.model} takes no images.")
     if "feature_extractor" in known:

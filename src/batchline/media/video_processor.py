@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from batchline.errors import UnprocessableEntity
+from batchline.media.image_processor import unusable
 from batchline.media.items import MediaItem
 from batchline.media.prepared import PreparedItem, PreparedMedia
 from batchline.media.video import Video
@@ -47,12 +47,10 @@ class VideoProcessor:
         video = item.content
         assert isinstance(video, Video)
         frames = [*video.frames, *video.frames[-1:] * (len(video.frames) % 2)]
-        width, height = frames[0].size
         try:
             inputs = self._images(frames, return_tensors="np", size=self._size)
-        except (ValueError, TypeError, ZeroDivisionError) as exc:  # for example of an extreme aspect ratio
-            reason = f"The model's processor cannot use this video of {width} x {height} pixels: {exc}"
-            raise UnprocessableEntity(reason) from exc
+        except (ValueError, TypeError, ZeroDivisionError, IndexError) as exc:
+            raise unusable("video", frames[0], exc) from exc
         grid = np.array([[len(frames) // 2, *inputs["image_grid_thw"][0][1:]]], dtype=np.int64)
         num_features = int(grid.prod()) // self._images.merge_size**2
         return PreparedItem(
