@@ -141,6 +141,40 @@ def test_a_host_that_the_operator_does_not_name_is_refused(host: str) -> None:
         rules.checked_url(f"http://{host}/a.png")
 
 
+@pytest.mark.parametrize(
+    ("domain", "url"),
+    [
+        ("bücher.de", "http://bücher.de/a.png"),
+        ("BÜCHER.de", "http://xn--bcher-kva.de/a.png"),
+        ("*.bücher.de", "http://www.bücher.de/a.png"),
+        ("8.8.8.8", "http://8.8.8.8/a.png"),
+        ("[2606:4700:0::1111]", "http://[2606:4700::1111]/a.png"),
+        ("my_bucket.example.com", "http://my_bucket.example.com/a.png"),
+    ],
+)
+def test_a_host_is_allowed_however_its_name_is_written(domain: str, url: str) -> None:
+    """Names with other letters than ASCII never matched, since URLs have them encoded."""
+    assert FetchRules(domains=[domain]).checked_url(url)
+
+
+@pytest.mark.parametrize(
+    "domain",
+    [
+        *("", "*", "*.", "a.*.com", "*example.com", "example.com:8080", "https://example.com", "example.com/images"),
+        *("user@example.com", "exa mple.com", "2130706433", "0x7f.1", "*.10.0.0.1", "10.0.0.0/8", "..."),
+    ],
+)
+def test_a_domain_that_no_url_can_have_is_the_operators_mistake(domain: str) -> None:
+    """It was accepted, and then every URL was refused."""
+    with pytest.raises(UsageError, match=r"--allowed-media-domains: .* is not a host such as example.com"):
+        FetchRules(domains=[domain])
+
+
+def test_the_word_none_allows_no_host() -> None:
+    with pytest.raises(BadRequest, match="--allowed-media-domains"):
+        FetchRules(domains=["none"]).checked_url("http://example.com/a.png")
+
+
 def test_a_refused_host_is_not_told_whether_it_exists() -> None:
     """A literal address gets the reason that a name without a public address gets."""
     with pytest.raises(BadRequest, match=r"^its host has no public address$"):

@@ -74,7 +74,7 @@ class FetchRules:
     """
 
     def __init__(self, domains: Sequence[str] = (), networks: Sequence[str] = ()) -> None:
-        self._domains = frozenset(_host_name(domain) for domain in domains)
+        self._domains = frozenset(map(_domain, domains))
         self._networks = parse_networks(networks)
 
     def checked_url(self, text: str) -> URL:
@@ -109,7 +109,7 @@ class FetchRules:
             raise BadRequest("its host is not a valid address")  # 2130706433, 0x7f.1, 0177.0.0.1
         if address is None and not _HOST.fullmatch(host):
             raise BadRequest("it has no valid host")
-        if self._domains and not self._has_domain(_host_name(host)):
+        if self._domains and not self._has_domain(_host_name(host) if address is None else str(address)):
             raise BadRequest("its host is not one that --allowed-media-domains names")
         if address is not None and not self.is_allowed(str(address)):
             raise BadRequest(NO_PUBLIC_ADDRESS)
@@ -122,6 +122,25 @@ class FetchRules:
 
 def _host_name(text: str) -> str:
     return text.strip().lower().rstrip(".")
+
+
+def _domain(text: str) -> str:
+    """A host that the operator names, as URLs have it, with `*.` before it if that was given. Raises: UsageError."""
+    name = _host_name(text)
+    address = _literal_address(name.removeprefix("[").removesuffix("]"))
+    if address is not None:
+        return str(address)
+    wildcard = "*." if name.startswith("*.") else ""
+    try:
+        host = URL.build(scheme="http", host=name.removeprefix("*.")).raw_host or ""
+    except ValueError:
+        host = ""
+    if not _HOST.fullmatch(host) or _NUMBER.fullmatch(host.rpartition(".")[2]):
+        raise UsageError(
+            f"--allowed-media-domains: {text!r} is not a host such as example.com or *.example.com. Write no scheme, "
+            "port or path, and leave the option out to allow all hosts."
+        )
+    return wildcard + host
 
 
 def _literal_address(host: str) -> Address | None:

@@ -66,7 +66,7 @@ class ImageProcessor:
         except Exception as exc:  # each processor checks its settings with other means
             reason = str(exc.__cause__ or exc).strip().partition("\n")[0]
             raise UsageError(
-                f"--mm-processor-kwargs: the model's image processor does not take them: {reason}"
+                f"--mm-processor-kwargs: the image processor does not take these settings: {reason}"
             ) from exc
 
     def adjusted(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
