@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import re
+import shutil
 import socket
+import tempfile
+import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -20,6 +24,7 @@ from batchline.batch import runner
 from batchline.config import MediaConfig
 from batchline.errors import BadRequest, RequestError, ServiceUnavailable, UnprocessableEntity
 from batchline.media import fetching
+from batchline.media import folder as folder_module
 from batchline.media.addresses import FetchRules
 from batchline.media.fetching import Fetcher
 
@@ -499,6 +504,66 @@ async def test_a_disk_that_takes_nothing_is_not_the_requests_fault(server: Media
         refused = await refusal(made, url)
     assert isinstance(refused, ServiceUnavailable)
     assert str(tmp_path) not in refused.message
+
+
+async def test_fetching_goes_on_after_something_has_cleaned_up_the_temporary_files(
+    server: MediaServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that ran for weeks answered each URL with a 503 from then on."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    url = server.send("/a.png", b"x")
+    async with fetcher() as made:
+        assert await content(made, url) == b"x"
+        (folder,) = tmp_path.iterdir()
+        folder.rmdir()
+        assert await content(made, url) == b"x"
+        assert await content(made, url) == b"x"
+    assert not list(tmp_path.iterdir())
+
+
+async def test_a_file_or_folder_of_a_run_that_somebody_deletes_is_fetched_again(
+    server: MediaServer, tmp_path: Path
+) -> None:
+    """The deleted file was still taken for fetched, and each request with its URL failed."""
+    url = server.send("/a.png", b"x")
+    async with fetcher(cache_folder=tmp_path / "media") as made:
+        assert await content(made, url) == b"x"
+        (file,) = (tmp_path / "media").iterdir()
+        file.unlink()
+        assert await content(made, url) == b"x"
+        shutil.rmtree(tmp_path / "media")
+        assert await content(made, url) == b"x"
+        assert await content(made, url) == b"x"
+    assert server.count("/a.png") == 3
+
+
+async def test_a_cancelled_fetch_closes_its_file_when_the_last_write_has_ended(
+    server: MediaServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file was closed while a thread wrote to it: it could write to another file with the same descriptor."""
+    has_begun, may_go_on = asyncio.Event(), threading.Event()
+    loop, was_closed = asyncio.get_running_loop(), list[bool]()
+
+    def write_later(file: io.FileIO, _piece: bytes) -> None:
+        loop.call_soon_threadsafe(has_begun.set)
+        may_go_on.wait(10)
+        was_closed.append(file.closed)
+
+    monkeypatch.setattr(folder_module, "_write", write_later)
+    url = server.send("/a.png", b"x")
+    async with fetcher(cache_folder=tmp_path) as made:
+        task = asyncio.create_task(content(made, url))
+        await has_begun.wait()
+        for _ in range(3):
+            task.cancel()
+            for _ in range(5):
+                await asyncio.sleep(0)
+        may_go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        while not was_closed or list(tmp_path.iterdir()):  # noqa: ASYNC110 - a folder has no events
+            await asyncio.sleep(0)
+    assert was_closed == [False]
 
 
 async def test_a_url_that_breaks_the_rules_is_a_bad_request() -> None:

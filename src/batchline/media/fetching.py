@@ -8,17 +8,19 @@ credentials of this machine are not used. Error messages go to clients, so they 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from functools import partial
 from pathlib import Path
+from typing import Any
 from weakref import WeakValueDictionary
 
 import aiohttp
@@ -242,7 +244,7 @@ class Fetcher:
                 num_left -= len(piece)
                 if num_left < 0:
                     raise too_large
-                await asyncio.to_thread(write, piece)
+                await _to_the_end(asyncio.to_thread(write, piece))
 
 
 class _CheckedResolver(AbstractResolver):
@@ -293,6 +295,17 @@ class _SystemResolver(AbstractResolver):
     async def close(self) -> None:
         """Wait for nothing: a look-up cannot be cancelled."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+async def _to_the_end(work: Coroutine[Any, Any, None]) -> None:
+    """Await work that goes on when this is cancelled: a thread must not write to a file that is closed meanwhile."""
+    task = asyncio.create_task(work)
+    try:
+        await asyncio.shield(task)
+    finally:
+        while not task.done():
+            with contextlib.suppress(asyncio.CancelledError):  # the first one is raised afterwards
+                await asyncio.wait([task])
 
 
 def _retry_after_s(response: aiohttp.ClientResponse) -> float:

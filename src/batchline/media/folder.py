@@ -43,10 +43,9 @@ class MediaFolder:
     def open(self) -> None:
         """Make the folder, and find what an earlier process of the run has left in it. Raises: FolderUnwritable."""
         with _disk_errors():
-            if self._path is None:
-                self._path = Path(tempfile.mkdtemp(prefix="batchline-media-"))
+            if self._path is None or not self._path.is_dir():
+                self._make()
                 return
-            self._path.mkdir(mode=0o700, exist_ok=True)
             for path in self._path.glob(f"*{_NEW_SUFFIX}"):
                 path.unlink()
             found = [(path.stat(), path.name) for path in self._path.glob(f"*{_SUFFIX}")]
@@ -75,13 +74,20 @@ class MediaFolder:
         name = _name(url)
         if name not in self._sizes:
             return None
+        path = self._folder / name
+        if not path.exists():  # somebody else has deleted it
+            self._delete(name)
+            return None
         self._sizes.move_to_end(name)
-        return self._folder / name
+        return path
 
     @contextmanager
     def new_file(self, url: str) -> Iterator[Callable[[bytes], None]]:
         """What writes a file, which is kept if the block ends without an exception. Raises: FolderUnwritable."""
         name = _name(url)
+        with _disk_errors():
+            if not self._folder.is_dir():  # something has cleaned up the temporary files
+                self._make()
         new = self._folder / (name.removesuffix(_SUFFIX) + _NEW_SUFFIX)
         try:
             with _disk_errors():
@@ -105,6 +111,15 @@ class MediaFolder:
             self._path = None
             self._sizes.clear()
             self._num_bytes = 0
+
+    def _make(self) -> None:
+        """Make the folder, which is empty then. Raises: OSError."""
+        if self._keeps:
+            self._folder.mkdir(mode=0o700)
+        else:
+            self._path = Path(tempfile.mkdtemp(prefix="batchline-media-"))
+        self._sizes.clear()
+        self._num_bytes = 0
 
     @property
     def _folder(self) -> Path:
