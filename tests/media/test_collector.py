@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import os
+import tempfile
+import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -311,23 +313,34 @@ async def test_several_images_reserve_what_they_hold_and_what_the_decoding_threa
     assert len(decoded) == threads + 4
 
 
-async def test_the_event_loop_goes_on_while_media_are_decoded(server: MediaServer) -> None:
-    ticks = 0
+async def test_the_event_loop_goes_on_while_media_are_measured_and_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of the two waits for the event loop, which it would do for ever on the loop's own thread."""
+    loop = asyncio.get_running_loop()
+    seen: list[str] = []
 
-    async def tick() -> None:
-        nonlocal ticks
-        while True:
-            ticks += 1
-            await asyncio.sleep(0)
+    def after_the_loop(name: str) -> None:
+        has_run = threading.Event()
+        loop.call_soon_threadsafe(has_run.set)
+        seen.append(name if has_run.wait(10) else f"{name} on the event loop")
 
+    for name in ("image_size", "decode_image"):
+        real = getattr(images, name)
+
+        def noted(*args: Any, name: str = name, real: Any = real) -> Any:
+            after_the_loop(name)
+            return real(*args)
+
+        monkeypatch.setattr(images, name, noted)
     async with collector() as made:
-        ticking = asyncio.create_task(tick())
-        await items(made, image(data_url(picture("PNG", (1500, 1500)))))
-        ticking.cancel()
-    assert ticks > 10
+        await items(made, image(data_url(picture())))
+    assert seen == ["image_size", "decode_image"]
 
 
-async def test_a_cancelled_request_leaves_nothing_behind(server: MediaServer) -> None:
+async def test_a_cancelled_request_leaves_nothing_behind(
+    server: MediaServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither memory of the budget, nor places to fetch, nor files: it has fetched one image, and waits for another."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     has_begun, never = asyncio.Event(), asyncio.Event()
 
     async def hang(_request: web.Request) -> web.StreamResponse:
@@ -335,15 +348,44 @@ async def test_a_cancelled_request_leaves_nothing_behind(server: MediaServer) ->
         await never.wait()
         return web.Response()
 
-    url = server.add("/slow.png", hang)
-    async with collector() as made:
-        task = asyncio.create_task(items(made, image(url)))
+    slow, quick = server.add("/slow.png", hang), server.send("/quick.png", picture())
+    whole = images.BYTES_PER_PIXEL * 40 * 30
+    async with collector(max_fetches=1, decoded_bytes=whole) as made:
+        task = asyncio.create_task(items(made, image(quick), image(slow, 1)))
         await has_begun.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert len(await items(made, image(data_url(picture())))) == 1
+        assert len(await items(made, image(quick))) == 1  # the only place to fetch is free
+        assert len(await items(made, image(data_url(picture("PNG", (30, 40)))))) == 1  # and so is the memory
+        (folder,) = tmp_path.iterdir()
+        assert not list(folder.iterdir())
     never.set()
+    assert not list(tmp_path.iterdir())
+
+
+async def test_a_request_that_is_cancelled_while_it_is_decoded_or_in_use_gives_its_memory_back(
+    decoded: list[int],
+) -> None:
+    is_in_use = asyncio.Event()
+
+    async def use(made: MediaCollector) -> None:
+        async with made.collect([image(data_url(picture()))]):
+            is_in_use.set()
+            await asyncio.Event().wait()
+
+    async with collector(decoded_bytes=images.BYTES_PER_PIXEL * 40 * 30) as made:
+        using = asyncio.create_task(use(made))
+        await is_in_use.wait()
+        other = data_url(picture("PNG", (30, 40)))
+        waiting = asyncio.create_task(items(made, image(other)))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        using.cancel()
+        assert len(await asyncio.wait_for(waiting, 30)) == 1
+        with pytest.raises(asyncio.CancelledError):
+            await using
+    assert len(decoded) == 2
 
 
 def item(name: bytes, size: tuple[int, int] = (10, 10)) -> MediaItem:
