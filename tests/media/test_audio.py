@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import struct
+import tracemalloc
 from typing import Any
 
 import av
@@ -12,7 +13,7 @@ import pytest
 from media_server import recording
 
 from batchline.errors import UnprocessableEntity
-from batchline.media.audio import audio_bytes, decode_audio, resampled
+from batchline.media.audio import DECODED_RATE, audio_bytes, decode_audio, resampled
 
 FORMATS = {
     "wav": ("wav", "pcm_s16le", 16000),
@@ -47,11 +48,12 @@ def test_every_usual_format_is_decoded(name: str) -> None:
     samples, rate, digest = decode_audio(encoded(name), MAX_SECONDS)
     assert samples.dtype == np.float32
     assert samples.ndim == 1
-    assert rate == FORMATS[name][2]
+    assert rate == DECODED_RATE
     assert len(samples) / rate == pytest.approx(1.0, abs=0.1)
     strongest = np.abs(np.fft.rfft(samples)).argmax() * rate / len(samples)
     assert strongest == pytest.approx(440, abs=5)
     assert len(digest) == 32
+    assert np.abs(samples)[1000:-1000].max() == pytest.approx(0.5, abs=0.05)
 
 
 def test_channels_are_averaged() -> None:
@@ -143,7 +145,7 @@ def test_a_header_alone_is_refused(data: bytes) -> None:
 
 def test_a_wav_whose_rate_or_samples_make_no_sense_is_refused() -> None:
     wav = recording()
-    for rate in (0, 2**32 - 1, 10_000_000):
+    for rate in (0, 1, 3_999, 192_001, 10_000_000, 2**32 - 1):
         broken = bytearray(wav)
         broken[24:28] = struct.pack("<I", rate)
         with pytest.raises(UnprocessableEntity):
@@ -163,28 +165,26 @@ def wav(code: int, channels: int, rate: int, bits: int, payload: bytes) -> bytes
 
 
 @pytest.mark.parametrize(
-    ("data", "num_samples", "rate", "loudest"),
+    ("data", "num_samples", "level"),
     [
-        (wav(7, 1, 8000, 8, b"\x80\x00" * 4000), 8000, 8000, 0.98),
-        (wav(6, 1, 8000, 8, b"\xaa\x2a" * 4000), 8000, 8000, 0.98),
-        (wav(1, 1, 16000, 24, b"\0\0\x40\0\0\xc0" * 4000), 8000, 16000, 0.5),
-        (wav(1, 1, 16000, 32, b"\0\0\0\x40" * 4000), 4000, 16000, 0.5),
-        (wav(1, 6, 48000, 16, struct.pack("<6h", 24576, 0, 0, 0, 0, 0) * 4800), 4800, 48000, 0.125),
+        (wav(7, 1, 8000, 8, b"\x80" * 8000), 16000, 0.98),
+        (wav(6, 1, 8000, 8, b"\xaa" * 8000), 16000, 0.98),
+        (wav(1, 1, 16000, 24, b"\0\0\x40\0\0\xc0" * 4000), 8000, 0.5),
+        (wav(1, 1, 16000, 32, b"\0\0\0\x40" * 4000), 4000, 0.5),
+        (wav(1, 6, 48000, 16, struct.pack("<6h", 24576, 0, 0, 0, 0, 0) * 4800), 1600, 0.125),
     ],
     ids=["mu-law", "a-law", "24-bit", "32-bit", "5.1"],
 )
-def test_a_wav_of_telephones_studios_and_films_is_decoded(
-    data: bytes, num_samples: int, rate: int, loudest: float
-) -> None:
-    samples, found_rate, _ = decode_audio(data, MAX_SECONDS)
-    assert (len(samples), found_rate) == (num_samples, rate)
-    assert np.abs(samples).max() == pytest.approx(loudest, abs=0.02)
+def test_a_wav_of_telephones_studios_and_films_is_decoded(data: bytes, num_samples: int, level: float) -> None:
+    samples, _, _ = decode_audio(data, MAX_SECONDS)
+    assert abs(len(samples) - num_samples) <= 1
+    assert np.median(np.abs(samples)) == pytest.approx(level, abs=0.02)
 
 
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
-        (wav(1, 1, 16000, 16, b""), "holds no samples"),
+        (wav(1, 1, 16000, 16, b""), "no samples, or too few"),
         (wav(1, 0, 16000, 16, bytes(3200)), "damaged or cut off"),
         (wav(1, 65535, 16000, 16, bytes(65535 * 4)), "damaged or cut off"),
         (wav(1, 1, 16000, 0, bytes(100)), "damaged or cut off"),
@@ -231,3 +231,62 @@ def test_resampling_keeps_what_the_new_rate_can_hold_and_drops_the_rest() -> Non
     expected = np.sin(2 * np.pi * 440 * np.arange(len(found)) / 16_000)
     assert np.abs(found - expected)[1000:-1000].max() < 0.01
     assert resampled(low, 44_100, 44_100) is low
+
+
+@pytest.mark.parametrize("rate", [4_000, 192_000])
+def test_recordings_of_the_lowest_and_the_highest_rate_are_decoded(rate: int) -> None:
+    samples, _, _ = decode_audio(recording(rate=rate), MAX_SECONDS)
+    assert abs(len(samples) - DECODED_RATE) <= 1
+
+
+@pytest.mark.parametrize(("rate", "num_samples"), [(48_000, 1), (44_100, 1), (192_000, 5), (16_000, 0)])
+def test_a_recording_that_is_too_short_for_a_single_sample_is_refused(rate: int, num_samples: int) -> None:
+    """It was a 500: nothing was left of it at the model's rate."""
+    with pytest.raises(UnprocessableEntity, match="no samples, or too few"):
+        decode_audio(wav(1, 1, rate, 8, b"\x90" * num_samples), MAX_SECONDS)
+    with pytest.raises(UnprocessableEntity, match="no samples, or too few"):
+        resampled(np.zeros(num_samples, np.float32), 4 * DECODED_RATE, DECODED_RATE)
+
+
+def flac_of_silence(seconds: int, rate: int, announced: int) -> bytes:
+    """announced: the number of samples that its header says."""
+    file = io.BytesIO()
+    with av.open(file, "w", format="flac") as output:
+        stream = output.add_stream("flac", rate=rate, layout="mono", format="s16", options={"frame_size": "65535"})
+        for _ in range(seconds):
+            frame = av.AudioFrame.from_ndarray(np.zeros((1, rate), np.int16), format="s16", layout="mono")
+            frame.sample_rate = rate
+            output.mux(stream.encode(frame))
+        output.mux(stream.encode(None))
+    data = bytearray(file.getvalue())
+    data[21] &= 0xF0
+    data[22:26] = struct.pack(">I", announced)
+    return bytes(data)
+
+
+@pytest.mark.parametrize(("rate", "announced"), [(192_000, 0), (192_000, 192_000), (8_000, 0), (8_000, 8_000)])
+def test_no_recording_takes_more_memory_than_is_reserved_for_it(rate: int, announced: int) -> None:
+    """32 KB of silence, whose header tells no length, became 439 MiB of samples."""
+    data = flac_of_silence(120, rate, announced)
+    tracemalloc.start()
+    try:
+        with pytest.raises(UnprocessableEntity, match="longer than its header or its size says"):
+            decode_audio(data, 3600.0)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak <= audio_bytes(data, 3600.0) < 20 << 20
+
+
+def test_a_recording_whose_header_tells_no_length_is_decoded() -> None:
+    data = bytearray(encoded("flac", seconds=3.0))
+    data[21] &= 0xF0
+    data[22:26] = bytes(4)
+    samples, _, _ = decode_audio(bytes(data), MAX_SECONDS)
+    assert len(samples) == 3 * DECODED_RATE
+
+
+def test_memory_is_reserved_by_the_rate_at_which_samples_are_held() -> None:
+    """A wav with a rate of 1 Hz reserved a thousandth of what its samples took at the model's rate."""
+    sizes = {audio_bytes(recording(rate=rate, seconds=5.0), 3600.0) for rate in (4_000, 16_000, 192_000)}
+    assert sizes == {int(8 * DECODED_RATE * (5 * 1.1 + 10))}

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,7 +27,12 @@ Samples = NDArray[np.float32]
 FORMATS = "wav, flac, mp3, ogg, m4a, webm, aac"
 
 _DECODERS = frozenset({"flac", "mp3", "mp3float", "vorbis", "opus", "libopus", "aac", "aac_fixed", "alac"})
-_MAX_RATE = 768_000
+DECODED_RATE = 16_000
+"""In Hz, of all decoded recordings: what models take that understand speech. Others convert it."""
+
+_RATES = range(4_000, 192_001)
+_LEAST_BYTES_PER_S = 500
+"""Of a recording whose length no header says: less than any encoder of speech writes on average."""
 _SLACK_S = 0.1
 """By which a recording may be shorter than its header says: encoders add silence at the start, which is left out."""
 _TAG_BYTES = 1 << 16
@@ -37,9 +43,8 @@ _OPTIONS = {"protocol_whitelist": "none", "enable_drefs": "0", "use_absolute_pat
 def audio_bytes(data: bytes, max_seconds: float) -> int:
     """Memory that the samples take at most, while they are decoded. Raises: BadRequest, UnprocessableEntity."""
     with opened(data, known_format(data), "recording") as container:
-        rate = _stream(container).codec_context.sample_rate
-        seconds = max_seconds if container.duration is None else min(container.duration / 1e6, max_seconds)
-        return int(8 * rate * max(seconds, 1.0))
+        _stream(container)
+        return int(8 * DECODED_RATE * max(_longest(container, data, max_seconds), 1.0))
 
 
 def audio_seconds(data: bytes) -> float | None:
@@ -50,21 +55,21 @@ def audio_seconds(data: bytes) -> float | None:
 
 
 def decode_audio(data: bytes, max_seconds: float) -> tuple[Samples, int, bytes]:
-    """Samples, their rate in Hz, and their digest. Takes time: call it off the event loop.
+    """Samples, their rate (`DECODED_RATE`), and their digest. Takes time: call it off the event loop.
 
     Raises: BadRequest, UnprocessableEntity.
     """
     with opened(data, known_format(data), "recording") as container:
-        samples, rate = _decoded(container, max_seconds)
+        samples = _decoded(container, _longest(container, data, max_seconds), max_seconds)
         announced_s = (container.duration or 0) / 1e6
-    is_short = _tells_length(data) and len(samples) / rate < announced_s * 0.98 - _SLACK_S
+    is_short = _tells_length(data) and len(samples) / DECODED_RATE < announced_s * 0.98 - _SLACK_S
     if is_short or _is_cut_wav(data):
         raise UnprocessableEntity("the recording is cut off: it is shorter than its header says")
     if not np.isfinite(samples).all():
         raise UnprocessableEntity("the recording has samples that are not finite numbers")
-    digest = hashlib.sha256(b"%d:" % rate)
+    digest = hashlib.sha256(b"%d:" % DECODED_RATE)
     digest.update(samples.data)
-    return samples, rate, digest.digest()
+    return samples, DECODED_RATE, digest.digest()
 
 
 def audio_format(data: bytes) -> str | None:
@@ -131,35 +136,47 @@ def _stream(container: InputContainer) -> Any:
     decoder = stream.codec_context.name
     if decoder not in _DECODERS and not decoder.startswith("pcm_"):
         raise UnprocessableEntity(f"its audio has a format that is not decoded ({decoder})")
-    if not 0 < stream.codec_context.sample_rate <= _MAX_RATE:
-        raise UnprocessableEntity("its sample rate is not valid")
+    if stream.codec_context.sample_rate not in _RATES:
+        raise UnprocessableEntity(f"its sample rate is not from {_RATES[0]:,} to {_RATES[-1]:,} Hz")
     return stream
 
 
-def _decoded(container: InputContainer, max_seconds: float) -> tuple[Samples, int]:
-    """All samples of the first stream, the mean of its channels."""
+def _longest(container: InputContainer, data: bytes, max_seconds: float) -> float:
+    """The seconds for which memory is reserved, and after which decoding ends. A header may say anything."""
+    seconds = (container.duration or 0) / 1e6
+    if not (_tells_length(data) or audio_format(data) == "wav") or not seconds:
+        seconds = max(seconds, len(data) / _LEAST_BYTES_PER_S)
+    return min(seconds * 1.1 + 10, max_seconds)
+
+
+def _decoded(container: InputContainer, longest: float, max_seconds: float) -> Samples:
+    """All samples of the first stream, the mean of its channels, at `DECODED_RATE`.
+
+    They are converted while they are decoded, so that a file cannot make more of them than its length says. longest,
+    in seconds: more are refused.
+    """
     from av.audio.resampler import AudioResampler
 
-    stream = _stream(container)
-    rate = stream.codec_context.sample_rate
-    resampler = AudioResampler(format="fltp", rate=rate)
+    resampler = AudioResampler(format="fltp", rate=DECODED_RATE, frame_size=DECODED_RATE)
     pieces: list[Samples] = []
     num_samples = 0
-    for frame in container.decode(stream):
-        frame.pts = None  # gaps and jumps of time stamps are not filled
+    for frame in chain(container.decode(_stream(container)), (None,)):
+        if frame is not None:
+            frame.pts = None  # gaps and jumps of time stamps are not filled
         for part in resampler.resample(frame):
             pieces.append(part.to_ndarray().mean(axis=0, dtype=np.float32))
             num_samples += len(pieces[-1])
-        if num_samples > max_seconds * rate:
-            raise UnprocessableEntity(f"the recording is longer than {max_seconds:g} seconds")
-    pieces += [part.to_ndarray().mean(axis=0, dtype=np.float32) for part in resampler.resample(None)]
-    if not num_samples:
-        raise UnprocessableEntity("the recording holds no samples")
-    return np.concatenate(pieces), rate
+        if num_samples > longest * DECODED_RATE:
+            limit = f"{max_seconds:g} seconds" if longest == max_seconds else "its header or its size says"
+            raise UnprocessableEntity(f"the recording is longer than {limit}")
+    return _joined(pieces)
 
 
 def resampled(samples: Samples, rate: int, wanted_rate: int) -> Samples:
-    """The samples at another rate, without what that rate cannot hold. Takes time: call it off the event loop."""
+    """The samples at another rate, without what that rate cannot hold. Takes time: call it off the event loop.
+
+    Raises: UnprocessableEntity if none are left.
+    """
     if rate == wanted_rate:
         return samples
     from av import AudioFrame
@@ -172,4 +189,11 @@ def resampled(samples: Samples, rate: int, wanted_rate: int) -> Samples:
         frame.sample_rate = rate
         pieces += [part.to_ndarray()[0] for part in resampler.resample(frame)]
     pieces += [part.to_ndarray()[0] for part in resampler.resample(None)]
+    return _joined(pieces)
+
+
+def _joined(pieces: Sequence[Samples]) -> Samples:
+    """Raises: UnprocessableEntity."""
+    if not sum(map(len, pieces)):
+        raise UnprocessableEntity("the recording holds no samples, or too few")
     return np.concatenate(pieces)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,8 @@ from batchline.errors import UnprocessableEntity
 from batchline.media.audio import Samples, resampled
 from batchline.media.items import MediaItem
 from batchline.media.prepared import PreparedItem, PreparedMedia
+
+logger = logging.getLogger(__name__)
 
 _SLACK_S = 0.1
 """By which a recording may be longer than a model hears: encoders add silence at the end, which is left out."""
@@ -42,7 +45,12 @@ class AudioProcessor:
         samples = resampled(*item.content, rate)
         self._check_length(samples, rate)
         settings = {"sampling_rate": rate, "return_attention_mask": True, "return_tensors": "np"}
-        inputs, (text,) = self._processor._process_audio([samples], **settings)
+        try:
+            inputs, (text,) = self._processor._process_audio([samples], **settings)
+        except (ValueError, TypeError, IndexError, ZeroDivisionError) as exc:  # for example of a few samples
+            logger.warning("the model's processor failed on a recording of %d samples", len(samples), exc_info=True)
+            seconds = len(samples) / rate
+            raise UnprocessableEntity(f"The model cannot use this recording of {seconds:.3g} seconds") from exc
         num_features = text.count(self.placeholder)
         if not num_features:
             raise UnprocessableEntity("The recording is too short for this model")
