@@ -22,7 +22,7 @@ MAX_TOKENS = 6
 MAX_FRAMES = 8
 
 
-@pytest.fixture(scope="module", params=["qwen2_vl", "qwen2_5_vl"])
+@pytest.fixture(scope="module", params=["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_media_model(request.param, tmp_path_factory.mktemp(request.param))
 
@@ -53,10 +53,11 @@ def text(words: str) -> dict[str, Any]:
 
 async def test_answers_equal_those_of_generate(folder: Path, backend: Any) -> None:
     data = [tiny_video(), tiny_video(num_frames=30, size=(64, 40))]
-    decoded = [decode_video(each, VideoLimits(5.0, MAX_FRAMES, 10**8)) for each in data]
+    processor = load_processor(folder)
+    decoded = [decode_video(each, VideoLimits(5.0, MAX_FRAMES, 10**8), processor.sampling) for each in data]
     items = tuple(MediaItem("video", digest, video) for video, digest in decoded)
     prompt = Prompt("user: Compare <|video_pad|> with <|video_pad|>! assistant: ", items)
-    ((expected_prompt, expected),) = greedy_oracle(folder, [prompt], load_processor(folder), MAX_TOKENS)
+    ((expected_prompt, expected),) = greedy_oracle(folder, [prompt], processor, MAX_TOKENS)
     parts = [text("Compare "), video_url(data[0]), text(" with "), video_url(data[1]), text("!")]
     status, body = await answer(backend, *parts)
     assert status == 200, body
@@ -90,7 +91,7 @@ async def test_a_video_that_cannot_be_used_is_refused_with_the_reason(backend: A
 
 
 async def test_a_model_that_sees_only_images_names_the_parts_it_takes(tmp_path: Path) -> None:
-    model = ModelConfig(model=str(make_media_model("qwen3_vl", tmp_path)), served_names=("m",), device="cpu")
+    model = ModelConfig(model=str(make_media_model("idefics3", tmp_path)), served_names=("m",), device="cpu")
     async with running(InProcessBackend([EngineConfig(model=model, cache=CacheConfig(num_bytes=2**22))])) as backend:
         status, body = await answer(backend, video_url(tiny_video()))
     assert status == 400

@@ -26,7 +26,11 @@ from transformers import (
     AutoModelForMultimodalLM,
     PreTrainedTokenizerFast,
 )
+from transformers.image_processing_backends import PilBackend
 from transformers.image_utils import SizeDict
+from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
+from transformers.video_processing_utils import BaseVideoProcessor
+from transformers.video_utils import VideoMetadata
 
 from batchline.config import ModelConfig
 from batchline.endpoints.media_input import media_spans
@@ -185,7 +189,10 @@ FAMILIES |= {
         text={"rope_parameters": {**MROPE, "mrope_interleaved": True}, "head_dim": 16},
         top=QWEN_TOP,
         preprocessor=QWEN_IMAGES,
-        processor={"processor_class": "Qwen3VLProcessor"},
+        processor={
+            "processor_class": "Qwen3VLProcessor",
+            "video_processor": {"size": {"shortest_edge": 1024, "longest_edge": 8192}},
+        },
     ),
     "idefics3": Family(
         text_type="llama",
@@ -438,7 +445,8 @@ def video(seed: int, num_frames: int = 4, width: int = 40, height: int = 40) -> 
     """Pictures, one after another, two in a second."""
     frames = [picture(100 * seed + index, width, height).content for index in range(num_frames)]
     digest = hashlib.sha256(b"".join(frame.tobytes() for frame in frames)).digest()  # type: ignore[union-attr]
-    return MediaItem("video", digest, Video(tuple(frames), rate=2.0))  # type: ignore[arg-type]
+    times = tuple(index / 2 for index in range(num_frames))
+    return MediaItem("video", digest, Video(tuple(frames), times, rate=2.0))  # type: ignore[arg-type]
 
 
 def load_processor(folder: Path) -> MediaProcessor:
@@ -511,16 +519,17 @@ def oracle_inputs(prompt: Prompt, processor: Any) -> Any:
 
 
 def qwen_inputs(prompt: Prompt, processor: Any) -> dict[str, Any]:
-    """With videos, as Qwen-VL's own video processor makes them, which cannot be imported without torchvision."""
+    """With videos, as Qwen-VL's own video processor makes them."""
     text, images = prompt.text, prompt.contents("image")
     arrays: dict[str, Any] = {}
     if images:
         arrays |= processor.image_processor(images, return_tensors="pt")
         for grid in arrays["image_grid_thw"]:
             text = text.replace("<|image_pad|>", "<image>" * (int(grid.prod()) // 4), 1)
-    patches, grids = zip(*(qwen_video(one.frames, processor) for one in prompt.contents("video")), strict=True)
-    for grid in grids:
-        text = text.replace("<|video_pad|>", "<video>" * (int(grid.prod()) // 4), 1)
+    made = qwen3_video if type(processor).__name__ == "Qwen3VLProcessor" else qwen_video
+    patches, grids, places = zip(*(made(one, processor) for one in prompt.contents("video")), strict=True)
+    for place in places:
+        text = text.replace("<|video_pad|>", place.replace("<|video_pad|>", "<video>"), 1)
     text = text.replace("<image>", "<|image_pad|>").replace("<video>", "<|video_pad|>")
     inputs = processor.tokenizer(text, return_tensors="pt")
     kinds = (inputs["input_ids"] == 3) * 1 + (inputs["input_ids"] == 4) * 2
@@ -530,8 +539,55 @@ def qwen_inputs(prompt: Prompt, processor: Any) -> dict[str, Any]:
     return {**inputs, "mm_token_type_ids": kinds, **arrays, **videos}
 
 
-def qwen_video(frames: Sequence[Image.Image], processor: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Patches and grid: `Qwen2VLVideoProcessor._preprocess`, with the resizing of the image processor."""
+class OnPillow(BaseVideoProcessor):
+    """Does what video processors leave to torchvision."""
+
+    image_processor: Any
+
+    def resize(self, image: torch.Tensor, size: SizeDict, **_others: Any) -> torch.Tensor:
+        """image: (videos, frames, channels, height, width)."""
+        frames = [self._resized(frame, size) for frame in image.flatten(0, 1).numpy()]
+        return torch.from_numpy(np.stack(frames)).unflatten(0, image.shape[:2])
+
+    def _resized(self, frame: np.ndarray, size: SizeDict) -> np.ndarray:
+        resized: np.ndarray = PilBackend.resize(self.image_processor, frame, size, self.image_processor.resample)
+        return resized
+
+    def rescale_and_normalize(self, images: torch.Tensor, *_settings: Any) -> torch.Tensor:
+        own = self.image_processor
+        flat = images.flatten(0, 1).numpy()
+        normal = [own.normalize(own.rescale(frame, 1 / 255), own.image_mean, own.image_std) for frame in flat]
+        return torch.from_numpy(np.stack(normal)).float().unflatten(0, images.shape[:2])
+
+
+class OwnQwen3Videos(Qwen3VLVideoProcessor, OnPillow):
+    """Qwen3-VL's, on Pillow."""
+
+
+def stacked(video: Video) -> torch.Tensor:
+    """(frames, channels, height, width)."""
+    return torch.from_numpy(np.stack([np.asarray(frame).transpose(2, 0, 1) for frame in video.frames]))
+
+
+def qwen3_video(video: Video, processor: Any) -> tuple[torch.Tensor, torch.Tensor, str]:
+    """Patches, grid and text, as Qwen3-VL's processor makes them."""
+    size = FAMILIES["qwen3_vl"].processor["video_processor"]["size"]
+    own = OwnQwen3Videos(size=size, patch_size=8, cap_pixels_per_frame=False, do_convert_rgb=False)
+    own.image_processor = processor.image_processor
+    metadata = VideoMetadata(len(video.frames), fps=1.0, frames_indices=list(video.times))  # indices are seconds
+    made = own(
+        [stacked(video)], video_metadata=[metadata], do_sample_frames=False, return_metadata=True, return_tensors="pt"
+    )
+    processor.video_processor = own
+    text = processor.replace_video_token(made, video_idx=0)
+    processor.video_processor = None
+    return made["pixel_values_videos"], made["video_grid_thw"][0], text
+
+
+def qwen_video(video: Video, processor: Any) -> tuple[torch.Tensor, torch.Tensor, str]:
+    """Patches, grid and text: `Qwen2VLVideoProcessor._preprocess`, which cannot be imported without torchvision, with
+    the resizing of the image processor."""
+    frames = video.frames
     own = processor.image_processor
     size, factor = SizeDict(**VIDEO_SIZE), own.patch_size * own.merge_size
     arrays = [np.asarray(frame).transpose(2, 0, 1) for frame in frames]
@@ -544,7 +600,8 @@ def qwen_video(frames: Sequence[Image.Image], processor: Any) -> tuple[torch.Ten
     shape = (num_frames // 2, 2, channels, rows // merge, merge, patch, columns // merge, merge, patch)
     patches = stacked.view(shape).permute(0, 3, 6, 4, 7, 2, 1, 5, 8)
     flat = patches.reshape(num_frames // 2 * rows * columns, channels * 2 * patch * patch)
-    return flat, torch.tensor([num_frames // 2, rows, columns])
+    grid = torch.tensor([num_frames // 2, rows, columns])
+    return flat, grid, "<|video_pad|>" * (int(grid.prod()) // merge**2)
 
 
 def pixtral_inputs(prompt: Prompt, processor: PixtralProcessor) -> dict[str, Any]:

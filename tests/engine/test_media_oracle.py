@@ -140,7 +140,8 @@ def assert_only_the_same_item_shares_blocks(case: Case, kind: MediaKind) -> None
     requests = [generation_request(index, prompt, case.processor, MAX_TOKENS) for index, prompt in enumerate(prompts)]
     outputs = [run(engine, [request])[0] for request in requests]
     assert [list(output.token_ids) for output in outputs] == [tokens for _, tokens in expected]
-    in_common = len(text) // BLOCK_SIZE * BLOCK_SIZE
+    assert requests[0].media[0].positions[0] == requests[1].media[0].positions[0], "the texts before are equal"
+    in_common = int(requests[0].media[0].positions[0]) // BLOCK_SIZE * BLOCK_SIZE
     until_end = (len(expected[0][0]) - len("one")) // BLOCK_SIZE * BLOCK_SIZE
     reused = [output.num_cached_tokens for output in outputs]
     if case.family in SEES_WHOLE_PROMPT:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 from media_server import MediaServer, picture, recording
+from tiny_videos import tiny_video
 
 from batchline.config import MediaConfig
 from batchline.errors import BadRequest, RequestError, UnprocessableEntity
@@ -92,6 +93,17 @@ async def test_equal_urls_are_fetched_and_decoded_once_in_a_request(server: Medi
     assert first.content is second.content is low.content
     assert low.detail == "low"
     assert server.count("/a.png") == 1
+
+
+async def test_an_equal_video_gives_other_frames_to_a_model_that_samples_otherwise() -> None:
+    """Both models may be served by one process, and the decoded video of the first is kept."""
+    part = MediaPart(MediaSource("video", data_url(tiny_video(), "video/mp4")), "messages[0].content[0]", "video_url")
+    times = []
+    async with collector() as made:
+        for sampling in ("pairs", "ends", "pairs"):
+            async with made.collect([part], sampling) as found:  # type: ignore[arg-type]
+                times.append(found[part.source].content.times)  # type: ignore[union-attr]
+    assert times == [(0, 0.5, 1, 1.5), (0, 0.6, 1.3, 1.9), (0, 0.5, 1, 1.5)]
 
 
 async def test_equal_content_is_held_once_whatever_its_url(server: MediaServer) -> None:

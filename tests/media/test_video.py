@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import io
+import json
+from pathlib import Path
+from typing import Any
 
 import av
 import numpy as np
 import pytest
+from media_families import load_processor, make_media_model, video
 from tiny_videos import tiny_video
+from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
+from transformers.video_utils import VideoMetadata
 
 from batchline.errors import UnprocessableEntity
 from batchline.media.video import VideoLimits, decode_video, sampled_frames, video_bytes
@@ -32,7 +38,15 @@ LIMITS = VideoLimits(seconds=10.0, frames=32, pixels=1_000_000)
 def test_two_frames_of_a_second_are_seen_in_pairs_and_within_the_limit(
     num_frames: int, rate: float, max_frames: int, wanted: list[int]
 ) -> None:
-    assert sampled_frames(num_frames, rate, max_frames) == wanted
+    assert sampled_frames(num_frames, rate, max_frames, "pairs") == wanted
+
+
+def test_frames_from_the_first_to_the_last_are_those_of_transformers() -> None:
+    own = Qwen3VLVideoProcessor(max_frames=32)
+    for num_frames in (1, 2, 3, 7, 20, 100, 333):
+        for rate in (1.0, 10.0, 29.97):
+            expected = own.sample_frames(VideoMetadata(num_frames, fps=rate)).tolist()
+            assert sampled_frames(num_frames, rate, 32, "ends") == expected
 
 
 @pytest.mark.parametrize(
@@ -40,13 +54,14 @@ def test_two_frames_of_a_second_are_seen_in_pairs_and_within_the_limit(
 )
 def test_the_sampled_frames_of_usual_formats_are_decoded(codec: str, container: str) -> None:
     data = tiny_video(codec=codec, container=container)
-    video, digest = decode_video(data, LIMITS)
+    video, digest = decode_video(data, LIMITS, "pairs")
     assert video.rate == pytest.approx(2.0)
+    assert video.times == pytest.approx((0, 0.5, 1, 1.5))
     assert [frame.size for frame in video.frames] == [(48, 32)] * 4
     shades = [float(np.asarray(frame).mean()) for frame in video.frames]
     np.testing.assert_allclose(shades, [10 + index * 10 for index in (0, 5, 10, 15)], atol=8)
-    assert digest == decode_video(data, LIMITS)[1]
-    assert digest != decode_video(tiny_video(num_frames=24, codec=codec, container=container), LIMITS)[1]
+    assert digest == decode_video(data, LIMITS, "pairs")[1]
+    assert digest != decode_video(tiny_video(num_frames=24, codec=codec, container=container), LIMITS, "pairs")[1]
     assert 3 * 48 * 32 * 4 <= video.num_bytes <= video_bytes(data, LIMITS)
 
 
@@ -70,7 +85,7 @@ def test_a_video_cut_off_anywhere_is_refused_or_seen_as_far_as_it_goes(container
     data = tiny_video(container=container, num_frames=40)
     for twentieth in range(20):
         try:
-            video, _ = decode_video(data[: len(data) * twentieth // 20], LIMITS)
+            video, _ = decode_video(data[: len(data) * twentieth // 20], LIMITS, "pairs")
         except UnprocessableEntity:
             continue
         assert container == "matroska", "an mp4 file has its index at its end"
@@ -85,7 +100,7 @@ def test_damaged_bytes_give_an_error_or_frames() -> None:
         for place in random.integers(0, len(data), 8):
             damaged[place] ^= 0xFF
         try:
-            video, _ = decode_video(bytes(damaged), LIMITS)
+            video, _ = decode_video(bytes(damaged), LIMITS, "pairs")
         except UnprocessableEntity:
             continue
         assert {frame.size for frame in video.frames} == {video.frames[0].size}
@@ -100,4 +115,17 @@ def test_a_recording_without_pictures_is_no_video() -> None:
         output.mux(stream.encode(frame))
         output.mux(stream.encode(None))
     with pytest.raises(UnprocessableEntity, match="it has no video"):
-        decode_video(file.getvalue(), LIMITS)
+        decode_video(file.getvalue(), LIMITS, "pairs")
+
+
+@pytest.mark.parametrize("settings", [{}, {"cap_pixels_per_frame": True, "max_video_tokens": 6}])
+def test_videos_of_qwen3_vl_have_as_many_tokens_as_in_transformers(tmp_path: Path, settings: dict[str, Any]) -> None:
+    size = {"shortest_edge": 1024, "longest_edge": 16_384}
+    folder = make_media_model("qwen3_vl", tmp_path)
+    files = {"processor_class": "Qwen3VLProcessor", "video_processor": {"size": size, **settings}}
+    (folder / "processor_config.json").write_text(json.dumps(files))
+    processor, own = load_processor(folder), Qwen3VLVideoProcessor(size=size, patch_size=8, **settings)
+    for seed, num_frames in enumerate((2, 3, 4, 12)):
+        for width, height in ((40, 40), (200, 90), (16, 8), (20, 300)):
+            prepared = processor.prepare(video(seed, num_frames, width, height))
+            assert prepared.num_features == own.get_num_of_video_patches(num_frames, height, width) // 4

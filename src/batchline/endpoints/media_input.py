@@ -109,7 +109,8 @@ async def encoded_with_media(model: TakesMedia, encode: Callable[[CollectedMedia
     except MediaWanted as wanted:
         parts = wanted.parts
     assert model.media is not None  # media are wanted only of a model that takes them
-    async with model.media.collector.collect(parts) as media, model.media.processor.prepared.room():
+    collector, processor = model.media.collector, model.media.processor
+    async with collector.collect(parts, processor.sampling) as media, processor.prepared.room():
         return await model.off_loop(partial(encode, media))
 
 

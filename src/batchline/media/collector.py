@@ -114,10 +114,11 @@ class _Ready:
     """A source whose bytes are available. key: finds the same content in other requests; "" if it may have changed.
 
     read: returns the bytes. held_bytes: memory of the decoded content. decoding_bytes: what decoding takes besides.
-    item: the decoded content, if it is known already.
+    item: the decoded content, if it is known already. sampling: if it is a video.
     """
 
     part: MediaPart
+    sampling: video.Sampling
     key: str
     read: Callable[[], bytes]
     held_bytes: int
@@ -141,12 +142,17 @@ class MediaCollector:
         self._threads = ThreadPoolExecutor(NUM_DECODING_THREADS, thread_name_prefix="batchline-media")
 
     @asynccontextmanager
-    async def collect(self, parts: Sequence[MediaPart]) -> AsyncIterator[dict[MediaSource, MediaItem]]:
-        """The item of each source. Their memory is reserved until the block ends. Raises: RequestError."""
+    async def collect(
+        self, parts: Sequence[MediaPart], sampling: video.Sampling = "ends"
+    ) -> AsyncIterator[dict[MediaSource, MediaItem]]:
+        """The item of each source. Their memory is reserved until the block ends. sampling: of videos.
+
+        Raises: RequestError.
+        """
         self.rules.check(parts)
         first = {part.source: part for part in reversed(parts)}
         async with AsyncExitStack() as stack:
-            ready = await all_or_cancel(self._ready(part, stack) for part in first.values())
+            ready = await all_or_cancel(self._ready(part, sampling, stack) for part in first.values())
             await stack.enter_async_context(self._budget.reserved(self._needed_bytes(ready)))
             items = await all_or_cancel(map(self._item, ready))
             yield dict(zip(first, items, strict=True))
@@ -171,15 +177,17 @@ class MediaCollector:
         await self._fetcher.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _ready(self, part: MediaPart, stack: AsyncExitStack) -> _Ready:
+    async def _ready(self, part: MediaPart, sampling: video.Sampling, stack: AsyncExitStack) -> _Ready:
         """The source, fetched where it must be. stack: keeps its file. Raises: RequestError."""
         with _errors_of(part):
             key, read = await self._reader(part.source, stack)
+            if key and part.source.kind == "video":
+                key = f"{sampling}:{key}"
             item = self._decoded.get(key)
             if item is not None:
-                return _Ready(part, key, read, held_bytes(item), item=item)
+                return _Ready(part, sampling, key, read, held_bytes(item), item=item)
             measure = partial(_measured, read, part.source.kind, self._config)
-            return _Ready(part, key, read, *await self._off_loop(measure))
+            return _Ready(part, sampling, key, read, *await self._off_loop(measure))
 
     async def _reader(self, source: MediaSource, stack: AsyncExitStack) -> tuple[str, Callable[[], bytes]]:
         """The key of a source, and what reads its bytes. Raises: RequestError."""
@@ -207,7 +215,7 @@ class MediaCollector:
 
     async def _decode(self, ready: _Ready) -> MediaItem:
         """The decoded content, which is then kept for others. Raises: RequestError."""
-        decode = partial(_decoded, ready.read, ready.part.source.kind, self._config)
+        decode = partial(_decoded, ready.read, ready.part.source.kind, self._config, ready.sampling)
         return self._decoded.put(ready.key, await self._off_loop(decode))
 
     async def _off_loop(self, work: Callable[[], T]) -> T:
@@ -278,13 +286,13 @@ def _video_limits(config: MediaConfig) -> video.VideoLimits:
     return video.VideoLimits(config.max_video_s, config.max_video_frames, 5 * config.max_image_pixels)
 
 
-def _decoded(read: Callable[[], bytes], kind: MediaKind, config: MediaConfig) -> MediaItem:
-    """Raises: RequestError."""
+def _decoded(read: Callable[[], bytes], kind: MediaKind, config: MediaConfig, sampling: video.Sampling) -> MediaItem:
+    """sampling: of a video. Raises: RequestError."""
     if kind == "audio":
         samples, rate, digest = audio.decode_audio(read(), config.max_audio_s)
         return MediaItem("audio", digest, (samples, rate))
     if kind == "video":
-        frames, digest = video.decode_video(read(), _video_limits(config))
+        frames, digest = video.decode_video(read(), _video_limits(config), sampling)
         return MediaItem("video", digest, frames)
     pixels, digest = images.decode_image(read(), config.max_image_pixels)
     return MediaItem("image", digest, pixels)

@@ -19,7 +19,8 @@ from batchline.media.audio_processor import AudioProcessor, VoxtralProcessor
 from batchline.media.image_processor import ImageProcessor, PixtralProcessor
 from batchline.media.items import MediaItem, MediaKind
 from batchline.media.prepared import PreparedItem, PreparedMedia
-from batchline.media.video_processor import VideoProcessor
+from batchline.media.video import Sampling
+from batchline.media.video_processor import Qwen2VideoProcessor, Qwen3VideoProcessor, VideoProcessor
 
 PROCESSORS = {
     "LlavaProcessor": ("llava", "LlavaProcessor"),
@@ -38,8 +39,12 @@ PROCESSORS = {
 """Supported processors by name: the folder and the class of `transformers` with their code. SmolVLM's is that of
 Idefics 3, and its own class would need another package, for videos."""
 
-TAKE_VIDEOS = frozenset({"Qwen2VLProcessor", "Qwen2_5_VLProcessor"})
-"""Processors whose models also see videos."""
+VIDEO_PROCESSORS: Mapping[str, type[VideoProcessor]] = {
+    "Qwen2VLProcessor": Qwen2VideoProcessor,
+    "Qwen2_5_VLProcessor": Qwen2VideoProcessor,
+    "Qwen3VLProcessor": Qwen3VideoProcessor,
+}
+"""Our classes for the videos of processors whose models also see them."""
 
 OWN_PROCESSORS = {"PixtralProcessor": PixtralProcessor, "VoxtralProcessor": VoxtralProcessor}
 """Our classes for what the processors of these names do."""
@@ -49,7 +54,7 @@ class MediaProcessor:
     """Prepares the media of one model. Safe to use from several threads.
 
     prepared: the results in memory. placeholders: what chat templates write for an item of each kind.
-    feature_token_ids: the tokens that take its features.
+    feature_token_ids: the tokens that take its features. sampling: which frames of videos the model sees.
     """
 
     def __init__(
@@ -61,6 +66,7 @@ class MediaProcessor:
     ) -> None:
         """image, audio, video: None for what the model does not take."""
         self.prepared = prepared
+        self.sampling: Sampling = "ends" if video is None else video.sampling
         self._image = image
         self._audio = audio
         self._video = video
@@ -152,9 +158,9 @@ def load_media_processor(config: ModelConfig, settings: Mapping[str, Any]) -> Me
         raise UsageError(f"--mm-processor-kwargs sets image processors, and {config.model} takes no images.")
     if "feature_extractor" in known:
         audio = AudioProcessor(processor, int(hf_config.audio_token_id), prepared)
-    if name in TAKE_VIDEOS:
-        size = _video_settings(config.model, config.revision, values).get("size")
-        video = VideoProcessor(processor, int(hf_config.video_token_id), prepared, size)
+    if name in VIDEO_PROCESSORS:
+        video_settings = _video_settings(config.model, config.revision, values)
+        video = VIDEO_PROCESSORS[name](processor, int(hf_config.video_token_id), prepared, video_settings)
     return MediaProcessor(prepared, image, audio, video)
 
 

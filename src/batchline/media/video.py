@@ -8,7 +8,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
 
 from batchline.errors import UnprocessableEntity
 from batchline.media.audio import audio_format, opened
@@ -26,14 +28,19 @@ BYTES_PER_PIXEL = 3
 _DECODERS = frozenset({"h264", "hevc", "mpeg4", "vp8", "vp9", "libvpx", "libvpx-vp9", "av1", "libdav1d"})
 _MAX_RATE = 120
 _PAIR = 2
-"""Models see frames in pairs."""
+
+Sampling = Literal["pairs", "ends"]
+"""Which frames a model sees, evenly spread. pairs: an even number, from the first one on. ends: any number, from the
+first one to the last."""
 
 
 @dataclass(frozen=True, slots=True)
 class Video:
-    """Some of a video's frames, RGB and evenly spread. rate: how many of them are of one second."""
+    """Some of a video's frames, RGB and evenly spread. times: when each is shown, in seconds. rate: how many of them
+    one second has."""
 
     frames: tuple[Image.Image, ...]
+    times: tuple[float, ...]
     rate: float
 
     @property
@@ -66,7 +73,7 @@ def video_bytes(data: bytes, limits: VideoLimits) -> int:
         return BYTES_PER_PIXEL * int(stream.width) * int(stream.height) * (limits.frames + 2)
 
 
-def decode_video(data: bytes, limits: VideoLimits) -> tuple[Video, bytes]:
+def decode_video(data: bytes, limits: VideoLimits, sampling: Sampling) -> tuple[Video, bytes]:
     """The frames that models see, and their digest. Takes time: call it off the event loop.
 
     Raises: BadRequest, UnprocessableEntity.
@@ -75,27 +82,31 @@ def decode_video(data: bytes, limits: VideoLimits) -> tuple[Video, bytes]:
     with opened(data, name, "video") as container:
         stream = _stream(container, limits)
         num_frames, rate = _num_frames(container, stream, limits), float(stream.average_rate)
-    wanted = sampled_frames(num_frames, rate, limits.frames)
+    wanted = sampled_frames(num_frames, rate, limits.frames, sampling)
     with opened(data, name, "video") as container:
         frames = tuple(_decoded(container, _stream(container, limits), wanted))
     if len(frames) < len(wanted):
         raise UnprocessableEntity("the video is cut off: it has fewer frames than its header says")
-    video = Video(frames, rate * len(wanted) / num_frames)
-    digest = hashlib.sha256(b"%f:%dx%d:" % (video.rate, *frames[0].size))
+    video = Video(frames, tuple(index / rate for index in wanted), rate * len(wanted) / num_frames)
+    digest = hashlib.sha256(b"%a:%f:%dx%d:" % (video.times, video.rate, *frames[0].size))
     for frame in frames:
         digest.update(frame.tobytes())
     return video, digest.digest()
 
 
-def sampled_frames(num_frames: int, rate: float, max_frames: int) -> list[int]:
-    """Which frames models see: as many of each second as `FRAMES_PER_SECOND`, within limits, in pairs if there are two.
+def sampled_frames(num_frames: int, rate: float, max_frames: int, sampling: Sampling) -> list[int]:
+    """Which frames models see: as many of each second as `FRAMES_PER_SECOND`, within limits.
 
-    As `Qwen2VLVideoProcessor.sample_frames` of `transformers`.
+    As `sample_frames` of `Qwen2VLVideoProcessor` (pairs) and of `Qwen3VLVideoProcessor` (ends) of `transformers`.
     """
-    most = min(max_frames, num_frames) // _PAIR * _PAIR
-    wanted = min(max(num_frames / rate * FRAMES_PER_SECOND, MIN_FRAMES), most, num_frames)
-    count = max(1, int(wanted) // _PAIR * _PAIR)
-    return [int(index * (num_frames / count)) for index in range(count)]
+    in_time = num_frames / rate * FRAMES_PER_SECOND
+    if sampling == "pairs":
+        most = min(max_frames, num_frames) // _PAIR * _PAIR
+        count = max(1, int(min(max(in_time, MIN_FRAMES), most, num_frames)) // _PAIR * _PAIR)
+        return [int(index * (num_frames / count)) for index in range(count)]
+    count = min(max(int(in_time), MIN_FRAMES), max_frames, num_frames)
+    places: list[int] = np.linspace(0, num_frames - 1, count).round().astype(int).tolist()
+    return places
 
 
 def _stream(container: InputContainer, limits: VideoLimits) -> Any:
