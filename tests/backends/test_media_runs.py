@@ -20,20 +20,24 @@ from PIL import Image
 
 from batchline import run_batch
 from batchline.backends.in_process import InProcessBackend
+from batchline.batch import runner
 from batchline.batch.job_folder import JobFolder, media_folder
 from batchline.config import CacheConfig, EngineConfig, MediaConfig, ModelConfig
 from batchline.errors import RunInterrupted
+from batchline.media import fetching
 
 
 class ImageServer(ThreadingHTTPServer):
     """Sends a picture at each path that ends in `.png`, of the shade in its name, and counts.
 
-    interrupts_at: the number of the picture at which it sends this process what Ctrl-C sends.
+    interrupts_at: the number of the picture at which it sends this process what Ctrl-C sends. num_failures: how many
+    requests it answers with a 503 first.
     """
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self.interrupts_at = 0
+        self.num_failures = 0
         super().__init__(("127.0.0.1", 0), _Handler)
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
@@ -50,7 +54,8 @@ class _Handler(BaseHTTPRequestHandler):
         if len(self.server.counts) == self.server.interrupts_at:
             os.kill(os.getpid(), signal.SIGINT)
         body = png(int(name.removesuffix(".png"))) if name.endswith(".png") else b"none"
-        self.send_response(200 if name.endswith(".png") else 404)
+        is_down = sum(self.server.counts.values()) <= self.server.num_failures
+        self.send_response(503 if is_down else 200 if name.endswith(".png") else 404)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
@@ -140,6 +145,20 @@ def test_a_batch_file_with_images_is_answered_and_each_image_is_fetched_once(
     assert found["url"]["body"]["choices"] == found["data"]["body"]["choices"]
     assert images.counts == {"10.png": 1, "200.png": 1, "gone.txt": 1}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"]
+
+
+def test_a_run_outlasts_an_image_server_that_is_down_for_a_moment(
+    images: ImageServer, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three failed attempts within two seconds gave all lines with images of that server a final 422."""
+    monkeypatch.setattr(fetching, "FIRST_DELAY_S", 0.0)
+    monkeypatch.setattr(fetching, "TRANSIENT_LIFETIME_S", 0.0)
+    monkeypatch.setattr(runner, "RETRY_DELAYS_S", (0.0, 0.0))
+    images.num_failures = fetching.NUM_ATTEMPTS + 1
+    (tmp_path / "in.jsonl").write_text(line("line", images.url("10.png")))
+    run_batch(tmp_path / "in.jsonl", tmp_path / "out.jsonl", model=engine(model), show_progress=False)
+    assert results(tmp_path / "out.jsonl")["line"]["status_code"] == 200
+    assert images.counts["10.png"] == fetching.NUM_ATTEMPTS + 2
 
 
 def test_many_requests_about_few_images_encode_each_image_once(model: Path, tmp_path: Path) -> None:
