@@ -8,7 +8,7 @@ import json
 import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from tiny_whisper import make_whisper, sound, wav
@@ -18,8 +18,14 @@ from batchline import run_batch
 from batchline.backends.base import Answer, EndpointRequest
 from batchline.backends.in_process import InProcessBackend
 from batchline.cli.main import app
-from batchline.config import EngineConfig, MediaConfig, ModelConfig
+from batchline.config import EngineConfig, MediaConfig, ModelConfig, TextConfig
+from batchline.endpoints.transcriptions import Transcriber, transcription
+from batchline.media.collector import MediaCollector
+from batchline.media.parts import MediaPart, MediaSource
+from batchline.media.sharing import ByteBudget
 from batchline.openai_api.transcriptions import SpokenSegment, Transcript, answer_in, body_of_form
+from batchline.speech.request import DecodedPart, SpeechRequest
+from batchline.speech.transcription import SpeechModel
 
 URL = "/v1/audio/transcriptions"
 
@@ -295,3 +301,65 @@ async def test_a_temperature_that_counts_as_zero_is_answered_as_zero(backend: In
     request = {"file": encoded(2.0), "response_format": "verbose_json"}
     bodies = [(await answer(backend, {**request, "temperature": value})).parsed_body() for value in (0, 9e-6)]
     assert bodies[0] == bodies[1]
+
+
+class WaitingModel:
+    """A speech model that writes nothing down until it may."""
+
+    name = "waiting"
+    sampling_rate = 16_000
+    translates = True
+
+    def __init__(self) -> None:
+        self.lengths: list[int] = []
+        self.has_begun = asyncio.Event()
+        self.may_end = asyncio.Event()
+
+    async def parts(self, request: SpeechRequest) -> AsyncIterator[DecodedPart]:
+        self.lengths.append(len(request.samples))
+        self.has_begun.set()
+        await self.may_end.wait()
+        yield DecodedPart([], "english", 1.0)
+
+
+async def test_media_of_other_requests_are_decoded_while_a_recording_is_written_down() -> None:
+    """A transcription held its part of the memory for decoded media until its last window was written: an hour-long
+    recording stopped every request with an image."""
+    collector = MediaCollector(MediaConfig(decoded_bytes=1 << 20))
+    model = WaitingModel()
+    transcriber = Transcriber(cast(SpeechModel, model), collector, TextConfig())
+    first = asyncio.create_task(transcription({"file": encoded(8.5)}, transcriber, task="transcribe"))
+    await model.has_begun.wait()
+    other = MediaPart(MediaSource("audio", "", data=wav(sound(5.0, 2))), "file", "file")
+    async with asyncio.timeout(30), collector.collect([other]) as media:
+        assert len(media) == 1
+    model.may_end.set()
+    assert (await first)["usage"] == {"type": "duration", "seconds": 1}  # type: ignore[index, call-overload]
+    await collector.close()
+
+
+class WatchedBudget(ByteBudget):
+    def __init__(self, num_bytes: int) -> None:
+        super().__init__(num_bytes)
+        self.has_waiting = asyncio.Event()
+
+    async def _wait(self, num_bytes: int) -> None:
+        self.has_waiting.set()
+        await super()._wait(num_bytes)
+
+
+async def test_recordings_that_are_written_down_share_a_budget_of_memory() -> None:
+    collector = MediaCollector(MediaConfig())
+    model = WaitingModel()
+    held = WatchedBudget(100_000)
+    transcriber = Transcriber(cast(SpeechModel, model), collector, TextConfig(), held)
+    requests = [transcription({"file": encoded(1.0, seed)}, transcriber, task="transcribe") for seed in (1, 2)]
+    tasks = [asyncio.create_task(request) for request in requests]
+    await model.has_begun.wait()
+    await held.has_waiting.wait()  # the other one is decoded
+    assert model.lengths == [16_000]
+    model.may_end.set()
+    await asyncio.gather(*tasks)
+    assert model.lengths == [16_000] * 2
+    assert held._num_reserved == 0
+    await collector.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -333,3 +334,14 @@ async def test_logits_that_are_not_finite_fail_with_their_window_alone(
         assert await all_parts(model, request(sound(1.0, 1), language="en"))
     finally:
         model.close()
+
+
+async def test_the_samples_of_a_recording_are_dropped_when_its_windows_are_decoded(model: SpeechModel) -> None:
+    samples = sound(7.5, 1)
+    held = weakref.ref(samples)
+    parts = model.parts(request(samples, language="en"))
+    del samples
+    first = await anext(parts)
+    assert held() is None
+    rest = [part async for part in parts]
+    assert {part.duration_s for part in (first, *rest)} == {7.5}

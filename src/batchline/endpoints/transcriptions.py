@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
-from dataclasses import dataclass, fields
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from batchline.errors import BadRequest
 from batchline.media.audio import resampled
 from batchline.media.collector import MediaCollector, check_unfetched
 from batchline.media.parts import MediaPart, MediaSource
+from batchline.media.sharing import ByteBudget
 from batchline.openai_api.parsing import parse_body
 from batchline.openai_api.transcriptions import (
     DELTA,
@@ -33,13 +34,20 @@ if TYPE_CHECKING:
     from batchline.speech.transcription import SpeechModel
 
 
+HELD_BYTES = 2 << 30
+
+
 @dataclass(frozen=True, slots=True)
 class Transcriber:
-    """A speech model, who fetches and decodes its recordings, and how requests are read."""
+    """A speech model, who fetches and decodes its recordings, and how requests are read.
+
+    held: memory of the recordings that are being written down.
+    """
 
     model: SpeechModel
     collector: MediaCollector
     text: TextConfig
+    held: ByteBudget = field(default_factory=partial(ByteBudget, HELD_BYTES))
 
 
 def read_transcription(body: Mapping[str, Any], config: TextConfig) -> tuple[TranscriptionRequest, MediaPart]:
@@ -120,12 +128,35 @@ async def _parts(
     model = transcriber.model
     if task == "translate" and not model.translates:
         raise BadRequest(f"{model.name} cannot translate: it knows only English", param="model")
+    async with AsyncExitStack() as stack:
+        # no name here holds the samples, which are dropped when the model has their features
+        parts = model.parts(await _speech_request(request, recording, transcriber, task, priority, stack))
+        with engine_errors_answered():
+            async with aclosing(parts):
+                async for part in parts:
+                    yield part
+
+
+async def _speech_request(
+    request: TranscriptionRequest,
+    recording: MediaPart,
+    transcriber: Transcriber,
+    task: SpeechTask,
+    priority: int,
+    stack: AsyncExitStack,
+) -> SpeechRequest:
+    """The request to the model. stack: reserves the memory of the samples, while other media may be decoded.
+
+    Raises: RequestError.
+    """
     async with transcriber.collector.collect([recording]) as media:
         content = media[recording.source].content
         assert isinstance(content, tuple)  # a recording's
         samples, rate = content
-        speech = SpeechRequest(
-            samples=await asyncio.to_thread(resampled, samples, rate, model.sampling_rate),
+        samples = await asyncio.to_thread(resampled, samples, rate, transcriber.model.sampling_rate)
+        await stack.enter_async_context(transcriber.held.reserved(samples.nbytes))
+        return SpeechRequest(
+            samples=samples,
             task=task,
             language=request.language,
             prompt=request.prompt,
@@ -133,13 +164,9 @@ async def _parts(
             times_words=request.times_words,
             temperatures=DEFAULT_TEMPERATURES if request.temperature < GREEDY_BELOW else (request.temperature,),
             seed=transcriber.text.seed if request.seed is None else request.seed,
-            sampling=Sampling(**{field.name: getattr(request, field.name) for field in fields(Sampling)}),
+            sampling=Sampling(**{each.name: getattr(request, each.name) for each in fields(Sampling)}),
             priority=priority + request.priority,
         )
-        with engine_errors_answered():
-            async with aclosing(model.parts(speech)) as parts:
-                async for part in parts:
-                    yield part
 
 
 def _spoken(segment: Segment) -> SpokenSegment:

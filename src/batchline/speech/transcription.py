@@ -58,6 +58,8 @@ class SpeechModel:
         """
         window = self._window(request)
         features, num_frames = await asyncio.to_thread(self._features, request)
+        duration_s = len(request.samples) / self.sampling_rate
+        request = replace(request, samples=np.empty(0, np.float32))  # their memory is free
         if num_frames > self._num_window_frames:
             window = replace(window, timestamps=True)
         seek = 0
@@ -68,7 +70,6 @@ class SpeechModel:
             window = replace(window, language=decoded.language)
             length = min(self._num_window_frames, num_frames - seek)
             segments, advance = self._read(window, decoded, seek, length)
-            duration_s = len(request.samples) / self.sampling_rate
             words = await asyncio.to_thread(self._words, decoded, seek, length) if request.times_words else []
             yield DecodedPart(segments, self._language_name(decoded), duration_s, words)
             seek += max(1, advance)
