@@ -137,3 +137,28 @@ async def test_settings_of_the_image_processor_have_their_effect_on_every_path(q
             assert 0 < await num_tokens(started, url, mm_processor_kwargs={"max_pixels": 1024}) < plain, url
             status, body = await answer(started, url, **bodies[url], mm_processor_kwargs={"max_pixels": 10**9})
             assert (status, body["error"]["param"]) == (400, "mm_processor_kwargs.max_pixels"), url
+
+
+@pytest.mark.parametrize("url", ["/v1/embeddings", "/pooling"])
+async def test_a_conversation_with_an_image_is_not_truncated(backend: Any, url: str) -> None:
+    """Bug: the error said that the prompt's text has the token of an image, and named no field."""
+    status, body = await answer(backend, url, messages=CHAT, truncate_prompt_tokens=5)
+    assert (status, body["error"]["param"]) == (400, "truncate_prompt_tokens")
+    assert "a prompt with images, recordings or videos cannot be truncated" in body["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("url", "fields"), [("/v1/chat/completions", {"max_tokens": 1}), ("/v1/embeddings", {})], ids=["chat", "embeddings"]
+)
+async def test_images_that_nothing_sets_apart_are_refused_with_what_the_template_lacks(
+    qwen_folder: Path, url: str, fields: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Bug: two images without markers around them were a 500, and the log had a traceback."""
+    image = CHAT[0]["content"][1]
+    config = ModelConfig(model=str(qwen_folder), served_names=("m",), dtype="float32", device="cpu")
+    async with running(InProcessBackend([EngineConfig(model=config, cache=CacheConfig(num_bytes=2**22))])) as started:
+        messages = [{"role": "user", "content": [image, image]}]
+        status, body = await answer(started, url, messages=messages, **fields)
+    assert status == 400, body
+    assert "its chat template must write the model's own markers" in body["error"]["message"]
+    assert "a request failed" not in caplog.text

@@ -125,7 +125,7 @@ async def test_documents_with_images_are_ranked_and_returned(embedder: InProcess
     ("fields", "param", "reason"),
     [
         ({"max_tokens_per_doc": 9}, "max_tokens_per_doc", "documents are not cut in requests with images"),
-        ({"truncate_prompt_tokens": 12}, None, "the content of images"),
+        ({"truncate_prompt_tokens": 12}, "truncate_prompt_tokens", "a prompt with images, recordings or videos cannot"),
     ],
 )
 async def test_what_would_cut_an_image_is_refused(

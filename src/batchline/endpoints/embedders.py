@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from batchline.endpoints.engine_input import cannot_truncate_media
 from batchline.endpoints.generation import gather_or_cancel
 from batchline.endpoints.media_input import (
     CollectedMedia,
@@ -120,6 +121,8 @@ def fitted(sequence: TokenSequence, model: InputReader, max_tokens: int | None, 
     """A conversation, cut to `max_tokens` if it is given. Raises: BadRequest for one with images that would be cut."""
     if max_tokens is None or len(sequence) <= max_tokens:
         return sequence
+    if isinstance(sequence, PromptSequence) and sequence.media:
+        raise cannot_truncate_media()
     return model.from_token_ids(sequence.token_ids, max_tokens=max_tokens, side=side)
 
 
@@ -257,7 +260,7 @@ class EngineEmbedder:
         self, token_ids: Sequence[int], *, max_tokens: int | None = None, side: Side | None = None
     ) -> TokenSequence:
         """Token ids unchanged, but cut to `max_tokens`, by default at their start. Raises: BadRequest for tokens that
-        stand for the content of media, which is not given or would be cut."""
+        stand for the content of media, which is not given."""
         prompt_media(token_ids, (), self._model)
         if max_tokens is None:
             return TokenSequence(token_ids=tuple(token_ids))

@@ -82,10 +82,7 @@ def encode_prompt(
     reserved = num_reserved(max_tokens, default_max_tokens, limit)
     kept = truncate(token_ids, body.truncate_prompt_tokens, limit, reserved, body.truncation_side)
     if media and len(kept) < len(token_ids):
-        raise BadRequest(
-            "truncate_prompt_tokens: a prompt with images, recordings or videos cannot be truncated",
-            param="truncate_prompt_tokens",
-        )
+        raise cannot_truncate_media()
     return EncodedPrompt(
         token_ids=kept,
         text=text if len(kept) == len(token_ids) else None,
@@ -155,6 +152,14 @@ def check_truncation(keep: int, limit: int) -> None:
             f"truncate_prompt_tokens: {keep} is more than this model's maximum context length of {limit} tokens",
             param="truncate_prompt_tokens",
         )
+
+
+def cannot_truncate_media() -> BadRequest:
+    """The error of a prompt with media that is longer than `truncate_prompt_tokens`."""
+    return BadRequest(
+        "truncate_prompt_tokens: a prompt with images, recordings or videos cannot be truncated",
+        param="truncate_prompt_tokens",
+    )
 
 
 def num_reserved(max_tokens: int | None, default: int | None, limit: int) -> int:

@@ -37,6 +37,11 @@ SEES_WHOLE_PROMPT = frozenset({"paligemma"})
 TOKEN_TYPES = {"image": 1, "video": 2, "audio": 3}
 """How `transformers` numbers the kinds of placeholder tokens; 0 is text."""
 
+MEDIA_NOT_APART = (
+    "The model cannot tell the media of the prompt apart: its chat template must write the model's own markers around "
+    "each of them, such as <|vision_start|> and <|vision_end|>, or a text between them"
+)
+
 
 class EncodingFailed(Exception):
     """The encoder failed for an item of this sequence; the cause says why."""
@@ -213,7 +218,10 @@ class MediaModel:
 
     @torch.inference_mode()
     def rotary_positions(self, sequence: SequenceState) -> RotaryPositions | None:
-        """Where the model sees the prompt's positions, if it rotates by time, height and width."""
+        """Where the model sees the prompt's positions, if it rotates by time, height and width.
+
+        Raises: RequestRefused for media that the prompt does not set apart.
+        """
         if not hasattr(self._base, "get_rope_index"):
             return None
         kinds = np.zeros(sequence.num_prompt_tokens, dtype=np.int64)
@@ -232,7 +240,10 @@ class MediaModel:
             arguments["audio_seqlens"] = heard.sum(-1)
         known = inspect.signature(self._base.get_rope_index).parameters.keys()
         given = {name: torch.from_numpy(array) for name, array in arguments.items() if array is not None}
-        positions, _ = self._base.get_rope_index(**{name: given[name] for name in given.keys() & known})
+        try:
+            positions, _ = self._base.get_rope_index(**{name: given[name] for name in given.keys() & known})
+        except (RuntimeError, ValueError, IndexError, StopIteration) as exc:  # `transformers` took two items for one
+            raise RequestRefused(MEDIA_NOT_APART) from exc
         return RotaryPositions(positions[:, 0].numpy())
 
     def prompt_key(self, sequence: SequenceState) -> bytes | None:
