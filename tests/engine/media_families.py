@@ -28,6 +28,7 @@ from transformers import (
 )
 from transformers.image_processing_backends import PilBackend
 from transformers.image_utils import SizeDict
+from transformers.models.llava_onevision.video_processing_llava_onevision import LlavaOnevisionVideoProcessor
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 from transformers.video_processing_utils import BaseVideoProcessor
 from transformers.video_utils import VideoMetadata
@@ -68,7 +69,8 @@ class Family:
     """text_type, text: the decoder's config. vision, audio: the encoders', None for what it does not take. special:
     tokens of the family, the image's first. top: the rest of the config. preprocessor, processor: their files.
     model_type: if not the family's name. image_mark, audio_mark: the special tokens that chat templates write for an
-    item. seconds: lengths of recordings for it. around: what templates write around the mark of a kind, `{}`."""
+    item. seconds: lengths of recordings for it. frames: of each video, if those of a prompt must be alike.
+    around: what templates write around the mark of a kind, `{}`."""
 
     text_type: str
     special: list[str]
@@ -82,6 +84,7 @@ class Family:
     image_mark: int = 0
     audio_mark: int = 0
     seconds: tuple[float, float, float] = (0.5, 0.2, 0.9)
+    frames: int | None = None
     around: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -136,7 +139,9 @@ FAMILIES: dict[str, Family] = {
             "processor_class": "LlavaOnevisionProcessor",
             "num_image_tokens": 16,
             "vision_feature_select_strategy": "full",
+            "video_processor": {"size": {"height": 32, "width": 32}, "image_mean": [0.4, 0.5, 0.6]},
         },
+        frames=3,
     ),
 }
 
@@ -510,9 +515,15 @@ def oracle_inputs(prompt: Prompt, processor: Any) -> Any:
         return pixtral_inputs(prompt, processor)
     if isinstance(processor, VoxtralProcessor):
         return voxtral_inputs(prompt, processor)
-    if prompt.contents("video"):
+    videos = prompt.contents("video")
+    if videos and type(processor).__name__.startswith("Qwen"):
         return qwen_inputs(prompt, processor)
     media: dict[str, Any] = {"images": [images]} if images else {}  # of one conversation, as in `apply_chat_template`
+    if videos:
+        settings = FAMILIES["llava_onevision"].processor["video_processor"]
+        processor.video_processor = OwnLlavaVideos(do_convert_rgb=False, **settings)
+        processor.video_processor.image_processor = processor.image_processor
+        media |= {"videos": [stacked(video) for video in videos]}
     if sounds:
         media |= {"audio": sounds, "audio_kwargs": {"sampling_rate": 16_000}}
     return processor(**media, text=prompt.text, return_tensors="pt")
@@ -553,15 +564,21 @@ class OnPillow(BaseVideoProcessor):
         resized: np.ndarray = PilBackend.resize(self.image_processor, frame, size, self.image_processor.resample)
         return resized
 
-    def rescale_and_normalize(self, images: torch.Tensor, *_settings: Any) -> torch.Tensor:
+    def rescale_and_normalize(
+        self, images: torch.Tensor, _rescales: bool, scale: float, _normalizes: bool, mean: Any, std: Any
+    ) -> torch.Tensor:
         own = self.image_processor
         flat = images.flatten(0, 1).numpy()
-        normal = [own.normalize(own.rescale(frame, 1 / 255), own.image_mean, own.image_std) for frame in flat]
+        normal = [own.normalize(own.rescale(frame, scale), mean, std) for frame in flat]
         return torch.from_numpy(np.stack(normal)).float().unflatten(0, images.shape[:2])
 
 
 class OwnQwen3Videos(Qwen3VLVideoProcessor, OnPillow):
     """Qwen3-VL's, on Pillow."""
+
+
+class OwnLlavaVideos(LlavaOnevisionVideoProcessor, OnPillow):
+    """LLaVA-OneVision's, on Pillow."""
 
 
 def stacked(video: Video) -> torch.Tensor:
@@ -658,7 +675,7 @@ def make_prompts(placeholders: Mapping[Any, str], count: int, spec: Family) -> l
 
     def item(kind: str, seed: int) -> MediaItem:
         if kind == "video":
-            return video(seed, 2 + seed, *SIZES[seed % 3])
+            return video(seed, spec.frames or 2 + seed, *SIZES[seed % 3])
         return picture(seed, *SIZES[seed % 3]) if kind == "image" else sound(seed, spec.seconds[seed % 3])
 
     kinds = list(placeholders)

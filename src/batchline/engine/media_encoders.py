@@ -22,8 +22,8 @@ IMAGES: tuple[MediaKind, ...] = ("image",)
 AUDIO: tuple[MediaKind, ...] = ("audio",)
 
 FAMILIES: Mapping[str, tuple[MediaKind, ...]] = {
-    **dict.fromkeys(("llava", "llava_onevision", "idefics3", "smolvlm"), IMAGES),
-    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl"), (*IMAGES, "video")),
+    **dict.fromkeys(("llava", "idefics3", "smolvlm"), IMAGES),
+    **dict.fromkeys(("llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"), (*IMAGES, "video")),
     **dict.fromkeys(("internvl", "mistral3", "gemma3", "paligemma"), IMAGES),
     **dict.fromkeys(("qwen2_audio", "voxtral"), AUDIO),
     "qwen2_5_omni_thinker": (*IMAGES, *AUDIO),

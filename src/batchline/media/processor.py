@@ -20,7 +20,12 @@ from batchline.media.image_processor import ImageProcessor, PixtralProcessor
 from batchline.media.items import MediaItem, MediaKind
 from batchline.media.prepared import PreparedItem, PreparedMedia
 from batchline.media.video import Sampling
-from batchline.media.video_processor import Qwen2VideoProcessor, Qwen3VideoProcessor, VideoProcessor
+from batchline.media.video_processor import (
+    FrameVideoProcessor,
+    Qwen2VideoProcessor,
+    Qwen3VideoProcessor,
+    VideoProcessor,
+)
 
 PROCESSORS = {
     "LlavaProcessor": ("llava", "LlavaProcessor"),
@@ -40,6 +45,7 @@ PROCESSORS = {
 Idefics 3, and its own class would need another package, for videos."""
 
 VIDEO_PROCESSORS: Mapping[str, type[VideoProcessor]] = {
+    "LlavaOnevisionProcessor": FrameVideoProcessor,
     "Qwen2VLProcessor": Qwen2VideoProcessor,
     "Qwen2_5_VLProcessor": Qwen2VideoProcessor,
     "Qwen3VLProcessor": Qwen3VideoProcessor,

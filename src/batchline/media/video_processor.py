@@ -101,7 +101,7 @@ class Qwen3VideoProcessor(Qwen2VideoProcessor):
     sampling: ClassVar[Sampling] = "ends"
 
     def _patches(self, frames: list[Image.Image], num_sampled: int) -> Mapping[str, np.ndarray]:
-        """The default size is that of `Qwen3VLVideoProcessor`."""
+        """The default settings are those of `Qwen3VLVideoProcessor`."""
         from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize  # heavy
 
         own, (width, height) = self._images, frames[0].size
@@ -110,7 +110,8 @@ class Qwen3VideoProcessor(Qwen2VideoProcessor):
         most = self._max_pixels(size, num_sampled, factor)
         height, width = smart_resize(num_sampled, height, width, 2, factor, size["shortest_edge"], most)
         resized = [frame.resize((width, height), own.resample) for frame in frames]
-        patches: Mapping[str, np.ndarray] = own(resized, return_tensors="np", do_resize=False)
+        colours = {name: self._settings.get(name) or [0.5, 0.5, 0.5] for name in ("image_mean", "image_std")}
+        patches: Mapping[str, np.ndarray] = own(resized, return_tensors="np", do_resize=False, **colours)
         return patches
 
     def _max_pixels(self, size: Mapping[str, int], num_frames: int, factor: int) -> int:
@@ -128,3 +129,24 @@ class Qwen3VideoProcessor(Qwen2VideoProcessor):
         return "".join(
             f"<{(first + second) / 2:.1f} seconds>{pair}" for first, second in zip(times[::2], times[1::2], strict=True)
         )
+
+
+class FrameVideoProcessor(VideoProcessor):
+    """Each frame by itself, all resized to one size."""
+
+    def _text_and_inputs(self, video: Video) -> tuple[str, Mapping[str, np.ndarray]]:
+        inputs = {"pixel_values_videos": self._pixels(video)[None]}
+        text: str = self._processor.replace_video_token(inputs, video_idx=0)
+        return text, inputs
+
+    def _pixels(self, video: Video) -> np.ndarray:
+        """(frames, 3, height, width), normalized. As `BaseVideoProcessor._preprocess`."""
+        own, size = self._images, self._setting("size")
+        resized = [frame.resize((size["width"], size["height"]), self._setting("resample")) for frame in video.frames]
+        scaled = [own.rescale(np.asarray(frame).transpose(2, 0, 1), own.rescale_factor) for frame in resized]
+        mean, std = self._setting("image_mean"), self._setting("image_std")
+        return np.stack([own.normalize(frame, mean, std) for frame in scaled]).astype(np.float32)
+
+    def _setting(self, name: str) -> Any:
+        """Of images, if the model's files have none for videos."""
+        return self._settings.get(name) or getattr(self._images, name)
