@@ -91,7 +91,7 @@ def test_text_is_sent_as_text(server: ThreadedServer) -> None:
         ({"stream": "perhaps"}, "stream"),
         ({"language": "klingon"}, "language"),
         ({"response_format": "xml"}, "response_format"),
-        ({"timestamp_granularities[]": "word", "response_format": "verbose_json"}, "timestamp_granularities"),
+        ({"timestamp_granularities[]": "sentence", "response_format": "verbose_json"}, "timestamp_granularities"),
         ({"file_url": "data:audio/wav;base64,xx"}, "file"),
     ],
 )
