@@ -146,6 +146,13 @@ def test_a_line_of_one_caller_is_ordered_by_priority_then_arrival() -> None:
         line.pop()
 
 
+def test_what_continues_earlier_work_goes_before_new_work_of_the_same_priority() -> None:
+    line: FairLine[str] = FairLine()
+    for item, priority, is_continued in (("new", 0, False), ("later", 1, True), ("next", 0, True)):
+        line.push(item, priority, is_continued=is_continued)
+    assert drained(line) == ["next", "new", "later"]
+
+
 def test_callers_in_a_line_take_turns_whatever_priorities_they_choose() -> None:
     """Bug: a thousand texts of one key, or texts with a low `priority`, delayed the single text of another."""
     line: FairLine[str] = FairLine()

@@ -57,19 +57,20 @@ def kind_of(priority: int) -> int:
 
 class FairLine(Generic[T]):
     """Waiting items: those of the lowest kind first (`kind_of`), from each caller in turn, and of one caller in the
-    order (priority, arrival). Not safe to use from several threads."""
+    order of priority, then what continues earlier work, then arrival. Not safe to use from several threads."""
 
     def __init__(self) -> None:
-        self._heaps: OrderedDict[tuple[int, str], list[tuple[int, int, T]]] = OrderedDict()  # whose turn it is first
+        self._heaps: OrderedDict[tuple[int, str], list[tuple[int, bool, int, T]]] = OrderedDict()
+        """By kind and caller; whose turn it is first."""
         self._arrivals = itertools.count()
 
     def __len__(self) -> int:
         return sum(map(len, self._heaps.values()))
 
-    def push(self, item: T, priority: int) -> None:
-        """Put in an item of the context's caller."""
+    def push(self, item: T, priority: int, *, is_continued: bool = False) -> None:
+        """Put in an item of the context's caller. is_continued: it is a later part of work that has begun."""
         heap = self._heaps.setdefault((kind_of(priority), current_caller.get()), [])
-        heapq.heappush(heap, (priority, next(self._arrivals), item))
+        heapq.heappush(heap, (priority, not is_continued, next(self._arrivals), item))
 
     def pop(self) -> T:
         """Remove and return the next item. Raises: IndexError if there is none."""
@@ -77,7 +78,7 @@ class FairLine(Generic[T]):
             raise IndexError("the line is empty")
         kind = min(kind for kind, _ in self._heaps)
         key = next(key for key in self._heaps if key[0] == kind)
-        item = heapq.heappop(self._heaps[key])[2]
+        item = heapq.heappop(self._heaps[key])[-1]
         if self._heaps[key]:
             self._heaps.move_to_end(key)
         else:

@@ -242,6 +242,23 @@ async def test_a_cancelled_recording_frees_its_row(folder: Path) -> None:
         await all_parts(model, request(sound(1.0, 2)))
 
 
+async def test_recordings_end_one_after_another(folder: Path) -> None:
+    """The windows of all recordings took turns, so that none was complete until nearly all were."""
+    model = load(folder, num_rows=1)
+    num_encoded: list[int] = []
+
+    async def listen() -> None:
+        await all_parts(model, request(sound(9.0, 1), language="en"))
+        num_encoded.append(model.stats().num_encoded)
+
+    try:
+        await asyncio.gather(*(listen() for _ in range(4)))
+    finally:
+        model.close()
+    at_the_first_end, at_the_last = num_encoded[0], num_encoded[-1]
+    assert at_the_first_end <= at_the_last // 2 + 1  # two take turns, as one is read while the other runs
+
+
 async def test_max_model_len_limits_the_tokens_of_a_window(folder: Path) -> None:
     config = ModelConfig(model=str(folder), dtype="float32", device="cpu", max_model_len=20)
     model = SpeechModel(load_whisper(EngineConfig(model=config)))

@@ -66,7 +66,7 @@ class SpeechModel:
         while seek < num_frames:
             piece = self._padded(features[:, seek : seek + self._num_window_frames])
             window = replace(window, features=piece, seed=_seed(request.seed, seek))
-            decoded = await self._worker.decode(window, priority=request.priority)
+            decoded = await self._worker.decode(window, priority=request.priority, is_continued=seek > 0)
             window = replace(window, language=decoded.language)
             length = min(self._num_window_frames, num_frames - seek)
             segments, advance = self._read(window, decoded, seek, length)

@@ -1,7 +1,7 @@
 """The thread of a speech model.
 
-The windows of all callers wait in one queue. When a sequence ends, the next window takes its place, so a long recording
-does not hold up short ones.
+The windows of all callers wait in one queue. When a sequence ends, the next window takes its place. Recordings that
+have begun go before others, so that they end one after another, and a stop finds few half done.
 
 If the model fails on several windows, they run again in halves, until the window at fault is found. Its call fails; all
 others continue.
@@ -71,13 +71,14 @@ class SpeechWorker(ModelThread):
         self._num_encoded = self._num_steps = self._prompt_tokens = self._output_tokens = 0
         super().__init__("speech", on_start)
 
-    async def decode(self, window: Window, *, priority: int = 0) -> DecodedWindow:
-        """The window's tokens. Callers take turns; of one caller, lower priorities run earlier.
+    async def decode(self, window: Window, *, priority: int = 0, is_continued: bool = False) -> DecodedWindow:
+        """The window's tokens. Callers take turns; of one caller, lower priorities run earlier, and then windows of
+        recordings that have begun (`is_continued`).
 
         Raises: EngineDead after `close` or a crash; EngineOutOfMemory, EngineError if the model fails on the window.
         """
         call = _Call(window, self._rules)
-        return await self._outcome(call, lambda: self._waiting.push(call, priority))
+        return await self._outcome(call, lambda: self._waiting.push(call, priority, is_continued=is_continued))
 
     def stats(self) -> SpeechStats:
         """Counters since the start."""
