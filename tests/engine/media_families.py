@@ -98,6 +98,9 @@ CLIP = {
     "patch_size": 8,
 }
 
+FRAME_SETTINGS: dict[str, Any] = {"size": {"height": 32, "width": 32}, "image_mean": [0.4, 0.5, 0.6]}
+"""Of videos whose frames are seen one by one."""
+
 FAMILIES: dict[str, Family] = {
     "llava": Family(
         text_type="llama",
@@ -139,7 +142,7 @@ FAMILIES: dict[str, Family] = {
             "processor_class": "LlavaOnevisionProcessor",
             "num_image_tokens": 16,
             "vision_feature_select_strategy": "full",
-            "video_processor": {"size": {"height": 32, "width": 32}, "image_mean": [0.4, 0.5, 0.6]},
+            "video_processor": FRAME_SETTINGS,
         },
         frames=3,
     ),
@@ -243,7 +246,12 @@ FAMILIES |= {
             "min_patches": 1,
             "max_patches": 4,
         },
-        processor={"processor_class": "InternVLProcessor", "image_seq_length": 4},
+        processor={
+            "processor_class": "InternVLProcessor",
+            "image_seq_length": 4,
+            "video_processor": FRAME_SETTINGS,
+        },
+        frames=3,
     ),
 }
 FAMILIES |= {
@@ -520,8 +528,7 @@ def oracle_inputs(prompt: Prompt, processor: Any) -> Any:
         return qwen_inputs(prompt, processor)
     media: dict[str, Any] = {"images": [images]} if images else {}  # of one conversation, as in `apply_chat_template`
     if videos:
-        settings = FAMILIES["llava_onevision"].processor["video_processor"]
-        processor.video_processor = OwnLlavaVideos(do_convert_rgb=False, **settings)
+        processor.video_processor = OwnLlavaVideos(do_convert_rgb=False, **FRAME_SETTINGS)
         processor.video_processor.image_processor = processor.image_processor
         media |= {"videos": [stacked(video) for video in videos]}
     if sounds:
@@ -578,7 +585,7 @@ class OwnQwen3Videos(Qwen3VLVideoProcessor, OnPillow):
 
 
 class OwnLlavaVideos(LlavaOnevisionVideoProcessor, OnPillow):
-    """LLaVA-OneVision's, on Pillow."""
+    """LLaVA-OneVision's, on Pillow. InternVL's, which cannot be imported without torchvision, samples otherwise."""
 
 
 def stacked(video: Video) -> torch.Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 import av
 import numpy as np
 import pytest
+import torch
 from media_families import load_processor, make_media_model, video
 from tiny_videos import tiny_video
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
@@ -47,6 +48,19 @@ def test_frames_from_the_first_to_the_last_are_those_of_transformers() -> None:
         for rate in (1.0, 10.0, 29.97):
             expected = own.sample_frames(VideoMetadata(num_frames, fps=rate)).tolist()
             assert sampled_frames(num_frames, rate, 32, "ends") == expected
+
+
+@pytest.mark.parametrize(
+    ("num_frames", "max_frames", "wanted"),
+    [(20, 32, [2, 7, 12, 17]), (21, 32, [2, 7, 13, 18]), (100, 5, [10, 30, 50, 70, 90]), (1, 32, [0])],
+)
+def test_frames_from_the_middles_of_parts_are_those_of_transformers(
+    num_frames: int, max_frames: int, wanted: list[int]
+) -> None:
+    """As InternVL's video processor, which needs torchvision to be imported, computes them."""
+    count = len(wanted)
+    assert wanted == torch.arange(num_frames / count / 2, num_frames, num_frames / count).int().tolist()
+    assert sampled_frames(num_frames, 10.0, max_frames, "middles") == wanted
 
 
 @pytest.mark.parametrize(

@@ -172,20 +172,19 @@ def media_spans(
 ) -> tuple[MediaSpan, ...]:
     """Where a prompt's tokens take the items' features. Raises: BadRequest if the prompt has other tokens for them."""
     tokens = np.asarray(token_ids)
-    spans = [
-        span
-        for kind, token_id in feature_token_ids.items()
-        for span in _spans_of_kind(kind, np.flatnonzero(tokens == token_id), [i for i in items if i.kind == kind])
-    ]
+    spans: list[MediaSpan] = []
+    for token_id in dict.fromkeys(feature_token_ids.values()):  # images and videos may have the same
+        kinds = [kind for kind, own in feature_token_ids.items() if own == token_id]
+        spans += _spans_of(kinds, np.flatnonzero(tokens == token_id), [item for item in items if item.kind in kinds])
     return tuple(sorted(spans, key=lambda span: int(span.positions[0])))
 
 
-def _spans_of_kind(kind: MediaKind, positions: np.ndarray, items: Sequence[PreparedItem]) -> list[MediaSpan]:
-    """positions: of all tokens that take features of this kind."""
+def _spans_of(kinds: Sequence[MediaKind], positions: np.ndarray, items: Sequence[PreparedItem]) -> list[MediaSpan]:
+    """positions: of all tokens that take features of these kinds. items: in the order of the text."""
     ends = np.cumsum([0, *(item.num_features for item in items)]).tolist()
     if len(positions) != ends[-1]:
-        raise BadRequest(f"The prompt's text contains the token that stands for the content of {NOUNS[kind]}s")
+        raise BadRequest(f"The prompt's text contains the token that stands for the content of {NOUNS[kinds[0]]}s")
     return [
-        MediaSpan(kind=kind, key=item.key, positions=positions[start:end], inputs=item.inputs)
+        MediaSpan(kind=item.kind, key=item.key, positions=positions[start:end], inputs=item.inputs)
         for item, (start, end) in zip(items, pairwise(ends), strict=True)
     ]

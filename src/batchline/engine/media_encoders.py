@@ -23,8 +23,8 @@ AUDIO: tuple[MediaKind, ...] = ("audio",)
 
 FAMILIES: Mapping[str, tuple[MediaKind, ...]] = {
     **dict.fromkeys(("llava", "idefics3", "smolvlm"), IMAGES),
-    **dict.fromkeys(("llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"), (*IMAGES, "video")),
-    **dict.fromkeys(("internvl", "mistral3", "gemma3", "paligemma"), IMAGES),
+    **dict.fromkeys(("llava_onevision", "internvl", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"), (*IMAGES, "video")),
+    **dict.fromkeys(("mistral3", "gemma3", "paligemma"), IMAGES),
     **dict.fromkeys(("qwen2_audio", "voxtral"), AUDIO),
     "qwen2_5_omni_thinker": (*IMAGES, *AUDIO),
 }
@@ -41,7 +41,8 @@ def encoders(model: Any) -> dict[MediaKind, Encoder]:
         if model_type in others:
             found[kind] = partial(others[model_type], base)
         else:
-            found[kind] = partial(getattr(base, f"get_{kind}_features"), return_dict=True)
+            method = "get_image_features" if model_type == "internvl" else f"get_{kind}_features"
+            found[kind] = partial(getattr(base, method), return_dict=True)
     return found
 
 

@@ -22,6 +22,7 @@ from batchline.media.prepared import PreparedItem, PreparedMedia
 from batchline.media.video import Sampling
 from batchline.media.video_processor import (
     FrameVideoProcessor,
+    InternVideoProcessor,
     Qwen2VideoProcessor,
     Qwen3VideoProcessor,
     VideoProcessor,
@@ -46,6 +47,7 @@ Idefics 3, and its own class would need another package, for videos."""
 
 VIDEO_PROCESSORS: Mapping[str, type[VideoProcessor]] = {
     "LlavaOnevisionProcessor": FrameVideoProcessor,
+    "InternVLProcessor": InternVideoProcessor,
     "Qwen2VLProcessor": Qwen2VideoProcessor,
     "Qwen2_5_VLProcessor": Qwen2VideoProcessor,
     "Qwen3VLProcessor": Qwen3VideoProcessor,
@@ -166,7 +168,9 @@ def load_media_processor(config: ModelConfig, settings: Mapping[str, Any]) -> Me
         audio = AudioProcessor(processor, int(hf_config.audio_token_id), prepared)
     if name in VIDEO_PROCESSORS:
         video_settings = _video_settings(config.model, config.revision, values)
-        video = VIDEO_PROCESSORS[name](processor, int(hf_config.video_token_id), prepared, video_settings)
+        # InternVL's videos are written with the tokens of images
+        token_id = getattr(hf_config, "video_token_id", hf_config.image_token_id)
+        video = VIDEO_PROCESSORS[name](processor, int(token_id), prepared, video_settings)
     return MediaProcessor(prepared, image, audio, video)
 
 

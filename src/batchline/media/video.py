@@ -29,9 +29,9 @@ _DECODERS = frozenset({"h264", "hevc", "mpeg4", "vp8", "vp9", "libvpx", "libvpx-
 _MAX_RATE = 120
 _PAIR = 2
 
-Sampling = Literal["pairs", "ends"]
+Sampling = Literal["pairs", "ends", "middles"]
 """Which frames a model sees, evenly spread. pairs: an even number, from the first one on. ends: any number, from the
-first one to the last."""
+first one to the last. middles: any number, each from the middle of its part of the video."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,8 @@ def decode_video(data: bytes, limits: VideoLimits, sampling: Sampling) -> tuple[
 def sampled_frames(num_frames: int, rate: float, max_frames: int, sampling: Sampling) -> list[int]:
     """Which frames models see: as many of each second as `FRAMES_PER_SECOND`, within limits.
 
-    As `sample_frames` of `Qwen2VLVideoProcessor` (pairs) and of `Qwen3VLVideoProcessor` (ends) of `transformers`.
+    As `sample_frames` of `Qwen2VLVideoProcessor` (pairs), `Qwen3VLVideoProcessor` (ends) and `InternVLVideoProcessor`
+    (middles) of `transformers`.
     """
     in_time = num_frames / rate * FRAMES_PER_SECOND
     if sampling == "pairs":
@@ -105,6 +106,8 @@ def sampled_frames(num_frames: int, rate: float, max_frames: int, sampling: Samp
         count = max(1, int(min(max(in_time, MIN_FRAMES), most, num_frames)) // _PAIR * _PAIR)
         return [int(index * (num_frames / count)) for index in range(count)]
     count = min(max(int(in_time), MIN_FRAMES), max_frames, num_frames)
+    if sampling == "middles":
+        return [int((index + 0.5) * (num_frames / count)) for index in range(count)]
     places: list[int] = np.linspace(0, num_frames - 1, count).round().astype(int).tolist()
     return places
 

@@ -150,3 +150,13 @@ class FrameVideoProcessor(VideoProcessor):
     def _setting(self, name: str) -> Any:
         """Of images, if the model's files have none for videos."""
         return self._settings.get(name) or getattr(self._images, name)
+
+
+class InternVideoProcessor(FrameVideoProcessor):
+    """Each frame as an image that is seen as a whole: between the same tokens, for the same encoder."""
+
+    sampling: ClassVar[Sampling] = "middles"
+
+    def _text_and_inputs(self, video: Video) -> tuple[str, Mapping[str, np.ndarray]]:
+        text, inputs = super()._text_and_inputs(video)
+        return text, {"pixel_values": inputs["pixel_values_videos"][0]}
