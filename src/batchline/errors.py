@@ -233,6 +233,7 @@ class ModelLoadError(BatchlineError):
     """A model cannot be loaded: not found, hub unreachable, damaged or incompatible files.
 
     ran_before: whether this process had already loaded the model, so that a request may have caused the failure.
+    is_logged: whether a request has logged it; later requests get the same error.
     """
 
     def __init__(self, model: str, reason: str) -> None:
@@ -240,10 +241,16 @@ class ModelLoadError(BatchlineError):
         self.model = model
         self.reason = reason
         self.ran_before = False
+        self.is_logged = False
 
 
 class UnsupportedModel(ModelLoadError):
     """The model loads, but this engine cannot run it with correct results."""
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the reason lies in the model. A library's error may pass (no memory), and its text may hold paths."""
+        return self.__cause__ is None
 
 
 class LineError(BatchlineError):
@@ -453,13 +460,26 @@ def request_error(exc: Exception, request_id: str) -> RequestError:
             return InternalServerError(f"No answer: {exc}")
         case EngineDead() | EngineLost():  # the log has the engine's own error, if it was not stopped on purpose
             return ENGINE_STOPPED
-    logger.error("request %s failed", request_id, exc_info=exc)
+    _log_failure(exc, request_id)
     match exc:
+        case UnsupportedModel():
+            reason = exc.reason if exc.is_final else "the server's log has the reason"
+            message = f"The server cannot run this model: {reason}"
+            return InternalServerError(message, param="model", code="unsupported_model")
         case InvalidAnswer():
             return InternalServerError("The backend gave an invalid answer")
         case BatchlineError():
             return ServiceUnavailable("The model cannot be run at the moment; try again later")
     return InternalServerError("Internal server error")
+
+
+def _log_failure(exc: Exception, request_id: str) -> None:
+    """Log an exception; a load that failed only once for all its requests, in one line."""
+    if not isinstance(exc, ModelLoadError):
+        logger.error("request %s failed", request_id, exc_info=exc)
+    elif not exc.is_logged:
+        exc.is_logged = True
+        logger.error("%s", exc)
 
 
 def first_line(error: BaseException) -> str:

@@ -16,7 +16,7 @@ import pytest
 
 from batchline.backends import residency
 from batchline.backends.residency import MAX_FRUITLESS_ENDS, Loadable, ModelResidency
-from batchline.errors import BatchlineError, EngineLost, ModelLoadError
+from batchline.errors import BatchlineError, EngineLost, ModelLoadError, UnsupportedModel
 
 
 @pytest.fixture(autouse=True)
@@ -360,6 +360,35 @@ async def test_a_first_load_that_fails_is_not_tried_again_at_once() -> None:
             await one_use(shelf, shelf.model("a", fail))
     assert attempts == ["try"]
     assert not shelf.residency.is_refused("a"), "the others are well"
+
+
+async def test_an_unsupported_model_is_loaded_only_once() -> None:
+    """It was loaded anew at least every minute, and could unload other models for that."""
+    shelf = Shelf(room=1)
+    attempts: list[str] = []
+
+    def fail() -> Recorded:
+        attempts.append("try")
+        raise UnsupportedModel("a", "it has its own attention")
+
+    for _ in range(3):
+        with pytest.raises(UnsupportedModel):
+            await one_use(shelf, shelf.model("a", fail))
+        shelf.now += 3600
+    assert attempts == ["try"]
+
+
+async def test_a_model_on_which_a_library_failed_is_loaded_again_after_a_while() -> None:
+    """It may have been short of memory."""
+    shelf = Shelf(room=1)
+
+    def fail() -> Recorded:
+        raise UnsupportedModel("a", "it cannot be run (no memory)") from RuntimeError("no memory")
+
+    with pytest.raises(UnsupportedModel):
+        await one_use(shelf, shelf.model("a", fail))
+    shelf.now += 3600
+    assert (await one_use(shelf, shelf.model("a"))).is_alive()
 
 
 async def test_an_error_of_a_load_says_whether_the_model_ran_before() -> None:

@@ -16,7 +16,7 @@ from raw_http import read_to_end, sending
 from threaded_server import Serve
 
 from batchline.backends.base import EndpointRequest, ServedModel
-from batchline.errors import ENGINE_STOPPED, BackendUnavailable, EngineLost, ModelLoadError
+from batchline.errors import ENGINE_STOPPED, BackendUnavailable, EngineLost, ModelLoadError, UnsupportedModel
 from batchline.testing import FakeBackend
 
 CHAT = "/v1/chat/completions"
@@ -235,6 +235,29 @@ def test_an_engine_that_cannot_work_is_503(serve: Serve, error: Exception, strea
     assert response.status_code == 503
     assert error_of(response)["type"] == "ServiceUnavailableError"
     assert "secret" not in response.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_model_that_cannot_be_run_is_refused_with_the_reason_and_logged_once(
+    serve: Serve, caplog: pytest.LogCaptureFixture, stream: bool
+) -> None:
+    """It was a 503 "try again later", with a traceback in the log for each request."""
+    server = serve(failing(UnsupportedModel("/secret/path", "it has 3 labels")))
+    for _ in range(3):
+        response = httpx.post(server.url + CHAT, json=HELLO | {"stream": stream})
+        assert (response.status_code, error_of(response)["code"]) == (500, "unsupported_model")
+        assert error_of(response)["message"] == "The server cannot run this model: it has 3 labels"
+    (line,) = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert line.getMessage() == "Cannot load the model '/secret/path': it has 3 labels"
+    assert line.exc_info is None
+
+
+def test_the_words_of_a_library_on_a_model_stay_in_the_log(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
+    error = UnsupportedModel("/secret/path", "it failed (no /secret/file)")
+    error.__cause__ = OSError("no /secret/file")
+    response = httpx.post(serve(failing(error)).url + CHAT, json=HELLO)
+    assert error_of(response)["message"] == "The server cannot run this model: the server's log has the reason"
+    assert "no /secret/file" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import math
 import threading
 import time
 import traceback
@@ -27,7 +28,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Generic, Protocol, TypeVar
 
-from batchline.errors import BatchlineError, EngineLost, ModelLoadError
+from batchline.errors import BatchlineError, EngineLost, ModelLoadError, UnsupportedModel
 
 logger = logging.getLogger(__name__)
 
@@ -106,8 +107,8 @@ class _History:
     `culprits` found since then.
 
     refusals: how often in a row loading failed for good. refused_until: when loading may be tried again, on the
-    monotonic clock. refusal: why it failed, until the model is loaded again. retrying: the task that loads it without a
-    request.
+    monotonic clock; never for an unsupported model that has not run. refusal: why it failed, until the model is loaded
+    again. retrying: the task that loads it without a request.
     """
 
     was_loaded: bool = False
@@ -226,6 +227,8 @@ class ModelResidency(Generic[ModelT]):
 
     def _refuse(self, wanted: Loadable[ModelT], history: _History, error: BatchlineError) -> None:
         delay_s = min(LONGEST_REFUSAL_S, FIRST_REFUSAL_S * 2**history.refusals)
+        if isinstance(error, UnsupportedModel) and error.is_final and not history.was_loaded:
+            delay_s = math.inf  # each load may unload another model
         history.refusals += 1
         history.refused_until = self._clock() + delay_s
         history.refusal = error

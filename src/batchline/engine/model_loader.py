@@ -206,7 +206,7 @@ def _read(config: ModelConfig, dtype: torch.dtype, *, warns: bool) -> tuple[Any,
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as exc:
         if exc.args == (PAGED_ATTENTION,):  # the KeyError of model code that has its own table of attention classes
             architecture = (hf_config.architectures or [hf_config.model_type])[0]
-            raise UnsupportedModel(config.model, f"{architecture} {OWN_ATTENTION}") from exc
+            raise UnsupportedModel(config.model, f"{architecture} {OWN_ATTENTION}") from None
         raise ModelLoadError(config.model, why_not_loaded(config.model, exc)) from exc
     refuse_wrong_weights(config.model, model, report)
     unused = unused_weights(model, report)
