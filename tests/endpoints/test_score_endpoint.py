@@ -14,6 +14,7 @@ from batchline.errors import BadRequest, EngineDead, EngineError, EngineOutOfMem
 from batchline.openai_api.parsing import parse_body
 from batchline.openai_api.score import ScoreRequest
 from batchline.pooling.batching import TokenSequence
+from batchline.pooling.vectors import cosine_similarities
 
 
 def sigmoid(logit: float) -> float:
@@ -123,6 +124,13 @@ async def test_embedding_model_scores_by_cosine() -> None:
     assert same == pytest.approx(1.0, abs=1e-6)
     assert other == pytest.approx(first @ second / np.linalg.norm(first) / np.linalg.norm(second), abs=1e-6)
     assert answer["usage"]["prompt_tokens"] == 4 + 4 + 8, "the one first text is computed once"
+
+
+def test_rounding_takes_no_cosine_beyond_one() -> None:
+    """Equal texts had the score 1.0000001192896."""
+    vectors = np.random.default_rng(0).standard_normal((1000, 96), dtype=np.float32)
+    assert cosine_similarities(vectors, vectors).max() == 1
+    assert cosine_similarities(vectors, -vectors).min() == -1
 
 
 async def test_embedding_model_scores_pairs_in_order() -> None:

@@ -84,7 +84,7 @@ async def test_verbose_json_has_segments_with_times(backend: InProcessBackend) -
     assert (body["task"], body["duration"], body["usage"]["seconds"]) == ("transcribe", 7.5, 8)
     assert body["language"] in ("english", "german", "french", "japanese")
     assert [segment["id"] for segment in body["segments"]] == list(range(len(body["segments"])))
-    assert all(0 <= segment["start"] <= segment["end"] <= 9 for segment in body["segments"])
+    assert all(0 <= segment["start"] <= segment["end"] <= 7.5 for segment in body["segments"])
     assert len({segment["seek"] for segment in body["segments"]}) > 1
     assert {"avg_logprob", "no_speech_prob", "compression_ratio", "temperature", "tokens"} < set(body["segments"][0])
 

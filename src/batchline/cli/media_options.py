@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from batchline.cli.values import JSON, parse_json_object, parse_media_limits, parse_num_bytes, parse_number
+from batchline.cli.values import JSON, parse_json_object, parse_media_limits, parse_num_bytes, parse_number, size_text
 from batchline.config import MediaConfig
 
 _MEDIA = "Images and audio"
@@ -66,7 +66,13 @@ class MediaOptions:
     ] = None
     max_media_bytes: Annotated[
         int,
-        typer.Option(parser=parse_num_bytes, metavar="SIZE", help="Largest file to use.", rich_help_panel=_MEDIA),
+        typer.Option(
+            parser=parse_num_bytes,
+            metavar="SIZE",
+            help="Largest file to use.",
+            show_default=size_text(_DEFAULTS.max_bytes),
+            rich_help_panel=_MEDIA,
+        ),
     ] = _DEFAULTS.max_bytes
     max_image_pixels: Annotated[
         int,
@@ -90,6 +96,7 @@ class MediaOptions:
             parser=parse_num_bytes,
             metavar="SIZE",
             help="Fetched files that a run keeps on disk until it ends.",
+            show_default=size_text(_DEFAULTS.cache_bytes),
             rich_help_panel=_MEDIA,
         ),
     ] = _DEFAULTS.cache_bytes

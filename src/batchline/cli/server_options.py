@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from batchline.cli.values import parse_num_bytes, together
+from batchline.cli.values import parse_num_bytes, size_text, together
 from batchline.errors import UsageError
 from batchline.server.options import CorsOptions, LogLevel, ServerOptions
 
@@ -77,7 +77,7 @@ class ServingOptions:
             parser=parse_num_bytes,
             metavar="SIZE",
             help="Maximum size of a request body.",
-            show_default=f"{_DEFAULTS.max_request_bytes >> 20}MiB",
+            show_default=size_text(_DEFAULTS.max_request_bytes),
             rich_help_panel=_LIMITS,
         ),
     ] = _DEFAULTS.max_request_bytes
@@ -103,7 +103,7 @@ class ServingOptions:
             parser=parse_num_bytes,
             metavar="SIZE",
             help="Memory for all request bodies together; at least --max-request-size.",
-            show_default=f"{_DEFAULTS.max_body_memory >> 20}MiB",
+            show_default=size_text(_DEFAULTS.max_body_memory),
             rich_help_panel=_LIMITS,
         ),
     ] = _DEFAULTS.max_body_memory

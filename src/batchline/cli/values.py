@@ -44,6 +44,14 @@ def parse_num_bytes(text: str | int) -> int:
     return num_bytes
 
 
+def size_text(num_bytes: int) -> str:
+    """A size as an option takes it, in the largest unit that divides it: `64MiB`."""
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes % factor == 0:
+            return f"{num_bytes // factor}{unit}"
+    return str(num_bytes)
+
+
 MaxRequests = Annotated[int | None, typer.Option(min=1, help="Refuse a batch file with more requests.")]
 MaxFileSize = Annotated[
     int | None, typer.Option(parser=parse_num_bytes, metavar="SIZE", help="Refuse a larger batch file, e.g. 100MB.")

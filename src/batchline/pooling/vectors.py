@@ -21,7 +21,7 @@ def normalise(vectors: Vectors) -> Vectors:
 def cosine_similarities(first: Vectors, second: Vectors) -> Vectors:
     """Similarity of each row of `first` and the same row of `second`: (num_vectors,). A single row is broadcast."""
     products: Vectors = np.einsum("ij,ij->i", *np.broadcast_arrays(normalise(first), normalise(second)))
-    return products
+    return np.clip(products, np.float32(-1), np.float32(1))  # rounding exceeds them
 
 
 def softmax(logits: Vectors) -> Vectors:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import numpy as np
 from transformers.models.whisper.tokenization_whisper import LANGUAGES, TO_LANGUAGE_CODE
@@ -19,6 +20,8 @@ from batchline.speech.tokens import split_by_timestamps
 from batchline.speech.worker import SpeechStats, SpeechWorker
 
 FRAMES_PER_SECOND = 100
+
+TimedT = TypeVar("TimedT", Segment, Word)
 
 
 class SpeechModel:
@@ -62,6 +65,7 @@ class SpeechModel:
         request = replace(request, samples=np.empty(0, np.float32))  # their memory is free
         if num_frames > self._num_window_frames:
             window = replace(window, timestamps=True)
+        duration_s = len(request.samples) / self.sampling_rate
         seek = 0
         while seek < num_frames:
             piece = self._padded(features[:, seek : seek + self._num_window_frames])
@@ -71,6 +75,7 @@ class SpeechModel:
             length = min(self._num_window_frames, num_frames - seek)
             segments, advance = self._read(window, decoded, seek, length)
             words = await asyncio.to_thread(self._words, decoded, seek, length) if request.times_words else []
+            segments, words = _ended(segments, duration_s), _ended(words, duration_s)
             yield DecodedPart(segments, self._language_name(decoded), duration_s, words)
             seek += max(1, advance)
 
@@ -178,6 +183,12 @@ class SpeechModel:
 def load_speech_model(config: EngineConfig) -> SpeechModel:
     """Load a Whisper model from a folder or hub id. Raises: ModelLoadError, UnsupportedModel."""
     return SpeechModel(load_whisper(config))
+
+
+def _ended(timed: list[TimedT], duration_s: float) -> list[TimedT]:
+    """Segments or words with times within the recording. The model hears silence after it, and times text there."""
+    end = round(duration_s, 2)
+    return [replace(each, start=min(each.start, end), end=min(each.end, end)) for each in timed]
 
 
 def _seed(seed: int | None, seek: int) -> int | None:
