@@ -65,7 +65,6 @@ class SpeechModel:
         request = replace(request, samples=np.empty(0, np.float32))  # their memory is free
         if num_frames > self._num_window_frames:
             window = replace(window, timestamps=True)
-        duration_s = len(request.samples) / self.sampling_rate
         seek = 0
         while seek < num_frames:
             piece = self._padded(features[:, seek : seek + self._num_window_frames])
