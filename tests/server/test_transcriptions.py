@@ -91,7 +91,10 @@ def test_text_is_sent_as_text(server: ThreadedServer) -> None:
         ({"stream": "perhaps"}, "stream"),
         ({"language": "klingon"}, "language"),
         ({"response_format": "xml"}, "response_format"),
-        ({"timestamp_granularities[]": "sentence", "response_format": "verbose_json"}, "timestamp_granularities"),
+        ({"include[]": "logprobs"}, "include"),
+        ({"known_speaker_names[]": "Ann"}, "known_speaker_names"),
+        ({"language": "en", "language[]": "de"}, "language"),
+        ({"timestamp_granularities[]": "sentence", "response_format": "verbose_json"}, "timestamp_granularities[0]"),
         ({"file_url": "data:audio/wav;base64,xx"}, "file"),
     ],
 )

@@ -89,13 +89,18 @@ _FORM_TYPES: Mapping[str, Callable[[str], Any]] = {
 
 def body_of_form(fields: Iterable[tuple[str, str | bytes]]) -> dict[str, Any]:
     """The body that a form stands for. A field's text that has the wrong form stays text, which the schema refuses.
+    `name[]` is how OpenAI's clients write each item of the list `name`.
 
     Raises: BadRequest for a field that is given twice and is no list.
     """
     body: dict[str, Any] = {}
     for name, value in fields:
-        if name.endswith("[]") or name == "timestamp_granularities":
-            body.setdefault(name, []).append(value)
+        list_name = name.removesuffix("[]")
+        if list_name != name or name == "timestamp_granularities":
+            items = body.setdefault(list_name, [])
+            if not isinstance(items, list):
+                raise BadRequest(f"{list_name[:80]}: the form has this field twice", param=list_name)
+            items.append(value)
         elif name in body:
             raise BadRequest(f"{name[:80]}: the form has this field twice", param=name)
         else:
