@@ -23,6 +23,7 @@ from batchline.backends.in_process import InProcessBackend
 from batchline.config import CacheConfig, EngineConfig, MediaConfig, ModelConfig
 from batchline.errors import UsageError
 from batchline.media.audio import decode_audio
+from batchline.media.audio_processor import ENOUGH_S
 from batchline.media.items import MediaItem
 from batchline.media.processor import load_media_processor
 
@@ -143,17 +144,27 @@ async def test_a_recording_at_another_rate_is_resampled(backend: Any) -> None:
             422,
             "The recording is 1.5 seconds long, but this model takes at most 1 seconds",
         ),
-        (input_audio(recorded(1, 0.005)), 422, "The recording is too short for this model"),
+        (
+            input_audio(recorded(1, 0.005)),
+            422,
+            "The recording is 0.005 seconds long, which is too short for this model; 0.1 seconds",
+        ),
         (input_audio(b"RIFF0000WAVE"), 422, "the wav recording is damaged or cut off"),
         ({"type": "image_url", "image_url": "https://example.com/a.png"}, 400, "which takes text"),
     ],
 )
 async def test_what_the_model_cannot_hear_is_refused(backend: Any, part: Any, status: int, reason: str) -> None:
     found, body = await answer(backend, CHAT, **greedy(part))
-    assert found == status
+    assert (found, body["error"]["param"]) == (status, "messages[0].content[0]")
+    assert body["error"]["message"].startswith("messages[0].content[0]: ")
     assert reason in body["error"]["message"]
     if status == 400:
         assert body["error"]["message"].endswith("audio_url, input_audio")
+
+
+async def test_a_tenth_of_a_second_is_enough(backend: Any) -> None:
+    status, body = await answer(backend, CHAT, **greedy(input_audio(recorded(1, ENOUGH_S))))
+    assert status == 200, body
 
 
 async def test_settings_of_images_are_refused(folder: Path, backend: Any) -> None:

@@ -162,3 +162,33 @@ async def test_images_that_nothing_sets_apart_are_refused_with_what_the_template
     assert status == 400, body
     assert "its chat template must write the model's own markers" in body["error"]["message"]
     assert "a request failed" not in caplog.text
+
+
+def png_part(width: int, height: int) -> dict[str, Any]:
+    buffer = io.BytesIO()
+    Image.new("RGB", (width, height), "red").save(buffer, "png")
+    url = "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+@pytest.mark.parametrize(
+    ("url", "fields", "param"),
+    [
+        ("/v1/chat/completions", "messages", "messages[0].content[1]"),
+        ("/v1/embeddings", "messages", "messages[0].content[1]"),
+        ("/v1/score", "text_2", "text_2.content[1]"),
+    ],
+)
+async def test_an_image_that_the_models_processor_refuses_is_named(
+    qwen_folder: Path, url: str, fields: str, param: str
+) -> None:
+    """Bug: the message did not tell which of several images the processor cannot use, and `param` was null."""
+    good, bad = png_part(64, 64), png_part(2000, 3)
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": [good, bad]}]}
+    if fields != "messages":
+        body = {"text_1": "words", "text_2": [{"content": [good, bad]}]}
+    config = ModelConfig(model=str(qwen_folder), served_names=("m",), dtype="float32", device="cpu")
+    async with running(InProcessBackend([EngineConfig(model=config, cache=CacheConfig(num_bytes=2**22))])) as started:
+        status, answered = await answer(started, url, **body)
+    assert (status, answered["error"]["param"]) == (422, param)
+    assert answered["error"]["message"].startswith(f"{param}: The model's processor cannot use this image of 2000 x 3")

@@ -81,7 +81,10 @@ async def test_an_equal_video_in_another_request_is_taken_from_the_cache(backend
         (b"none", "messages[0].content[0]: it is not a video of a known format"),
         (tiny_video(num_frames=60), "messages[0].content[0]: the video is longer than 5 seconds"),
         (tiny_video()[:-900], "messages[0].content[0]: the mov video is damaged or cut off"),
-        (tiny_video(size=(1000, 4)), "The model's processor cannot use this video of 1000 x 4 pixels"),
+        (
+            tiny_video(size=(1000, 4)),
+            "messages[0].content[0]: The model's processor cannot use this video of 1000 x 4 pixels",
+        ),
     ],
 )
 async def test_a_video_that_cannot_be_used_is_refused_with_the_reason(backend: Any, data: bytes, reason: str) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 
 from batchline.engine.request import MediaSpan
 from batchline.errors import BadRequest, PromptTooLong
-from batchline.media.collector import MediaCollector
+from batchline.media.collector import MediaCollector, errors_at
 from batchline.media.items import NOUNS, MediaItem, MediaKind
 from batchline.media.parts import MEDIA_PARTS, MediaPart, MediaSource, media_parts, split_media
 from batchline.media.prepared import PreparedItem
@@ -149,7 +149,9 @@ def _prepared(items: Sequence[MediaItem], model: TakesMedia, settings: Mapping[s
     adjusted = processor.adjusted(settings)
     is_alone = sum(item.kind == "image" for item in items) == 1
     for item in items:
-        yield processor.prepare(item, is_alone=is_alone, settings=adjusted)
+        with errors_at(item.path):
+            prepared = processor.prepare(item, is_alone=is_alone, settings=adjusted)
+        yield prepared
 
 
 def prompt_media(token_ids: Sequence[int], items: Sequence[PreparedItem], model: TakesMedia) -> tuple[MediaSpan, ...]:

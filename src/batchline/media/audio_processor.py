@@ -19,6 +19,9 @@ logger = logging.getLogger(__name__)
 _SLACK_S = 0.1
 """By which a recording may be longer than a model hears: encoders add silence at the end, which is left out."""
 
+ENOUGH_S = 0.1
+"""A recording of this length has features in all supported models. The shortest that have are of about 0.03 seconds."""
+
 
 class AudioProcessor:
     """Prepares the recordings of one model, each once as long as the result is kept. Safe to use from several threads.
@@ -53,7 +56,10 @@ class AudioProcessor:
             raise UnprocessableEntity(f"The model cannot use this recording of {seconds:.3g} seconds") from exc
         num_features = text.count(self.placeholder)
         if not num_features:
-            raise UnprocessableEntity("The recording is too short for this model")
+            raise UnprocessableEntity(
+                f"The recording is {len(samples) / rate:.3g} seconds long, which is too short for this model; "
+                f"{ENOUGH_S:g} seconds are enough"
+            )
         arrays = {name: value for name, value in inputs.items() if isinstance(value, np.ndarray)}
         return PreparedItem(kind="audio", key=key, text=text, num_features=num_features, inputs=arrays)
 

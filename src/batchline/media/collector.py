@@ -60,7 +60,7 @@ class SourceRules:
                     param=first.path,
                 )
         for part in parts:
-            with _errors_of(part):
+            with errors_at(part.path):
                 if part.source.data is None:
                     self._check_url(part.source.url)
                 elif len(part.source.data) > self._config.max_bytes:
@@ -99,7 +99,7 @@ def check_unfetched(parts: Sequence[MediaPart]) -> None:
     for part in parts:
         if scheme(part.source.url) != "data":
             continue
-        with _errors_of(part):
+        with errors_at(part.path):
             data = data_of_url(part.source.url, _ANY_SIZE)
             if part.source.kind == "image":
                 images.image_size(data, _ANY_SIZE)
@@ -179,7 +179,7 @@ class MediaCollector:
 
     async def _ready(self, part: MediaPart, sampling: video.Sampling, stack: AsyncExitStack) -> _Ready:
         """The source, fetched where it must be. stack: keeps its file. Raises: RequestError."""
-        with _errors_of(part):
+        with errors_at(part.path):
             key, read = await self._reader(part.source, stack)
             if key and part.source.kind == "video":
                 key = f"{sampling}:{key}"
@@ -209,9 +209,9 @@ class MediaCollector:
         item = ready.item or self._decoded.get(ready.key)  # another request may have decoded it meanwhile
         if item is None:
             decode = partial(self._decode, ready)
-            with _errors_of(ready.part):
+            with errors_at(ready.part.path):
                 item = await (self._decoding.result(ready.key, decode) if ready.key else decode())
-        return replace(item, detail=ready.part.source.detail)
+        return replace(item, detail=ready.part.source.detail, path=ready.part.path)
 
     async def _decode(self, ready: _Ready) -> MediaItem:
         """The decoded content, which is then kept for others. Raises: RequestError."""
@@ -307,9 +307,9 @@ def _read(path: Path) -> bytes:
 
 
 @contextmanager
-def _errors_of(part: MediaPart) -> Iterator[None]:
-    """Add the place of the source in the request to an error. Raises: RequestError."""
+def errors_at(path: str) -> Iterator[None]:
+    """Add the place of an item in its request to an error. Raises: RequestError."""
     try:
         yield
     except (BadRequest, UnprocessableEntity, ServiceUnavailable) as exc:
-        raise type(exc)(f"{part.path}: {exc.message}", param=part.path) from exc
+        raise type(exc)(f"{path}: {exc.message}", param=path) from exc

@@ -25,10 +25,11 @@ class MediaItem:
 
     digest: SHA-256 of the decoded content (an image's size and pixels, or the rate and samples), 32 bytes.
     content: an RGB image, mono float32 samples and their rate in Hz, or frames. detail: the resolution that a request
-    asks for.
+    asks for. path: the first place of the item in its request.
     """
 
     kind: MediaKind
     digest: bytes
     content: Image.Image | tuple[np.ndarray[Any, np.dtype[np.float32]], int] | Video
     detail: Detail = "auto"
+    path: str = ""
