@@ -197,10 +197,17 @@ def test_a_run_that_starts_over_forgets_what_was_fetched_and_leaves_what_is_not_
         assert [path.name for path in folder.media.iterdir()] == ["mine.txt"]
 
 
-def test_by_default_no_run_fetches_from_an_internal_address(images: ImageServer, model: Path, tmp_path: Path) -> None:
+def test_by_default_no_run_fetches_from_an_internal_address(
+    images: ImageServer, model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Bug: the error did not say what allows the address, and a run's log did not name the host."""
     (tmp_path / "in.jsonl").write_text(line("internal", images.url("10.png")))
     config = engine(model, allowed_networks=())
     run_batch(tmp_path / "in.jsonl", tmp_path / "out.jsonl", model=config, show_progress=False)
     error = results(tmp_path / "out.jsonl")["internal"]["body"]["error"]
-    assert error["message"] == "messages[0].content[1]: its host has no public address"
+    assert error["message"].startswith("messages[0].content[1]: its host does not exist, or has no public address")
+    assert "--allowed-media-networks" in error["message"]
+    assert (
+        "refused to fetch media from 127.0.0.1: it is no public address (--allowed-media-networks)" in caplog.messages
+    )
     assert not images.counts

@@ -86,6 +86,18 @@ def test_media_are_counted_with_the_hosts_they_come_from(batch_file: Path, comma
 
 
 @pytest.mark.parametrize("command", ["check", "plan"])
+def test_a_host_that_a_run_refuses_by_its_address_is_marked(tmp_path: Path, command: str) -> None:
+    """Bug: `check` was content with a file of which a run answers each line with an error."""
+    path = tmp_path / "in.jsonl"
+    parts = [{"type": "image_url", "image_url": {"url": f"http://{host}/a.png"}} for host in ("127.0.0.1", "a.example")]
+    body = {"model": "m", "messages": [{"role": "user", "content": parts}]}
+    path.write_text(json.dumps({"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": body}))
+    shown = run(command, str(path)).output.splitlines()
+    assert any(row.endswith("1  from 127.0.0.1 (not public: a run needs --allowed-media-networks)") for row in shown)
+    assert any(row.endswith("1  from a.example") for row in shown)
+
+
+@pytest.mark.parametrize("command", ["check", "plan"])
 def test_recordings_to_write_down_are_counted_with_their_seconds(tmp_path: Path, command: str) -> None:
     """Bug: nobody could see how long the recordings are, though that decides how long the run takes."""
     data = base64.b64encode(wav(sound(2.5, 1))).decode()

@@ -7,7 +7,7 @@ import ipaddress
 import pytest
 
 from batchline.errors import BadRequest, UsageError
-from batchline.media.addresses import FetchRules, is_public
+from batchline.media.addresses import MAX_LOGGED_HOSTS, FetchRules, is_internal, is_public
 
 NOT_PUBLIC = """
     0.0.0.0 0.1.2.3 10.0.0.1 10.255.255.255 100.64.0.1 100.100.100.200 100.127.255.255 127.0.0.1 127.1.2.3
@@ -177,5 +177,25 @@ def test_the_word_none_allows_no_host() -> None:
 
 def test_a_refused_host_is_not_told_whether_it_exists() -> None:
     """A literal address gets the reason that a name without a public address gets."""
-    with pytest.raises(BadRequest, match=r"^its host has no public address$"):
+    with pytest.raises(BadRequest, match=r"^its host does not exist, or has no public address and is not in"):
         FetchRules().checked_url("http://10.0.0.1/a.png")
+
+
+def test_the_log_names_each_refused_host_once_and_only_the_first_ones(caplog: pytest.LogCaptureFixture) -> None:
+    rules = FetchRules()
+    for number in [1, 1, *range(MAX_LOGGED_HOSTS + 5)]:
+        with pytest.raises(BadRequest):
+            rules.checked_url(f"http://10.0.0.{number}/a.png")
+    assert len(caplog.messages) == MAX_LOGGED_HOSTS
+    assert sum("10.0.0.1:" in message for message in caplog.messages) == 1
+    assert caplog.messages[-1].endswith("further hosts are not logged")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "10.1.2.3", "::1", "localhost", "LOCALHOST."])
+def test_hosts_that_a_run_refuses_by_default_are_known_without_a_look_up(host: str) -> None:
+    assert is_internal(host)
+
+
+@pytest.mark.parametrize("host", ["8.8.8.8", "example.com", "2606:4700:4700::1111"])
+def test_other_hosts_may_be_public(host: str) -> None:
+    assert not is_internal(host)

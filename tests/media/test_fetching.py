@@ -25,7 +25,7 @@ from batchline.config import MediaConfig
 from batchline.errors import BadRequest, RequestError, ServiceUnavailable, UnprocessableEntity
 from batchline.media import fetching
 from batchline.media import folder as folder_module
-from batchline.media.addresses import FetchRules
+from batchline.media.addresses import NO_PUBLIC_ADDRESS, FetchRules
 from batchline.media.fetching import Fetcher
 
 LOOPBACK = ("127.0.0.0/8",)
@@ -87,7 +87,7 @@ async def test_a_file_is_fetched(server: MediaServer) -> None:
 async def test_no_address_of_this_machine_is_fetched_without_permission(server: MediaServer) -> None:
     url = server.send("/a.png", b"secret")
     async with fetcher(networks=()) as made:
-        assert (await refusal(made, url)).message == "its host has no public address"
+        assert (await refusal(made, url)).message == NO_PUBLIC_ADDRESS
     assert not server.requests
 
 
@@ -95,16 +95,20 @@ async def test_no_address_of_this_machine_is_fetched_without_permission(server: 
     "address", ["127.0.0.1", "10.0.0.1", "169.254.169.254", "100.100.100.200", "::1", "fd00:ec2::254"]
 )
 async def test_a_name_of_an_internal_address_is_refused_like_one_that_does_not_exist(
-    server: MediaServer, address: str
+    server: MediaServer, address: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Otherwise the answers would tell which names an internal network has."""
+    """Otherwise the answers would tell which names an internal network has. The operator's log tells."""
     resolver = FakeResolver(internal_example=[[address]])
     async with fetcher(resolver, networks=()) as made:
         internal = await refusal(made, f"http://internal.example:{server.port}/a.png")
         missing = await refusal(made, f"http://missing.example:{server.port}/a.png")
     assert isinstance(internal, UnprocessableEntity)
-    assert internal.message == missing.message == "its host has no public address"
+    assert internal.message == missing.message == NO_PUBLIC_ADDRESS
     assert type(internal) is type(missing)
+    assert caplog.messages == [
+        f"refused to fetch media from internal.example: it resolves to {address} (--allowed-media-networks)",
+        "refused to fetch media from missing.example: the name cannot be resolved",
+    ]
     assert not server.requests
 
 
@@ -133,7 +137,7 @@ async def test_a_name_that_changes_to_an_internal_address_is_refused_then(server
     async with fetcher(resolver) as made:
         url = f"http://rebinding.example:{server.port}/a.png"
         assert await content(made, url) == b"checked"
-        assert (await refusal(made, url)).message == "its host has no public address"
+        assert (await refusal(made, url)).message == NO_PUBLIC_ADDRESS
 
 
 @pytest.mark.parametrize(

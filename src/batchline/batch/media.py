@@ -14,6 +14,7 @@ from batchline.config import TextConfig
 from batchline.endpoints.transcriptions import read_transcription
 from batchline.endpoints.without_model import checked_request
 from batchline.errors import RequestError, counted
+from batchline.media.addresses import is_internal
 from batchline.media.audio import audio_seconds
 from batchline.media.items import NOUNS
 from batchline.media.local import data_of_url
@@ -76,7 +77,7 @@ class MediaCounts:
 
     def _origins(self) -> list[str]:
         """Where they come from, the most frequent hosts first."""
-        rows = [f"  {number:>12,}  from {host}" for host, number in self.hosts.most_common(_SHOWN_HOSTS)]
+        rows = [f"  {number:>12,}  from {_shown(host)}" for host, number in self.hosts.most_common(_SHOWN_HOSTS)]
         rest = len(self.hosts) - _SHOWN_HOSTS
         if rest > 0:
             rows.append(f"  {'':>12}  from {counted(rest, 'more host')}")
@@ -134,6 +135,11 @@ def _has_images(body: dict[str, Any]) -> bool:
     contents = [message.get("content") for message in body.get("messages", ()) if isinstance(message, dict)]
     blocks = [block for content in contents if isinstance(content, list) for block in content]
     return any(isinstance(block, dict) and block.get("type") in ("image", "tool_result") for block in blocks)
+
+
+def _shown(host: str) -> str:
+    """For people; names the option without which a run refuses the host."""
+    return f"{host} (not public: a run needs --allowed-media-networks)" if is_internal(host) else host
 
 
 def _host(url: str) -> str:

@@ -8,6 +8,7 @@ Hosts are checked as the client that connects reads them, since the URL is parse
 from __future__ import annotations
 
 import ipaddress
+import logging
 import re
 from collections.abc import Sequence
 
@@ -15,15 +16,22 @@ from yarl import URL
 
 from batchline.errors import BadRequest, UsageError
 
+logger = logging.getLogger(__name__)
+
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 MAX_URL_CHARS = 8192
 """As long as servers and proxies accept."""
 
-NO_PUBLIC_ADDRESS = "its host has no public address"
+NO_PUBLIC_ADDRESS = (
+    "its host does not exist, or has no public address and is not in a network that --allowed-media-networks names"
+)
 """Why a host is refused. A name that does not exist gets the same reason, so that nobody can find names of an internal
 network by trying them."""
+
+MAX_LOGGED_HOSTS = 10
+"""Hosts that the log names as refused. Clients choose them, so they must not be able to fill the log."""
 
 _PUBLIC_V6 = ipaddress.IPv6Network("2000::/3")
 _NOT_PUBLIC = [
@@ -76,6 +84,7 @@ class FetchRules:
     def __init__(self, domains: Sequence[str] = (), networks: Sequence[str] = ()) -> None:
         self._domains = frozenset(map(_domain, domains))
         self._networks = parse_networks(networks)
+        self._logged: set[str] = set()
 
     def checked_url(self, text: str) -> URL:
         """The URL, if it may be fetched as far as its text tells. Raises: BadRequest."""
@@ -102,6 +111,14 @@ class FetchRules:
         parsed = _literal_address(address)
         return parsed is not None and (is_public(parsed) or any(parsed in network for network in self._networks))
 
+    def log_refused(self, host: str, reason: str) -> None:
+        """Tell the operator that a host is refused: once for each, and only for the first ones."""
+        if host in self._logged or len(self._logged) == MAX_LOGGED_HOSTS:
+            return
+        self._logged.add(host)
+        rest = "" if len(self._logged) < MAX_LOGGED_HOSTS else "; further hosts are not logged"
+        logger.warning("refused to fetch media from %s: %s%s", host, reason, rest)
+
     def _check_host(self, host: str) -> None:
         """Raises: BadRequest."""
         address = _literal_address(host)
@@ -112,12 +129,19 @@ class FetchRules:
         if self._domains and not self._has_domain(_host_name(host) if address is None else str(address)):
             raise BadRequest("its host is not one that --allowed-media-domains names")
         if address is not None and not self.is_allowed(str(address)):
+            self.log_refused(host, "it is no public address (--allowed-media-networks)")
             raise BadRequest(NO_PUBLIC_ADDRESS)
 
     def _has_domain(self, host: str) -> bool:
         names = host.split(".")
         above = (f"*.{'.'.join(names[start:])}" for start in range(1, len(names)))
         return host in self._domains or not self._domains.isdisjoint(above)
+
+
+def is_internal(host: str) -> bool:
+    """Whether a URL's host is known, without looking it up, to be refused by default."""
+    address = _literal_address(host)
+    return _host_name(host) == "localhost" if address is None else not is_public(address)
 
 
 def _host_name(text: str) -> str:

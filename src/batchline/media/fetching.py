@@ -194,7 +194,6 @@ class Fetcher:
         except FolderUnwritable as exc:
             raise _not_stored(exc) from exc
         except _NotPublic as exc:
-            logger.info("refused to fetch media from %s: %s", checked.host, exc)
             raise UnprocessableEntity(NO_PUBLIC_ADDRESS) from exc
         except asyncio.TimeoutError as exc:
             raise _Transient(f"fetching it took more than {self._config.fetch_timeout_s:g} seconds") from exc
@@ -263,10 +262,13 @@ class _CheckedResolver(AbstractResolver):
         except OSError as exc:
             if isinstance(exc, socket.gaierror) and exc.errno == socket.EAI_AGAIN:
                 raise _Transient(NO_PUBLIC_ADDRESS) from exc
-            raise _NotPublic("the name cannot be resolved") from exc
+            self._rules.log_refused(host, "the name cannot be resolved")
+            raise _NotPublic from exc
         refused = [result["host"] for result in found if not self._rules.is_allowed(result["host"])]
         if refused or not found:
-            raise _NotPublic(f"it resolves to {', '.join(refused) or 'nothing'}")
+            where = f"{', '.join(refused)} (--allowed-media-networks)" if refused else "nothing"
+            self._rules.log_refused(host, f"it resolves to {where}")
+            raise _NotPublic
         return found
 
     async def close(self) -> None:
