@@ -129,9 +129,13 @@ async def test_streamed_deltas_add_up_to_the_text(backend: InProcessBackend) -> 
 @pytest.mark.parametrize(
     ("body", "expected"),
     [
-        ({}, "needs one recording"),
-        ({"file": "x", "file_url": "data:audio/wav;base64,xx"}, "needs one recording"),
-        ({"file": "?"}, "not valid base64"),
+        ({}, "file: it is missing"),
+        ({"file": "x", "file_url": "data:audio/wav;base64,xx"}, "file or file_url, not both"),
+        ({"file": "?"}, "the recording itself, in base64"),
+        ({"file": "data:audio/wav;base64,?"}, "not valid base64"),
+        ({"file": "https://a.example/b.mp3"}, "a URL goes in file_url"),
+        ({"file": "/home/me/speech.mp3"}, "a URL goes in file_url"),
+        ({"file": "file:///home/me/speech"}, "a URL goes in file_url"),
         ({"file_url": "ftp://host/a.wav"}, "http"),
         ({"file": "xx", "temperature": 1.5}, "temperature"),
         ({"file": "xx", "response_format": "diarized_json"}, "response_format"),

@@ -292,7 +292,7 @@ def test_where_several_models_are_served_a_request_has_to_name_one(serve: Serve,
     with httpx.Client(base_url=serve(backend).url) as client:
         response = client.get(path) if path == "/tokenizer_info" else client.post(path, json={"input": "x"})
         assert response.status_code == 400
-        message = "model: it must be the name of a model. Served here: fake, other"
+        message = "model: it is missing; name a model. Served here: fake, other"
         assert (error_of(response)["message"], error_of(response)["param"]) == (message, "model")
         assert client.post(CHAT, json=HELLO).status_code == 200
     assert len(backend.requests) == 1

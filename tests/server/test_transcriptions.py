@@ -78,6 +78,14 @@ def test_json_with_base64_says_the_same_as_a_form(server: ThreadedServer) -> Non
     assert by_json.json() == post(server, {"model": "whisper", "seed": "1"}).json()
 
 
+def test_empty_fields_of_a_form_count_as_left_out(server: ThreadedServer) -> None:
+    """Web pages send a field that nobody filled in; `language=` was a 400."""
+    names = ("language", "prompt", "temperature", "response_format", "model", "timestamp_granularities[]", "file_url")
+    empty = post(server, dict.fromkeys(names, "") | {"seed": "1"})
+    assert empty.status_code == 200, empty.text
+    assert empty.json() == post(server, {"seed": "1"}).json()
+
+
 def test_text_is_sent_as_text(server: ThreadedServer) -> None:
     answer = post(server, {"response_format": "text"})
     assert answer.status_code == 200
@@ -142,6 +150,15 @@ def test_a_form_with_a_field_twice_or_too_many_fields_is_refused(server: Threade
 def test_other_endpoints_take_no_forms(server: ThreadedServer) -> None:
     answer = httpx.post(f"{server.url}/v1/chat/completions", files={"file": b"x"}, timeout=60)
     assert answer.status_code == 415
+
+
+def test_a_body_that_is_neither_a_form_nor_json_is_refused_with_both(server: ThreadedServer) -> None:
+    """The error named only JSON, although nearly all clients send a form."""
+    answer = httpx.post(f"{server.url}{PATH}", content=RECORDING, headers={"content-type": "audio/wav"}, timeout=60)
+    assert answer.status_code == 415
+    assert answer.json()["error"]["message"] == (
+        "The body must be a form (multipart/form-data) or JSON: send it with Content-Type: application/json"
+    )
 
 
 def test_the_models_list_names_the_endpoints(server: ThreadedServer) -> None:

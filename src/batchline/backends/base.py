@@ -104,13 +104,15 @@ def models_by_name(models: Iterable[ServedModel]) -> dict[str, ServedModel]:
 def find_model(by_name: Mapping[str, T], name: object) -> T:
     """The model that a request names. name: the body's `model`; None means the only model, if there is only one.
 
-    Raises: BadRequest if it is not a name, NotFound.
+    Raises: BadRequest if it is missing or not a name, NotFound.
     """
     if name is None and by_name:
         first, *others = by_name.values()
         if all(other is first for other in others):
             return first
     served = f"Served here: {', '.join(sorted(by_name))}"
+    if name is None:
+        raise BadRequest(f"model: it is missing; name a model. {served}", param="model")
     if not isinstance(name, str):
         raise BadRequest(f"model: it must be the name of a model. {served}", param="model")
     if name not in by_name:

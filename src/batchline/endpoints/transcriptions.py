@@ -158,7 +158,7 @@ async def _speech_request(
         return SpeechRequest(
             samples=samples,
             task=task,
-            language=request.language,
+            language=request.language or None,
             prompt=request.prompt,
             timestamps=request.needs_timestamps,
             times_words=request.times_words,

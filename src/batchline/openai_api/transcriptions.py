@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,6 +18,9 @@ from batchline.openai_api.parsing import TEXT
 ResponseFormat = Literal["json", "text", "srt", "verbose_json", "vtt"]
 Granularity = Literal["segment", "word"]
 
+_NOT_BASE64 = re.compile(r"[^A-Za-z0-9+/=_%\s-]")
+"""In either alphabet, with line breaks or escaped padding."""
+
 DELTA = "transcript.text.delta"
 DONE = "transcript.text.done"
 
@@ -25,7 +29,7 @@ class TranscriptionRequest(WireModel):
     """The body of a transcription or translation: a form on the server, or JSON.
 
     file: an uploaded file, or base64. file_url: an http(s), data or file URL. language: of the speech, as a code such
-    as `en` or an English name; None detects it. temperature: 0 tries higher ones where the text looks wrong.
+    as `en` or an English name; None or "" detects it. temperature: 0 tries higher ones where the text looks wrong.
     """
 
     other_names: ClassVar[Mapping[str, str]] = {"timestamp_granularities[]": "timestamp_granularities"}
@@ -33,7 +37,7 @@ class TranscriptionRequest(WireModel):
     model: str | None = None
     file: Annotated[bytes | str | None, Field(repr=False)] = None
     file_url: Annotated[str | None, Field(repr=False)] = None
-    language: Annotated[str, Field(min_length=1, max_length=64)] | None = None
+    language: Annotated[str, Field(max_length=64)] | None = None
     prompt: Annotated[Text, TEXT] = ""
     response_format: ResponseFormat = "json"
     temperature: Annotated[float, Field(ge=0, le=1)] = 0.0
@@ -50,8 +54,13 @@ class TranscriptionRequest(WireModel):
 
     def check(self) -> None:
         """Check fields that depend on each other. Raises: BadRequest."""
-        if (self.file is None) == (self.file_url is None):
-            raise BadRequest("file: a request needs one recording, as file or as file_url", param="file")
+        if self.file is None and self.file_url is None:
+            raise BadRequest("file: it is missing; send the recording as file, or its URL as file_url", param="file")
+        if self.file is not None and self.file_url is not None:
+            raise BadRequest("file: send file or file_url, not both", param="file")
+        if isinstance(self.file, str) and self.file[:5].lower() != "data:" and _NOT_BASE64.search(self.file[:4096]):
+            message = "file: it must be the recording itself, in base64 or as a data URL; a URL goes in file_url"
+            raise BadRequest(message, param="file")
         if self.timestamp_granularities and self.response_format != "verbose_json":
             message = "timestamp_granularities: they need response_format verbose_json"
             raise BadRequest(message, param="timestamp_granularities")
@@ -88,13 +97,16 @@ _FORM_TYPES: Mapping[str, Callable[[str], Any]] = {
 
 
 def body_of_form(fields: Iterable[tuple[str, str | bytes]]) -> dict[str, Any]:
-    """The body that a form stands for. A field's text that has the wrong form stays text, which the schema refuses.
-    `name[]` is how OpenAI's clients write each item of the list `name`.
+    """The body that a form stands for. An empty field counts as left out: web pages send those that nobody filled in.
+    A field's text that has the wrong form stays text, which the schema refuses. `name[]` is how OpenAI's clients write
+    each item of the list `name`.
 
     Raises: BadRequest for a field that is given twice and is no list.
     """
     body: dict[str, Any] = {}
     for name, value in fields:
+        if value == "":
+            continue
         list_name = name.removesuffix("[]")
         if list_name != name or name == "timestamp_granularities":
             items = body.setdefault(list_name, [])

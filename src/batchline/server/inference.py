@@ -70,12 +70,13 @@ class Inference:
     async def _read(self, request: Request) -> tuple[dict[str, Any], bytes | None]:
         """The body of `read_body`, and the JSON that the client sent; None if the body was changed or is a form."""
         raw_body: bytes | None
-        if ENDPOINTS[route_path(request.scope)].takes_forms and is_form(request):
+        takes_forms = ENDPOINTS[route_path(request.scope)].takes_forms
+        if takes_forms and is_form(request):
             body, raw_body = await read_form(request, self._max_request_bytes), None
             if self._backend.wants_raw_bodies:  # it forwards JSON
                 body = await in_json(body)
         else:
-            body, raw_body = await read_json_object(request, self._max_request_bytes)
+            body, raw_body = await read_json_object(request, self._max_request_bytes, takes_forms=takes_forms)
         request.state.places.hold(num_places(route_path(request.scope), body))
         return body, None if await self._name_model(request, body) else raw_body
 

@@ -36,14 +36,18 @@ _BRACKETS = b"[{"
 _SEPARATORS = b"," + _BRACKETS
 
 
-async def read_json_object(request: Request, max_bytes: int) -> tuple[dict[str, Any], bytes]:
-    """The body, a JSON object: parsed, and as it was sent, without a byte-order mark.
+async def read_json_object(
+    request: Request, max_bytes: int, *, takes_forms: bool = False
+) -> tuple[dict[str, Any], bytes]:
+    """The body, a JSON object: parsed, and as it was sent, without a byte-order mark. takes_forms: whether the client
+    could have sent a form, for the error.
 
     Raises: UnsupportedMediaType, PayloadTooLarge, BadRequest, ClientDisconnect.
     """
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json" and not media_type.endswith("+json"):
-        raise UnsupportedMediaType("The body must be JSON: send it with Content-Type: application/json")
+        form = "a form (multipart/form-data) or " if takes_forms else ""
+        raise UnsupportedMediaType(f"The body must be {form}JSON: send it with Content-Type: application/json")
     refuse_compressed(request)
     raw = b"".join([part async for part in read_parts(request, max_bytes)]).removeprefix(codecs.BOM_UTF8)
     return (_parsed(raw) if len(raw) <= SMALL_BODY else await asyncio.to_thread(_parsed, raw)), raw
