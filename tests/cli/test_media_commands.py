@@ -109,6 +109,8 @@ def test_recordings_to_write_down_are_counted_with_their_seconds(tmp_path: Path,
     path = tmp_path / "in.jsonl"
     path.write_text("\n".join(map(json.dumps, lines)))
     shown = run(command, str(path)).output
+    assert "None" not in shown, "the text that recordings were said to share"
+    assert ("recordings do not have" in shown) == (command == "plan"), "it advised a run that did not help"
     assert "3 recordings (2 different) in 3 requests" in shown
     assert "2 recordings in the file itself: 5 seconds of audio" in shown
     media = json.loads(run(command, str(path), "--json").stdout)["media"]

@@ -44,8 +44,8 @@ def prompt_content(body: dict[str, Any]) -> Any:
 
 
 def prompt_text(body: dict[str, Any]) -> str:
-    """The prompt as readable text: the message contents one after another."""
-    content = prompt_content(body)
+    """The prompt as readable text: the message contents one after another; "" for a recording."""
+    content = prompt_content(body) or ""
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, list) else [content]

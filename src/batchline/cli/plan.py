@@ -209,6 +209,8 @@ def _print_json(
 
 
 def _print_numbers(overview: PlanOverview, estimate: Estimate, counts: TokenCounts, model: str | None) -> None:
+    from batchline.openai_api.endpoint_table import TRANSCRIPTIONS, TRANSLATIONS  # pydantic's schemas: not for --help
+
     show(f"{counted(overview.num_requests, 'request')} in {counted(overview.num_groups, 'group')}")
     if overview.num_copies:
         show(f"{counted(overview.num_copies, 'duplicate')} among them, served by an identical one's answer")
@@ -219,7 +221,11 @@ def _print_numbers(overview: PlanOverview, estimate: Estimate, counts: TokenCoun
     if counts.uncounted:
         show(f"               without {counts.uncounted:,} requests that will fail; `batchline check` says why")
     show(f"Output tokens  {_output_text(estimate, counts)}")
-    show(f"Time           {_time_text(estimate, model)}")
+    has_recordings = any(group.url in (TRANSCRIPTIONS, TRANSLATIONS) for group in overview.largest)
+    if has_recordings and estimate.time_s is None:
+        show("Time           unknown: it is estimated from tokens, which recordings do not have")
+    else:
+        show(f"Time           {_time_text(estimate, model)}")
 
 
 def _output_text(estimate: Estimate, counts: TokenCounts) -> str:
@@ -234,7 +240,11 @@ def _output_text(estimate: Estimate, counts: TokenCounts) -> str:
 def _time_text(estimate: Estimate, model: str | None) -> str:
     measured = estimate.measured
     if measured is None or estimate.time_s is None:
-        hint = "run a part of the file with it" if model is not None else "name the model with --model"
+        hint = (
+            "run a part of the file with it, for a second at least"
+            if model is not None
+            else "name the model with --model"
+        )
         return f"unknown: no run of the model on this machine is known; {hint}"
     when = measured.measured_at.astimezone().strftime("%Y-%m-%d %H:%M")
     rates = (
