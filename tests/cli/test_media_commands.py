@@ -68,7 +68,7 @@ def run(*arguments: str) -> Any:
 @pytest.mark.parametrize("command", ["check", "plan"])
 def test_media_are_counted_with_the_hosts_they_come_from(batch_file: Path, command: str) -> None:
     shown = run(command, str(batch_file)).output
-    assert "7 images and 1 recording (7 different) in 6 requests" in shown
+    assert "7 images, 1 recording (7 different) in 6 requests" in shown
     assert "4  from cdn.example" in shown
     assert "1  from b.example" in shown
     assert "2  in the file itself" in shown

@@ -71,7 +71,7 @@ class MediaCounts:
         """For people; empty if there are no media."""
         if not self.num_requests:
             return []
-        several = " and ".join(counted(number, NOUNS[kind]) for kind, number in self.kinds.items())
+        several = ", ".join(counted(number, NOUNS[kind]) for kind, number in self.kinds.items())
         distinct = f"{'at least ' if self.num_distinct == MAX_DISTINCT else ''}{self.num_distinct:,} different"
         return [f"{several} ({distinct}) in {counted(self.num_requests, 'request')}", *self._origins()]
 

@@ -98,7 +98,11 @@ class ImageProcessor:
             raise BadRequest(message, param="mm_processor_kwargs")
         if _is_within(value, own):
             return {**own, **value} if isinstance(own, dict) else value
-        wanted = f"of the form of {own}, which is the largest value"
+        wanted = (
+            f"a whole number from 1 to {own}"
+            if isinstance(own, int)
+            else f"an object such as {own}, with no larger numbers"
+        )
         if isinstance(own, bool):
             wanted = "true or false" if own else "false, as the model has it"
         message = f"mm_processor_kwargs.{name}: Input should be {wanted}"
