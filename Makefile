@@ -23,13 +23,13 @@ setup: $(STAMP)
 
 INSTALLED_FROM := pyproject.toml constraints.txt $(wildcard setup.py src/batchline/native/*.cpp src/batchline/native/*.h)
 
-# $(1): what pip installs. Bytecode is left to the first run, which needs a small part of it.
+# $(1): what pip installs. Bytecode is left to the first run, which needs a small part of it, if Python may write it then.
 define install
 	@echo "Setting up $(VENV) with $(1): downloads, once, and then the native kernels are compiled."
 	@test -d $(VENV) || $(PYTHON) -m venv $(VENV)
 	@rm -f src/batchline/native/*.so
 	@$(PIP) --quiet "setuptools>=77" wheel
-	$(PIP) --no-compile --no-build-isolation -e "$(1)"
+	$(PIP) $(if $(PYTHONDONTWRITEBYTECODE),,--no-compile) --no-build-isolation -e "$(1)"
 endef
 
 $(RUNTIME): $(INSTALLED_FROM)
