@@ -17,7 +17,7 @@ from batch_files import chat_line, contents, read_lines, write_lines
 
 from batchline import control_group
 from batchline.backends.base import EndpointRequest, ServedModel
-from batchline.batch.crashes import InFlight, Suspects, alternate_stacks, last_crash, watched
+from batchline.batch.crashes import InFlight, Suspects, alternate_stacks, last_crash, suspects_turn, watched
 from batchline.batch.journal import Note
 from batchline.batch.plan import WorkItem
 from batchline.batch.stopping import Stop
@@ -305,3 +305,32 @@ def test_threads_have_signal_stacks_until_the_last_run_ends() -> None:
     assert threading.getprofile() is not None
     second.__exit__(None, None, None)
     assert threading.getprofile() is before
+
+
+async def test_suspects_of_two_runs_in_one_process_take_turns() -> None:
+    """Both ran at the same time, so the crash of one gave the innocent request of the other an error."""
+    stop, steps = Stop(), list[str]()
+    may_end = asyncio.Event()
+
+    async def run_suspects(name: str) -> None:
+        async with suspects_turn(stop):
+            steps.append(f"{name} begins")
+            await may_end.wait()
+            steps.append(f"{name} ends")
+
+    both = [asyncio.create_task(run_suspects(name)) for name in ("a", "b")]
+    await asyncio.sleep(0)
+    assert steps == ["a begins"]
+    may_end.set()
+    await asyncio.gather(*both)
+    assert steps == ["a begins", "a ends", "b begins", "b ends"]
+
+
+async def test_a_stopped_run_does_not_wait_for_another_runs_suspects() -> None:
+    stop = Stop()
+    async with suspects_turn(stop):
+        waiting = asyncio.create_task(suspects_turn(stop).__aenter__())
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        stop.set()
+        await waiting

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,31 @@ def test_a_transient_answer_is_never_kept_by_a_run_that_is_stopped(
     assert b'"custom_id":"odd"' not in (tmp_path / "out.partial" / "journal").read_bytes()
     run_file(batch, tmp_path / "out")
     assert contents(read_lines(tmp_path / "out")) == {"odd": "odd", **GOOD}
+
+
+async def exit_process(_request: EndpointRequest) -> Answer:
+    sys.exit(0)
+
+
+async def await_a_cancelled_task(_request: EndpointRequest) -> Answer:
+    inner = asyncio.create_task(asyncio.sleep(3600))
+    inner.cancel()
+    await inner
+    raise AssertionError
+
+
+@pytest.mark.parametrize("answer_odd", [exit_process, await_a_cancelled_task])
+def test_an_answer_that_exits_or_is_cancelled_by_nobody_fails_only_its_line(
+    batch: Path, tmp_path: Path, run_file: Run, answer_odd: AnswerWith
+) -> None:
+    """The first ended the run with exit code 0 and no output, the second with 130, again at each resume."""
+    assert run_file(batch, tmp_path / "out", backend=HostileBackend(answer_odd), max_inflight=1).failed == 1
+    odd, *good = read_lines(tmp_path / "out")
+    assert (odd["response"]["status_code"], odd["response"]["body"]["error"]["message"]) == (
+        500,
+        "The backend gave an invalid answer",
+    )
+    assert contents(good) == GOOD
 
 
 def test_a_backend_that_can_answer_nobody_ends_the_run_and_accuses_no_request(
@@ -290,3 +316,17 @@ def test_an_answer_over_several_lines_is_one_result_line_and_its_tokens_count(tm
     assert (summary.prompt_tokens, summary.output_tokens) == (7, 2)
     (result,) = read_lines(tmp_path / "out")
     assert result["response"]["body"] == {"usage": {"prompt_tokens": 7, "completion_tokens": 2}}
+
+
+def test_a_backend_that_cannot_be_closed_costs_no_results(
+    batch: Path, tmp_path: Path, run_file: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its exception ended the run after the last answer, without an output."""
+
+    class Unclosable(FakeBackend):
+        async def close(self) -> None:
+            raise OSError("gone")
+
+    assert run_file(batch, tmp_path / "out", backend=Unclosable()).failed == 0
+    assert contents(read_lines(tmp_path / "out")) == {"odd": "odd", **GOOD}
+    assert "the backend could not be closed" in caplog.text

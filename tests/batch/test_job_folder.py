@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -134,3 +136,27 @@ def test_runs_of_different_inputs_to_standard_output_do_not_meet() -> None:
     first, second = (job_folder_for(parse_location("-"), parse_location(name), None) for name in ("a", "b"))
     assert first != second
     assert first.name.startswith("stdout.")
+
+
+FORKING_RUN = """
+import os, sys
+from pathlib import Path
+from batchline.batch.job_folder import JobFolder
+
+JobFolder(Path(sys.argv[1])).__enter__()
+if os.fork() == 0:
+    print("forked", flush=True)
+    sys.stdin.read()
+os._exit(0)
+"""
+
+
+def test_a_forked_child_does_not_keep_the_folder_locked(tmp_path: Path) -> None:
+    """A backend's worker process outlived a killed run, and the next run was refused."""
+    command = [sys.executable, "-c", FORKING_RUN, str(tmp_path / "w")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "forked\n"
+        assert process.wait() == 0
+        with JobFolder(tmp_path / "w"):
+            pass

@@ -11,7 +11,7 @@ from batchline.batch.stopping import STOPPING_IDLE, Stopper, stop_on_signals, un
 from batchline.errors import RunInterrupted
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 async def test_the_first_signal_asks_to_stop_and_the_second_stops_at_once(number: signal.Signals) -> None:
     told, at_once = asyncio.Event(), queue.SimpleQueue[int]()
     before = signal.getsignal(number)
@@ -24,6 +24,17 @@ async def test_the_first_signal_asks_to_stop_and_the_second_stops_at_once(number
         os.kill(os.getpid(), number)
         assert at_once.get(timeout=5) == number
     assert signal.getsignal(number) is before
+
+
+async def test_a_signal_that_is_ignored_stays_ignored() -> None:
+    """`nohup` ignores SIGHUP, so that the run goes on after the terminal is closed."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stop_on_signals(lambda: None, lambda _: None):
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+            assert signal.getsignal(signal.SIGTERM) not in (signal.SIG_IGN, signal.SIG_DFL)
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 async def test_a_stop_that_comes_before_the_loop_is_not_lost() -> None:

@@ -14,7 +14,7 @@ import pytest
 from batchline.batch.crashes import last_crash
 
 SCRIPT = """
-import asyncio, sys
+import asyncio, sys, threading
 from batchline.backends.registry import register_backend
 from batchline.cli.main import main
 from batchline.testing import FakeBackend
@@ -26,6 +26,8 @@ async def before_answer(request):
     asked += 1
     if asked > int(sys.argv[1]):
         print("waiting", flush=True)
+        if "--grace-period=3600" in sys.argv:
+            threading.Event().wait()  # blocks the loop, as a synchronous client does
         await asyncio.Event().wait()
 
 register_backend("embedded")(lambda engines, options: FakeBackend(before_answer=before_answer))
@@ -46,7 +48,7 @@ def batch(tmp_path: Path) -> None:
     (tmp_path / "in").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_saves_what_is_done_and_ends_with_130(tmp_path: Path, number: signal.Signals) -> None:
     process = start(4, tmp_path, "--grace-period", "0")
     assert process.stdout is not None
@@ -90,8 +92,37 @@ def test_a_second_signal_is_no_unexplained_kill(tmp_path: Path) -> None:
     """After six of them, the request that was in flight got an error as its answer."""
     process = interrupted_twice(tmp_path)
     process.communicate(timeout=60)
-    (job_folder,) = tmp_path.glob("*.partial")
-    assert (job_folder / "journal").exists()
+    assert positions_at_death(tmp_path) == ()
+
+
+@pytest.mark.parametrize("number", [signal.SIGQUIT, signal.SIGUSR1, signal.SIGXCPU])
+def test_a_deadly_signal_is_no_unexplained_kill(tmp_path: Path, number: signal.Signals) -> None:
+    """A terminal closed or Ctrl-\\ pressed six times gave an innocent request an error."""
+    process = start(4, tmp_path)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "waiting\n"
+    process.send_signal(number)
+    process.communicate(timeout=60)
+    assert process.returncode == -number
+    assert positions_at_death(tmp_path) == ()
+
+
+def test_a_kill_after_a_stop_that_a_busy_loop_cannot_take_is_no_unexplained_kill(tmp_path: Path) -> None:
+    """The stop was noted by the event loop only, which a backend may block until the service manager kills."""
+    process = start(4, tmp_path, "--grace-period=3600")
+    assert process.stdout is not None
+    assert process.stdout.readline() == "waiting\n"
+    assert len(positions_at_death(tmp_path)) == 1
+    process.send_signal(signal.SIGTERM)
+    while positions_at_death(tmp_path):
+        assert process.poll() is None
+    process.kill()
+    process.communicate(timeout=60)
+    assert positions_at_death(tmp_path) == ()
+
+
+def positions_at_death(folder: Path) -> tuple[int, ...]:
+    (job_folder,) = folder.glob("*.partial")
     crash = last_crash(job_folder)
     assert crash is not None
-    assert crash.positions == ()
+    return crash.positions

@@ -7,6 +7,8 @@ nothing about engines. An invalid request gets an `Answer` with an error status,
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
@@ -18,6 +20,8 @@ from batchline.checkpoints.digests import OnRead
 from batchline.engine.sequence_metrics import SequenceCounts
 from batchline.errors import BadRequest, InvalidAnswer, NotFound
 from batchline.model_facts import ModelFacts
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -225,11 +229,36 @@ RunningBackend = AbstractAsyncContextManager[Backend]
 """A backend that runs inside the block: `running(backend)`, or `nullcontext(backend)` for one that others also use."""
 
 
+async def ask(backend: Backend, request: EndpointRequest) -> Answer:
+    """The backend's answer. Foreign code that exits, or ends as if it had been cancelled, fails only this request.
+
+    Raises: see `Backend.answer`; InvalidAnswer.
+    """
+    try:
+        return await backend.answer(request)
+    except SystemExit as exc:
+        raise InvalidAnswer("it exits the process") from exc
+    except asyncio.CancelledError as exc:
+        if _is_cancelled():
+            raise
+        raise InvalidAnswer("it is cancelled, though nobody asked for that") from exc
+
+
+def _is_cancelled() -> bool:
+    """Whether somebody asked the current task to end. Python 3.10 does not know, so there the answer is yes."""
+    num_requests = getattr(asyncio.current_task(), "cancelling", lambda: 1)
+    return bool(num_requests())
+
+
 @asynccontextmanager
 async def running(backend: Backend) -> AsyncIterator[Backend]:
-    """Start a backend for the block, and close it afterwards. Raises: see `start`."""
+    """Start a backend for the block, and close it afterwards. A failure to close it is logged, because the answers are
+    there. Raises: see `start`."""
     try:
         await backend.start()
         yield backend
     finally:
-        await backend.close()
+        try:
+            await backend.close()
+        except Exception:  # foreign code
+            logger.warning("the backend could not be closed", exc_info=True)

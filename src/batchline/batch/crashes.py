@@ -19,6 +19,7 @@ in between. So every batch can be finished.
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import faulthandler
 import math
@@ -27,8 +28,8 @@ import struct
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -47,6 +48,7 @@ _IN_FLIGHT, _FAULT = "in-flight", "fault"
 _SEAT = struct.Struct("<Q")
 _FATAL = "Fatal Python error: "
 _ALTERNATE_STACK_BYTES = 1 << 16
+_TURN_POLL_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +158,22 @@ class Suspects:
         yield from (others[start : start + size] for start in range(0, len(others), size))
 
 
+_suspects_turn = threading.Lock()
+
+
+@asynccontextmanager
+async def suspects_turn(stop: asyncio.Event) -> AsyncIterator[None]:
+    """Wait until no other run of this process, on any thread, runs suspects: a crash would accuse both runs. Once
+    `stop` is set, there is nothing to wait for."""
+    while not (has_turn := _suspects_turn.acquire(blocking=False)) and not stop.is_set():  # noqa: ASYNC110 - other loops
+        await asyncio.sleep(_TURN_POLL_S)
+    try:
+        yield
+    finally:
+        if has_turn:
+            _suspects_turn.release()
+
+
 class InFlight:
     """The file of positions in flight. Writes are not synced: the page cache survives the process.
 
@@ -166,6 +184,8 @@ class InFlight:
     def __init__(self, path: Path) -> None:
         token = os.urandom(_SEAT.size)
         self.token = token.hex()
+        self._path = path
+        self._accuses = True
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         self._seats: dict[int, int] = {}
         self._free: list[int] = []
@@ -186,16 +206,21 @@ class InFlight:
 
     def accuse_nobody(self) -> None:
         """However this process ends from now on, no request is suspected of it. Called when a stop is requested, since
-        a service manager kills a process whose stop takes too long."""
+        a service manager kills a process whose stop takes too long.
+
+        Safe in any thread and in signal handlers: it uses the path, because the descriptor may just have been closed.
+        """
+        self._accuses = False
         with suppress(OSError):
-            os.ftruncate(self._fd, _SEAT.size)
+            os.truncate(self._path, _SEAT.size)
 
     def crash(self, fault: str) -> Crash:
         """Describe a crash that this process survives. A later fault has the same token, so both count as one crash."""
         return Crash(self.token, fault, tuple(sorted(self._seats)))
 
     def _write_seat(self, seat: int, number: int) -> None:
-        self._write(_SEAT.pack(number), (seat + 1) * _SEAT.size)
+        if self._accuses:
+            self._write(_SEAT.pack(number), (seat + 1) * _SEAT.size)
 
     def _write(self, data: bytes, offset: int) -> None:
         with suppress(OSError):  # on a full disk, a crash has fewer suspects

@@ -21,6 +21,9 @@ from batchline.media.folder import remove_media
 if sys.platform != "win32":
     import fcntl
 
+_locked: set[JobFolder] = set()
+"""The folders that this process has locked."""
+
 _JOURNAL = "journal"
 _LOCK = "lock"
 
@@ -105,6 +108,7 @@ class JobFolder:
                 self._unlock()
                 raise ResumeRefused(f"Another run (process {holder}) is writing this output: {self.path}.") from exc
             if self._is_current():
+                _locked.add(self)
                 os.ftruncate(self._lock_fd, 0)
                 os.pwrite(self._lock_fd, str(os.getpid()).encode(), 0)
                 return
@@ -129,6 +133,7 @@ class JobFolder:
             return False
 
     def _unlock(self) -> None:
+        _locked.discard(self)
         if self._lock_fd >= 0:
             os.close(self._lock_fd)
             self._lock_fd = -1
@@ -136,3 +141,13 @@ class JobFolder:
     def _clear_scratch(self) -> None:
         shutil.rmtree(self.scratch, ignore_errors=True)
         self.scratch.mkdir()
+
+
+def _give_locks_up() -> None:
+    """In a forked child, which would otherwise hold the locks after its parent has died."""
+    for folder in list(_locked):
+        folder._unlock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_give_locks_up)

@@ -27,7 +27,7 @@ from batchline.batch.check import (
     refuse_over_limits,
 )
 from batchline.batch.commit import GroupCommit
-from batchline.batch.crashes import InFlight, alternate_stacks, watched
+from batchline.batch.crashes import InFlight, alternate_stacks, suspects_turn, watched
 from batchline.batch.failures import record_failed_lines, record_lethal_requests, record_unrun_lines
 from batchline.batch.feeder import Feeder
 from batchline.batch.files import RunFiles
@@ -303,7 +303,8 @@ class BatchRun:
                 self._reporter.phase(f"Running {counted(state.tally.total - state.tally.done, 'request')}")
                 for items, are_suspects in _in_groups(plan, state):
                     feeder = Feeder(items, reader, keeps_raw=started.wants_raw_bodies)
-                    await self._run_requests(started, feeder, state, in_flight, are_suspects=are_suspects)
+                    async with suspects_turn(self._stop) if are_suspects else contextlib.nullcontext():
+                        await self._run_requests(started, feeder, state, in_flight, are_suspects=are_suspects)
                 self._pace.end(state.tally)
                 self._stop.notice = STOPPING_IDLE
 

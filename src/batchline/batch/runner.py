@@ -18,7 +18,7 @@ from typing import Any
 
 import orjson
 
-from batchline.backends.base import Answer, Backend, EndpointRequest, unknown_path
+from batchline.backends.base import Answer, Backend, EndpointRequest, ask, unknown_path
 from batchline.batch import lines
 from batchline.batch.capacity import Share
 from batchline.batch.commit import GroupCommit
@@ -179,7 +179,7 @@ class Runner:
         try:
             if not is_batch_url(request.url):  # also if a backend answers it to a server, such as `/tokenize`
                 raise unknown_path(request.url, await self._backend.models())
-            return _checked(await self._backend.answer(request), request.request_id)
+            return _checked(await ask(self._backend, request), request.request_id)
         except (BackendUnavailable, ModelLoadError):
             raise
         except Exception as exc:  # the boundary of one line: any other exception becomes that line's answer

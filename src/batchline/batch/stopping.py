@@ -1,6 +1,6 @@
 """Stops a run without losing results: turns signals into an event, and ends waits once it is set.
 
-The first SIGINT or SIGTERM asks the run to stop; the second one calls `stop_at_once`.
+The first SIGINT, SIGTERM or SIGHUP (a closed terminal) asks the run to stop; the second one calls `stop_at_once`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,11 @@ STOPPING = "Stopping: running requests may finish, and no new ones start. A seco
 STOPPING_IDLE = "Stopping: no request was running."
 STOPPING_LOADING = "Stopping while the model loads: no request was running."
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+STOP_SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+DEADLY_SIGNALS = tuple(
+    getattr(signal, name) for name in ("SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGXCPU") if hasattr(signal, name)
+)
+"""They end a process at once. A person, a batch system or a limit sends them, never a request."""
 
 
 class Stop(asyncio.Event):
@@ -49,7 +53,8 @@ class Stop(asyncio.Event):
 
     @contextlib.contextmanager
     def calling(self, on_set: Callable[[], None]) -> Iterator[None]:
-        """Until the block ends, call `on_set` when a stop is requested, before anybody is told of it."""
+        """Until the block ends, call `on_set` when a stop is requested, before anybody learns of it. It may be called
+        more than once, from any thread and from signal handlers."""
         self._on_set = on_set
         try:
             yield
@@ -66,9 +71,14 @@ class Stop(asyncio.Event):
         self._ended_by = self._ended_by or reason
         self._request()
 
+    def announce(self) -> None:
+        """A stop will be requested, or the process will end. Safe in any thread and in signal handlers."""
+        on_set = self._on_set
+        if on_set is not None:
+            on_set()
+
     def _request(self) -> None:
-        if self._on_set is not None:
-            self._on_set()
+        self.announce()
         super().set()
 
     def unrun_error(self) -> LineError | None:
@@ -103,8 +113,13 @@ class Stopper:
 
     def stop(self) -> None:
         """Let running requests finish, and start nothing new."""
+        self.announce()  # at once: a backend may block the loop until the process is killed
         self._is_wanted = True
         self._call(self._begin)
+
+    def announce(self) -> None:
+        """See `Stop.announce`."""
+        self._event.announce()
 
     def cancel(self) -> None:
         """End at once, as a cancelled task does."""
@@ -124,10 +139,13 @@ class Stopper:
 
 
 @contextlib.contextmanager
-def stop_on_signals(stop: Callable[[], None], stop_at_once: Callable[[int], object]) -> Iterator[None]:
-    """Call `stop` on the first signal, `stop_at_once` with the number of each further one.
+def stop_on_signals(
+    stop: Callable[[], None], stop_at_once: Callable[[int], object], before_death: Callable[[], None] = lambda: None
+) -> Iterator[None]:
+    """Call `stop` on the first signal, `stop_at_once` with the number of each further one. Call `before_death` before
+    one of the `DEADLY_SIGNALS` ends the process.
 
-    Off the main thread signals stay as they are.
+    Off the main thread signals stay as they are. A signal that is ignored, as under `nohup`, stays ignored.
 
     These are plain handlers, not the event loop's, so that they work even while the loop is busy.
     """
@@ -144,7 +162,16 @@ def stop_on_signals(stop: Callable[[], None], stop_at_once: Callable[[int], obje
         is_stopping = True
         stop()
 
-    previous = {number: signal.signal(number, handle) for number in STOP_SIGNALS}
+    def die(number: int, _frame: FrameType | None) -> None:
+        before_death()
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)
+
+    previous = {}
+    for number in (*STOP_SIGNALS, *DEADLY_SIGNALS):
+        is_deadly, handler = number in DEADLY_SIGNALS, signal.getsignal(number)
+        if handler is signal.SIG_DFL if is_deadly else handler not in (signal.SIG_IGN, None):
+            previous[number] = signal.signal(number, die if is_deadly else handle)
     try:
         yield
     finally:

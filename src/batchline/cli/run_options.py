@@ -75,7 +75,7 @@ class RunFileOptions:
         typer.Option("--fail-on-error", help="Exit with code 3 if any line failed, not only if all did."),
     ] = False
     grace_period: Annotated[
-        float, typer.Option(min=0, help="Seconds running requests may take to finish after Ctrl-C or SIGTERM.")
+        float, typer.Option(min=0, help="Seconds running requests may take to finish after Ctrl-C, SIGTERM or SIGHUP.")
     ] = DEFAULT_GRACE_PERIOD_S
     max_requests: MaxRequests = None
     max_file_size: MaxFileSize = None

@@ -130,7 +130,9 @@ class ServingOptions:
     grace_period: Annotated[
         float,
         typer.Option(
-            min=0, help="Seconds running requests may take to finish after Ctrl-C or SIGTERM.", rich_help_panel=_LIMITS
+            min=0,
+            help="Seconds running requests may take to finish after Ctrl-C, SIGTERM or SIGHUP.",
+            rich_help_panel=_LIMITS,
         ),
     ] = _DEFAULTS.grace_period_s
     log_level: Annotated[LogLevel, typer.Option(help="Log level; logs go to standard error.")] = "info"

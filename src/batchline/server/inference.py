@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from batchline.backends.base import Answer, Backend, EndpointRequest, find_model, models_by_name
+from batchline.backends.base import Answer, Backend, EndpointRequest, ask, find_model, models_by_name
 from batchline.errors import request_error
 from batchline.openai_api.endpoint_table import ENDPOINTS
 from batchline.server.admission import num_places
@@ -93,7 +93,7 @@ class Inference:
 
     async def answer_of(self, request: Request, endpoint_request: EndpointRequest) -> Answer:
         """The backend's answer, as long as the client waits for it. Raises: EngineLost, ClientDisconnect."""
-        answer = await while_connected(request.receive, self._backend.answer(endpoint_request))
+        answer = await while_connected(request.receive, ask(self._backend, endpoint_request))
         is_large = isinstance(answer.body, bytes) and len(answer.body) > SMALL_BODY
         parsed = await asyncio.to_thread(answer.parsed_body) if is_large else answer.parsed_body()
         request.state.usage = parsed.get("usage")

@@ -24,6 +24,7 @@ from batchline.backends.base import (
     BACKGROUND_PRIORITY,
     Backend,
     EndpointRequest,
+    ask,
     models_by_name,
     unsupported_path,
 )
@@ -163,7 +164,7 @@ class ResponsesApi:
         """Returns whether the backend has made the response."""
         kept.response = kept.response | {"status": "in_progress"}
         try:
-            answer = await self._backend.answer(replace(call.request, priority=BACKGROUND_PRIORITY))
+            answer = await ask(self._backend, replace(call.request, priority=BACKGROUND_PRIORITY))
             made = answer.parsed_body()
             error = made["error"] if answer.is_error else None
         except Exception as exc:

@@ -26,7 +26,7 @@ OnReady = Callable[[str, Sequence[ServedModel]], None]
 
 
 async def serve(running_backend: RunningBackend, options: ServerOptions, on_ready: OnReady) -> None:
-    """Serve until a SIGINT or SIGTERM; a second one ends the process.
+    """Serve until a SIGINT, SIGTERM or SIGHUP; a second one ends the process.
 
     running_backend: entered once the address is bound. on_ready: called with the server's URL and the models.
 

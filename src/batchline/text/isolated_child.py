@@ -27,7 +27,9 @@ _stack_size_lock = threading.Lock()
 
 def serve(stack_bytes: int) -> None:
     """A child's main loop: works for the parent until that ends, on a thread with a large stack."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for name in ("SIGINT", "SIGHUP"):  # the terminal sends them to children, too; the parent decides
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
     source, target = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     _no_core_dump()
     thread_with_stack(partial(_serve, source, target), stack_bytes).join()
