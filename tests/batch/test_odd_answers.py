@@ -82,13 +82,13 @@ def test_a_usage_of_another_type_counts_as_zero(tmp_path: Path, run_file: Run, u
 
 @pytest.mark.parametrize(
     "answer",
-    [None, ok([1]), ok({}, status="200 OK"), ok({}, status=None), ok({}, status=0), ok({}, status=True), ok({1: 2})],
+    [None, ok(1), ok({}, status="200 OK"), ok({}, status=None), ok({}, status=0), ok({}, status=True), ok({1: 2})],
     ids=repr,
 )
 def test_an_answer_that_no_result_line_can_hold_is_an_error_of_its_line(
     tmp_path: Path, run_file: Run, answer: Any
 ) -> None:
-    """A body that was a list ended the whole run."""
+    """A body that was no object ended the whole run."""
     _, response = run_and_resume(tmp_path, run_file, answer)
     assert (response["status_code"], response["body"]["error"]["type"]) == (500, "InternalServerError")
 

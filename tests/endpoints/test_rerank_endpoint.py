@@ -12,6 +12,9 @@ from batchline.errors import BadRequest
 QUERY = {"query": "abc", "documents": ["x", {"text": "abc"}, "a", "b"], "use_activation": False}
 
 
+TEXTS = {"query": "abc", "texts": ["x", "abc", "a"], "raw_scores": True}
+
+
 async def ranked(**changes: Any) -> list[dict[str, Any]]:
     answer = await rerank({**QUERY, **changes}, "r", PairScorer(FakePairModel()))
     results: list[dict[str, Any]] = answer["results"]
@@ -70,6 +73,13 @@ async def test_embedding_model_ranks_by_cosine_with_the_prompts_of_the_roles() -
         ({"query": ["a"]}, "query", "string"),
         ({"query": "\ud800"}, "query", "Unicode"),
         ({"documents": None}, "documents", "required"),
+        ({"texts": ["a"]}, "documents", "exactly one of documents and texts"),
+        ({"documents": None, "texts": []}, "texts", "texts: it must not be empty"),
+        ({"documents": None, "texts": [{"text": "a"}]}, "texts[0]", "string"),
+        ({"documents": None, "texts": ["a", "b" * 60]}, "texts[1]", "maximum context length is 32 tokens"),
+        ({"return_text": False, "return_documents": True}, "return_text", "another name of return_documents"),
+        ({"use_activation": True, "raw_scores": True}, "raw_scores", "use_activation says the opposite"),
+        ({"truncation_direction": "Up"}, "truncation_side", "'left' or 'right'"),
         ({"documents": []}, "documents", "documents: it must not be empty"),
         ({"documents": "a"}, "documents", "list"),
         ({"documents": ["a", 3]}, "documents[1]", "string, an object with a text"),
@@ -145,3 +155,25 @@ async def test_the_side_of_truncation_and_the_salt_reach_the_model() -> None:
     embedder = FakeEmbedder()
     await rerank({"query": "a", "documents": ["b"], "cache_salt": "mine"}, "r", SimilarityScorer(embedder))
     assert embedder.cache_keys == ["mine", "mine"]
+
+
+async def test_clients_of_text_embeddings_inference_get_a_list() -> None:
+    """Bug: their requests, which have `texts` instead of `documents`, were refused, also at `/rerank`."""
+    assert await rerank(TEXTS, "r", PairScorer(FakePairModel())) == [
+        {"index": 1, "score": 3.0},
+        {"index": 2, "score": 1.0},
+        {"index": 0, "score": 0.0},
+    ]
+    (best,) = await rerank({**TEXTS, "return_text": True, "top_n": 1}, "r", PairScorer(FakePairModel()))
+    assert best == {"index": 1, "text": "abc", "score": 3.0}
+
+
+async def test_texts_are_activated_and_refused_if_too_long_by_default() -> None:
+    (best,) = await rerank({**TEXTS, "texts": ["abc"], "raw_scores": False}, "r", PairScorer(FakePairModel()))
+    assert best["score"] == pytest.approx(0.95257413)
+    long = {"query": "abc", "texts": ["b" * 50]}
+    with pytest.raises(BadRequest, match="maximum context length"):
+        await rerank({**long, "truncate": False}, "r", PairScorer(FakePairModel()))
+    for side in ("Left", "right"):
+        body = {**long, "truncate": True, "truncation_direction": side}
+        assert [each["index"] for each in await rerank(body, "r", PairScorer(FakePairModel()))] == [0]

@@ -188,6 +188,8 @@ def scoring_cases() -> list[Case]:
     """What score and rerank have."""
     score: Json = {"model": "rerank", "text_1": ASKED, "text_2": PARIS}
     rerank: Json = {"model": "rerank", "query": ASKED, "documents": [MADRID, PARIS]}
+    as_texts: Json = {"documents": None, "texts": [MADRID, PARIS]}
+    texts = rerank | as_texts
 
     def scores(body: Json) -> list[float]:
         return [item["score"] for item in body["data"]]
@@ -266,6 +268,19 @@ def scoring_cases() -> list[Case]:
         Case("use_activation", RERANK_URL, rerank, {"use_activation": False}, ranked),
         Case("activation", RERANK_URL, rerank, {"activation": False}, ranked),
         Case("softmax", RERANK_URL, rerank, {"softmax": False}, ranked),
+        Case(
+            "texts", RERANK_URL, rerank, as_texts, lambda new, old: [item["index"] for item in new["ranks"]] == [1, 0]
+        ),
+        Case(
+            "return_text", RERANK_URL, texts, {"return_text": True}, lambda new, old: new["ranks"][0]["text"] == PARIS
+        ),
+        Case(
+            "raw_scores",
+            RERANK_URL,
+            texts,
+            {"raw_scores": True},
+            lambda new, old: new["ranks"][0]["score"] > 1 > old["ranks"][0]["score"],
+        ),
         Case("max_tokens_per_doc", RERANK_URL, rerank, {"max_tokens_per_doc": 2}, cut),
         Case(
             "truncation", RERANK_URL, rerank, {"truncation": True}, lambda new, old: "data" in new.keys() - old.keys()

@@ -93,7 +93,7 @@ def by_server(server: ThreadedServer) -> Answers:
     with httpx.Client(base_url=server.url, timeout=300) as client:
         answers = [client.post(case.url, json=body) for case in CASES for body in bodies_of(case)]
     is_json = "application/json"
-    bodies = [one.json() if one.headers["Content-Type"] == is_json else {"text": one.text} for one in answers]
+    bodies = [as_object(one.json() if one.headers["Content-Type"] == is_json else one.text) for one in answers]
     return list(zip(bodies[::2], bodies[1::2], strict=True))
 
 
@@ -101,9 +101,13 @@ def by_server(server: ThreadedServer) -> Answers:
 def by_batch_file(server: ThreadedServer, tmp_path_factory: pytest.TempPathFactory) -> Answers:
     requests = [(case.url, body) for case in CASES for body in bodies_of(case)]
     results = run_file(server, tmp_path_factory.mktemp("batch"), requests)
-    answers = [result["response"]["body"] for result in results]
-    bodies = [{"text": body} if isinstance(body, str) else body for body in answers]
+    bodies = [as_object(result["response"]["body"]) for result in results]
     return list(zip(bodies[::2], bodies[1::2], strict=True))
+
+
+def as_object(body: Any) -> Json:
+    """A body that is a text or a list, under a name."""
+    return body if isinstance(body, dict) else {"text" if isinstance(body, str) else "ranks": body}
 
 
 def run_file(
@@ -135,7 +139,7 @@ def test_a_batch_file_gives_what_the_server_gives(by_server: Answers, by_batch_f
     for one, other in zip(by_server[index], by_batch_file[index], strict=True):
         assert told(one) == told(other)
         assert numbers(one) == pytest.approx(numbers(other), abs=1e-5)
-        assert any(one.get(name) for name in ("error", "choices", "data", "results", "text")), one
+        assert any(one.get(name) for name in ("error", "choices", "data", "results", "text", "ranks")), one
 
 
 def told(body: Json) -> list[Any]:
@@ -150,12 +154,13 @@ def told(body: Json) -> list[Any]:
     ]
     counts = body.get("usage", {})  # a moderation has none
     usage = [counts[name] for name in ("prompt_tokens", "completion_tokens", "total_tokens") if counts]
-    return [*choices, *(item.get("index") for item in body.get("results", ())), *usage]
+    ranked = [(item.get("index"), item.get("text")) for name in ("results", "ranks") for item in body.get(name, ())]
+    return [*choices, *ranked, *usage]
 
 
 def numbers(body: Json) -> list[float]:
     """The vectors and scores of an answer, one behind the other."""
-    found: list[float] = []
+    found: list[float] = [item["score"] for item in body.get("ranks", ())]
     for item in body.get("results", ()):
         found += item.get("category_scores", {"": item.get("relevance_score")}).values()
     for item in body.get("data", ()):

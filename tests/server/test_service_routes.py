@@ -357,6 +357,16 @@ def test_a_score_request_with_query_and_documents_is_a_rerank_request(tiny: Thre
     assert answers[0]["results"][0]["index"] == 1
 
 
+@pytest.mark.parametrize("path", ["/rerank", "/invocations"])
+def test_a_rerank_request_with_texts_is_answered_with_a_list(tiny: ThreadedServer, path: str) -> None:
+    """Clients of Text Embeddings Inference read the answer as a list, and got a 400 for each request."""
+    body = {"query": "Hi", "texts": ["Ho", "Hi"], "truncate": True, "return_text": True}
+    answer = httpx.post(tiny.url + path, json=body, headers={"Authorization": "Bearer token-abc123"})
+    best, second = answer.json()
+    assert (best["index"], best["text"], second["text"]) == (1, "Hi", "Ho")
+    assert best["score"] > second["score"]
+
+
 def test_the_tokenizer_is_shown_without_the_places_of_its_files(tiny: ThreadedServer) -> None:
     headers = {"Authorization": "Bearer token-abc123"}
     info = httpx.get(tiny.url + "/tokenizer_info", headers=headers).json()

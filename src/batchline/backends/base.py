@@ -52,22 +52,21 @@ class EndpointRequest:
 class Answer:
     """Status code and body, as for the same request over HTTP.
 
-    body: a mapping, or JSON bytes, which are written to the output unchanged; or a plain text, such as subtitles.
+    body: a mapping, or an object's JSON in bytes, which are written to the output unchanged; or a plain text, such as
+    subtitles; or a list, as Text Embeddings Inference answers.
     is_transient: whether the same request may soon get a better answer (no memory now, too many requests). A run asks
     again a few times before it keeps such an answer; a server passes it on.
     """
 
     status_code: int
-    body: Mapping[str, Any] | bytes | str
+    body: Mapping[str, Any] | list[Any] | bytes | str
     request_id: str
     is_transient: bool = False
 
     def parsed_body(self) -> Mapping[str, Any]:
-        """The body's values; none of a text. Raises: InvalidAnswer for bytes that are not a JSON object."""
-        if isinstance(self.body, str):
-            return {}
+        """The body's values; none of a text or a list. Raises: InvalidAnswer for bytes that are not a JSON object."""
         if not isinstance(self.body, bytes):
-            return self.body
+            return self.body if isinstance(self.body, Mapping) else {}
         try:
             body = orjson.loads(self.body)
         except orjson.JSONDecodeError as exc:

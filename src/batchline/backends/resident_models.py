@@ -84,8 +84,8 @@ NUM_TEXT_THREADS = 2
 
 AnswerT = TypeVar("AnswerT")
 
-Endpoint = Callable[[EndpointRequest], Awaitable[dict[str, Any] | str]]
-"""Request to response body: an object, or plain text. Raises: RequestError, EngineError."""
+Endpoint = Callable[[EndpointRequest], Awaitable[dict[str, Any] | list[Any] | str]]
+"""Request to response body: an object, a list, or plain text. Raises: RequestError, EngineError."""
 
 Check = Callable[[EndpointRequest], Awaitable[None]]
 """Does what an endpoint does before any computation. Raises: RequestError."""

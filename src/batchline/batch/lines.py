@@ -172,7 +172,7 @@ def new_id() -> str:
     return os.urandom(16).hex()
 
 
-def encode_body(body: Mapping[str, Any] | str) -> bytes:
+def encode_body(body: Mapping[str, Any] | list[Any] | str) -> bytes:
     """A response body as JSON. Raises: TypeError, RecursionError if JSON cannot express it."""
     try:
         return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)

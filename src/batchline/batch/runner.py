@@ -217,7 +217,7 @@ def _checked(answer: Answer, request_id: str) -> tuple[Answer, bytes]:
     if isinstance(body, bytes):
         answer = replace(answer, body=answer.parsed_body())
         body = body.replace(b"\n", b" ").replace(b"\r", b" ")  # white space: JSON has neither inside strings
-    elif isinstance(body, Mapping | str):
+    elif isinstance(body, Mapping | list | str):
         body = lines.encode_body(body)
     else:
         raise InvalidAnswer(f"its body is of type {type(body).__name__}")

@@ -198,7 +198,7 @@ def _texts(request: BaseModel) -> Sequence[Prompt]:
     if isinstance(request, (PooledBody, ModerationsRequest)):
         return request.input or ()
     if isinstance(request, RerankRequest):
-        return list(map(_text_of, (request.query, *request.documents)))
+        return list(map(_text_of, (request.query, *request.given_documents)))
     if isinstance(request, EmbedRequest):
         return request.given_texts
     if isinstance(request, TranscriptionRequest):

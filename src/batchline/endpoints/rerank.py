@@ -11,7 +11,7 @@ from batchline.endpoints.pooling_limits import DEFAULT_TEXT, off_loop_if_large
 from batchline.endpoints.scorers import Scorer, ScoringTask
 from batchline.openai_api.common import Usage
 from batchline.openai_api.parsing import parse_body
-from batchline.openai_api.rerank import RankedDocument, RerankRequest, rerank_object
+from batchline.openai_api.rerank import RankedDocument, RerankRequest, rerank_object, texts_ranking
 
 COHERE_MAX_TOKENS_PER_DOC = 4096
 """Cohere's default."""
@@ -25,51 +25,57 @@ async def rerank(
     text: TextConfig = DEFAULT_TEXT,
     priority: int = 0,
     cuts_long_documents: bool = False,
-) -> dict[str, Any]:
-    """The response body. text: its limits, and whether unknown fields are errors.
+) -> dict[str, Any] | list[dict[str, Any]]:
+    """The response body; a list for a request with `texts`. text: its limits, and whether unknown fields are errors.
 
     cuts_long_documents: cut long documents, as Cohere's API does, instead of refusing them, if there are no images.
     Raises: RequestError, EngineDead.
     """
     request = await off_loop_if_large(body, partial(_read, body, text))
-    has_only_text = all(isinstance(each, str) for each in (request.query, *request.documents))
+    has_only_text = all(isinstance(each, str) for each in (request.query, *request.given_documents))
     cuts_long_documents = cuts_long_documents and has_only_text
     task = ScoringTask(
         firsts=[request.query],
-        seconds=request.documents,
-        names=("query", "documents"),
+        seconds=request.given_documents,
+        names=("query", request.field),
         are_queries=True,
         truncate=request.truncate_prompt_tokens,
         truncation_side=request.truncation_side,
         use_activation=request.activates,
         cache_salt=request.cache_salt,
         max_tokens_per_doc=request.max_tokens_per_doc or (COHERE_MAX_TOKENS_PER_DOC if cuts_long_documents else None),
-        cuts_to_fit=cuts_long_documents or request.truncation is True or request.max_tokens_per_doc is not None,
+        cuts_to_fit=cuts_long_documents or request.cuts_documents,
         processor_settings=request.mm_processor_kwargs,
         priority=priority + request.priority,
     )
     scores = await model.score(task)
+    results = _rank(request, scores.values)
+    if request.texts is not None:
+        return texts_ranking(results)
     return rerank_object(
         rerank_id=f"rerank-{request.request_id or request_id}",
         model=model.name,
-        results=_rank(request, scores.values),
+        results=results,
         usage=Usage(prompt_tokens=scores.num_prompt_tokens),
         is_for_voyage=request.truncation is not None,
     )
 
 
 def _read(body: Mapping[str, Any], text: TextConfig) -> RerankRequest:
-    return parse_body(RerankRequest, body, strict=text.strict, limits=text.limits)
+    request = parse_body(RerankRequest, body, strict=text.strict, limits=text.limits)
+    request.check()
+    return request
 
 
 def _rank(request: RerankRequest, scores: Sequence[float]) -> list[RankedDocument]:
     """The best `top_n` documents, best first; equal ones keep the request's order."""
+    documents = request.given_documents
     order = sorted(range(len(scores)), key=lambda index: -scores[index])
     return [
         RankedDocument(
             index=index,
             score=scores[index],
-            document=request.documents[index] if request.return_documents else None,
+            document=documents[index] if request.returns_documents else None,
         )
         for index in order[: request.top_n or None]
     ]

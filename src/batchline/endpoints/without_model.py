@@ -189,8 +189,9 @@ def _score(body: Body, config: TextConfig, _try_constraint: TryConstraint) -> Sc
 
 def _rerank(body: Body, config: TextConfig, _try_constraint: TryConstraint) -> RerankRequest:
     request = parse_body(RerankRequest, body, strict=config.strict, limits=config.limits)
+    request.check()
     _check_inputs("query", [request.query])
-    _check_inputs("documents", request.documents)
+    _check_inputs(request.field, request.given_documents)
     return request
 
 

@@ -269,6 +269,7 @@ _INVOKED: tuple[tuple[tuple[str, ...], str], ...] = (
     (("messages",), CHAT),
     (("prompt",), COMPLETIONS),
     (("query", "documents"), RERANK[0]),
+    (("query", "texts"), RERANK[0]),
     (("input",), EMBEDDINGS),
     *(((field,), SCORE[0]) for field in dict.fromkeys(first for first, _ in SPELLINGS)),
 )
@@ -278,7 +279,7 @@ _INVOKED: tuple[tuple[tuple[str, ...], str], ...] = (
 def answering_path(path: str, body: Mapping[str, Any]) -> str:
     """The path whose endpoint answers the request. Raises: BadRequest if a body for `/invocations` fits none.
 
-    A score request with `query` and `documents` is answered as a rerank request, as the clients that write it expect.
+    A score request with a `query` is answered as a rerank request, as the clients that write it expect.
     """
     if path in SCORE and body.get("query") is not None:
         return RERANK[0]

@@ -1,13 +1,14 @@
-"""`/v1/rerank`, `/v2/rerank` and `/rerank`: their request fields and the shape of their answer."""
+"""`/v1/rerank`, `/v2/rerank` and `/rerank`: their request fields and the shapes of their answer."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
+from batchline.errors import BadRequest
 from batchline.openai_api.common import (
     ActivatedBody,
     CacheSalt,
@@ -16,6 +17,7 @@ from batchline.openai_api.common import (
     InputList,
     Priority,
     RequestId,
+    Text,
     TruncatePromptTokens,
     TruncationSide,
     Usage,
@@ -23,28 +25,75 @@ from batchline.openai_api.common import (
 from batchline.openai_api.parsing import TEXT, Limited, ProcessorSettings, num_inputs
 
 
+def _lower(value: Any) -> Any:
+    """Text Embeddings Inference writes `Left` and `Right`."""
+    return value.lower() if isinstance(value, str) else value
+
+
 class RerankRequest(ActivatedBody):
     """The body of a rerank request. top_n: 0 answers with every document.
 
     max_tokens_per_doc: longer documents are cut to their beginning, as in Cohere's API. top_k: Voyage's top_n.
     truncation: Voyage's; whether too long documents are cut. Its clients send it, and expect their own form of answer.
+    texts: the documents in requests to Text Embeddings Inference (TEI), whose clients expect a list as the answer.
+    raw_scores: TEI's; true leaves out the activation. return_documents: None returns `documents`, but not `texts`.
     """
 
-    other_names: ClassVar[Mapping[str, str]] = {"top_k": "top_n"}
+    other_names: ClassVar[Mapping[str, str]] = {
+        "top_k": "top_n",
+        "return_text": "return_documents",
+        "truncate": "truncation",
+        "truncation_direction": "truncation_side",
+    }
 
     model: str | None = None
     query: Annotated[Input, TEXT]
-    documents: Annotated[InputList, Limited("documents", num_inputs), TEXT]
+    documents: Annotated[InputList | None, Limited("documents", num_inputs), TEXT] = None
+    texts: Annotated[Annotated[list[Text], Field(min_length=1)] | None, Limited("documents"), TEXT] = None
     top_n: Annotated[int, Field(ge=0)] = 0
-    return_documents: bool = True
+    return_documents: bool | None = None
+    raw_scores: bool = False
     max_tokens_per_doc: Annotated[int, Field(ge=1)] | None = None
     truncation: bool | None = None
     truncate_prompt_tokens: TruncatePromptTokens | None = None
-    truncation_side: TruncationSide | None = None
+    truncation_side: Annotated[TruncationSide, BeforeValidator(_lower)] | None = None
     cache_salt: CacheSalt | None = None
     priority: Priority = 0
     request_id: RequestId | None = None
     mm_processor_kwargs: ProcessorSettings = Field(default_factory=dict)
+
+    @property
+    def field(self) -> Literal["documents", "texts"]:
+        """The field that has the documents."""
+        return "documents" if self.texts is None else "texts"
+
+    @property
+    def given_documents(self) -> Sequence[str | Content]:
+        """The documents to rank."""
+        return self.documents or self.texts or ()
+
+    @property
+    def returns_documents(self) -> bool:
+        """Whether the answer repeats the documents."""
+        return self.texts is None if self.return_documents is None else self.return_documents
+
+    @property
+    def cuts_documents(self) -> bool:
+        """Whether the request has documents cut that are too long for the model."""
+        return self.truncation is True or self.max_tokens_per_doc is not None
+
+    @property
+    def activates(self) -> bool | None:
+        """Whether to activate; None if the request leaves it open. Raises: BadRequest if its names contradict."""
+        activates = super().activates
+        if self.raw_scores and activates:
+            raise BadRequest("raw_scores: use_activation says the opposite; give one of them", param="raw_scores")
+        return False if self.raw_scores else activates
+
+    def check(self) -> None:
+        """Check fields that depend on each other. Raises: BadRequest."""
+        if (self.documents is None) == (self.texts is None):
+            raise BadRequest("documents: exactly one of documents and texts is required", param="documents")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +117,14 @@ def rerank_object(
         "usage": usage.to_dict(),
         **({"object": "list", "data": data} if is_for_voyage else {}),
     }
+
+
+def texts_ranking(results: Sequence[RankedDocument]) -> list[dict[str, Any]]:
+    """The whole answer to a request with `texts`. results: best first."""
+    return [
+        {"index": ranked.index, **({} if ranked.document is None else {"text": ranked.document}), "score": ranked.score}
+        for ranked in results
+    ]
 
 
 def _result(ranked: RankedDocument) -> dict[str, Any]:

@@ -157,7 +157,7 @@ class JsonResponse(Response):
         return content if isinstance(content, bytes) else orjson.dumps(content)
 
 
-async def written(body: Mapping[str, Any] | bytes | str, status_code: int = 200) -> Response:
+async def written(body: Mapping[str, Any] | list[Any] | bytes | str, status_code: int = 200) -> Response:
     """A response. Large JSON is written on a thread and in parts: nothing else can run while it is written."""
     if isinstance(body, str):
         return PlainTextResponse(body, status_code)
