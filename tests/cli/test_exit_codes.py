@@ -542,7 +542,8 @@ def test_plan_says_what_a_run_takes_once_one_was_measured(
     assert large["output_tokens"] == pytest.approx(10 * small["output_tokens"], abs=5)
     assert large["time_s"] > small["time_s"]
     write(path, *(line(str(n), max_tokens=50, ignore_eos=True) for n in range(7)), line("7", min_tokens=400))
-    assert "Output tokens  about 750 (1 request without a limit)" in command("plan", path, *model).out
+    assert "Output tokens  unknown: 1 request set no limit\n" in command("plan", path).out
+    assert "Output tokens  about 750 (1 request set no limit)" in command("plan", path, *model).out
     guessed = command("plan", path)
     assert "from their characters; --model counts them" in guessed.out
     assert "name the model with --model" in guessed.out

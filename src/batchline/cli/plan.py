@@ -232,9 +232,11 @@ def _output_text(estimate: Estimate, counts: TokenCounts) -> str:
     limit = (
         f"at most {counts.output_limit:,}"
         if not counts.unlimited
-        else f"{counted(counts.unlimited, 'request')} without a limit"
+        else f"{counted(counts.unlimited, 'request')} set no limit"
     )
-    return limit if estimate.output_tokens is None else f"about {estimate.output_tokens:,} ({limit})"
+    if estimate.output_tokens is not None:
+        return f"about {estimate.output_tokens:,} ({limit})"
+    return f"unknown: {limit}" if counts.unlimited else limit
 
 
 def _time_text(estimate: Estimate, model: str | None) -> str:
