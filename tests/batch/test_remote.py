@@ -55,3 +55,8 @@ def test_a_known_host_is_fine() -> None:
 def test_waiting_doubles_up_to_a_limit() -> None:
     policy = RetryPolicy(attempts=9, first_delay_s=1.0, max_delay_s=10.0)
     assert [policy.delay_s(failures) for failures in range(1, 6)] == [1.0, 2.0, 4.0, 8.0, 10.0]
+
+
+def test_a_server_decides_how_long_to_wait_up_to_a_limit() -> None:
+    policy = RetryPolicy(first_delay_s=2.0, max_requested_s=60.0)
+    assert [policy.delay_s(1, requested) for requested in (0.0, 1.0, 30.0, 3600.0)] == [2.0, 2.0, 30.0, 60.0]

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -17,8 +19,9 @@ AT_ONCE = RetryPolicy(attempts=3, first_delay_s=0)
 class Receiver:
     """A server that answers PUTs with the given statuses, the last one for ever, and keeps what it was sent."""
 
-    def __init__(self, *statuses: int) -> None:
+    def __init__(self, *statuses: int, headers: Mapping[str, str] | None = None) -> None:
         self._statuses = list(statuses)
+        self._headers = headers
         self.bodies: list[bytes] = []
         self.lengths: list[str | None] = []
 
@@ -26,7 +29,7 @@ class Receiver:
         self.lengths.append(request.headers.get("Content-Length"))
         self.bodies.append(await request.read())
         status = self._statuses.pop(0) if len(self._statuses) > 1 else self._statuses[0]
-        return web.Response(status=status, text="the server's own words")
+        return web.Response(status=status, text="the server's own words", headers=self._headers)
 
     async def receive(self, path: Path) -> None:
         app = web.Application(client_max_size=1 << 30)
@@ -62,6 +65,22 @@ async def test_a_busy_server_is_sent_the_whole_file_again(results: Path, status:
     receiver = Receiver(status, status, 200)
     await receiver.receive(results)
     assert receiver.bodies == [results.read_bytes()] * 3
+
+
+async def test_a_server_that_limits_its_rate_is_sent_the_file_when_it_says(
+    results: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: `Retry-After` was ignored. All attempts came within a minute, and the upload was given up."""
+    waits: list[float] = []
+    sleep = asyncio.sleep
+
+    async def noted(delay: float) -> None:
+        waits.append(delay)
+        await sleep(0)
+
+    monkeypatch.setattr(asyncio, "sleep", noted)
+    await Receiver(429, 503, 200, headers={"Retry-After": "90"}).receive(results)
+    assert waits.count(90.0) == 2
 
 
 async def test_a_refusal_is_final_and_says_where_the_results_are(results: Path) -> None:

@@ -15,12 +15,13 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import aiohttp
 
 from batchline.batch.locations import Location
 from batchline.errors import InputUnreadable
+from batchline.media.fetching import requested_wait_s
 
 logger = logging.getLogger(__name__)
 
@@ -34,15 +35,28 @@ _HEAD_TIMEOUT_S = 10
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """How often to try, and how long to wait after a failure: doubled each time, up to `max_delay_s`."""
+    """How often to try, and how long to wait after a failure: doubled each time, up to `max_delay_s`.
+
+    max_requested_s: how long to wait at most if the server asks for it (`Retry-After`).
+    """
 
     attempts: int = 6
     first_delay_s: float = 1.0
     max_delay_s: float = 30.0
+    max_requested_s: float = 120.0
 
-    def delay_s(self, failures: int) -> float:
-        """Seconds to wait after this many failures in a row."""
-        return min(self.first_delay_s * 2.0 ** (failures - 1), self.max_delay_s)
+    def delay_s(self, failures: int, requested_s: float = 0.0) -> float:
+        """Seconds to wait after this many failures in a row. requested_s: how long the server asks to wait."""
+        own = min(self.first_delay_s * 2.0 ** (failures - 1), self.max_delay_s)
+        return max(own, min(requested_s, self.max_requested_s))
+
+
+class _Failure(NamedTuple):
+    """Why a request failed. wait_s: how long the server asks to wait. is_final: whether to try again is useless."""
+
+    reason: str
+    wait_s: float = 0.0
+    is_final: bool = False
 
 
 def _http_session() -> aiohttp.ClientSession:
@@ -61,6 +75,11 @@ async def _response_excerpt(response: aiohttp.ClientResponse) -> str:
         code = _STORAGE_ERROR.search(text)
         reason = code[1] if code else ""
     return f"{status}: {reason}" if reason and reason.isprintable() else status
+
+
+async def _refused(response: aiohttp.ClientResponse) -> _Failure:
+    is_final = response.status not in _RETRIED_STATUSES
+    return _Failure(await _response_excerpt(response), 0.0 if is_final else requested_wait_s(response), is_final)
 
 
 async def head(location: Location) -> tuple[int | None, str | None]:
@@ -96,20 +115,20 @@ async def download(location: Location, target: Path, retry: RetryPolicy | None =
     with target.open("w+b") as file:
         async with _http_session() as session:
             while True:
-                reason = await _attempt(session, location, file, received)
-                if reason is None:
+                failure = await _attempt(session, location, file, received)
+                if failure is None:
                     return
                 failures = 1 if received.num_bytes > most_bytes else failures + 1
                 most_bytes = max(most_bytes, received.num_bytes)
                 if failures >= retry.attempts:
-                    raise InputUnreadable(location.display, f"{reason} (given up after {failures} attempts)")
-                logger.warning("download of %s broke off: %s; trying again", location.display, reason)
-                await asyncio.sleep(retry.delay_s(failures))
+                    raise InputUnreadable(location.display, f"{failure.reason} (given up after {failures} attempts)")
+                logger.warning("download of %s broke off: %s; trying again", location.display, failure.reason)
+                await asyncio.sleep(retry.delay_s(failures, failure.wait_s))
 
 
 async def _attempt(
     session: aiohttp.ClientSession, location: Location, file: BinaryIO, received: _Received
-) -> str | None:
+) -> _Failure | None:
     """One GET of what is missing. Returns None if the file is complete, else why to try again."""
     headers = {}
     if received.num_bytes and received.validator:
@@ -117,28 +136,28 @@ async def _attempt(
     try:
         async with session.get(location.text, headers=headers) as response:
             if response.status in _RETRIED_STATUSES:
-                return await _response_excerpt(response)
+                return await _refused(response)
             if response.status == 416 and received.num_bytes:
                 _start_over(file, received)
-                return "the server refused to continue where the connection broke"
+                return _Failure("the server refused to continue where the connection broke")
             if response.status not in (200, 206):
                 raise InputUnreadable(location.display, await _response_excerpt(response))
             if not (response.status == 206 and _continues(response, received)):
                 _start_over(file, received)
                 if response.status == 206:
-                    return "the server sent a part that was not asked for"
+                    return _Failure("the server sent a part that was not asked for")
                 received.total = response.content_length
                 received.validator = _validator(response)
             async for chunk in response.content.iter_chunked(1 << 20):
                 await asyncio.to_thread(file.write, chunk)
                 received.num_bytes += len(chunk)
     except _TRANSIENT_ERRORS as exc:
-        return str(exc) or type(exc).__name__
+        return _Failure(str(exc) or type(exc).__name__)
     except aiohttp.ClientError as exc:
         # Only the kind of the error: its text may show a signed URL.
         raise InputUnreadable(location.display, f"the request failed ({type(exc).__name__}).") from exc
     if not received.is_complete:
-        return f"it ended after {received.num_bytes} of {received.total} bytes"
+        return _Failure(f"it ended after {received.num_bytes} of {received.total} bytes")
     return None
 
 
@@ -168,28 +187,30 @@ def _validator(response: aiohttp.ClientResponse) -> str | None:
 async def put(path: Path, location: Location, retry: RetryPolicy | None = None) -> str | None:
     """Send a file with PUT until the server accepts it. Returns None, or why it never did."""
     retry = retry or RetryPolicy()
+    failures = 0
     async with _http_session() as session:
-        for failures in range(1, retry.attempts + 1):
+        while True:
             try:
-                reason, is_final = await _put(session, path, location)
+                failure = await _put(session, path, location)
             except _TRANSIENT_ERRORS as exc:
-                reason, is_final = str(exc) or type(exc).__name__, False
+                failure = _Failure(str(exc) or type(exc).__name__)
             except aiohttp.ClientError as exc:
                 return f"the request failed ({type(exc).__name__})"  # its text may show a signed URL
-            if reason is None or is_final:
-                return reason
-            if failures < retry.attempts:
-                logger.warning("upload to %s failed: %s; trying again", location.display, reason)
-                await asyncio.sleep(retry.delay_s(failures))
-    return f"{reason} (given up after {retry.attempts} attempts)"
+            if failure is None or failure.is_final:
+                return failure and failure.reason
+            failures += 1
+            if failures >= retry.attempts:
+                return f"{failure.reason} (given up after {failures} attempts)"
+            logger.warning("upload to %s failed: %s; trying again", location.display, failure.reason)
+            await asyncio.sleep(retry.delay_s(failures, failure.wait_s))
 
 
-async def _put(session: aiohttp.ClientSession, path: Path, location: Location) -> tuple[str | None, bool]:
-    """One PUT. Returns (why it failed or None, whether another attempt is useless)."""
+async def _put(session: aiohttp.ClientSession, path: Path, location: Location) -> _Failure | None:
+    """One PUT. Returns why it failed, or None."""
     with path.open("rb") as file:
         headers = {"Content-Length": str(os.fstat(file.fileno()).st_size)}
         async with session.put(location.text, data=file, headers=headers, allow_redirects=False) as response:
             # Only the status counts: a connection that breaks after a 2xx must not cause a second upload.
             if 200 <= response.status < 300:
-                return None, True
-            return await _response_excerpt(response), response.status not in _RETRIED_STATUSES
+                return None
+            return await _refused(response)

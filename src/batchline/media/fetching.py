@@ -225,7 +225,7 @@ class Fetcher:
 
     async def _save(self, url: str, response: aiohttp.ClientResponse) -> None:
         if response.status in _TRANSIENT_STATUSES:
-            retry_after_s = _retry_after_s(response)
+            retry_after_s = requested_wait_s(response)
             host = self._host(response.url)
             resume_at = asyncio.get_running_loop().time() + min(retry_after_s, MAX_RETRY_AFTER_S)
             host.resume_at = max(host.resume_at, resume_at)
@@ -310,7 +310,7 @@ async def _to_the_end(work: Coroutine[Any, Any, None]) -> None:
                 await asyncio.wait([task])
 
 
-def _retry_after_s(response: aiohttp.ClientResponse) -> float:
+def requested_wait_s(response: aiohttp.ClientResponse) -> float:
     """How long the server asks to wait, in seconds or until a date (RFC 9110, 10.2.3); 0 if it does not."""
     text = response.headers.get("Retry-After", "").strip()
     if text.isascii() and text.isdigit():
