@@ -113,6 +113,15 @@ def test_prompt_tokens_are_counted_with_the_models_template(tmp_path: Path) -> N
     assert (counts.output_limit, counts.unlimited, counts.uncounted) == (9, 1, 1)
 
 
+def test_documents_that_a_request_has_cut_are_not_too_long() -> None:
+    """Bug: `check --max-model-len` counted such requests as too long, and the run answered them."""
+    counter = TokenCounter(str(TINY_CHAT), max_model_len=8)
+    body = {"model": "m", "query": "Hi", "documents": ["Hello world! " * 9]}
+    for position, fields in enumerate([{}, {"truncation": True}, {"truncate": True}, {"max_tokens_per_doc": 4}]):
+        counter(position, "/rerank", body | fields)
+    assert counter.counts.uncounted == 1
+
+
 def test_each_answer_of_a_request_counts() -> None:
     """Bug: a request with `n` counted once, so a plan promised a fraction of the tokens."""
     counts = TokenCounts()

@@ -136,6 +136,16 @@ async def test_what_would_cut_an_image_is_refused(
     assert reason in answer["error"]["message"]
 
 
+async def test_a_request_that_cuts_to_the_context_is_refused_by_the_name_of_its_field(
+    embedder: InProcessBackend,
+) -> None:
+    """Bug: the error named `truncate_prompt_tokens`, which the request did not have."""
+    long = {"content": [words("x " * 1000), image_part(1)]}
+    answer = await ask(embedder, "/v1/rerank", query="x", documents=[long], truncation=True)
+    assert answer["error"]["param"] == "truncation", answer
+    assert "truncation: a prompt with images, recordings or videos cannot be truncated" in answer["error"]["message"]
+
+
 IMAGE = {"content": [words("see"), {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}]}
 
 

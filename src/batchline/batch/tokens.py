@@ -156,6 +156,8 @@ class TokenCounter:
             return
         if isinstance(request, EmbedRequest) and request.truncate != "NONE":
             return
+        if isinstance(request, RerankRequest) and request.cuts_documents:
+            return
         longest = max(map(len, prompts), default=0)
         if keep is None and longest > limit:
             raise prompt_too_long(limit, longest)

@@ -117,12 +117,21 @@ class PromptSequence(TokenSequence):
     media: tuple[MediaSpan, ...] = ()
 
 
-def fitted(sequence: TokenSequence, model: InputReader, max_tokens: int | None, side: Side | None) -> TokenSequence:
-    """A conversation, cut to `max_tokens` if it is given. Raises: BadRequest for one with images that would be cut."""
+def fitted(
+    sequence: TokenSequence,
+    model: InputReader,
+    max_tokens: int | None,
+    side: Side | None,
+    field: str = "truncate_prompt_tokens",
+) -> TokenSequence:
+    """A conversation, cut to `max_tokens` if it is given. field: the request's field that has it cut.
+
+    Raises: BadRequest for one with images that would be cut.
+    """
     if max_tokens is None or len(sequence) <= max_tokens:
         return sequence
     if isinstance(sequence, PromptSequence) and sequence.media:
-        raise cannot_truncate_media()
+        raise cannot_truncate_media(field)
     return model.from_token_ids(sequence.token_ids, max_tokens=max_tokens, side=side)
 
 

@@ -154,12 +154,9 @@ def check_truncation(keep: int, limit: int) -> None:
         )
 
 
-def cannot_truncate_media() -> BadRequest:
-    """The error of a prompt with media that is longer than `truncate_prompt_tokens`."""
-    return BadRequest(
-        "truncate_prompt_tokens: a prompt with images, recordings or videos cannot be truncated",
-        param="truncate_prompt_tokens",
-    )
+def cannot_truncate_media(field: str = "truncate_prompt_tokens") -> BadRequest:
+    """The error of a prompt with media that is too long. field: the request's field that has prompts truncated."""
+    return BadRequest(f"{field}: a prompt with images, recordings or videos cannot be truncated", param=field)
 
 
 def num_reserved(max_tokens: int | None, default: int | None, limit: int) -> int:

@@ -245,7 +245,8 @@ class SimilarityScorer:
         embedder = self._embedder
         sequence = await reader.tokenize_content(content, path, task.processor_settings)
         max_tokens = task.max_tokens(max_model_len=embedder.max_model_len, num_special_tokens=0)
-        sequence = fitted(sequence, embedder, max_tokens, task.truncation_side)
+        field = "truncation" if task.truncate is None else "truncate_prompt_tokens"
+        sequence = fitted(sequence, embedder, max_tokens, task.truncation_side, field)
         check_sequences([sequence], max_model_len=embedder.max_model_len, vocab_size=embedder.vocab_size, param=path)
         with engine_errors_answered():
             vector = await embedder.embed(salted([sequence], task.cache_salt), priority=task.priority)
