@@ -102,7 +102,7 @@ class ServingOptions:
         typer.Option(
             parser=parse_num_bytes,
             metavar="SIZE",
-            help="Memory for all request bodies together; at least --max-request-size.",
+            help="Memory for all request bodies, and as much for unread answers; at least --max-request-size.",
             show_default=size_text(_DEFAULTS.max_body_memory),
             rich_help_panel=_LIMITS,
         ),

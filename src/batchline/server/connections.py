@@ -4,11 +4,15 @@ Anyone may open connections. When there are too many, a new one replaces the one
 longest time (idle, in a TLS handshake, or with half a head). Connections with requests are never closed. There is a
 reserve beyond the limit (`is_crowded`), so that a server full of requests still answers a health check.
 
+Also limits the memory of answers that clients do not read: beyond it, the connection is closed whose client has not
+read for the longest time.
+
 Also binds the server's address and checks its certificate, both before a model is loaded.
 """
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import logging
 import os
@@ -41,6 +45,7 @@ class Connections:
 
     def __init__(self, max_open: int) -> None:
         self.max_open = max_open
+        self._unread: OrderedDict[asyncio.Transport, None] = OrderedDict()  # longest first
         self.num_open = 0
         self._waiting: OrderedDict[int, _Connection] = OrderedDict()  # longest first
         self._carrying: dict[int, _Connection] = {}
@@ -83,6 +88,24 @@ class Connections:
         """Note that it no longer carries a request."""
         if (connection := self._carrying.pop(file_number, None)) is not None:
             self._waiting[file_number] = connection
+
+    def paused(self, transport: asyncio.Transport, max_unread_bytes: int) -> None:
+        """Note that its client does not read as fast as the server writes. If such clients together leave more unread
+        than `max_unread_bytes`, close the connections of others, first of those that have been in this state longest.
+        """
+        self._unread[transport] = None
+        num_bytes = sum(other.get_write_buffer_size() for other in self._unread)
+        while num_bytes > max_unread_bytes and len(self._unread) > 1:
+            oldest, _ = self._unread.popitem(last=False)
+            num_bytes -= oldest.get_write_buffer_size()
+            logger.warning(
+                "too many answers are not read: closing the connection that has waited for its client longest"
+            )
+            oldest.abort()
+
+    def resumed(self, transport: asyncio.Transport) -> None:
+        """Note that its client has read, or that it is closed."""
+        self._unread.pop(transport, None)
 
     def evict(self) -> None:
         """End the connection that has waited longest, if there is one. To the loop, it looks as if the client left."""

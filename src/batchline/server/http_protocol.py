@@ -38,11 +38,13 @@ _STAND_IN = b"TRACE"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ConnectionTimes:
-    """Time limits in seconds. head_s: for a whole head. write_s: for a client that reads nothing of its answer."""
+class ConnectionLimits:
+    """head_s: seconds for a whole head. write_s: for a client that reads nothing of its answer. unread_bytes: memory of
+    the answers that clients have not read, of all connections together."""
 
     head_s: float
     write_s: float
+    unread_bytes: int
 
 
 class _Refused(Exception):
@@ -56,10 +58,10 @@ class _Refused(Exception):
 class BoundedProtocol(HttpToolsProtocol):
     """One connection. Informs `connections` when it carries a request and when it waits for one."""
 
-    def __init__(self, *, connections: Connections, times: ConnectionTimes, **of_uvicorn: Any) -> None:
+    def __init__(self, *, connections: Connections, limits: ConnectionLimits, **of_uvicorn: Any) -> None:
         super().__init__(**of_uvicorn)
         self._connections = connections
-        self._times = times
+        self._limits = limits
         self._file_number = -1
         self._unanswered: deque[RequestResponseCycle] = deque()  # the first is being answered
         self._is_in_head = False
@@ -89,6 +91,7 @@ class BoundedProtocol(HttpToolsProtocol):
         """The connection is closed."""
         self._stop_head_timer()
         self._stop_write_timer()
+        self._connections.resumed(self.transport)
         super().connection_lost(exc)
         for cycle in self._unanswered:  # uvicorn only notifies the last one
             cycle.disconnected = True
@@ -98,10 +101,12 @@ class BoundedProtocol(HttpToolsProtocol):
         """The client does not read its answer."""
         super().pause_writing()
         self._expect_reading()
+        self._connections.paused(self.transport, self._limits.unread_bytes)
 
     def resume_writing(self) -> None:
         """It reads again."""
         self._stop_write_timer()
+        self._connections.resumed(self.transport)
         super().resume_writing()
 
     def close_gently(self) -> None:
@@ -245,7 +250,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _expect_head(self) -> None:
         """Start the time limit for a client to send a whole head, unless it already runs."""
-        self._head_timer = self._head_timer or self.loop.call_later(self._times.head_s, self._on_head_timeout)
+        self._head_timer = self._head_timer or self.loop.call_later(self._limits.head_s, self._on_head_timeout)
 
     def _on_head_timeout(self) -> None:
         self._head_timer = None
@@ -263,7 +268,7 @@ class BoundedProtocol(HttpToolsProtocol):
         """Start the time limit for a client to read any part of its answer."""
         if self._write_timer is None:
             self._num_unread = self.transport.get_write_buffer_size()
-            self._write_timer = self.loop.call_later(self._times.write_s, self._on_write_timeout)
+            self._write_timer = self.loop.call_later(self._limits.write_s, self._on_write_timeout)
 
     def _on_write_timeout(self) -> None:
         self._write_timer = None

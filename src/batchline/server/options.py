@@ -44,8 +44,9 @@ class ServerOptions:
     long a stop waits for running requests. docs: whether /docs and /openapi.json exist.
 
     Limits for misbehaving clients: max_connections: open ones. head_timeout_s: for a request's head. body_timeout_s and
-    max_body_memory: see `incoming_body.py`. write_timeout_s: for a client that has stopped reading its answer.
-    keep_alive_s: how long an idle connection stays open; longer than a usual proxy's, so that the proxy closes it.
+    max_body_memory: see `incoming_body.py`; answers that clients have not read may take as much again. write_timeout_s:
+    for a client that has stopped reading its answer. keep_alive_s: how long an idle connection stays open; longer than
+    a usual proxy's, so that the proxy closes it.
     """
 
     host: str = "127.0.0.1"

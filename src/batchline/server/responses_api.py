@@ -61,7 +61,7 @@ class ResponsesApi:
         call = self._call(body, given, owner_of(request))
         if body.get("background") is True:
             await self._check_in_background(request, call)
-            return JsonResponse(self._start(call))
+            return await written(self._start(call))
         if body.get("stream") is True:
             chunks = _keeping(self._backend.stream(call.request), self._kept, call)
             return await self._inference.begin_stream(request, RESPONSES, chunks)
@@ -83,18 +83,18 @@ class ResponsesApi:
         if request.query_params.get("stream", "false") != "false":
             raise BadRequest("stream: a stored response cannot be streamed; leave stream out", param="stream")
         _refuse_include(request)
-        return JsonResponse(self._kept.get(request.path_params["response_id"], owner_of(request)).response)
+        return await written(self._kept.get(request.path_params["response_id"], owner_of(request)).response)
 
     async def input_items(self, request: Request) -> Response:
         """A page of the items that a response was made from. Raises: NotFound, BadRequest."""
         _refuse_include(request)
         kept = self._kept.get(request.path_params["response_id"], owner_of(request))
         params = parse_body(ListParams, request.query_params, strict=False)
-        return JsonResponse(list_page(kept.input_items, params))
+        return await written(list_page(kept.input_items, params))
 
     async def cancel(self, request: Request) -> Response:
         """Stop a response that is made in the background. Raises: NotFound, BadRequest."""
-        return JsonResponse(self._kept.cancel(request.path_params["response_id"], owner_of(request)))
+        return await written(self._kept.cancel(request.path_params["response_id"], owner_of(request)))
 
     async def delete(self, request: Request) -> Response:
         """Delete a response. Raises: NotFound."""

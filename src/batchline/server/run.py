@@ -19,7 +19,7 @@ from batchline.backends.base import Backend, RunningBackend, ServedModel
 from batchline.batch.stopping import stop_on_signals
 from batchline.server.app import create_app
 from batchline.server.connections import Connections, allow_reuse, bind, check_certificate, raise_file_limit, unusable
-from batchline.server.http_protocol import BoundedProtocol, ConnectionTimes
+from batchline.server.http_protocol import BoundedProtocol, ConnectionLimits
 from batchline.server.options import ServerOptions
 
 OnReady = Callable[[str, Sequence[ServedModel]], None]
@@ -50,7 +50,11 @@ def uvicorn_config(backend: Backend, options: ServerOptions, connections: Connec
     protocol = functools.partial(
         BoundedProtocol,
         connections=connections,
-        times=ConnectionTimes(head_s=options.head_timeout_s, write_s=options.write_timeout_s),
+        limits=ConnectionLimits(
+            head_s=options.head_timeout_s,
+            write_s=options.write_timeout_s,
+            unread_bytes=options.body_limits.max_bytes,
+        ),
     )
     config = uvicorn.Config(
         create_app(backend, options),
