@@ -18,7 +18,7 @@ import pytest
 import typer
 from pydantic import BaseModel
 
-from batchline.cli.main import app
+from batchline.cli.main import app, main
 from batchline.config import RequestLimits
 from batchline.openai_api.chat import ChatCompletionRequest
 from batchline.openai_api.completions import CompletionRequest
@@ -110,18 +110,32 @@ def test_every_command_in_a_document_is_one_that_the_program_takes(
     command.parse_args(command.context_class(command, info_name=name, parent=root), arguments)
 
 
-def test_the_readme_s_python_works(tmp_path: Path) -> None:
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working folder, with the examples in it."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run_here(*arguments: str) -> None:
+    """A `batchline` command in this process: a new one takes seconds to import the libraries of models."""
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 0
+
+
+@pytest.mark.usefixtures("folder")
+def test_the_readme_s_python_works(capsys: pytest.CaptureFixture[str]) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
-    finished = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, capture_output=True, text=True)
+    exec(code, {})
     lines = (ROOT / "examples" / "chat.jsonl").read_text(encoding="utf-8").splitlines()
-    assert finished.stdout.split() == [str(len(lines)), "0"]
+    assert capsys.readouterr().out.split() == [str(len(lines)), "0"]
 
 
-def test_the_page_on_python_works_from_its_first_block_to_its_last(tmp_path: Path) -> None:
+def test_the_page_on_python_works_from_its_first_block_to_its_last(folder: Path) -> None:
     code = "\n".join(re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "python.md").read_text("utf-8"), re.DOTALL))
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
-    finished = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    finished = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=False)
     assert finished.returncode == 0, finished.stderr
     lines = (ROOT / "examples" / "chat.jsonl").read_text(encoding="utf-8").splitlines()
     first, *progress = finished.stdout.splitlines()
@@ -131,9 +145,8 @@ def test_the_page_on_python_works_from_its_first_block_to_its_last(tmp_path: Pat
 
 
 @pytest.mark.parametrize("guide", sorted((ROOT / "docs" / "howto").glob("*.md")), ids=lambda path: path.stem)
-def test_a_guide_works_from_its_first_block_to_its_last(guide: Path, tmp_path: Path) -> None:
+def test_a_guide_works_from_its_first_block_to_its_last(guide: Path, folder: Path) -> None:
     """A server that a guide starts runs until the guide's end, on a free port in place of the guide's 8000."""
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
     text = guide.read_text(encoding="utf-8").replace("8000", str(_free_port()))
     blocks = re.findall(r"```(python|sh)\n(.*?)```", text, re.DOTALL)
     assert {language for language, _ in blocks} == {"python", "sh"}
@@ -142,9 +155,12 @@ def test_a_guide_works_from_its_first_block_to_its_last(guide: Path, tmp_path: P
             commands = [_command(line) for line in code.splitlines()] if language == "sh" else [_python("-c", code)]
             for command in commands:
                 if command[1:4] == ["-m", "batchline", "serve"]:
-                    servers.enter_context(_serving(command, tmp_path))
+                    servers.enter_context(_serving(command, folder))
                     continue
-                finished = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+                if command[1:3] == ["-m", "batchline"]:
+                    run_here(*command[3:])
+                    continue
+                finished = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
                 assert finished.returncode == 0, f"{code}\n{finished.stderr}"
 
 
@@ -193,12 +209,12 @@ SAID = {
 
 
 @pytest.mark.parametrize("name", ["chat", "embeddings", "score", *SAID])
-def test_the_readme_s_commands_on_shipped_files_work(name: str, tmp_path: Path) -> None:
+def test_the_readme_s_commands_on_shipped_files_work(name: str, folder: Path) -> None:
     commands = re.findall(r"^    (batchline run-batch -i examples/.*)$", README, re.MULTILINE)
     (command,) = [command for command in commands if f"examples/{name}.jsonl" in command]
-    output = tmp_path / "results.jsonl"
+    output = folder / "results.jsonl"
     arguments = [str(output) if word.endswith("-results.jsonl") else word for word in shlex.split(command)[1:]]
-    subprocess.run([sys.executable, "-m", "batchline", *arguments], cwd=ROOT, check=True, capture_output=True)
+    run_here(*arguments)
     results = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
     batch = (ROOT / "examples" / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
     assert [r["custom_id"] for r in results] == [json.loads(line)["custom_id"] for line in batch]

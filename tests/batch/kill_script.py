@@ -20,6 +20,7 @@ import sys
 from contextlib import closing
 from pathlib import Path
 
+import batchline.batch.http_files  # noqa: F401 - children that upload need it
 from batchline.batch.api import run_blocking
 from batchline.batch.files import RunFiles
 from batchline.batch.journal import Journal, OsDisk

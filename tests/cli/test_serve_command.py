@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -83,15 +84,21 @@ def test_a_second_signal_ends_the_server_with_the_code_of_that_signal(number: si
     assert subprocess.run(command, timeout=60, check=False).returncode == code
 
 
-def test_every_model_is_named_while_they_are_loaded() -> None:
+def test_every_model_is_named_while_they_are_loaded_and_every_line_of_the_log_is_json() -> None:
     said: list[str] = []
     embed, rerank = (str(TINY_CHAT.with_name(name)) for name in ("tiny-embed", "tiny-rerank"))
-    with serving(embed, "--model", rerank, "--log-level", "warning", said=said) as (_, url):
+    options = ["--log-level", "warning", "--log-format", "json"]
+    with serving(embed, "--model", rerank, *options, said=said) as (process, url):
         _check_that_paths_are_accepted_and_not_shown(url, embed)
-    said = [line.partition(" ")[2].partition(" ")[2] for line in said]  # without date and time
-    assert said[0] == f"Loading {embed}; when first asked for: {rerank}"
-    assert said[1].startswith("tiny-embed: BertModel, float32 on cpu, kernels: ")
-    assert said[2].startswith("Serving tiny-embed, tiny-rerank at http://127.0.0.1:")
+        process.send_signal(signal.SIGTERM)
+        assert process.stderr is not None
+        entries = [json.loads(line) for line in [*said, *process.stderr]]
+    assert all({"time", "level", "message"} <= set(entry) for entry in entries)
+    loading, facts, ready = entries[:3]
+    assert loading["message"] == f"Loading {embed}; when first asked for: {rerank}"
+    assert facts["message"].startswith("tiny-embed: BertModel, float32 on cpu, kernels: ")
+    assert ready["message"] == f"Serving tiny-embed, tiny-rerank at {url}"
+    assert ready["url"] == url
 
 
 def _check_that_paths_are_accepted_and_not_shown(url: str, folder: str) -> None:

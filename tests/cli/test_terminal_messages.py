@@ -8,7 +8,6 @@ import logging
 import os
 import pty
 import re
-import signal
 import struct
 import subprocess
 import sys
@@ -22,7 +21,7 @@ from typing import Any, TextIO
 import orjson
 import pytest
 from rich.cells import cell_len
-from test_serve_command import TINY_CHAT, serving
+from test_serve_command import TINY_CHAT
 
 from batchline.cli import messages
 from batchline.cli.main import main
@@ -117,19 +116,6 @@ def test_a_quiet_server_says_errors_alone() -> None:
     assert [line for line in loud if "anyone who reaches this address" in line]
     assert (quiet.returncode, quiet.stderr.splitlines()) == (2, loud[-1:])
     assert loud[-1].startswith("Error: ")
-
-
-def test_a_server_logs_json() -> None:
-    said: list[str] = []
-    model = [str(TINY_CHAT), "--kv-cache-memory-bytes", "32MB"]
-    with serving(*model, "--log-format", "json", said=said) as (process, _url):
-        process.send_signal(signal.SIGTERM)
-        assert process.stderr is not None
-        entries = [json.loads(line) for line in [*said, *process.stderr]]
-    assert [entry["message"] for entry in entries[:1]] == [f"Loading {TINY_CHAT}"]
-    (ready,) = [entry for entry in entries if entry["message"].startswith("Serving ")]
-    assert ready["url"].startswith("http://127.0.0.1:")
-    assert all({"time", "level", "message"} <= set(entry) for entry in entries)
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ prefix reuse and preemption all happen, and each test asserts that they did.
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -75,16 +76,20 @@ def plain_model(case: Case) -> torch.nn.Module:
 
 def small_engine(folder: Path, *, cpu_kernels: CpuKernels, dtype: DType = "float32") -> Engine:
     """An engine whose cache holds about three of the longest prompts, and whose steps hold less than one."""
+    return engine_with_cache(folder, cpu_kernels, dtype, NUM_BLOCKS * bytes_per_block(folder, cpu_kernels, dtype))
+
+
+@functools.cache
+def bytes_per_block(folder: Path, cpu_kernels: CpuKernels, dtype: DType) -> int:
+    plenty = 16_000_000
+    return plenty // engine_with_cache(folder, cpu_kernels, dtype, plenty).scheduler.pool.num_blocks
+
+
+def engine_with_cache(folder: Path, cpu_kernels: CpuKernels, dtype: DType, num_bytes: int) -> Engine:
     model = ModelConfig(model=str(folder), dtype=dtype, device="cpu", max_model_len=256, cpu_kernels=cpu_kernels)
     scheduler = SchedulerConfig(max_num_batched_tokens=48, max_num_seqs=16)
-
-    def engine(num_bytes: int) -> Engine:
-        cache = CacheConfig(num_bytes=num_bytes, block_size=BLOCK_SIZE)
-        return Engine(EngineConfig(model=model, cache=cache, scheduler=scheduler))
-
-    plenty = 16_000_000
-    bytes_per_block = plenty // engine(plenty).scheduler.pool.num_blocks
-    return engine(NUM_BLOCKS * bytes_per_block)
+    cache = CacheConfig(num_bytes=num_bytes, block_size=BLOCK_SIZE)
+    return Engine(EngineConfig(model=model, cache=cache, scheduler=scheduler))
 
 
 def run(

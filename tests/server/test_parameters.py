@@ -11,6 +11,7 @@ import base64
 import json
 import struct
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -90,8 +91,9 @@ def bodies_of(case: Case) -> tuple[Json, Json]:
 
 @pytest.fixture(scope="module")
 def by_server(server: ThreadedServer) -> Answers:
-    with httpx.Client(base_url=server.url, timeout=300) as client:
-        answers = [client.post(case.url, json=body) for case in CASES for body in bodies_of(case)]
+    requests = [(case.url, body) for case in CASES for body in bodies_of(case)]
+    with httpx.Client(base_url=server.url, timeout=300) as client, ThreadPoolExecutor(8) as clients:
+        answers = list(clients.map(lambda request: client.post(request[0], json=request[1]), requests))
     is_json = "application/json"
     bodies = [as_object(one.json() if one.headers["Content-Type"] == is_json else one.text) for one in answers]
     return list(zip(bodies[::2], bodies[1::2], strict=True))
