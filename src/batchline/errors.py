@@ -249,7 +249,7 @@ class UnsupportedModel(ModelLoadError):
 
     @property
     def is_final(self) -> bool:
-        """Whether the reason lies in the model. A library's error may pass (no memory), and its text may hold paths."""
+        """Whether the model is the cause. A library's error may be temporary (no memory), and may show paths."""
         return self.__cause__ is None
 
 

@@ -59,7 +59,7 @@ def run_batch(
     started for the run and closed after it. backend_options: options of the named backend.
     served_model_name: for each model, in the same order, the name that requests use for it, or several names separated
     by commas. Without it, a model's name is its folder or id as given.
-    state_dir: the folder for records of finished runs. The default is the user's folder for state; with a backend
+    state_dir: the folder for records of finished runs. The default is the user's state folder; with a backend
     object, no records are kept.
 
     show_progress: whether to show a bar; None shows one in terminals and notebooks. Without a bar, warnings are logged.

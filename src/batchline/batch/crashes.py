@@ -13,7 +13,7 @@ alone after two. After the third crash a request gets an error as its answer.
 
 A kill without a known cause is weak evidence. A user may have sent it, but a container that ran out of memory leaves no
 other trace. The first such kill makes no suspects, and a kill after a request to stop counts for nothing. A request
-gets an error after `LETHAL_KILLS` kills, if it alone was in flight at the last `LETHAL_KILLS_ALONE` and no result came
+gets an error after `LETHAL_KILLS` kills, if no other was in flight at the last `LETHAL_KILLS_ALONE` and no result came
 in between. So every batch can be finished.
 """
 
@@ -130,7 +130,7 @@ class Suspects:
         self._alone = []
 
     def weight(self, position: int) -> int:
-        """0 if the request is no suspect; 1 if it may run beside a few others; above that, it must run alone."""
+        """0: the request is no suspect. 1: a few others may run beside it. Above 1: it runs by itself."""
         return max(self.num_crashes[position], self.num_kills[position] - 1)
 
     def num_deaths(self, position: int) -> int:

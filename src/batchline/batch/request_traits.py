@@ -36,7 +36,7 @@ def prompt_bytes(body: dict[str, Any]) -> bytes:
 
 
 def prompt_content(body: dict[str, Any]) -> Any:
-    """The value of the body's prompt: the messages, or the prompt, input or query; None if it has none of them."""
+    """The body's prompt: its messages, or else its prompt, input or query. None if it has no prompt."""
     messages = body.get("messages")
     if messages is not None:
         return messages

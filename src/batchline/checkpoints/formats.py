@@ -154,8 +154,8 @@ def _refuse_files(model: str, folder: Path, *, has_config: bool) -> None:
 
 
 def _is_loaded(path: Path, folder: Path) -> bool:
-    """Whether a safetensors file is one of the model itself or of a module of sentence-transformers (`2_Dense`), and
-    not one that lies beside them, such as a training checkpoint."""
+    """Whether a safetensors file belongs to the model or to a sentence-transformers module (`2_Dense`). Others, such as
+    training checkpoints, are not loaded."""
     in_place = path.parent == folder or path.parent.name[:1].isdigit()
     return in_place and path.match("model*.safetensors")
 

@@ -24,7 +24,7 @@ class BackendOptions:
     backend: Annotated[
         str,
         typer.Option(
-            help="Who answers the requests: embedded (the engine in this process), or a backend that an installed "
+            help="What answers the requests: embedded (the engine in this process), or a backend that an installed "
             "package or --backend-plugin adds.",
             rich_help_panel=_BACKEND,
         ),

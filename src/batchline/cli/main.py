@@ -1,10 +1,10 @@
 """The `batchline` command: its subcommands, and the one mapping from errors to exit codes.
 
-0    the run finished; failed lines are in the output and are counted on standard error
-1    the run could not finish; the same command resumes it
-2    the command, an option or the input is wrong; nothing was run
-3    the run finished, but every line failed (or, with --fail-on-error, any line); or `check` found bad lines
-130  the run was interrupted; the same command resumes it
+0    The run finished. Failed lines are in the output and are counted on standard error.
+1    The run could not finish. The same command resumes it.
+2    The command, an option or the input is invalid. Nothing was run.
+3    The run finished, but every line failed (with --fail-on-error: at least one), or `check` found bad lines.
+130  The run was interrupted. The same command resumes it.
 """
 
 from __future__ import annotations

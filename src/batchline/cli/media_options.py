@@ -24,7 +24,7 @@ class MediaOptions:
         list[str],
         typer.Option(
             metavar="HOST",
-            help="Hosts to fetch media from; *.example.com is any below it, and none turns fetching off. Repeatable. "
+            help="Hosts to fetch media from; *.example.com matches all below it; none turns fetching off. Repeatable. "
             "Default: any host with a public address.",
             rich_help_panel=_MEDIA,
         ),
@@ -33,14 +33,14 @@ class MediaOptions:
         list[str],
         typer.Option(
             metavar="NETWORK",
-            help="Networks to fetch media from although their addresses are not public, e.g. 10.1.0.0/16. Repeatable.",
+            help="Non-public networks that media may be fetched from, e.g. 10.1.0.0/16. Repeatable.",
             rich_help_panel=_MEDIA,
         ),
     ] = dataclasses.field(default_factory=list)
     allowed_local_media_path: Annotated[
         Path | None,
         typer.Option(
-            help="Folder whose files requests may name by file:// URLs. Default: none.",
+            help="Folder whose files requests may use through file:// URLs. Default: none.",
             exists=True,
             file_okay=False,
             rich_help_panel=_MEDIA,
@@ -51,7 +51,7 @@ class MediaOptions:
         typer.Option(
             parser=parse_media_limits,
             metavar=JSON,
-            help='Images, recordings and videos that one request may hold, e.g. {"image": 4} or image=4.',
+            help='Maximum number of images, recordings and videos in one request, e.g. {"image": 4} or image=4.',
             rich_help_panel=_MEDIA,
         ),
     ] = None
@@ -69,23 +69,28 @@ class MediaOptions:
         typer.Option(
             parser=parse_num_bytes,
             metavar="SIZE",
-            help="Largest file to use.",
+            help="Maximum size of a media file.",
             show_default=size_text(_DEFAULTS.max_bytes),
             rich_help_panel=_MEDIA,
         ),
     ] = _DEFAULTS.max_bytes
     max_image_pixels: Annotated[
         int,
-        typer.Option(parser=parse_number, metavar="<number>", help="Largest image to decode.", rich_help_panel=_MEDIA),
+        typer.Option(
+            parser=parse_number,
+            metavar="<number>",
+            help="Maximum number of pixels in an image.",
+            rich_help_panel=_MEDIA,
+        ),
     ] = _DEFAULTS.max_image_pixels
     max_audio_seconds: Annotated[
-        float, typer.Option(min=0.1, help="Longest recording to decode.", rich_help_panel=_MEDIA)
+        float, typer.Option(min=0.1, help="Maximum length of a recording, in seconds.", rich_help_panel=_MEDIA)
     ] = _DEFAULTS.max_audio_s
     max_video_seconds: Annotated[
-        float, typer.Option(min=0.1, help="Longest video to decode.", rich_help_panel=_MEDIA)
+        float, typer.Option(min=0.1, help="Maximum length of a video, in seconds.", rich_help_panel=_MEDIA)
     ] = _DEFAULTS.max_video_s
     max_video_frames: Annotated[
-        int, typer.Option(min=1, max=768, help="Most frames that a model sees of a video.", rich_help_panel=_MEDIA)
+        int, typer.Option(min=1, max=768, help="Maximum number of frames taken from a video.", rich_help_panel=_MEDIA)
     ] = _DEFAULTS.max_video_frames
     media_timeout: Annotated[
         float, typer.Option(min=0.1, help="Seconds that fetching one file may take.", rich_help_panel=_MEDIA)
@@ -95,7 +100,7 @@ class MediaOptions:
         typer.Option(
             parser=parse_num_bytes,
             metavar="SIZE",
-            help="Fetched files that a run keeps on disk until it ends.",
+            help="Disk space for fetched files, which a run keeps until it ends.",
             show_default=size_text(_DEFAULTS.cache_bytes),
             rich_help_panel=_MEDIA,
         ),

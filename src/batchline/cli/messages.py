@@ -26,7 +26,7 @@ LogFormatOption = Annotated[
     LogFormat, typer.Option(help="Format of messages and logs on standard error; json: one object per line.")
 ]
 QuietOption = Annotated[
-    bool, typer.Option("--quiet", help="Print errors only, and at the end of a run one line with its result.")
+    bool, typer.Option("--quiet", help="Print only errors and, at the end, one line with the result.")
 ]
 
 TIME_FORMAT = "%Y-%m-%d %H:%M:%S"

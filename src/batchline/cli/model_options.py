@@ -88,7 +88,7 @@ class ModelOptions:
         typer.Option(
             parser=parse_task,
             metavar=f"<{'|'.join(TASKS)}>",
-            help="Task of the model; embedding is embed.",
+            help="Task of the model; embedding means embed.",
             rich_help_panel=_MODEL,
         ),
     ] = "auto"
@@ -115,7 +115,7 @@ class ModelOptions:
         typer.Option(
             parser=parse_dtype,
             metavar="<auto|float32|bfloat16|float16>",
-            help="Data type of the weights and the KV cache; fp32, bf16, fp16, float and half are understood, too.",
+            help="Data type of the weights and the KV cache; fp32, bf16, fp16, float and half also work.",
             rich_help_panel=_MODEL,
         ),
     ] = "auto"
@@ -164,7 +164,7 @@ class ModelOptions:
         typer.Option(
             parser=parse_json_object,
             metavar=JSON,
-            help='Sampling defaults over those of --generation-config, e.g. {"temperature": 0}.',
+            help='Sampling defaults that override --generation-config, e.g. {"temperature": 0}.',
             rich_help_panel=_MODEL,
         ),
     ] = None

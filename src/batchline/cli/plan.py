@@ -54,7 +54,7 @@ def plan(
     dedup: Annotated[bool, typer.Option(help="Run identical deterministic requests only once.")] = True,
     state_dir: Annotated[
         Path | None,
-        typer.Option(file_okay=False, help="Folder with records of runs. Default: the user's folder for state."),
+        typer.Option(file_okay=False, help="Folder with records of runs. Default: the user's state folder."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:

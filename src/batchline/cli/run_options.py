@@ -63,7 +63,7 @@ class RunFileOptions:
     state_dir: Annotated[
         Path | None,
         typer.Option(
-            file_okay=False, help="Folder for the records of finished runs. Default: the user's folder for state."
+            file_okay=False, help="Folder for the records of finished runs. Default: the user's state folder."
         ),
     ] = None
     strict: Annotated[

@@ -59,7 +59,7 @@ class LinearLayer(Generic[Weight]):
 
 
 class LinearFormat(Protocol):
-    """Packs a model's linear modules. They are of one kind, and either all or none of them have a bias."""
+    """Packs a model's linear modules. They are of one kind; all have a bias, or no bias."""
 
     def join(self, *linears: Any) -> LinearLayer[Any]:
         """One layer with the concatenated outputs of all."""

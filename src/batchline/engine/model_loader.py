@@ -220,7 +220,7 @@ def _read(config: ModelConfig, dtype: torch.dtype, *, warns: bool) -> tuple[Any,
 
 
 def _loads_with_encoder(hf_config: Any) -> bool:
-    """Whether to load a model with its encoder. Without it, `transformers` may load the text part alone."""
+    """Whether to load a model with its encoder. Without it, `transformers` may load only the text part."""
     is_text_alone = type(hf_config) in MODEL_FOR_CAUSAL_LM_MAPPING and hf_config.model_type not in FAMILIES
     return is_multimodal(hf_config) and not is_text_alone
 

@@ -269,6 +269,6 @@ class MediaModel:
 
 
 def _joined(sequence: SequenceState, name: str) -> np.ndarray | None:
-    """That array of all items which have it, in the order of their positions; None if none has it."""
+    """The array `name` of all items that have it, in the order of their positions; None if there are no such items."""
     parts = [span.inputs[name] for span in sequence.media if name in span.inputs]
     return np.concatenate(parts) if parts else None

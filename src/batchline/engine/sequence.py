@@ -236,8 +236,8 @@ class Sequence:
         return self.sampling.max_tokens > 0
 
     def cache_key(self, start: int, end: int) -> CacheKey:
-        """What the keys and values of positions [start, end) depend on, besides the token ids up to there and what the
-        positions before `start` depend on: the request's key and the media that these positions have or see."""
+        """The request's key and the media that the positions [start, end) have or see. Their keys and values depend on
+        this, on the token ids before `end`, and on whatever the positions before `start` depend on."""
         key = self.request.cache_key
         if not self.media:
             return key

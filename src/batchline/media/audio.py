@@ -113,7 +113,7 @@ def _is_cut_wav(data: bytes) -> bool:
 def opened(data: bytes, name: str, noun: str) -> Iterator[InputContainer]:
     """A file, closed when the block ends. name: of the format. noun: what it is called.
 
-    Raises: BadRequest; UnprocessableEntity whatever the block raises.
+    Raises: BadRequest; UnprocessableEntity for any other exception of the block.
     """
     try:
         import av  # large, and only for models that take audio

@@ -160,7 +160,7 @@ class MediaCollector:
     def _needed_bytes(self, ready: Sequence[_Ready]) -> int:
         """Memory for all media of a request: each is held, but only as many are decoded at once as there are threads.
 
-        Raises: UnprocessableEntity for more than there ever is. A single one has limits of its own.
+        Raises: UnprocessableEntity for more than there ever is. Other limits apply to each item.
         """
         decoding = nlargest(NUM_DECODING_THREADS, (one.decoding_bytes for one in ready))
         num_bytes = sum(one.held_bytes for one in ready) + sum(decoding)

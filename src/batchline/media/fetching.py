@@ -277,7 +277,7 @@ class _CheckedResolver(AbstractResolver):
 
 
 class _SystemResolver(AbstractResolver):
-    """Asks the system, on threads of its own: a name server that never answers blocks them for half a minute."""
+    """Asks the system, on separate threads: a name server that never answers blocks them for half a minute."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(NUM_RESOLVING_THREADS, thread_name_prefix="batchline-dns")

@@ -28,7 +28,7 @@ class FolderUnwritable(Exception):
 class MediaFolder:
     """Keeps files by URL. Used by one process, on one thread.
 
-    A pinned file stays, whatever the size of all files. The least recently used files are deleted first.
+    A pinned file stays, even if all files together are too large. The least recently used files are deleted first.
     """
 
     def __init__(self, path: Path | None, max_bytes: int) -> None:

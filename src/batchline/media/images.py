@@ -1,7 +1,7 @@
 """Decodes images: untrusted bytes to RGB pixels, within limits, or an error that says what is wrong with them.
 
-An image looks to the model as it does to a person: turned as its EXIF data says, transparent parts on white, the first
-frame of an animation. vLLM does the same; transformers' `load_image` turns images as well.
+The model gets the image that a person sees: rotated as its EXIF data says, with transparent parts in white. Of an
+animation, it gets the first frame. vLLM does the same, and transformers' `load_image` also rotates images.
 """
 
 from __future__ import annotations

@@ -269,7 +269,7 @@ def num_items(value: Any) -> int:
 
 
 def num_inputs(value: Any) -> int:
-    """The number of inputs in a list, or of parts in an object alone, each of which may be an input."""
+    """The number of inputs in a list. In a single object, each part may be an input."""
     return num_items(value.get("content")) if isinstance(value, dict) else num_items(value)
 
 

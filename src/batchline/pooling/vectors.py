@@ -32,7 +32,7 @@ def softmax(logits: Vectors) -> Vectors:
 
 
 def sigmoid(logits: Vectors) -> Vectors:
-    """Each number as a probability of its own. Computed with tanh, which does not overflow."""
+    """Each number as a separate probability. Computed with tanh, which does not overflow."""
     probabilities: Vectors = np.float32(0.5) * (np.tanh(np.float32(0.5) * logits) + np.float32(1))
     return probabilities
 

@@ -156,7 +156,7 @@ class SpeechWorker(ModelThread):
         return runner.logits(states[list(every), [len(sequence.prompt) - 1 for sequence in sequences]])
 
     def _detect_languages(self, sequences: Sequence[WindowSequence], row: int) -> None:
-        """Set the likeliest language where none is given. It follows the start token in the model's training."""
+        """Set the likeliest language of sequences without one. It follows the start token in the model's training."""
         ids = list(self._rules.languages.values())
         if not ids or all(sequence.language is not None for sequence in sequences):
             return
@@ -195,7 +195,7 @@ class SpeechWorker(ModelThread):
         return None
 
     def _advance(self, calls: Sequence[_Call], logits: Sequence[torch.Tensor]) -> None:
-        """Choose the next token of each call, and settle those that are complete. An error is of its call alone."""
+        """Choose the next token of each call, and settle those that are complete. An error fails only its call."""
         for call, row in zip(calls, logits, strict=True):
             self._attempt([call], partial(self._advance_one, call, row))
 

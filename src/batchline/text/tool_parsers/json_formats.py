@@ -62,9 +62,9 @@ class DeepSeekV3ToolParser(ToolCallParser):
 class GraniteToolParser(ToolCallParser):
     """Granite 3 and 4: `<|tool_call|>` and a JSON list of calls.
 
-    Format: IBM's chat templates. Those of 3.0 to 3.3 say "respond only with <|tool_call|> followed by a JSON list of
-    tools used"; in 3.1 the marker is `<tool_call>` as text; 4.0 has an object between `<tool_call>` tags. vLLM's
-    `granite` parser also accepts a list without a marker at the beginning of the text, and so does this one.
+    Format: IBM's chat templates. The templates of 3.0 to 3.3 say "respond only with <|tool_call|> followed by a JSON
+    list of tools used". In 3.1, the marker is the text `<tool_call>`. 4.0 puts an object between `<tool_call>` tags.
+    Like vLLM's `granite` parser, this one also accepts a list without a marker at the beginning of the text.
     """
 
     openings = ("<|tool_call|>", "<tool_call>")
