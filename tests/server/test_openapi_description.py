@@ -68,6 +68,12 @@ def test_bodies_have_schemas_with_their_fields() -> None:
     ].keys()
 
 
+def test_an_answer_that_may_be_a_list_is_described_as_one() -> None:
+    """Bug: the list for a rerank request with `texts` contradicted the description."""
+    content = DESCRIPTION["paths"]["/rerank"]["post"]["responses"]["200"]["content"]
+    assert content["application/json"]["schema"]["type"] == ["object", "array"]
+
+
 def test_keys_are_described_where_the_server_has_any() -> None:
     assert DESCRIPTION["security"] == [{"apiKey": []}]
     assert DESCRIPTION["components"]["securitySchemes"] == {"apiKey": {"type": "http", "scheme": "bearer"}}

@@ -75,6 +75,9 @@ EXAMPLES: dict[str, dict[str, Any]] = {
 }
 """A body for each path, beside the model's name, to begin with."""
 
+_RANKING = (*RERANK, *SCORE, INVOCATIONS)
+"""Paths whose answer is a list if the request has `texts` to rank."""
+
 ERROR_SCHEMA: dict[str, Any] = {
     "type": "object",
     "required": ["error"],
@@ -155,7 +158,8 @@ def _complete(operation: dict[str, Any], path: str) -> None:
     if path == "/metrics":
         answer["content"] = {"text/plain": text}
     else:
-        answer["content"] = {"application/json": {"schema": {"type": "object"}}}
+        kind: Any = ["object", "array"] if path in _RANKING else "object"
+        answer["content"] = {"application/json": {"schema": {"type": kind}}}
     if path in ENDPOINTS and ENDPOINTS[path].takes_forms:
         answer["content"]["text/plain"] = text
     if generates(path):
