@@ -1,0 +1,70 @@
+"""The page at `/docs` in a browser: everything on it can be read, on wide screens and on narrow ones."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from browser import BROWSER, Page, browser_page
+from threaded_server import Serve
+
+KEY = "token-abc123"
+NUM_SHOWN = "document.querySelectorAll('#operations summary').length"
+
+pytestmark = pytest.mark.skipif(BROWSER is None, reason="there is no Chromium on this machine (Debian: chromium)")
+
+LOADED = """
+new Promise((resolve) => {
+  const wait = () => (document.readyState === "complete" && (%s) ? resolve(true) : setTimeout(wait, 20));
+  wait();
+})
+"""
+OPENED = "document.querySelectorAll('details').forEach((one) => { one.open = true; })"
+FAULTS = """
+(() => {
+  const width = document.documentElement.clientWidth, faults = [];
+  if (document.documentElement.scrollWidth > width) faults.push("the page scrolls sideways");
+  for (const node of document.body.querySelectorAll("*")) {
+    if (!node.checkVisibility()) continue;
+    const box = node.getBoundingClientRect(), name = node.tagName + " " + (node.value || node.textContent).slice(0, 60);
+    const clips = getComputedStyle(node).overflowX !== "visible";
+    if (box.left < 0 || box.right > width + 0.5) faults.push("beyond the window: " + name);
+    if (clips && node.scrollWidth > node.clientWidth) faults.push("cut off: " + name);
+  }
+  return faults;
+})()
+"""
+
+
+@pytest.fixture
+async def page(tmp_path: Path) -> AsyncIterator[Page]:
+    async with browser_page(tmp_path) as page:
+        yield page
+
+
+@pytest.mark.parametrize("width", [1280, 400])
+@pytest.mark.parametrize("keys", [(), (KEY,)], ids=["without keys", "with keys"])
+async def test_nothing_is_cut_off_and_nothing_scrolls_sideways(
+    serve: Serve, page: Page, keys: tuple[str, ...], width: int
+) -> None:
+    """Bug: at 400 pixels, the field for a path cut off the longest one."""
+    server = serve(api_keys=keys)
+    await page.open(f"{server.url}/docs", width=width)
+    if keys:
+        await page.evaluate(LOADED % "document.getElementById('state').textContent")
+        assert await page.evaluate("document.getElementById('state').textContent") == "The server needs an API key."
+        assert await page.evaluate(FAULTS) == []
+        await page.evaluate(f"document.getElementById('key').value = '{KEY}'")
+        await page.evaluate("document.querySelector('#access button').click()")
+    await page.evaluate(LOADED % NUM_SHOWN)
+    assert await page.evaluate(NUM_SHOWN) > 30
+    assert await page.evaluate("document.getElementById('models').textContent") == "Models: fake"
+    assert await page.evaluate(FAULTS) == []
+    await page.evaluate(OPENED)
+    assert await page.evaluate(FAULTS) == []
+    await page.evaluate(
+        "[...document.querySelectorAll('button')].filter((b) => b.textContent === 'Show curl')"
+        ".forEach((button) => button.click())"
+    )
+    assert await page.evaluate(FAULTS) == []
