@@ -211,7 +211,7 @@ REFUSED = [
     ("--max-inflight 8", "--max-inflight is an option of batchline run-batch."),
     ("--load-format dummy", "Weights are read from safetensors files"),
     ("--tokenizer-mode mistral", "Tokenizers are loaded by the transformers library"),
-    ("--task reward", "'reward' is not one of auto, generate, embed, score, embedding, classify, transcribe. A reward"),
+    ("--task reward", "'reward' is not one of auto, generate, embed, score, classify, transcribe, embedding. A reward"),
     ("--runner draft", "Models generate, embed, score or classify"),
     ("--convert reward", "Models generate, embed, score or classify"),
     ("--max-model-len 1.5", "'1.5' is not a whole number of at least 1"),

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from batchline.cli.values import JSON, parse_json_object, parse_media_limits, parse_num_bytes, parse_number, size_text
+from batchline.cli.values import JSON, parse_json_object, parse_media_limits, parse_number, size_option
 from batchline.config import MediaConfig
 
 _MEDIA = "Images and audio"
@@ -64,16 +64,9 @@ class MediaOptions:
             rich_help_panel=_MEDIA,
         ),
     ] = None
-    max_media_bytes: Annotated[
-        int,
-        typer.Option(
-            parser=parse_num_bytes,
-            metavar="SIZE",
-            help="Maximum size of a media file.",
-            show_default=size_text(_DEFAULTS.max_bytes),
-            rich_help_panel=_MEDIA,
-        ),
-    ] = _DEFAULTS.max_bytes
+    max_media_bytes: Annotated[int, size_option(_DEFAULTS.max_bytes, "Maximum size of a media file.", _MEDIA)] = (
+        _DEFAULTS.max_bytes
+    )
     max_image_pixels: Annotated[
         int,
         typer.Option(
@@ -97,13 +90,7 @@ class MediaOptions:
     ] = _DEFAULTS.fetch_timeout_s
     media_cache_size: Annotated[
         int,
-        typer.Option(
-            parser=parse_num_bytes,
-            metavar="SIZE",
-            help="Disk space for fetched files, which a run keeps until it ends.",
-            show_default=size_text(_DEFAULTS.cache_bytes),
-            rich_help_panel=_MEDIA,
-        ),
+        size_option(_DEFAULTS.cache_bytes, "Disk space for fetched files, which a run keeps until it ends.", _MEDIA),
     ] = _DEFAULTS.cache_bytes
 
     def config(self, cache_folder: Path | None = None) -> MediaConfig:

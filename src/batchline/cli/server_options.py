@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from batchline.cli.values import parse_num_bytes, size_text, together
+from batchline.cli.values import size_option, together
 from batchline.errors import UsageError
 from batchline.server.options import CorsOptions, LogLevel, ServerOptions
 
@@ -72,14 +72,7 @@ class ServingOptions:
         bool, typer.Option(help="Allow CORS requests with cookies.", rich_help_panel=_ACCESS)
     ] = False
     max_request_size: Annotated[
-        int,
-        typer.Option(
-            parser=parse_num_bytes,
-            metavar="SIZE",
-            help="Maximum size of a request body.",
-            show_default=size_text(_DEFAULTS.max_request_bytes),
-            rich_help_panel=_LIMITS,
-        ),
+        int, size_option(_DEFAULTS.max_request_bytes, "Maximum size of a request body.", _LIMITS)
     ] = _DEFAULTS.max_request_bytes
     max_waiting: Annotated[
         int,
@@ -99,12 +92,10 @@ class ServingOptions:
     ] = _DEFAULTS.max_connections
     max_body_memory: Annotated[
         int,
-        typer.Option(
-            parser=parse_num_bytes,
-            metavar="SIZE",
-            help="Memory for all request bodies, and as much for unread answers; at least --max-request-size.",
-            show_default=size_text(_DEFAULTS.max_body_memory),
-            rich_help_panel=_LIMITS,
+        size_option(
+            _DEFAULTS.max_body_memory,
+            "Memory for all request bodies, and as much for unread answers; at least --max-request-size.",
+            _LIMITS,
         ),
     ] = _DEFAULTS.max_body_memory
     head_timeout: Annotated[

@@ -44,12 +44,11 @@ def parse_num_bytes(text: str | int) -> int:
     return num_bytes
 
 
-def size_text(num_bytes: int) -> str:
-    """A size as an option takes it, in the largest unit that divides it: `64MiB`."""
-    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if num_bytes % factor == 0:
-            return f"{num_bytes // factor}{unit}"
-    return str(num_bytes)
+def size_option(default: int, help: str, panel: str) -> Any:
+    """An option that takes a size. The help shows the default in the largest unit that divides it: `64MiB`."""
+    units = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("", 1))
+    shown = next(f"{default // factor}{unit}" for unit, factor in units if default % factor == 0)
+    return typer.Option(parser=parse_num_bytes, metavar="SIZE", help=help, show_default=shown, rich_help_panel=panel)
 
 
 MaxRequests = Annotated[int | None, typer.Option(min=1, help="Refuse a batch file with more requests.")]
@@ -89,15 +88,7 @@ def parse_length(text: str | int) -> int | None:
     return None if str(text).strip().lower() in ("auto", "-1") else parse_number(text)
 
 
-TASKS: Mapping[str, Task] = {
-    "auto": "auto",
-    "generate": "generate",
-    "embed": "embed",
-    "score": "score",
-    "embedding": "embed",
-    "classify": "classify",
-    "transcribe": "transcribe",
-}
+TASKS: Mapping[str, Task] = {**{name: name for name in get_args(Task)}, "embedding": "embed"}
 """The names of tasks, and the names here."""
 
 
