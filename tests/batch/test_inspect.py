@@ -72,6 +72,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/invocations": MESSAGES,
     "/v1/embeddings": {"input": "one"},
     "/v2/embed": {"texts": ["one"]},
+    "/embed": {"inputs": "one"},
     "/v1/score": SCORE,
     "/score": SCORE,
     "/v1/rerank": RERANK,

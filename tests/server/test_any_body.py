@@ -21,6 +21,7 @@ VALID: dict[str, dict[str, Any]] = {
     "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "Hi"}]},
     "/v1/embeddings": {"input": "Hi"},
     "/v2/embed": {"texts": ["Hi"]},
+    "/embed": {"inputs": ["Hi"]},
     "/v1/score": {"text_1": "Hi", "text_2": "Ho"},
     "/v1/rerank": {"query": "Hi", "documents": ["Ho"]},
     "/v1/classify": {"input": "Hi"},
@@ -78,7 +79,8 @@ def test_a_request_need_not_name_the_only_model(client: httpx.Client, path: str,
     """A batch line could leave `model` out, but the same request to the server was a 400."""
     response = client.post(path, json=VALID[path] | without)
     assert response.status_code == 200, response.text
-    assert response.json().get("model", "tiny") == "tiny"
+    answer = response.json()
+    assert isinstance(answer, list) or answer.get("model", "tiny") == "tiny"
 
 
 def test_every_schema_is_tried() -> None:

@@ -130,6 +130,7 @@ def test_brackets_inside_strings_are_no_arrays() -> None:
         ("/v1/embeddings", {"input": "x"}, 1),
         ("/v1/embeddings", {"input": ["x"] * (TEXTS_PER_SEQUENCE + 1)}, 2),
         ("/rerank", {"query": "x", "documents": ["x"] * TEXTS_PER_SEQUENCE * 3}, 3),
+        ("/embed", {"inputs": ["x"] * (TEXTS_PER_SEQUENCE + 1)}, 2),
         ("/v1/score", {"text_1": "x", "text_2": ["x"] * TEXTS_PER_SEQUENCE}, 1),
     ],
 )

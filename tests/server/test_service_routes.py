@@ -357,6 +357,13 @@ def test_a_score_request_with_query_and_documents_is_a_rerank_request(tiny: Thre
     assert answers[0]["results"][0]["index"] == 1
 
 
+def test_embed_answers_with_a_list_of_vectors(tiny: ThreadedServer) -> None:
+    headers = {"Authorization": "Bearer token-abc123"}
+    listed = httpx.post(f"{tiny.url}/embed", json={"inputs": ["Hi", "Ho"]}, headers=headers).json()
+    data = httpx.post(f"{tiny.url}/v1/embeddings", json={"input": ["Hi", "Ho"]}, headers=headers).json()["data"]
+    assert listed == [pytest.approx(item["embedding"], abs=1e-5) for item in data]
+
+
 @pytest.mark.parametrize("path", ["/rerank", "/invocations"])
 def test_a_rerank_request_with_texts_is_answered_with_a_list(tiny: ThreadedServer, path: str) -> None:
     """Clients of Text Embeddings Inference read the answer as a list, and got a 400 for each request."""

@@ -17,7 +17,7 @@ NOT_DEDUPLICABLE = bytes(16)
 """The hash of a request that counts as different from all others."""
 
 _LEADING_FIELDS = ("tools", "instructions", "system")
-_PROMPT_FIELDS = ("prompt", "input", "query", "texts", "text_1", "queries", "data_1")
+_PROMPT_FIELDS = ("prompt", "input", "query", "texts", "inputs", "text_1", "queries", "data_1")
 _UNKNOWN_DECODE = 2**31
 
 

@@ -17,7 +17,7 @@ from batchline.media.parts import split_media
 from batchline.openai_api.chat import ChatCompletionRequest
 from batchline.openai_api.common import Content, Prompt
 from batchline.openai_api.completions import CompletionRequest
-from batchline.openai_api.embed import EmbedRequest
+from batchline.openai_api.embed import EmbedRequest, PlainEmbedRequest
 from batchline.openai_api.embeddings import PooledBody
 from batchline.openai_api.endpoint_table import generates
 from batchline.openai_api.generation import GenerationBody
@@ -158,6 +158,8 @@ class TokenCounter:
             return
         if isinstance(request, RerankRequest) and request.cuts_documents:
             return
+        if isinstance(request, PlainEmbedRequest) and request.truncate:
+            return
         longest = max(map(len, prompts), default=0)
         if keep is None and longest > limit:
             raise prompt_too_long(limit, longest)
@@ -203,6 +205,8 @@ def _texts(request: BaseModel) -> Sequence[Prompt]:
         return list(map(_text_of, (request.query, *request.given_documents)))
     if isinstance(request, EmbedRequest):
         return request.given_texts
+    if isinstance(request, PlainEmbedRequest):
+        return request.inputs
     if isinstance(request, TranscriptionRequest):
         return ()  # a recording's length is in its file
     assert isinstance(request, ScoreRequest)

@@ -1,4 +1,4 @@
-"""Cohere's `/v2/embed`: texts to vectors in one or several number formats."""
+"""Cohere's `/v2/embed`: texts to vectors in one or several number formats; and `/embed`: texts to a list of vectors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from batchline.endpoints.embedders import Embedder
 from batchline.endpoints.embeddings import LARGE_ANSWER, check_dimensions, encode_base64, finite_vectors, numbers
 from batchline.endpoints.pooling_limits import DEFAULT_TEXT, check_sequences, off_loop_if_large
 from batchline.errors import BadRequest
-from batchline.openai_api.embed import EmbedRequest, InputType, embed_object
+from batchline.openai_api.embed import EmbedRequest, InputType, PlainEmbedRequest, embed_object
 from batchline.openai_api.parsing import parse_body
 from batchline.pooling.batching import TokenSequence
 from batchline.pooling.tokenizing import Role, Side
@@ -46,6 +46,26 @@ async def embed(
         texts=request.texts,
         num_tokens=sum(len(sequence) for sequence in sequences),
     )
+
+
+async def plain_embed(
+    body: Mapping[str, Any], _request_id: str, model: Embedder, *, text: TextConfig = DEFAULT_TEXT, priority: int = 0
+) -> list[list[float]]:
+    """The response body of `/embed`: a vector for each text. text, Raises: see `embed`."""
+    read = partial(parse_body, PlainEmbedRequest, body, strict=text.strict, limits=text.limits)
+    request = await off_loop_if_large(body, read)
+    check_dimensions(request.dimensions, model, "dimensions")
+    max_tokens = model.max_model_len if request.truncate else None
+    sequences = await model.tokenize(request.inputs, max_tokens=max_tokens, side=request.truncation_direction)
+    check_sequences(sequences, max_model_len=model.max_model_len, vocab_size=model.vocab_size, param="inputs")
+    vectors = await finite_vectors(
+        sequences,
+        model,
+        dimensions=request.dimensions,
+        normalises=request.normalize,
+        priority=priority + request.priority,
+    )
+    return await asyncio.to_thread(numbers, vectors) if vectors.size > LARGE_ANSWER else numbers(vectors)
 
 
 def _read(body: Mapping[str, Any], model: Embedder, text: TextConfig) -> EmbedRequest:

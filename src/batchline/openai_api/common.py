@@ -197,6 +197,9 @@ TruncatePromptTokens = Annotated[int, Field(ge=-1, le=MAX_INT64), AfterValidator
 TruncationSide = Literal["left", "right"]
 """The side that truncation cuts: `left` keeps the last tokens, `right` the first ones."""
 
+AnyCaseSide = Annotated[TruncationSide, BeforeValidator(lambda side: side.lower() if isinstance(side, str) else side)]
+"""The same for clients of Text Embeddings Inference, which write `Left` and `Right`."""
+
 CacheSalt = Annotated[str, Field(min_length=1, max_length=1024)]
 """Requests share cached prefixes only with requests of an equal salt, which separates tenants."""
 

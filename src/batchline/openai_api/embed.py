@@ -1,4 +1,5 @@
-"""Cohere's `/v2/embed`: its request fields and the shape of its answer and of its errors."""
+"""Cohere's `/v2/embed`: its request fields and the shape of its answer and of its errors. The request fields of
+`/embed`, the path of Text Embeddings Inference (TEI), whose answer is a list of vectors."""
 
 from __future__ import annotations
 
@@ -8,8 +9,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from batchline.errors import BadRequest
-from batchline.openai_api.common import Priority, Text, TextInput, WireModel
-from batchline.openai_api.parsing import TEXT, Limited
+from batchline.openai_api.common import AnyCaseSide, Priority, Strings, Text, TextInput, WireModel
+from batchline.openai_api.parsing import TEXT, Limited, num_prompts
 
 JsonObject = dict[str, Any]
 EmbeddingType = Literal["float", "int8", "uint8", "binary", "ubinary", "base64"]
@@ -51,6 +52,18 @@ class EmbedRequest(WireModel):
             raise BadRequest("images: no model here sees images", param="images")
         if (self.texts is None) == (self.inputs is None):
             raise BadRequest("texts: exactly one of texts and inputs is required", param="texts")
+
+
+class PlainEmbedRequest(WireModel):
+    """The body of a request to TEI's `/embed`. truncate: whether texts that are too long are cut."""
+
+    model: str | None = None
+    inputs: Annotated[Strings, Field(min_length=1), Limited("inputs", num_prompts, "inputs"), TEXT]
+    normalize: bool = True
+    truncate: bool = False
+    truncation_direction: AnyCaseSide | None = None
+    dimensions: Annotated[int, Field(ge=1)] | None = None
+    priority: Priority = 0
 
 
 def embed_object(

@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from batchline.errors import BadRequest
 from batchline.openai_api.common import (
     ActivatedBody,
+    AnyCaseSide,
     CacheSalt,
     Content,
     Input,
@@ -19,15 +20,9 @@ from batchline.openai_api.common import (
     RequestId,
     Text,
     TruncatePromptTokens,
-    TruncationSide,
     Usage,
 )
 from batchline.openai_api.parsing import TEXT, Limited, ProcessorSettings, num_inputs
-
-
-def _lower(value: Any) -> Any:
-    """Text Embeddings Inference writes `Left` and `Right`."""
-    return value.lower() if isinstance(value, str) else value
 
 
 class RerankRequest(ActivatedBody):
@@ -56,7 +51,7 @@ class RerankRequest(ActivatedBody):
     max_tokens_per_doc: Annotated[int, Field(ge=1)] | None = None
     truncation: bool | None = None
     truncate_prompt_tokens: TruncatePromptTokens | None = None
-    truncation_side: Annotated[TruncationSide, BeforeValidator(_lower)] | None = None
+    truncation_side: AnyCaseSide | None = None
     cache_salt: CacheSalt | None = None
     priority: Priority = 0
     request_id: RequestId | None = None

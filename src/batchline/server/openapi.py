@@ -29,6 +29,7 @@ from batchline.openai_api.endpoint_table import (
     INVOCATIONS,
     MESSAGES,
     MODERATIONS,
+    PLAIN_EMBED,
     POOLING,
     REQUEST_SCHEMAS,
     RERANK,
@@ -65,6 +66,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     MESSAGES: {"messages": _MESSAGES, "max_tokens": 100},
     COUNT_TOKENS: {"messages": _MESSAGES},
     EMBEDDINGS: _INPUT,
+    PLAIN_EMBED: {"inputs": _DOCUMENTS},
     **dict.fromkeys((*CLASSIFY, MODERATIONS, POOLING), _INPUT),
     **dict.fromkeys(SCORE, _SCORE),
     **dict.fromkeys(RERANK, _RERANK),
@@ -75,8 +77,8 @@ EXAMPLES: dict[str, dict[str, Any]] = {
 }
 """A body for each path, beside the model's name, to begin with."""
 
-_RANKING = (*RERANK, *SCORE, INVOCATIONS)
-"""Paths whose answer is a list if the request has `texts` to rank."""
+_MAY_BE_LISTS = (PLAIN_EMBED, *RERANK, *SCORE, INVOCATIONS)
+"""Paths whose answer is a list, or is one if the request has `texts` to rank."""
 
 ERROR_SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -158,7 +160,7 @@ def _complete(operation: dict[str, Any], path: str) -> None:
     if path == "/metrics":
         answer["content"] = {"text/plain": text}
     else:
-        kind: Any = ["object", "array"] if path in _RANKING else "object"
+        kind: Any = ["object", "array"] if path in _MAY_BE_LISTS else "object"
         answer["content"] = {"application/json": {"schema": {"type": kind}}}
     if path in ENDPOINTS and ENDPOINTS[path].takes_forms:
         answer["content"]["text/plain"] = text
