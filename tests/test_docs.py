@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 import shlex
+import shutil
 import socket
 import subprocess
 import sys
@@ -199,13 +200,34 @@ def _serving(command: list[str], folder: Path) -> Iterator[None]:
             server.communicate()
 
 
+@pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl on this machine")
+def test_the_page_on_audio_shows_the_answer_that_its_server_gives_to_its_recording() -> None:
+    page = (ROOT / "docs" / "audio.md").read_text(encoding="utf-8")
+    (serve,) = re.findall(r"^    (batchline serve examples/.*)$", page, re.MULTILINE)
+    (curl,) = re.findall(r"^    (curl .*@examples/.*)$", page, re.MULTILINE)
+    (shown,) = re.findall(r"^`\{(.*), \.\.\.\}`:$", page, re.MULTILINE)
+    port = str(_free_port())
+    with _serving(_command(serve.replace("8000", port)), ROOT):
+        command = ["curl", "--silent", *shlex.split(curl.replace("8000", port))[1:]]
+        finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert json.loads(finished.stdout).items() >= json.loads(f"{{{shown}}}").items()
+
+
 SAID = {
     "images": [
         *("One red circle.", "Three green squares.", "Five blue triangles.", "Two yellow stars."),
         *("Four.", "Purple.", "Triangle.", "Five black stars."),
     ],
+    "audio": ["four seven two five one", "eight zero six three nine nine", "three one four one five nine"],
 }
-"""What the answers to an example file say, or how they begin."""
+"""What the answers to an example file say."""
+
+
+def said(body: Any) -> str:
+    """The text of an answer; of subtitles without their numbers and times."""
+    if isinstance(body, str):
+        return " ".join(re.findall(r"^[a-z ]+$", body, re.MULTILINE))
+    return str(body["choices"][0]["message"]["content"] if "choices" in body else body["text"])
 
 
 @pytest.mark.parametrize("name", ["chat", "embeddings", "score", *SAID])
@@ -220,4 +242,4 @@ def test_the_readme_s_commands_on_shipped_files_work(name: str, folder: Path) ->
     assert [r["custom_id"] for r in results] == [json.loads(line)["custom_id"] for line in batch]
     assert {r["response"]["status_code"] for r in results} == {200}
     if name in SAID:
-        assert [r["response"]["body"]["choices"][0]["message"]["content"] for r in results] == SAID[name]
+        assert [said(r["response"]["body"]) for r in results] == SAID[name]

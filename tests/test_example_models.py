@@ -42,6 +42,7 @@ MAX_MODEL_BYTES = {
     "tiny-embed": 3_000_000,
     "tiny-rerank": 3_000_000,
     "tiny-vision": 3_000_000,
+    "tiny-whisper": 3_000_000,
 }
 
 
@@ -264,6 +265,7 @@ def test_vision_model_names_count_colour_and_shape_of_drawings_that_were_not_tra
         ("embeddings", "tiny-embed"),
         ("score", "tiny-rerank"),
         ("images", "tiny-vision"),
+        ("audio", "tiny-whisper"),
     ],
 )
 def test_example_batch_file_names_the_shipped_model(batch_file: str, model: str) -> None:
