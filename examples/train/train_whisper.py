@@ -4,10 +4,10 @@
     python examples/train/train_whisper.py --out examples/models/tiny-whisper --examples examples
 
 Writes a Hugging Face model folder (with Whisper's control tokens and timestamps, for windows of four seconds) and a few
-recordings, in about seven minutes on one CPU core. Three more losses make the model learn much faster. At each position,
-the encoder predicts which digit is heard and which token of the answer writes it, through linear layers that are thrown
-away. Two attention heads of the decoder's first layer are trained to look at the sound of the next token. At the end,
-the script prints the errors of the saved (rounded) weights on recordings that were not trained.
+recordings, in about seven minutes on one CPU core. Three more losses make the model learn much faster. At each
+position, the encoder predicts which digit is heard and which token of the answer writes it, through linear layers that
+are thrown away. Two attention heads of the decoder's first layer are trained to look at the sound of the next token. At
+the end, the script prints the errors of the saved (rounded) weights on recordings that were not trained.
 """
 
 from __future__ import annotations
