@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from batchline.cli.main import command
+from batchline.cli import command
 
 if __name__ == "__main__":
     command()

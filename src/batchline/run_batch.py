@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from batchline.cli.main import command
+from batchline.cli import command
 
 if __name__ == "__main__":
     command(["run-batch", *sys.argv[1:]])

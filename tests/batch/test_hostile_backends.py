@@ -330,3 +330,22 @@ def test_a_backend_that_cannot_be_closed_costs_no_results(
     assert run_file(batch, tmp_path / "out", backend=Unclosable()).failed == 0
     assert contents(read_lines(tmp_path / "out")) == {"odd": "odd", **GOOD}
     assert "the backend could not be closed" in caplog.text
+
+
+def test_a_backend_that_could_take_a_million_requests_costs_no_more_than_there_are(
+    batch: Path, tmp_path: Path, run_file: Run
+) -> None:
+    """Each place had a task at once: 2 GB for a file of two lines."""
+    num_tasks = 0
+
+    class Vast(FakeBackend):
+        def concurrency(self) -> int:
+            return 1_000_000
+
+        async def answer(self, request: EndpointRequest) -> Answer:
+            nonlocal num_tasks
+            num_tasks = len(asyncio.all_tasks())
+            return await super().answer(request)
+
+    assert run_file(batch, tmp_path / "out", backend=Vast()).failed == 0
+    assert num_tasks < 50

@@ -192,6 +192,7 @@ def test_an_environment_may_serve_several_commands(
         ("api-key: [a, null]", "api-key: it needs a value, not nothing"),
         ("- port", "it must hold option names and their values"),
         ("port: [", "is not valid YAML"),
+        ("hf-overrides: &a\n  x: *a", "is nested too deeply"),
         ("port: " + "[" * 5000 + "]" * 5000, "is nested too deeply"),
     ],
 )

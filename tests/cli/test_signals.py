@@ -126,3 +126,21 @@ def positions_at_death(folder: Path) -> tuple[int, ...]:
     crash = last_crash(job_folder)
     assert crash is not None
     return crash.positions
+
+
+def test_an_interrupt_while_modules_are_imported_is_quiet() -> None:
+    """It printed a traceback."""
+    script = """
+import signal, sys
+
+class Interrupting:
+    def find_spec(self, name, path=None, target=None):
+        if name == "typer":
+            signal.raise_signal(signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupting())
+from batchline.cli import command
+command(["--help"])
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
+from collections import Counter
 from types import ModuleType
 from typing import Any
 
@@ -60,9 +61,10 @@ class SimulatedEngine:
         max_tokens: int = 16,
         max_seqs: int = 4,
         max_prompt_logprobs: int | None = None,
+        max_shared: int | None = None,
     ) -> None:
         config = SchedulerConfig(max_num_batched_tokens=max_tokens, max_num_seqs=max_seqs)
-        self.scheduler = Scheduler(config, BlockPool(num_blocks, block_size), max_prompt_logprobs)
+        self.scheduler = Scheduler(config, BlockPool(num_blocks, block_size), max_prompt_logprobs, max_shared)
         self.capacity = num_blocks * block_size
         self.slots: dict[int, Content] = {}
         self.live: list[Sequence] = []
@@ -379,6 +381,70 @@ def test_callers_with_one_seat_each_take_the_blocks_that_another_caller_holds() 
     engine.add(small)
     assert small in engine.step().sequences
     engine.run()
+
+
+def tokens_of(step: Step) -> dict[str, int]:
+    """The tokens of each caller."""
+    counts: Counter[str] = Counter()
+    for chunk in step.chunks:
+        counts[chunk.sequence.caller] += chunk.num_tokens
+    return dict(counts)
+
+
+def test_a_long_prompt_of_one_caller_does_not_delay_the_tokens_of_another() -> None:
+    """It filled whole steps, so that a chat of another key got no token until it was computed."""
+    engine = SimulatedEngine(num_blocks=64, block_size=2, max_tokens=16)
+    engine.add(make_sequence(tuple(range(60)), caller="a"))
+    assert tokens_of(engine.step()) == {"a": 16}, "nobody else waits"
+    engine.add(*crowd("b", 1, first_token=100, max_tokens=3))
+    assert [tokens_of(engine.step()) for _ in range(4)] == [
+        {"a": 7, "b": 2},
+        {"a": 14, "b": 1},
+        {"a": 14, "b": 1},
+        {"a": 9},
+    ]
+
+
+def test_a_step_that_callers_share_may_be_shorter() -> None:
+    """One request of 50 long prompts made each token of another key's chat wait for a step of 4,096 tokens."""
+    engine = SimulatedEngine(num_blocks=128, block_size=2, max_tokens=16, max_shared=4)
+    engine.add(*(make_sequence(tuple(range(n, n + 40)), caller="a") for n in range(0, 120, 40)))
+    engine.add(*crowd("b", 1, first_token=200, max_tokens=4))
+    steps = [tokens_of(engine.step()) for _ in range(4)]
+    assert steps == [{"a": 2, "b": 2}, {"a": 4, "b": 1}, {"a": 4, "b": 1}, {"a": 4, "b": 1}]
+    engine.run()
+
+
+def test_callers_share_the_prompt_tokens_of_a_step_evenly() -> None:
+    engine = SimulatedEngine(num_blocks=128, block_size=2, max_tokens=16, max_seqs=8)
+    engine.add(*(make_sequence(tuple(range(n, n + 40)), caller="a") for n in range(0, 120, 40)))
+    engine.add(make_sequence(tuple(range(200, 230)), caller="b"), make_sequence(tuple(range(300, 330)), caller="c"))
+    steps = [tokens_of(engine.step()) for _ in range(3)]
+    assert steps == [{"a": 5, "b": 5, "c": 5}, {"a": 4, "b": 4, "c": 4}, {"a": 4, "b": 4, "c": 4}]
+    engine.run()
+
+
+def test_prompts_of_batch_lines_get_what_the_clients_leave() -> None:
+    engine = SimulatedEngine(num_blocks=128, block_size=2, max_tokens=16)
+    engine.add(make_sequence(tuple(range(60)), caller="", priority=2 << 32))
+    engine.add(make_sequence(tuple(range(100, 120)), caller="a"))
+    assert [tokens_of(engine.step()) for _ in range(3)] == [{"a": 16}, {"a": 4, "": 11}, {"": 16}]
+    engine.run()
+
+
+def test_a_range_that_one_step_must_compute_fits_beside_the_tokens_of_others() -> None:
+    """It waited for a step without any of them."""
+    engine = SimulatedEngine(num_blocks=128, max_tokens=16, max_shared=4)
+    engine.add(*crowd("b", 2, first_token=100, max_tokens=90))
+    engine.step()
+    for length in (4, 5, 14, 15, 16, 17):
+        sequence = uncut_sequence(length, (0, length))
+        sequence.caller = "a"
+        engine.scheduler.add(sequence)
+        step = engine.scheduler.schedule()
+        assert sequence in step.sequences
+        assert sequence.num_uncomputed_tokens == 0
+        engine.scheduler.abort(sequence)
 
 
 def test_a_priority_orders_the_sequences_of_its_own_caller() -> None:

@@ -154,6 +154,9 @@ def test_a_wav_whose_rate_or_samples_make_no_sense_is_refused() -> None:
     floats[-4:] = struct.pack("<f", float("nan"))
     with pytest.raises(UnprocessableEntity, match=r"not finite"):
         decode_audio(bytes(floats), MAX_SECONDS)
+    floats[-4:] = struct.pack("<f", 1e17)  # its square was infinite: the model's error was a 500
+    with pytest.raises(UnprocessableEntity, match=r"too loud"):
+        decode_audio(bytes(floats), MAX_SECONDS)
 
 
 def wav(code: int, channels: int, rate: int, bits: int, payload: bytes) -> bytes:

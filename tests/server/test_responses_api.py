@@ -132,6 +132,16 @@ async def test_items_that_were_sent_with_one_id_are_all_listed(client: openai.As
     assert listed[0]["id"] == "__fake_id__"
 
 
+@pytest.mark.parametrize("wrong", [{}, {"id": 1}, {"id": None}])
+async def test_a_reference_without_an_id_is_refused_by_its_field(
+    client: openai.AsyncOpenAI, wrong: dict[str, Any]
+) -> None:
+    """The error named an id that the client had never sent."""
+    given: Any = [{"type": "item_reference", **wrong}]
+    with pytest.raises(openai.BadRequestError, match=r"input\[0\]\.id: it must be the id of an item"):
+        await client.responses.create(model="tiny", input=given)
+
+
 @pytest.mark.parametrize("kind", [{"type": "item_reference"}, {}])
 async def test_an_input_item_may_refer_to_one_of_an_earlier_answer(
     client: openai.AsyncOpenAI, kind: dict[str, str]

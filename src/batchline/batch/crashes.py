@@ -263,6 +263,11 @@ class _FaultReport:
                 if not self._paths:
                     self._close()
 
+    def leave_to_parent(self) -> None:
+        """In a forked child: report nothing."""
+        if self._file is not None:
+            faulthandler.disable()
+
     def _open(self, path: Path) -> None:
         self._was_enabled = faulthandler.is_enabled()
         file = path.open("w")
@@ -283,6 +288,9 @@ class _FaultReport:
 
 
 _fault_report = _FaultReport()
+
+if hasattr(os, "register_at_fork"):  # a fault of a forked child is not this process's
+    os.register_at_fork(after_in_child=_fault_report.leave_to_parent)
 
 
 @contextmanager

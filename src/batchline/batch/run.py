@@ -47,7 +47,7 @@ from batchline.batch.plan import Plan, Planner, WorkItem
 from batchline.batch.progress import BackendWatch, GuardedReporter, Pace, ReadingWatch, Reporter, models_of
 from batchline.batch.rates import keep_measurement
 from batchline.batch.resuming import RunState, note_crash, resume, run_identity
-from batchline.batch.runner import Runner
+from batchline.batch.runner import MAX_INFLIGHT, Runner
 from batchline.batch.sink import account_for_older_outputs, deliver_results, refuse_to_empty
 from batchline.batch.stopping import END_REASONS, STOPPING, STOPPING_IDLE, STOPPING_LOADING, Stop, unless_stopped
 from batchline.batch.summary import RunSummary, summarize
@@ -74,8 +74,8 @@ async def run(
     Raises: UsageError (nothing was run), RunInterrupted, RunFailed, ModelLoadError.
     """
     started = time.monotonic()
-    if options.max_inflight is not None and options.max_inflight < 1:
-        raise UsageError("--max-inflight must be at least 1.")
+    if options.max_inflight is not None and not 1 <= options.max_inflight <= MAX_INFLIGHT:
+        raise UsageError(f"--max-inflight must be between 1 and {MAX_INFLIGHT:,}.")
     with alternate_stacks(), JobFolder(files.job_folder) as job_folder:
         batch_run = BatchRun(files, options, job_folder, GuardedReporter(reporter), stop, disk, capacity)
         try:
@@ -326,7 +326,7 @@ class BatchRun:
     async def _run_requests(
         self, backend: Backend, feeder: Feeder, state: RunState, in_flight: InFlight, *, are_suspects: bool
     ) -> None:
-        max_inflight = self._options.max_inflight or max(1, backend.concurrency())
+        max_inflight = min(self._options.max_inflight or max(1, backend.concurrency()), MAX_INFLIGHT)
         capacity = self._capacity or Capacity(max_inflight)
         runner = Runner(
             feeder=feeder,
@@ -334,7 +334,7 @@ class BatchRun:
             commit=GroupCommit(state.journal, state.tally.add),
             # a suspect's crash must not accuse requests of other runs
             share=capacity.share(is_exclusive=are_suspects and self._capacity is not None),
-            max_inflight=min(max_inflight, capacity.num_places),
+            max_inflight=min(max_inflight, capacity.num_places, state.tally.total - state.tally.done),
             in_flight=in_flight,
         )
         try:

@@ -239,11 +239,12 @@ def _read(path: Path) -> dict[Any, Any]:
         raise UsageError(f"--config takes a YAML file, named .yaml or .yml: {path}")
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        json.dumps(content, default=str, skipkeys=True)
     except OSError as exc:
         raise UsageError(f"Cannot read the configuration {path}: {exc.strerror}") from exc
     except (yaml.YAMLError, UnicodeDecodeError) as exc:
         raise UsageError(f"{path} is not valid YAML: {exc}") from exc
-    except RecursionError as exc:
+    except (RecursionError, ValueError) as exc:  # an alias may name what it is in
         raise UsageError(f"{path} is nested too deeply") from exc
     if content is None:
         return {}

@@ -48,7 +48,9 @@ class RunFileOptions:
     max_inflight: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Maximum number of requests in flight. Default: twice --max-num-seqs, and at least 512."
+            min=1,
+            max=65_536,
+            help="Maximum number of requests in flight. Default: twice --max-num-seqs, and at least 512.",
         ),
     ] = None
     resume: Annotated[bool, typer.Option(help="Continue an unfinished run, or discard it and start again.")] = True

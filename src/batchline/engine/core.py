@@ -53,6 +53,10 @@ MAX_PROMPT_LOGPROB_BYTES = 256 << 20
 """Limit of the float32 logits that one step computes for log-probabilities of prompts. With a large vocabulary, logits
 for all of a step's positions would take gigabytes."""
 
+NUM_SHARED_TOKENS = 512
+"""On a CPU, the prompt tokens of a step that several callers share. A step of the usual size takes seconds there, and
+every caller's next token waits for it; a step of this size is about as fast per token."""
+
 Output = GenerationOutput | EmbeddingOutput | RequestFailed
 
 
@@ -73,7 +77,8 @@ class Engine:
         self.facts = facts_of(config, self.loaded, num_blocks * placement.block_bytes, self.max_model_len)
         pool = BlockPool(num_blocks, config.cache.block_size, enable_prefix_caching=config.cache.enable_prefix_caching)
         num_prompt_logprob_tokens = max(1, MAX_PROMPT_LOGPROB_BYTES // (4 * self.loaded.vocab_size))
-        self.scheduler = Scheduler(config.scheduler, pool, num_prompt_logprob_tokens)
+        num_shared_tokens = NUM_SHARED_TOKENS if self.loaded.device.type == "cpu" else None
+        self.scheduler = Scheduler(config.scheduler, pool, num_prompt_logprob_tokens, num_shared_tokens)
         self._step_size = StepSize(config.scheduler.max_num_batched_tokens)
         self._search = FaultSearch()
         self._reach = finite_reach(self.loaded.groups)

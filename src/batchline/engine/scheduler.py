@@ -25,7 +25,7 @@ from batchline.config import SchedulerConfig
 from batchline.engine.block_pool import ROOT_UID, BlockPool
 from batchline.engine.sequence import Sequence, SequenceStatus
 from batchline.engine.step import Chunk, Step
-from batchline.engine.turns import WaitingLine, in_order, may_replace
+from batchline.engine.turns import PromptShares, WaitingLine, in_order, may_replace
 
 
 @dataclass(slots=True)
@@ -33,15 +33,17 @@ class _Draft:
     """A step while it is scheduled.
 
     budget, prompt_logprob_budget: positions that it may still hold, and those of prompts whose logits are wanted.
-    keeps_reserve: whether admission leaves blocks for the running sequences. is_shared: whether several callers have
-    sequences. order: of the sequences that ran before. next: the waiting sequence whose turn it is; None if that is not
-    known. unseatable: one for which preemption would not free enough. The others: see `Step`.
+    keeps_reserve: whether admission leaves blocks for the running sequences. shares: of its prompt tokens, if several
+    callers have sequences. served: callers who get no further seat in it. order: of the sequences that ran before.
+    next: the waiting sequence whose turn it is; None if that is not known. unseatable: one for which preemption would
+    not free enough. The others: see `Step`.
     """
 
     budget: int = 0
     prompt_logprob_budget: int = 0
     keeps_reserve: bool = True
-    is_shared: bool = False
+    shares: PromptShares | None = None
+    served: set[str] = field(default_factory=set)
     order: list[Sequence] = field(default_factory=list)
     next: Sequence | None = None
     chunks: list[Chunk] = field(default_factory=list)
@@ -57,13 +59,20 @@ class Scheduler:
     """
 
     def __init__(
-        self, config: SchedulerConfig, pool: BlockPool, max_num_prompt_logprob_tokens: int | None = None
+        self,
+        config: SchedulerConfig,
+        pool: BlockPool,
+        max_num_prompt_logprob_tokens: int | None = None,
+        max_num_shared_tokens: int | None = None,
     ) -> None:
         """max_num_prompt_logprob_tokens: the limit of a step's prompt positions whose logits are wanted, over all
-        sequences; None is no limit."""
+        sequences. max_num_shared_tokens: the limit of the prompt tokens of a step that several callers share, because
+        each caller's next token waits for the whole step. None is no limit.
+        """
         self.max_num_batched_tokens = config.max_num_batched_tokens
         self.max_num_seqs = config.max_num_seqs
         self._max_num_prompt_logprob_tokens = max_num_prompt_logprob_tokens or config.max_num_batched_tokens
+        self._max_num_shared_tokens = max_num_shared_tokens
         self.pool = pool
         self.running: list[Sequence] = []
         self._waiting = WaitingLine()
@@ -157,8 +166,10 @@ class Scheduler:
     def _fill_step(self, only: Collection[Sequence] | None) -> Step:
         """only: the running sequences that this step may compute; None allows all."""
         draft = self._draft
-        draft.is_shared = self._waiting.is_shared(self.running)
-        draft.order = in_order(self.running, is_shared=draft.is_shared)
+        is_shared = self._waiting.is_shared(self.running)
+        if is_shared:
+            draft.shares = PromptShares.of(self._num_shared_tokens(), self.running, self._waiting)
+        draft.order = in_order(self.running, is_shared=is_shared)
         for position, sequence in enumerate(draft.order):
             if only is not None and sequence not in only:
                 continue
@@ -175,6 +186,11 @@ class Scheduler:
         self._draft = _Draft()  # sequences must not be held beyond their end
         return Step(tuple(draft.chunks), tuple(draft.blocks_to_clear), draft.seated)
 
+    def _num_shared_tokens(self) -> int:
+        """The prompt tokens of a step that several callers share. Each running sequence gets one token besides."""
+        room = max(1, self.max_num_batched_tokens - len(self.running))
+        return room if self._max_num_shared_tokens is None else min(room, self._max_num_shared_tokens)
+
     def _admit(self, *, before: int | None = None) -> None:
         """Move waiting sequences into the step while budget, seats and blocks last.
 
@@ -183,13 +199,17 @@ class Scheduler:
         """
         draft = self._draft
         while draft.budget > 0:
-            sequence = draft.next = draft.next or self._waiting.first(self.running, is_shared=draft.is_shared)
+            sequence = draft.next = draft.next or self._waiting.first(
+                self.running, is_shared=draft.shares is not None, besides=draft.served
+            )
             if sequence is None:
                 break
             if before is not None and (sequence is draft.unseatable or not may_replace(sequence, draft.order[before])):
                 break
-            if self._chunk_end(sequence) == 0:
-                break  # its prompt logits are wanted, and the step is full of those
+            if self._chunk_end(sequence) == 0:  # its caller's share is used, or its prompt logits are too many
+                draft.served.add(sequence.caller)
+                draft.next = None
+                continue
             if not self._seat(sequence, before):
                 break
             self._waiting.remove(sequence)
@@ -304,19 +324,22 @@ class Scheduler:
         budget = self._draft.budget
         if self._computes_prompt_logprobs(sequence):
             budget = min(budget, self._draft.prompt_logprob_budget)
+        if self._draft.shares is not None and sequence.num_uncomputed_tokens > 1:
+            budget = min(budget, self._draft.shares.left(sequence))
         end = sequence.num_computed_tokens + min(sequence.num_uncomputed_tokens, budget)
         return self._uncut_end(sequence, end) if sequence.uncut else end
 
     def _uncut_end(self, sequence: Sequence, end: int) -> int:
         """The end of a chunk that would end at `end`, so that it cuts no range that one step must compute. A range that
-        is longer than any step, or that a step begins with, may exceed the budget."""
+        is too long for any step with other sequences, or that a step begins with, may exceed the budget."""
         start = sequence.num_computed_tokens
         for first, last in sequence.uncut:
             if first < end < last:
                 if first > start:
                     return first
-                is_alone = not self._draft.chunks or last - start > self.max_num_batched_tokens
-                return last if is_alone else start
+                shares = self._draft.shares
+                room = self.max_num_batched_tokens - len(self.running) if shares is None else shares.share
+                return last if not self._draft.chunks or last - start > room else start
         return end
 
     def _computes_prompt_logprobs(self, sequence: Sequence) -> bool:
@@ -328,6 +351,8 @@ class Scheduler:
         chunk = Chunk(sequence, sequence.num_computed_tokens, end)
         if self._computes_prompt_logprobs(sequence):
             draft.prompt_logprob_budget -= chunk.num_tokens
+        if draft.shares is not None and sequence.num_uncomputed_tokens > 1:
+            draft.shares.use(sequence, chunk.num_tokens)
         draft.budget -= chunk.num_tokens
         draft.chunks.append(chunk)
         sequence.num_computed_tokens = end

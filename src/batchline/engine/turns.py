@@ -4,14 +4,18 @@ A caller's sequences run in the order (priority, arrival). Sequences of differen
 (`kind_of`), run by their *turn*: how many running sequences of their caller and kind come before them. So each caller's
 first sequence comes before anybody's second. A waiting sequence may take the place of a running one with a later turn;
 the callers are then closer to an even share than before, so they cannot alternate endlessly.
+
+The prompt tokens of a step are shared evenly, too (`PromptShares`). Otherwise one long prompt would fill whole steps,
+and the other callers would get no token until it is computed.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from collections.abc import Sequence as Ordered
+from dataclasses import dataclass, field
 from itertools import chain
 
 from batchline.engine.sequence import Sequence
@@ -40,9 +44,10 @@ class WaitingLine:
         if not line:
             del self.lines[sequence.caller]
 
-    def first(self, running: Ordered[Sequence], *, is_shared: bool) -> Sequence | None:
-        """The sequence whose turn is next; sets the turns of those that are first in their caller's line."""
-        firsts = [line[-1] for line in self.lines.values()]
+    def first(self, running: Ordered[Sequence], *, is_shared: bool, besides: Collection[str] = ()) -> Sequence | None:
+        """The sequence whose turn is next; sets the turns of those that are first in their caller's line. besides:
+        callers that are passed over."""
+        firsts = [line[-1] for caller, line in self.lines.items() if caller not in besides]
         if not (firsts and is_shared):
             return firsts[0] if firsts else None
         for sequence in firsts:
@@ -53,6 +58,38 @@ class WaitingLine:
     def is_shared(self, running: Ordered[Sequence]) -> bool:
         """Whether more than one caller has running or waiting sequences."""
         return len(self.lines.keys() | {sequence.caller for sequence in running}) > 1
+
+
+@dataclass(slots=True)
+class PromptShares:
+    """What is left of the prompt tokens of a step. room: for all callers together.
+
+    The callers whose prompts are of the first kind, `kind`, get a `share` each. All others use what these leave.
+    """
+
+    room: int
+    kind: int
+    share: int
+    used: Counter[str] = field(default_factory=Counter)
+
+    @classmethod
+    def of(cls, room: int, running: Ordered[Sequence], waiting: WaitingLine) -> PromptShares:
+        """Shares for the callers that have a prompt to compute."""
+        prompts = [sequence for sequence in running if sequence.num_uncomputed_tokens > 1]
+        prompts += [line[-1] for line in waiting.lines.values()]
+        kind = min((sequence.kind for sequence in prompts), default=0)
+        num_callers = len({sequence.caller for sequence in prompts if sequence.kind == kind})
+        return cls(room, kind, max(1, room // max(1, num_callers)))
+
+    def left(self, sequence: Sequence) -> int:
+        """How many tokens of its prompt the step may still compute."""
+        share = self.share - self.used[sequence.caller] if sequence.kind == self.kind else self.room
+        return max(0, min(self.room, share))
+
+    def use(self, sequence: Sequence, num_tokens: int) -> None:
+        """Count a chunk of its prompt."""
+        self.room -= num_tokens
+        self.used[sequence.caller] += num_tokens
 
 
 def in_order(running: Ordered[Sequence], *, is_shared: bool) -> list[Sequence]:

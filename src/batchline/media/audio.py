@@ -33,6 +33,9 @@ DECODED_RATE = 16_000
 _RATES = range(4_000, 192_001)
 _LEAST_BYTES_PER_S = 500
 """Of a recording whose length no header says: less than any encoder of speech writes on average."""
+_LOUDEST_SAMPLE = 2.0**31
+"""More than that of any integer format. Models square samples, so that much larger ones become infinite."""
+
 _SLACK_S = 0.1
 """By which a recording may be shorter than its header says: encoders add silence at the start, which is left out."""
 _TAG_BYTES = 1 << 16
@@ -67,6 +70,8 @@ def decode_audio(data: bytes, max_seconds: float) -> tuple[Samples, int, bytes]:
         raise UnprocessableEntity("the recording is cut off: it is shorter than its header says")
     if not np.isfinite(samples).all():
         raise UnprocessableEntity("the recording has samples that are not finite numbers")
+    if np.abs(samples).max(initial=0.0) > _LOUDEST_SAMPLE:
+        raise UnprocessableEntity("the recording has samples that are far too loud: the usual range is -1 to 1")
     digest = hashlib.sha256(b"%d:" % DECODED_RATE)
     digest.update(samples.data)
     return samples, DECODED_RATE, digest.digest()

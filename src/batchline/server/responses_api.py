@@ -262,10 +262,13 @@ async def _keeping(
 
 
 def _given_input(given: Any) -> _Input | None:
-    """The input as items; None if it is not a valid input, which the backend refuses."""
+    """The input as items; None if it is not a valid input, which the backend refuses. Raises: BadRequest."""
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
         return None
+    for index, item in enumerate(items):
+        if item.get("type") == ITEM_REFERENCE and not isinstance(item.get("id"), str):
+            raise BadRequest(f"input[{index}].id: it must be the id of an item", param=f"input[{index}].id")
     items = [input_item(item) for item in items]
     return _Input(items, len(orjson.dumps(items)))
 
