@@ -121,6 +121,28 @@ async def test_a_connection_that_breaks_is_tried_again(results: Path) -> None:
     assert calls == 2
 
 
+async def test_an_answer_before_the_whole_file_was_sent_is_no_success(tmp_path: Path) -> None:
+    """The run ended with exit code 0, and its results were deleted although the server had half of them."""
+    path = tmp_path / "large"
+    path.write_bytes(b"0123456789" * 4_000_000)
+    calls = 0
+
+    async def accept_early(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal calls
+        calls += 1
+        await reader.readexactly(1_000_000)
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+        await writer.drain()
+        writer.transport.abort()
+
+    server = await asyncio.start_server(accept_early, "127.0.0.1")
+    async with server:
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises(RunFailed, match=r"before it had received the whole file|[Rr]eset|closed|disconnected"):
+            await upload_file(path, parse_location(f"http://127.0.0.1:{port}/out.jsonl"), AT_ONCE)
+    assert calls == AT_ONCE.attempts
+
+
 async def test_a_cloud_clients_own_exception_becomes_words(results: Path) -> None:
     with pytest.raises(RunFailed, match="The upload to local://"):
         await upload_file(results, parse_location("local:///proc/none/out.jsonl"))

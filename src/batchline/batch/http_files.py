@@ -13,6 +13,7 @@ import asyncio
 import logging
 import os
 import re
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -208,9 +209,25 @@ async def put(path: Path, location: Location, retry: RetryPolicy | None = None) 
 async def _put(session: aiohttp.ClientSession, path: Path, location: Location) -> _Failure | None:
     """One PUT. Returns why it failed, or None."""
     with path.open("rb") as file:
-        headers = {"Content-Length": str(os.fstat(file.fileno()).st_size)}
-        async with session.put(location.text, data=file, headers=headers, allow_redirects=False) as response:
-            # Only the status counts: a connection that breaks after a 2xx must not cause a second upload.
-            if 200 <= response.status < 300:
-                return None
-            return await _refused(response)
+        num_bytes = os.fstat(file.fileno()).st_size
+        sent = _Sent()
+        body, headers = _pieces(file, sent), {"Content-Length": str(num_bytes)}
+        async with session.put(location.text, data=body, headers=headers, allow_redirects=False) as response:
+            if not 200 <= response.status < 300:
+                return await _refused(response)
+    # Only the status counts: a connection that breaks after a 2xx must not cause a second upload.
+    if sent.num_bytes < num_bytes:
+        return _Failure(f"the server answered HTTP {response.status} before it had received the whole file")
+    return None
+
+
+@dataclass(slots=True)
+class _Sent:
+    num_bytes: int = 0
+
+
+async def _pieces(file: BinaryIO, sent: _Sent) -> AsyncIterator[bytes]:
+    """The file's content. sent: counts what the connection has taken."""
+    while piece := await asyncio.to_thread(file.read, 1 << 18):
+        yield piece
+        sent.num_bytes += len(piece)
