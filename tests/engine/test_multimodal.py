@@ -10,7 +10,16 @@ import numpy as np
 import pytest
 import torch
 from families import make_model
-from media_families import Prompt, generation_request, greedy_oracle, load_processor, make_media_model, picture
+from media_families import (
+    FAMILIES,
+    Prompt,
+    generation_request,
+    greedy_oracle,
+    load_processor,
+    make_media_model,
+    picture,
+    written,
+)
 
 from batchline.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from batchline.engine.core import Engine, Output
@@ -147,6 +156,22 @@ def test_an_image_is_encoded_again_after_its_features_were_dropped(folder: Path,
         assert isinstance(output, GenerationOutput)
         assert list(output.token_ids) == expected[index][1]
     assert engine.loaded.media.num_encoded == 2
+
+
+def test_a_picture_of_one_image_token_is_answered_as_generate_answers_it_beside_another(tmp_path: Path) -> None:
+    """The projector's result for it lost its row axis, because every picture is encoded by itself; the request got a
+    500. (`generate` fails too if such a picture is a prompt's only one.)"""
+    folder = make_media_model("mistral3", tmp_path, num_hidden_layers=2)
+    processor = load_processor(folder)
+    mark = written(FAMILIES["mistral3"], processor.placeholders)["image"]
+    prompt = Prompt(f"a {mark} b {mark} c ", (picture(1), picture(2, width=3, height=7)))
+    expected = greedy_oracle(folder, [prompt], processor, MAX_TOKENS)[0]
+    engine = make_engine(folder)
+    request = generation_request(0, prompt, processor, MAX_TOKENS)
+    assert [len(span.positions) for span in request.media][1] == 1
+    output = run(engine, [request])["0"]
+    assert isinstance(output, GenerationOutput)
+    assert list(output.token_ids) == expected[1]
 
 
 def test_a_step_holds_the_features_of_the_images_at_its_positions_only(folder: Path, processor: MediaProcessor) -> None:

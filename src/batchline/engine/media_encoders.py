@@ -34,7 +34,11 @@ FAMILIES: Mapping[str, tuple[MediaKind, ...]] = {
 def encoders(model: Any) -> dict[MediaKind, Encoder]:
     """The encoders of a model of one of `FAMILIES`, by the kind of media that they take."""
     base = model.base_model
-    others: dict[str, Encoder] = {"qwen2_audio": _qwen2_audio_features, "voxtral": _voxtral_features}
+    others: dict[str, Encoder] = {
+        "mistral3": _mistral3_features,
+        "qwen2_audio": _qwen2_audio_features,
+        "voxtral": _voxtral_features,
+    }
     model_type = model.config.model_type
     found: dict[MediaKind, Encoder] = {}
     for kind in FAMILIES[model_type]:
@@ -59,6 +63,18 @@ def _flat(features: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
     """(n, hidden_size): the features of one item, which encoders return in one tensor or several."""
     parts = [features] if isinstance(features, torch.Tensor) else list(features)
     return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
+
+
+def _mistral3_features(base: Any, pixel_values: torch.Tensor, image_sizes: torch.Tensor) -> torch.Tensor:
+    """pixel_values: (1, channels, height, width). The method of `transformers` squeezes the row of a picture that
+    becomes one token, unless there are others: such a picture is encoded twice, and the second result is dropped."""
+    side = base.vision_tower.patch_size * base.config.spatial_merge_size
+    copies = 2 if int((image_sizes // side).prod()) == 1 else 1
+    output = base.get_image_features(
+        pixel_values.repeat(copies, 1, 1, 1), image_sizes=image_sizes.repeat(copies, 1), return_dict=True
+    )
+    features: torch.Tensor = output.pooler_output[0]
+    return features
 
 
 def _qwen2_audio_features(
