@@ -603,6 +603,15 @@ def test_an_unfinished_run_under_other_settings_is_not_mixed_in(
     assert run_file(batch, tmp_path / "out", resume=False, **change).resumed == 0
 
 
+def test_a_setting_that_an_older_version_did_not_know_and_that_is_not_set_is_no_change(
+    batch: Path, tmp_path: Path, run_file: Run
+) -> None:
+    """After an update, a run was refused because an option "was not set, is now not set"."""
+    with pytest.raises(RunFailed):
+        run_file(batch, tmp_path / "out", backend=dying_after(3, EngineLost("gone")), settings={"--model": "a"})
+    assert run_file(batch, tmp_path / "out", settings={"--model": "a", "--new-option": ""}).resumed == 3
+
+
 def test_a_run_whose_unsynced_tail_was_cut_at_any_byte_is_finished(batch: Path, tmp_path: Path, run_file: Run) -> None:
     with pytest.raises(RunFailed):
         run_file(batch, tmp_path / "out", backend=dying_after(15, EngineLost("gone")), max_inflight=1)

@@ -138,7 +138,7 @@ def _refuse_other_run(found: Mapping[str, str], wanted: Mapping[str, str], num_d
     changes = [
         _change(name, found.get(name), wanted.get(name))
         for name in {**found, **wanted}
-        if found.get(name) != wanted.get(name)
+        if (found.get(name) or None) != (wanted.get(name) or None)  # an older version does not know all settings
     ]
     if changes:
         raise ResumeRefused(
