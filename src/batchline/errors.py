@@ -50,6 +50,7 @@ over the network, so they hold no machine paths and no keys.
 from __future__ import annotations
 
 import logging
+import re
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, ClassVar
@@ -482,9 +483,35 @@ def _log_failure(exc: Exception, request_id: str) -> None:
         logger.error("%s", exc)
 
 
-def first_line(error: BaseException) -> str:
-    """The first line of a library's message, at most 300 characters."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+_GOES_ON = (":", ",", " or")
+"""A line of a library's message that ends so is not the whole sentence."""
+
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_UNPICKLER = re.compile(r"WeightsUnpickler error: (.+?)(?=\. Please use|\n|$)")
+
+
+def short_reason(error: BaseException) -> str:
+    """The beginning of a library's message: its first line, or more if that is not a whole sentence. At most 300
+    characters, whole sentences if possible.
+
+    Exceptions whose messages are about values, such as a KeyError's key, are named by their type.
+    """
+    text = _COLOUR.sub("", str(error)).strip()
+    unpickler = _UNPICKLER.search(text)  # torch first recommends to run the code in such a file
+    lines = [line.strip() for line in (unpickler[1] if unpickler else text).splitlines() if line.strip()]
+    reason = ""
+    for line in lines:
+        reason = f"{reason} {line}".lstrip()
+        if not reason.endswith(_GOES_ON):
+            break
+    if len(reason) > 300:
+        sentences, dot, _ = reason[:300].rpartition(". ")
+        reason = sentences if dot else f"{reason[:300]}..."
+    else:
+        reason = reason.rstrip(" :,.")
+    if reason and not isinstance(error, (AttributeError, LookupError, TypeError)):
+        return reason
+    return ": ".join(filter(None, [type(error).__name__, reason]))
 
 
 def counted(count: int, noun: str) -> str:

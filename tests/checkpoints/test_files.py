@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from pathlib import Path
+from pickle import UnpicklingError
 
 import huggingface_hub
 import pytest
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
-from batchline.checkpoints.files import read_json
+from batchline.checkpoints.files import read_json, reading
 from batchline.checkpoints.formats import refuse_foreign_format
-from batchline.errors import ModelLoadError
+from batchline.errors import BadRequest, ModelLoadError, short_reason
 
 
 class FakeHub:
@@ -61,3 +63,49 @@ def test_a_file_that_has_gone_from_the_cache_is_downloaded_again(hub: FakeHub) -
     hub.config.unlink()
     assert read_json("someone/gone", "config.json") is not None
     assert hub.asked["config.json", None] == 2
+
+
+class PanicException(BaseException):
+    """As libraries in Rust raise it."""
+
+
+@pytest.mark.parametrize("error", [Exception("bad bytes"), AttributeError("no x"), PanicException("bad bytes")])
+def test_whatever_a_parser_raises_is_a_load_error_whose_traceback_is_logged_at_debug(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, error: BaseException
+) -> None:
+    """Bug: exceptions of unexpected types were shown with 30 lines of traceback, and their text was lost."""
+    caplog.set_level(logging.DEBUG, logger="batchline")
+    with pytest.raises(ModelLoadError) as caught, reading(str(tmp_path), "its x.json is not usable"):
+        raise error
+    assert caught.value.reason == f"its x.json is not usable ({short_reason(error)})"
+    assert caught.value.__cause__ is error
+    assert [(record.levelname, record.exc_info is not None) for record in caplog.records] == [("DEBUG", True)]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), BadRequest("no")])
+def test_an_interruption_and_an_error_of_our_own_pass_through(tmp_path: Path, error: BaseException) -> None:
+    with pytest.raises(type(error)) as caught, reading(str(tmp_path)):
+        raise error
+    assert caught.value is error
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (OSError("no file\nCheck the network."), "no file"),
+        (
+            ValueError("Invalid field 'x':\n    TypeError: x is 2.0"),
+            "Invalid field 'x': TypeError: x is 2.0",
+        ),
+        (ValueError("one of: \n(1) a, \n(2) b or \n(3) c. \nInstall d."), "one of: (1) a, (2) b or (3) c"),
+        (ValueError("it ends here:"), "it ends here"),
+        (KeyError("zork"), "KeyError: 'zork'"),
+        (RuntimeError(), "RuntimeError"),
+        (RuntimeError("a" * 290 + ". Then more. And more"), "a" * 290),
+        (RuntimeError("a" * 301), "a" * 300 + "..."),
+        (UnpicklingError("Run\x1b[1m it\x1b[0m\n\tWeightsUnpickler error: No x. Please use y"), "No x"),
+    ],
+)
+def test_the_reason_of_a_library_is_a_whole_sentence(error: Exception, reason: str) -> None:
+    """Bug: a reason that ended with a colon, because the first line of a message was not a sentence."""
+    assert short_reason(error) == reason

@@ -50,6 +50,8 @@ def refusal(folder: Path, files: Mapping[str, object]) -> str:
         ({"quantization_config": {"quant_method": "compressed-tensors"}}, "compressed-tensors"),
         ({"compression_config": {"quant_method": "compressed-tensors"}}, "compressed-tensors"),
         ({"quantization_config": {"quant_method": "brand-new"}}, "brand-new"),
+        ({"quantization_config": "awq"}, "AWQ"),
+        ({"quantization_config": [1]}, "unnamed quantization"),
         ({"quantization": {"group_size": 64, "bits": 4}}, "MLX"),
         ({"text_config": {"quantization_config": {"quant_method": "mxfp4"}}}, "MXFP4"),
     ],
@@ -191,3 +193,13 @@ async def test_backend_refuses_before_it_loads_and_whatever_the_task(tmp_path: P
 def test_judging_a_format_loads_neither_torch_nor_transformers() -> None:
     code = "import sys, batchline.checkpoints.formats; sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model-00002-of-00003.safetensors"])
+def test_a_weight_file_that_is_a_dangling_link_is_named(tmp_path: Path, name: str) -> None:
+    """Bug: a folder whose links were copied without their targets ended in a traceback with a FileNotFoundError."""
+    folder_with(tmp_path, {"config.json": LLAMA})
+    (tmp_path / name).symlink_to(tmp_path / "blobs" / "gone")
+    with pytest.raises(ModelLoadError) as caught:
+        refuse_foreign_format(str(tmp_path))
+    assert caught.value.reason.startswith(f"{name} is a link to a file that is not there; download or copy")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import pickle
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -97,11 +98,35 @@ def test_a_model_that_is_not_found_offline_says_that_the_hub_is_not_asked(
 ) -> None:
     """Bug: the error sent users to check the network, although a variable of theirs turned it off."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", is_offline)
-    assert ("HF_HUB_OFFLINE is set" in why_not_loaded("nobody/no-such-model", OSError())) == is_offline
+    assert ("HF_HUB_OFFLINE is set" in why_not_loaded("nobody/no-such-model", OSError(), "")) == is_offline
+
+
+def test_a_config_without_positions_is_refused(folder: Path) -> None:
+    """Bug: the probe failed with an IndexError and a traceback."""
+    edit_config(folder, max_position_embeddings=0)
+    assert refusal(folder) == "its config.json is not usable (it names a context of 0 tokens)"
+
+
+def test_a_field_of_the_config_of_a_wrong_type_is_named(folder: Path) -> None:
+    edit_config(folder, eos_token_id=2.0)
+    assert "its config.json is not usable (Validation error for field 'eos_token_id'" in refusal(folder)
+
+
+def test_end_tokens_of_the_generation_config_are_integers(folder: Path) -> None:
+    (folder / "generation_config.json").write_text('{"eos_token_id": "2"}')
+    assert refusal(folder) == "the eos_token_id in its generation_config.json is '2'"
+
+
+@pytest.mark.parametrize("content", [b"junk" * 200, pickle.dumps({"x": Path("x")})], ids=["junk", "object"])
+def test_a_bin_file_that_is_no_weights_is_named(folder: Path, content: bytes) -> None:
+    """Bug: an UnpicklingError or a KeyError, which said nothing but its type, under a traceback."""
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(content)
+    assert refusal(folder).startswith("pytorch_model.bin is damaged or holds more than tensors (")
 
 
 def test_folder_without_a_config_is_refused(tmp_path: Path) -> None:
-    assert "not a usable Hugging Face model" in refusal(tmp_path)
+    assert "its config.json is not usable" in refusal(tmp_path)
 
 
 def test_folder_without_weights_is_refused(folder: Path) -> None:

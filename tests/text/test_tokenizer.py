@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -120,4 +121,35 @@ def test_a_decoder_that_looks_behind_is_refused_by_name(tmp_path: Path) -> None:
     backend.decoder = decoders.BPEDecoder()
     PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModel, match="BPEDecoder does not decode token by token"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_a_tokenizer_that_cannot_be_parsed_is_refused_with_the_parsers_reason(tmp_path: Path) -> None:
+    """Bug: `tokenizers` raises a bare Exception, which ended in a traceback and "it failed with a Exception"."""
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, "a"))).save_pretrained(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "normalizer": {"type": "Zork"}}))
+    with pytest.raises(ModelLoadError) as caught:
+        load_tokenizer(str(tmp_path))
+    assert caught.value.reason.startswith("its tokenizer cannot be loaded (data did not match any variant")
+
+
+@pytest.mark.parametrize(("field", "value"), [("eos_token_id", 2.0), ("hidden_size", "64"), ("dtype", "torch.zork")])
+def test_a_damaged_config_is_named_when_the_tokenizer_is_loaded(tmp_path: Path, field: str, value: object) -> None:
+    """Bug: the tokenizer is loaded first and reads config.json too; the error named neither the file nor the field."""
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, "a"))).save_pretrained(tmp_path)
+    (tmp_path / "tokenizer_config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", field: value}))
+    with pytest.raises(ModelLoadError) as caught:
+        load_tokenizer(str(tmp_path))
+    assert caught.value.reason.startswith("its config.json is not usable (")
+    assert str(value) in caught.value.reason
+
+
+def test_a_file_that_is_no_sentencepiece_model_is_named(tmp_path: Path) -> None:
+    """Bug: the reason asked to install tiktoken."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer"}))
+    (tmp_path / "tokenizer.model").write_bytes(b"junk" * 50)
+    with pytest.raises(ModelLoadError, match=r"its tokenizer\.model is not a SentencePiece file that can be read"):
         load_tokenizer(str(tmp_path))

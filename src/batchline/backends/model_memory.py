@@ -18,10 +18,10 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 
+from batchline.checkpoints.files import CONFIG_UNUSABLE, reading
 from batchline.checkpoints.overrides import config_arguments
 from batchline.config import EngineConfig, ModelConfig, Task
 from batchline.engine.memory import cache_allowance, free_bytes
-from batchline.errors import ModelLoadError, first_line
 
 if TYPE_CHECKING:
     from batchline.engine.kv_cache import CacheGroup
@@ -159,12 +159,10 @@ def _text_config(model: ModelConfig) -> Any:
     from transformers import AutoConfig
 
     overrides = config_arguments(model)
-    try:
+    with reading(model.model, CONFIG_UNUSABLE):
         config = AutoConfig.from_pretrained(
             model.model, revision=model.revision, trust_remote_code=model.trust_remote_code, **overrides
         )
-    except (OSError, ValueError, KeyError, ImportError) as exc:
-        raise ModelLoadError(model.model, f"its config.json is not usable ({first_line(exc)})") from exc
     return config.get_text_config()
 
 

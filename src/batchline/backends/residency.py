@@ -377,7 +377,7 @@ def start_thread(
             failure = exc
         except BaseException as exc:  # models' code may raise anything, even `SystemExit`
             logger.exception("loading %s failed", name)
-            failure = ModelLoadError(name, f"it failed with a {type(exc).__name__}; the log has the details")
+            failure = ModelLoadError(name, f"it failed ({type(exc).__name__}); the log has the details")
             failure.__cause__ = exc
         _free_what_it_made(failure)
         raise failure

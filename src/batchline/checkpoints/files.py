@@ -1,15 +1,24 @@
-"""Reads the small files of a model: from a local folder, or from the hub and its cache. No torch, no transformers."""
+"""Reads the small files of a model: from a local folder, or from the hub and its cache. No torch, no transformers.
+
+`reading` is the one place where exceptions of the libraries that read a model's files are translated.
+"""
 
 from __future__ import annotations
 
 import functools
 import json
+import logging
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from batchline.errors import ModelLoadError, first_line
+from batchline.errors import BatchlineError, ModelLoadError, short_reason
+
+logger = logging.getLogger(__name__)
+
+CONFIG_UNUSABLE = "its config.json is not usable"
 
 
 def hub_unreachable() -> str:
@@ -23,13 +32,29 @@ def hub_unreachable() -> str:
     )
 
 
-def why_not_loaded(model: str, exc: Exception, kind: str = "Hugging Face model") -> str:
-    """Why a model could not be loaded, as text for the user. kind: the kind of model that the folder should have."""
+@contextmanager
+def reading(model: str, fault: str = "the folder is not a usable Hugging Face model") -> Iterator[None]:
+    """Run other libraries' code on a model's files. fault: begins the sentence about an exception.
+
+    That code may raise anything for damaged files, even a PanicException, which is no Exception. The log gets the
+    traceback at level debug. Raises: ModelLoadError.
+    """
+    try:
+        yield
+    except (BatchlineError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as exc:
+        logger.debug("reading %s failed", model, exc_info=exc)
+        raise ModelLoadError(model, why_not_loaded(model, exc, fault)) from exc
+
+
+def why_not_loaded(model: str, exc: BaseException, fault: str) -> str:
+    """Why a model could not be loaded, as text for the user. fault: see `reading`; only said of local folders."""
     if os.path.isdir(model):
-        return f"the folder is not a usable {kind} ({first_line(exc)})"
+        return f"{fault} ({short_reason(exc)})"
     if os.path.sep in model and (model.startswith((".", "~", os.path.sep)) or model.count("/") > 1):
         return "no such folder"
-    return hub_unreachable() if isinstance(exc, OSError) else first_line(exc)
+    return hub_unreachable() if isinstance(exc, OSError) else short_reason(exc)
 
 
 def read_json(model: str, name: str, revision: str | None = None) -> dict[str, Any] | None:

@@ -62,6 +62,7 @@ OWN_WEIGHTS = ("*.safetensors", "*.bin")
 OTHER_TENSORS = ("adapter_*", "consolidated*", "training_args.bin", "optimizer.bin", "scheduler.bin")
 """Files that match `OWN_WEIGHTS`, but do not contain a model's weights."""
 
+UNNAMED = "unnamed quantization"
 UNQUANTIZED = "give the unquantized model (--quantization int8 quantizes it when it is loaded)"
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 LARGEST_POINTER = 1024
@@ -116,8 +117,11 @@ def _quantizations(config: Mapping[str, Any]) -> Iterator[str]:
         yield "MLX"
     for key in QUANTIZATION_KEYS:
         settings = config.get(key)
-        if isinstance(settings, Mapping) and settings:
-            yield _method(settings)
+        if isinstance(settings, Mapping):
+            if settings:
+                yield _method(settings)
+        elif settings is not None:  # no loader reads it, but the weights are not the model's numbers
+            yield settings if isinstance(settings, str) and settings else UNNAMED
     for value in config.values():
         if isinstance(value, Mapping):
             yield from _quantizations(value)
@@ -129,7 +133,7 @@ def _method(settings: Mapping[str, Any]) -> str:
         return str(method)
     if settings.get("load_in_4bit") or settings.get("load_in_8bit"):
         return "bitsandbytes"
-    return "ModelOpt" if "quant_algo" in settings else "unnamed quantization"
+    return "ModelOpt" if "quant_algo" in settings else UNNAMED
 
 
 def _refuse_files(model: str, folder: Path, *, has_config: bool) -> None:
@@ -162,6 +166,8 @@ def _is_loaded(path: Path, folder: Path) -> bool:
 
 def _damage(path: Path) -> str | None:
     """What is wrong with a safetensors file by its size: 8 bytes with the header's length, the header, the tensors."""
+    if path.is_symlink() and not path.exists():
+        return "is a link to a file that is not there"
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -191,6 +197,7 @@ def _is_any(path: Path, patterns: tuple[str, ...]) -> bool:
 
 
 def _is_lfs_pointer(path: Path) -> bool:
-    if path.stat().st_size > LARGEST_POINTER:
-        return False
-    return path.read_bytes().startswith(LFS_POINTER)
+    try:
+        return path.stat().st_size <= LARGEST_POINTER and path.read_bytes().startswith(LFS_POINTER)
+    except OSError:
+        return False  # `_damage` or the loader says why it cannot be read

@@ -11,14 +11,13 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from transformers import PreTrainedModel
 
-from batchline.checkpoints.files import local_folder
+from batchline.checkpoints.files import local_folder, reading
 from batchline.errors import ModelLoadError
 
 LoadingReport = Mapping[str, Any]
@@ -70,6 +69,15 @@ def refuse_odd_numbers(model: str, revision: str | None = None) -> None:
                 f"{name} is stored as {dtype} and not as floating-point numbers of 16 bits or more: it is a quantized "
                 "checkpoint that does not say how; give the unquantized model",
             )
+
+
+def refuse_damaged_bins(model: str, revision: str | None = None) -> None:
+    """Refuse .bin files that torch cannot read, by their name. Raises: ModelLoadError."""
+    folder = local_folder(model, revision)
+    for path in [] if folder is None else _weight_files(folder):
+        if path.suffix == ".bin":
+            with reading(model, f"{path.name} is damaged or holds more than tensors"):
+                torch.load(path, map_location="meta", weights_only=True)
 
 
 def refuse_wrong_weights(name: str, model: Any, report: LoadingReport, *, has_pooler: bool = True) -> None:
@@ -146,7 +154,7 @@ def _stored_dtypes(path: Path) -> Iterator[tuple[str, str]]:
         else:
             tensors = torch.load(path, map_location="meta", weights_only=True)
             dtypes = [(name, _dtype_name(x.dtype)) for name, x in tensors.items() if isinstance(x, torch.Tensor)]
-    except (SafetensorError, OSError, RuntimeError, ValueError, EOFError, UnpicklingError, AttributeError):
+    except Exception:  # a damaged .bin may raise anything; loading the model reports it
         return
     yield from dtypes
 

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from batchline.checkpoints.files import read_json
+from batchline.checkpoints.files import read_json, reading
 from batchline.config import ModelConfig, TextConfig
 from batchline.endpoints.media_input import MediaInput
 from batchline.engine.request import GenerationOutput, GenerationRequest
@@ -283,16 +283,15 @@ def _generation_config(model: ModelConfig) -> dict[str, Any]:
     from transformers import GenerationConfig  # heavy: only a model that is loaded needs it
 
     folder, revision = model.generation_source
-    try:
-        config = GenerationConfig.from_pretrained(folder, revision=revision)
-    except OSError as exc:  # raised for a missing file, and for one that is not JSON
-        if (Path(folder) / "generation_config.json").is_file():
-            raise ModelLoadError(model.model, "its generation_config.json is not valid JSON") from exc
-        if folder != model.model:
-            raise ModelLoadError(model.model, f"there is no generation_config.json in {folder}") from exc
-        return {}
-    except ValueError as exc:
-        raise ModelLoadError(model.model, f"its generation_config.json is not valid: {exc}") from exc
+    with reading(model.model, "its generation_config.json is not valid"):
+        try:
+            config = GenerationConfig.from_pretrained(folder, revision=revision)
+        except OSError as exc:  # raised for a missing file, and for one that is not JSON
+            if (Path(folder) / "generation_config.json").is_file():
+                raise ModelLoadError(model.model, "its generation_config.json is not valid JSON") from exc
+            if folder != model.model:
+                raise ModelLoadError(model.model, f"there is no generation_config.json in {folder}") from exc
+            return {}
     own_values: dict[str, Any] = config.to_diff_dict()
     fields = fields_not_honoured(own_values)
     if fields:

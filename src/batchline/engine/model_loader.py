@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import SafetensorError
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
@@ -26,10 +25,10 @@ from transformers import (
 )
 
 from batchline.checkpoints.device import choose_device, choose_dtype
-from batchline.checkpoints.files import why_not_loaded
+from batchline.checkpoints.files import CONFIG_UNUSABLE, reading
 from batchline.checkpoints.formats import refuse_foreign_format
 from batchline.checkpoints.overrides import config_arguments, writing_part
-from batchline.checkpoints.weights import refuse_odd_numbers, refuse_wrong_weights, unused_weights
+from batchline.checkpoints.weights import refuse_damaged_bins, refuse_odd_numbers, refuse_wrong_weights, unused_weights
 from batchline.config import ModelConfig
 from batchline.engine.attention import PAGED_ATTENTION, give_row_positions
 from batchline.engine.fusion import can_fuse, fuse
@@ -145,6 +144,7 @@ def load_model(config: ModelConfig, kernels: NativeKernels | None = None, refusa
     whole = whole.to(device).eval().requires_grad_(False)
     model, media = _parts(config, whole)
     give_row_positions(model)
+    max_model_len = choose_max_model_len(config, text_config)
     probe = probe_model(config.model, model, text_config)
     reason = refusal or (why_no_kernels(config, device) if kernels is None else None)
     if kernels is not None:
@@ -165,7 +165,7 @@ def load_model(config: ModelConfig, kernels: NativeKernels | None = None, refusa
         groups=probe.groups,
         dtype=dtype,
         device=device,
-        max_model_len=choose_max_model_len(config, text_config),
+        max_model_len=max_model_len,
         vocab_size=int(text_config.vocab_size),
         eos_token_ids=eos_token_ids,
         kernels=kernels,
@@ -187,27 +187,31 @@ def _read(config: ModelConfig, dtype: torch.dtype, *, warns: bool) -> tuple[Any,
     refuse_odd_numbers(config.model, config.revision)
     source: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
     overrides = config_arguments(config)
-    try:
+    with reading(config.model, CONFIG_UNUSABLE):
         hf_config = writing_part(AutoConfig.from_pretrained(config.model, **source, **overrides))
-        _refuse_encoder_decoder(config.model, hf_config)
-        has_encoder = _loads_with_encoder(hf_config)
-        auto_class = AutoModelForMultimodalLM if has_encoder else AutoModelForCausalLM
-        model, report = auto_class.from_pretrained(
-            config.model,
-            config=hf_config,
-            dtype=dtype,
-            # an encoder attends as `transformers` chooses; `text_part` sets the decoder's attention
-            attn_implementation=None if has_encoder else PAGED_ATTENTION,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are checked by the report
-            **source,
-        )
-        eos_token_ids = _eos_token_ids(_generation_config(config), hf_config.get_text_config())
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as exc:
-        if exc.args == (PAGED_ATTENTION,):  # the KeyError of model code that has its own table of attention classes
+    _refuse_encoder_decoder(config.model, hf_config)
+    has_encoder = _loads_with_encoder(hf_config)
+    auto_class = AutoModelForMultimodalLM if has_encoder else AutoModelForCausalLM
+    try:
+        with reading(config.model):
+            model, report = auto_class.from_pretrained(
+                config.model,
+                config=hf_config,
+                dtype=dtype,
+                # an encoder attends as `transformers` chooses; `text_part` sets the decoder's attention
+                attn_implementation=None if has_encoder else PAGED_ATTENTION,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are checked by the report
+                **source,
+            )
+    except ModelLoadError as exc:
+        cause = exc.__cause__
+        if isinstance(cause, KeyError) and cause.args == (PAGED_ATTENTION,):  # the model has its own attention classes
             architecture = (hf_config.architectures or [hf_config.model_type])[0]
             raise UnsupportedModel(config.model, f"{architecture} {OWN_ATTENTION}") from None
-        raise ModelLoadError(config.model, why_not_loaded(config.model, exc)) from exc
+        refuse_damaged_bins(config.model, config.revision)
+        raise
+    eos_token_ids = _eos_token_ids(config.model, _generation_config(config), hf_config.get_text_config())
     refuse_wrong_weights(config.model, model, report)
     unused = unused_weights(model, report)
     if unused is not None and warns:
@@ -288,6 +292,8 @@ def _use_kernels(config: ModelConfig, model: Any, probe: Probe, kernels: NativeK
 def choose_max_model_len(config: ModelConfig, hf_config: Any) -> int:
     """The requested context length, or the model's own. Raises: ModelLoadError for more than the model's."""
     longest, whole = _contexts(hf_config)
+    if longest < 1:
+        raise ModelLoadError(config.model, f"{CONFIG_UNUSABLE} (it names a context of {longest} tokens)")
     if config.max_model_len is not None and config.max_model_len <= longest:
         return config.max_model_len
     limit = f"{longest} of the model's {whole} tokens, because its rotary embedding changes with the length of the text"
@@ -301,16 +307,21 @@ def choose_max_model_len(config: ModelConfig, hf_config: Any) -> int:
 
 def _generation_config(config: ModelConfig) -> GenerationConfig | None:
     folder, revision = config.generation_source
-    try:
-        return GenerationConfig.from_pretrained(folder, revision=revision)
-    except OSError:
-        return None  # most base models ship none
+    with reading(folder, "its generation_config.json is not valid"):
+        try:
+            return GenerationConfig.from_pretrained(folder, revision=revision)
+        except OSError:
+            return None  # most base models ship none
 
 
-def _eos_token_ids(generation: GenerationConfig | None, hf_config: Any) -> frozenset[int]:
+def _eos_token_ids(model: str, generation: GenerationConfig | None, hf_config: Any) -> frozenset[int]:
+    """Raises: ModelLoadError for ids that are no integers."""
     for candidate in (getattr(generation, "eos_token_id", None), getattr(hf_config, "eos_token_id", None)):
         if candidate is not None:
-            return frozenset(candidate if isinstance(candidate, (list, tuple)) else [candidate])
+            token_ids = candidate if isinstance(candidate, (list, tuple)) else [candidate]
+            if any(type(token_id) is not int for token_id in token_ids):
+                raise ModelLoadError(model, f"the eos_token_id in its generation_config.json is {candidate!r}")
+            return frozenset(token_ids)
     return frozenset()
 
 

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
-from batchline.checkpoints.files import read_json, why_not_loaded
+from batchline.checkpoints.files import CONFIG_UNUSABLE, read_json, reading
 from batchline.checkpoints.overrides import writing_part
 from batchline.config import ModelConfig
-from batchline.errors import BadRequest, ModelLoadError, UnsupportedModel, UsageError
+from batchline.errors import BadRequest, UnsupportedModel, UsageError
 from batchline.media.audio_processor import AudioProcessor, VoxtralProcessor
 from batchline.media.image_processor import ImageProcessor, PixtralProcessor
 from batchline.media.items import MediaItem, MediaKind
@@ -134,26 +134,26 @@ def load_media_processor(config: ModelConfig, settings: Mapping[str, Any]) -> Me
     )
 
     source: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
-    try:
+    with reading(config.model, CONFIG_UNUSABLE):
         hf_config = writing_part(AutoConfig.from_pretrained(config.model, **source))
-        values = _processor_values(config.model, config.revision)
-        name, processor_class = _processor_class(config.model, hf_config, values.get("processor_class"))
-        known = inspect.signature(processor_class.__init__).parameters.keys()
-        parts: dict[str, Any] = {
-            "tokenizer": AutoTokenizer.from_pretrained(config.tokenizer or config.model, **source),
-            "video_processor": None,
-            "hf_config": hf_config,
-        }
-        if "image_processor" in known:
-            parts["image_processor"] = AutoImageProcessor.from_pretrained(config.model, backend="pil", **source)
-        if "feature_extractor" in known:
-            parts["feature_extractor"] = AutoFeatureExtractor.from_pretrained(config.model, **source)
-        arguments = {name: value for name, value in {**values, **parts}.items() if name in known}
-        processor = processor_class(**arguments)
-    except ImportError as exc:
-        raise UnsupportedModel(config.model, f"its media need a package that is not installed ({exc})") from exc
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as exc:
-        raise ModelLoadError(config.model, why_not_loaded(config.model, exc)) from exc
+    with reading(config.model):
+        try:
+            values = _processor_values(config.model, config.revision)
+            name, processor_class = _processor_class(config.model, hf_config, values.get("processor_class"))
+            known = inspect.signature(processor_class.__init__).parameters.keys()
+            parts: dict[str, Any] = {
+                "tokenizer": AutoTokenizer.from_pretrained(config.tokenizer or config.model, **source),
+                "video_processor": None,
+                "hf_config": hf_config,
+            }
+            if "image_processor" in known:
+                parts["image_processor"] = AutoImageProcessor.from_pretrained(config.model, backend="pil", **source)
+            if "feature_extractor" in known:
+                parts["feature_extractor"] = AutoFeatureExtractor.from_pretrained(config.model, **source)
+            arguments = {name: value for name, value in {**values, **parts}.items() if name in known}
+            processor = processor_class(**arguments)
+        except ImportError as exc:
+            raise UnsupportedModel(config.model, f"its media need a package that is not installed ({exc})") from exc
     prepared = PreparedMedia()
     image = audio = video = None
     if "image_processor" in known:

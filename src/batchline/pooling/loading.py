@@ -19,12 +19,12 @@ from torch import nn
 from transformers import AutoTokenizer
 
 from batchline.checkpoints.device import choose_device, choose_pooling_dtype
-from batchline.checkpoints.files import why_not_loaded
+from batchline.checkpoints.files import reading
 from batchline.checkpoints.formats import refuse_foreign_format
 from batchline.checkpoints.overrides import config_arguments
 from batchline.checkpoints.weights import LoadingReport, loading_reports, refuse_odd_numbers, refuse_wrong_weights
 from batchline.config import ModelConfig
-from batchline.errors import EngineOutOfMemory, ModelLoadError, UnsupportedModel, first_line
+from batchline.errors import EngineOutOfMemory, ModelLoadError, UnsupportedModel, short_reason
 from batchline.model_facts import NOT_BUILT, ModelFacts, missing_kernels
 from batchline.native.library import isa_name, load_library
 from batchline.pooling.batching import BatchLimits, TokenSequence
@@ -155,7 +155,7 @@ def _from_pretrained(
     refuse_foreign_format(config.model, config.revision)
     source: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
     overrides = config_arguments(config)
-    try:
+    with reading(config.model, "the folder is not a usable sentence-transformers or Hugging Face model"):
         with loading_reports() as reports:
             module = kind(
                 config.model, device=str(device), model_kwargs={"dtype": dtype}, config_kwargs=overrides, **source
@@ -163,9 +163,6 @@ def _from_pretrained(
         tokenizer = module.tokenizer
         if config.tokenizer is not None:
             tokenizer = AutoTokenizer.from_pretrained(config.tokenizer, trust_remote_code=config.trust_remote_code)
-    except Exception as exc:  # loading runs the code of many model families, which may raise anything
-        expected = "sentence-transformers or Hugging Face model"
-        raise ModelLoadError(config.model, why_not_loaded(config.model, exc, expected)) from exc
     for part in list(module)[1:]:
         part.float()
     return module.eval().requires_grad_(False), tokenizer, reports
@@ -237,7 +234,7 @@ def _prepare(config: ModelConfig, loaded: LoadedPoolingModel) -> LoadedPoolingMo
         expected = loaded.run_batch(probe)
     except Exception as exc:  # the model's own code may raise anything
         raise UnsupportedModel(
-            config.model, f"a first batch of {loaded.architecture} failed ({first_line(exc)})"
+            config.model, f"a first batch of {loaded.architecture} failed ({short_reason(exc)})"
         ) from exc
     tolerance = AGREEMENT_TOLERANCE.get(dtype, 0.0)
     fused = fuse_encoder(loaded.module[0], config.cpu_kernels)

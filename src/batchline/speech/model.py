@@ -18,7 +18,7 @@ from torch.nn import functional
 from transformers import AutoTokenizer, WhisperFeatureExtractor, WhisperForConditionalGeneration
 
 from batchline.checkpoints.device import choose_device, choose_dtype
-from batchline.checkpoints.files import why_not_loaded
+from batchline.checkpoints.files import reading
 from batchline.checkpoints.formats import refuse_foreign_format
 from batchline.checkpoints.overrides import config_arguments
 from batchline.checkpoints.weights import loading_reports, refuse_odd_numbers, refuse_wrong_weights
@@ -243,13 +243,11 @@ def _from_pretrained(model: ModelConfig, device: torch.device, dtype: torch.dtyp
     refuse_foreign_format(model.model, model.revision)
     source: dict[str, Any] = {"revision": model.revision}
     overrides = config_arguments(model)
-    try:
+    with reading(model.model, "the folder is not a usable Whisper model"):
         with loading_reports() as reports:
             module = WhisperForConditionalGeneration.from_pretrained(model.model, dtype=dtype, **overrides, **source)
         extractor = WhisperFeatureExtractor.from_pretrained(model.model, **source)
         tokenizer = AutoTokenizer.from_pretrained(model.tokenizer or model.model, **({} if model.tokenizer else source))
-    except Exception as exc:  # loading runs the code of a model family, which may raise anything
-        raise ModelLoadError(model.model, why_not_loaded(model.model, exc, "Whisper model")) from exc
     for part, report in reports:
         refuse_wrong_weights(model.model, part, report)
     refuse_odd_numbers(model.model, model.revision)

@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from batchline.errors import BadRequest, ModelLoadError, UnsupportedModel, first_line
+from batchline.checkpoints.files import CONFIG_UNUSABLE, reading
+from batchline.errors import BadRequest, ModelLoadError, UnsupportedModel
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as BackendTokenizer
@@ -240,19 +241,32 @@ def _byte_level_bytes(token: str) -> bytes:
 
 def load_tokenizer(model: str, *, revision: str | None = None, trust_remote_code: bool = False) -> HuggingFaceTokenizer:
     """The tokenizer of a local folder or hub id. Raises: ModelLoadError, UnsupportedModel."""
-    from transformers import AutoTokenizer  # heavy: only a model that is loaded needs it
+    from transformers import AutoConfig, AutoTokenizer  # heavy: only a model that is loaded needs them
 
+    source: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    folder = Path(model)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model, revision=revision, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as exc:
-        folder = Path(model)
-        if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in ("tokenizer*", "vocab*", "*.model")):
+        with reading(model, "its tokenizer cannot be loaded"):
+            tokenizer = AutoTokenizer.from_pretrained(model, **source)
+    except ModelLoadError as exc:
+        if not folder.is_dir():
+            raise ModelLoadError(model, f"its tokenizer cannot be loaded: {exc.reason}") from exc
+        if not any(any(folder.glob(pattern)) for pattern in ("tokenizer*", "vocab*", "*.model")):
             raise ModelLoadError(
                 model,
                 "the folder has no tokenizer (no tokenizer.json). Answers are text, so one is needed even if all "
                 "prompts are token ids: copy the tokenizer's files into the folder, or name another with --tokenizer",
             ) from exc
-        raise ModelLoadError(model, f"its tokenizer cannot be loaded: {first_line(exc)}") from exc
+        if (folder / "config.json").is_file():  # `AutoTokenizer` reads it too, so it may be the damaged file
+            with reading(model, CONFIG_UNUSABLE):
+                AutoConfig.from_pretrained(model, **source)
+        if "tiktoken" in exc.reason and (folder / "tokenizer.model").is_file():
+            raise ModelLoadError(
+                model,
+                "its tokenizer.model is not a SentencePiece file that can be read (a file for tiktoken needs the "
+                "package tiktoken)",
+            ) from exc
+        raise
     return from_transformers(model, tokenizer)
 
 
