@@ -104,7 +104,7 @@ def test_a_model_that_is_not_found_offline_says_that_the_hub_is_not_asked(
 def test_a_config_without_positions_is_refused(folder: Path) -> None:
     """Bug: the probe failed with an IndexError and a traceback."""
     edit_config(folder, max_position_embeddings=0)
-    assert refusal(folder) == "its config.json is not usable (it names a context of 0 tokens)"
+    assert refusal(folder) == "its config.json is not usable (max_position_embeddings is 0)"
 
 
 def test_a_field_of_the_config_of_a_wrong_type_is_named(folder: Path) -> None:

@@ -144,7 +144,6 @@ def load_model(config: ModelConfig, kernels: NativeKernels | None = None, refusa
     whole = whole.to(device).eval().requires_grad_(False)
     model, media = _parts(config, whole)
     give_row_positions(model)
-    max_model_len = choose_max_model_len(config, text_config)
     probe = probe_model(config.model, model, text_config)
     reason = refusal or (why_no_kernels(config, device) if kernels is None else None)
     if kernels is not None:
@@ -165,7 +164,7 @@ def load_model(config: ModelConfig, kernels: NativeKernels | None = None, refusa
         groups=probe.groups,
         dtype=dtype,
         device=device,
-        max_model_len=max_model_len,
+        max_model_len=choose_max_model_len(config, text_config),
         vocab_size=int(text_config.vocab_size),
         eos_token_ids=eos_token_ids,
         kernels=kernels,
@@ -190,6 +189,9 @@ def _read(config: ModelConfig, dtype: torch.dtype, *, warns: bool) -> tuple[Any,
     with reading(config.model, CONFIG_UNUSABLE):
         hf_config = writing_part(AutoConfig.from_pretrained(config.model, **source, **overrides))
     _refuse_encoder_decoder(config.model, hf_config)
+    length = getattr(hf_config.get_text_config(), "max_position_embeddings", None)
+    if isinstance(length, int) and length < 1:
+        raise ModelLoadError(config.model, f"{CONFIG_UNUSABLE} (max_position_embeddings is {length})")
     has_encoder = _loads_with_encoder(hf_config)
     auto_class = AutoModelForMultimodalLM if has_encoder else AutoModelForCausalLM
     try:
@@ -292,8 +294,6 @@ def _use_kernels(config: ModelConfig, model: Any, probe: Probe, kernels: NativeK
 def choose_max_model_len(config: ModelConfig, hf_config: Any) -> int:
     """The requested context length, or the model's own. Raises: ModelLoadError for more than the model's."""
     longest, whole = _contexts(hf_config)
-    if longest < 1:
-        raise ModelLoadError(config.model, f"{CONFIG_UNUSABLE} (it names a context of {longest} tokens)")
     if config.max_model_len is not None and config.max_model_len <= longest:
         return config.max_model_len
     limit = f"{longest} of the model's {whole} tokens, because its rotary embedding changes with the length of the text"
