@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES, VOCAB, make_model
+from families import COMMON, FAMILIES, VOCAB, make_model
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.pytorch_utils import Conv1D
 
 from batchline.config import CacheConfig, CpuKernels, DType, EngineConfig, ModelConfig, SchedulerConfig
 from batchline.engine.core import Engine
@@ -30,7 +31,6 @@ DIALOGUES = EXAMPLES / "train" / "dialogues.jsonl"
 has_kernels = pytest.mark.skipif(not supported_isas(), reason="the native kernels were not built: no C++ compiler")
 
 REFUSED = {
-    "gpt2": "Conv1D",
     "mixtral": "MixtralTopKRouter",
     "qwen3_moe": "Qwen3MoeExperts",
     "llama4_text": "Llama4TextExperts",
@@ -63,9 +63,9 @@ def to_bytes(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (x * torch.div(torch.full_like(largest, 127), largest)).round(), largest / 127
 
 
-def emulated(linear: nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
+def emulated(linear: nn.Linear | Conv1D) -> Callable[[torch.Tensor], torch.Tensor]:
     """The layer's forward in 8 bits; 64-bit floats hold its sums exactly."""
-    weight, weight_scales = to_bytes(linear.weight)
+    weight, weight_scales = to_bytes(linear.weight.T if isinstance(linear, Conv1D) else linear.weight)
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         values, scales = to_bytes(x.float())
@@ -79,7 +79,7 @@ def emulated_model(folder: Path) -> Any:
     """The model of `transformers` with every linear layer but the head in 8 bits."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).requires_grad_(False)
     for module in model.modules():
-        if isinstance(module, nn.Linear) and module is not model.get_output_embeddings():
+        if isinstance(module, (nn.Linear, Conv1D)) and module is not model.get_output_embeddings():
             module.forward = emulated(module)  # type: ignore[method-assign]
     return model
 
@@ -118,6 +118,22 @@ def test_tokens_are_the_choice_of_the_emulated_model(family: str, cpu_kernels: C
     model = emulated_model(folder)
     outputs = engine_tokens(config(folder, cpu_kernels=cpu_kernels), prompts)
     shortfalls = [shortfall(model, *pair) for pair in zip(prompts, outputs, strict=True)]
+    assert shortfalls.count(0) >= len(prompts) - 2
+    assert max(shortfalls) < NEARLY_EQUAL
+
+
+def test_norms_per_head_are_left_as_they_are(tmp_path: Path) -> None:
+    """Bug: a Cohere model with norms of queries and keys was refused, because their weights have two dimensions."""
+    torch.manual_seed(0)
+    cohere = AutoConfig.for_model("cohere", **COMMON, use_qk_norm=True, initializer_range=0.15)
+    AutoModelForCausalLM.from_config(cohere, dtype=torch.float32).save_pretrained(tmp_path)
+    loaded = load_model(config(tmp_path))
+    kinds = [type(module) for module in loaded.model.modules()]
+    assert kinds.count(Int8Linear) == 4 * 7
+    model, prompts = emulated_model(tmp_path), make_prompts()
+    shortfalls = [
+        shortfall(model, *pair) for pair in zip(prompts, engine_tokens(config(tmp_path), prompts), strict=True)
+    ]
     assert shortfalls.count(0) >= len(prompts) - 2
     assert max(shortfalls) < NEARLY_EQUAL
 
@@ -163,7 +179,7 @@ def test_every_linear_layer_but_the_head_runs_on_bytes_natively(family: str, tmp
     assert (FusedStack in kinds) == (family in FUSED)
     assert (NativeInt8Linear in kinds) == (family not in FUSED)
     assert Int8Linear not in kinds
-    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    linears = [module for module in model.modules() if isinstance(module, (nn.Linear, Conv1D))]
     assert linears == [model.get_output_embeddings()]  # type: ignore[operator]
 
 

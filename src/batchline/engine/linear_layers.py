@@ -5,8 +5,9 @@ model is loaded.
 
 Bytes (int8) replace the weights of every plain linear layer between the embeddings and the language-model head; those
 two are not changed. A weight has a scale per output, and activations get one per row (token) at run time. Sums are
-exact integers, so every way of running such a layer gives the same numbers, independent of the batch. Other weights
-(such as a mixture's stacked experts) cannot be quantized, and a model with such weights is refused.
+exact integers, so every way of running such a layer gives the same numbers, independent of the batch. Norms are not
+changed either. Other weights (such as a mixture's stacked experts) cannot be quantized, and a model with such weights
+is refused.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from batchline.errors import UnsupportedModel
 from batchline.native.int8 import Int8Kernels, PackedInt8Linear, pack_int8, pack_int8_gated, quantize
@@ -88,9 +90,10 @@ class FloatFormat:
 class Int8Linear(nn.Module):
     """An int8 linear layer in plain torch: the reference for the kernels."""
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linear: nn.Linear | Conv1D) -> None:
         super().__init__()
-        self.values, scales = quantize(linear.weight)
+        # the weight of GPT-2's Conv1D is transposed
+        self.values, scales = quantize(linear.weight.T.contiguous() if isinstance(linear, Conv1D) else linear.weight)
         self.scales = scales[:, 0]
         self.bias = None if linear.bias is None else linear.bias.detach()
 
@@ -140,15 +143,24 @@ class Int8Format:
         return LinearLayer(self.kernels, pack_int8_gated(self.join(gate).weight, self.join(up).weight))
 
 
+def _is_norm(module: nn.Module) -> bool:
+    """Whether the module only normalises. Norms per head, such as Cohere's, have a weight of two dimensions."""
+    return type(module).__name__.endswith("Norm")
+
+
 def quantize_linears(name: str, model: Any) -> None:
     """Replace the model's linear layers by `Int8Linear`, in place. Raises: UnsupportedModel, before any change."""
     kept = {id(parameter) for parameter in model.get_output_embeddings().parameters()}
     plain = []
     for path, module in model.named_modules():
         is_kept = isinstance(module, nn.Embedding) or any(id(p) in kept for p in module.parameters(recurse=False))
-        if type(module) is nn.Linear and not is_kept:
+        if type(module) in (nn.Linear, Conv1D) and not is_kept:
             plain.append((path, module))
-        elif not is_kept and any(parameter.ndim > 1 for parameter in module.parameters(recurse=False)):
+        elif (
+            not is_kept
+            and not _is_norm(module)
+            and any(parameter.ndim > 1 for parameter in module.parameters(recurse=False))
+        ):
             raise UnsupportedModel(
                 name,
                 f"--quantization int8 needs plain linear layers, but {path} has weights of another kind "
