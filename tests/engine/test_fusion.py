@@ -6,6 +6,7 @@ That fused models give the right tokens is the oracle's business (`test_oracle.p
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from families import FAMILIES, greedy_oracle, make_model
 from transformers import AutoModelForCausalLM
 
-from batchline.config import DType, EngineConfig, ModelConfig
+from batchline.config import CacheConfig, DType, EngineConfig, ModelConfig
 from batchline.engine.core import Engine
 from batchline.engine.fusion import FusedStack
 from batchline.engine.model_loader import load_model
@@ -49,6 +50,19 @@ def test_only_models_whose_code_is_known_are_fused(family: str, tmp_path: Path) 
     model = load_model(config(make_model(family, tmp_path)), KERNELS).model
     fused = [module for module in model.modules() if isinstance(module, FusedStack)]
     assert len(fused) == (family in FUSED_FAMILIES)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [({"hidden_act": "relu"}, "its activation is relu"), ({"intermediate_size": 97}, "its sizes are odd")],
+)
+def test_a_model_of_a_known_family_that_is_not_fused_says_why(
+    changes: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    """Bug: such a model runs fewer parts on the kernels than its family does, and the start-up line gave no reason."""
+    settings = replace(config(make_model("llama", tmp_path, **changes)), served_names=("m",))
+    engine = Engine(EngineConfig(model=settings, cache=CacheConfig(num_bytes=1 << 22)))
+    assert engine.facts.kernels.endswith(f", attention ({reason})")
 
 
 def test_a_fused_model_keeps_no_second_copy_of_its_weights(tmp_path: Path) -> None:

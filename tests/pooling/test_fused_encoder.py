@@ -19,7 +19,7 @@ from batchline.native.encoder import EncoderWeights, open_encoder
 from batchline.native.library import Isa, load_library
 from batchline.pooling.cross_encoder import load_cross_encoder
 from batchline.pooling.embedding import load_embedding_model
-from batchline.pooling.fused_encoder import FusedEncoder, fuse_encoder
+from batchline.pooling.fused_encoder import FusedEncoder, fuse_encoder, why_not_fused
 from batchline.pooling.packed_linear import restore
 
 LIBRARY = load_library()
@@ -160,12 +160,19 @@ def test_a_padding_token_within_a_text_keeps_its_position_out_of_the_count() -> 
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [{"hidden_act": "gelu_new"}, {"is_decoder": True}, {"num_attention_heads": 32}, {"intermediate_size": 65}],
+    ("settings", "reason"),
+    [
+        ({"hidden_act": "gelu_new"}, "there are none for its activation, gelu_new"),
+        ({"is_decoder": True}, "there are none for its kind of layers"),
+        ({"num_attention_heads": 32}, "there are none for its odd sizes"),
+        ({"intermediate_size": 65}, "there are none for its odd sizes"),
+    ],
 )
-def test_what_the_kernels_do_not_know_stays_on_torch(settings: dict[str, object]) -> None:
+def test_what_the_kernels_do_not_know_stays_on_torch_for_a_reason(settings: dict[str, object], reason: str) -> None:
+    """Bug: the start-up line said of all that there are no kernels for the architecture, as if BERT had none."""
     module = fused(BertModel(BertConfig(**{**SIZES, **settings}, max_position_embeddings=64)))
     assert type(module.model) is BertModel
+    assert why_not_fused(module.model) == reason
 
 
 @pytest.mark.parametrize("name", ["mpnet", "modernbert"])

@@ -194,11 +194,20 @@ class NativeRMSNorm(nn.Module):
 
 def can_fuse(model: nn.Module, groups: Sequence[CacheGroup]) -> bool:
     """Whether `fuse` knows the model's layers, and all have the same shape."""
-    if type(getattr(model, "model", None)) not in FUSIBLE or model.config.hidden_act != "silu":  # type: ignore[union-attr]
-        return False
-    if model.config.hidden_size % 2 or model.config.intermediate_size % 2:  # type: ignore[operator, union-attr]
-        return False  # bfloat16 rows are read in pairs
-    return len({(group.num_heads, group.num_kv_heads, group.key_dim, group.value_dim) for group in groups}) == 1
+    return type(getattr(model, "model", None)) in FUSIBLE and why_not_fused(model, groups) is None
+
+
+def why_not_fused(model: Any, groups: Sequence[CacheGroup]) -> str | None:
+    """What keeps a model of a known architecture from being fused, as text for the user; None if nothing does, or if
+    its architecture is not known."""
+    if type(getattr(model, "model", None)) not in FUSIBLE:
+        return None
+    if model.config.hidden_act != "silu":
+        return f"its activation is {model.config.hidden_act}"
+    if model.config.hidden_size % 2 or model.config.intermediate_size % 2:
+        return "its sizes are odd"  # bfloat16 rows are read in pairs
+    shapes = {(group.num_heads, group.num_kv_heads, group.key_dim, group.value_dim) for group in groups}
+    return None if len(shapes) == 1 else "its layers have different shapes"
 
 
 def fuse(model: Any, groups: Sequence[CacheGroup], kernels: NativeKernels, linear_format: LinearFormat) -> None:

@@ -31,7 +31,7 @@ from batchline.checkpoints.overrides import config_arguments, writing_part
 from batchline.checkpoints.weights import refuse_damaged_bins, refuse_odd_numbers, refuse_wrong_weights, unused_weights
 from batchline.config import ModelConfig
 from batchline.engine.attention import PAGED_ATTENTION, give_row_positions
-from batchline.engine.fusion import can_fuse, fuse
+from batchline.engine.fusion import can_fuse, fuse, why_not_fused
 from batchline.engine.kv_cache import CacheGroup, CacheShape
 from batchline.engine.linear_layers import FloatFormat, Int8Format, quantize_linears, use_int8_kernels
 from batchline.engine.media_encoders import FAMILIES
@@ -60,8 +60,9 @@ LOGIT_SCALES = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Execution:
     """How a model's layers are computed. kernels: the native kernels' instruction set, or None if it runs on torch
-    only; `reason` then says why. quantization: the number format of linear layers, None for the dtype's. is_fused:
-    whether whole layers run natively, and not only attention."""
+    only. reason: why it does, or why its layers are not fused although its architecture is known. quantization: the
+    number format of linear layers, None for the dtype's. is_fused: whether whole layers run natively, and not only
+    attention."""
 
     kernels: str | None
     reason: str | None = None
@@ -170,7 +171,7 @@ def load_model(config: ModelConfig, kernels: NativeKernels | None = None, refusa
         kernels=kernels,
         execution=Execution(
             kernels=None if kernels is None else kernels.isa.name.lower(),
-            reason=reason,
+            reason=reason if kernels is None else why_not_fused(model, probe.groups),
             quantization=config.quantization,
             is_fused=kernels is not None and can_fuse(model, probe.groups),
         ),

@@ -116,7 +116,10 @@ def _kernels_in_use(config: EngineConfig, loaded: LoadedModel) -> tuple[str, str
     """(kernels for the facts, warning if they are missing although they were not turned off)."""
     execution = loaded.execution
     if execution.kernels is not None:
-        return f"{execution.kernels}, {'fused layers' if execution.is_fused else 'attention'}", None
+        if execution.is_fused:
+            return f"{execution.kernels}, fused layers", None
+        reason = "" if execution.reason is None else f" ({execution.reason})"
+        return f"{execution.kernels}, attention{reason}", None
     if loaded.device.type != "cpu":
         return loaded.device.type, None
     is_wanted = config.model.cpu_kernels != "off"

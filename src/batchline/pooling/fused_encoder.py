@@ -73,7 +73,7 @@ def fuse_encoder(transformer: Any, cpu_kernels: CpuKernels) -> Replaced:
     """Replace the encoder in a sentence-transformers `Transformer`, in place, if the kernels know it and agree."""
     model = transformer.model
     original = model.base_model
-    kernels = open_kernels(cpu_kernels) if _can_fuse(original) else None
+    kernels = open_kernels(cpu_kernels) if why_not_fused(original) is None else None
     if kernels is None:
         return []
     fused = _fused(original, kernels.isa) if _first_layers_are_exact(original, kernels.isa) else None
@@ -89,19 +89,21 @@ def fuse_encoder(transformer: Any, cpu_kernels: CpuKernels) -> Replaced:
     return [(parent, name, original)]
 
 
-def could_fuse(transformer: Any) -> bool:
-    """Whether the native kernels know this model, even if they were not built."""
-    return _can_fuse(transformer.model.base_model)
-
-
-def _can_fuse(model: Any) -> bool:
-    if type(model) not in FUSIBLE or model.device.type != "cpu" or model.dtype not in DTYPES:
-        return False
+def why_not_fused(model: Any) -> str | None:
+    """Why the native kernels are not for this encoder, as text for the user; None if they are, even if not built."""
+    if type(model) not in FUSIBLE or model.device.type != "cpu":
+        return "there are none for this architecture"
+    if model.dtype not in DTYPES:
+        return f"there are none for {str(model.dtype).removeprefix('torch.')}"
     config = model.config
     has_plain_layers = not (config.is_decoder or config.add_cross_attention or config.output_hidden_states)
     head_dim, rest = divmod(config.hidden_size, config.num_attention_heads)
     has_pairs = head_dim % 2 == 0 and rest == 0 and config.intermediate_size % 2 == 0  # bfloat16 is read in pairs
-    return config.hidden_act == "gelu" and has_plain_layers and has_pairs and len(model.encoder.layer) > 0
+    if not has_plain_layers or len(model.encoder.layer) == 0:
+        return "there are none for its kind of layers"
+    if config.hidden_act != "gelu":
+        return f"there are none for its activation, {config.hidden_act}"
+    return None if has_pairs else "there are none for its odd sizes"
 
 
 def _weights(model: Any) -> EncoderWeights:

@@ -29,7 +29,7 @@ from batchline.model_facts import NOT_BUILT, ModelFacts, missing_kernels
 from batchline.native.library import isa_name, load_library
 from batchline.pooling.batching import BatchLimits, TokenSequence
 from batchline.pooling.features import make_features
-from batchline.pooling.fused_encoder import could_fuse, fuse_encoder
+from batchline.pooling.fused_encoder import fuse_encoder, why_not_fused
 from batchline.pooling.packed_linear import can_pack, pack_linears, restore
 from batchline.pooling.worker import Rows
 
@@ -259,8 +259,9 @@ def _why_no_kernels(config: ModelConfig, loaded: LoadedPoolingModel) -> tuple[st
         return f"they are for CPUs, and the model runs on {loaded.device}", False
     if config.cpu_kernels == "off":
         return "they are turned off", False
-    if not could_fuse(loaded.module[0]):
-        return "there are none for this architecture", False
+    unknown = why_not_fused(loaded.module[0].model.base_model)
+    if unknown is not None:
+        return unknown, False
     return NOT_BUILT if load_library() is None else "they do not reproduce the model as torch computes it", True
 
 
