@@ -118,6 +118,7 @@ def build_model(tokenizer: Any) -> Any:
         is_multilingual=True,
         max_initial_timestamp_index=POSITIONS_PER_S,
         return_timestamps=False,
+        alignment_heads=[[0, 0], [0, 1]],  # those that listen, see `_listening_loss`
         task="transcribe",
         lang_to_id={"<|en|>": ids["en"]},
         task_to_id={task: ids[task] for task in ("transcribe", "translate")},

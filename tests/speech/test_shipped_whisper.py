@@ -87,6 +87,15 @@ async def test_each_voice_is_written_down_without_an_error(model: SpeechModel, n
     assert text.strip() == SPOKEN[name]
 
 
+@pytest.mark.parametrize("name", SPOKEN)
+async def test_each_word_is_heard_where_it_is_spoken(model: SpeechModel, name: str) -> None:
+    """Words without pauses between them take 0.4 to 1.3 seconds. With unsuitable heads, some took no time at all."""
+    request = SpeechRequest(samples=recording(name), timestamps=True, times_words=True)
+    words = [word for part in [part async for part in model.parts(request)] for word in part.words]
+    assert [word.text.strip() for word in words] == SPOKEN[name].split()
+    assert all(0.25 < word.end - word.start < 1.5 for word in words)
+
+
 async def test_silence_has_no_text(model: SpeechModel) -> None:
     assert await transcribed(model, np.zeros(3 * RATE, dtype=np.float32)) == ("", [])
 
