@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import base64
+import io
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from media_families import Prompt, greedy_oracle, load_processor, make_media_model
+from jinja2 import Template
+from media_families import Prompt, greedy_oracle, load_processor, make_media_model, own_processor, picture
 from tiny_videos import tiny_video
+from transformers.models.smolvlm.processing_smolvlm import DEFAULT_CHAT_TEMPLATE
 
 from batchline.backends.base import EndpointRequest, running
 from batchline.backends.in_process import InProcessBackend
-from batchline.config import CacheConfig, EngineConfig, MediaConfig, ModelConfig
+from batchline.config import CacheConfig, EngineConfig, MediaConfig, ModelConfig, SpecialTokensInContent, TextConfig
 from batchline.media.items import MediaItem
 from batchline.media.video import VideoLimits, decode_video
 
@@ -47,6 +51,13 @@ def video_url(data: bytes) -> dict[str, Any]:
     return {"type": "video_url", "video_url": {"url": f"data:video/mp4;base64,{base64.b64encode(data).decode()}"}}
 
 
+def image_url(item: MediaItem) -> dict[str, Any]:
+    file = io.BytesIO()
+    item.content.save(file, "png")  # type: ignore[union-attr]
+    url = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
 def text(words: str) -> dict[str, Any]:
     return {"type": "text", "text": words}
 
@@ -64,6 +75,69 @@ async def test_answers_equal_those_of_generate(folder: Path, backend: Any) -> No
     assert body["prompt_token_ids"] == expected_prompt
     assert body["choices"][0]["token_ids"] == expected
     assert body["usage"]["prompt_tokens"] == len(expected_prompt)
+
+
+SMOL_TEMPLATE = (
+    "<|im_start|>{% for message in messages %}{{message['role'] | capitalize}}"
+    "{% if message['content'][0]['type'] == 'image' %}{{':'}}{% else %}{{': '}}{% endif %}"
+    "{% for line in message['content'] %}{% if line['type'] == 'text' %}{{line['text']}}"
+    "{% elif line['type'] == 'image' %}{{ '<image>' }}{% endif %}{% endfor %}<end_of_utterance>\n{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
+)
+"""As in the published folders of SmolVLM 2: it knows no videos."""
+
+
+@pytest.fixture(scope="module")
+def smol_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = make_media_model("smolvlm", tmp_path_factory.mktemp("smolvlm"))
+    (folder / "chat_template.jinja").write_text(SMOL_TEMPLATE)
+    return folder
+
+
+@asynccontextmanager
+async def smol_backend(folder: Path, mode: SpecialTokensInContent = "allow") -> AsyncIterator[Any]:
+    config = ModelConfig(model=str(folder), served_names=("m",), dtype="float32", device="cpu")
+    engine = EngineConfig(
+        model=config, cache=CacheConfig(num_bytes=2**22), text=TextConfig(special_tokens_in_content=mode)
+    )
+    async with running(InProcessBackend([engine])) as started:
+        yield started
+
+
+@pytest.mark.parametrize("parts", ["vt", "tv", "ivtv"])
+async def test_videos_for_smolvlm_are_written_as_in_the_template_of_its_processor(
+    smol_folder: Path, parts: str
+) -> None:
+    """The template in the model's folder has no place for videos, so transformers takes another one for them."""
+    clip = tiny_video()
+    kinds = {"v": "video", "i": "image", "t": "text"}
+    given = {"v": video_url(clip), "i": image_url(picture(1)), "t": text("What of <video>?")}
+    content = [{"type": kinds[part], "text": "What of <VIDEO>?"} for part in parts]
+    messages = [{"role": "user", "content": content}]
+    rendered = Template(DEFAULT_CHAT_TEMPLATE).render(messages=messages, add_generation_prompt=True)
+    processor = load_processor(smol_folder)
+    decoded, digest = decode_video(clip, VideoLimits(10.0, 32, 10**8), processor.sampling)
+    items = {"v": MediaItem("video", digest, decoded), "i": picture(1)}
+    rendered = rendered.replace("<video>", "<image>").replace("<VIDEO>", "<video>")
+    prompt = Prompt(rendered, tuple(items[part] for part in parts if part != "t"))
+    ((expected_prompt, expected),) = greedy_oracle(smol_folder, [prompt], processor, MAX_TOKENS)
+    async with smol_backend(smol_folder) as backend:
+        status, body = await answer(backend, *(given[part] for part in parts))
+    assert status == 200, body
+    assert body["prompt_token_ids"] == expected_prompt
+    assert body["choices"][0]["token_ids"] == expected
+
+
+async def test_a_user_who_writes_the_token_of_images_beside_a_video_does_not_take_its_place(smol_folder: Path) -> None:
+    async with smol_backend(smol_folder, "escape") as backend:
+        status, body = await answer(backend, text("Not this <image>: "), video_url(tiny_video()))
+    assert status == 200, body
+    image = own_processor(load_processor(smol_folder)).image_token_id
+    assert body["prompt_token_ids"].count(image) == 4 * 4
+    async with smol_backend(smol_folder) as backend:
+        status, body = await answer(backend, text("Not this <image>: "), video_url(tiny_video()))
+    assert status == 400
+    assert body["error"]["message"] == "The prompt has 2 places for videos (<image>), but the request has 1 video"
 
 
 async def test_an_equal_video_in_another_request_is_taken_from_the_cache(backend: Any) -> None:

@@ -13,7 +13,9 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -30,11 +32,13 @@ from transformers.image_processing_backends import PilBackend
 from transformers.image_utils import SizeDict
 from transformers.models.llava_onevision.video_processing_llava_onevision import LlavaOnevisionVideoProcessor
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
+from transformers.models.smolvlm import processing_smolvlm
+from transformers.models.smolvlm.video_processing_smolvlm import SmolVLMVideoProcessor
 from transformers.video_processing_utils import BaseVideoProcessor
 from transformers.video_utils import VideoMetadata
 
 from batchline.config import ModelConfig
-from batchline.endpoints.media_input import media_spans
+from batchline.endpoints.media_input import media_spans, with_texts
 from batchline.engine.request import GenerationRequest, SamplingParams
 from batchline.media.audio_processor import VoxtralProcessor
 from batchline.media.image_processor import PixtralProcessor
@@ -169,6 +173,12 @@ QWEN_VISION = {
 }
 IDEFICS_SPECIAL = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
 IDEFICS_SPECIAL += [f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)]
+SMOL_SETTINGS: dict[str, Any] = {
+    "size": {"longest_edge": 48},
+    "max_image_size": {"longest_edge": 32},
+    "image_mean": [0.4, 0.5, 0.6],
+    "video_sampling": {"fps": 2, "max_frames": 6, "video_size": {"longest_edge": 64}},
+}
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
 
 FAMILIES |= {
@@ -219,14 +229,14 @@ FAMILIES |= {
         text_type="llama",
         special=IDEFICS_SPECIAL,
         vision={**CLIP, "model_type": "smolvlm_vision"},
-        text={},
+        text={"max_position_embeddings": 1024},
         top={"scale_factor": 2},
         preprocessor={
             "image_processor_type": "SmolVLMImageProcessor",
             "size": {"longest_edge": 64},
             "max_image_size": {"longest_edge": 32},
         },
-        processor={"processor_class": "SmolVLMProcessor", "image_seq_len": 4},
+        processor={"processor_class": "SmolVLMProcessor", "image_seq_len": 4, "video_processor": SMOL_SETTINGS},
     ),
     "internvl": Family(
         text_type="qwen2",
@@ -459,7 +469,7 @@ def video(seed: int, num_frames: int = 4, width: int = 40, height: int = 40) -> 
     frames = [picture(100 * seed + index, width, height).content for index in range(num_frames)]
     digest = hashlib.sha256(b"".join(frame.tobytes() for frame in frames)).digest()  # type: ignore[union-attr]
     times = tuple(index / 2 for index in range(num_frames))
-    return MediaItem("video", digest, Video(tuple(frames), times, rate=2.0))  # type: ignore[arg-type]
+    return MediaItem("video", digest, Video(tuple(frames), times, seconds=num_frames / 2))  # type: ignore[arg-type]
 
 
 def load_processor(folder: Path) -> MediaProcessor:
@@ -494,9 +504,7 @@ def generation_request(
     text = prompt.text
     if prompt.contents("image"):  # some processors add to the text, as chat templates do for endpoints
         _, (text, *_), *_ = own.prepare_inputs_layout(images=[prompt.contents("image")], text=[text])
-    rendered = RenderedChat(text)
-    for kind, placeholder in processor.placeholders.items():
-        rendered = rendered.with_media(placeholder, [item.text for item in prepared if item.kind == kind], kind)
+    rendered = with_texts(RenderedChat(text), prepared, processor.placeholders)
     token_ids = tuple(own.tokenizer(rendered.text)["input_ids"])
     return GenerationRequest(
         request_id=str(index),
@@ -524,6 +532,8 @@ def oracle_inputs(prompt: Prompt, processor: Any) -> Any:
     if isinstance(processor, VoxtralProcessor):
         return voxtral_inputs(prompt, processor)
     videos = prompt.contents("video")
+    if videos and type(processor).__name__ == "SmolVLMProcessor":
+        return smolvlm_inputs(prompt, processor)
     if videos and type(processor).__name__.startswith("Qwen"):
         return qwen_inputs(prompt, processor)
     media: dict[str, Any] = {"images": [images]} if images else {}  # of one conversation, as in `apply_chat_template`
@@ -586,6 +596,45 @@ class OwnQwen3Videos(Qwen3VLVideoProcessor, OnPillow):
 
 class OwnLlavaVideos(LlavaOnevisionVideoProcessor, OnPillow):
     """LLaVA-OneVision's, on Pillow. InternVL's, which cannot be imported without torchvision, samples otherwise."""
+
+
+class OwnSmolVideos(SmolVLMVideoProcessor, OnPillow):
+    """SmolVLM's, on Pillow."""
+
+
+FRAME_COUNTS = {2: "two", 3: "three", 4: "four", 5: "five", 6: "six"}
+"""What the package num2words makes of them."""
+
+
+def smolvlm_inputs(prompt: Prompt, processor: Any) -> dict[str, Any]:
+    """With videos, as SmolVLM's own processor makes them. Their frames are images like all others."""
+    text, made = prompt.text, []
+    for item in prompt.items:
+        if isinstance(item.content, Video):
+            one, place = smolvlm_video(item.content, processor)
+        else:
+            one = processor.image_processor([[item.content]], return_row_col_info=True, return_tensors="pt")
+            place = processor.replace_image_token(one, image_idx=0)
+        made.append(one)
+        text = text.replace("<image>", place.replace("<image>", "<feature>"), 1)
+    inputs = processor.tokenizer(text.replace("<feature>", "<image>"), return_tensors="pt")
+    arrays = ("pixel_values", "pixel_attention_mask")
+    return {**inputs, **{name: torch.cat([one[name] for one in made], dim=1) for name in arrays}}
+
+
+def smolvlm_video(video: Video, processor: Any) -> tuple[Any, str]:
+    """Pixels and text. SmolVLM's own class cannot be made without num2words, but its method for the text runs."""
+    own = OwnSmolVideos(do_convert_rgb=False, **SMOL_SETTINGS)
+    own.image_processor = processor.image_processor
+    metadata = VideoMetadata(len(video.frames), fps=1.0, duration=video.seconds, frames_indices=list(video.times))  # type: ignore[arg-type]
+    made = own(
+        [stacked(video)], video_metadata=[metadata], do_sample_frames=False, return_metadata=True, return_tensors="pt"
+    )
+    names = {"fake_image_token": "<fake_token_around_image>", "global_image_token": "<global-img>"}
+    named = SimpleNamespace(image_token="<image>", image_seq_len=processor.image_seq_len, **names)
+    with patch.object(processing_smolvlm, "num2words", FRAME_COUNTS.__getitem__):
+        text = processing_smolvlm.SmolVLMProcessor.replace_video_token(named, made, video_idx=0)
+    return made, text
 
 
 def stacked(video: Video) -> torch.Tensor:

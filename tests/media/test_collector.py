@@ -25,6 +25,7 @@ from batchline.media.collector import DecodedCache, MediaCollector
 from batchline.media.items import MediaItem
 from batchline.media.parts import MediaPart, MediaSource
 from batchline.media.sharing import ByteBudget, SharedWork
+from batchline.media.video import ENDS, PAIRS
 
 
 def image(url: str, number: int = 0, **options: Any) -> MediaPart:
@@ -100,8 +101,8 @@ async def test_an_equal_video_gives_other_frames_to_a_model_that_samples_otherwi
     part = MediaPart(MediaSource("video", data_url(tiny_video(), "video/mp4")), "messages[0].content[0]", "video_url")
     times = []
     async with collector() as made:
-        for sampling in ("pairs", "ends", "pairs"):
-            async with made.collect([part], sampling) as found:  # type: ignore[arg-type]
+        for sampling in (PAIRS, ENDS, PAIRS):
+            async with made.collect([part], sampling) as found:
                 times.append(found[part.source].content.times)  # type: ignore[union-attr]
     assert times == [(0, 0.5, 1, 1.5), (0, 0.6, 1.3, 1.9), (0, 0.5, 1, 1.5)]
 

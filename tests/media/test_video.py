@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,24 @@ import av
 import numpy as np
 import pytest
 import torch
-from media_families import load_processor, make_media_model, video
+from media_families import FRAME_COUNTS, load_processor, make_media_model, own_processor, smolvlm_video, video
 from tiny_videos import tiny_video
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
+from transformers.models.smolvlm.video_processing_smolvlm import SmolVLMVideoProcessor
 from transformers.video_utils import VideoMetadata
 
 from batchline.errors import UnprocessableEntity
-from batchline.media.video import VideoLimits, decode_video, sampled_frames, video_bytes
+from batchline.media.video import (
+    ENDS,
+    MIDDLES,
+    PAIRS,
+    Sampling,
+    VideoLimits,
+    decode_video,
+    sampled_frames,
+    video_bytes,
+)
+from batchline.media.video_processor import number_words
 
 LIMITS = VideoLimits(seconds=10.0, frames=32, pixels=1_000_000)
 
@@ -39,7 +51,7 @@ LIMITS = VideoLimits(seconds=10.0, frames=32, pixels=1_000_000)
 def test_two_frames_of_a_second_are_seen_in_pairs_and_within_the_limit(
     num_frames: int, rate: float, max_frames: int, wanted: list[int]
 ) -> None:
-    assert sampled_frames(num_frames, rate, max_frames, "pairs") == wanted
+    assert sampled_frames(num_frames, rate, max_frames, PAIRS) == wanted
 
 
 def test_frames_from_the_first_to_the_last_are_those_of_transformers() -> None:
@@ -47,7 +59,7 @@ def test_frames_from_the_first_to_the_last_are_those_of_transformers() -> None:
     for num_frames in (1, 2, 3, 7, 20, 100, 333):
         for rate in (1.0, 10.0, 29.97):
             expected = own.sample_frames(VideoMetadata(num_frames, fps=rate)).tolist()
-            assert sampled_frames(num_frames, rate, 32, "ends") == expected
+            assert sampled_frames(num_frames, rate, 32, ENDS) == expected
 
 
 @pytest.mark.parametrize(
@@ -60,7 +72,78 @@ def test_frames_from_the_middles_of_parts_are_those_of_transformers(
     """As InternVL's video processor, which needs torchvision to be imported, computes them."""
     count = len(wanted)
     assert wanted == torch.arange(num_frames / count / 2, num_frames, num_frames / count).int().tolist()
-    assert sampled_frames(num_frames, 10.0, max_frames, "middles") == wanted
+    assert sampled_frames(num_frames, 10.0, max_frames, MIDDLES) == wanted
+
+
+@pytest.mark.parametrize(("per_second", "most"), [(1, 64), (1, 4), (0.5, 8), (3, 5), (2, 1)])
+def test_frames_without_the_ends_of_long_videos_are_those_of_transformers(per_second: float, most: int) -> None:
+    own = SmolVLMVideoProcessor(video_sampling={"fps": per_second, "max_frames": most, "video_size": 32})
+    sampling = Sampling("inner", per_second, min_frames=1, max_frames=most)
+    for num_frames in (1, 2, 3, 7, 20, 100, 333, 2000):
+        for rate in (0.4, 1.0, 10.0, 29.97):
+            metadata = VideoMetadata(num_frames, fps=rate, duration=num_frames / rate)
+            assert sampled_frames(num_frames, rate, 32, sampling) == own.sample_frames(metadata, min(most, 32)).tolist()
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (0, "zero"),
+        (1, "one"),
+        (12, "twelve"),
+        (19, "nineteen"),
+        (20, "twenty"),
+        (21, "twenty-one"),
+        (64, "sixty-four"),
+        (99, "ninety-nine"),
+        (100, "one hundred"),
+        (101, "one hundred and one"),
+        (768, "seven hundred and sixty-eight"),
+        (999, "nine hundred and ninety-nine"),
+    ],
+)
+def test_numbers_are_written_as_num2words_writes_them(number: int, words: str) -> None:
+    assert number_words(number) == words
+
+
+@pytest.mark.parametrize(("num_frames", "size"), [(2, (40, 40)), (5, (64, 24)), (6, (31, 77)), (3, (300, 20))])
+def test_videos_of_smolvlm_have_the_text_and_the_pixels_of_transformers(
+    tmp_path: Path, num_frames: int, size: tuple[int, int]
+) -> None:
+    processor = load_processor(make_media_model("smolvlm", tmp_path))
+    clip = video(1, num_frames, *size)
+    clip = replace(clip, content=replace(clip.content, seconds=3725.9, times=tuple(range(55, 55 + 9 * num_frames, 9))))
+    prepared = processor.prepare(clip)
+    made, text = smolvlm_video(clip.content, own_processor(processor))
+    assert prepared.text == text
+    assert text.startswith(f"You are provided the following series of {FRAME_COUNTS[num_frames]} frames from a 1:02:05")
+    assert "\nFrame from 00:55:<fake" in text
+    assert "\nFrame from 01:04:<fake" in text
+    assert prepared.num_features == 4 * num_frames
+    np.testing.assert_array_equal(prepared.inputs["pixel_values"], made["pixel_values"])
+    np.testing.assert_array_equal(prepared.inputs["pixel_attention_mask"], made["pixel_attention_mask"])
+
+
+@pytest.mark.parametrize("place", ["processor", "video_preprocessor", "preprocessor", None])
+def test_smolvlm_sees_as_many_frames_as_its_files_say(tmp_path: Path, place: str | None) -> None:
+    """Published folders have the settings beside those of images, newer ones in files of their own."""
+    folder = make_media_model("smolvlm", tmp_path)
+    files = {
+        name: json.loads((folder / f"{name}_config.json").read_text()) for name in ("processor", "preprocessor")
+    } | {"video_preprocessor": {}}
+    del files["processor"]["video_processor"]
+    wanted = {"video_sampling": {"fps": 3, "max_frames": 7, "video_size": {"longest_edge": 48}}}
+    if place == "processor":
+        files["processor"]["video_processor"] = wanted
+    elif place is not None:
+        files[place] |= wanted
+    for name, values in files.items():
+        (folder / f"{name}_config.json").write_text(json.dumps(values))
+    assert load_processor(folder).sampling == (
+        Sampling("inner", 1.0, min_frames=1, max_frames=64)
+        if place is None
+        else Sampling("inner", 3.0, min_frames=1, max_frames=7)
+    )
 
 
 @pytest.mark.parametrize(
@@ -68,14 +151,14 @@ def test_frames_from_the_middles_of_parts_are_those_of_transformers(
 )
 def test_the_sampled_frames_of_usual_formats_are_decoded(codec: str, container: str) -> None:
     data = tiny_video(codec=codec, container=container)
-    video, digest = decode_video(data, LIMITS, "pairs")
+    video, digest = decode_video(data, LIMITS, PAIRS)
     assert video.rate == pytest.approx(2.0)
     assert video.times == pytest.approx((0, 0.5, 1, 1.5))
     assert [frame.size for frame in video.frames] == [(48, 32)] * 4
     shades = [float(np.asarray(frame).mean()) for frame in video.frames]
     np.testing.assert_allclose(shades, [10 + index * 10 for index in (0, 5, 10, 15)], atol=8)
-    assert digest == decode_video(data, LIMITS, "pairs")[1]
-    assert digest != decode_video(tiny_video(num_frames=24, codec=codec, container=container), LIMITS, "pairs")[1]
+    assert digest == decode_video(data, LIMITS, PAIRS)[1]
+    assert digest != decode_video(tiny_video(num_frames=24, codec=codec, container=container), LIMITS, PAIRS)[1]
     assert 3 * 48 * 32 * 4 <= video.num_bytes <= video_bytes(data, LIMITS)
 
 
@@ -99,7 +182,7 @@ def test_a_video_cut_off_anywhere_is_refused_or_seen_as_far_as_it_goes(container
     data = tiny_video(container=container, num_frames=40)
     for twentieth in range(20):
         try:
-            video, _ = decode_video(data[: len(data) * twentieth // 20], LIMITS, "pairs")
+            video, _ = decode_video(data[: len(data) * twentieth // 20], LIMITS, PAIRS)
         except UnprocessableEntity:
             continue
         assert container == "matroska", "an mp4 file has its index at its end"
@@ -114,7 +197,7 @@ def test_damaged_bytes_give_an_error_or_frames() -> None:
         for place in random.integers(0, len(data), 8):
             damaged[place] ^= 0xFF
         try:
-            video, _ = decode_video(bytes(damaged), LIMITS, "pairs")
+            video, _ = decode_video(bytes(damaged), LIMITS, PAIRS)
         except UnprocessableEntity:
             continue
         assert {frame.size for frame in video.frames} == {video.frames[0].size}
@@ -129,7 +212,7 @@ def test_a_recording_without_pictures_is_no_video() -> None:
         output.mux(stream.encode(frame))
         output.mux(stream.encode(None))
     with pytest.raises(UnprocessableEntity, match="it has no video"):
-        decode_video(file.getvalue(), LIMITS, "pairs")
+        decode_video(file.getvalue(), LIMITS, PAIRS)
 
 
 @pytest.mark.parametrize("settings", [{}, {"cap_pixels_per_frame": True, "max_video_tokens": 6}])

@@ -26,7 +26,7 @@ from batchline.openai_api.parsing import num_sequences
 from batchline.openai_api.rerank import RerankRequest
 from batchline.openai_api.score import ScoreRequest
 from batchline.openai_api.transcriptions import TranscriptionRequest
-from batchline.text.chat_template import ChatPrompt, compile_template, message_text, own_template
+from batchline.text.chat_template import TEMPLATE_MEDIA, ChatPrompt, compile_template, message_text, own_template
 from batchline.text.control_tokens import ControlTokens
 from batchline.text.tokenizer import load_tokenizer
 
@@ -138,7 +138,7 @@ class TokenCounter:
             return [self._chat_tokens(_chat_prompt(request))]
         if isinstance(request, PooledBody) and request.messages is not None:
             messages, media = split_media(request.messages)
-            return [self._chat_tokens(ChatPrompt(messages=messages, has_media=bool(media)))]
+            return [self._chat_tokens(ChatPrompt(messages=messages, media=TEMPLATE_MEDIA if media else {}))]
         return [self._prompt_tokens(prompt) for prompt in _texts(request)]
 
     def num_text_tokens(self, text: str) -> int:
@@ -186,7 +186,7 @@ def _chat_prompt(request: ChatCompletionRequest) -> ChatPrompt:
     messages, media = split_media(request.messages)
     return ChatPrompt(
         messages=messages,
-        has_media=bool(media),
+        media=TEMPLATE_MEDIA if media else {},
         tools=request.shown_tools or None,
         documents=request.documents,
         add_generation_prompt=request.add_generation_prompt,

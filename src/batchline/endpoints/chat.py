@@ -206,7 +206,7 @@ def render_chat(request: ChatCompletionRequest, model: GenerativeModel) -> Rende
         documents=request.documents,
         add_generation_prompt=request.add_generation_prompt,
         continue_final_message=request.continue_final_message,
-        has_media=model.media is not None,
+        media={} if model.media is None else model.media.template_parts,
         variables={
             **model.config.default_chat_template_kwargs,
             **_hints(request, template, model.name),

@@ -257,7 +257,8 @@ class EngineEmbedder:
             except MediaWanted as wanted:
                 raise wanted if media is None else MediaWanted(media) from None
             prepared = prepared_media(items, model, processor_settings, self.max_model_len)
-            chat = replace(prompt, messages=messages, has_media=model.media is not None)
+            parts = {} if model.media is None else model.media.template_parts
+            chat = replace(prompt, messages=messages, media=parts)
             rendered = with_media_texts(render(chat), prepared, model)
             check_text(field, rendered.text, model.config.limits)
             token_ids = rendered.token_ids(model.tokenizer, add_special_tokens=add_special_tokens)

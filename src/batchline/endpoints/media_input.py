@@ -22,7 +22,7 @@ from batchline.media.items import NOUNS, MediaItem, MediaKind
 from batchline.media.parts import MEDIA_PARTS, MediaPart, MediaSource, media_parts, split_media
 from batchline.media.prepared import PreparedItem
 from batchline.media.processor import MediaProcessor
-from batchline.text.chat_template import TEXT_PARTS, unsupported_part
+from batchline.text.chat_template import TEMPLATE_MEDIA, TEXT_PARTS, TemplateParts, unsupported_part
 from batchline.text.control_tokens import RenderedChat
 
 T = TypeVar("T")
@@ -46,6 +46,11 @@ class MediaInput:
     def part_types(self) -> list[str]:
         """The types of parts that the model takes."""
         return [name for name, kind in MEDIA_PARTS.items() if kind in self.kinds]
+
+    @property
+    def template_parts(self) -> TemplateParts:
+        """What stands for an item of each kind in the messages that chat templates get."""
+        return {**TEMPLATE_MEDIA, **self.processor.template_parts}
 
 
 class MediaWanted(Exception):
@@ -161,11 +166,19 @@ def prompt_media(token_ids: Sequence[int], items: Sequence[PreparedItem], model:
 
 def with_media_texts(rendered: RenderedChat, items: Sequence[PreparedItem], model: TakesMedia) -> RenderedChat:
     """The prompt with the items' texts in place of the template's placeholders. Raises: BadRequest."""
-    if model.media is None:
-        return rendered
-    for kind, placeholder in model.media.processor.placeholders.items():
-        texts = [item.text for item in items if item.kind == kind]
-        rendered = rendered.with_media(placeholder, texts, NOUNS[kind])
+    return rendered if model.media is None else with_texts(rendered, items, model.media.processor.placeholders)
+
+
+def with_texts(
+    rendered: RenderedChat, items: Sequence[PreparedItem], placeholders: Mapping[MediaKind, str]
+) -> RenderedChat:
+    """`with_media_texts` for a model with these placeholders. Raises: BadRequest."""
+    for placeholder in dict.fromkeys(placeholders.values()):  # images and videos may have the same
+        kinds = [kind for kind, own in placeholders.items() if own == placeholder]
+        found = [item for item in items if item.kind in kinds]
+        nouns = {NOUNS[item.kind] for item in found} or {NOUNS[kinds[0]]}
+        noun = nouns.pop() if len(nouns) == 1 else "media item"
+        rendered = rendered.with_media(placeholder, [item.text for item in found], noun)
     return rendered
 
 

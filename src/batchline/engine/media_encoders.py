@@ -22,8 +22,10 @@ IMAGES: tuple[MediaKind, ...] = ("image",)
 AUDIO: tuple[MediaKind, ...] = ("audio",)
 
 FAMILIES: Mapping[str, tuple[MediaKind, ...]] = {
-    **dict.fromkeys(("llava", "idefics3", "smolvlm"), IMAGES),
-    **dict.fromkeys(("llava_onevision", "internvl", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"), (*IMAGES, "video")),
+    **dict.fromkeys(("llava", "idefics3"), IMAGES),
+    **dict.fromkeys(
+        ("llava_onevision", "internvl", "smolvlm", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"), (*IMAGES, "video")
+    ),
     **dict.fromkeys(("mistral3", "gemma3", "paligemma"), IMAGES),
     **dict.fromkeys(("qwen2_audio", "voxtral"), AUDIO),
     "qwen2_5_omni_thinker": (*IMAGES, *AUDIO),
@@ -45,7 +47,8 @@ def encoders(model: Any) -> dict[MediaKind, Encoder]:
         if model_type in others:
             found[kind] = partial(others[model_type], base)
         else:
-            method = "get_image_features" if model_type == "internvl" else f"get_{kind}_features"
+            sees_frames_as_images = model_type in ("internvl", "smolvlm")
+            method = "get_image_features" if sees_frames_as_images else f"get_{kind}_features"
             found[kind] = partial(getattr(base, method), return_dict=True)
     return found
 

@@ -143,7 +143,7 @@ class MediaCollector:
 
     @asynccontextmanager
     async def collect(
-        self, parts: Sequence[MediaPart], sampling: video.Sampling = "ends"
+        self, parts: Sequence[MediaPart], sampling: video.Sampling = video.ENDS
     ) -> AsyncIterator[dict[MediaSource, MediaItem]]:
         """The item of each source. Their memory is reserved until the block ends. sampling: of videos.
 

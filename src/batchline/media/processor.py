@@ -19,12 +19,13 @@ from batchline.media.audio_processor import AudioProcessor, VoxtralProcessor
 from batchline.media.image_processor import ImageProcessor, PixtralProcessor
 from batchline.media.items import MediaItem, MediaKind
 from batchline.media.prepared import PreparedItem, PreparedMedia
-from batchline.media.video import Sampling
+from batchline.media.video import ENDS, Sampling
 from batchline.media.video_processor import (
     FrameVideoProcessor,
     InternVideoProcessor,
     Qwen2VideoProcessor,
     Qwen3VideoProcessor,
+    SmolVideoProcessor,
     VideoProcessor,
 )
 
@@ -43,7 +44,7 @@ PROCESSORS = {
     "Qwen2_5OmniProcessor": ("qwen2_5_omni", "Qwen2_5OmniProcessor"),
 }
 """Supported processors by name: the folder and the class of `transformers` with their code. SmolVLM's is that of
-Idefics 3, and its own class would need another package, for videos."""
+Idefics 3, because its own class needs another package, for videos."""
 
 VIDEO_PROCESSORS: Mapping[str, type[VideoProcessor]] = {
     "LlavaOnevisionProcessor": FrameVideoProcessor,
@@ -51,6 +52,7 @@ VIDEO_PROCESSORS: Mapping[str, type[VideoProcessor]] = {
     "Qwen2VLProcessor": Qwen2VideoProcessor,
     "Qwen2_5_VLProcessor": Qwen2VideoProcessor,
     "Qwen3VLProcessor": Qwen3VideoProcessor,
+    "SmolVLMProcessor": SmolVideoProcessor,
 }
 """Our classes for the videos of processors whose models also see them."""
 
@@ -61,7 +63,8 @@ OWN_PROCESSORS = {"PixtralProcessor": PixtralProcessor, "VoxtralProcessor": Voxt
 class MediaProcessor:
     """Prepares the media of one model. Safe to use from several threads.
 
-    prepared: the results in memory. placeholders: what chat templates write for an item of each kind.
+    prepared: the results in memory. placeholders: what chat templates write for an item of each kind. template_parts:
+    what stands for an item in the messages that templates get, if not a part of its kind.
     feature_token_ids: the tokens that take its features. sampling: which frames of videos the model sees.
     """
 
@@ -74,7 +77,9 @@ class MediaProcessor:
     ) -> None:
         """image, audio, video: None for what the model does not take."""
         self.prepared = prepared
-        self.sampling: Sampling = "ends" if video is None else video.sampling
+        self.sampling: Sampling = ENDS if video is None else video.sampling
+        part = None if video is None else video.template_part
+        self.template_parts = {} if part is None else {"video": part}
         self._image = image
         self._audio = audio
         self._video = video
@@ -168,7 +173,7 @@ def load_media_processor(config: ModelConfig, settings: Mapping[str, Any]) -> Me
         audio = AudioProcessor(processor, int(hf_config.audio_token_id), prepared)
     if name in VIDEO_PROCESSORS:
         video_settings = _video_settings(config.model, config.revision, values)
-        # InternVL's videos are written with the tokens of images
+        # InternVL's and SmolVLM's videos are written with the tokens of images
         token_id = getattr(hf_config, "video_token_id", hf_config.image_token_id)
         video = VIDEO_PROCESSORS[name](processor, int(token_id), prepared, video_settings)
     return MediaProcessor(prepared, image, audio, video)

@@ -21,27 +21,47 @@ if TYPE_CHECKING:
 
 FORMATS = "mp4, mov, webm, mkv"
 FRAMES_PER_SECOND = 2.0
-"""That models see, as far as the limit on frames allows."""
+"""That most models see, as far as the limit on frames allows."""
 MIN_FRAMES = 4
 BYTES_PER_PIXEL = 3
 
+_SKIPPED_S = 1.0
 _DECODERS = frozenset({"h264", "hevc", "mpeg4", "vp8", "vp9", "libvpx", "libvpx-vp9", "av1", "libdav1d"})
 _MAX_RATE = 120
 _PAIR = 2
 
-Sampling = Literal["pairs", "ends", "middles"]
-"""Which frames a model sees, evenly spread. pairs: an even number, from the first one on. ends: any number, from the
-first one to the last. middles: any number, each from the middle of its part of the video."""
+Spread = Literal["pairs", "ends", "middles", "inner"]
+"""How frames are spread over a video, always evenly. pairs: an even number, from the first one on. ends: any number,
+from the first one to the last. middles: any number, each from the middle of its part of the video. inner: as ends, but
+without the first and the last second of a long video."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """Which frames a model sees. per_second: how many of each second, as far as the limits allow."""
+
+    spread: Spread
+    per_second: float = FRAMES_PER_SECOND
+    min_frames: int = MIN_FRAMES
+    max_frames: int | None = None
+
+
+PAIRS, ENDS, MIDDLES = Sampling("pairs"), Sampling("ends"), Sampling("middles")
 
 
 @dataclass(frozen=True, slots=True)
 class Video:
-    """Some of a video's frames, RGB and evenly spread. times: when each is shown, in seconds. rate: how many of them
-    one second has."""
+    """Some of a video's frames, RGB and evenly spread. times: when each is shown, in seconds. seconds: the length of
+    the whole video."""
 
     frames: tuple[Image.Image, ...]
     times: tuple[float, ...]
-    rate: float
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        """How many of the frames one second has."""
+        return len(self.frames) / self.seconds
 
     @property
     def num_bytes(self) -> int:
@@ -87,26 +107,34 @@ def decode_video(data: bytes, limits: VideoLimits, sampling: Sampling) -> tuple[
         frames = tuple(_decoded(container, _stream(container, limits), wanted))
     if len(frames) < len(wanted):
         raise UnprocessableEntity("the video is cut off: it has fewer frames than its header says")
-    video = Video(frames, tuple(index / rate for index in wanted), rate * len(wanted) / num_frames)
-    digest = hashlib.sha256(b"%a:%f:%dx%d:" % (video.times, video.rate, *frames[0].size))
+    video = Video(frames, tuple(index / rate for index in wanted), num_frames / rate)
+    digest = hashlib.sha256(b"%a:%f:%dx%d:" % (video.times, video.seconds, *frames[0].size))
     for frame in frames:
         digest.update(frame.tobytes())
     return video, digest.digest()
 
 
 def sampled_frames(num_frames: int, rate: float, max_frames: int, sampling: Sampling) -> list[int]:
-    """Which frames models see: as many of each second as `FRAMES_PER_SECOND`, within limits.
+    """Which frames models see. max_frames: the limit beside the model's own.
 
-    As `sample_frames` of `Qwen2VLVideoProcessor` (pairs), `Qwen3VLVideoProcessor` (ends) and `InternVLVideoProcessor`
-    (middles) of `transformers`.
+    As `sample_frames` of `Qwen2VLVideoProcessor` (pairs), `Qwen3VLVideoProcessor` (ends), `InternVLVideoProcessor`
+    (middles) and `SmolVLMVideoProcessor` (inner) of `transformers`.
     """
-    in_time = num_frames / rate * FRAMES_PER_SECOND
-    if sampling == "pairs":
+    in_time = num_frames / rate * sampling.per_second
+    max_frames = min(max_frames, sampling.max_frames or max_frames)
+    if sampling.spread == "inner":
+        first, last = 0, num_frames - 1
+        if num_frames / rate - 2 * _SKIPPED_S > max_frames * sampling.per_second:
+            first, last = int(_SKIPPED_S * rate), min(int(num_frames - _SKIPPED_S * rate), last)
+        count = min(max(round(in_time), sampling.min_frames), max_frames)
+        found: list[int] = np.unique(np.linspace(first, last, count, dtype=int)).tolist()
+        return found
+    if sampling.spread == "pairs":
         most = min(max_frames, num_frames) // _PAIR * _PAIR
-        count = max(1, int(min(max(in_time, MIN_FRAMES), most, num_frames)) // _PAIR * _PAIR)
+        count = max(1, int(min(max(in_time, sampling.min_frames), most, num_frames)) // _PAIR * _PAIR)
         return [int(index * (num_frames / count)) for index in range(count)]
-    count = min(max(int(in_time), MIN_FRAMES), max_frames, num_frames)
-    if sampling == "middles":
+    count = min(max(int(in_time), sampling.min_frames), max_frames, num_frames)
+    if sampling.spread == "middles":
         return [int((index + 0.5) * (num_frames / count)) for index in range(count)]
     places: list[int] = np.linspace(0, num_frames - 1, count).round().astype(int).tolist()
     return places

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any, ClassVar
 
 import numpy as np
@@ -16,17 +17,19 @@ from PIL import Image
 from batchline.media.image_processor import unusable
 from batchline.media.items import MediaItem
 from batchline.media.prepared import PreparedItem, PreparedMedia
-from batchline.media.video import Sampling, Video
+from batchline.media.video import ENDS, MIDDLES, PAIRS, Sampling, Video
 
 
 class VideoProcessor:
     """Prepares the videos of one model, each once as long as the result is kept. Safe to use from several threads.
 
-    sampling: which frames the model sees. placeholder: what chat templates write for a video. feature_token_id: the
-    token that takes features.
+    sampling: which frames the model sees. placeholder: what chat templates write for a video. template_part: what they
+    get for it, if not a part of type video. feature_token_id: the token that takes features.
     """
 
-    sampling: ClassVar[Sampling] = "ends"
+    sampling: Sampling = ENDS
+    template_part: Mapping[str, str] | None = None
+    _token_name: ClassVar[str] = "video_token"
 
     def __init__(
         self, processor: Any, feature_token_id: int, prepared: PreparedMedia, settings: Mapping[str, Any]
@@ -38,7 +41,7 @@ class VideoProcessor:
         self._kept = prepared
         self._settings = settings
         self.feature_token_id = feature_token_id
-        self.placeholder: str = processor.video_token
+        self.placeholder: str = getattr(processor, self._token_name)
         self._feature_token: str = processor.tokenizer.convert_ids_to_tokens(feature_token_id)
 
     def prepare(self, item: MediaItem) -> PreparedItem:
@@ -64,7 +67,7 @@ class VideoProcessor:
 class Qwen2VideoProcessor(VideoProcessor):
     """Frames two by two: a patch holds both of them, where an image's patch holds the image twice."""
 
-    sampling: ClassVar[Sampling] = "pairs"
+    sampling = PAIRS
 
     def _text_and_inputs(self, video: Video) -> tuple[str, Mapping[str, np.ndarray]]:
         patches = self._patches([*video.frames, *video.frames[-1:] * (len(video.frames) % 2)], len(video.frames))
@@ -98,7 +101,7 @@ class Qwen2VideoProcessor(VideoProcessor):
 class Qwen3VideoProcessor(Qwen2VideoProcessor):
     """The same pairs, each after a text that says when it is shown. The size is that of all frames together."""
 
-    sampling: ClassVar[Sampling] = "ends"
+    sampling = ENDS
 
     def _patches(self, frames: list[Image.Image], num_sampled: int) -> Mapping[str, np.ndarray]:
         """The default settings are those of `Qwen3VLVideoProcessor`."""
@@ -155,8 +158,64 @@ class FrameVideoProcessor(VideoProcessor):
 class InternVideoProcessor(FrameVideoProcessor):
     """Each frame as an image that is seen as a whole: between the same tokens, for the same encoder."""
 
-    sampling: ClassVar[Sampling] = "middles"
+    sampling = MIDDLES
 
     def _text_and_inputs(self, video: Video) -> tuple[str, Mapping[str, np.ndarray]]:
         text, inputs = super()._text_and_inputs(video)
         return text, {"pixel_values": inputs["pixel_values_videos"][0]}
+
+
+_UNITS = (
+    *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"),
+    *("thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen"),
+)
+_TENS = ("", "", "twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
+MAX_WORDED = 999
+
+
+def number_words(number: int) -> str:
+    """A number of frames in words, up to `MAX_WORDED`, as the package num2words writes it."""
+    if number < len(_UNITS):
+        return _UNITS[number]
+    if number < 100:
+        tens, units = divmod(number, 10)
+        return f"{_TENS[tens]}-{_UNITS[units]}" if units else _TENS[tens]
+    hundreds, rest = divmod(number, 100)
+    return f"{_UNITS[hundreds]} hundred{f' and {number_words(rest)}' if rest else ''}"
+
+
+class SmolVideoProcessor(VideoProcessor):
+    """Each frame as an image that is seen as a whole, after its time. A text before them says how many there are.
+
+    The published models' templates know no videos: for a message with one, `SmolVLMProcessor` uses another template,
+    which writes it like a text. Here, templates get it as a text.
+    """
+
+    _token_name: ClassVar[str] = "image_token"
+
+    def __init__(
+        self, processor: Any, feature_token_id: int, prepared: PreparedMedia, settings: Mapping[str, Any]
+    ) -> None:
+        """The default rate and number of frames are those of the published models."""
+        super().__init__(processor, feature_token_id, prepared, settings)
+        own = settings.get("video_sampling") or getattr(self._images, "video_sampling", None) or {}
+        most = int(own.get("max_frames") or settings.get("num_frames") or 64)
+        rate = float(own.get("fps") or settings.get("fps") or 1)
+        self.sampling = Sampling("inner", rate, min_frames=1, max_frames=min(most, MAX_WORDED))
+        self.template_part = {"type": "text", "text": self.placeholder}
+
+    def _text_and_inputs(self, video: Video) -> tuple[str, Mapping[str, np.ndarray]]:
+        settings = {"size": (self._settings.get("video_sampling") or {}).get("video_size"), **self._settings}
+        names = ("size", "max_image_size", "resample", "image_mean", "image_std")
+        own = {name: settings[name] for name in names if settings.get(name) is not None}
+        inputs = self._images([[*video.frames]], do_image_splitting=False, return_tensors="np", **own)
+        return self._text(video), {name: inputs[name] for name in ("pixel_values", "pixel_attention_mask")}
+
+    def _text(self, video: Video) -> str:
+        """As `SmolVLMProcessor.replace_video_token`."""
+        frame = self._processor.replace_image_token({"rows": [[0]], "cols": [[0]]}, image_idx=0)
+        frames = [f"\nFrame from {int(time // 60):02d}:{int(time % 60):02d}:{frame}" for time in video.times]
+        length = timedelta(seconds=int(video.seconds))
+        count = number_words(len(frames))
+        intro = f"You are provided the following series of {count} frames from a {length} [H:MM:SS] video.\n"
+        return f"{intro}{''.join(frames)}\n\n"

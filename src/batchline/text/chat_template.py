@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import Any
 
@@ -28,12 +28,15 @@ RESERVED_VARIABLES = frozenset({"messages", "tools", "documents", "add_generatio
 _END_TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # ends in a space, to see whether the template trims
 _JINJA_SIGNS = "{}\n"
 
+TemplateParts = Mapping[str, Mapping[str, str]]
+"""What templates get for the parts that stand for media, by their type."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatPrompt:
     """The input of a chat template. variables: from the request; they override the special tokens.
 
-    has_media: whether parts of the messages may stand for images and audio.
+    media: empty if no parts of the messages may stand for media.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -42,7 +45,7 @@ class ChatPrompt:
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     variables: Mapping[str, Any] | None = None
-    has_media: bool = False
+    media: TemplateParts = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +69,7 @@ class ChatTemplate:
             prompt.messages,
             self.content_format,
             knows_developer=self.knows_developer,
-            has_media=prompt.has_media,
+            media=prompt.media,
         )
         continued = _mark_end(messages[-1]) if prompt.continue_final_message else None
         try:
@@ -223,12 +226,12 @@ TEXT_PARTS: Mapping[str, str] = {
 MEDIA_PARTS = ("image_url", "input_image", "audio_url", "input_audio", "video_url")
 """Known part types that only models with media inputs accept."""
 
-TEMPLATE_MEDIA: Mapping[str, Mapping[str, str]] = {
+TEMPLATE_MEDIA: TemplateParts = {
     "image": {"type": "image"},
     "audio": {"type": "audio", "audio_url": ""},  # some templates know audio by this key alone
     "video": {"type": "video"},
 }
-"""Part types that stand for media in templates, and the whole parts. Requests may not use them."""
+"""Part types that stand for media in messages, and what most templates get for them. Requests may not use them."""
 
 
 def normalise_messages(
@@ -236,14 +239,14 @@ def normalise_messages(
     content_format: TemplateContentFormat,
     *,
     knows_developer: bool,
-    has_media: bool = False,
+    media: TemplateParts,
 ) -> list[dict[str, Any]]:
-    """Messages for a template. has_media: whether parts may stand for media.
+    """Messages for a template. media: see `ChatPrompt`.
 
     Raises: BadRequest, with the path of the invalid value.
     """
     return [
-        _normalise(message, f"messages[{index}]", content_format, knows_developer, has_media)
+        _normalise(message, f"messages[{index}]", content_format, knows_developer, media)
         for index, message in enumerate(messages)
     ]
 
@@ -253,14 +256,14 @@ def _normalise(
     path: str,
     content_format: TemplateContentFormat,
     knows_developer: bool,
-    has_media: bool,
+    media: TemplateParts,
 ) -> dict[str, Any]:
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise BadRequest(f"{path}.role: Input should be a non-empty string", param=f"{path}.role")
     normal = {key: value for key, value in message.items() if value is not None}
     normal["role"] = "system" if role == "developer" and not knows_developer else role
-    parts = _parts(message.get("content"), f"{path}.content", has_media)
+    parts = _parts(message.get("content"), f"{path}.content", media)
     if content_format == "string":
         _refuse_media(parts, f"{path}.content")
     normal["content"] = _joined(parts) if content_format == "string" else parts
@@ -288,7 +291,7 @@ def _use_tool_calls(message: dict[str, Any]) -> None:
 
 def message_text(message: Mapping[str, Any]) -> str:
     """The text of a message's content, its text parts joined by newlines. Raises: BadRequest."""
-    return _joined(_parts(message.get("content"), "content", has_media=True))
+    return _joined(_parts(message.get("content"), "content", TEMPLATE_MEDIA))
 
 
 def _joined(parts: Sequence[Mapping[str, Any]]) -> str:
@@ -303,7 +306,7 @@ def _refuse_media(parts: Sequence[Mapping[str, Any]], path: str) -> None:
             raise BadRequest(f"{path}[{index}]: {message}", param=f"{path}[{index}]")
 
 
-def _parts(content: Any, path: str, has_media: bool) -> list[dict[str, Any]]:
+def _parts(content: Any, path: str, media: TemplateParts) -> list[dict[str, Any]]:
     """The parts of a message's content: one for a string, an empty list if there is no content."""
     if content is None:
         return []
@@ -311,18 +314,18 @@ def _parts(content: Any, path: str, has_media: bool) -> list[dict[str, Any]]:
         return [{"type": "text", "text": content}]
     if not isinstance(content, list):
         raise BadRequest(f"{path}: Input should be a string or a list of parts", param=path)
-    return [_part(part, f"{path}[{index}]", has_media) for index, part in enumerate(content)]
+    return [_part(part, f"{path}[{index}]", media) for index, part in enumerate(content)]
 
 
-def _part(part: Any, path: str, has_media: bool) -> dict[str, Any]:
+def _part(part: Any, path: str, media: TemplateParts) -> dict[str, Any]:
     """A text part with its other keys, such as `cache_control`, or a part that stands for media."""
     if isinstance(part, str):
         return {"type": "text", "text": part}
     kind = part.get("type") if isinstance(part, dict) else None
     if not isinstance(kind, str):
         raise BadRequest(f"{path}: Input should be an object with a type", param=path)
-    if has_media and kind in TEMPLATE_MEDIA:
-        return dict(TEMPLATE_MEDIA[kind])
+    if kind in media:
+        return dict(media[kind])
     if kind in MEDIA_PARTS:
         raise BadRequest(f"{path}: {unsupported_part(kind, ())}", param=path)
     if kind not in TEXT_PARTS:
