@@ -398,10 +398,10 @@ def test_a_long_prompt_of_one_caller_does_not_delay_the_tokens_of_another() -> N
     assert tokens_of(engine.step()) == {"a": 16}, "nobody else waits"
     engine.add(*crowd("b", 1, first_token=100, max_tokens=3))
     assert [tokens_of(engine.step()) for _ in range(4)] == [
-        {"a": 7, "b": 2},
+        {"a": 13, "b": 2},
         {"a": 14, "b": 1},
         {"a": 14, "b": 1},
-        {"a": 9},
+        {"a": 3},
     ]
 
 
@@ -420,8 +420,66 @@ def test_callers_share_the_prompt_tokens_of_a_step_evenly() -> None:
     engine.add(*(make_sequence(tuple(range(n, n + 40)), caller="a") for n in range(0, 120, 40)))
     engine.add(make_sequence(tuple(range(200, 230)), caller="b"), make_sequence(tuple(range(300, 330)), caller="c"))
     steps = [tokens_of(engine.step()) for _ in range(3)]
-    assert steps == [{"a": 5, "b": 5, "c": 5}, {"a": 4, "b": 4, "c": 4}, {"a": 4, "b": 4, "c": 4}]
+    assert steps == [{"a": 6, "b": 5, "c": 5}, {"a": 5, "b": 4, "c": 4}, {"a": 5, "b": 4, "c": 4}]
     engine.run()
+
+
+@pytest.mark.parametrize("num_blocks", [400, 90])
+def test_callers_who_wait_for_seats_or_blocks_do_not_make_steps_shorter(num_blocks: int) -> None:
+    """Each waiting caller had a share that nobody used: with 64 callers, steps had an eighth of their tokens."""
+    engine = SimulatedEngine(num_blocks=num_blocks, max_tokens=64, max_seqs=8, max_shared=32)
+    for number in range(40):
+        engine.add(make_sequence(tuple(range(100 * number, 100 * number + 80)), caller=f"c{number}"))
+    for _ in range(12):
+        assert engine.step().num_tokens >= 32
+    engine.run()
+
+
+def test_a_caller_whose_long_prompts_hold_all_seats_gives_some_to_another_caller() -> None:
+    engine = SimulatedEngine(num_blocks=400, max_tokens=64, max_seqs=4, max_shared=32)
+    engine.add(*(make_sequence(tuple(range(100 * n, 100 * n + 90)), caller="a") for n in range(6)))
+    engine.step()
+    engine.add(make_sequence(tuple(range(1000, 1010)), caller="b"))
+    assert tokens_of(engine.step())["b"] == 10
+    engine.run()
+
+
+def test_what_a_caller_does_not_need_of_its_share_is_for_the_others() -> None:
+    engine = SimulatedEngine(num_blocks=400, max_tokens=64, max_seqs=16, max_shared=32)
+    engine.add(make_sequence(tuple(range(300)), caller="long"))
+    for number in range(7):
+        engine.add(make_sequence((1000 + 2 * number, 1001 + 2 * number), caller=f"c{number}"))
+    assert tokens_of(engine.step())["long"] == 32 - 7 * 2
+    engine.run()
+
+
+def test_a_range_of_a_batch_line_is_computed_beside_the_prompts_of_clients() -> None:
+    """It waited for ever if it was longer than what they left and shorter than a whole share."""
+    engine = SimulatedEngine(num_blocks=600, max_tokens=128, max_seqs=16, max_shared=32)
+    line = uncut_sequence(25, (1, 24))
+    line.caller, line.priority, line.kind = "", 2 << 32, 2
+    engine.scheduler.add(line)
+    for number in range(6):
+        first = 100 * number + 100
+        clients = [make_sequence(tuple(range(first + n, first + n + 10)), caller=f"c{n}") for n in (0, 20)]
+        for client in clients:
+            engine.scheduler.add(client)
+        engine.scheduler.schedule()
+        for client in clients:
+            engine.scheduler.abort(client)
+        if line.num_uncomputed_tokens == 0:
+            return
+    raise AssertionError("the batch line's range was never computed")
+
+
+def test_a_range_longer_than_its_callers_share_takes_nothing_from_the_others() -> None:
+    """Each step had one picture of the first caller and nothing of the second."""
+    engine = SimulatedEngine(num_blocks=600, max_tokens=128, max_seqs=16, max_shared=32)
+    pictures = uncut_sequence(400, *((start, start + 40) for start in range(0, 400, 40)))
+    pictures.caller = "a"
+    engine.scheduler.add(pictures)
+    engine.scheduler.add(make_sequence(tuple(range(1000, 1010)), caller="b"))
+    assert tokens_of(engine.scheduler.schedule()) == {"a": 40, "b": 10}
 
 
 def test_prompts_of_batch_lines_get_what_the_clients_leave() -> None:
@@ -687,14 +745,23 @@ TestSchedulerMachine.settings = settings(max_examples=30, stateful_step_count=20
     st.integers(1, 4),
     st.integers(1, 9),
     st.integers(1, 4),
+    st.none() | st.integers(1, 4),
 )
 @settings(max_examples=60, deadline=None)
 def test_every_sequence_is_served_whatever_the_sizes(
-    requests: list[tuple[Prompt, int, int, None, str]], block_size: int, max_tokens: int, max_seqs: int
+    requests: list[tuple[Prompt, int, int, None, str]],
+    block_size: int,
+    max_tokens: int,
+    max_seqs: int,
+    max_shared: int | None,
 ) -> None:
     longest = max(len(prompt) + count for prompt, count, *_ in requests)
     engine = SimulatedEngine(
-        num_blocks=-(-longest // block_size), block_size=block_size, max_tokens=max_tokens, max_seqs=max_seqs
+        num_blocks=-(-longest // block_size),
+        block_size=block_size,
+        max_tokens=max_tokens,
+        max_seqs=max_seqs,
+        max_shared=max_shared,
     )
     sequences = [make_sequence(*request) for request in requests]
     engine.add(*sequences)

@@ -18,7 +18,7 @@ sequences read them, so even sequences of the same step can share it. `undo` rev
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from batchline.config import SchedulerConfig
@@ -167,9 +167,9 @@ class Scheduler:
         """only: the running sequences that this step may compute; None allows all."""
         draft = self._draft
         is_shared = self._waiting.is_shared(self.running)
-        if is_shared:
-            draft.shares = PromptShares.of(self._num_shared_tokens(), self.running, self._waiting)
         draft.order = in_order(self.running, is_shared=is_shared)
+        if is_shared:
+            draft.shares = PromptShares.of(self._num_shared_tokens(), self._prompts())
         for position, sequence in enumerate(draft.order):
             if only is not None and sequence not in only:
                 continue
@@ -191,6 +191,21 @@ class Scheduler:
         room = max(1, self.max_num_batched_tokens - len(self.running))
         return room if self._max_num_shared_tokens is None else min(room, self._max_num_shared_tokens)
 
+    def _prompts(self) -> Iterator[Sequence]:
+        """The prompts that the next step may compute: of running sequences, and of as many waiting ones as can find
+        seats and blocks, perhaps those of sequences that they may replace. The running ones have their turns."""
+        yield from (sequence for sequence in self.running if sequence.num_uncomputed_tokens > 1)
+        firsts = [line[-1] for line in self._waiting.lines.values()]
+        kind = min((sequence.kind for sequence in firsts), default=0)
+        replaceable = [sequence for sequence in self.running if sequence.turn > 0 or sequence.kind > kind]
+        num_seats = self.max_num_seqs - len(self.running) + len(replaceable)
+        num_blocks = self.pool.num_free + sum(len(sequence.block_table) for sequence in replaceable)
+        for sequence in firsts:
+            needed = self._num_blocks(sequence.num_tokens)
+            if num_seats > 0 and needed <= num_blocks:
+                num_seats, num_blocks = num_seats - 1, num_blocks - needed
+                yield sequence
+
     def _admit(self, *, before: int | None = None) -> None:
         """Move waiting sequences into the step while budget, seats and blocks last.
 
@@ -198,7 +213,7 @@ class Scheduler:
         admitted; if they lack seats or blocks, sequences from that place on are preempted, the last ones first.
         """
         draft = self._draft
-        while draft.budget > 0:
+        while draft.budget > 0 and not (draft.shares is not None and draft.shares.is_used_up):
             sequence = draft.next = draft.next or self._waiting.first(
                 self.running, is_shared=draft.shares is not None, besides=draft.served
             )
@@ -330,16 +345,17 @@ class Scheduler:
         return self._uncut_end(sequence, end) if sequence.uncut else end
 
     def _uncut_end(self, sequence: Sequence, end: int) -> int:
-        """The end of a chunk that would end at `end`, so that it cuts no range that one step must compute. A range that
-        is too long for any step with other sequences, or that a step begins with, may exceed the budget."""
-        start = sequence.num_computed_tokens
-        for first, last in sequence.uncut:
+        """The end of a chunk that would end at `end`, so that it cuts no range that one step must compute. Such a range
+        may exceed its caller's share. If a step begins with it, or it is too long for any step with other sequences, it
+        may also exceed the budget."""
+        start, draft = sequence.num_computed_tokens, self._draft
+        for first, last in sequence.uncut if end > start else ():
             if first < end < last:
                 if first > start:
                     return first
-                shares = self._draft.shares
-                room = self.max_num_batched_tokens - len(self.running) if shares is None else shares.share
-                return last if not self._draft.chunks or last - start > room else start
+                fits = draft.shares is not None and last - start <= draft.budget - len(self.running)
+                is_too_long = last - start > self.max_num_batched_tokens - len(self.running)
+                return last if fits or is_too_long or not draft.chunks else start
         return end
 
     def _computes_prompt_logprobs(self, sequence: Sequence) -> bool:

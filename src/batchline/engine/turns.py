@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Sequence as Ordered
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 
 from batchline.engine.sequence import Sequence
@@ -62,34 +62,47 @@ class WaitingLine:
 
 @dataclass(slots=True)
 class PromptShares:
-    """What is left of the prompt tokens of a step. room: for all callers together.
+    """What is left of the prompt tokens of a step.
 
-    The callers whose prompts are of the first kind, `kind`, get a `share` each. All others use what these leave.
+    shares: of the callers with prompts of the first kind, `kind`. spare: what these do not need, for every prompt.
     """
 
-    room: int
     kind: int
-    share: int
-    used: Counter[str] = field(default_factory=Counter)
+    shares: dict[str, int]
+    spare: int
 
     @classmethod
-    def of(cls, room: int, running: Ordered[Sequence], waiting: WaitingLine) -> PromptShares:
-        """Shares for the callers that have a prompt to compute."""
-        prompts = [sequence for sequence in running if sequence.num_uncomputed_tokens > 1]
-        prompts += [line[-1] for line in waiting.lines.values()]
+    def of(cls, room: int, prompts: Iterable[Sequence]) -> PromptShares:
+        """Share out `room` tokens. prompts: those that the step may compute. A caller gets what its prompts need, but
+        not more than an even share of what is left by callers who need less."""
+        prompts = list(prompts)
         kind = min((sequence.kind for sequence in prompts), default=0)
-        num_callers = len({sequence.caller for sequence in prompts if sequence.kind == kind})
-        return cls(room, kind, max(1, room // max(1, num_callers)))
+        needs: Counter[str] = Counter()
+        for sequence in prompts:
+            if sequence.kind == kind:
+                needs[sequence.caller] += sequence.num_uncomputed_tokens
+        shares: dict[str, int] = {}
+        for caller, need in sorted(needs.items(), key=lambda item: item[1]):
+            shares[caller] = min(need, max(1, room // (len(needs) - len(shares))))
+            room -= shares[caller]
+        return cls(kind, shares, max(0, room))
+
+    @property
+    def is_used_up(self) -> bool:
+        """Whether no prompt gets any more tokens."""
+        return not self.spare and not any(self.shares.values())
 
     def left(self, sequence: Sequence) -> int:
         """How many tokens of its prompt the step may still compute."""
-        share = self.share - self.used[sequence.caller] if sequence.kind == self.kind else self.room
-        return max(0, min(self.room, share))
+        share = self.shares.get(sequence.caller, 0) if sequence.kind == self.kind else 0
+        return share + self.spare
 
     def use(self, sequence: Sequence, num_tokens: int) -> None:
-        """Count a chunk of its prompt."""
-        self.room -= num_tokens
-        self.used[sequence.caller] += num_tokens
+        """Count a chunk of its prompt. What exceeds its share comes from what is spare, never from other shares."""
+        if sequence.kind == self.kind and (share := self.shares.get(sequence.caller, 0)):
+            self.shares[sequence.caller] = max(0, share - num_tokens)
+            num_tokens = max(0, num_tokens - share)
+        self.spare = max(0, self.spare - num_tokens)
 
 
 def in_order(running: Ordered[Sequence], *, is_shared: bool) -> list[Sequence]:
