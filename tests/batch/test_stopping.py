@@ -11,7 +11,7 @@ from batchline.batch.stopping import STOPPING_IDLE, Stopper, stop_on_signals, un
 from batchline.errors import RunInterrupted
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 async def test_the_first_signal_asks_to_stop_and_the_second_stops_at_once(number: signal.Signals) -> None:
     told, at_once = asyncio.Event(), queue.SimpleQueue[int]()
     before = signal.getsignal(number)
@@ -24,6 +24,19 @@ async def test_the_first_signal_asks_to_stop_and_the_second_stops_at_once(number
         os.kill(os.getpid(), number)
         assert at_once.get(timeout=5) == number
     assert signal.getsignal(number) is before
+
+
+async def test_a_terminal_that_is_closed_leaves_time_to_finish() -> None:
+    """An interactive shell and the kernel both send SIGHUP. The second one stopped the run at once."""
+    at_once = queue.SimpleQueue[int]()
+    stopper = Stopper(lambda _notice: None)
+    with stopper.attached() as stop, stop_on_signals(stopper.stop, at_once.put):
+        os.kill(os.getpid(), signal.SIGHUP)
+        await asyncio.wait_for(stop.wait(), timeout=5)
+        os.kill(os.getpid(), signal.SIGHUP)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert at_once.get(timeout=5) == signal.SIGTERM
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
 
 
 async def test_a_signal_that_is_ignored_stays_ignored() -> None:

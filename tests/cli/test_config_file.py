@@ -192,7 +192,8 @@ def test_an_environment_may_serve_several_commands(
         ("api-key: [a, null]", "api-key: it needs a value, not nothing"),
         ("- port", "it must hold option names and their values"),
         ("port: [", "is not valid YAML"),
-        ("hf-overrides: &a\n  x: *a", "is nested too deeply"),
+        ("port: &a\n  x: *a", "port: an alias in it names what it is in"),
+        ("seed: 2024-13-45", "is not valid YAML"),
         ("port: " + "[" * 5000 + "]" * 5000, "is nested too deeply"),
     ],
 )

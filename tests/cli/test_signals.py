@@ -95,18 +95,6 @@ def test_a_second_signal_is_no_unexplained_kill(tmp_path: Path) -> None:
     assert positions_at_death(tmp_path) == ()
 
 
-@pytest.mark.parametrize("number", [signal.SIGQUIT, signal.SIGUSR1, signal.SIGXCPU])
-def test_a_deadly_signal_is_no_unexplained_kill(tmp_path: Path, number: signal.Signals) -> None:
-    """A terminal closed or Ctrl-\\ pressed six times gave an innocent request an error."""
-    process = start(4, tmp_path)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "waiting\n"
-    process.send_signal(number)
-    process.communicate(timeout=60)
-    assert process.returncode == -number
-    assert positions_at_death(tmp_path) == ()
-
-
 def test_a_kill_after_a_stop_that_a_busy_loop_cannot_take_is_no_unexplained_kill(tmp_path: Path) -> None:
     """The stop was noted by the event loop only, which a backend may block until the service manager kills."""
     process = start(4, tmp_path, "--grace-period=3600")
@@ -114,8 +102,8 @@ def test_a_kill_after_a_stop_that_a_busy_loop_cannot_take_is_no_unexplained_kill
     assert process.stdout.readline() == "waiting\n"
     assert len(positions_at_death(tmp_path)) == 1
     process.send_signal(signal.SIGTERM)
-    while positions_at_death(tmp_path):
-        assert process.poll() is None
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(2)  # it has had time to take the signal
     process.kill()
     process.communicate(timeout=60)
     assert positions_at_death(tmp_path) == ()

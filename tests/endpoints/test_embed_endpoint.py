@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from fake_pooling_models import FakeEmbedder
 
-from batchline.endpoints.embed import embed, plain_embed
+from batchline.endpoints.embed import embed, tei_embed
 from batchline.errors import BadRequest
 from batchline.pooling.matryoshka import Matryoshka
 from batchline.pooling.tokenizing import Role
@@ -128,16 +128,16 @@ async def test_vectors_of_matryoshka_models_may_be_shorter() -> None:
 async def test_clients_of_text_embeddings_inference_get_a_list_of_vectors() -> None:
     """Bug: their path `/embed` was unknown."""
     model = Fixed()
-    assert await plain_embed({"inputs": ["a", "b"]}, "r", model) == [pytest.approx(Fixed.VECTOR, abs=1e-7)] * 2
+    assert await tei_embed({"inputs": ["a", "b"]}, "r", model) == [pytest.approx(Fixed.VECTOR, abs=1e-7)] * 2
     assert model.options["normalises"] is True
-    assert len(await plain_embed({"inputs": "a", "normalize": False}, "r", model)) == 1
+    assert len(await tei_embed({"inputs": "a", "normalize": False}, "r", model)) == 1
     assert model.options["normalises"] is False
 
 
 @pytest.mark.parametrize("inputs", [[], None, 3, ["a", 3], "\ud800"])
 async def test_wrong_plain_inputs_are_a_400_that_names_them(inputs: Any) -> None:
     with pytest.raises(BadRequest, match=r"^inputs: ") as caught:
-        await plain_embed({"inputs": inputs}, "r", Fixed())
+        await tei_embed({"inputs": inputs}, "r", Fixed())
     assert str(caught.value.param).startswith("inputs")
 
 
@@ -145,7 +145,7 @@ async def test_plain_inputs_are_cut_if_the_request_says_so() -> None:
     model = Fixed()
     body = {"inputs": ["b" * 50, "c"]}
     with pytest.raises(BadRequest, match="maximum context length") as caught:
-        await plain_embed(body, "r", model)
+        await tei_embed(body, "r", model)
     assert caught.value.param == "inputs[0]"
-    assert len(await plain_embed({**body, "truncate": True, "truncation_direction": "Left"}, "r", model)) == 2
+    assert len(await tei_embed({**body, "truncate": True, "truncation_direction": "Left"}, "r", model)) == 2
     assert len(model.sequences[0]) == model.max_model_len

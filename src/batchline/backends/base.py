@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, runtime_checkable
@@ -229,12 +229,17 @@ RunningBackend = AbstractAsyncContextManager[Backend]
 
 
 async def ask(backend: Backend, request: EndpointRequest) -> Answer:
-    """The backend's answer. Foreign code that exits, or ends as if it had been cancelled, fails only this request.
+    """The backend's answer. Raises: see `Backend.answer`; InvalidAnswer, see `contained`."""
+    return await contained(backend.answer(request))
 
-    Raises: see `Backend.answer`; InvalidAnswer.
+
+async def contained(work: Awaitable[T]) -> T:
+    """The result of foreign code. If it exits, or ends as if it had been cancelled, only this work fails.
+
+    Raises: InvalidAnswer in these cases, and whatever the work raises.
     """
     try:
-        return await backend.answer(request)
+        return await work
     except SystemExit as exc:
         raise InvalidAnswer("it exits the process") from exc
     except asyncio.CancelledError as exc:
@@ -258,6 +263,6 @@ async def running(backend: Backend) -> AsyncIterator[Backend]:
         yield backend
     finally:
         try:
-            await backend.close()
+            await contained(backend.close())
         except Exception:  # foreign code
             logger.warning("the backend could not be closed", exc_info=True)

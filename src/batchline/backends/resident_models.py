@@ -24,7 +24,7 @@ from batchline.endpoints.answer_scores import AnswerScorer, Reranker, UnknownRer
 from batchline.endpoints.chat import chat_completion, chat_completion_chunks
 from batchline.endpoints.classify import Classifier, classify, classifying_pooling, embedding_pooling, moderations
 from batchline.endpoints.completions import completion, completion_chunks
-from batchline.endpoints.embed import embed, plain_embed
+from batchline.endpoints.embed import embed, tei_embed
 from batchline.endpoints.embedders import Embedder, EngineEmbedder
 from batchline.endpoints.embeddings import embeddings
 from batchline.endpoints.media_input import MediaInput
@@ -61,11 +61,11 @@ from batchline.openai_api.endpoint_table import (
     INPUT_TOKENS,
     MESSAGES,
     MODERATIONS,
-    PLAIN_EMBED,
     POOLING,
     RERANK,
     RESPONSES,
     SCORE,
+    TEI_EMBED,
     TOKENIZE,
     TOKENIZER_INFO,
     TRANSCRIPTIONS,
@@ -388,7 +388,7 @@ def _pooling_endpoints(scorer: Scorer, embedder: Embedder | None, *, text: TextC
         endpoints |= {
             EMBEDDINGS: _bound(embeddings, embedder, text=text),
             EMBED: _bound(embed, embedder, text=text),
-            PLAIN_EMBED: _bound(plain_embed, embedder, text=text),
+            TEI_EMBED: _bound(tei_embed, embedder, text=text),
             POOLING: _bound(embedding_pooling, embedder, text=text),
         }
     return endpoints

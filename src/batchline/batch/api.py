@@ -160,7 +160,7 @@ def run_blocking(
         with stopper.attached() as stop:
             return await run(files, options, running(backend), reporter, stop, disk)
 
-    with stop_on_signals(stopper.stop, lambda _: (stop_at_once or _interrupt)(), stopper.announce):
+    with stop_on_signals(stopper.stop, lambda _: (stop_at_once or _interrupt)()):
         if not _is_in_event_loop():
             return asyncio.run(run_until_stopped())
         with ThreadPoolExecutor(1) as pool:

@@ -185,7 +185,7 @@ class InFlight:
         token = os.urandom(_SEAT.size)
         self.token = token.hex()
         self._path = path
-        self._accuses = True
+        self._is_excused = False
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         self._seats: dict[int, int] = {}
         self._free: list[int] = []
@@ -210,7 +210,7 @@ class InFlight:
 
         Safe in any thread and in signal handlers: it uses the path, because the descriptor may just have been closed.
         """
-        self._accuses = False
+        self._is_excused = True
         with suppress(OSError):
             os.truncate(self._path, _SEAT.size)
 
@@ -219,8 +219,14 @@ class InFlight:
         return Crash(self.token, fault, tuple(sorted(self._seats)))
 
     def _write_seat(self, seat: int, number: int) -> None:
-        if self._accuses:
+        if not self._is_excused:
             self._write(_SEAT.pack(number), (seat + 1) * _SEAT.size)
+            self._undo_if_excused()
+
+    def _undo_if_excused(self) -> None:
+        """A signal may have come while a seat was written."""
+        if self._is_excused:
+            self.accuse_nobody()
 
     def _write(self, data: bytes, offset: int) -> None:
         with suppress(OSError):  # on a full disk, a crash has fewer suspects
@@ -263,11 +269,6 @@ class _FaultReport:
                 if not self._paths:
                     self._close()
 
-    def leave_to_parent(self) -> None:
-        """In a forked child: report nothing."""
-        if self._file is not None:
-            faulthandler.disable()
-
     def _open(self, path: Path) -> None:
         self._was_enabled = faulthandler.is_enabled()
         file = path.open("w")
@@ -275,6 +276,11 @@ class _FaultReport:
         file.flush()
         faulthandler.enable(file)
         self._file = file
+
+    def leave_to_parent(self) -> None:
+        """In a forked child: close the file, which the parent still has."""
+        if self._file is not None:
+            self._close()
 
     def _close(self) -> None:
         """Close the file. faulthandler continues with standard error if it was on before."""
@@ -289,8 +295,17 @@ class _FaultReport:
 
 _fault_report = _FaultReport()
 
-if hasattr(os, "register_at_fork"):  # a fault of a forked child is not this process's
-    os.register_at_fork(after_in_child=_fault_report.leave_to_parent)
+
+def _start_afresh() -> None:
+    """In a forked child: its faults are not its parent's, and the parent's locks may be held by threads that the child
+    does not have."""
+    global _fault_report, _suspects_turn
+    _fault_report.leave_to_parent()
+    _fault_report, _suspects_turn = _FaultReport(), threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_start_afresh)
 
 
 @contextmanager

@@ -53,7 +53,7 @@ class RetryPolicy:
 
 
 class _Failure(NamedTuple):
-    """Why a request failed. wait_s: how long the server asks to wait. is_final: whether to try again is useless."""
+    """Why a request failed. wait_s: how long the server asks to wait. is_final: whether another attempt is useless."""
 
     reason: str
     wait_s: float = 0.0
@@ -198,7 +198,7 @@ async def put(path: Path, location: Location, retry: RetryPolicy | None = None) 
             except aiohttp.ClientError as exc:
                 return f"the request failed ({type(exc).__name__})"  # its text may show a signed URL
             if failure is None or failure.is_final:
-                return failure and failure.reason
+                return None if failure is None else failure.reason
             failures += 1
             if failures >= retry.attempts:
                 return f"{failure.reason} (given up after {failures} attempts)"

@@ -15,6 +15,10 @@ OutputOrder = Literal["input", "completion"]
 DEFAULT_GRACE_PERIOD_S = 30.0
 
 
+MAX_INFLIGHT = 65_536
+"""Each request in flight has a task of its own, of a few kilobytes."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """The largest input that is accepted; None is no limit. max_file_bytes counts plain, decompressed bytes."""

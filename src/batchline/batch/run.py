@@ -42,12 +42,12 @@ from batchline.batch.model_names import (
     refuse_without_requests,
     unserved_warning,
 )
-from batchline.batch.options import Limits, RunOptions
+from batchline.batch.options import MAX_INFLIGHT, Limits, RunOptions
 from batchline.batch.plan import Plan, Planner, WorkItem
 from batchline.batch.progress import BackendWatch, GuardedReporter, Pace, ReadingWatch, Reporter, models_of
 from batchline.batch.rates import keep_measurement
 from batchline.batch.resuming import RunState, note_crash, resume, run_identity
-from batchline.batch.runner import MAX_INFLIGHT, Runner
+from batchline.batch.runner import Runner
 from batchline.batch.sink import account_for_older_outputs, deliver_results, refuse_to_empty
 from batchline.batch.stopping import END_REASONS, STOPPING, STOPPING_IDLE, STOPPING_LOADING, Stop, unless_stopped
 from batchline.batch.summary import RunSummary, summarize

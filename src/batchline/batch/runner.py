@@ -37,9 +37,6 @@ from batchline.errors import (
 )
 from batchline.openai_api.endpoint_table import error_body, is_batch_url
 
-MAX_INFLIGHT = 65_536
-"""Each request in flight has a task of its own, of a few kilobytes."""
-
 logger = logging.getLogger(__name__)
 
 MAX_LEAD_S = 2.0

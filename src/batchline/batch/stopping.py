@@ -28,11 +28,10 @@ STOPPING = "Stopping: running requests may finish, and no new ones start. A seco
 STOPPING_IDLE = "Stopping: no request was running."
 STOPPING_LOADING = "Stopping while the model loads: no request was running."
 
-STOP_SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
-DEADLY_SIGNALS = tuple(
-    getattr(signal, name) for name in ("SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGXCPU") if hasattr(signal, name)
-)
-"""They end a process at once. A person, a batch system or a limit sends them, never a request."""
+HANG_UP = getattr(signal, "SIGHUP", None)
+"""None on Windows."""
+
+STOP_SIGNALS = tuple(number for number in (signal.SIGINT, signal.SIGTERM, HANG_UP) if number is not None)
 
 
 class Stop(asyncio.Event):
@@ -72,7 +71,7 @@ class Stop(asyncio.Event):
         self._request()
 
     def announce(self) -> None:
-        """A stop will be requested, or the process will end. Safe in any thread and in signal handlers."""
+        """Tell the run before a stop is requested. Safe in any thread and in signal handlers."""
         on_set = self._on_set
         if on_set is not None:
             on_set()
@@ -113,13 +112,9 @@ class Stopper:
 
     def stop(self) -> None:
         """Let running requests finish, and start nothing new."""
-        self.announce()  # at once: a backend may block the loop until the process is killed
+        self._event.announce()  # at once: a backend may block the loop until the process is killed
         self._is_wanted = True
         self._call(self._begin)
-
-    def announce(self) -> None:
-        """See `Stop.announce`."""
-        self._event.announce()
 
     def cancel(self) -> None:
         """End at once, as a cancelled task does."""
@@ -139,13 +134,11 @@ class Stopper:
 
 
 @contextlib.contextmanager
-def stop_on_signals(
-    stop: Callable[[], None], stop_at_once: Callable[[int], object], before_death: Callable[[], None] = lambda: None
-) -> Iterator[None]:
-    """Call `stop` on the first signal, `stop_at_once` with the number of each further one. Call `before_death` before
-    one of the `DEADLY_SIGNALS` ends the process.
+def stop_on_signals(stop: Callable[[], None], stop_at_once: Callable[[int], object]) -> Iterator[None]:
+    """Call `stop` on the first signal, `stop_at_once` with the number of each further one.
 
-    Off the main thread signals stay as they are. A signal that is ignored, as under `nohup`, stays ignored.
+    A terminal that is closed sends SIGHUP twice, so a further one changes nothing. SIGHUP is left alone if it is
+    ignored (`nohup`) or the program handles it. Off the main thread, all signals are left alone.
 
     These are plain handlers, not the event loop's, so that they work even while the loop is busy.
     """
@@ -156,22 +149,14 @@ def stop_on_signals(
 
     def handle(number: int, _frame: FrameType | None) -> None:
         nonlocal is_stopping
-        if is_stopping:
+        if not is_stopping:
+            is_stopping = True
+            stop()
+        elif number != HANG_UP:
             stop_at_once(number)
-            return
-        is_stopping = True
-        stop()
 
-    def die(number: int, _frame: FrameType | None) -> None:
-        before_death()
-        signal.signal(number, signal.SIG_DFL)
-        signal.raise_signal(number)
-
-    previous = {}
-    for number in (*STOP_SIGNALS, *DEADLY_SIGNALS):
-        is_deadly, handler = number in DEADLY_SIGNALS, signal.getsignal(number)
-        if handler is signal.SIG_DFL if is_deadly else handler not in (signal.SIG_IGN, None):
-            previous[number] = signal.signal(number, die if is_deadly else handle)
+    handled = [number for number in STOP_SIGNALS if number != HANG_UP or signal.getsignal(number) is signal.SIG_DFL]
+    previous = {number: signal.signal(number, handle) for number in handled}
     try:
         yield
     finally:

@@ -17,7 +17,7 @@ from batchline.media.parts import split_media
 from batchline.openai_api.chat import ChatCompletionRequest
 from batchline.openai_api.common import Content, Prompt
 from batchline.openai_api.completions import CompletionRequest
-from batchline.openai_api.embed import EmbedRequest, PlainEmbedRequest
+from batchline.openai_api.embed import EmbedRequest, TeiEmbedRequest
 from batchline.openai_api.embeddings import PooledBody
 from batchline.openai_api.endpoint_table import generates
 from batchline.openai_api.generation import GenerationBody
@@ -158,7 +158,7 @@ class TokenCounter:
             return
         if isinstance(request, RerankRequest) and request.cuts_documents:
             return
-        if isinstance(request, PlainEmbedRequest) and request.truncate:
+        if isinstance(request, TeiEmbedRequest) and request.truncate:
             return
         longest = max(map(len, prompts), default=0)
         if keep is None and longest > limit:
@@ -205,7 +205,7 @@ def _texts(request: BaseModel) -> Sequence[Prompt]:
         return list(map(_text_of, (request.query, *request.given_documents)))
     if isinstance(request, EmbedRequest):
         return request.given_texts
-    if isinstance(request, PlainEmbedRequest):
+    if isinstance(request, TeiEmbedRequest):
         return request.inputs
     if isinstance(request, TranscriptionRequest):
         return ()  # a recording's length is in its file

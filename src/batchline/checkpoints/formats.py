@@ -120,8 +120,8 @@ def _quantizations(config: Mapping[str, Any]) -> Iterator[str]:
         if isinstance(settings, Mapping):
             if settings:
                 yield _method(settings)
-        elif settings is not None:  # no loader reads it, but the weights are not the model's numbers
-            yield settings if isinstance(settings, str) and settings else UNNAMED
+        elif settings:  # no loader reads it, but the weights are not the model's numbers
+            yield settings if isinstance(settings, str) else UNNAMED
     for value in config.values():
         if isinstance(value, Mapping):
             yield from _quantizations(value)

@@ -239,12 +239,11 @@ def _read(path: Path) -> dict[Any, Any]:
         raise UsageError(f"--config takes a YAML file, named .yaml or .yml: {path}")
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
-        json.dumps(content, default=str, skipkeys=True)
     except OSError as exc:
         raise UsageError(f"Cannot read the configuration {path}: {exc.strerror}") from exc
-    except (yaml.YAMLError, UnicodeDecodeError) as exc:
+    except (yaml.YAMLError, ValueError) as exc:  # a ValueError is about text that is not UTF-8, or a date
         raise UsageError(f"{path} is not valid YAML: {exc}") from exc
-    except (RecursionError, ValueError) as exc:  # an alias may name what it is in
+    except RecursionError as exc:
         raise UsageError(f"{path} is nested too deeply") from exc
     if content is None:
         return {}
@@ -269,4 +268,7 @@ def _from_yaml(parameter: Any, value: Any, where: str) -> Any:
 def _scalar(value: Any, where: str) -> str:
     if value is None or isinstance(value, bool):
         raise UsageError(f"{where}: it needs a value, not {'nothing' if value is None else str(value).lower()}")
-    return json.dumps(value) if isinstance(value, dict | list) else str(value)
+    try:
+        return json.dumps(value) if isinstance(value, dict | list) else str(value)
+    except ValueError as exc:
+        raise UsageError(f"{where}: an alias in it names what it is in") from exc

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from batchline.batch.options import DEFAULT_GRACE_PERIOD_S, OutputOrder, RunOptions
+from batchline.batch.options import DEFAULT_GRACE_PERIOD_S, MAX_INFLIGHT, OutputOrder, RunOptions
 from batchline.cli.values import LimitPreset, MaxFileSize, MaxRequests, limits_of
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class RunFileOptions:
         int | None,
         typer.Option(
             min=1,
-            max=65_536,
+            max=MAX_INFLIGHT,
             help="Maximum number of requests in flight. Default: twice --max-num-seqs, and at least 512.",
         ),
     ] = None

@@ -14,7 +14,7 @@ from batchline.endpoints.embedders import Embedder
 from batchline.endpoints.embeddings import LARGE_ANSWER, check_dimensions, encode_base64, finite_vectors, numbers
 from batchline.endpoints.pooling_limits import DEFAULT_TEXT, check_sequences, off_loop_if_large
 from batchline.errors import BadRequest
-from batchline.openai_api.embed import EmbedRequest, InputType, PlainEmbedRequest, embed_object
+from batchline.openai_api.embed import EmbedRequest, InputType, TeiEmbedRequest, embed_object
 from batchline.openai_api.parsing import parse_body
 from batchline.pooling.batching import TokenSequence
 from batchline.pooling.tokenizing import Role, Side
@@ -48,11 +48,11 @@ async def embed(
     )
 
 
-async def plain_embed(
+async def tei_embed(
     body: Mapping[str, Any], _request_id: str, model: Embedder, *, text: TextConfig = DEFAULT_TEXT, priority: int = 0
 ) -> list[list[float]]:
     """The response body of `/embed`: a vector for each text. text, Raises: see `embed`."""
-    read = partial(parse_body, PlainEmbedRequest, body, strict=text.strict, limits=text.limits)
+    read = partial(parse_body, TeiEmbedRequest, body, strict=text.strict, limits=text.limits)
     request = await off_loop_if_large(body, read)
     check_dimensions(request.dimensions, model, "dimensions")
     max_tokens = model.max_model_len if request.truncate else None

@@ -27,7 +27,7 @@ from batchline.openai_api.chat import ChatCompletionRequest
 from batchline.openai_api.classify import ClassifyRequest, PoolingRequest
 from batchline.openai_api.common import Content
 from batchline.openai_api.completions import CompletionRequest
-from batchline.openai_api.embed import EmbedRequest, PlainEmbedRequest
+from batchline.openai_api.embed import EmbedRequest, TeiEmbedRequest
 from batchline.openai_api.embeddings import EmbeddingsRequest
 from batchline.openai_api.endpoint_table import (
     CHAT,
@@ -39,11 +39,11 @@ from batchline.openai_api.endpoint_table import (
     INVOCATIONS,
     MESSAGES,
     MODERATIONS,
-    PLAIN_EMBED,
     POOLING,
     RERANK,
     RESPONSES,
     SCORE,
+    TEI_EMBED,
     TRANSCRIPTIONS,
     TRANSLATIONS,
     answering_path,
@@ -180,8 +180,8 @@ def _embed(body: Body, config: TextConfig, _try_constraint: TryConstraint) -> Em
     return request
 
 
-def _plain_embed(body: Body, config: TextConfig, _try_constraint: TryConstraint) -> PlainEmbedRequest:
-    return parse_body(PlainEmbedRequest, body, strict=config.strict, limits=config.limits)
+def _tei_embed(body: Body, config: TextConfig, _try_constraint: TryConstraint) -> TeiEmbedRequest:
+    return parse_body(TeiEmbedRequest, body, strict=config.strict, limits=config.limits)
 
 
 def _score(body: Body, config: TextConfig, _try_constraint: TryConstraint) -> ScoreRequest:
@@ -229,7 +229,7 @@ CHECKS: Mapping[str, Callable[[Body, TextConfig, TryConstraint], BaseModel]] = {
     COUNT_TOKENS: _counted_message,
     EMBEDDINGS: _embeddings,
     EMBED: _embed,
-    PLAIN_EMBED: _plain_embed,
+    TEI_EMBED: _tei_embed,
     **dict.fromkeys(CLASSIFY, _classify),
     MODERATIONS: _moderations,
     POOLING: _pooling,

@@ -212,7 +212,8 @@ def _read(config: ModelConfig, dtype: torch.dtype, *, warns: bool) -> tuple[Any,
         if isinstance(cause, KeyError) and cause.args == (PAGED_ATTENTION,):  # the model has its own attention classes
             architecture = (hf_config.architectures or [hf_config.model_type])[0]
             raise UnsupportedModel(config.model, f"{architecture} {OWN_ATTENTION}") from None
-        refuse_damaged_bins(config.model, config.revision)
+        if not isinstance(cause, MemoryError) and "memory" not in str(cause):
+            refuse_damaged_bins(config.model, config.revision)
         raise
     eos_token_ids = _eos_token_ids(config.model, _generation_config(config), hf_config.get_text_config())
     refuse_wrong_weights(config.model, model, report)
@@ -317,11 +318,12 @@ def _generation_config(config: ModelConfig) -> GenerationConfig | None:
 
 def _eos_token_ids(model: str, generation: GenerationConfig | None, hf_config: Any) -> frozenset[int]:
     """Raises: ModelLoadError for ids that are no integers."""
-    for candidate in (getattr(generation, "eos_token_id", None), getattr(hf_config, "eos_token_id", None)):
+    for name, source in (("generation_config.json", generation), ("config.json", hf_config)):
+        candidate = getattr(source, "eos_token_id", None)
         if candidate is not None:
             token_ids = candidate if isinstance(candidate, (list, tuple)) else [candidate]
             if any(type(token_id) is not int for token_id in token_ids):
-                raise ModelLoadError(model, f"the eos_token_id in its generation_config.json is {candidate!r}")
+                raise ModelLoadError(model, f"the eos_token_id in its {name} is {candidate!r}")
             return frozenset(token_ids)
     return frozenset()
 

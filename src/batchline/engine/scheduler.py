@@ -34,7 +34,7 @@ class _Draft:
 
     budget, prompt_logprob_budget: positions that it may still hold, and those of prompts whose logits are wanted.
     keeps_reserve: whether admission leaves blocks for the running sequences. shares: of its prompt tokens, if several
-    callers have sequences. served: callers who get no further seat in it. order: of the sequences that ran before.
+    callers have sequences. served: callers that get no further seat in it. order: of the sequences that ran before.
     next: the waiting sequence whose turn it is; None if that is not known. unseatable: one for which preemption would
     not free enough. The others: see `Step`.
     """
@@ -166,7 +166,7 @@ class Scheduler:
     def _fill_step(self, only: Collection[Sequence] | None) -> Step:
         """only: the running sequences that this step may compute; None allows all."""
         draft = self._draft
-        is_shared = self._waiting.is_shared(self.running)
+        is_shared = only is None and self._waiting.is_shared(self.running)
         draft.order = in_order(self.running, is_shared=is_shared)
         if is_shared:
             draft.shares = PromptShares.of(self._num_shared_tokens(), self._prompts())
@@ -213,6 +213,8 @@ class Scheduler:
         admitted; if they lack seats or blocks, sequences from that place on are preempted, the last ones first.
         """
         draft = self._draft
+        if before is None and len(self.running) >= self.max_num_seqs:
+            return
         while draft.budget > 0 and not (draft.shares is not None and draft.shares.is_used_up):
             sequence = draft.next = draft.next or self._waiting.first(
                 self.running, is_shared=draft.shares is not None, besides=draft.served

@@ -54,7 +54,7 @@ class EmbedRequest(WireModel):
             raise BadRequest("texts: exactly one of texts and inputs is required", param="texts")
 
 
-class PlainEmbedRequest(WireModel):
+class TeiEmbedRequest(WireModel):
     """The body of a request to TEI's `/embed`. truncate: whether texts that are too long are cut."""
 
     model: str | None = None

@@ -19,7 +19,7 @@ from batchline.openai_api.chat import ChatCompletionRequest
 from batchline.openai_api.classify import ClassifyRequest, PoolingRequest
 from batchline.openai_api.common import WireModel
 from batchline.openai_api.completions import CompletionRequest
-from batchline.openai_api.embed import EmbedRequest, PlainEmbedRequest, cohere_error
+from batchline.openai_api.embed import EmbedRequest, TeiEmbedRequest, cohere_error
 from batchline.openai_api.embeddings import EmbeddingsRequest
 from batchline.openai_api.messages import CountTokensRequest, MessagesRequest, message_error
 from batchline.openai_api.moderations import ModerationsRequest
@@ -37,7 +37,7 @@ MESSAGES = "/v1/messages"
 COUNT_TOKENS = "/v1/messages/count_tokens"
 EMBEDDINGS = "/v1/embeddings"
 EMBED = "/v2/embed"
-PLAIN_EMBED = "/embed"
+TEI_EMBED = "/embed"
 SCORE = ("/v1/score", "/score")
 COHERE_RERANK = "/v2/rerank"
 RERANK = ("/v1/rerank", COHERE_RERANK, "/rerank")
@@ -173,10 +173,10 @@ ENDPOINTS: Mapping[str, ApiEndpoint] = {
             error_body=cohere_error,
         ),
         ApiEndpoint(
-            path=PLAIN_EMBED,
+            path=TEI_EMBED,
             summary="Turn texts into a list of vectors (Text Embeddings Inference's API)",
             tasks=EMBEDS,
-            schema=PlainEmbedRequest,
+            schema=TeiEmbedRequest,
         ),
         *_rows(SCORE, "Score how well pairs of texts match", ScoreRequest),
         *_rows(RERANK, "Sort documents by their relevance to a query", RerankRequest),

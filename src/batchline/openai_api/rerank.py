@@ -30,14 +30,14 @@ class RerankRequest(ActivatedBody):
 
     max_tokens_per_doc: longer documents are cut to their beginning, as in Cohere's API. top_k: Voyage's top_n.
     truncation: Voyage's; whether too long documents are cut. Its clients send it, and expect their own form of answer.
-    texts: the documents in requests to Text Embeddings Inference (TEI), whose clients expect a list as the answer.
+    truncate: the same in other APIs. texts: the documents in requests to Text Embeddings Inference (TEI), whose clients
+    expect a list as the answer.
     raw_scores: TEI's; true leaves out the activation. return_documents: None returns `documents`, but not `texts`.
     """
 
     other_names: ClassVar[Mapping[str, str]] = {
         "top_k": "top_n",
         "return_text": "return_documents",
-        "truncate": "truncation",
         "truncation_direction": "truncation_side",
     }
 
@@ -50,6 +50,7 @@ class RerankRequest(ActivatedBody):
     raw_scores: bool = False
     max_tokens_per_doc: Annotated[int, Field(ge=1)] | None = None
     truncation: bool | None = None
+    truncate: bool | Literal["NONE", "END"] | None = None
     truncate_prompt_tokens: TruncatePromptTokens | None = None
     truncation_side: AnyCaseSide | None = None
     cache_salt: CacheSalt | None = None
@@ -75,7 +76,7 @@ class RerankRequest(ActivatedBody):
     @property
     def cuts_documents(self) -> bool:
         """Whether the request has documents cut that are too long for the model."""
-        return self.truncation is True or self.max_tokens_per_doc is not None
+        return self.truncation is True or self.truncate in (True, "END") or self.max_tokens_per_doc is not None
 
     @property
     def activates(self) -> bool | None:

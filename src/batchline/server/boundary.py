@@ -64,6 +64,7 @@ class RequestBoundary:
         streams: list[StreamUsage] = []
         streams_of_request.set(streams)
         try:
+            await _earlier_answers_read(scope)
             if given is not None and not is_valid:
                 raise BadRequest("X-Request-Id: it must be 1 to 256 visible ASCII characters", param="X-Request-Id")
             await self._app(scope, body.receive, sender)
@@ -91,6 +92,14 @@ class RequestBoundary:
         """Send the error, unless an answer has begun. That answer is cut off, which the client notices."""
         if not sender.has_begun:
             await error_response(error, route_path(scope))(scope, receive, sender)
+
+
+async def _earlier_answers_read(scope: Scope) -> None:
+    """Wait until the client has read what it was sent on this connection. The answer to its next request would wait in
+    memory otherwise, and no limit would count it."""
+    wait = scope["state"].get("earlier_answers_read")
+    if wait is not None:
+        await wait()
 
 
 def _log_access(scope: Scope, status: int, seconds: float, streams: list[StreamUsage]) -> None:

@@ -98,9 +98,7 @@ class Connections:
         while num_bytes > max_unread_bytes and len(self._unread) > 1:
             oldest, _ = self._unread.popitem(last=False)
             num_bytes -= oldest.get_write_buffer_size()
-            logger.warning(
-                "too many answers are not read: closing the connection that has waited for its client longest"
-            )
+            logger.warning("too much is unread: closing the connection that has waited longest (--max-body-memory)")
             oldest.abort()
 
     def resumed(self, transport: asyncio.Transport) -> None:

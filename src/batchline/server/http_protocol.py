@@ -33,6 +33,8 @@ that is still sending would lose the answer."""
 
 _FIRST_LINE = re.compile(rb"([!#$%&'*+.^_`|~\w-]{1,32})( \S+ HTTP/1\.[01]\r?\n)")
 
+_PIECE_BYTES = 256 * 1024
+
 _STAND_IN = b"TRACE"
 """A method that the parser knows and no path allows. It is read in place of a method that the parser does not know."""
 
@@ -101,7 +103,13 @@ class BoundedProtocol(HttpToolsProtocol):
         """The client does not read its answer."""
         super().pause_writing()
         self._expect_reading()
-        self._connections.paused(self.transport, self._limits.unread_bytes)
+        self.count_unread()
+
+    def count_unread(self) -> None:
+        """Note what the client has not read, if that is more than the buffers take."""
+        if self.flow.write_paused:
+            self._num_unread = self.transport.get_write_buffer_size()
+            self._connections.paused(self.transport, self._limits.unread_bytes)
 
     def resume_writing(self) -> None:
         """It reads again."""
@@ -201,6 +209,7 @@ class BoundedProtocol(HttpToolsProtocol):
         is_old = self.parser.get_http_version() == "1.0"
         self.cycle.transport = (_UnchunkedTransport if is_old else _CycleTransport)(self)  # type: ignore[assignment]
         self._unanswered.append(self.cycle)
+        self.scope["state"]["earlier_answers_read"] = self.flow.drain
         self._connections.carry(self._file_number)
         if self._connections.is_crowded:
             self.scope["state"]["is_crowded"] = True
@@ -349,7 +358,10 @@ class _CycleTransport:
         self._protocol = protocol
 
     def write(self, data: bytes) -> None:
-        self._protocol.transport.write(data)
+        """In pieces, because over TLS the limits on unread answers only see what was not yet passed on."""
+        for start in range(0, len(data), _PIECE_BYTES):
+            self._protocol.transport.write(data[start : start + _PIECE_BYTES])
+        self._protocol.count_unread()
 
     def is_closing(self) -> bool:
         return self._protocol.is_ending

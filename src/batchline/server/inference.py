@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from batchline.backends.base import Answer, Backend, EndpointRequest, ask, find_model, models_by_name
+from batchline.backends.base import Answer, Backend, EndpointRequest, ask, contained, find_model, models_by_name
 from batchline.errors import request_error
 from batchline.openai_api.endpoint_table import ENDPOINTS
 from batchline.server.admission import num_places
@@ -102,7 +102,7 @@ class Inference:
 
     async def begin_stream(self, request: Request, endpoint: str, chunks: AsyncIterator[Chunk]) -> EventStream:
         """Wait for the first chunk, so that an invalid request gets an ordinary error."""
-        timed = self._metrics.timed(endpoint, chunks)
+        timed = self._metrics.timed(endpoint, _contained(chunks))
         try:
             first = await while_connected(request.receive, _first_of(timed))
         except BaseException:
@@ -110,6 +110,15 @@ class Inference:
             raise
         request.state.places.is_finished = True  # unless the client disconnects
         return EventStream(first, timed, endpoint, request.state.request_id)
+
+
+async def _contained(chunks: AsyncIterator[Chunk]) -> AsyncIterator[Chunk]:
+    """The chunks, each see `contained`."""
+    try:
+        while (chunk := await contained(_first_of(chunks))) is not None:
+            yield chunk
+    finally:
+        await close_stream(chunks)
 
 
 async def _first_of(chunks: AsyncIterator[Chunk]) -> Chunk | None:

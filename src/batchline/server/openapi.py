@@ -29,12 +29,12 @@ from batchline.openai_api.endpoint_table import (
     INVOCATIONS,
     MESSAGES,
     MODERATIONS,
-    PLAIN_EMBED,
     POOLING,
     REQUEST_SCHEMAS,
     RERANK,
     RESPONSES,
     SCORE,
+    TEI_EMBED,
     TOKENIZE,
     TRANSCRIPTIONS,
     TRANSLATIONS,
@@ -66,7 +66,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     MESSAGES: {"messages": _MESSAGES, "max_tokens": 100},
     COUNT_TOKENS: {"messages": _MESSAGES},
     EMBEDDINGS: _INPUT,
-    PLAIN_EMBED: {"inputs": _DOCUMENTS},
+    TEI_EMBED: {"inputs": _DOCUMENTS},
     **dict.fromkeys((*CLASSIFY, MODERATIONS, POOLING), _INPUT),
     **dict.fromkeys(SCORE, _SCORE),
     **dict.fromkeys(RERANK, _RERANK),
@@ -77,7 +77,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
 }
 """A body for each path, beside the model's name, to begin with."""
 
-_MAY_BE_LISTS = (PLAIN_EMBED, *RERANK, *SCORE, INVOCATIONS)
+_MAY_BE_LISTS = (TEI_EMBED, *RERANK, *SCORE, INVOCATIONS)
 """Paths whose answer is a list, or is one if the request has `texts` to rank."""
 
 ERROR_SCHEMA: dict[str, Any] = {
