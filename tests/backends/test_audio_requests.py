@@ -12,10 +12,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from media_families import FAMILIES, Prompt, greedy_oracle, load_processor, make_media_model, picture, sound, written
+from media_families import (
+    FAMILIES,
+    VIDEO_SIZE,
+    Prompt,
+    greedy_oracle,
+    load_processor,
+    make_media_model,
+    picture,
+    sound,
+    written,
+)
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from tiny_videos import tiny_video
 from tiny_whisper import wav
+from transformers import Qwen2_5OmniProcessor
 
 from batchline import run_batch
 from batchline.backends.base import EndpointRequest, running
@@ -26,6 +38,7 @@ from batchline.media.audio import decode_audio
 from batchline.media.audio_processor import ENOUGH_S
 from batchline.media.items import MediaItem
 from batchline.media.processor import load_media_processor
+from batchline.media.video import VideoLimits, decode_video
 
 MAX_TOKENS = 6
 CHAT = "/v1/chat/completions"
@@ -228,23 +241,33 @@ def omni_folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return part, whole
 
 
-async def test_one_message_may_have_an_image_and_a_recording(omni_folders: tuple[Path, Path]) -> None:
+async def test_one_message_may_have_images_a_recording_and_a_video(
+    omni_folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Qwen2_5OmniProcessor, "videos_kwargs", {"size": VIDEO_SIZE})
     part, whole = omni_folders
     data = recorded(1)
     samples, rate, digest = decode_audio(data, 60.0)
-    items = (picture(1), MediaItem("audio", digest, (samples, rate)), picture(2, 64, 24))
+    clip = tiny_video(num_frames=30)
     processor = load_processor(part)
+    frames, frames_digest = decode_video(clip, VideoLimits(10.0, 32, 10**8), processor.sampling)
+    items = (
+        picture(1),
+        MediaItem("audio", digest, (samples, rate)),
+        MediaItem("video", frames_digest, frames),
+        picture(2, 64, 24),
+    )
     marks = written(FAMILIES["qwen2_5_omni_thinker"], processor.placeholders)
-    prompt = Prompt("user: See {image}, hear {audio} and see {image} assistant: ".format(**marks), items)
+    prompt = Prompt("user: See {image}, hear {audio} and see {video}{image} assistant: ".format(**marks), items)
     ((expected_prompt, expected),) = greedy_oracle(part, [prompt], processor, MAX_TOKENS)
     parts = [{"type": "text", "text": "See "}, image(items[0]), {"type": "text", "text": ", hear "}, input_audio(data)]
-    parts += [{"type": "text", "text": " and see "}, image(items[2])]
+    parts += [
+        {"type": "text", "text": " and see "},
+        {"type": "video_url", "video_url": data_url(clip)},
+        image(items[3]),
+    ]
     async with running(InProcessBackend([engine(whole)])) as backend:
         status, body = await answer(backend, CHAT, **greedy(*parts))
         assert status == 200, body
         assert body["prompt_token_ids"] == expected_prompt
         assert body["choices"][0]["token_ids"] == expected
-        video = {"type": "video_url", "video_url": "https://example.com/a.mp4"}
-        status, body = await answer(backend, CHAT, **greedy(video))
-        assert status == 400
-        assert body["error"]["message"].endswith("image_url, input_image, audio_url, input_audio")

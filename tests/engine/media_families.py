@@ -72,8 +72,8 @@ SPECIAL_TOKENS = ["<pad>", "<s>", "</s>"]
 class Family:
     """text_type, text: the decoder's config. vision, audio: the encoders', None for what it does not take. special:
     tokens of the family, the image's first. top: the rest of the config. preprocessor, processor: their files.
-    model_type: if not the family's name. image_mark, audio_mark: the special tokens that chat templates write for an
-    item. seconds: lengths of recordings for it. frames: of each video, if those of a prompt must be alike.
+    model_type: if not the family's name. image_mark, audio_mark, video_mark: the special tokens that chat templates
+    write for an item. seconds: lengths of recordings for it. frames: of each video, if those of a prompt must be alike.
     around: what templates write around the mark of a kind, `{}`."""
 
     text_type: str
@@ -87,6 +87,7 @@ class Family:
     model_type: str | None = None
     image_mark: int = 0
     audio_mark: int = 0
+    video_mark: int = 1
     seconds: tuple[float, float, float] = (0.5, 0.2, 0.9)
     frames: int | None = None
     around: Mapping[str, str] = field(default_factory=dict)
@@ -376,7 +377,11 @@ FAMILIES["qwen2_5_omni_thinker"] = Family(
     preprocessor={**QWEN_IMAGES, **WHISPER},
     processor={"processor_class": "Qwen2_5OmniProcessor"},
     audio_mark=1,
-    around={"image": "<|vision_bos|>{}<|vision_eos|>", "audio": "<|audio_bos|>{}<|audio_eos|>"},
+    video_mark=2,
+    around={
+        **dict.fromkeys(("image", "video"), "<|vision_bos|>{}<|vision_eos|>"),
+        "audio": "<|audio_bos|>{}<|audio_eos|>",
+    },
 )
 
 
@@ -423,7 +428,7 @@ def make_media_model(family: str, folder: Path, **text: Any) -> Path:
     model.save_pretrained(folder)
     marks = {"IMAGE": spec.around.get("image", "{}").format(spec.special[spec.image_mark])}
     marks["AUDIO"] = spec.around.get("audio", "{}").format(spec.special[spec.audio_mark])
-    marks["VIDEO"] = spec.special[min(1, len(spec.special) - 1)]
+    marks["VIDEO"] = spec.around.get("video", "{}").format(spec.special[min(spec.video_mark, len(spec.special) - 1)])
     (folder / "chat_template.jinja").write_text(
         re.sub("IMAGE|AUDIO|VIDEO", lambda found: marks[found[0]], CHAT_TEMPLATE)
     )
@@ -473,7 +478,11 @@ def video(seed: int, num_frames: int = 4, width: int = 40, height: int = 40) -> 
 
 
 def load_processor(folder: Path) -> MediaProcessor:
-    return load_media_processor(ModelConfig(model=str(folder)), {})
+    """Frames for Qwen2.5-Omni are small: of its own size, each would take hundreds of tokens."""
+    processor = load_media_processor(ModelConfig(model=str(folder)), {})
+    if type(own_processor(processor)).__name__ == "Qwen2_5OmniProcessor":
+        own_processor(processor).videos_kwargs = {"size": VIDEO_SIZE}
+    return processor
 
 
 def own_processor(processor: MediaProcessor) -> Any:
@@ -534,12 +543,16 @@ def oracle_inputs(prompt: Prompt, processor: Any) -> Any:
     videos = prompt.contents("video")
     if videos and type(processor).__name__ == "SmolVLMProcessor":
         return smolvlm_inputs(prompt, processor)
-    if videos and type(processor).__name__.startswith("Qwen"):
+    is_omni = type(processor).__name__ == "Qwen2_5OmniProcessor"
+    if videos and type(processor).__name__.startswith("Qwen") and not is_omni:
         return qwen_inputs(prompt, processor)
     media: dict[str, Any] = {"images": [images]} if images else {}  # of one conversation, as in `apply_chat_template`
     if videos:
-        processor.video_processor = OwnLlavaVideos(do_convert_rgb=False, **FRAME_SETTINGS)
-        processor.video_processor.image_processor = processor.image_processor
+        if is_omni:
+            processor.video_processor = OmniVideos(videos, processor)
+        else:
+            processor.video_processor = OwnLlavaVideos(do_convert_rgb=False, **FRAME_SETTINGS)
+            processor.video_processor.image_processor = processor.image_processor
         media |= {"videos": [stacked(video) for video in videos]}
     if sounds:
         media |= {"audio": sounds, "audio_kwargs": {"sampling_rate": 16_000}}
@@ -565,6 +578,20 @@ def qwen_inputs(prompt: Prompt, processor: Any) -> dict[str, Any]:
     if type(processor).__name__ == "Qwen2_5_VLProcessor":
         videos["second_per_grid_ts"] = torch.ones(len(grids))
     return {**inputs, "mm_token_type_ids": kinds, **arrays, **videos}
+
+
+class OmniVideos:
+    """In place of Qwen2-VL's video processor, to which Qwen2.5-Omni's processor leaves its videos."""
+
+    merge_size, temporal_patch_size = 2, 2
+
+    def __init__(self, videos: Sequence[Video], processor: Any) -> None:
+        self.videos = videos
+        self.processor = processor
+
+    def __call__(self, _videos: Any, **_settings: Any) -> dict[str, torch.Tensor]:
+        patches, grids, _ = zip(*(qwen_video(video, self.processor) for video in self.videos), strict=True)
+        return {"pixel_values_videos": torch.cat(patches), "video_grid_thw": torch.stack(grids)}
 
 
 class OnPillow(BaseVideoProcessor):

@@ -12,13 +12,17 @@ import av
 import numpy as np
 import pytest
 import torch
+import transformers
 from media_families import FRAME_COUNTS, load_processor, make_media_model, own_processor, smolvlm_video, video
 from tiny_videos import tiny_video
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 from transformers.models.smolvlm.video_processing_smolvlm import SmolVLMVideoProcessor
 from transformers.video_utils import VideoMetadata
 
+from batchline.config import ModelConfig
 from batchline.errors import UnprocessableEntity
+from batchline.media.processor import load_media_processor
 from batchline.media.video import (
     ENDS,
     MIDDLES,
@@ -213,6 +217,20 @@ def test_a_recording_without_pictures_is_no_video() -> None:
         output.mux(stream.encode(None))
     with pytest.raises(UnprocessableEntity, match="it has no video"):
         decode_video(file.getvalue(), LIMITS, PAIRS)
+
+
+def test_frames_for_qwen2_5_omni_have_the_size_that_its_processor_sets(tmp_path: Path) -> None:
+    """The settings in published folders are those of images, which may be much larger."""
+    folder = make_media_model("qwen2_5_omni_thinker", tmp_path)
+    settings = {"size": {"shortest_edge": 1024, "longest_edge": 2048}}
+    (folder / "video_preprocessor_config.json").write_text(json.dumps(settings))
+    size = transformers.Qwen2_5OmniProcessor.videos_kwargs["size"]
+    height, width = smart_resize(40, 90, 16, size["shortest_edge"], size["longest_edge"])
+    clip = video(1, 3, 90, 40)
+    clip = replace(clip, content=replace(clip.content, seconds=6.0))
+    prepared = load_media_processor(ModelConfig(model=str(folder)), {}).prepare(clip)
+    assert prepared.num_features == 2 * (height // 16) * (width // 16)
+    assert prepared.inputs["second_per_grid_ts"].tolist() == [4.0], "two of the frames, which are two seconds apart"
 
 
 @pytest.mark.parametrize("settings", [{}, {"cap_pixels_per_frame": True, "max_video_tokens": 6}])

@@ -28,7 +28,7 @@ FAMILIES: Mapping[str, tuple[MediaKind, ...]] = {
     ),
     **dict.fromkeys(("mistral3", "gemma3", "paligemma"), IMAGES),
     **dict.fromkeys(("qwen2_audio", "voxtral"), AUDIO),
-    "qwen2_5_omni_thinker": (*IMAGES, *AUDIO),
+    "qwen2_5_omni_thinker": (*IMAGES, *AUDIO, "video"),
 }
 """Model types whose media the engine takes, and the kinds. Others run as text models."""
 

@@ -234,6 +234,7 @@ class MediaModel:
             "image_grid_thw": _joined(sequence, "image_grid_thw"),
             "video_grid_thw": _joined(sequence, "video_grid_thw"),
             "second_per_grid_ts": _joined(sequence, "second_per_grid_ts"),
+            "second_per_grids": _joined(sequence, "second_per_grid_ts"),  # its name in Qwen2.5-Omni
         }
         heard = _joined(sequence, "feature_attention_mask")
         if heard is not None:

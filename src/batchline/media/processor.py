@@ -23,6 +23,7 @@ from batchline.media.video import ENDS, Sampling
 from batchline.media.video_processor import (
     FrameVideoProcessor,
     InternVideoProcessor,
+    OmniVideoProcessor,
     Qwen2VideoProcessor,
     Qwen3VideoProcessor,
     SmolVideoProcessor,
@@ -53,6 +54,7 @@ VIDEO_PROCESSORS: Mapping[str, type[VideoProcessor]] = {
     "Qwen2_5_VLProcessor": Qwen2VideoProcessor,
     "Qwen3VLProcessor": Qwen3VideoProcessor,
     "SmolVLMProcessor": SmolVideoProcessor,
+    "Qwen2_5OmniProcessor": OmniVideoProcessor,
 }
 """Our classes for the videos of processors whose models also see them."""
 

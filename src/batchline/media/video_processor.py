@@ -81,10 +81,13 @@ class Qwen2VideoProcessor(VideoProcessor):
         return self._text(video, num_pairs, int(grid[0, 1:].prod()) // self._images.merge_size**2), inputs
 
     def _patches(self, frames: list[Image.Image], _num_sampled: int) -> Mapping[str, np.ndarray]:
-        """Of each frame, as if it were an image. The default size is that of `Qwen2VLVideoProcessor`."""
-        size = self._settings.get("size") or {"shortest_edge": 128 * 28 * 28, "longest_edge": 768 * 28 * 28}
-        patches: Mapping[str, np.ndarray] = self._images(frames, return_tensors="np", size=dict(size))
+        """Of each frame, as if it were an image."""
+        patches: Mapping[str, np.ndarray] = self._images(frames, return_tensors="np", size=dict(self._size()))
         return patches
+
+    def _size(self) -> Mapping[str, int]:
+        """Of a frame. The default is that of `Qwen2VLVideoProcessor`."""
+        return self._settings.get("size") or {"shortest_edge": 128 * 28 * 28, "longest_edge": 768 * 28 * 28}
 
     def _paired(self, patches: np.ndarray, num_pairs: int) -> np.ndarray:
         """(patches of all pairs, numbers of a patch), from the patches of each frame, which hold it twice."""
@@ -96,6 +99,14 @@ class Qwen2VideoProcessor(VideoProcessor):
     def _text(self, _video: Video, num_pairs: int, num_features: int) -> str:
         """num_features: of a pair."""
         return self.placeholder * (num_pairs * num_features)
+
+
+class OmniVideoProcessor(Qwen2VideoProcessor):
+    """Qwen2.5-Omni's: the same, but of the size that its processor sets, whatever the model's files say."""
+
+    def _size(self) -> Mapping[str, int]:
+        size: Mapping[str, int] = self._processor.videos_kwargs["size"]
+        return size
 
 
 class Qwen3VideoProcessor(Qwen2VideoProcessor):
