@@ -273,7 +273,10 @@ def test_a_client_that_stops_reading_is_given_up(serve: Serve) -> None:
 class LargeBackend(FakeBackend):
     """Answers with more than sockets take without being read."""
 
+    num_asked = 0
+
     async def answer(self, request: EndpointRequest) -> Answer:
+        self.num_asked += 1
         return Answer(status_code=200, body={"text": "x" * LARGE_ANSWER}, request_id=request.request_id)
 
 
@@ -284,24 +287,49 @@ def on_the_loop(server: ThreadedServer, work: Callable[[], T]) -> T:
     return asyncio.run_coroutine_threadsafe(run(), server.loop).result(60)
 
 
-def test_answers_that_nobody_reads_take_bounded_memory(serve: Serve) -> None:
+@pytest.mark.parametrize("is_tls", [False, True])
+def test_answers_that_nobody_reads_take_bounded_memory(
+    serve: Serve, certificate: tuple[Path, Path], is_tls: bool
+) -> None:
     """A kept response of 42 MB, asked for by 60 clients that did not read, took 2.4 GB."""
-    server = serve(LargeBackend(), max_request_bytes=LARGE_ANSWER, max_body_memory=2 * LARGE_ANSWER + LARGE_ANSWER // 2)
+    certfile, keyfile = certificate
+    files = {"ssl_certfile": str(certfile), "ssl_keyfile": str(keyfile)} if is_tls else {}
+    limit = 2 * LARGE_ANSWER + LARGE_ANSWER // 2
+    server = serve(LargeBackend(), max_request_bytes=LARGE_ANSWER, max_body_memory=limit, **files)
+    context = ssl.create_default_context(cafile=str(certfile))
+    context.check_hostname = False
     with contextlib.ExitStack() as stack:
         clients = []
         for _ in range(4):
-            clients.append(stack.enter_context(sending(server, post(hello(), {"Connection": "close"}))))
+            connection = connect(server)
+            clients.append(stack.enter_context(context.wrap_socket(connection) if is_tls else connection))
+            clients[-1].sendall(post(hello(), {"Connection": "close"}))
             assert clients[-1].recv(1) == b"H"  # its answer is being written
         unread = on_the_loop(server, lambda: [p.transport.get_write_buffer_size() for p in server.protocols])
-        assert sum(unread) <= 2 * LARGE_ANSWER + LARGE_ANSWER // 2
+        assert LARGE_ANSWER < sum(unread) <= limit
         assert received(clients[0]) < LARGE_ANSWER
         assert received(clients[3]) > LARGE_ANSWER
+
+
+def test_the_next_request_of_a_connection_waits_until_the_last_answer_was_read(serve: Serve) -> None:
+    """Its answer waited in memory behind the first one, and no limit counted it."""
+    backend = LargeBackend()
+    server = serve(backend)
+    with sending(server, post(hello()) + post(hello(), {"Connection": "close"})) as client:
+        assert client.recv(1) == b"H"
+        (protocol,) = server.protocols
+        while not on_the_loop(server, lambda: protocol.flow.write_paused):
+            pass
+        assert is_healthy(server)  # it asks the backend once
+        assert backend.num_asked == 2
+        assert received(client) > 2 * LARGE_ANSWER
+    assert backend.num_asked == 3
 
 
 def received(client: socket.socket) -> int:
     """How many bytes come until the connection is closed."""
     num_bytes = 0
-    with contextlib.suppress(ConnectionResetError):
+    with contextlib.suppress(OSError):
         while part := client.recv(1 << 20):
             num_bytes += len(part)
     return num_bytes
