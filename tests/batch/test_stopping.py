@@ -4,6 +4,7 @@ import asyncio
 import os
 import queue
 import signal
+from collections.abc import Iterator
 
 import pytest
 
@@ -26,6 +27,15 @@ async def test_the_first_signal_asks_to_stop_and_the_second_stops_at_once(number
     assert signal.getsignal(number) is before
 
 
+@pytest.fixture
+def _default_hang_up() -> Iterator[None]:
+    """The tests may run under `nohup`."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("_default_hang_up")
 async def test_a_terminal_that_is_closed_leaves_time_to_finish() -> None:
     """An interactive shell and the kernel both send SIGHUP. The second one stopped the run at once."""
     at_once = queue.SimpleQueue[int]()

@@ -14,7 +14,7 @@ import pytest
 from batchline.batch.crashes import last_crash
 
 SCRIPT = """
-import asyncio, sys, threading
+import asyncio, signal, sys, threading
 from batchline.backends.registry import register_backend
 from batchline.cli.main import main
 from batchline.testing import FakeBackend
@@ -30,6 +30,7 @@ async def before_answer(request):
             threading.Event().wait()  # blocks the loop, as a synchronous client does
         await asyncio.Event().wait()
 
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under `nohup`
 register_backend("embedded")(lambda engines, options: FakeBackend(before_answer=before_answer))
 main(sys.argv[2:])
 """
@@ -120,6 +121,8 @@ def test_an_interrupt_while_modules_are_imported_is_quiet() -> None:
     """It printed a traceback."""
     script = """
 import signal, sys
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore it
 
 class Interrupting:
     def find_spec(self, name, path=None, target=None):

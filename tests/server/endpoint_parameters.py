@@ -292,6 +292,7 @@ def scoring_cases() -> list[Case]:
             {"truncation_side": "left"},
             lambda new, old: new["results"] != old["results"],
         ),
+        Case("truncate", RERANK_URL, rerank, {"truncate": "START"}, refused("truncate")),
         Case("cache_salt", RERANK_URL, rerank, {"cache_salt": ""}, refused("cache_salt")),
     ]
 
