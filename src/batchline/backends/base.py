@@ -236,7 +236,7 @@ async def ask(backend: Backend, request: EndpointRequest) -> Answer:
 async def contained(work: Awaitable[T]) -> T:
     """The result of foreign code. If it exits, or ends as if it had been cancelled, only this work fails.
 
-    Raises: InvalidAnswer in these cases, and whatever the work raises.
+    Raises: InvalidAnswer in these cases; the work's own exceptions.
     """
     try:
         return await work
