@@ -17,7 +17,7 @@ MINUTES := 5
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: setup clients run test check unit thorough soak sanitize bench docs docs-site wheels lock clean
+.PHONY: setup clients run serve-demo test check unit thorough soak sanitize bench docs docs-site wheels lock clean
 
 setup: $(STAMP)
 
@@ -56,6 +56,9 @@ run: $(RUNTIME)  ## run the shipped example and show the answers
 	@mkdir -p $(OUT)
 	$(BIN)/batchline run-batch -i examples/chat.jsonl -o $(OUT)/chat.jsonl --model examples/models/tiny-chat --served-model-name tiny-chat
 	@$(BIN)/python examples/show_results.py examples/chat.jsonl $(OUT)/chat.jsonl
+
+serve-demo: $(RUNTIME)  ## serve the model that ships, with a finished, a running and a failed batch to look at
+	@$(BIN)/python examples/serve_demo.py
 
 test: check unit  ## everything that CI runs
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -37,14 +38,23 @@ def reference() -> str:
     root = group.make_context("batchline", [], resilient_parsing=True)
     parts = [HEAD]
     for name, command in group.commands.items():
-        context = group.context_class(command, info_name=name, parent=root)
-        usage = " ".join(["batchline", name, *command.collect_usage_pieces(context)])
-        parts.append(f"\n## {usage.split(' [')[0]}\n\n{command.help}\n\n    {usage}\n")
-        parameters = [p for p in command.get_params(context) if not p.hidden and p.name != "help"]
-        for panel, members in groupby(in_order(parameters), key=group_of):
-            parts.append(f"\n| {panel} | |\n|---|---|\n")
-            parts.extend(_row(member, context) for member in members)
+        parts.extend(_section(f"batchline {name}", command, root))
     return "".join(parts)
+
+
+def _section(path: str, command: Any, parent: Any) -> Iterator[str]:
+    """A command; or the sections of each command of a group."""
+    context = parent.command.context_class(command, info_name=path.rpartition(" ")[2], parent=parent)
+    if hasattr(command, "commands"):
+        for name, below in command.commands.items():
+            yield from _section(f"{path} {name}", below, context)
+        return
+    usage = " ".join([path, *command.collect_usage_pieces(context)])
+    yield f"\n## {usage.split(' [')[0]}\n\n{command.help}\n\n    {usage}\n"
+    parameters = [p for p in command.get_params(context) if not p.hidden and p.name != "help"]
+    for panel, members in groupby(in_order(parameters), key=group_of):
+        yield f"\n| {panel} | |\n|---|---|\n"
+        yield from (_row(member, context) for member in members)
 
 
 def _row(parameter: Any, context: Any) -> str:

@@ -108,6 +108,10 @@ def test_every_command_in_a_document_is_one_that_the_program_takes(
     _, name, *arguments = shlex.split(line, comments=True)
     root = group.make_context("batchline", [], resilient_parsing=True)
     command = group.commands[name]
+    while hasattr(command, "commands"):
+        root = command.context_class(command, info_name=name, parent=root)
+        name, *arguments = arguments
+        command = command.commands[name]
     command.parse_args(command.context_class(command, info_name=name, parent=root), arguments)
 
 
@@ -145,7 +149,13 @@ def test_the_page_on_python_works_from_its_first_block_to_its_last(folder: Path)
     assert any(line.startswith("No request names a served model") for line in progress)
 
 
-@pytest.mark.parametrize("guide", sorted((ROOT / "docs" / "howto").glob("*.md")), ids=lambda path: path.stem)
+GUIDES = sorted((ROOT / "docs" / "howto").glob("*.md"))
+
+
+@pytest.mark.parametrize(
+    "guide",
+    [pytest.param(path, id=path.stem, marks=[pytest.mark.thorough] * (path.stem == "evaluate")) for path in GUIDES],
+)
 def test_a_guide_works_from_its_first_block_to_its_last(guide: Path, folder: Path) -> None:
     """A server that a guide starts runs until the guide's end, on a free port in place of the guide's 8000."""
     text = guide.read_text(encoding="utf-8").replace("8000", str(_free_port()))

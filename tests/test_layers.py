@@ -19,7 +19,7 @@ LAYERS = [
     {"endpoints"},
     {"backends"},
     {"batch"},
-    {"jobs"},
+    {"jobs", "client"},
     {"server"},
     {"cli"},
 ]
@@ -53,6 +53,9 @@ def imports_of(path: Path) -> set[str]:
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
             found.add(node.module)
+            if node.module == "batchline":
+                names = {alias.name for alias in node.names}
+                found.update(f"batchline.{name}" for name in names & {*LAYER_OF, *ENTRY_POINTS})
     return found
 
 

@@ -45,7 +45,7 @@ import batchline
 names = [module.name for module in pkgutil.walk_packages(batchline.__path__, "batchline.")]
 assert len(names) > 200, names
 for name in names:
-    if not name.endswith(("__main__", "._kernels")):  # runs a command; is no Python module
+    if not name.endswith(("__main__", "._kernels", "migrations.env")):  # a command, no module, Alembic only
         importlib.import_module(name)
 import batchline.disk
 try:

@@ -10,7 +10,7 @@ import heapq
 import itertools
 import threading
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -26,13 +26,34 @@ current_caller: ContextVar[str] = ContextVar("current_caller", default="")
 Without keys, all work has the same unnamed caller."""
 
 
+PIECE_CHARS = 1 << 18
+"""Characters of texts that are tokenized as one piece of work: a tenth of a second."""
+
+
+def pieces_of(texts: Sequence[T], size_of: Callable[[T], int] = len) -> Iterator[Sequence[T]]:  # type: ignore[assignment]
+    """The texts in pieces of work of about `PIECE_CHARS`, so that those of several callers can take turns.
+
+    size_of: the characters of one, if it is not simply a text.
+    """
+    start = num_chars = 0
+    for index, text in enumerate(texts):
+        num_chars += size_of(text)
+        if num_chars >= PIECE_CHARS:
+            yield texts[start : index + 1]
+            start, num_chars = index + 1, 0
+    if start < len(texts):
+        yield texts[start:]
+
+
 @dataclass(slots=True)
 class EngineProgress:
     """How far the engine is with all sequences of a request. is_queued: it has some of them. has_started: some of them
-    have run, so that ending the request would lose work. Written by the engine; may be read by any thread."""
+    have run, so that ending the request would lose work. audio_s: how much of its recording is transcribed, in seconds.
+    Written by the engine; may be read by any thread."""
 
     is_queued: bool = False
     has_started: bool = False
+    audio_s: float = 0.0
 
     @property
     def only_waits(self) -> bool:

@@ -82,10 +82,21 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """Limits of one step: new tokens (decodes and prefill chunks together) and sequences."""
+    """Limits of one step: new tokens (decodes and prefill chunks together) and sequences.
+
+    max_delay: how much longer batch work may make a client wait for the first token, as a share of the time without
+    batch work. None without clients: batch work then fills whole steps.
+    """
 
     max_num_batched_tokens: int = 4096
     max_num_seqs: int = 256
+    max_delay: float | None = None
+
+    def __post_init__(self) -> None:
+        """Raises: ValueError. A step without room would never end the work that waits for it."""
+        for name in ("max_num_batched_tokens", "max_num_seqs"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: {getattr(self, name)} is less than 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,7 +177,8 @@ class MediaConfig:
     max_items: by kind (`image`, `audio`, `video`), how many a request may hold.
     max_bytes: of one file or data URL. max_image_pixels: of one image; Pillow's own limit is about 179 million.
     max_video_frames: that a model sees of one video, together of at most five times `max_image_pixels`.
-    fetch_timeout_s: for one file, with its redirects. max_fetches: at once, of which a host gets a quarter.
+    fetch_timeout_s: for one attempt to fetch a file, with its redirects.
+    max_fetches: at once, of which a host gets a quarter.
     cache_folder: keeps fetched files while a run lasts; None deletes each after use. cache_bytes: how much it keeps.
     decoded_bytes: memory for decoded media, which requests wait for.
     processor_kwargs: arguments of the model's processor, for requests that do not set them.

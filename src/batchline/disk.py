@@ -49,15 +49,26 @@ def synced_file(path: Path) -> Iterator[BinaryIO]:
 
 
 @contextmanager
-def whole_file(target: Path) -> Iterator[BinaryIO]:
-    """A writer for a file that appears at `target` after a clean exit, or not at all. Raises: OSError."""
+def staged_file(target: Path) -> Iterator[Path]:
+    """A path beside `target`. The file that is written there appears at `target` after a clean exit, or not at all.
+
+    Raises: OSError.
+    """
     staged = target.with_name(f"{target.name[:STAGED_NAME_CHARS]}.{os.urandom(4).hex()}.incomplete")
     try:
-        with synced_file(staged) as file:
-            yield file
+        yield staged
+        with staged.open("rb") as file:
+            os.fsync(file.fileno())
         move_into_place(staged, target)
     finally:
         staged.unlink(missing_ok=True)
+
+
+@contextmanager
+def whole_file(target: Path) -> Iterator[BinaryIO]:
+    """A writer for a file that appears at `target` after a clean exit, or not at all. Raises: OSError."""
+    with staged_file(target) as staged, staged.open("wb", buffering=1 << 20) as file:
+        yield file
 
 
 def write_lines(

@@ -6,10 +6,13 @@
     │   ├── InputTooLarge           the batch file is over a limit
     │   ├── OutputUnwritable        the result file cannot be written
     │   ├── ResumeRefused           this command cannot continue the unfinished run beside the output
+    │   ├── RetryRefused            the results are not those of the batch file to retry
+    │   ├── NoRequests              no line of the batch file is a request
     │   ├── NoModelServed           no request of the batch file names a served model
     │   ├── NoEndpointServed        no request of the batch file is to an endpoint that the model serves
     │   ├── UnknownPlugin           no parser or backend has this name
-    │   └── PluginLoadError         a plugin cannot be loaded
+    │   ├── PluginLoadError         a plugin cannot be loaded
+    │   └── StoreUnusable           the database of files and batches cannot be used
     ├── RunInterrupted              stopped by a signal; the same command resumes it (exit code 130)
     ├── RunFailed                   the run could not finish; the same command resumes it (exit code 1)
     │   └── InputChanged            a batch line changed after it was checked
@@ -19,20 +22,30 @@
     ├── InvalidAnswer               a backend's answer cannot be a result
     ├── BackendUnavailable          the backend cannot answer any request now; ends a run, resumable (exit code 1)
     │   └── EngineLost              the embedded engine has ended, and the backend does not restart it for now
+    ├── LeaseLost                   a worker writes to a batch that another one has taken over
+    ├── ServiceError                a service that runs batches, here or hosted, does not do what a command needs
+    │   ├── ServiceUnreachable      it cannot be reached, or stops answering (exit code 1)
+    │   └── ServiceRefused          it answers with an error (exit code 2 if the request is wrong, else 1)
     ├── RequestError                a request gets an error as its answer
     │   ├── BadRequest              400
     │   │   └── PromptTooLong       400
     │   ├── Unauthorized            401
+    │   ├── Forbidden               403
     │   ├── NotFound                404
     │   ├── MethodNotAllowed        405
     │   ├── RequestTimeout          408
+    │   ├── Conflict                409
+    │   │   ├── BatchStateConflict  409
+    │   │   └── FileInUse           409
     │   ├── PayloadTooLarge         413
     │   ├── UnsupportedMediaType    415
     │   ├── UnprocessableEntity     422
     │   ├── HeadTooLarge            431
     │   ├── InternalServerError     500
+    │   ├── InsufficientStorage     507
     │   └── ServiceUnavailable      503
-    │       └── Overloaded          503; the client should retry
+    │       ├── Overloaded          503; the client should retry
+    │       └── StorageUnavailable  503; the database or the file contents cannot be reached now
     └── EngineError                 the engine failed
         ├── EngineDead              the engine's thread has ended; the backend starts it again
         ├── EngineOutOfMemory       a step did not fit in memory
@@ -49,6 +62,7 @@ over the network, so they hold no machine paths and no keys.
 
 from __future__ import annotations
 
+import errno
 import logging
 import re
 from dataclasses import dataclass
@@ -113,6 +127,10 @@ class ResumeRefused(UsageError):
     """This command cannot continue the unfinished run beside the output. The message says what to do instead."""
 
 
+class RetryRefused(UsageError):
+    """The results of the earlier run do not fit the batch file, or cannot be read."""
+
+
 class NoModelServed(UsageError):
     """No request of the batch file names a served model.
 
@@ -166,6 +184,14 @@ class PluginLoadError(UsageError):
     def __init__(self, path: str, reason: str) -> None:
         super().__init__(f"Cannot load the plugin {path!r}: {reason}")
         self.path = path
+        self.reason = reason
+
+
+class StoreUnusable(UsageError):
+    """The database of files and batches cannot be used. The message has no password."""
+
+    def __init__(self, shown_url: str, reason: str) -> None:
+        super().__init__(f"Cannot use the database {shown_url}: {reason}")
         self.reason = reason
 
 
@@ -287,6 +313,57 @@ class EngineLost(BackendUnavailable):
         self.reason = reason
 
 
+class LeaseLost(BatchlineError):
+    """Another worker has taken the batch over, so what this one writes no longer counts."""
+
+    def __init__(self, batch_id: str) -> None:
+        super().__init__(f"Another worker runs the batch {batch_id} now.")
+        self.batch_id = batch_id
+
+
+class ServiceError(BatchlineError):
+    """A service with the Files and Batches API, this server or a hosted one, does not do what a command needs."""
+
+
+class ServiceUnreachable(ServiceError):
+    """The service cannot be reached, stops answering, or is not a service of this kind.
+
+    is_final: whether another attempt is useless. was_sent: whether the request may have had an effect all the same.
+    """
+
+    def __init__(self, message: str, *, is_final: bool = False, was_sent: bool = True) -> None:
+        super().__init__(message)
+        self.is_final = is_final
+        self.was_sent = was_sent
+
+
+class ServiceRefused(ServiceError):
+    """The service answered with an error. code: the service's own name of the error. param: what it is about.
+
+    wait_s: how long it asks to wait before the next attempt.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        status_code: int,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        wait_s: float = 0.0,
+    ) -> None:
+        super().__init__(message)
+        self.status_code = status_code
+        self.code = code
+        self.param = param
+        self.wait_s = wait_s
+
+    @property
+    def is_usage_error(self) -> bool:
+        """Whether the request was wrong: another key, id or option would work, waiting would not."""
+        return 400 <= self.status_code < 500 and self.status_code not in (408, 409, 425, 429)
+
+
 class RequestError(BatchlineError):
     """A request gets an error as its answer; `body()` is the OpenAI error envelope."""
 
@@ -322,6 +399,13 @@ class Unauthorized(RequestError):
     type = "AuthenticationError"
 
 
+class Forbidden(RequestError):
+    """403: a request that another site may have sent, in the name of a visitor of the web page."""
+
+    status_code = 403
+    type = "PermissionDeniedError"
+
+
 class NotFound(RequestError):
     """404: an unknown path, model or object."""
 
@@ -345,6 +429,32 @@ class RequestTimeout(RequestError):
 
     status_code = 408
     type = "RequestTimeoutError"
+
+
+class Conflict(RequestError):
+    """409: the state of an object does not allow this. The same request would fail again."""
+
+    status_code = 409
+    type = "ConflictError"
+
+
+class BatchStateConflict(Conflict):
+    """A batch's state does not allow an action. action: "cancel" or "retry". why: more about it."""
+
+    def __init__(self, batch_id: str, current: str, action: str, why: str = "") -> None:
+        super().__init__(f"Cannot {action} a batch with status '{current}'{why}.", code="invalid_batch_status")
+        self.batch_id = batch_id
+        self.current = current
+
+
+class FileInUse(Conflict):
+    """A file cannot be deleted, because a batch that is not over uses it."""
+
+    def __init__(self, file_id: str, batch_id: str) -> None:
+        message = f"The file {file_id} is in use by the batch {batch_id}, which has not ended."
+        super().__init__(message, code="file_in_use")
+        self.file_id = file_id
+        self.batch_id = batch_id
 
 
 class PayloadTooLarge(RequestError):
@@ -389,12 +499,31 @@ class ServiceUnavailable(RequestError):
     type = "ServiceUnavailableError"
 
 
+class InsufficientStorage(RequestError):
+    """507: the disk of the stored files is full."""
+
+    status_code = 507
+    type = "InsufficientStorageError"
+
+    def __init__(self) -> None:
+        message = "The server's disk is full: delete files that you no longer need, or ask the server's operator"
+        super().__init__(message, code="insufficient_storage")
+
+
 class Overloaded(ServiceUnavailable):
     """503: too many requests are waiting. retry_after_s: how long the client should wait before it retries."""
 
     def __init__(self, message: str, *, retry_after_s: int = 1) -> None:
         super().__init__(message, code="overloaded")
         self.retry_after_s = retry_after_s
+
+
+class StorageUnavailable(ServiceUnavailable):
+    """503: the database or the contents of files cannot be reached now. The reason is for the log, not for clients."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__("The stored files and batches cannot be reached now; try again later", code="storage_away")
+        self.reason = reason
 
 
 class EngineError(BatchlineError):
@@ -469,6 +598,8 @@ def request_error(exc: Exception, request_id: str) -> RequestError:
             return InternalServerError(message, param="model", code="unsupported_model")
         case InvalidAnswer():
             return InternalServerError("The backend gave an invalid answer")
+        case OSError(errno=errno.ENOSPC | errno.EDQUOT | errno.EFBIG):
+            return InsufficientStorage()
         case BatchlineError():
             return ServiceUnavailable("The model cannot be run at the moment; try again later")
     return InternalServerError("Internal server error")

@@ -34,6 +34,15 @@ def write_record(path: Path, content: bytes, *, max_records: int) -> None:
     _remove_oldest(path.parent, max_records)
 
 
+def replace_record(path: Path, content: bytes) -> None:
+    """Write a record that is soon replaced: atomically, without waiting for the disk. After a power failure it may be
+    damaged. Only one process at a time writes it. Raises: OSError."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    staged = path.with_name(f"{path.name}.incomplete")
+    staged.write_bytes(content)
+    os.replace(staged, path)
+
+
 def _remove_oldest(folder: Path, max_records: int) -> None:
     """Remove the oldest records beyond the limit. Another process may do the same at the same time."""
     with suppress(OSError):

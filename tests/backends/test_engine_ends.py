@@ -163,6 +163,7 @@ async def test_a_stream_that_has_begun_ends_with_an_error_and_one_that_has_not_r
 
 
 @pytest.mark.usefixtures("mortal_engine")
+@pytest.mark.thorough
 async def test_a_reader_that_is_slow_to_take_its_stream_does_not_hold_up_the_next_engine(
     backend: InProcessBackend,
 ) -> None:
@@ -175,6 +176,7 @@ async def test_a_reader_that_is_slow_to_take_its_stream_does_not_hold_up_the_nex
 
 
 @pytest.mark.usefixtures("mortal_engine")
+@pytest.mark.thorough
 async def test_a_model_that_cannot_be_loaded_again_is_down_until_it_can(
     backend: InProcessBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -273,6 +275,7 @@ async def test_one_bad_text_of_twenty_fails_alone_in_models_that_embed_and_score
         np.testing.assert_allclose(numbers[0], numbers[1], atol=1e-5)
 
 
+@pytest.mark.thorough
 async def test_counters_never_fall_when_a_model_is_unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A scrape during an unload did not see the model any more, nor yet what it had counted."""
     monkeypatch.setattr("batchline.backends.model_memory.free_bytes", lambda device: 0)

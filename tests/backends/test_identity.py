@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 
 from batchline.backends.identity import model_stamp, refuse_missing_folder, result_settings
+from batchline.backends.in_process import InProcessBackend
 from batchline.checkpoints import digests
 from batchline.checkpoints.files import _ask_hub
 from batchline.config import CacheConfig, EngineConfig, ModelConfig, RequestLimits, SchedulerConfig, TextConfig
@@ -26,6 +28,8 @@ def settings(*, text: TextConfig | None = None, **model: Any) -> dict[str, str]:
         ({"served_names": ("a",)}, "--served-model-name"),
         ({"revision": "main"}, "--revision"),
         ({"dtype": "float32"}, "--dtype"),
+        ({"device": "cuda"}, "--device"),
+        ({"trust_remote_code": True}, "--trust-remote-code"),
         ({"quantization": "int8"}, "--quantization"),
         ({"max_model_len": 512}, "--max-model-len"),
         ({"tokenizer": "other"}, "--tokenizer"),
@@ -107,12 +111,15 @@ def test_other_files_in_the_models_folder_are_noticed(model: Path, name: str, ke
 
 
 def test_one_other_byte_in_a_large_file_is_another_model_also_if_its_digest_was_remembered(
-    model: Path,
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Samples of large files were compared: of a model trained further in one layer, the old results counted."""
+    monkeypatch.setattr(digests, "_SETTLED_NS", -(10**12))
+    monkeypatch.setenv("BATCHLINE_STATE_DIR", str(tmp_path / "state"))
     weights = model / "model.safetensors"
     os.utime(weights, ns=(0, 0))
     before = model_stamp(str(model))
+    assert len(list((tmp_path / "state" / "digests").iterdir())) == 1
     times = weights.stat().st_atime_ns, weights.stat().st_mtime_ns
     with weights.open("r+b") as file:
         file.seek(33_333_333)
@@ -229,3 +236,20 @@ def test_a_folder_that_is_there_and_a_hub_id_are_fine(tmp_path: Path) -> None:
 def test_several_models_have_settings_of_their_own() -> None:
     both = result_settings([EngineConfig(model=ModelConfig(model=name)) for name in ("a", "b")])
     assert (both["--model"], both["--model (b)"]) == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("settings", "shown"),
+    [
+        ({"model": ModelConfig(model="m", dtype="fp16")}, "ModelConfig.dtype must be one of auto, float32"),  # type: ignore[arg-type]
+        ({"model": ModelConfig(model="m", quantization="int4")}, "ModelConfig.quantization must be one of int8"),  # type: ignore[arg-type]
+        (
+            {"model": ModelConfig(model="m"), "text": TextConfig(special_tokens_in_content="Refuse")},  # type: ignore[arg-type]
+            "TextConfig.special_tokens_in_content must be one of allow, escape, refuse, not 'Refuse'",
+        ),
+    ],
+)
+def test_a_setting_with_an_unknown_value_is_refused(settings: Any, shown: str) -> None:
+    """In Python, a wrong word silently meant another setting: a security setting failed open."""
+    with pytest.raises(UsageError, match=re.escape(shown)):
+        InProcessBackend([EngineConfig(**settings)])

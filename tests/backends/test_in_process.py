@@ -81,20 +81,28 @@ async def test_requests_may_share_an_id(backend: InProcessBackend) -> None:
     assert len({a.body["choices"][0]["message"]["content"] for a in together}) == 3
 
 
+NEARLY_ALL = 4 * 2000
+"""Tokens of four sequences that run almost to the end of the context."""
+
+
 async def test_closing_a_stream_frees_its_sequences(backend: InProcessBackend) -> None:
+    before = backend.stats().output_tokens
     stream = backend.stream(chat(stream=True, n=4, ignore_eos=True))
     await anext(stream)
     assert backend.stats().gauges["running"] >= 1
     await stream.aclose()
     await until_idle(backend)
+    assert backend.stats().output_tokens - before < NEARLY_ALL
 
 
 async def test_cancelling_an_answer_frees_its_sequences(backend: InProcessBackend) -> None:
+    before = backend.stats().output_tokens
     task = asyncio.create_task(backend.answer(chat(n=4, ignore_eos=True)))
     await until_running(backend)
     task.cancel()
     await asyncio.wait([task])
     await until_idle(backend)
+    assert backend.stats().output_tokens - before < NEARLY_ALL
 
 
 async def test_what_is_wrong_with_a_stream_is_raised_before_its_first_chunk(backend: InProcessBackend) -> None:
@@ -428,3 +436,18 @@ async def test_interactive_requests_go_before_batch_work_whatever_their_own_prio
         assert (await batch).body["choices"] == undisturbed.body["choices"]
     finally:
         await backend.close()
+
+
+async def test_options_that_a_model_does_not_use_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    """An embedding model took the options of generative ones without a word."""
+    config = EngineConfig(
+        model=ModelConfig(model=str(TINY_CHAT.with_name("tiny-embed"))),
+        scheduler=SchedulerConfig(max_num_batched_tokens=300),
+        text=TextConfig(tool_parser="hermes", chat_template="{{ messages }}"),
+    )
+    backend = InProcessBackend([config])
+    await backend.start()
+    await backend.close()
+    assert "does not use these options, which are for models with other tasks" in caplog.text
+    assert ": --max-num-batched-tokens, --tool-call-parser\n" in caplog.text
+    assert "--chat-template" not in caplog.text

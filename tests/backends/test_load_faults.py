@@ -227,6 +227,7 @@ async def until_idle(backend: InProcessBackend) -> None:
         await asyncio.sleep(0)
 
 
+@pytest.mark.thorough
 async def test_a_cancellation_at_any_await_of_a_load_and_its_request_leaves_one_load_and_nothing_else(
     models: weakref.WeakSet[Any],
 ) -> None:

@@ -92,6 +92,23 @@ def test_a_model_that_is_not_on_this_machine_fits_beside_no_other() -> None:
     assert not fits_in_memory(config, "embed")
 
 
+@pytest.mark.parametrize("weights", [[], ["model-00001-of-00002.safetensors"]])
+def test_a_hubs_model_whose_weights_are_not_all_here_fits_beside_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: list[str]
+) -> None:
+    """Reading its config.json makes the folder of the cache: the model counted as 0 bytes and fitted anywhere."""
+    (tmp_path / "config.json").write_text("{}")
+    if weights:
+        shards = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    for name in weights:
+        write_weights(tmp_path / name, 10)
+    monkeypatch.setattr("batchline.backends.model_memory.snapshot_download", lambda *_, **__: str(tmp_path))
+    config = EngineConfig(model=ModelConfig(model="somebody/partly-here"))
+    assert weight_bytes(config.model, "generate") is None
+    assert not fits_in_memory(config, "generate")
+
+
 @pytest.mark.parametrize("device", ["auto", "cpu", "cuda"])
 def test_the_memory_of_the_models_own_device_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: Device
@@ -151,6 +168,13 @@ def test_an_embedding_model_needs_no_cache() -> None:
     need = memory_need(EngineConfig(model=ModelConfig(model=TINY_EMBED)), "embed")
     assert need is not None
     assert (need.cache, need.fits) == (None, True)
+
+
+def test_the_cache_that_is_asked_for_counts_for_models_that_have_one_alone(tmp_path: Path) -> None:
+    """An embedding model needed it too, so that two models took turns in memory that had room for both."""
+    write_weights(tmp_path / "model.safetensors", 1000)
+    config = EngineConfig(model=model_in(tmp_path), cache=CacheConfig(num_bytes=1 << 60))
+    assert [fits_in_memory(config, task) for task in ("embed", "generate")] == [True, False]
 
 
 def test_quantized_weights_count_as_they_are_loaded_and_as_they_stay() -> None:

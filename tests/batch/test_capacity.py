@@ -9,7 +9,7 @@ from batch_files import RecordingReporter, chat_line, contents, read_lines, writ
 
 from batchline.backends.base import EndpointRequest
 from batchline.batch import runner
-from batchline.batch.capacity import Capacity, Share
+from batchline.batch.capacity import Capacity, Claim, Share
 from batchline.batch.files import RunFiles
 from batchline.batch.options import RunOptions
 from batchline.batch.progress import Progress
@@ -65,6 +65,44 @@ async def test_a_second_run_gets_the_places_that_become_free_until_both_have_as_
     second.close()
     assert await held_after_each_return(second, first, 2) == [(1, 3), (0, 4)]
     first.close()
+
+
+async def test_an_owner_with_many_runs_gets_no_more_than_one_with_a_single_run() -> None:
+    """Places were shared between runs, so an owner with seven runs got seven times as much as another."""
+    capacity = Capacity(8)
+    many = [capacity.share(Claim("a")) for _ in range(7)]
+    for share in many:
+        waiting_for(share, 20)
+    await turn()
+    single = capacity.share(Claim("b"))
+    waiting_for(single, 20)
+    for share in many:
+        await held_after_each_return(share, single, 2)
+    assert single.num_held == 4
+    assert sum(share.num_held for share in many) == 4
+    for share in (*many, single):
+        share.close()
+
+
+async def test_a_run_in_danger_gets_all_places_but_a_small_part_for_the_others() -> None:
+    capacity = Capacity(16)
+    calm, urgent, sooner = (capacity.share(Claim(owner)) for owner in "abc")
+    waiting_for(calm, 60)
+    await turn()
+    waiting_for(urgent, 60)
+    urgent.claim.due_at = 50.0
+    await held_after_each_return(calm, urgent, 16)
+    assert (calm.num_held, urgent.num_held) == (2, 14)
+    waiting_for(sooner, 8)
+    sooner.claim.due_at = 40.0
+    await turn()
+    await held_after_each_return(urgent, sooner, 8)
+    assert (calm.num_held, urgent.num_held, sooner.num_held) == (2, 6, 8), "the earliest limit first"
+    urgent.claim.due_at = sooner.claim.due_at = None
+    await held_after_each_return(urgent, calm, 3)
+    assert (calm.num_held, urgent.num_held) == (4, 4), "all is even again"
+    for share in (calm, urgent, sooner):
+        share.close()
 
 
 async def test_runs_take_turns_at_the_only_place() -> None:

@@ -61,6 +61,21 @@ def test_damaged_data_is_refused(codec: Codec) -> None:
         read(bytes(data), codec)
 
 
+@pytest.mark.parametrize("codec", COMPRESSORS)
+@pytest.mark.parametrize("offset", [1, 30])
+def test_damage_at_the_beginning_of_a_later_piece_is_refused(codec: Codec, offset: int) -> None:
+    """Python's readers of bzip2 and xz took it for the end of the data: the rest of the lines was lost without a word.
+    Parallel compressors write such files."""
+    first, second = COMPRESSORS[codec](TEXT), bytearray(COMPRESSORS[codec](TEXT))
+    second[offset] ^= 0xFF
+    with pytest.raises(InputUnreadable, match="damaged"):
+        read(first + bytes(second), codec)
+
+
+def test_zeros_between_xz_streams_are_padding() -> None:
+    assert read(lzma.compress(b"one\n") + bytes(8) + lzma.compress(b"two\n") + bytes(4), "xz") == b"one\ntwo\n"
+
+
 @pytest.mark.parametrize("codec", ["zstd", "xz", "bzip2"])
 def test_data_that_expands_absurdly_is_refused(codec: Codec) -> None:
     bomb = COMPRESSORS[codec](bytes(80_000_000))

@@ -189,6 +189,17 @@ def test_only_what_is_in_flight_is_suspect(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_requests_that_start_after_a_request_to_stop_are_not_suspected_either(tmp_path: Path) -> None:
+    with watched(tmp_path) as in_flight:
+        in_flight.take(5)
+        in_flight.accuse_nobody()
+        in_flight.take(6)
+        in_flight.leave(5)
+        crash = last_crash(tmp_path)
+    assert crash is not None
+    assert crash.positions == ()
+
+
 def test_a_seat_that_cannot_be_written_is_no_reason_to_fail(tmp_path: Path) -> None:
     in_flight = InFlight(tmp_path / "in-flight")
     os.close(in_flight._fd)

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -51,22 +50,13 @@ async def test_a_file_is_fetched_whole(tmp_path: Path) -> None:
     assert await fetch(handler, tmp_path / "in") == DATA
 
 
-async def test_a_server_that_limits_its_rate_is_asked_again_when_it_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_server_that_limits_its_rate_is_asked_again_when_it_says(tmp_path: Path, waits: list[float]) -> None:
     """Bug: `Retry-After` was ignored. All attempts came within a minute, and the run did not begin."""
     answers = iter([web.Response(status=429, headers={"Retry-After": "90"}), web.Response(body=DATA)])
-    waits: list[float] = []
-    sleep = asyncio.sleep
-
-    async def noted(delay: float) -> None:
-        waits.append(delay)
-        await sleep(0)
 
     async def handler(_request: web.Request) -> web.StreamResponse:
         return next(answers)
 
-    monkeypatch.setattr(asyncio, "sleep", noted)
     assert await fetch(handler, tmp_path / "in") == DATA
     assert 90.0 in waits
 

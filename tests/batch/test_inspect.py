@@ -1,14 +1,18 @@
 from __future__ import annotations
 
 import gzip
+import json
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 from batch_files import chat_line, write_lines
+from typer.testing import CliRunner
 
 from batchline.batch.inspect import checked_input, plan_overview
 from batchline.batch.tokens import TokenCounter, TokenCounts
+from batchline.cli.main import app
 from batchline.config import TextConfig
 from batchline.endpoints.without_model import CHECKS, checked_request
 from batchline.errors import InputUnreadable
@@ -46,6 +50,25 @@ def test_a_plan_is_shown_as_groups_with_what_they_share(tmp_path: Path) -> None:
     assert (first.model, first.url, first.num_requests) == ("fake", "/v1/chat/completions", 8)
     assert first.prefix.startswith("AAAA")
     assert first.prefix_chars == first.prefix_tokens == len("A" * 500 + " ")
+
+
+def test_odd_bodies_do_not_end_the_plan_of_a_file(tmp_path: Path) -> None:
+    """A limit over 64 bits, messages that are a number, content nested too deeply: each ended the command."""
+    deep: Any = []
+    for _ in range(900):
+        deep = [deep]
+    lines = [
+        json.dumps(chat_line("a", max_tokens=2**64 - 1)).encode(),
+        {**chat_line("b"), "url": "/v1/messages", "body": {"model": "fake", "messages": 5}},
+        json.dumps(
+            {**chat_line("c"), "body": {"model": "fake", "messages": [{"role": "user", "content": deep}]}}
+        ).encode(),
+        chat_line("d"),
+    ]
+    path = write_lines(tmp_path / "in", lines)
+    shown = CliRunner().invoke(app, ["plan", str(path), "--json"])
+    assert shown.exit_code == 0, shown.output
+    assert orjson.loads(shown.stdout)["num_requests"] == 4
 
 
 def lengths(counter: TokenCounter, url: str, body: dict[str, Any]) -> list[int]:

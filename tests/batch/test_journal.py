@@ -6,6 +6,7 @@ import zlib
 from contextlib import closing
 from pathlib import Path
 
+import orjson
 import pytest
 from faulty_disk import FaultyDisk
 from hypothesis import HealthCheck, given, settings
@@ -28,12 +29,13 @@ def contents(journal: Journal) -> list[tuple[int, bytes]]:
 
 def test_what_was_appended_is_read_back_after_reopening(tmp_path: Path) -> None:
     outcome = Outcome(7, "invalid_json_line", 1, 2, 3, is_copy=True)
+    spoken = Outcome(9, "200", audio_s=12.345, reasoning_tokens=40)
     with closing(Journal.open(tmp_path / "j", RUN)) as journal:
-        journal.append(encode_result(outcome, b'{"a": "b c d"}') + entry(8))
+        journal.append(encode_result(outcome, b'{"a": "b c d"}') + entry(8) + encode_result(spoken, b'{"text": "a"}'))
     with closing(Journal.open(tmp_path / "j", {})) as journal:
         assert journal.run == RUN
-        assert [found.outcome for found in journal.results()] == [outcome, Outcome(8, "200", 3, 2, 1)]
-        assert contents(journal) == [(7, b'{"a": "b c d"}'), (8, b'{"n":"x"}')]
+        assert [found.outcome for found in journal.results()] == [outcome, Outcome(8, "200", 3, 2, 1), spoken]
+        assert contents(journal) == [(7, b'{"a": "b c d"}'), (8, b'{"n":"x"}'), (9, b'{"text": "a"}')]
 
 
 def test_the_journal_can_be_read_with_ordinary_tools(tmp_path: Path) -> None:
@@ -94,7 +96,7 @@ def test_a_journal_of_another_version_is_refused_and_left_as_it_is(tmp_path: Pat
     path = tmp_path / "j"
     with closing(Journal.open(path, RUN)) as journal:
         journal.append(entry(0))
-    for version in (b"1", b"3", b'"2"'):
+    for version in (b"1", b"5", b'"2"'):
         rewrite_header(path, b'{"batchline_journal":%b,"run":{}}' % version)
         before = path.read_bytes()
         with pytest.raises(ResumeRefused, match=r"another version of Batchline.*--no-resume"):
@@ -110,6 +112,27 @@ def test_a_file_that_is_no_journal_is_refused_and_left_as_it_is(tmp_path: Path, 
     with pytest.raises(ResumeRefused):
         Journal.open(path, RUN)
     assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_a_journal_of_a_version_before_is_continued(tmp_path: Path, version: int) -> None:
+    path = tmp_path / "j"
+    with closing(Journal.open(path, RUN)) as journal:
+        journal.append(entry(0))
+    rewrite_header(path, orjson.dumps({"batchline_journal": version, "run": RUN}))
+    with closing(Journal.open(path, RUN)) as journal:
+        assert [position for position, _ in contents(journal)] == [0]
+
+
+def test_results_behind_a_very_long_header_are_not_discarded(tmp_path: Path) -> None:
+    """The part of it that was read looked like a header that was not written completely, and the file was emptied."""
+    path = tmp_path / "j"
+    with closing(Journal.open(path, {"backend": "x" * (1 << 20)})) as journal:
+        journal.append(entry(0))
+    before = path.read_bytes()
+    with pytest.raises(ResumeRefused, match="damaged"):
+        Journal.open(path, RUN)
+    assert path.read_bytes() == before
 
 
 @pytest.mark.parametrize("header", [b"not json", b"[]", b'{"run":{}}'])

@@ -61,12 +61,16 @@ def run_and_resume(folder: Path, run_file: Run, answer: Any) -> tuple[Any, dict[
 
 
 @pytest.mark.parametrize("count", ODD_COUNTS, ids=repr)
-@pytest.mark.parametrize("name", ["prompt_tokens", "output_tokens", "cached"])
+@pytest.mark.parametrize("name", ["prompt_tokens", "output_tokens", "cached", "reasoning"])
 def test_a_usage_that_is_no_count_of_tokens_counts_as_zero_and_the_answer_is_kept(
     tmp_path: Path, run_file: Run, count: Any, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It was written into the journal as it was, which no later run could read again."""
-    usage = {"prompt_tokens_details": {"cached_tokens": count}} if name == "cached" else {name: count}
+    details = {
+        "cached": {"prompt_tokens_details": {"cached_tokens": count}},
+        "reasoning": {"completion_tokens_details": {"reasoning_tokens": count}},
+    }
+    usage = details.get(name, {name: count})
     summary, response = run_and_resume(tmp_path, run_file, ok({"usage": usage, "answer": 42}))
     assert (summary.prompt_tokens, summary.output_tokens, summary.cached_tokens) == (3, 3, 0)
     if not isinstance(count, bytes):
@@ -74,10 +78,12 @@ def test_a_usage_that_is_no_count_of_tokens_counts_as_zero_and_the_answer_is_kep
         assert sum("no count of tokens" in record.message for record in caplog.records) == 1
 
 
-@pytest.mark.parametrize("usage", [7, "x", [], {"prompt_tokens_details": 3}], ids=repr)
+@pytest.mark.parametrize(
+    "usage", [7, "x", [], {"prompt_tokens_details": 3}, {"seconds": "8"}, {"seconds": -1.5}], ids=repr
+)
 def test_a_usage_of_another_type_counts_as_zero(tmp_path: Path, run_file: Run, usage: Any) -> None:
     summary, response = run_and_resume(tmp_path, run_file, ok({"usage": usage}))
-    assert (summary.prompt_tokens, response["body"]["usage"]) == (3, usage)
+    assert (summary.prompt_tokens, summary.audio_s, response["body"]["usage"]) == (3, 0, usage)
 
 
 @pytest.mark.parametrize(
@@ -119,6 +125,13 @@ def test_an_answer_over_the_largest_size_is_an_error_of_its_line(
 def test_an_answer_of_20_megabytes_is_kept(tmp_path: Path, run_file: Run) -> None:
     _, response = run_and_resume(tmp_path, run_file, ok({"text": "x\n" * 10_000_000}))
     assert len(response["body"]["text"]) == 20_000_000
+
+
+@pytest.mark.parametrize("body", ["no", ["no"]])
+def test_a_failed_answer_that_is_no_object_has_no_message(tmp_path: Path, run_file: Run, body: Any) -> None:
+    """The summary ended with an AttributeError after everything was delivered, and so did each repetition."""
+    summary = run_file(odd_file(tmp_path), tmp_path / "out", backend=OddBackend(ok(body, status=500)))
+    assert (summary.failed, [failure.message for failure in summary.frequent_failures]) == (1, [""])
 
 
 def test_counters_that_cannot_be_read_cost_nothing(tmp_path: Path, run_file: Run) -> None:

@@ -27,35 +27,44 @@ def test_outcomes_are_added_up() -> None:
     assert tally.failures_by_code == {"404": 1, "invalid_url": 1}
 
 
+def test_the_seconds_of_recordings_count_with_those_of_an_earlier_run_and_without_copies() -> None:
+    tally = Tally(total=3)
+    tally.add(Outcome(0, "200", audio_s=2.5), is_resumed=True)
+    tally.add(Outcome(1, "200", audio_s=1.25))
+    tally.add(Outcome(2, "200", is_copy=True, audio_s=1.25))
+    assert tally.audio_s == 3.75
+
+
 def test_rates_and_time_left_come_from_the_last_half_minute() -> None:
     clock = Clock()
     tally = Tally(total=100, clock=clock)
     first = tally.snapshot(BackendStats())
     assert (first.requests_per_s, first.eta_s) == (0.0, None)
     clock.now += 1000
-    tally.snapshot(BackendStats(prompt_tokens=5, output_tokens=5))
+    tally.snapshot(BackendStats(prompt_tokens=5, output_tokens=5, audio_s=5.0))
     for position in range(20):
         tally.add(Outcome(position, "200"))
     clock.now += 10
-    now = tally.snapshot(BackendStats(prompt_tokens=105, output_tokens=55))
+    now = tally.snapshot(BackendStats(prompt_tokens=105, output_tokens=55, audio_s=255.0))
     assert now.requests_per_s == pytest.approx(2.0)
     assert (now.prompt_tokens_per_s, now.output_tokens_per_s) == (pytest.approx(10.0), pytest.approx(5.0))
+    assert (now.audio_s, now.audio_s_per_s) == (255.0, pytest.approx(25.0))
     assert now.eta_s == pytest.approx(40.0)
 
 
 def test_the_pace_is_that_of_this_run_alone() -> None:
     clock = Clock()
     pace, tally = Pace(clock), Tally(total=100)
-    tally.add(Outcome(0, "200", 1000, 0, 1000), is_resumed=True)
+    tally.add(Outcome(0, "200", 1000, 0, 1000, audio_s=1000.0), is_resumed=True)
     pace.begin_loading()
     clock.now += 3
     pace.begin_running(tally)
-    tally.add(Outcome(1, "200", 10, 0, 20))
-    tally.add(Outcome(2, "200", 10, 0, 20, is_copy=True))
+    tally.add(Outcome(1, "200", 10, 0, 20, audio_s=30.5))
+    tally.add(Outcome(2, "200", 10, 0, 20, is_copy=True, audio_s=30.5))
     clock.now += 2
     pace.end(tally)
     assert (pace.load_time_s, pace.run_time_s, pace.requests_per_s) == (3, 2, 1)
-    assert (pace.prompt_tokens_per_s, pace.output_tokens_per_s) == (5, 10)
+    assert (pace.prompt_tokens_per_s, pace.output_tokens_per_s, pace.audio_s_per_s) == (5, 10, 15.25)
     assert pace.num_computed == 1
 
 

@@ -23,6 +23,7 @@ from batchline.batch.job_folder import JobFolder
 from batchline.batch.location_targets import FileTarget, StreamTarget
 from batchline.batch.locations import parse_location
 from batchline.batch.options import Limits
+from batchline.batch.runner import usage_of
 from batchline.batch.stopping import Stop
 from batchline.callers import engine_progress
 from batchline.errors import (
@@ -98,6 +99,63 @@ def test_tokens_of_responses_are_counted_under_their_own_names(tmp_path: Path, r
     batch = write_lines(tmp_path / "in.jsonl", [chat_line("a") | {"url": "/v1/responses"}])
     summary = run_file(batch, tmp_path / "out.jsonl", backend=RespondingBackend())
     assert (summary.prompt_tokens, summary.cached_tokens, summary.output_tokens) == (5, 2, 3)
+
+
+@pytest.mark.parametrize(
+    "usage",
+    [
+        {"completion_tokens": 9, "completion_tokens_details": {"reasoning_tokens": 4}},
+        {"output_tokens": 9, "output_tokens_details": {"reasoning_tokens": 4}},
+        {"output_tokens": 9, "output_tokens_details": {"thinking_tokens": 4}},
+        {"completion_tokens": 9, "completion_tokens_details": {"reasoning_tokens": 4, "audio_tokens": None}},
+    ],
+)
+def test_tokens_of_reasoning_are_counted_under_the_names_of_every_api(usage: dict[str, Any]) -> None:
+    """Nothing counted them."""
+    assert usage_of({"usage": usage}) == (0, 0, 9, 4, 0)
+    assert usage_of({"usage": {"completion_tokens": 9, "completion_tokens_details": None}}).reasoning_tokens == 0
+
+
+class SpeechBackend(FakeBackend):
+    """Answers with a text without usage, whose length it notes, and then with an object that says its own."""
+
+    async def answer(self, request: EndpointRequest) -> Answer:
+        await super().answer(request)
+        number = len(self.requests)
+        body: Any = "said" if number % 2 else {"text": "said", "usage": {"type": "duration", "seconds": 8}}
+        progress = engine_progress.get()
+        assert progress is not None
+        progress.audio_s = 2.5 if number % 2 else 0.0
+        return Answer(status_code=200, body=body, request_id=request.request_id)
+
+
+def test_seconds_of_audio_are_those_of_the_answers_of_all_processes_of_a_run(tmp_path: Path, run_file: Run) -> None:
+    """Nothing counted them, and subtitles have no usage that could be counted."""
+    batch = write_lines(tmp_path / "in.jsonl", [chat_line(f"r{n}", f"text {n}") for n in range(5)])
+
+    async def end_the_fourth(_request: EndpointRequest) -> None:
+        if len(dying.requests) == 4:
+            raise EngineLost("gone")
+
+    dying = SpeechBackend(before_answer=end_the_fourth)
+    with pytest.raises(RunFailed):
+        run_file(batch, tmp_path / "out", backend=dying, max_inflight=1)
+    summary = run_file(batch, tmp_path / "out", backend=SpeechBackend(), max_inflight=1)
+    assert (summary.resumed, summary.audio_s) == (3, 2.5 + 8 + 2.5 + 2.5 + 8)
+
+
+def test_an_error_has_no_seconds_of_audio(tmp_path: Path, run_file: Run) -> None:
+    """Some of its windows may have been transcribed before it failed."""
+
+    class FailingBackend(FakeBackend):
+        async def answer(self, request: EndpointRequest) -> Answer:
+            progress = engine_progress.get()
+            assert progress is not None
+            progress.audio_s = 30.0
+            return Answer(status_code=400, body={"error": {"message": "no"}}, request_id=request.request_id)
+
+    batch = write_lines(tmp_path / "in.jsonl", [chat_line("a")])
+    assert run_file(batch, tmp_path / "out", backend=FailingBackend()).audio_s == 0
 
 
 def test_nothing_is_left_beside_the_output_of_a_finished_run(batch: Path, tmp_path: Path, run_file: Run) -> None:

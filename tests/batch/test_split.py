@@ -87,6 +87,14 @@ def test_older_parts_are_replaced_only_if_that_is_wanted(batch: Path, tmp_path: 
     assert (tmp_path / "in-00001.jsonl").read_bytes() == before
 
 
+def test_a_shorter_split_leaves_no_part_of_a_longer_one(batch: Path, tmp_path: Path) -> None:
+    """The old last parts stayed, and whoever sent `in-*.jsonl` sent their requests again."""
+    longer = split_file(str(batch), tmp_path, Limits(max_requests=5))
+    shorter = split_file(str(batch), tmp_path, Limits(), overwrite=True)
+    assert len(longer) > len(shorter) == 1
+    assert sorted(tmp_path.glob("in-0*.jsonl")) == [part.path for part in shorter]
+
+
 def test_a_line_over_the_limit_is_named(batch: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"Line 1 of .* is longer than 10 bytes"):
         split_file(str(batch), tmp_path, Limits(max_file_bytes=10))
@@ -97,6 +105,18 @@ def test_a_file_that_cannot_be_cut_leaves_no_part_half_written(batch: Path, tmp_
     with pytest.raises(UsageError, match=r"Line 2 of .* is longer than 50 bytes"):
         split_file(str(batch), tmp_path, Limits(max_file_bytes=50))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl"]
+
+
+def test_a_split_that_fails_leaves_the_parts_of_the_earlier_one(tmp_path: Path) -> None:
+    """The first parts were new, the others old, so that lines were there twice or not at all."""
+    batch = write_lines(tmp_path / "in.jsonl", [chat_line(f"r{n}") for n in range(4)])
+    parts = split_file(str(batch), tmp_path, Limits(max_requests=2))
+    before = [part.path.read_bytes() for part in parts]
+    write_lines(batch, [chat_line("new"), chat_line("long", user="x" * 1000)])
+    with pytest.raises(UsageError, match="longer than"):
+        split_file(str(batch), tmp_path, Limits(max_requests=1, max_file_bytes=500), overwrite=True)
+    assert [part.path.read_bytes() for part in parts] == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in-00001.jsonl", "in-00002.jsonl", "in.jsonl"]
 
 
 def test_parts_of_standard_input_are_called_part(batch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

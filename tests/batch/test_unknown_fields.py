@@ -67,7 +67,9 @@ def test_a_field_that_the_check_names_is_not_logged_again(caplog: pytest.LogCapt
 
 def test_fields_that_a_schema_declares_and_those_that_are_refused_or_dropped_are_known() -> None:
     fields = UnknownFields()
-    body = dict.fromkeys([*ChatCompletionRequest.model_fields, "tools", *NO_BEHAVIOUR, *UNSUPPORTED], 1)
+    declared = [field.alias or name for name, field in ChatCompletionRequest.model_fields.items()]
+    assert {"messages", "tools", "functions"} <= set(declared)
+    body = dict.fromkeys([*declared, *NO_BEHAVIOUR, *UNSUPPORTED], 1)
     fields.add("/v1/chat/completions", body, 1, "a")
     assert fields.warnings() == []
 

@@ -49,7 +49,7 @@ def run(*arguments: str, env: dict[str, str] | None = None) -> dict[str, Any]:
     result = CliRunner().invoke(single, list(arguments), env=env)
     if isinstance(result.exception, UsageError):
         raise result.exception
-    return got if result.exit_code == 0 else {"output": result.output}
+    return got or {"output": result.output}
 
 
 def test_a_file_gives_values_of_every_kind(write: Any) -> None:
@@ -224,5 +224,7 @@ def test_what_is_wrong_in_the_environment_is_named(variable: str, text: str, mes
 def test_help_does_not_show_keys(write: Any) -> None:
     environment = {"BATCHLINE_API_KEY": SECRET, "BATCHLINE_EXTRA": SECRET}
     path = write(f"api-key: {SECRET}\nextra: {SECRET}\nport: many")
-    assert SECRET not in str(run("--help", env=environment))
-    assert SECRET not in str(run("--config", path, "--help", env=environment))
+    for arguments in (["--help"], ["--config", path, "--help"]):
+        shown = run(*arguments, env=environment)["output"]
+        assert "--api-key" in shown
+        assert SECRET not in shown

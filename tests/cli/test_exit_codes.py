@@ -374,13 +374,13 @@ def test_check_judges_bodies_as_a_run_does(command: Command, tmp_path: Path) -> 
         (2, "hot", "400", "temperature"),
         (3, "typed", "400", "max_tokens"),
         (4, "roleless", "400", "messages[0].role"),
-        (5, "twofold", "400", bad[3]["param"]),
+        (5, "twofold", "400", "guided_regex"),
         (6, "elsewhere", "404", "url"),
         (7, "moderated", "400", "input"),
         (8, "good", "duplicate_custom_id", "custom_id"),
         (9, "stranger", "404", "model"),
         (10, None, "invalid_json_line", None),
-        (11, "answered", "400", bad[9]["param"]),
+        (11, "answered", "400", "input[0]"),
         (12, "ranked", "400", "documents"),
     ]
     assert "temperature: Input should be less than or equal to 2 (got 9)" in bad[0]["message"]
@@ -648,7 +648,7 @@ def test_weights_that_do_not_fit_are_reported_once_and_not_as_harmless(command: 
     [
         (("run",), "There is no command 'run'. Did you mean run-batch?"),
         (("srve", "m"), "There is no command 'srve'. Did you mean serve?"),
-        (("nonsense",), "The commands are run-batch, serve, check"),
+        (("nonsense",), "The commands are run-batch, retry, serve, check"),
         (("help", "nonsense"), "There is no command 'nonsense'."),
     ],
 )

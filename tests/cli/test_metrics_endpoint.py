@@ -30,7 +30,7 @@ def test_the_latest_progress_is_served_while_the_run_lasts() -> None:
     with serve_metrics(SilentReporter(), "127.0.0.1", port) as reporter:
         assert get(port, "/metrics") == ""
         reporter.progress(Progress(done=1, total=9, failed=0, resumed=0))
-        reporter.progress(Progress(done=5, total=9, failed=2, resumed=0, output_tokens=77))
+        reporter.progress(Progress(done=5, total=9, failed=2, resumed=0, output_tokens=77, audio_s=7.5))
         text = get(port, "/metrics?x=1")
         with pytest.raises(urllib.error.HTTPError, match="404") as caught:
             get(port, "/other")
@@ -39,6 +39,7 @@ def test_the_latest_progress_is_served_while_the_run_lasts() -> None:
     assert "batchline_run_requests 9.0\n" in text
     assert "batchline_run_requests_failed_total 2.0\n" in text
     assert "batchline_run_output_tokens_total 77.0\n" in text
+    assert "batchline_run_audio_seconds_total 7.5\n" in text
     with pytest.raises(urllib.error.URLError):
         get(port, "/metrics")
 

@@ -84,6 +84,7 @@ OF_SERVE = [
     Case("metrics-need-key", "yes", False, "--metrics-need-key", (False, True, False, True)),
     Case("grace-period", "1.5", 2.5, "--grace-period 3.5", (30.0, 1.5, 2.5, 3.5), read="grace_period_s"),
     Case("root-path", "/e", "/f", "--root-path /l", ("", "/e", "/f", "/l")),
+    Case("max-batch-delay", "1.5", 2.5, "--max-batch-delay 3.5", (0.5, 1.5, 2.5, 3.5), "scheduler", "max_delay"),
 ]
 OF_RUN_BATCH = [
     Case(
@@ -147,10 +148,13 @@ def settings_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, Any
         for case in cases
     ],
 )
+@pytest.mark.sample(3)
 def test_what_is_nearer_to_the_user_goes_first(
     command: str, case: Case, settings_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    if case.option == "metrics-need-key":
+        monkeypatch.setenv("BATCHLINE_API_KEY", "needed by the option")
     for folder in "efl":
         Path(folder).mkdir()
     Path("in.jsonl").touch()

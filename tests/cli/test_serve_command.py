@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import re
@@ -21,6 +22,7 @@ from batchline.cli.main import app
 from batchline.cli.server_options import ServingOptions
 from batchline.config import ModelConfig
 from batchline.errors import UsageError
+from batchline.jobs.options import OperatorWebhook
 from batchline.server.options import CorsOptions
 
 TINY_CHAT = Path(__file__).parents[2] / "examples/models/tiny-chat"
@@ -187,16 +189,42 @@ def test_options_become_the_servers_settings() -> None:
         max_request_size=9,
         grace_period=1.5,
         allowed_origins=["http://[::1]:3000"],
+        allowed_hosts=["llm.example"],
     )
     options = serving_options.server(max_running=100)
     assert (options.host, options.api_keys, options.max_in_flight) == ("::1", ("a", "b"), 105)
     assert (options.max_request_bytes, options.grace_period_s) == (9, 1.5)
     assert options.cors == CorsOptions(allow_origins=("http://[::1]:3000",))
+    assert options.allowed_hosts == ("llm.example",)
+
+
+def test_the_secret_of_the_webhook_is_in_the_environment_or_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = (f"whsec_{base64.b64encode(letter * 32).decode()}" for letter in (b"a", b"b"))
+    (tmp_path / "secret").write_text(f"{other}\n")
+
+    def webhook(**options: Any) -> Any:
+        server = ServingOptions(webhook_url="https://hook.example/x", **options).server(max_running=1)
+        return server.jobs and server.jobs.webhook
+
+    with pytest.raises(UsageError, match="requires a secret in BATCHLINE_WEBHOOK_SECRET"):
+        webhook()
+    monkeypatch.setenv("BATCHLINE_WEBHOOK_SECRET", one)
+    assert webhook() == OperatorWebhook(url="https://hook.example/x", secret=one)
+    assert webhook(webhook_secret_file=tmp_path / "secret").secret == other
+    assert one not in repr(webhook())
+    monkeypatch.setenv("BATCHLINE_WEBHOOK_SECRET", "whsec_c2hvcnQ=")
+    with pytest.raises(UsageError, match="BATCHLINE_WEBHOOK_SECRET: it does not hold") as refused:
+        webhook()
+    assert "c2hvcnQ" not in str(refused.value)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"webhook_secret_file": Path("x")}, "--webhook-secret-file requires --webhook-url"),
+        ({"webhook_url": "hook.example"}, "is not a URL such as"),
         ({"api_key": ["  "]}, "a key must not be empty"),
         ({"ssl_keyfile": "k"}, "--ssl-keyfile requires --ssl-certfile"),
         ({"ssl_keyfile_password": "p"}, "--ssl-keyfile-password requires --ssl-certfile"),
@@ -205,6 +233,8 @@ def test_options_become_the_servers_settings() -> None:
         ({"allowed_origins": ['["https://a.example"]']}, "is neither an origin such as"),
         ({"allowed_origins": ["*", "https://a.example,https://b.example"]}, "repeat the option"),
         ({"allowed_origins": ["https://a.example/"]}, "https://a.example/"),
+        ({"allowed_hosts": ["https://a.example"]}, "is neither a host name"),
+        ({"allowed_hosts": ["a.example,b.example"]}, "repeat the option"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(options: dict[str, Any], message: str) -> None:

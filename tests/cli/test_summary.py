@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import datetime
 
 from batchline.batch.summary import FailureMessage, RunSummary
@@ -81,6 +82,23 @@ def test_the_summary_tells_rates_times_savings_and_why_lines_failed() -> None:
     assert "Tokens saved   250 by the prefix cache, 1,500 by running identical requests once\n" in text
     assert "Wall time      1:20 (3.2 s loading, 1:15 running)\n" in text
     assert "\n  7 x 400: Too long (lines 1, 2, 3, 4, 5, ...)\n  1 x invalid_url: without a message (line 9)" in text
+
+
+def test_the_summary_of_transcriptions_tells_seconds_of_audio_instead_of_tokens() -> None:
+    """It said `Prompt tokens  0` and `0 output tokens/s`, and nothing about the recordings."""
+    summary = RunSummary(
+        requests=3, succeeded=3, failed=0, run_time_s=3, requests_per_s=1, audio_s=1041.25, audio_s_per_s=347.08
+    )
+    lines = summary_lines(summary)
+    assert "Recordings     1,041.2 s of audio (347.1 times real time)" in lines
+    assert "Rates          1.0 requests/s" in lines
+    assert not any("tokens" in line for line in lines)
+    with_chats = "\n".join(summary_lines(replace(summary, prompt_tokens=30, output_tokens=6)))
+    assert "Recordings     1,041.2 s" in with_chats
+    assert "Prompt tokens  30 (" in with_chats
+    assert "Output tokens  6\n" in with_chats
+    again = summary_lines(replace(summary, finished_before=datetime.now()))
+    assert "Recordings     1,041.2 s of audio" in again
 
 
 def test_the_summary_of_a_run_that_was_complete_tells_no_times_of_the_earlier_one() -> None:

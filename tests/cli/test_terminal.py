@@ -23,6 +23,7 @@ def test_progress_names_everything_a_waiting_person_wants() -> None:
         total=5000,
         failed=2,
         resumed=0,
+        prompt_tokens=9000,
         requests_per_s=34.11,
         prompt_tokens_per_s=1200.4,
         output_tokens_per_s=800.0,
@@ -31,6 +32,12 @@ def test_progress_names_everything_a_waiting_person_wants() -> None:
     assert progress_text.progress_text(progress) == (
         "120/5,000 done, 2 failed, 34.1 requests/s, 1,200 prompt tokens/s, 800 output tokens/s, 2:23 left"
     )
+
+
+def test_progress_of_transcriptions_tells_how_much_faster_than_real_time_it_is() -> None:
+    progress = Progress(done=1, total=3, failed=0, resumed=0, requests_per_s=2.0, audio_s=60.0, audio_s_per_s=31.26)
+    assert "2.0 requests/s, audio at 31.3 times real time" in progress_text.progress_text(progress)
+    assert progress_text.bar_text(progress, 50) == "1/3  33%  2.0 req/s  audio 31.3x real time"
 
 
 def test_lines_come_every_few_seconds_and_at_the_end(
@@ -54,7 +61,7 @@ def test_the_live_bar_shows_counts_rates_and_warnings(
     with LiveBar() as bar, beside(bar):
         bar.phase("Running [3] requests")
         bar.warn("line 2 is [bad]")
-        bar.progress(Progress(done=1, total=3, failed=1, resumed=0, requests_per_s=2.0, eta_s=1.0))
+        bar.progress(Progress(done=1, total=3, failed=1, resumed=0, output_tokens=5, requests_per_s=2.0, eta_s=1.0))
     shown = capsys.readouterr().err
     assert "line 2 is [bad]" in shown
     assert "Running [3] requests" in shown
@@ -68,7 +75,7 @@ def bar_at(width: int, **values: Any) -> str:
 
 
 def test_a_bar_says_the_most_important_first_at_any_width() -> None:
-    rates = {"requests_per_s": 34.1, "output_tokens_per_s": 4200.0, "prompt_tokens_per_s": 98765.0}
+    rates = {"prompt_tokens": 1, "requests_per_s": 34.1, "output_tokens_per_s": 4200.0, "prompt_tokens_per_s": 98765.0}
     whole = "123,456/1,000,000  12%  1,234 failed  7:08:00 left  34.1 req/s  4,200 output tok/s  98,765 prompt tok/s"
     assert bar_at(200, eta_s=25680.0, **rates) == whole
     assert bar_at(60, eta_s=25680.0, **rates) == "123,456/1,000,000  12%  1,234 failed  7:08:00 left"

@@ -70,11 +70,10 @@ ACCEPTED: list[tuple[str, Callable[[Any, Any], Any], Any, str]] = [
     ("serve M --dtype float", lambda e, _: e.model.dtype, "float32", ""),
     (
         "serve M -O.level=3 -cc.mode 3 --guided-decoding-disable-fallback "
-        "--guided-decoding-disable-additional-properties --cuda-graph-sizes 1 2 --renderer-num-workers 2 --dtype half",
+        "--cuda-graph-sizes 1 2 --renderer-num-workers 2 --dtype half",
         lambda e, _: e.model.dtype,
         "float16",
-        "-O.level, -cc.mode, --guided-decoding-disable-fallback, --guided-decoding-disable-additional-properties, "
-        "--cuda-graph-sizes, --renderer-num-workers",
+        "-O.level, -cc.mode, --guided-decoding-disable-fallback, --cuda-graph-sizes, --renderer-num-workers",
     ),
     ("serve M --task embedding", lambda e, _: e.model.task, "embed", ""),
     ("serve M --task embed", lambda e, _: e.model.task, "embed", ""),
@@ -171,6 +170,7 @@ ACCEPTED: list[tuple[str, Callable[[Any, Any], Any], Any, str]] = [
 
 
 @pytest.mark.parametrize(("line", "read", "value", "without_effect"), ACCEPTED, ids=[case[0] for case in ACCEPTED])
+@pytest.mark.sample(3)
 def test_a_line_for_vllm_runs(
     line: str,
     read: Callable[[Any, Any], Any],
@@ -209,6 +209,11 @@ REFUSED = [
     ("-q gptq_marlin", "'gptq_marlin' is not supported"),
     ("--quantization-config '{\"a\": 1}'", "The only quantization is --quantization int8"),
     ("--max-inflight 8", "--max-inflight is an option of batchline run-batch."),
+    ("--language-model-only", "set --limit-mm-per-prompt image=0,audio=0,video=0"),
+    ("--media-io-kwargs {}", "Set --max-video-frames instead"),
+    ("--guided-decoding-disable-any-whitespace", "Constraints are always enforced as they are written"),
+    ("--tokenizer-revision main", "set it with --revision"),
+    ("--metrics-need-key", "--metrics-need-key requires --api-key"),
     ("--load-format dummy", "Weights are read from safetensors files"),
     ("--tokenizer-mode mistral", "Tokenizers are loaded by the transformers library"),
     ("--task reward", "'reward' is not one of auto, generate, embed, score, classify, transcribe, embedding. A reward"),

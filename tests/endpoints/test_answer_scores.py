@@ -19,7 +19,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from batchline.backends.base import EndpointRequest
 from batchline.backends.in_process import InProcessBackend
 from batchline.config import EngineConfig, ModelConfig
-from batchline.endpoints.reranker_prompts import QWEN3_PREFIX, QWEN3_SUFFIX
 from batchline.errors import UnsupportedModel
 
 QUERY = "capital of France"
@@ -63,10 +62,16 @@ def expected_logits(folder: Path, texts: list[str]) -> list[float]:
 
 
 def qwen3_texts() -> list[str]:
+    """As on the model card of Qwen3-Reranker."""
+    task = (
+        "Judge whether the Document meets the requirements based on the Query and the Instruct provided. "
+        'Note that the answer can only be "yes" or "no".'
+    )
+    before = f"<|im_start|>system\n{task}<|im_end|>\n<|im_start|>user\n"
+    behind = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
     instruction = "Given a web search query, retrieve relevant passages that answer the query"
     return [
-        f"{QWEN3_PREFIX}<Instruct>: {instruction}\n<Query>: {QUERY}\n<Document>: {document}{QWEN3_SUFFIX}"
-        for document in DOCUMENTS
+        f"{before}<Instruct>: {instruction}\n<Query>: {QUERY}\n<Document>: {document}{behind}" for document in DOCUMENTS
     ]
 
 

@@ -90,6 +90,25 @@ async def test_beams_carry_logprobs_and_stop_reasons(model: GenerativeModel) -> 
     assert stopped["choices"][0]["stop_reason"] == stop
 
 
+async def test_end_tokens_do_not_multiply_the_alternatives(
+    model: GenerativeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """128 beams with 1,024 stop token ids ranked 17 million continuations for each token, on the event loop."""
+    asked: list[int] = []
+    generate = model.engine.generate
+
+    def noted(request: Any) -> Any:
+        asked.append(request.sampling.logprobs)
+        return generate(request)
+
+    monkeypatch.setattr(model.engine, "generate", noted)
+    stops = list(range(10, 50))
+    body = {"prompt": "Hello", "max_tokens": 4, "use_beam_search": True, "n": 4, "stop_token_ids": stops}
+    answer = await completion({**body, "return_token_ids": True}, "r", model)
+    assert len(answer["choices"]) == 4
+    assert set(asked) == {4 + len(stops) + len(model.engine.eos_token_ids)}
+
+
 async def test_more_beams_than_a_token_limit_can_fill_still_end(model: GenerativeModel) -> None:
     answer = await completion(
         {"prompt": "Hello", "max_tokens": 1, "use_beam_search": True, "n": 8, "return_token_ids": True}, "r", model

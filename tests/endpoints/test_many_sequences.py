@@ -118,7 +118,9 @@ async def test_bodies_are_checked_and_prepared_off_the_event_loop(
     assert threading.current_thread() not in threads
 
 
-async def test_text_work_of_a_caller_who_left_is_dropped_from_the_line() -> None:
+async def test_text_work_of_a_caller_who_left_is_dropped_from_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed: list[object] = []
+    monkeypatch.setattr(chat, "parse_chat", lambda *arguments: parsed.append(arguments))
     model = scripted_model()
     go_on, is_busy = threading.Event(), threading.Event()
     busy = EXECUTOR.submit(lambda: (is_busy.set(), go_on.wait(30)))
@@ -131,7 +133,7 @@ async def test_text_work_of_a_caller_who_left_is_dropped_from_the_line() -> None
     go_on.set()
     busy.result(30)
     EXECUTOR.submit(lambda: None).result(30)
-    assert engine_of(model).requests == []
+    assert parsed == []
 
 
 @pytest.mark.parametrize(

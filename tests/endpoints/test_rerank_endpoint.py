@@ -121,6 +121,14 @@ async def test_long_documents_are_cut_as_cohere_does_and_refused_elsewhere(model
         await rerank(body, "r", model)
 
 
+@pytest.mark.parametrize("refusal", [{"truncation": False}, {"truncate": False}, {"truncate": "NONE"}])
+async def test_a_request_that_refuses_to_cut_is_obeyed_where_cutting_is_usual(refusal: dict[str, Any]) -> None:
+    """Cohere's path cut its documents all the same, and scored what was left."""
+    body = {**QUERY, "documents": ["a" * 9000], **refusal}
+    with pytest.raises(BadRequest, match="maximum context length"):
+        await rerank(body, "r", PairScorer(FakePairModel()), cuts_long_documents=True)
+
+
 async def test_clients_of_voyage_find_their_results_and_have_long_documents_cut() -> None:
     """Bug: Voyage's client, which always sends `truncation`, looks for `data`, and failed."""
     body = {"query": "abc", "documents": ["b" * 50, "abc"], "top_k": None}

@@ -24,7 +24,6 @@ from batchline.backends.in_process import InProcessBackend
 from batchline.batch.media import media_of
 from batchline.config import CacheConfig, EngineConfig, MediaConfig, ModelConfig, TextConfig
 from batchline.endpoints.rerank import rerank
-from batchline.endpoints.reranker_prompts import QWEN3_TASK, QWEN3_VL_INSTRUCTION
 from batchline.endpoints.score import score
 from batchline.endpoints.scorers import PairScorer, SimilarityScorer
 from batchline.endpoints.without_model import checked_request
@@ -218,7 +217,12 @@ SEEN = [("<|image_pad|>by the sea", (picture(1),)), ("<|image_pad|>", (picture(2
 
 
 async def test_a_reranker_with_images_scores_by_its_model_card(reranker_folder: Path) -> None:
-    before = f"system: {QWEN3_TASK} user: <Instruct>: {QWEN3_VL_INSTRUCTION}<Query>:{QUERY}\n<Document>:"
+    task = (
+        "Judge whether the Document meets the requirements based on the Query and the Instruct provided. "
+        'Note that the answer can only be "yes" or "no".'
+    )
+    instruction = "Given a search query, retrieve relevant candidates that answer the query."
+    before = f"system: {task} user: <Instruct>: {instruction}<Query>:{QUERY}\n<Document>:"
     expected = expected_scores(reranker_folder, [Prompt(f"{before}{text} assistant: ", seen) for text, seen in SEEN])
     assert abs(expected[0] - expected[1]) > 1e-4
     async with running(InProcessBackend([engine_of(reranker_folder)])) as backend:

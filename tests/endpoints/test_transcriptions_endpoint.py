@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from tiny_whisper import make_whisper, sound, wav
+from tiny_whisper import Oracle, make_whisper, sound, wav
 from typer.testing import CliRunner
 
 from batchline import run_batch
@@ -19,13 +19,16 @@ from batchline.backends.base import Answer, EndpointRequest
 from batchline.backends.in_process import InProcessBackend
 from batchline.cli.main import app
 from batchline.config import EngineConfig, MediaConfig, ModelConfig, TextConfig
+from batchline.endpoints.reporting import LogprobFormat
 from batchline.endpoints.transcriptions import Transcriber, transcription
+from batchline.media.audio import decode_audio
 from batchline.media.collector import MediaCollector
 from batchline.media.parts import MediaPart, MediaSource
 from batchline.media.sharing import ByteBudget
 from batchline.openai_api.transcriptions import SpokenSegment, Transcript, answer_in, body_of_form
 from batchline.speech.request import DecodedPart, SpeechRequest
 from batchline.speech.transcription import SpeechModel
+from batchline.testing import ByteTokenizer
 
 URL = "/v1/audio/transcriptions"
 
@@ -126,6 +129,32 @@ async def test_streamed_deltas_add_up_to_the_text(backend: InProcessBackend) -> 
     assert "".join(chunk["delta"] for chunk in deltas) == whole["text"]
 
 
+async def test_each_token_of_the_text_has_the_log_probability_of_generate_s_scores(
+    backend: InProcessBackend, folder: Path
+) -> None:
+    oracle, data = Oracle(folder), wav(sound(2.5, 3))
+    samples, _, _ = decode_audio(data, 60)
+    fields = {"file": base64.b64encode(data).decode(), "language": "en", "include": ["logprobs"]}
+    body = (await answer(backend, fields)).parsed_body()
+    scored = oracle.scored(samples, language="en", task="transcribe", return_timestamps=False)
+    first_timestamp = oracle.model.generation_config.no_timestamps_token_id + 1
+    expected = [score for token, score in scored if token < first_timestamp]
+    assert [token["logprob"] for token in body["logprobs"]] == pytest.approx(expected, abs=1e-3)
+    spelled = bytes(byte for token in body["logprobs"] for byte in token["bytes"])
+    assert spelled.decode(errors="replace").lstrip() == body["text"] != ""
+    assert "logprobs" not in (await answer(backend, {**fields, "include": []})).parsed_body()
+
+
+async def test_the_log_probabilities_of_deltas_add_up_to_those_of_the_whole_text(backend: InProcessBackend) -> None:
+    fields = {"model": "whisper", "file": encoded(7.5), "seed": 1, "include": ["logprobs"]}
+    request = EndpointRequest(url=URL, body={**fields, "stream": True}, request_id="1")
+    *deltas, done = [chunk async for chunk in backend.stream(request)]
+    whole = (await answer(backend, fields)).parsed_body()
+    assert len(deltas) > 1
+    assert [token for delta in deltas for token in delta["logprobs"]] == done["logprobs"]
+    assert [token["bytes"] for token in done["logprobs"]] == [token["bytes"] for token in whole["logprobs"]]
+
+
 @pytest.mark.parametrize(
     ("body", "expected"),
     [
@@ -141,8 +170,12 @@ async def test_streamed_deltas_add_up_to_the_text(backend: InProcessBackend) -> 
         ({"file": "xx", "response_format": "diarized_json"}, "response_format"),
         ({"file": "xx", "timestamp_granularities": ["segment"]}, "verbose_json"),
         ({"file": "xx", "stream": True, "response_format": "srt"}, "only response_format json"),
+        ({"file": "xx", "include": ["logprobs"], "response_format": "verbose_json"}, "require response_format json"),
+        ({"file": "xx", "include": ["logprobs"], "response_format": "text"}, "require response_format json"),
+        ({"file": "xx", "include": ["everything"]}, "include[0]"),
     ],
 )
+@pytest.mark.sample(3)
 async def test_what_cannot_be_answered_is_refused_with_the_reason(
     backend: InProcessBackend, body: dict[str, Any], expected: str
 ) -> None:
@@ -193,7 +226,9 @@ def test_a_batch_file_holds_objects_and_texts(folder: Path, tmp_path: Path, capl
     ]
     (tmp_path / "in.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     with caplog.at_level(logging.WARNING):
-        run_batch(tmp_path / "in.jsonl", tmp_path / "out.jsonl", model=engine(folder), show_progress=False)
+        summary = run_batch(tmp_path / "in.jsonl", tmp_path / "out.jsonl", model=engine(folder), show_progress=False)
+    assert summary.audio_s == pytest.approx(0.5 + 4.0 + 5.0 + 1.0)
+    assert summary.audio_s_per_s == pytest.approx(summary.audio_s / summary.run_time_s)
     results = [json.loads(line)["response"] for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert [result["status_code"] for result in results] == [200, 200, 200, 200, 400]
     assert results[0]["body"]["usage"] == {"type": "duration", "seconds": 1}
@@ -270,6 +305,7 @@ EXTREMES: dict[str, list[float]] = {
 
 
 @pytest.mark.parametrize("field", EXTREMES)
+@pytest.mark.sample(3)
 async def test_a_parameter_at_the_end_of_its_range_harms_no_request(backend: InProcessBackend, field: str) -> None:
     """A temperature of 1e-39, a repetition penalty of 1e-300 or a top_p of 1e-300 turned the chances of all tokens into
     zeros or NaN. The draw raised, and the thread of the model died, with every request on it, three times in a row."""
@@ -285,6 +321,7 @@ async def test_a_parameter_at_the_end_of_its_range_harms_no_request(backend: InP
 
 @pytest.mark.parametrize("field", ["temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty"])
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf", "1e400"])
+@pytest.mark.sample(3)
 async def test_a_number_of_a_form_that_is_not_finite_is_refused(
     backend: InProcessBackend, field: str, value: str
 ) -> None:
@@ -307,6 +344,9 @@ async def test_a_temperature_that_counts_as_zero_is_answered_as_zero(backend: In
     assert bodies[0] == bodies[1]
 
 
+BYTES = LogprobFormat(ByteTokenizer())
+
+
 class WaitingModel:
     """A speech model that writes nothing down until it may."""
 
@@ -316,14 +356,27 @@ class WaitingModel:
 
     def __init__(self) -> None:
         self.lengths: list[int] = []
+        self.temperatures: list[tuple[float, ...]] = []
         self.has_begun = asyncio.Event()
         self.may_end = asyncio.Event()
 
     async def parts(self, request: SpeechRequest) -> AsyncIterator[DecodedPart]:
         self.lengths.append(len(request.samples))
+        self.temperatures.append(request.temperatures)
         self.has_begun.set()
         await self.may_end.wait()
         yield DecodedPart([], "english", 1.0)
+
+
+async def test_only_a_temperature_that_counts_as_zero_is_followed_by_higher_ones() -> None:
+    collector = MediaCollector(MediaConfig())
+    model = WaitingModel()
+    model.may_end.set()
+    transcriber = Transcriber(cast(SpeechModel, model), collector, TextConfig(), BYTES)
+    for temperature in (0, 9e-6, 2e-5):
+        await transcription({"file": encoded(1.0), "temperature": temperature}, transcriber, task="transcribe")
+    assert model.temperatures == [(0.0, 0.2, 0.4, 0.6, 0.8, 1.0)] * 2 + [(2e-5,)]
+    await collector.close()
 
 
 async def test_media_of_other_requests_are_decoded_while_a_recording_is_written_down() -> None:
@@ -331,7 +384,7 @@ async def test_media_of_other_requests_are_decoded_while_a_recording_is_written_
     recording stopped every request with an image."""
     collector = MediaCollector(MediaConfig(decoded_bytes=1 << 20))
     model = WaitingModel()
-    transcriber = Transcriber(cast(SpeechModel, model), collector, TextConfig())
+    transcriber = Transcriber(cast(SpeechModel, model), collector, TextConfig(), BYTES)
     first = asyncio.create_task(transcription({"file": encoded(8.5)}, transcriber, task="transcribe"))
     await model.has_begun.wait()
     other = MediaPart(MediaSource("audio", "", data=wav(sound(5.0, 2))), "file", "file")
@@ -356,7 +409,7 @@ async def test_recordings_that_are_written_down_share_a_budget_of_memory() -> No
     collector = MediaCollector(MediaConfig())
     model = WaitingModel()
     held = WatchedBudget(100_000)
-    transcriber = Transcriber(cast(SpeechModel, model), collector, TextConfig(), held)
+    transcriber = Transcriber(cast(SpeechModel, model), collector, TextConfig(), BYTES, held)
     requests = [transcription({"file": encoded(1.0, seed)}, transcriber, task="transcribe") for seed in (1, 2)]
     tasks = [asyncio.create_task(request) for request in requests]
     await model.has_begun.wait()

@@ -200,15 +200,16 @@ async def test_closing_the_iterator_early_frees_its_blocks(engine: AsyncEngine) 
 
 
 async def test_cancelled_embedding_frees_its_blocks(engine: AsyncEngine) -> None:
-    tasks = [
-        asyncio.create_task(engine.embed(EmbeddingRequest(request_id="e", prompt_token_ids=tuple(range(3, 200)))))
-        for _ in range(4)
-    ]
+    """The next request waits until all embeddings are computed, unless they are aborted."""
+    prompts = [tuple(range(start, start + 200)) for start in range(3, 103)]
+    items = [EmbeddingRequest(request_id="e", prompt_token_ids=prompt) for prompt in prompts]
+    tasks = [asyncio.create_task(engine.embed(item)) for item in items]
     await tokens_of(engine, request(0, max_tokens=1))
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     await assert_idle_after_the_next_request(engine)
+    assert engine.stats().prompt_tokens < sum(map(len, prompts))
 
 
 async def test_finished_requests_leave_nothing_behind(engine: AsyncEngine) -> None:
@@ -297,3 +298,10 @@ def test_model_that_cannot_be_loaded_is_heard_of_at_once(tmp_path: Path) -> None
 
 async def test_engine_tells_the_limits_that_callers_must_check(engine: AsyncEngine) -> None:
     assert (engine.max_model_len, engine.vocab_size, engine.eos_token_ids) == (256, 512, frozenset({2}))
+
+
+@pytest.mark.parametrize("name", ["max_num_seqs", "max_num_batched_tokens"])
+def test_steps_without_room_are_refused(name: str) -> None:
+    """The engine's thread ran empty steps at full speed, and requests waited for ever."""
+    with pytest.raises(ValueError, match=f"{name}: 0 is less than 1"):
+        SchedulerConfig(**{name: 0})

@@ -15,6 +15,7 @@ from families import VOCAB, greedy_oracle, make_model
 
 from batchline.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from batchline.engine import core, step_results
+from batchline.engine.allowance import FEWEST_TOKENS
 from batchline.engine.core import Engine, Output
 from batchline.engine.model_runner import ModelRunner, StepResult
 from batchline.engine.request import (
@@ -55,12 +56,16 @@ MakeEngine = Callable[..., Engine]
 
 @pytest.fixture
 def make_engine(folder: Path) -> MakeEngine:
-    def make(*, num_bytes: int | None = None, max_tokens: int = 64, max_seqs: int = 8) -> Engine:
+    def make(
+        *, num_bytes: int | None = None, max_tokens: int = 64, max_seqs: int = 8, max_delay: float | None = None
+    ) -> Engine:
         return Engine(
             EngineConfig(
                 model=ModelConfig(model=str(folder), dtype="float32", device="cpu", max_model_len=128),
                 cache=CacheConfig(num_bytes=num_bytes),
-                scheduler=SchedulerConfig(max_num_batched_tokens=max_tokens, max_num_seqs=max_seqs),
+                scheduler=SchedulerConfig(
+                    max_num_batched_tokens=max_tokens, max_num_seqs=max_seqs, max_delay=max_delay
+                ),
             )
         )
 
@@ -115,6 +120,21 @@ def tokens_of_all(engine: Engine) -> list[list[int]]:
 
 def ending(output: GenerationOutput) -> tuple[list[int], str | None, int | None]:
     return list(output.token_ids), output.finish_reason, output.stop_reason
+
+
+def test_steps_of_batch_work_are_short_once_a_client_has_been_there(
+    make_engine: MakeEngine, expected: list[list[int]]
+) -> None:
+    engine = make_engine(max_delay=0.0)
+    run(engine, request())
+    lines = [replace(request(f"r{n}", prompt), priority=2 << 32) for n, prompt in enumerate(PROMPTS)]
+    outputs = run(engine, *lines)
+    assert engine.scheduler.max_num_batch_tokens == FEWEST_TOKENS
+    last = [outputs[f"r{n}"][-1] for n in range(len(lines))]
+    assert [list(output.token_ids) for output in last if isinstance(output, GenerationOutput)] == expected
+    unlimited = make_engine()
+    run(unlimited, request(), *lines)
+    assert unlimited.scheduler.max_num_batch_tokens is None
 
 
 def test_equal_requests_under_different_cache_keys_give_equal_tokens_and_share_nothing(

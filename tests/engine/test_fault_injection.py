@@ -194,6 +194,9 @@ CALLS: dict[str, tuple[Any, str]] = {
 }
 
 
+CALLED_ONCE = ("embedding", "undo")
+
+
 @dataclass
 class FailingOnce:
     """A function that raises when it is called for the given time."""
@@ -228,7 +231,7 @@ def test_one_failing_call_costs_at_most_one_request(
                 patch.setattr(ModelRunner, "run", FailingOnce(ModelRunner.run, error, 2))
             patch.setattr(owner, name, failing)
             answers = run(engine, OddTokens())
-        assert failing.num_calls >= 1
+        assert failing.num_calls >= (1 if call in CALLED_ONCE else at)
         failed = [request_id for request_id, answer in answers.items() if isinstance(answer, RequestFailed)]
         assert len(failed) <= 1
         assert_others_are_undisturbed(answers, undisturbed, *failed)

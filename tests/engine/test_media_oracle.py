@@ -31,12 +31,15 @@ from batchline.engine.core import Engine
 from batchline.engine.request import GenerationOutput, GenerationRequest
 from batchline.media.items import MediaItem, MediaKind
 from batchline.media.processor import MediaProcessor
+from batchline.native.library import open_kernels
 
 MAX_TOKENS = 8
 NUM_PROMPTS = 16
 BLOCK_SIZE = 16
 SEES_WHOLE_PROMPT = ("paligemma", "paligemma2")
 NOT_FUSED = ("gemma3", "qwen2_5_omni_thinker", *SEES_WHOLE_PROMPT)
+HEARS = ("qwen2_audio", "voxtral", "qwen2_5_omni_thinker")
+SEES_VIDEOS = ("llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "smolvlm", "internvl", "qwen2_5_omni_thinker")
 
 both_kernels = pytest.mark.parametrize("cpu_kernels", ["off", "auto"])
 
@@ -93,6 +96,7 @@ def run(engine: Engine, requests: list[GenerationRequest]) -> list[GenerationOut
 
 
 @both_kernels
+@pytest.mark.sample(3)
 def test_greedy_tokens_equal_those_of_generate(case: Case, cpu_kernels: CpuKernels) -> None:
     requests = [
         generation_request(index, prompt, case.processor, MAX_TOKENS, priority=-(index % 5 == 0))
@@ -101,8 +105,9 @@ def test_greedy_tokens_equal_those_of_generate(case: Case, cpu_kernels: CpuKerne
     assert [list(request.prompt_token_ids) for request in requests] == [tokens for tokens, _ in case.expected]
     longest = max(len(tokens) for tokens, _ in case.expected)
     engine = small_engine(case.folder, cpu_kernels, 2 * longest + 4 * BLOCK_SIZE)
-    if engine.loaded.kernels is not None:
-        assert engine.loaded.execution.is_fused == (case.family not in NOT_FUSED)
+    has_kernels = open_kernels(cpu_kernels) is not None
+    assert (engine.loaded.kernels is not None) == has_kernels
+    assert engine.loaded.execution.is_fused == (has_kernels and case.family not in NOT_FUSED)
     outputs = run(engine, requests)
     assert [list(output.token_ids) for output in outputs] == [tokens for _, tokens in case.expected]
     stats = engine.stats()
@@ -112,6 +117,17 @@ def test_greedy_tokens_equal_those_of_generate(case: Case, cpu_kernels: CpuKerne
     assert engine.loaded.media.num_encoded == len({span.key for request in requests for span in request.media})
 
 
+def test_each_family_takes_all_kinds_of_media_that_its_models_take(case: Case) -> None:
+    """The prompts of the other tests have items of the kinds that the processor takes, and of no others."""
+    kinds = {
+        "image": FAMILIES[case.family].vision is not None,
+        "audio": case.family in HEARS,
+        "video": case.family in SEES_VIDEOS,
+    }
+    assert case.processor.kinds == {kind for kind, is_taken in kinds.items() if is_taken}
+
+
+@pytest.mark.sample(4)
 def test_only_prompts_with_the_same_item_share_its_blocks(case: Case) -> None:
     """The placeholder tokens of all pictures are the same, so token ids alone would find another picture's blocks."""
     for kind in sorted(case.processor.kinds):

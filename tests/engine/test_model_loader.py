@@ -13,14 +13,14 @@ import pytest
 import torch
 from families import make_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, BartConfig, BartForConditionalGeneration, GenerationConfig
+from transformers import AutoConfig, BartConfig, BartForConditionalGeneration, GenerationConfig
 
 from batchline.checkpoints.device import choose_device, choose_dtype
 from batchline.checkpoints.files import why_not_loaded
 from batchline.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from batchline.engine.core import Engine
 from batchline.engine.kv_cache import CacheGroup, by_layer
-from batchline.engine.model_loader import load_model
+from batchline.engine.model_loader import choose_max_model_len, load_model
 from batchline.errors import ModelLoadError, UnsupportedModel
 
 
@@ -300,11 +300,10 @@ def test_length_dependent_rope_of_one_kind_of_layer_limits_the_context_too(tmp_p
     assert load_model(settings(folder)).max_model_len == 128
 
 
-def test_model_without_a_context_length_is_refused(tmp_path: Path) -> None:
-    config = AutoConfig.for_model("mamba", hidden_size=32, num_hidden_layers=2, vocab_size=64)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedModel):
-        load_model(settings(tmp_path))
+@pytest.mark.parametrize("max_model_len", [None, 100])
+def test_model_without_a_context_length_is_refused(max_model_len: int | None) -> None:
+    with pytest.raises(UnsupportedModel, match="its config names no context length"):
+        choose_max_model_len(settings("m", max_model_len=max_model_len), AutoConfig.for_model("mamba"))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

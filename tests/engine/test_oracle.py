@@ -29,6 +29,7 @@ from batchline.engine.request import (
     SamplingParams,
     TokenLogprobs,
 )
+from batchline.native.library import open_kernels
 
 TINY_CHAT = Path(__file__).parents[2] / "examples" / "models" / "tiny-chat"
 NUM_PROMPTS = 52
@@ -135,6 +136,7 @@ def assert_reused_and_preempted(engine: Engine) -> None:
 @both_kernels
 def test_greedy_tokens_equal_those_of_generate(case: Case, cpu_kernels: CpuKernels) -> None:
     engine = small_engine(case.folder, cpu_kernels=cpu_kernels)
+    assert (engine.loaded.kernels is None) == (open_kernels(cpu_kernels) is None)
     assert greedy_tokens(engine, case.prompts) == case.expected
     assert_reused_and_preempted(engine)
 
@@ -155,6 +157,7 @@ def assert_logprobs_equal(reported: Sequence[TokenLogprobs], tokens: Sequence[in
 
 @both_kernels
 @torch.inference_mode()
+@pytest.mark.sample(3)
 def test_logprobs_and_hidden_states_equal_those_of_the_plain_model(
     case: Case, plain_model: torch.nn.Module, cpu_kernels: CpuKernels
 ) -> None:

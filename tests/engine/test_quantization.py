@@ -113,6 +113,7 @@ def engine_tokens(model: ModelConfig, prompts: Sequence[tuple[int, ...]], max_ba
 
 @pytest.mark.parametrize("cpu_kernels", ["off", "auto"])
 @pytest.mark.parametrize("family", QUANTIZED)
+@pytest.mark.sample(3)
 def test_tokens_are_the_choice_of_the_emulated_model(family: str, cpu_kernels: CpuKernels, tmp_path: Path) -> None:
     folder, prompts = make_model(family, tmp_path), make_prompts()
     model = emulated_model(folder)

@@ -527,6 +527,85 @@ def test_batch_lines_wait_for_the_clients_of_every_caller() -> None:
     engine.run()
 
 
+BATCH = 2 << 32
+"""The priority of batch lines."""
+
+
+def limited_engine(max_batch: int = 4) -> SimulatedEngine:
+    engine = SimulatedEngine(num_blocks=256, max_tokens=64, max_seqs=16)
+    engine.scheduler.max_num_batch_tokens = max_batch
+    return engine
+
+
+def split_tokens(step: Step) -> tuple[int, int]:
+    """The tokens of clients and of batch lines in a step."""
+    counts = Counter[bool]()
+    for chunk in step.chunks:
+        counts[chunk.sequence.kind > 0] += chunk.num_tokens
+    return counts[False], counts[True]
+
+
+@pytest.mark.parametrize("caller", ["", "a"])
+def test_no_batch_work_rides_in_the_step_that_a_client_waits_for(caller: str) -> None:
+    """A chat beside a batch waited for a step full of the batch's prompts, and then shared its own with them."""
+    engine = limited_engine()
+    engine.add(*(make_sequence((n,) * 20, max_tokens=9, priority=BATCH) for n in range(6)))
+    assert [split_tokens(engine.step()) for _ in range(3)] == [(0, 4)] * 3
+    client = make_sequence(tuple(range(100, 130)), max_tokens=3, caller=caller)
+    engine.add(client)
+    assert split_tokens(engine.step()) == (30, 0)
+    assert client.num_output_tokens == 1
+    assert [split_tokens(engine.step()) for _ in range(3)] == [(1, 4), (1, 4), (0, 4)]
+    engine.run()
+
+
+def test_without_clients_in_sight_batch_work_fills_whole_steps() -> None:
+    engine = limited_engine()
+    engine.scheduler.max_num_batch_tokens = None
+    engine.add(*(make_sequence((n,) * 20, priority=BATCH) for n in range(6)))
+    assert split_tokens(engine.step()) == (0, 64)
+
+
+def test_batch_work_goes_on_slowly_under_an_endless_crowd_of_clients() -> None:
+    engine = limited_engine()
+    batch = make_sequence((1,) * 8, max_tokens=2, priority=BATCH)
+    engine.add(batch)
+    tokens = []
+    while not batch.is_finished:
+        engine.add(make_sequence((len(tokens) + 2,) * 5))
+        tokens.append(split_tokens(engine.step())[1])
+    assert tokens == [0, 0, 0, 0, 4] * 2 + [0, 0, 0, 0, 1]
+
+
+def test_background_responses_give_way_as_batch_lines_do() -> None:
+    engine = limited_engine()
+    engine.add(make_sequence((1,) * 20, priority=1 << 32))
+    assert split_tokens(engine.step()) == (0, 4)
+    engine.add(make_sequence((2,) * 5, priority=7))
+    assert split_tokens(engine.step()) == (5, 0)
+
+
+def test_the_search_for_a_fault_is_not_held_up_by_clients() -> None:
+    engine = limited_engine(max_batch=0)
+    suspect = make_sequence((1,) * 20, priority=BATCH)
+    engine.add(suspect)
+    assert engine.step(only={suspect}).num_tokens == 20
+
+
+def test_a_range_longer_than_what_batch_work_may_have_is_computed_all_the_same() -> None:
+    engine = limited_engine()
+    line = uncut_sequence(40, (1, 30))
+    line.caller, line.priority, line.kind = "", BATCH, 2
+    client = make_sequence((1, 2), max_tokens=30)
+    engine.add(client)
+    engine.step()
+    engine.scheduler.add(line)
+    while line.num_computed_tokens < 30:
+        step = engine.scheduler.schedule()
+        assert client in step.sequences
+        client.append(1)
+
+
 def test_aborted_sequences_free_their_blocks_wherever_they_are() -> None:
     engine = SimulatedEngine(max_seqs=1)
     running, waiting = make_sequence((1, 2, 3), 4), make_sequence((1, 2, 4), 4)
@@ -576,6 +655,33 @@ def test_prefix_shared_within_an_undone_step_is_computed_by_whoever_comes_next()
     assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_blocks
     only_second = engine.step(only={second})
     assert [(c.sequence, c.start, c.end) for c in only_second.chunks] == [(second, 0, 5)]
+    engine.run()
+
+
+def test_a_sequence_seated_without_a_chunk_is_undone_too() -> None:
+    """It kept its seat, with a cached prefix that the lost step should have filled: the keys and values of another
+    request, or zeros. An image whose positions see each other gives such seats."""
+    engine = SimulatedEngine(num_blocks=64, block_size=4, max_tokens=20)
+    first, second = make_sequence(tuple(range(16))), make_sequence((*range(8), *range(100, 116)))
+    second.uncut = ((8, 20),)
+    engine.add(first, second)
+    step = engine.lose_step()
+    assert [chunk.sequence for chunk in step.chunks] == [first]
+    assert list(step.seated) == [first, second]
+    assert (second.status, second.num_computed_tokens) == (SequenceStatus.WAITING, 0)
+    engine.run()
+
+
+def test_a_block_that_a_lost_step_should_have_cleared_is_cleared_by_the_next_one() -> None:
+    """A running sequence keeps its new block, and nobody cleared it: NaN of an earlier request failed its owner."""
+    engine = SimulatedEngine(num_blocks=4, block_size=4)
+    sequence = make_sequence((1, 2, 3, 4), max_tokens=3)
+    engine.add(sequence)
+    engine.step()
+    pool = engine.scheduler.pool
+    pool.taint(number for number in range(4) if number not in sequence.block_table)
+    assert engine.lose_step().blocks_to_clear == (sequence.block_table[-1],)
+    assert engine.step().blocks_to_clear == (sequence.block_table[-1],)
     engine.run()
 
 
@@ -738,13 +844,14 @@ TestSchedulerMachine.settings = settings(max_examples=30, stateful_step_count=20
 
 @given(
     st.lists(
-        st.tuples(prompts, st.integers(0, 6), st.integers(0, 2), st.none(), st.sampled_from("ab")),
+        st.tuples(prompts, st.integers(0, 6), st.sampled_from([0, 1, BATCH]), st.none(), st.sampled_from("ab")),
         min_size=1,
         max_size=8,
     ),
     st.integers(1, 4),
     st.integers(1, 9),
     st.integers(1, 4),
+    st.none() | st.integers(1, 4),
     st.none() | st.integers(1, 4),
 )
 @settings(max_examples=60, deadline=None)
@@ -754,6 +861,7 @@ def test_every_sequence_is_served_whatever_the_sizes(
     max_tokens: int,
     max_seqs: int,
     max_shared: int | None,
+    max_batch: int | None,
 ) -> None:
     longest = max(len(prompt) + count for prompt, count, *_ in requests)
     engine = SimulatedEngine(
@@ -763,6 +871,7 @@ def test_every_sequence_is_served_whatever_the_sizes(
         max_seqs=max_seqs,
         max_shared=max_shared,
     )
+    engine.scheduler.max_num_batch_tokens = max_batch
     sequences = [make_sequence(*request) for request in requests]
     engine.add(*sequences)
     engine.run()

@@ -10,11 +10,16 @@ import numpy as np
 
 
 def tiny_video(
-    num_frames: int = 20, rate: int = 10, size: tuple[int, int] = (48, 32), codec: str = "mpeg4", container: str = "mp4"
+    num_frames: int = 20,
+    rate: int = 10,
+    size: tuple[int, int] = (48, 32),
+    codec: str = "mpeg4",
+    container: str = "mp4",
+    options: dict[str, str] | None = None,
 ) -> bytes:
     """Grey frames, each a little lighter than the one before."""
     file = io.BytesIO()
-    with av.open(file, "w", format=container) as output:
+    with av.open(file, "w", format=container, options=options or {}) as output:
         stream = output.add_stream(codec, rate=Fraction(rate))
         stream.width, stream.height = size
         stream.pix_fmt = "yuv420p"

@@ -132,6 +132,15 @@ class Oracle:
         options: dict[str, Any] = {"truncation": False, "padding": "longest"} if is_long else {}
         return self.extractor(samples, sampling_rate=RATE, return_tensors="pt", **options).input_features
 
+    def scored(self, samples: NDArray[np.float32], **options: Any) -> list[tuple[int, float]]:
+        """The greedy tokens of one window, without the prompt and the end, each with its log-probability."""
+        options |= {"return_dict_in_generate": True, "output_scores": True, "force_unique_generate_call": True}
+        found = self.model.generate(self.features(samples), **options)
+        tokens = found.sequences[0, -len(found.scores) :].tolist()
+        scores = [torch.log_softmax(scores[0].float(), dim=-1) for scores in found.scores]
+        pairs = [(token, float(row[token])) for token, row in zip(tokens, scores, strict=True)]
+        return [pair for pair in pairs if pair[0] != self.model.generation_config.eos_token_id]
+
     def tokens(self, samples: NDArray[np.float32], **options: Any) -> list[int]:
         """The greedy tokens, without the prompt and the end."""
         if not options.get("return_timestamps"):  # else it seeks by timestamps that a random model writes as text

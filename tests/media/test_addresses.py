@@ -171,8 +171,12 @@ def test_a_domain_that_no_url_can_have_is_the_operators_mistake(domain: str) -> 
 
 
 def test_the_word_none_allows_no_host() -> None:
-    with pytest.raises(BadRequest, match="--allowed-media-domains"):
-        FetchRules(domains=["none"]).checked_url("http://example.com/a.png")
+    """A host of this name was fetched from."""
+    for host in ("example.com", "none"):
+        with pytest.raises(BadRequest, match="nothing is fetched here"):
+            FetchRules(domains=["none"]).checked_url(f"http://{host}/a.png")
+    with pytest.raises(UsageError, match="no other host beside it"):
+        FetchRules(domains=["none", "example.com"])
 
 
 def test_a_refused_host_is_not_told_whether_it_exists() -> None:

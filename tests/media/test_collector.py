@@ -326,6 +326,19 @@ async def test_several_images_reserve_what_they_hold_and_what_the_decoding_threa
     assert len(decoded) == threads + 4
 
 
+@pytest.mark.parametrize("work", ["image_size", "decode_image"])
+async def test_media_that_there_is_no_memory_for_can_be_sent_again(monkeypatch: pytest.MonkeyPatch, work: str) -> None:
+    """While an image was only measured, that was an internal error."""
+
+    def without_memory(data: bytes, max_pixels: int) -> Any:
+        raise MemoryError
+
+    monkeypatch.setattr(images, work, without_memory)
+    async with collector() as made:
+        error = await refusal(made, image(data_url(picture())))
+    assert (error.status_code, "no memory to decode it" in error.message) == (503, True)
+
+
 async def test_the_event_loop_goes_on_while_media_are_measured_and_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of the two waits for the event loop, which it would do for ever on the loop's own thread."""
     loop = asyncio.get_running_loop()

@@ -106,8 +106,8 @@ async def test_a_name_of_an_internal_address_is_refused_like_one_that_does_not_e
     assert internal.message == missing.message == NO_PUBLIC_ADDRESS
     assert type(internal) is type(missing)
     assert caplog.messages == [
-        f"refused to fetch media from internal.example: it resolves to {address} (--allowed-media-networks)",
-        "refused to fetch media from missing.example: the name cannot be resolved",
+        f"refused to connect to internal.example: it resolves to {address} (--allowed-media-networks)",
+        "refused to connect to missing.example: the name cannot be resolved",
     ]
     assert not server.requests
 
@@ -290,24 +290,6 @@ def test_a_run_repeats_a_request_after_its_failed_fetch_is_forgotten() -> None:
     assert max(runner.RETRY_DELAYS_S) > fetching.TRANSIENT_LIFETIME_S
 
 
-@pytest.fixture
-def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """How long fetches wanted to wait; they do not."""
-    seconds: list[float] = []
-    sleep = asyncio.sleep
-    thread = threading.get_ident()
-
-    async def noted(delay: float) -> None:
-        if threading.get_ident() != thread:  # a server of another test still runs in a thread of this process
-            await sleep(delay)
-            return
-        seconds.append(delay)
-        await sleep(0)
-
-    monkeypatch.setattr(asyncio, "sleep", noted)
-    return seconds
-
-
 def in_seconds(number: float) -> str:
     return formatdate(time.time() + number, usegmt=True)
 
@@ -417,22 +399,33 @@ async def test_a_url_that_many_want_at_once_is_fetched_once(server: MediaServer)
     assert server.count("/a.png") == 1
 
 
-async def test_no_more_files_are_fetched_at_once_than_allowed(server: MediaServer) -> None:
+@pytest.mark.parametrize(("num_hosts", "max_fetches", "expected"), [(20, 3, 3), (1, 8, 2)])
+async def test_no_more_files_are_fetched_at_once_than_allowed(
+    server: MediaServer, num_hosts: int, max_fetches: int, expected: int
+) -> None:
+    """From one host, a quarter as many."""
     running = most = 0
+    all_run = asyncio.Event()
 
     async def count(_request: web.Request) -> web.StreamResponse:
         nonlocal running, most
         running += 1
         most = max(most, running)
-        for _ in range(5):
+        if running == expected:
+            all_run.set()
+        await asyncio.wait_for(all_run.wait(), 30)
+        for _ in range(50):
             await asyncio.sleep(0)
         running -= 1
         return web.Response(body=b"x")
 
-    urls = [server.add(f"/{number}.png", count) for number in range(20)]
-    async with fetcher(max_fetches=3) as made:
+    for number in range(20):
+        server.add(f"/{number}.png", count)
+    resolver = FakeResolver(**{f"host{number}_example": [["127.0.0.1"]] for number in range(num_hosts)})
+    urls = [f"http://host{number % num_hosts}.example:{server.port}/{number}.png" for number in range(20)]
+    async with fetcher(resolver, max_fetches=max_fetches) as made:
         await asyncio.gather(*(content(made, url) for url in urls))
-    assert 1 <= most <= 3
+    assert most == expected
 
 
 async def test_a_slow_host_leaves_places_to_others(server: MediaServer) -> None:

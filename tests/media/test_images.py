@@ -213,6 +213,14 @@ def test_an_image_with_too_many_pixels_is_refused_by_its_header(size: tuple[int,
             work(bomb, MAX_PIXELS)
 
 
+@pytest.mark.parametrize("size", [(70_000, 1), (1, 70_000)])
+def test_an_image_with_a_side_of_too_many_pixels_is_refused_by_its_header(size: tuple[int, int]) -> None:
+    """One of 60,000,000 x 1 pixels has no more than are allowed, but to make it smaller took all memory."""
+    for work in (image_size, decode_image):
+        with pytest.raises(UnprocessableEntity, match="a side of the image has more than 65,535 pixels"):
+            work(png(*size, (b"IDAT", zlib.compress(bytes(1000)))), MAX_PIXELS)
+
+
 def test_a_png_whose_text_unpacks_to_gigabytes_is_refused_or_decoded_without_it() -> None:
     packed = zlib.compress(bytes(100 << 20))
     row = bytes(1 + 3)

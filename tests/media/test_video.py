@@ -163,7 +163,7 @@ def test_the_sampled_frames_of_usual_formats_are_decoded(codec: str, container: 
     np.testing.assert_allclose(shades, [10 + index * 10 for index in (0, 5, 10, 15)], atol=8)
     assert digest == decode_video(data, LIMITS, PAIRS)[1]
     assert digest != decode_video(tiny_video(num_frames=24, codec=codec, container=container), LIMITS, PAIRS)[1]
-    assert 3 * 48 * 32 * 4 <= video.num_bytes <= video_bytes(data, LIMITS)
+    assert 3 * 48 * 32 * 4 <= video.num_bytes <= video_bytes(data, LIMITS, PAIRS)
 
 
 @pytest.mark.parametrize(
@@ -171,26 +171,54 @@ def test_the_sampled_frames_of_usual_formats_are_decoded(codec: str, container: 
     [
         (b"none", LIMITS, "not a video of a known format"),
         (tiny_video(), VideoLimits(1.0, 32, 10**6), "longer than 1 seconds"),
-        (tiny_video(), VideoLimits(10.0, 32, 1000), "32 frames of the video have more than 1,000 pixels"),
+        (tiny_video(), VideoLimits(10.0, 32, 32_000), "a frame of the video has more than 1,000 pixels"),
         (tiny_video(codec="ffv1", container="matroska"), LIMITS, r"a format that is not decoded \(ffv1\)"),
         (tiny_video(rate=200), LIMITS, "its size or frame rate is not valid"),
     ],
 )
 def test_what_is_no_video_or_over_a_limit_is_refused(data: bytes, limits: VideoLimits, reason: str) -> None:
     with pytest.raises(UnprocessableEntity, match=reason):
-        video_bytes(data, limits)
+        video_bytes(data, limits, PAIRS)
+
+
+def test_only_the_frames_that_are_seen_count() -> None:
+    """The operator's maximum counted in their place: --max-video-frames 768 refused ordinary videos."""
+    data = tiny_video()
+    limits = VideoLimits(seconds=10.0, frames=768, pixels=32 * 48 * 32)
+    assert len(decode_video(data, limits, PAIRS)[0].frames) == 4
+    assert video_bytes(data, limits, PAIRS) <= 3 * 48 * 32 * (20 + 2)
+    with pytest.raises(UnprocessableEntity, match="the 40 frames that a model sees of the video have more than"):
+        decode_video(tiny_video(num_frames=40), limits, Sampling("pairs", per_second=100.0))
+
+
+def test_all_frames_of_a_fragmented_file_are_seen() -> None:
+    """Its header counts those of the first fragment."""
+    data = tiny_video(num_frames=60, options={"movflags": "frag_keyframe+empty_moov"})
+    limits = replace(LIMITS, pixels=10**7)
+    video, _ = decode_video(data, limits, PAIRS)
+    assert len(video.frames) == 12
+    assert video.num_bytes <= video_bytes(data, limits, PAIRS)
+
+
+def test_decoding_takes_no_more_than_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("batchline.media.video.MAX_DECODING_S", -1.0)
+    with pytest.raises(UnprocessableEntity, match="decoding the video takes more than"):
+        decode_video(tiny_video(), LIMITS, PAIRS)
 
 
 @pytest.mark.parametrize("container", ["mp4", "matroska"])
 def test_a_video_cut_off_anywhere_is_refused_or_seen_as_far_as_it_goes(container: str) -> None:
+    """An mp4 file has its index at its end."""
     data = tiny_video(container=container, num_frames=40)
+    num_seen = 0
     for twentieth in range(20):
         try:
             video, _ = decode_video(data[: len(data) * twentieth // 20], LIMITS, PAIRS)
         except UnprocessableEntity:
             continue
-        assert container == "matroska", "an mp4 file has its index at its end"
         assert len(video.frames) >= 1
+        num_seen += 1
+    assert (num_seen > 0) == (container == "matroska")
 
 
 def test_damaged_bytes_give_an_error_or_frames() -> None:

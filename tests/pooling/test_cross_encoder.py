@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -115,3 +116,28 @@ async def test_template_for_chats_alone_leaves_pairs_as_they_are(tmp_path: Path)
     Path(folder, "chat_template.jinja").unlink()
     expected = CrossEncoder(folder, device="cpu").predict(SHORT_PAIRS, batch_size=1)
     np.testing.assert_allclose(scores, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+async def test_a_long_text_in_many_pairs_costs_its_length_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, side: Literal["left", "right"]
+) -> None:
+    """It was tokenized whole in each pair: one request with 5,000 documents stopped all others for minutes. To cut two
+    long texts together took gigabytes."""
+    folder = save_backbone(tmp_path, make_classifier("bert"))
+    long = " ".join(texts(600, seed=4, longest=3))
+    pairs = [(long, "short"), ("short", long), (long[100:], long), ("a", "b")]
+    with loaded(folder) as model:
+        encode_pairs = model._tokenizer.encode_pairs
+        expected = encode_pairs(pairs, max_tokens=30, side=side)
+        lengths: list[int] = []
+
+        def noting(given: Sequence[tuple[str, str]], **options: Any) -> Any:
+            lengths.extend(len(text) for pair in given for text in pair)
+            return encode_pairs(given, **options)
+
+        monkeypatch.setattr(model._tokenizer, "encode_pairs", noting)
+        assert await model.tokenize_pairs(pairs, max_tokens=30, side=side) == expected
+        assert max(lengths) < len(long) / 2
+        with pytest.raises(BadRequest, match="more than any pair of this model may have"):
+            await model.tokenize_pairs(pairs)

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -9,12 +9,23 @@ import numpy as np
 import pytest
 import torch
 from sentence_transformers import SentenceTransformer
-from tiny_pooling_models import MAX_TOKENS, change_json, make_backbone, save_backbone, save_sentence_transformer, texts
+from sentence_transformers.sentence_transformer.modules import StaticEmbedding
+from tiny_pooling_models import (
+    MAX_TOKENS,
+    change_json,
+    make_backbone,
+    save_backbone,
+    save_sentence_transformer,
+    texts,
+    word_tokenizer,
+)
 
 from batchline.config import ModelConfig, TextConfig
 from batchline.endpoints.model import message_renderer
-from batchline.errors import BadRequest, EngineDead, ModelLoadError
+from batchline.errors import BadRequest, EngineDead, ModelLoadError, UnsupportedModel
+from batchline.pooling.batching import TokenSequence
 from batchline.pooling.embedding import EmbeddingModel, load_embedding_model
+from batchline.pooling.loading import LoadedPoolingModel
 
 FOLDER_OPTIONS = {
     "bert, mean": ("bert", {}),
@@ -111,14 +122,17 @@ async def test_default_prompt_is_applied_and_left_out_of_pooling_as_configured(
 
 
 async def test_roles_use_the_prompts_of_queries_and_documents(tmp_path: Path) -> None:
-    prompts = {"query": "query: ", "passage": "passage: "}
+    prompts = {"query": "query: ", "document": "passage: "}
     folder = save_sentence_transformer(tmp_path, make_backbone("bert"), prompts=prompts)
     change_json(folder, "config_sentence_transformers.json", prompts=prompts)
     inputs = texts(5, longest=20)
     with loaded(folder) as model:
         queries = await model.embed(await model.tokenize(inputs, role="query"))
+        documents = await model.embed(await model.tokenize(inputs, role="document"))
     reference = SentenceTransformer(folder, device="cpu")
     np.testing.assert_allclose(queries, reference.encode_query(inputs), atol=1e-5)
+    np.testing.assert_allclose(documents, reference.encode_document(inputs), atol=1e-5)
+    assert np.abs(queries - documents).max() > 1e-3
 
 
 async def test_truncation_keeps_the_start_and_the_special_tokens(tmp_path: Path) -> None:
@@ -189,12 +203,24 @@ async def test_other_tokenizer_takes_the_place_of_the_models_own(tmp_path: Path)
     assert sequence.token_ids == (5, 6)
 
 
-async def test_threads_are_set_on_the_models_own_thread(tmp_path: Path) -> None:
+async def test_threads_are_set_on_the_models_own_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = torch.get_num_threads()
+    num_threads: list[int] = []
+    run_batch = LoadedPoolingModel.run_batch
+
+    def noting(model: LoadedPoolingModel, sequences: Sequence[TokenSequence]) -> np.ndarray:
+        num_threads.append(torch.get_num_threads())
+        return run_batch(model, sequences)
+
     folder = save_sentence_transformer(tmp_path, make_backbone("bert"))
-    with loaded(folder, num_threads=1) as model:
-        assert (await encode(model, texts(3))).shape == (3, 32)
-    assert torch.get_num_threads() == before
+    monkeypatch.setattr(LoadedPoolingModel, "run_batch", noting)
+    try:
+        with loaded(folder, num_threads=before + 1) as model:
+            await encode(model, texts(3))
+        assert num_threads[-1] == before + 1
+        assert torch.get_num_threads() == before
+    finally:
+        torch.set_num_threads(before)  # threads that start later take the number that was set last
 
 
 async def test_closed_model_says_that_it_is_dead(tmp_path: Path) -> None:
@@ -235,11 +261,10 @@ def test_cuda_without_a_gpu_is_an_error(minilm: str) -> None:
 
 
 def test_model_whose_first_module_is_no_transformer_is_named(tmp_path: Path) -> None:
-    folder = save_sentence_transformer(tmp_path, make_backbone("bert"))
-    modules = Path(folder, "modules.json")
-    modules.write_text(modules.read_text().replace("base.modules.transformer.Transformer", "models.BoW"))
-    with pytest.raises(ModelLoadError):
-        load_embedding_model(ModelConfig(model=folder))
+    static = StaticEmbedding(word_tokenizer(has_special=False, has_types=False), embedding_dim=8)
+    SentenceTransformer(modules=[static], device="cpu").save(str(tmp_path), create_model_card=False)
+    with pytest.raises(UnsupportedModel, match="its first module is a StaticEmbedding, not a Transformer"):
+        load_embedding_model(ModelConfig(model=str(tmp_path)))
 
 
 def test_max_tokens_of_the_fixture_models_is_their_tokenizers(tmp_path: Path) -> None:
@@ -303,3 +328,12 @@ async def test_messages_are_embedded_by_the_chat_template_that_the_operator_give
         assert [special] == await model.tokenize(["user a b"])
         with pytest.raises(BadRequest, match="Input should be a string or a list of parts"):
             await model.tokenize_messages([{"role": "user", "content": 5}])
+
+
+async def test_text_work_that_waits_when_the_model_closes_is_no_cancelled_call() -> None:
+    """It looked like a call that its own caller had cancelled: a batch stopped, and a server gave no answer."""
+    with loaded(str(Path(__file__).parents[2] / "examples" / "models" / "tiny-embed")) as model:
+        calls = [asyncio.create_task(model.tokenize(["word " * 20_000])) for _ in range(4)]
+        await asyncio.sleep(0)
+    outcomes = await asyncio.gather(*calls, return_exceptions=True)
+    assert not any(isinstance(outcome, asyncio.CancelledError) for outcome in outcomes)

@@ -15,10 +15,10 @@ from tiny_pooling_models import SIZES, make_backbone, make_classifier, save_back
 from transformers import BertConfig, BertModel, RobertaConfig, RobertaModel
 
 from batchline.config import CpuKernels, ModelConfig
-from batchline.native.encoder import EncoderWeights, open_encoder
+from batchline.native.encoder import EncoderWeights, NativeEncoder, open_encoder
 from batchline.native.library import Isa, load_library
 from batchline.pooling.cross_encoder import load_cross_encoder
-from batchline.pooling.embedding import load_embedding_model
+from batchline.pooling.embedding import EmbeddingModel, load_embedding_model
 from batchline.pooling.fused_encoder import FusedEncoder, fuse_encoder, why_not_fused
 from batchline.pooling.packed_linear import restore
 
@@ -53,8 +53,8 @@ def hidden_states(model: torch.nn.Module, **features: torch.Tensor) -> torch.Ten
     return hidden
 
 
-def embed(folder: str, inputs: list[str], **settings: object) -> np.ndarray:
-    model = load_embedding_model(ModelConfig(model=folder, **settings))
+def vectors_of(model: EmbeddingModel, inputs: list[str]) -> np.ndarray:
+    """Closes the model."""
     try:
 
         async def run() -> np.ndarray:
@@ -80,10 +80,19 @@ def rounded_peer_vectors(minilm: str) -> np.ndarray:
 
 @pytest.mark.parametrize("cpu_kernels", KERNELS)
 def test_vectors_of_minilm_equal_sentence_transformers_with_all_kernels(
-    minilm: str, cpu_kernels: CpuKernels, peer_vectors: np.ndarray
+    minilm: str, cpu_kernels: CpuKernels, peer_vectors: np.ndarray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    vectors = embed(minilm, INPUTS, cpu_kernels=cpu_kernels, max_model_len=512)
-    np.testing.assert_allclose(vectors, peer_vectors, atol=1e-5)
+    opened: set[str] = set()
+
+    def noting(isa: Isa, weights: EncoderWeights) -> NativeEncoder:
+        opened.add(isa.name.lower())
+        return open_encoder(isa, weights)
+
+    monkeypatch.setattr("batchline.pooling.fused_encoder.open_encoder", noting)
+    model = load_embedding_model(ModelConfig(model=minilm, cpu_kernels=cpu_kernels, max_model_len=512))
+    assert model.facts.kernels.endswith(", whole encoder") == (cpu_kernels != "off")
+    assert opened == {cpu_kernels} - {"off"}
+    np.testing.assert_allclose(vectors_of(model, INPUTS), peer_vectors, atol=1e-5)
 
 
 @pytest.mark.parametrize("cpu_kernels", KERNELS)
@@ -91,7 +100,8 @@ def test_vectors_in_bfloat16_are_as_near_as_sentence_transformers_own(
     minilm: str, cpu_kernels: CpuKernels, peer_vectors: np.ndarray, rounded_peer_vectors: np.ndarray
 ) -> None:
     exact = peer_vectors[:4]
-    vectors = embed(minilm, INPUTS[:4], cpu_kernels=cpu_kernels, dtype="bfloat16")
+    model = load_embedding_model(ModelConfig(model=minilm, cpu_kernels=cpu_kernels, dtype="bfloat16"))
+    vectors = vectors_of(model, INPUTS[:4])
     assert np.abs(vectors - exact).max() <= 1.5 * np.abs(rounded_peer_vectors - exact).max()
     np.testing.assert_allclose((vectors * exact).sum(1), 1, atol=1e-3)
 

@@ -281,21 +281,47 @@ async def test_numbers_that_are_not_finite_fail_their_own_sequence_alone(start: 
     assert [outcomes[0], outcomes[2]] == [[[6, 1]], [[8, 1]]]
 
 
+async def test_a_large_call_does_not_delay_a_small_one_to_its_own_end(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All sequences of a request were in line before those of the next one: a rerank of 20,480 documents stopped
+    everybody else."""
+    monkeypatch.setattr("batchline.pooling.worker.MAX_AHEAD", 8)
+    monkeypatch.setattr("batchline.pooling.worker.BATCHES_AHEAD", 0)
+    gate = Gate()
+    worker = start(gate)
+    documents = [sequence(1, *[0] * 31)] * 40
+    large = asyncio.create_task(worker.run(documents))
+    await asyncio.to_thread(gate.entered.wait, 10)
+    small = asyncio.create_task(worker.run([sequence(2)]))
+    await asyncio.sleep(0)
+    stats = worker.stats()
+    assert (stats.num_running, stats.num_waiting) == (2, 39)
+    gate.opened.set()
+    assert (await small).tolist() == [[2, 1]]
+    rows = await large
+    assert len(rows) == 40
+    assert sum(len(batch) for batch in gate.batches[: gate.batches.index([2])]) <= 2 + 8
+    assert worker.stats().num_waiting == 0
+
+
 async def test_batches_shrink_when_memory_lacks_and_grow_again(start: Start) -> None:
     room = 3
     sizes: list[int] = []
 
     def so_many_at_most(sequences: Sequence[TokenSequence]) -> Rows:
+        sizes.append(len(sequences))
         if len(sequences) > room:
             raise EngineOutOfMemory("too many")
-        sizes.append(len(sequences))
         return sums(sequences)
 
     worker = start(so_many_at_most)
     await worker.run([sequence(n) for n in range(64)])
-    assert max(sizes) <= 3
-    room = 64
+    assert sizes[0] == 64
     sizes.clear()
+    await worker.run([sequence(n) for n in range(64)])
+    assert sizes[0] <= room, "what did not fit is not tried again at once"
+    room = 64
     for _ in range(6 * GROW_AFTER):
         await worker.run([sequence(n) for n in range(64)])
     assert sizes[-1] == 64, "the limit is what it was"

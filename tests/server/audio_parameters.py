@@ -19,6 +19,13 @@ def same(new: Json, old: Json) -> bool:
     return bool(new["text"] == old["text"])
 
 
+def scored(body: Json) -> bool:
+    """Whether each token of the text has a log-probability."""
+    spelled = bytes(byte for token in body["logprobs"] for byte in token["bytes"])
+    is_whole = spelled.decode(errors="replace").lstrip() == body["text"]
+    return is_whole and all(token["logprob"] <= 0 for token in body["logprobs"])
+
+
 def another(new: Json, old: Json) -> bool:
     return bool(new["text"]) and new["text"] != old["text"]
 
@@ -59,7 +66,9 @@ def transcription_cases() -> list[Case]:
         case("presence_penalty", 2.0, another),
         case("chunking_strategy", "auto", same),
         no("chunking_strategy", {"type": "server_vad"}),
-        no("include", ["logprobs"]),
+        case("include", ["logprobs"], lambda new, old: same(new, old) and scored(new) and "logprobs" not in old),
+        case("include", ["logprobs"], refused("include", "response_format json"), **verbose),
+        case("include", ["usage"], refused("include", "logprobs")),
         no("known_speaker_names", ["agent"]),
         no("known_speaker_references", ["data:audio/wav;base64,AAAA"]),
         no("to_language", "fr"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import shutil
 from collections.abc import AsyncIterator
@@ -17,6 +18,30 @@ NAMES = ("chromium", "chromium-browser", "chromium-headless-shell", "google-chro
 BROWSER = next(filter(None, map(shutil.which, NAMES)), None)
 OPTIONS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--remote-debugging-port=0")
 TIMEOUT_S = 60
+
+LOADED = """
+new Promise((resolve) => {
+  const wait = () => (document.readyState === "complete" && (%s) ? resolve(true) : setTimeout(wait, 20));
+  wait();
+})
+"""
+"""Resolves once the page is loaded and a condition holds."""
+
+FAULTS = """
+(() => {
+  const width = document.documentElement.clientWidth, faults = [];
+  if (document.documentElement.scrollWidth > width) faults.push("the page scrolls sideways");
+  for (const node of document.body.querySelectorAll("*")) {
+    if (!node.checkVisibility()) continue;
+    const box = node.getBoundingClientRect(), name = node.tagName + " " + (node.value || node.textContent).slice(0, 60);
+    const clips = getComputedStyle(node).overflowX !== "visible";
+    if (box.left < 0 || box.right > width + 0.5) faults.push("beyond the window: " + name);
+    if (clips && node.scrollWidth > node.clientWidth) faults.push("cut off: " + name);
+  }
+  return faults;
+})()
+"""
+"""What is beyond the window, cut off, or makes the page scroll sideways."""
 
 
 class Page:
@@ -40,6 +65,42 @@ class Page:
         result = await self.call("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
         assert "exceptionDetails" not in result, result["exceptionDetails"]
         return result["result"].get("value")
+
+    async def wait_for(self, condition: str) -> None:
+        """Until the page is loaded and an expression is true, across pages that lead to one another."""
+        deadline = asyncio.get_running_loop().time() + TIMEOUT_S
+        while not await self._holds(condition):
+            assert asyncio.get_running_loop().time() < deadline, condition
+
+    async def _holds(self, condition: str) -> bool:
+        """False if the page has gone, and another one comes."""
+        try:
+            return bool(await self.evaluate(LOADED % condition))
+        except AssertionError:
+            return False
+
+    async def set_file(self, selector: str, path: Path) -> None:
+        """Choose a file in a form."""
+        root = await self.call("DOM.getDocument")
+        node = await self.call("DOM.querySelector", nodeId=root["root"]["nodeId"], selector=selector)
+        await self.call("DOM.setFileInputFiles", nodeId=node["nodeId"], files=[str(path)])
+
+    async def set_scheme(self, scheme: str) -> None:
+        """What the system prefers: "dark" or "light", and nothing that moves."""
+        features = [
+            {"name": "prefers-color-scheme", "value": scheme},
+            {"name": "prefers-reduced-motion", "value": "reduce"},
+        ]
+        await self.call("Emulation.setEmulatedMedia", features=features)
+
+    async def screenshot(self, path: Path) -> None:
+        """Save what the whole page looks like, down to the end of its contents."""
+        width, height = await self.evaluate(
+            "[innerWidth, document.querySelector('main').getBoundingClientRect().bottom]"
+        )
+        clip = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
+        shot = await self.call("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)
+        path.write_bytes(base64.b64decode(shot["data"]))
 
     async def open(self, url: str, *, width: int) -> None:
         """Show a URL in a window of this width, in CSS pixels. The page may still be loading."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack
 from datetime import datetime, timedelta, timezone
 from ipaddress import ip_address
 from pathlib import Path
@@ -17,9 +19,10 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from scripted_backend import ScriptedBackend
 from threaded_server import Serve, ThreadedServer
 
-from batchline.backends.base import Backend
+from batchline.backends.base import Backend, EndpointRequest
 from batchline.backends.in_process import InProcessBackend
 from batchline.config import CacheConfig, EngineConfig, ModelConfig
+from batchline.jobs.options import JobsOptions
 from batchline.testing import FakeBackend
 
 TINY_CHAT = Path(__file__).parents[2] / "examples/models/tiny-chat"
@@ -80,6 +83,17 @@ def tiny() -> Iterator[ThreadedServer]:
 
 
 @pytest.fixture
+def client_of() -> Iterator[Callable[..., openai.OpenAI]]:
+    """`client_of(server, key)`: the official client of a server, closed when the test ends."""
+    with ExitStack() as stack:
+
+        def make(server: ThreadedServer, key: str = "none") -> openai.OpenAI:
+            return stack.enter_context(openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0))
+
+        yield make
+
+
+@pytest.fixture
 def client(tiny: ThreadedServer) -> Iterator[openai.OpenAI]:
     """The official client of `tiny`'s server."""
     with openai.OpenAI(base_url=f"{tiny.url}/v1", api_key=TINY_KEY, max_retries=0) as client:
@@ -97,4 +111,17 @@ async def async_client(tiny: ThreadedServer) -> AsyncIterator[openai.AsyncOpenAI
 def tool_caller() -> Iterator[ThreadedServer]:
     """A model, `scripted`, that calls `get_weather` and answers with what the tool says; without keys."""
     with ThreadedServer(ScriptedBackend()) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def batch_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ThreadedServer]:
+    """The Files and Batches API with the key `TINY_KEY`, over a model `fake` that never answers `wait`."""
+
+    async def hold(request: EndpointRequest) -> None:
+        if "'wait'" in str(request.body):
+            await asyncio.Event().wait()
+
+    jobs = JobsOptions(state_dir=tmp_path_factory.mktemp("batch-service"))
+    with ThreadedServer(FakeBackend(before_answer=hold), api_keys=(TINY_KEY,), jobs=jobs) as server:
         yield server

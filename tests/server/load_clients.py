@@ -152,7 +152,7 @@ class Crowd:
     async def _visit(self, visit: Visit) -> None:
         raw = json.dumps(visit.body).encode()
         head = (
-            f"POST {visit.path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            f"POST {visit.path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             f"Connection: close\r\nContent-Length: {len(raw)}\r\n\r\n"
         )
         sent = head.encode() + raw

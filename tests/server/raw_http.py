@@ -22,7 +22,7 @@ def hello(text: str = "hello there", **more: Any) -> bytes:
 
 def post(body: bytes, headers: Mapping[str, str] | None = None, *, length: int | None = None) -> bytes:
     """A chat request. length: what it announces in place of the body's length; -1: nothing."""
-    lines = [f"POST {CHAT} HTTP/1.1", "Host: x", "Content-Type: application/json"]
+    lines = [f"POST {CHAT} HTTP/1.1", "Host: localhost", "Content-Type: application/json"]
     lines += [f"{name}: {value}" for name, value in (headers or {}).items()]
     if length != -1:
         lines.append(f"Content-Length: {len(body) if length is None else length}")

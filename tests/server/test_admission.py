@@ -151,7 +151,7 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
 @pytest.fixture
 async def client(ends: list[tuple[int, bool]]) -> AsyncIterator[httpx.AsyncClient]:
     transport = httpx.ASGITransport(create_app(AnswersAll(), ServerOptions()))
-    async with httpx.AsyncClient(transport=transport, base_url="http://server") as made:
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as made:
         yield made
 
 

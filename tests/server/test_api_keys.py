@@ -56,7 +56,9 @@ def test_a_browsers_preflight_names_the_option_that_allows_it(guarded: httpx.Cli
 )
 @pytest.mark.parametrize("method", ["GET", "HEAD", "OPTIONS", "POST"])
 def test_no_spelling_of_a_path_goes_around_the_key(serve: Serve, method: str, target: str) -> None:
-    request = f"{method} {target} HTTP/1.1\r\nHost: x\r\nX-HTTP-Method-Override: GET\r\nConnection: close\r\n\r\n"
+    request = (
+        f"{method} {target} HTTP/1.1\r\nHost: localhost\r\nX-HTTP-Method-Override: GET\r\nConnection: close\r\n\r\n"
+    )
     answer = read_to_end(sending(serve(api_keys=("k",)), request.encode()))
     assert answer.split()[1] in (b"401", b"400")
     assert b"fake" not in answer
@@ -65,7 +67,7 @@ def test_no_spelling_of_a_path_goes_around_the_key(serve: Serve, method: str, ta
 def test_only_the_first_of_several_keys_counts(serve: Serve) -> None:
     """Whoever checks headers in front of the server looks at the first one as well."""
     keys = b"Authorization: Bearer no\r\nAuthorization: Bearer k\r\n"
-    request = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n" + keys + b"Connection: close\r\n\r\n"
+    request = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n" + keys + b"Connection: close\r\n\r\n"
     assert read_to_end(sending(serve(api_keys=("k",)), request)).startswith(b"HTTP/1.1 401 ")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import socket
 import ssl
 import subprocess
@@ -19,6 +20,7 @@ from raw_http import CHAT, body_bytes, connect, hello, is_healthy, post, read_an
 from threaded_server import Serve, ThreadedServer
 
 from batchline.backends.base import Answer, EndpointRequest
+from batchline.server import http_protocol
 from batchline.testing import FakeBackend
 
 T = TypeVar("T")
@@ -95,7 +97,7 @@ def test_a_head_has_to_arrive_in_time(serve: Serve, begin: bytes, status: bytes)
 def test_the_next_head_has_to_arrive_in_time_too(serve: Serve) -> None:
     """Blank lines between requests are no request: they kept a connection open for ever."""
     server = serve(head_timeout_s=0.1)
-    with sending(server, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n") as connection:
+    with sending(server, b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n") as connection:
         assert read_answer(connection)[0] == 200
         connection.sendall(b"\r\n")
         assert connection.recv(1) == b""
@@ -117,7 +119,7 @@ def test_a_long_answer_is_not_cut_off_by_the_next_half_head(serve: Serve) -> Non
 
 def test_an_idle_connection_is_closed(serve: Serve) -> None:
     server = serve(keep_alive_s=0.1)
-    with sending(server, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n") as connection:
+    with sending(server, b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n") as connection:
         assert read_answer(connection)[0] == 200
         assert connection.recv(1) == b""
 
@@ -270,14 +272,32 @@ def test_a_client_that_stops_reading_is_given_up(serve: Serve) -> None:
         assert backend.is_stopped.wait(30)
 
 
+def test_a_connection_that_was_reset_before_its_refusal_is_closed(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server could not tell the client that it sends no more, logged a traceback, and left the connection open."""
+
+    def write_eof(transport: object) -> None:
+        raise OSError(errno.ENOTCONN, "Transport endpoint is not connected")
+
+    monkeypatch.setattr(asyncio.selector_events._SelectorSocketTransport, "write_eof", write_eof)  # type: ignore[attr-defined]
+    monkeypatch.setattr(http_protocol, "LINGER_S", 0.05)
+    server = serve(head_timeout_s=0.1)
+    with sending(server, b"GET /health HTTP/1.1\r\n") as client:
+        assert read_to_end(client).startswith(b"HTTP/1.1 408")
+
+
 class LargeBackend(FakeBackend):
     """Answers with more than sockets take without being read."""
 
-    num_asked = 0
+    def __init__(self, num_characters: int = LARGE_ANSWER) -> None:
+        super().__init__()
+        self.num_asked = 0
+        self._text = "x" * num_characters
 
     async def answer(self, request: EndpointRequest) -> Answer:
         self.num_asked += 1
-        return Answer(status_code=200, body={"text": "x" * LARGE_ANSWER}, request_id=request.request_id)
+        return Answer(status_code=200, body={"text": self._text}, request_id=request.request_id)
 
 
 def on_the_loop(server: ThreadedServer, work: Callable[[], T]) -> T:
@@ -326,6 +346,24 @@ def test_the_next_request_of_a_connection_waits_until_the_last_answer_was_read(s
     assert backend.num_asked == 3
 
 
+def test_the_unread_end_of_an_answer_does_not_keep_its_connection_open(serve: Serve) -> None:
+    """Less than the buffers take had no time limit, and closing waits until the client has read everything."""
+    server = serve(LargeBackend(50_000), write_timeout_s=0.1)
+    with connect(server) as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert client.recv(1) == b"H"
+        (protocol,) = server.protocols
+        accepted = protocol.transport.get_extra_info("socket")
+        on_the_loop(server, lambda: accepted.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096))
+        client.sendall(post(hello(), {"Connection": "close"}))
+        while protocol._write_timer is None:
+            pass
+        assert not protocol.flow.write_paused
+        while server.protocols:
+            pass
+
+
 def received(client: socket.socket) -> int:
     """How many bytes come until the connection is closed."""
     num_bytes = 0
@@ -359,7 +397,7 @@ def test_a_client_that_hangs_up_behind_pipelined_requests_is_noticed(serve: Serv
     """Nothing was read while requests waited on a connection, so that its end went unnoticed."""
     held = Held()
     server = serve(FakeBackend(before_answer=held))
-    connection = sending(server, post(hello("hold")) + b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" * num_behind)
+    connection = sending(server, post(hello("hold")) + b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" * num_behind)
     assert held.waiting.acquire(timeout=20)
     connection.close()
     assert held.is_cancelled.wait(20)
@@ -377,7 +415,7 @@ def test_pipelined_requests_are_answered_in_order_up_to_a_number(serve: Serve) -
 def test_too_many_pipelined_requests_get_a_last_answer_that_says_so(serve: Serve) -> None:
     """Bug: the connection was closed behind the last good answer, and nothing said why."""
     server = serve()
-    many = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" * 100
+    many = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" * 100
     answers = read_to_end(sending(server, many))
     assert 20 < answers.count(b"HTTP/1.1 200 ") < 50
     *_, last = answers.split(b"HTTP/1.1 ")
@@ -405,7 +443,7 @@ def test_what_is_no_http_behind_a_good_request_does_not_take_its_answer(serve: S
     assert b"hello there" in answer
 
 
-FOO = b"FOO /health HTTP/1.1\r\nHost: x\r\n\r\n"
+FOO = b"FOO /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 @pytest.mark.parametrize("num_good", [1, 2])

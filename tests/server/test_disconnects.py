@@ -29,7 +29,7 @@ def send(server: ThreadedServer, content: Mapping[str, Any], headers: str = "") 
     address = urlsplit(server.url)
     raw = json.dumps(content).encode()
     connection = socket.create_connection((address.hostname, address.port))
-    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n{headers}"
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n{headers}"
     connection.sendall(f"{head}Content-Length: {len(raw)}\r\n\r\n".encode() + raw)
     return connection
 
@@ -141,8 +141,8 @@ def test_a_streaming_request_is_in_flight_until_its_last_chunk(serve: Serve) -> 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_stop_waits_for_what_runs(serve: Serve, stream: bool) -> None:
-    is_waiting, go_on = threading.Event(), threading.Event()
+def test_a_stop_waits_for_what_runs(serve: Serve, stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_waiting, is_stopping, go_on = threading.Event(), threading.Event(), threading.Event()
 
     async def wait(request: EndpointRequest) -> None:
         is_waiting.set()
@@ -153,7 +153,15 @@ def test_a_stop_waits_for_what_runs(serve: Serve, stream: bool) -> None:
     ask = threading.Thread(target=lambda: answers.append(httpx.post(server.url + CHAT, json=body(stream=stream))))
     ask.start()
     assert is_waiting.wait(10)
+    wait_for_tasks = server._server._wait_tasks_to_complete
+
+    async def note_and_wait() -> None:
+        is_stopping.set()
+        await wait_for_tasks()
+
+    monkeypatch.setattr(server._server, "_wait_tasks_to_complete", note_and_wait)
     server.stop()
+    assert is_stopping.wait(10)
     go_on.set()
     ask.join(20)
     server.wait()

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from browser import BROWSER, Page, browser_page
+from browser import BROWSER, FAULTS, LOADED, Page, browser_page
 from threaded_server import Serve
 
 KEY = "token-abc123"
@@ -14,27 +14,7 @@ NUM_SHOWN = "document.querySelectorAll('#operations summary').length"
 
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="there is no Chromium on this machine (Debian: chromium)")
 
-LOADED = """
-new Promise((resolve) => {
-  const wait = () => (document.readyState === "complete" && (%s) ? resolve(true) : setTimeout(wait, 20));
-  wait();
-})
-"""
 OPENED = "document.querySelectorAll('details').forEach((one) => { one.open = true; })"
-FAULTS = """
-(() => {
-  const width = document.documentElement.clientWidth, faults = [];
-  if (document.documentElement.scrollWidth > width) faults.push("the page scrolls sideways");
-  for (const node of document.body.querySelectorAll("*")) {
-    if (!node.checkVisibility()) continue;
-    const box = node.getBoundingClientRect(), name = node.tagName + " " + (node.value || node.textContent).slice(0, 60);
-    const clips = getComputedStyle(node).overflowX !== "visible";
-    if (box.left < 0 || box.right > width + 0.5) faults.push("beyond the window: " + name);
-    if (clips && node.scrollWidth > node.clientWidth) faults.push("cut off: " + name);
-  }
-  return faults;
-})()
-"""
 
 
 @pytest.fixture

@@ -97,8 +97,10 @@ CHUNKED = b"Transfer-Encoding: chunked\r\n"
 )
 def test_a_request_whose_end_is_not_clear_is_refused(serve: Serve, headers: bytes) -> None:
     """What two servers in a row read differently lets a request hide inside another one."""
-    hidden = b"0\r\n\r\nGET /version HTTP/1.1\r\nHost: x\r\n\r\n"
-    answer = read_to_end(sending(serve(), b"POST /tokenize HTTP/1.1\r\nHost: x\r\n" + headers + b"\r\n" + hidden))
+    hidden = b"0\r\n\r\nGET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    answer = read_to_end(
+        sending(serve(), b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\n" + headers + b"\r\n" + hidden)
+    )
     assert answer.startswith(b"HTTP/1.1 400 ")
     assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["type"] == "BadRequestError"
     assert answer.count(b"HTTP/1.1") == 1
@@ -123,7 +125,7 @@ def test_a_request_whose_end_is_not_clear_is_refused(serve: Serve, headers: byte
     ],
 )
 def test_unusual_request_lines_have_plain_answers(serve: Serve, request_line: bytes, status: bytes) -> None:
-    answer = read_to_end(sending(serve(), request_line + b"\r\nHost: x\r\nConnection: close\r\n\r\n"))
+    answer = read_to_end(sending(serve(), request_line + b"\r\nHost: localhost\r\nConnection: close\r\n\r\n"))
     assert answer.split()[1] == status
 
 
@@ -142,7 +144,9 @@ def test_compressed_bodies_are_415(fake: httpx.Client) -> None:
     assert fake.post(CHAT, json=HELLO, headers={"Content-Encoding": "identity"}).status_code == 200
 
 
-@pytest.mark.parametrize("begin", [b"GET /", b"GET /health HTTP/1.1\r\nHost: x\r\nA: ", b"GET /health HTTP/1.1\r\n"])
+@pytest.mark.parametrize(
+    "begin", [b"GET /", b"GET /health HTTP/1.1\r\nHost: localhost\r\nA: ", b"GET /health HTTP/1.1\r\n"]
+)
 def test_a_request_whose_head_does_not_end_is_broken_off(serve: Serve, begin: bytes) -> None:
     """It took memory and the event loop from all others, without a key."""
     url = httpx.URL(serve(api_keys=("k",)).url)
@@ -194,7 +198,7 @@ def test_a_method_that_http_does_not_know_is_405(fake: httpx.Client, method: str
 def test_a_request_behind_one_with_an_unknown_method_is_answered_unless_its_method_is_unknown_too(
     serve: Serve, second: bytes
 ) -> None:
-    head = b" /health HTTP/1.1\r\nHost: x\r\n"
+    head = b" /health HTTP/1.1\r\nHost: localhost\r\n"
     answers = read_to_end(sending(serve(), b"FOO" + head + b"\r\n" + second + head + b"Connection: close\r\n\r\n"))
     assert answers.startswith(b"HTTP/1.1 405 ")
     assert b"FOO is not allowed here" in answers

@@ -32,8 +32,7 @@ from batchline.engine import async_engine
 from batchline.engine.core import Engine
 from batchline.engine.sequence import Sequence
 from batchline.engine.step import Step
-from batchline.server import responses_api
-from batchline.server.kept_responses import KeptResponses
+from batchline.jobs.options import ResponseLimits
 
 TINY_CHAT = Path(__file__).parents[2] / "examples/models/tiny-chat"
 NUM_CLIENTS = 200
@@ -92,13 +91,12 @@ def server(engines: list[FaultyEngine], monkeypatch: pytest.MonkeyPatch) -> Iter
     """The model that ships, with fewer seats than clients and a cache that they fill; few responses are kept."""
     # pytest keeps log records, and with the traceback of a failed step its sequences
     monkeypatch.setattr(logging.getLogger("batchline.engine.core"), "disabled", True)
-    monkeypatch.setattr(responses_api, "KeptResponses", lambda: KeptResponses(MAX_KEPT))
     config = EngineConfig(
         model=ModelConfig(model=str(TINY_CHAT), served_names=("tiny",), dtype="float32", num_threads=1),
         cache=CacheConfig(num_bytes=6 << 20),
         scheduler=SchedulerConfig(max_num_seqs=128),
     )
-    with ThreadedServer(InProcessBackend([config])) as running:
+    with ThreadedServer(InProcessBackend([config]), responses=ResponseLimits(max_kept=MAX_KEPT)) as running:
         yield running
 
 
@@ -234,5 +232,5 @@ async def test_hundreds_of_clients_leave_nothing_behind(
     # what a request holds while it runs (prompt, tokens, connection) is tens of kilobytes.
     assert course.growth < 16 + crowd.counts.total() * 2 / 1024
     if minutes >= SOAK_MINUTES:
-        first, last = rates["yardstick"]  # which other work on the machine changes least
-        assert last > 0.95 * first
+        # Other work on the machine slows down the engine and the yardstick, but not equally: a loss shows in both.
+        assert max(last / first for first, last in (rates["engine second"], rates["yardstick"])) > 0.95

@@ -13,6 +13,7 @@ import httpx
 import pytest
 from raw_http import read_to_end, sending
 from threaded_server import Serve, ThreadedServer
+from tiny_whisper import make_whisper, sound, wav
 
 from batchline.backends.in_process import InProcessBackend
 from batchline.config import CacheConfig, EngineConfig, ModelConfig
@@ -112,7 +113,9 @@ def access_log() -> Iterator[Log]:
     [b"GET /a%0d%0ainjected%1b[31m HTTP/1.1", b"GET /a?b=%0d%0ainjected HTTP/1.1", b"GET /a%e2%80%a8injected HTTP/1.1"],
 )
 def test_a_path_cannot_add_lines_to_the_access_log(serve: Serve, access_log: Log, request_line: bytes) -> None:
-    answer = read_to_end(sending(serve(access_log=True), request_line + b"\r\nHost: x\r\nConnection: close\r\n\r\n"))
+    answer = read_to_end(
+        sending(serve(access_log=True), request_line + b"\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+    )
     assert answer.startswith(b"HTTP/1.1 404 ")
     (line,) = access_log.lines
     assert line.isascii()
@@ -151,9 +154,34 @@ def test_a_line_has_duration_tokens_and_request_id(serve: Serve, access_log: Log
     assert re.fullmatch(r"127\.0\.0\.1:\d+ GET /health 200 \d\.\d{3} s id=[0-9a-f]{32}", access_log.lines[4])
 
 
+def test_a_line_of_a_transcription_has_the_seconds_of_its_recording(
+    serve: Serve, access_log: Log, tmp_path: Path
+) -> None:
+    """In every format: subtitles and texts have no usage."""
+    folder = make_whisper(tmp_path, sharpness=20.0, end=1.0)
+    model = ModelConfig(model=str(folder), served_names=("whisper",), dtype="float32", num_threads=1)
+    server = serve(InProcessBackend([EngineConfig(model=model)]), access_log=True)
+    records: list[logging.LogRecord] = []
+    access_log.handler.addFilter(lambda record: records.append(record) is None)
+    for fields in ({}, {"response_format": "text"}, {"stream": "true"}, {"language": "klingon"}):
+        httpx.post(
+            f"{server.url}/v1/audio/transcriptions",
+            data=fields,
+            files={"file": ("a.wav", wav(sound(4.2, 1)))},
+            headers={"X-Request-Id": "mine"},
+            timeout=60,
+        )
+    server.stop()
+    server.wait()
+    assert [record.__dict__["audio_s"] for record in records] == [4.2, 4.2, 4.2, None]
+    line = r"127\.0\.0\.1:\d+ POST /v1/audio/transcriptions {} \d+\.\d{{3}} s{} id=mine"
+    patterns = [*[line.format(200, r" audio=4\.2s")] * 3, line.format(400, "")]
+    assert [bool(re.fullmatch(*pair)) for pair in zip(patterns, access_log.lines, strict=True)] == [True] * 4
+
+
 @pytest.mark.parametrize("bad", [b"a\nSet-Cookie: b", b"a\rb", b"a\x00b", b"a\x1b[31m", b"a\r\n b", b"\xff"])
 def test_a_request_id_cannot_split_the_answer_or_the_log(serve: Serve, access_log: Log, bad: bytes) -> None:
-    request = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\nX-Request-Id: " + bad + b"\r\n\r\n"
+    request = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nX-Request-Id: " + bad + b"\r\n\r\n"
     head, _, _ = read_to_end(sending(serve(access_log=True), request)).partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 400 ")
     assert b"Set-Cookie" not in head

@@ -19,6 +19,7 @@ from schemathesis.specs.openapi.checks import (
     response_schema_conformance,
     status_code_conformance,
 )
+from starlette.testclient import TestClient
 from threaded_server import ThreadedServer
 
 from batchline.server.app import create_app
@@ -29,12 +30,21 @@ KEY = "token-abc123"
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 BOUNDED = ("max_tokens", "max_completion_tokens", "max_output_tokens", "n", "best_of")
 
-DESCRIPTION: dict[str, Any] = create_app(FakeBackend(), ServerOptions(api_keys=(KEY,))).openapi()
+
+def description_of(options: ServerOptions) -> dict[str, Any]:
+    app = create_app(FakeBackend(), options)
+    client = TestClient(app, "http://localhost", headers={"Authorization": f"Bearer {KEY}"})
+    answer = client.get(f"{options.prefix}/openapi.json")
+    assert answer.status_code == 200
+    return answer.json()
+
+
+DESCRIPTION = description_of(ServerOptions(api_keys=(KEY,)))
 OPERATIONS = [(path, method) for path, methods in DESCRIPTION["paths"].items() for method in methods]
 
 
 @pytest.mark.parametrize(("path", "method"), OPERATIONS)
-@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(data=st.data())
 def test_requests_made_from_the_description_get_answers_that_it_describes(
     tiny: ThreadedServer, path: str, method: str, data: st.DataObject
@@ -77,4 +87,9 @@ def test_an_answer_that_may_be_a_list_is_described_as_one() -> None:
 def test_keys_are_described_where_the_server_has_any() -> None:
     assert DESCRIPTION["security"] == [{"apiKey": []}]
     assert DESCRIPTION["components"]["securitySchemes"] == {"apiKey": {"type": "http", "scheme": "bearer"}}
-    assert "security" not in create_app(FakeBackend(), ServerOptions()).openapi()
+    assert "security" not in description_of(ServerOptions())
+
+
+def test_the_prefix_of_a_proxy_is_described() -> None:
+    assert description_of(ServerOptions(root_path="/llm/"))["servers"] == [{"url": "/llm"}]
+    assert "servers" not in DESCRIPTION

@@ -149,7 +149,8 @@ def told(body: Json) -> list[Any]:
     if "error" in body:
         return [body["error"]]
     if "text" in body:  # a transcription
-        return [body["text"], body.get("language"), body.get("usage")]
+        tokens = [entry["token"] for entry in body.get("logprobs", ())]
+        return [body["text"], body.get("language"), body.get("usage"), tokens]
     choices = [
         (text(body, index), choice["finish_reason"], choice["stop_reason"])
         for index, choice in enumerate(body.get("choices", ()))

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
-import orjson
 import pytest
 from threaded_server import Serve, ThreadedServer
 
 from batchline.backends.base import BATCH_PRIORITY, Answer, EndpointRequest, ServedModel
-from batchline.errors import InternalServerError, NotFound, Overloaded
-from batchline.server import responses_api
-from batchline.server.kept_responses import KeptResponse, KeptResponses
+from batchline.errors import InternalServerError, NotFound
+from batchline.jobs.options import JobsOptions, ResponseLimits
+from batchline.jobs.responses import RUNNING_S, ResponseStore
 from batchline.testing import FakeBackend
 
 
@@ -206,9 +207,10 @@ async def test_what_is_not_kept_cannot_be_gone_on_from(client: openai.AsyncOpenA
 async def test_a_response_can_be_made_in_the_background(client: openai.AsyncOpenAI) -> None:
     begun = await client.responses.create(model="tiny", input="Say pong.", temperature=0, background=True)
     assert begun.status == "queued"
+    created_at = begun.created_at
     while begun.status in ("queued", "in_progress"):
         begun = await client.responses.retrieve(begun.id)
-    assert (begun.status, begun.background) == ("completed", True)
+    assert (begun.status, begun.background, begun.created_at) == ("completed", True, created_at)
     assert "pong" in begun.output_text.lower()
 
 
@@ -339,14 +341,14 @@ class BusyBackend(StuckBackend):
     async def start(self) -> None:
         await super().start()
         self._loop = asyncio.get_running_loop()
-        self._is_allowed = asyncio.Event()
+        self.is_allowed = asyncio.Event()
 
     def allow(self) -> None:
-        self._loop.call_soon_threadsafe(self._is_allowed.set)
+        self._loop.call_soon_threadsafe(self.is_allowed.set)
 
     async def answer(self, request: EndpointRequest) -> Answer:
         try:
-            await self._is_allowed.wait()
+            await self.is_allowed.wait()
         except asyncio.CancelledError:
             self.num_cancelled += 1
             raise
@@ -354,14 +356,11 @@ class BusyBackend(StuckBackend):
         return Answer(status_code=200, body=body, request_id=request.request_id)
 
 
-def test_more_than_can_be_kept_in_progress_are_refused_and_none_is_dropped(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_than_can_be_kept_in_progress_are_refused_and_none_is_dropped(serve: Serve) -> None:
     """The first of 1,001 responses in the background was cancelled and dropped in silence."""
-    monkeypatch.setattr(responses_api, "KeptResponses", lambda: KeptResponses(max_kept=5))
     backend = BusyBackend()
     ask = {"model": "stuck", "input": "x", "background": True}
-    with httpx.Client(base_url=serve(backend).url) as client:
+    with httpx.Client(base_url=serve(backend, responses=ResponseLimits(max_kept=5)).url) as client:
         begun = [client.post("/v1/responses", json=ask).json()["id"] for _ in range(5)]
         refused = client.post("/v1/responses", json=ask)
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
@@ -439,151 +438,13 @@ async def test_responses_under_one_request_id_are_kept_apart(serve: Serve) -> No
             assert items[0]["content"][0]["text"] == text
 
 
-def kept(response_id: str, text: str = "", status: str = "completed", owner: str = "") -> KeptResponse:
-    items = [{"role": "user", "content": text}]
-    return KeptResponse({"id": response_id, "status": status, "output": []}, items, len(orjson.dumps(items)), owner)
-
-
-def keep(responses: KeptResponses, response_id: str, text: str = "", owner: str = "") -> None:
-    responses.begin(kept(response_id, status="in_progress", owner=owner))
-    responses.finish(kept(response_id, text, owner=owner))
-
-
-def test_the_oldest_are_forgotten_where_all_are_too_large_together() -> None:
-    responses = KeptResponses(max_bytes=1000)
-    keep(responses, "a", "x" * 500)
-    keep(responses, "b", "x" * 100)
-    responses.finish(kept("b", "x" * 300))  # another state of it, which counts in place of the first
-    assert "a" in responses
-    keep(responses, "c", "x" * 200)
-    assert ("a" in responses, "b" in responses) == (False, True)
-    keep(responses, "d", "x" * 5000)
-    assert ("b" in responses, "c" in responses, "d" in responses) == (False, False, True)
-
-
-def test_the_oldest_are_forgotten_first() -> None:
-    responses = KeptResponses(max_kept=2)
-    for response_id in ("a", "b", "c"):
-        keep(responses, response_id)
-    assert "a" not in responses
-    assert responses.get("c", "").response["id"] == "c"
-    with pytest.raises(NotFound):
-        responses.get("a", "")
-
-
-def test_responses_in_progress_are_never_dropped_for_room() -> None:
-    """By number and by bytes: the oldest was cancelled even if it was the one that somebody waited for."""
-    responses = KeptResponses(max_kept=2, max_bytes=1000)
-    responses.begin_in_background(kept("running", "x" * 400, status="queued"))
-    for response_id in ("a", "b", "c"):
-        keep(responses, response_id, "x" * 400)
-    assert ("running" in responses, "b" in responses, "c" in responses) == (True, False, True)
-    with pytest.raises(Overloaded):
-        responses.begin_in_background(kept("large", "x" * 600, status="queued"))
-    responses.begin_in_background(kept("second", status="queued"))
-    assert ("running" in responses, "second" in responses, "c" in responses) == (True, True, False)
-    with pytest.raises(Overloaded):
-        responses.begin_in_background(kept("third", status="queued"))
-
-
-def test_one_key_cannot_take_the_places_of_all_others_in_the_background() -> None:
-    """Bug: the 1,000 responses of one key filled the place of all others, who got a 503 until they were finished."""
-    responses = KeptResponses(max_kept=8)
-    for number in range(4):
-        responses.begin_in_background(kept(f"a{number}", status="queued", owner="a"))
-    with pytest.raises(Overloaded, match="Too many of your responses"):
-        responses.begin_in_background(kept("a4", status="queued", owner="a"))
-    for number in range(2):
-        responses.begin_in_background(kept(f"b{number}", status="queued", owner="b"))
-    with pytest.raises(Overloaded, match="Too many of your responses"):
-        responses.begin_in_background(kept("b2", status="queued", owner="b"))
-    responses.begin_in_background(kept("c0", status="queued", owner="c"))
-    responses.finish(kept("a0", owner="a"))
-    responses.finish(kept("a1", owner="a"))
-    responses.begin_in_background(kept("b2", status="queued", owner="b"))
-
-
-def test_one_key_cannot_take_all_the_bytes_in_the_background() -> None:
-    responses = KeptResponses(max_bytes=1000)
-    responses.begin_in_background(kept("a0", "x" * 400, status="queued", owner="a"))
-    with pytest.raises(Overloaded, match="Too many of your responses"):
-        responses.begin_in_background(kept("a1", "x" * 200, status="queued", owner="a"))
-    responses.begin_in_background(kept("b0", "x" * 300, status="queued", owner="b"))
-
-
-def test_no_more_are_begun_in_the_background_than_may_run() -> None:
-    responses = KeptResponses()
-    responses.begin_in_background(kept("a", status="queued"), max_running=1)
-    with pytest.raises(Overloaded):
-        responses.begin_in_background(kept("b", status="queued"), max_running=1)
-
-
-def test_what_is_dropped_for_room_belongs_to_the_key_that_has_the_most() -> None:
-    """Bug: whoever made many responses made the server forget those of the others."""
-    responses = KeptResponses(max_kept=4)
-    keep(responses, "b0", owner="b")
-    for number in range(6):
-        keep(responses, f"a{number}", owner="a")
-    assert [name in responses for name in ("b0", "a0", "a2", "a3", "a5")] == [True, False, False, True, True]
-    by_size = KeptResponses(max_bytes=1000)
-    keep(by_size, "b0", "x" * 100, owner="b")
-    keep(by_size, "b1", "x" * 100, owner="b")
-    for number in range(3):
-        keep(by_size, f"a{number}", "x" * 400, owner="a")
-    assert [name in by_size for name in ("b0", "b1", "a0", "a1", "a2")] == [True, True, False, False, True]
-
-
-def test_an_item_is_found_by_its_owner_as_long_as_its_response_is_kept() -> None:
-    responses = KeptResponses(max_kept=1)
-    made = kept("a")
-    made.response["output"] = [{"id": "msg_1", "type": "message"}]
-    made.owner = "one"
-    responses.begin(kept("a", status="in_progress"))
-    responses.finish(made)
-    assert responses.output_item("msg_1", "one", "input[0]")["type"] == "message"
-    with pytest.raises(NotFound):
-        responses.output_item("msg_1", "other", "input[0]")
-    keep(responses, "b")
-    with pytest.raises(NotFound):
-        responses.output_item("msg_1", "one", "input[0]")
-
-
-def test_a_response_dropped_while_it_is_made_stays_dropped() -> None:
-    responses = KeptResponses()
-    responses.begin(kept("a", status="in_progress"))
-    responses.forget("a", "")
-    responses.finish(kept("a"))
-    assert "a" not in responses
-
-
-def test_responses_that_clients_wait_for_are_kept_whatever_their_number() -> None:
-    """Bug: with the default `store`, the 1,001st request was refused with a 503, where 1,280 were admitted."""
-    responses = KeptResponses(max_kept=2, max_bytes=1000)
-    names = ("a", "b", "c", "d")
-    for name in names:
-        responses.begin(kept(name, "x" * 600, status="in_progress"))
-    assert all(name in responses for name in names)
-    responses.begin_in_background(kept("behind", status="queued"))
-    for name in names:
-        responses.finish(kept(name, "x" * 100))
-    assert [name in responses for name in (*names, "behind")] == [False, False, False, True, True]
-
-
-def test_requests_are_answered_while_no_more_can_be_kept(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(responses_api, "KeptResponses", lambda: KeptResponses(max_kept=1))
+def test_requests_are_answered_while_no_more_can_be_kept(serve: Serve) -> None:
     backend = BusyBackend()
     ask = {"model": "stuck", "input": "x"}
-    with httpx.Client(base_url=serve(backend).url) as client:
+    with httpx.Client(base_url=serve(backend, responses=ResponseLimits(max_kept=1)).url) as client:
         assert client.post("/v1/responses", json=ask | {"background": True}).json()["status"] == "queued"
         text = client.post("/v1/responses", json=ask | {"stream": True}).text
         assert text.startswith("event: response.created")
-
-
-def test_a_conversation_is_measured_without_being_written_again() -> None:
-    """Bug: the JSON of all that led to a response was written on the event loop twice, only for its length."""
-    first = kept("a", "x" * 500)
-    following = KeptResponse({"id": "b"}, [*first.conversation, object()], first.num_bytes + 30)  # type: ignore[list-item]
-    assert following.num_bytes == first.num_bytes + 30 + len('{"id":"b"}')
 
 
 @pytest.mark.parametrize(
@@ -602,3 +463,76 @@ def test_what_cannot_be_combined_is_named(serve: Serve, body: Any, params: Any, 
         answer = client.get("/v1/responses/x", params=params) if params else client.post("/v1/responses", json=body)
     assert answer.status_code == 400
     assert answer.json()["error"]["message"].startswith(message)
+
+
+def test_a_request_counts_until_its_response_is_made(serve: Serve) -> None:
+    """A field that nobody reads could hold 60 MB for each of a thousand responses, and counted for nothing."""
+    server = serve(StuckBackend(), responses=ResponseLimits(max_bytes=250_000))
+    body = {"model": "stuck", "input": "Hi", "background": True, "x": "y" * 60_000}
+    statuses = [httpx.post(f"{server.url}/v1/responses", json=body, timeout=60).status_code for _ in range(5)]
+    assert statuses == [200] * 4 + [503]
+
+
+def test_more_items_than_any_model_takes_are_refused_at_once(serve: Serve) -> None:
+    """Each of 262,000 items got a new id on the event loop, before the request was refused: 9 seconds for everybody."""
+    items = [{"id": "a", "role": "user"}] * 40_000
+    answer = httpx.post(f"{serve(StuckBackend()).url}/v1/responses", json={"model": "stuck", "input": items})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "input")
+    assert "more than 32,768 items" in answer.json()["error"]["message"]
+
+
+def test_stored_responses_survive_a_restart(serve: Serve, tmp_path: Path) -> None:
+    """A conversation ended with the process, and what it made in the background was never heard of again."""
+    options: dict[str, Any] = {"jobs": JobsOptions(state_dir=tmp_path / "state"), "api_keys": ("key-1", "key-2")}
+    backend = BusyBackend()
+    ask = {"model": "stuck", "input": "first"}
+    with ThreadedServer(backend, **options) as server, httpx.Client(base_url=server.url) as client:
+        behind = client.post("/v1/responses", headers=KEYS["one"], json=ask | {"background": True}).json()
+        backend.allow()
+        made = client.post("/v1/responses", headers=KEYS["one"], json=ask).json()
+        while client.get(f"/v1/responses/{behind['id']}", headers=KEYS["one"]).json()["status"] != "completed":
+            pass
+        backend.is_allowed.clear()
+        lost = client.post("/v1/responses", headers=KEYS["one"], json=ask | {"background": True}).json()
+    backend = BusyBackend()
+    with httpx.Client(base_url=serve(backend, **options).url) as client:
+        backend.allow()
+
+        def look(path: str, who: str = "one") -> httpx.Response:
+            return client.get(f"/v1/responses/{path}", headers=KEYS[who])
+
+        assert look(made["id"]).json() == made
+        assert look(made["id"], "other").status_code == 404
+        assert look(behind["id"]).json()["said"] == "first"
+        after = look(lost["id"]).json()
+        assert (after["status"], after["error"]["code"]) == ("failed", "500")
+        assert "The server stopped" in after["error"]["message"]
+        cancelled = client.post(f"/v1/responses/{lost['id']}/cancel", headers=KEYS["one"])
+        assert cancelled.json()["status"] == "failed", "it is over"
+        further = {**ask, "input": "second", "previous_response_id": made["id"]}
+        going_on = client.post("/v1/responses", headers=KEYS["one"], json=further).json()
+        assert [item["content"][0]["text"] for item in going_on["said"]] == ["first", "second"]
+        items = look(f"{going_on['id']}/input_items?order=asc").json()["data"]
+        assert [item["content"][0]["text"] for item in items] == ["first", "second"]
+        assert client.delete(f"/v1/responses/{made['id']}", headers=KEYS["one"]).json()["deleted"] is True
+        assert look(made["id"]).status_code == 404
+
+
+def test_an_answer_is_not_lost_if_it_cannot_be_stored(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk would turn every answer into a 500, and what runs in the background would never end."""
+
+    def full_disk(self: ResponseStore, finished: object, now: float) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(ResponseStore, "finish", full_disk)
+    backend = BusyBackend()
+    with httpx.Client(base_url=serve(backend).url) as client:
+        backend.allow()
+        made = client.post("/v1/responses", json={"model": "stuck", "input": "x"}).json()
+        assert (made["said"], made["store"]) == ("x", False)
+        assert client.get(f"/v1/responses/{made['id']}").status_code == 404
+        behind = client.post("/v1/responses", json={"model": "stuck", "input": "x", "background": True}).json()
+        monkeypatch.setattr("batchline.server.kept_responses.time", lambda: time.time() + RUNNING_S + 60)
+        while (seen := client.get(f"/v1/responses/{behind['id']}").json())["status"] in ("queued", "in_progress"):
+            pass
+        assert seen["status"] == "failed"

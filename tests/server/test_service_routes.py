@@ -16,9 +16,9 @@ import raw_http
 from threaded_server import Serve, ThreadedServer
 
 import batchline
-from batchline.backends.base import EndpointRequest
+from batchline.backends.base import EndpointRequest, ServedModel
 from batchline.errors import UsageError
-from batchline.openai_api.endpoint_table import CLASSIFY, ENDPOINTS, MODERATIONS, REQUEST_SCHEMAS, TRANSCRIPTIONS
+from batchline.openai_api.endpoint_table import ENDPOINTS, REQUEST_SCHEMAS
 from batchline.server.connections import bind
 from batchline.server.options import CorsOptions
 from batchline.testing import FakeBackend
@@ -40,17 +40,27 @@ def test_models_are_listed_with_what_they_answer(fake: httpx.Client) -> None:
     assert fake.get("/v1/models/fake").json() == model
 
 
-def test_models_have_what_mistrals_clients_need(fake: httpx.Client) -> None:
+class ThreeModels(FakeBackend):
+    """Serves models of three kinds."""
+
+    async def models(self) -> list[ServedModel]:
+        return [
+            ServedModel(name="talks", endpoints=(CHAT,), max_model_len=77),
+            ServedModel(name="judges", endpoints=("/v1/classify", "/v1/moderations"), max_model_len=78),
+            ServedModel(name="hears", endpoints=("/v1/audio/transcriptions",)),
+        ]
+
+
+def test_models_have_what_mistrals_clients_need(serve: Serve) -> None:
     """Bug: `client.models.list()` raised a validation error."""
-    (model,) = fake.get("/v1/models").json()["data"]
-    assert model["type"] == "base"
-    assert model["capabilities"] == {
-        "completion_chat": True,
-        "classification": CLASSIFY[0] in model["endpoints"],
-        "moderation": MODERATIONS in model["endpoints"],
-        "audio_transcription": TRANSCRIPTIONS in model["endpoints"],
-    }
-    assert model.get("max_context_length") == model["max_model_len"]
+    models = httpx.get(f"{serve(ThreeModels()).url}/v1/models").json()["data"]
+    assert {model["type"] for model in models} == {"base"}
+    names = ("completion_chat", "classification", "moderation", "audio_transcription")
+    assert [tuple(model["capabilities"].items()) for model in models] == [
+        tuple(zip(names, has, strict=True))
+        for has in ((True, False, False, False), (False, True, True, False), (False, False, False, True))
+    ]
+    assert [model.get("max_context_length") for model in models] == [77, 78, None]
 
 
 def test_load_balancers_may_ask_by_head(serve: Serve) -> None:

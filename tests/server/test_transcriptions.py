@@ -64,6 +64,16 @@ def test_the_openai_client_streams(client: openai.OpenAI) -> None:
     assert "".join(deltas) == events[-1].text == create(client).text
 
 
+def test_the_openai_client_gets_log_probabilities(client: openai.OpenAI) -> None:
+    whole = create(client, include=["logprobs"]).logprobs
+    events = list(create(client, include=["logprobs"], stream=True))
+    assert [(token.token, token.bytes, token.logprob) for token in whole] == [
+        (token.token, token.bytes, token.logprob) for event in events[:-1] for token in event.logprobs
+    ]
+    assert len(events[-1].logprobs) == len(whole)
+    assert all(event.logprobs is None for event in create(client, stream=True))
+
+
 @pytest.mark.filterwarnings("ignore:deprecated:DeprecationWarning")
 def test_the_openai_client_translates(client: openai.OpenAI) -> None:
     answer = client.audio.translations.create(
@@ -86,6 +96,17 @@ def test_empty_fields_of_a_form_count_as_left_out(server: ThreadedServer) -> Non
     assert empty.json() == post(server, {"seed": "1"}).json()
 
 
+def test_metrics_count_the_seconds_of_recordings_in_every_format(server: ThreadedServer) -> None:
+    def counted() -> float:
+        lines = httpx.get(f"{server.url}/metrics", timeout=60).text.splitlines()
+        return next(float(line.split()[1]) for line in lines if line.startswith("batchline_audio_seconds_total "))
+
+    before = counted()
+    for fields in ({}, {"response_format": "srt"}, {"stream": "true"}):
+        assert post(server, fields).status_code == 200
+    assert counted() - before == pytest.approx(3 * 7.5)
+
+
 def test_text_is_sent_as_text(server: ThreadedServer) -> None:
     answer = post(server, {"response_format": "text"})
     assert answer.status_code == 200
@@ -99,7 +120,8 @@ def test_text_is_sent_as_text(server: ThreadedServer) -> None:
         ({"stream": "perhaps"}, "stream"),
         ({"language": "klingon"}, "language"),
         ({"response_format": "xml"}, "response_format"),
-        ({"include[]": "logprobs"}, "include"),
+        ({"include[]": "logprobs", "response_format": "srt"}, "include"),
+        ({"include": "everything"}, "include[0]"),
         ({"known_speaker_names[]": "Ann"}, "known_speaker_names"),
         ({"language": "en", "language[]": "de"}, "language"),
         ({"timestamp_granularities[]": "sentence", "response_format": "verbose_json"}, "timestamp_granularities[0]"),

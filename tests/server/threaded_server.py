@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from batchline.backends.base import Backend
+import openai
+
+from batchline.backends.base import Backend, running
+from batchline.jobs.service import Jobs
+from batchline.jobs.state_folder import state_in
 from batchline.server.connections import Connections, bind
 from batchline.server.options import ServerOptions
-from batchline.server.run import Server, uvicorn_config
+from batchline.server.run import Server, keeping_responses, uvicorn_config
 
 
 class ThreadedServer:
@@ -23,6 +28,7 @@ class ThreadedServer:
         settings = ServerOptions(**{"port": 0, "access_log": False, **options})
         self._is_ready = threading.Event()
         self._listener = bind(settings.host, settings.port, settings.max_connections, settings.uds)
+        self._settings = settings
         self._server = Server(uvicorn_config(backend, settings, self._listener.connections), self._note)
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
 
@@ -42,11 +48,16 @@ class ThreadedServer:
 
     async def _serve(self) -> None:
         self.loop = asyncio.get_running_loop()
-        await self.backend.start()
-        try:
+        async with contextlib.AsyncExitStack() as stack:
+            backend = await stack.enter_async_context(running(self.backend))
+            if self._settings.jobs is not None:
+                state = stack.enter_context(state_in(self._settings.jobs))
+                jobs = Jobs(state, backend, self._settings.jobs)
+                await stack.enter_async_context(jobs.working())
+                kept = await stack.enter_async_context(keeping_responses(state, self._settings))
+                config = uvicorn_config(backend, self._settings, self._listener.connections, jobs, kept)
+                self._server = Server(config, self._note)
             await self._server.serve([self._listener])
-        finally:
-            await self.backend.close()
 
     def stop(self) -> None:
         """What a first signal does."""
@@ -70,3 +81,4 @@ class ThreadedServer:
 
 
 Serve = Callable[..., ThreadedServer]
+ClientOf = Callable[..., openai.OpenAI]

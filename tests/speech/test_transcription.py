@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,7 @@ import torch
 from tiny_whisper import LANGUAGES, MAX_LENGTH, RATE, WINDOW_S, Oracle, make_whisper, sound
 from transformers import WhisperFeatureExtractor
 
+from batchline.callers import EngineProgress, engine_progress
 from batchline.config import EngineConfig, ModelConfig, SchedulerConfig
 from batchline.errors import BadRequest, EngineDead, EngineError, ModelLoadError, NumbersNotFinite
 from batchline.speech.decoding import WindowSequence
@@ -90,6 +92,7 @@ async def test_the_task_and_the_timestamps_are_part_of_the_prompt(model: SpeechM
     samples = sound(3.0, 5)
     found = await all_parts(model, request(samples, language="fr", task="translate", timestamps=True))
     expected = oracle.tokens(samples, language="fr", task="translate", return_timestamps=True)
+    assert len(tokens_of(found)) > 4
     assert tokens_of(found) == expected[: len(tokens_of(found))]
     assert tokens_of(found) != oracle.tokens(samples, language="fr", task="transcribe")
 
@@ -104,6 +107,36 @@ async def test_long_recordings_get_the_tokens_of_generate_over_all_their_windows
     ]
     assert [tokens_of(parts) for parts in answers] == expected
     assert all(len(parts) > 1 for parts in answers)
+
+
+@pytest.mark.parametrize("timestamps", [False, True])
+async def test_log_probabilities_are_those_of_the_scores_of_generate(
+    model: SpeechModel, oracle: Oracle, timestamps: bool
+) -> None:
+    """Of tokens that rules leave: suppressed ones and forbidden timestamps have no part in the softmax."""
+    samples = sound(3.0, 6)
+    parts = await all_parts(model, request(samples, language="en", timestamps=timestamps))
+    segments = parts[0].segments
+    expected = oracle.scored(samples, language="en", task="transcribe", return_timestamps=timestamps)
+    found = [(token, score) for one in segments for token, score in zip(one.tokens, one.logprobs, strict=True)]
+    assert len(found) > 5
+    expected = expected[: len(found)]  # of text that the window's end cuts off, the next window has the rest
+    assert [token for token, _ in found] == [token for token, _ in expected]
+    assert [score for _, score in found] == pytest.approx([score for _, score in expected], abs=1e-4)
+    assert len({round(score, 3) for _, score in found}) > 3
+
+
+async def test_log_probabilities_of_a_window_that_was_decoded_again_are_those_of_the_last_try(
+    model: SpeechModel,
+) -> None:
+    unlikely = Thresholds(mean_logprob=0.0, compression_ratio=None, no_speech=None)
+    speech = request(sound(1.0, 4), language="en", temperatures=(0.0, 0.8), thresholds=unlikely, seed=1)
+    second, only = [
+        (await all_parts(model, one))[0].segments[0] for one in (speech, replace(speech, temperatures=(0.8,)))
+    ]
+    assert (second.tokens, second.window.temperature) == (only.tokens, 0.8)
+    assert second.logprobs == pytest.approx(only.logprobs, abs=1e-5)
+    assert len(second.logprobs) == len(second.tokens)
 
 
 async def test_the_language_is_detected_as_generate_does(model: SpeechModel, oracle: Oracle) -> None:
@@ -122,7 +155,7 @@ async def test_the_language_is_detected_as_generate_does(model: SpeechModel, ora
 async def test_a_prompt_stands_before_each_window(model: SpeechModel, oracle: Oracle) -> None:
     text = "names: Ada"
     generation = oracle.model.generation_config
-    ids = [generation.prev_sot_token_id, *model._tokenizer.encode(f" {text}", add_special_tokens=False).ids]
+    ids = [generation.prev_sot_token_id, *model.tokenizer.encode(f" {text}", add_special_tokens=False).ids]
     samples = sound(2.0, 7)
     found = await all_parts(model, request(samples, language="en", prompt=text))
     expected = oracle.tokens(samples, language="en", task="transcribe", prompt_ids=torch.tensor(ids))
@@ -228,15 +261,30 @@ async def test_a_window_on_which_the_model_fails_fails_alone(
             assert tokens_of(answer) == tokens_of(await all_parts(model, request(samples, language="en")))
 
 
-async def test_a_cancelled_recording_frees_its_row(folder: Path) -> None:
+async def test_a_cancelled_recording_frees_its_row(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = load(folder, num_rows=1)
+    step, is_running, go_on = model._worker._runner.step, threading.Event(), threading.Event()
+
+    def held(*arguments: Any) -> Any:
+        is_running.set()
+        assert go_on.wait(30)
+        return step(*arguments)
+
     try:
+        speech = request(sound(1.0, 2), language="en")
+        expected = await all_parts(model, speech)
+        num_steps = model.stats().num_steps
+        monkeypatch.setattr(model._worker._runner, "step", held)
         first = asyncio.create_task(all_parts(model, request(sound(9.0, 1), language="en")))
-        await asyncio.sleep(0)
+        assert await asyncio.to_thread(is_running.wait, 30)
         first.cancel()
-        found = await all_parts(model, request(sound(1.0, 2), language="en"))
-        assert tokens_of(found)
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        go_on.set()
+        assert tokens_of(await all_parts(model, speech)) == tokens_of(expected) != []
+        assert model.stats().num_steps == 1 + 2 * num_steps
     finally:
+        go_on.set()
         model.close()
     with pytest.raises(EngineDead):
         await all_parts(model, request(sound(1.0, 2)))
@@ -257,6 +305,21 @@ async def test_recordings_end_one_after_another(folder: Path) -> None:
         model.close()
     at_the_first_end, at_the_last = num_encoded[0], num_encoded[-1]
     assert at_the_first_end <= at_the_last // 2 + 1  # two take turns, as one is read while the other runs
+
+
+@pytest.mark.parametrize("seconds", [0.1, 3.0, 7.3501])
+async def test_the_seconds_of_a_recording_are_counted_once_window_by_window(model: SpeechModel, seconds: float) -> None:
+    """Windows overlap where a text is cut off, and the last one is filled up with silence."""
+    samples, before_s = sound(seconds, 1), model.stats().audio_s
+    progress = EngineProgress()
+    engine_progress.set(progress)
+    ends, counts = [0.0], [0.0]
+    async for _ in model.parts(request(samples, language="en")):
+        ends.append(progress.audio_s)
+        counts.append(model.stats().audio_s - before_s)
+    assert ends == sorted(set(ends))
+    assert ends[-1] == len(samples) / RATE
+    assert counts == pytest.approx(ends)
 
 
 async def test_max_model_len_limits_the_tokens_of_a_window(folder: Path) -> None:

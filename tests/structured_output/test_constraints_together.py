@@ -94,6 +94,7 @@ async def test_an_output_that_cannot_go_on_ends_without_an_end_token(ask: Ask) -
 
 async def test_the_end_waits_until_the_grammar_lets_it(ask: Ask) -> None:
     texts = content(await ask(guided_regex="[a-z]{3,5}( [a-z]{3,5}){4,30}", n=8, seed=2))
+    assert texts
     assert all(len(text.split()) >= 5 for text in texts)
 
 
@@ -161,7 +162,9 @@ async def test_a_stop_token_that_is_text_cannot_cut_the_text(ask: Ask) -> None:
 
 async def test_a_stop_string_ends_as_ever(ask: Ask) -> None:
     answer = await ask(guided_regex="[a-z]+@[a-z]+\n", stop=["\n"], seed=1, n=4, max_tokens=400)
-    assert all(re.fullmatch("[a-z]+@[a-z]+", text) for text in content(answer))
+    texts = content(answer)
+    assert texts
+    assert all(re.fullmatch("[a-z]+@[a-z]+", text) for text in texts)
 
 
 async def test_streams_say_the_same(ask: Ask, backend: InProcessBackend) -> None:

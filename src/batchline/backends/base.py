@@ -143,7 +143,7 @@ class BackendStats:
     """Counters since the start, for progress and summaries.
 
     cached_tokens: prompt tokens from the prefix cache. encoded_media: images, and windows of recordings, that were
-    encoded. preemptions: how often a sequence was preempted.
+    encoded. audio_s: seconds of recordings that were transcribed. preemptions: how often a sequence was preempted.
     gauges: backend-specific numbers (queue, cache use). sequences: counters of generating sequences.
     by_model: the same counters by model name; empty if the backend does not count by model.
     """
@@ -152,6 +152,7 @@ class BackendStats:
     cached_tokens: int = 0
     output_tokens: int = 0
     encoded_media: int = 0
+    audio_s: float = 0.0
     preemptions: int = 0
     gauges: Mapping[str, float] = field(default_factory=dict)
     sequences: SequenceCounts = field(default_factory=SequenceCounts)

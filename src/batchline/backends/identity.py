@@ -12,11 +12,12 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from batchline.checkpoints.digests import OnRead, folder_digest
 from batchline.checkpoints.files import hub_commit
-from batchline.config import EngineConfig, RequestLimits
+from batchline.config import EngineConfig, ModelConfig, RequestLimits, TextConfig
 from batchline.errors import ModelLoadError, UsageError
 from batchline.plugins import REASONING_PARSERS, TOOL_PARSERS, installed
 from batchline.user_state import user_state_dir
@@ -41,6 +42,17 @@ def refuse_missing_folder(model: str) -> None:
         raise UsageError(f"There is no model at {model!r}.{hint}")
 
 
+def refuse_unknown_values(config: ModelConfig | TextConfig) -> None:
+    """Refuse a setting whose value is not one of its few possible ones. Python does not check them; a wrong one would
+    silently mean something else. Raises: UsageError."""
+    for name, kind in get_type_hints(type(config)).items():
+        kinds = [kind, *get_args(kind)]
+        possible = [value for each in kinds if get_origin(each) is Literal for value in get_args(each)]
+        value = getattr(config, name)
+        if possible and value not in possible and not (value is None and NoneType in kinds):
+            raise UsageError(f"{type(config).__name__}.{name} must be one of {', '.join(possible)}, not {value!r}.")
+
+
 def _settings(engine: EngineConfig, on_read: OnRead | None) -> dict[str, str]:
     model, text, media = engine.model, engine.text, engine.media
     stamp = model_stamp(model.model, model.revision, on_read)
@@ -52,6 +64,8 @@ def _settings(engine: EngineConfig, on_read: OnRead | None) -> dict[str, str]:
         "--tokenizer": None if model.tokenizer is None else model_stamp(model.tokenizer, None, on_read),
         "--revision": model.revision if stamp == model.model else None,
         "--dtype": model.dtype,
+        "--device": "" if model.device == "auto" else model.device,
+        "--trust-remote-code": model.trust_remote_code or "",
         "--quantization": model.quantization,
         "--max-model-len": model.max_model_len,
         "--chat-template": _text_stamp(text.chat_template),

@@ -24,7 +24,7 @@ from batchline.backends.base import (
     unknown_path,
     unsupported_path,
 )
-from batchline.backends.identity import result_settings
+from batchline.backends.identity import refuse_unknown_values, result_settings
 from batchline.backends.model_memory import fits_in_memory
 from batchline.backends.residency import Loadable, ModelResidency
 from batchline.backends.supervision import Attempts
@@ -61,13 +61,15 @@ class InProcessBackend:
     wants_raw_bodies = False
 
     def __init__(self, engines: Sequence[EngineConfig]) -> None:
-        """Raises: UsageError if two models have the same name."""
+        """Raises: UsageError if two models have the same name, or a setting has an unknown value."""
         self._by_name: dict[str, EngineConfig] = {}
         self._unlisted: dict[str, EngineConfig] = {}
         self._tasks: dict[str, Task] = {}
         self._contexts: dict[str, int | None] = {}
         self._loadables: dict[str, Loadable[ResidentModel]] = {}
         for config in engines:
+            refuse_unknown_values(config.model)
+            refuse_unknown_values(config.text)
             self._register(config)
         self._engines = tuple(engines)
         self._residency: ModelResidency[ResidentModel] = ModelResidency(self._keep_counts)
@@ -327,6 +329,7 @@ def _sum(parts: Iterable[BackendStats]) -> BackendStats:
             cached_tokens=total.cached_tokens + part.cached_tokens,
             output_tokens=total.output_tokens + part.output_tokens,
             encoded_media=total.encoded_media + part.encoded_media,
+            audio_s=total.audio_s + part.audio_s,
             preemptions=total.preemptions + part.preemptions,
             gauges=_sum_of_gauges(total.gauges, part.gauges),
             sequences=sequence_metrics.total(total.sequences, part.sequences),

@@ -32,6 +32,9 @@ MEMORY_PER_WEIGHT = 1.5
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 """In the order in which loaders look for them; each may be split into several files with an index."""
 
+TASKS_WITH_CACHE = ("generate", "transcribe")
+"""The tasks of models with a KV cache."""
+
 ITEM_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 _EMBEDDINGS = re.compile("embed|wte|wpe|lm_head")
@@ -102,7 +105,7 @@ def _weights_need(config: EngineConfig, task: Task) -> MemoryNeed | None:
         dtype=_dtype(config.model, task),
         resident_bytes=weight_bytes(config.model, task, is_loaded=True) or num_bytes,
         free_bytes=free_bytes(None if config.model.device == "auto" else config.model.device),
-        wanted_cache_bytes=config.cache.num_bytes or 0,
+        wanted_cache_bytes=(config.cache.num_bytes or 0) if task in TASKS_WITH_CACHE else 0,
     )
 
 
@@ -197,9 +200,16 @@ def _local_folder(model: ModelConfig) -> Path | None:
     if Path(model.model).is_dir():
         return Path(model.model)
     try:
-        return Path(snapshot_download(model.model, revision=model.revision, local_files_only=True))
+        folder = Path(snapshot_download(model.model, revision=model.revision, local_files_only=True))
     except (LocalEntryNotFoundError, HFValidationError, HfHubHTTPError, OSError):
         return None
+    return folder if _has_all_weights(folder) else None  # reading its config.json has made the folder
+
+
+def _has_all_weights(folder: Path) -> bool:
+    """Whether a hub's model is downloaded as a whole."""
+    named = [path for part in _parts(folder) for path in _named_weights(part)]
+    return bool(named) and all(path.is_file() for path in named)
 
 
 def _parts(folder: Path) -> list[Path]:
@@ -212,14 +222,19 @@ def _parts(folder: Path) -> list[Path]:
 
 
 def _weight_files(folder: Path) -> Iterator[Path]:
-    """The files that a loader reads: those of the first existing format."""
+    """The files that a loader reads, as far as they exist."""
+    return (path for path in _named_weights(folder) if path.is_file())
+
+
+def _named_weights(folder: Path) -> Iterator[Path]:
+    """The files of the first format that there is. Those that an index names may be missing."""
     for name in WEIGHT_FILES:
         index = folder / f"{name}.index.json"
         if (folder / name).is_file():
             yield folder / name
             return
         if index.is_file():
-            yield from (folder / part for part in _names_in(index) if (folder / part).is_file())
+            yield from (folder / part for part in _names_in(index))
             return
 
 

@@ -30,6 +30,7 @@ from batchline.endpoints.embeddings import embeddings
 from batchline.endpoints.media_input import MediaInput
 from batchline.endpoints.messages import counted_tokens, message, message_events
 from batchline.endpoints.model import GenerativeModel, load_text, message_renderer
+from batchline.endpoints.reporting import LogprobFormat
 from batchline.endpoints.rerank import rerank
 from batchline.endpoints.responses import check_response, input_tokens, response, response_events
 from batchline.endpoints.score import score
@@ -72,16 +73,18 @@ from batchline.openai_api.endpoint_table import (
     TRANSLATIONS,
 )
 from batchline.speech.tokens import SpeechTask
-from batchline.text.tokenizer import Tokenizer, from_transformers
+from batchline.text.tokenizer import HuggingFaceTokenizer, Tokenizer, from_transformers
 
 if TYPE_CHECKING:
     from batchline.pooling.model import PoolingModel
+    from batchline.pooling.worker import PoolingStats
     from batchline.speech.worker import SpeechStats
 
 logger = logging.getLogger(__name__)
 
-NUM_TEXT_THREADS = 2
-"""Threads that render and tokenize ahead of the engine. Tokenizers release the interpreter lock."""
+NUM_TEXT_THREADS = 3
+"""Threads that render and tokenize ahead of the engine. Tokenizers release the interpreter lock. With API keys, one is
+kept free from each key's own work, so that megabytes of one key's text do not stop the others'."""
 
 AnswerT = TypeVar("AnswerT")
 
@@ -123,6 +126,7 @@ def load(
 
     Raises: ModelLoadError, UsageError.
     """
+    _warn_of_unused_settings(config, task)
     disable_progress_bar()  # of transformers: it would draw over the run's own
     logging.getLogger("transformers.modeling_utils").addFilter(_is_no_load_report)
     if task == "embed":
@@ -136,6 +140,38 @@ def load(
     return _load_generative_model(config, memory, collector)
 
 
+_SETTINGS_OF_SOME: tuple[tuple[str, str, str, tuple[Task, ...]], ...] = (
+    ("--block-size", "cache", "block_size", ("generate",)),
+    ("--kv-cache-memory-bytes", "cache", "num_bytes", ("generate", "transcribe")),
+    ("--memory-utilization", "cache", "memory_utilization", ("generate",)),
+    ("--no-enable-prefix-caching", "cache", "enable_prefix_caching", ("generate",)),
+    ("--max-num-batched-tokens", "scheduler", "max_num_batched_tokens", ("generate",)),
+    ("--max-logprobs", "text", "max_logprobs", ("generate",)),
+    ("--tool-call-parser", "text", "tool_parser", ("generate",)),
+    ("--enable-auto-tool-choice", "text", "needs_tool_parser", ("generate",)),
+    ("--reasoning-parser", "text", "reasoning_parser", ("generate",)),
+    ("--seed", "text", "seed", ("generate", "transcribe")),
+    ("--override-generation-config", "text", "override_generation_config", ("generate",)),
+    ("--generation-config", "model", "generation_config", ("generate",)),
+    ("--scoring", "model", "scoring", ("generate",)),
+    ("--chat-template", "text", "chat_template", ("generate", "embed", "score", "classify")),
+)
+"""Options, the settings that they set, and the tasks of models that use them. All others apply to every model."""
+
+
+def _warn_of_unused_settings(config: EngineConfig, task: Task) -> None:
+    """Only a warning, because the models of a server share their options."""
+    default = EngineConfig(model=ModelConfig(model=""))
+    unused = [
+        option
+        for option, part, name, users in _SETTINGS_OF_SOME
+        if task not in users and getattr(getattr(config, part), name) != getattr(getattr(default, part), name)
+    ]
+    if unused:
+        message = "%s does not use these options, which are for models with other tasks: %s"
+        logger.warning(message, config.model.names[0], ", ".join(unused))
+
+
 def _is_no_load_report(message: logging.LogRecord) -> bool:
     """Hides the table of weights by which transformers calls misfits harmless. Batchline reports them itself."""
     return "LOAD REPORT" not in message.getMessage()
@@ -147,7 +183,7 @@ def _load_generative_model(
     with ExitStack() as parts:
         text = load_text(config.model, config.text)
         reranker = find_reranker(config.model, text)
-        executor = FairThreads(NUM_TEXT_THREADS, "batchline-text")
+        executor = FairThreads(NUM_TEXT_THREADS, "batchline-text", num_kept_free=1)
         # running work may finish, because cancelled work would look like a cancelled request
         parts.callback(executor.shutdown, wait=False)
         engine = AsyncEngine(config, memory)
@@ -304,7 +340,8 @@ def _load_speech_model(config: EngineConfig, collector: MediaCollector) -> Resid
     with ExitStack() as parts:
         model = load_speech_model(config)
         parts.callback(model.close)
-        transcriber = Transcriber(model, collector, config.text)
+        logprob_format = LogprobFormat(HuggingFaceTokenizer(model.tokenizer, {}))
+        transcriber = Transcriber(model, collector, config.text, logprob_format)
         tasks: dict[str, SpeechTask] = {TRANSCRIPTIONS: "transcribe", TRANSLATIONS: "translate"}
         return ResidentModel(
             facts=model.facts,
@@ -337,6 +374,7 @@ def _speech_stats(stats: SpeechStats) -> BackendStats:
         prompt_tokens=stats.prompt_tokens,
         output_tokens=stats.output_tokens,
         encoded_media=stats.num_encoded,
+        audio_s=stats.audio_s,
         gauges={"running": stats.num_running, "waiting": stats.num_waiting},
     )
 
@@ -352,10 +390,15 @@ def _pooling_model(
         endpoints={**endpoints, **_tokenizing_endpoints(_tokenized_pooling(model, config))},
         max_model_len=model.max_model_len,
         is_alive=lambda: model.is_alive,
-        stats=lambda: BackendStats(prompt_tokens=model.stats().num_tokens),
+        stats=lambda: _pooling_stats(model.stats()),
         company=Company(),
         close=parts.pop_all().close,
     )
+
+
+def _pooling_stats(stats: PoolingStats) -> BackendStats:
+    gauges = {"running": stats.num_running, "waiting": stats.num_waiting}
+    return BackendStats(prompt_tokens=stats.num_tokens, gauges=gauges)
 
 
 def _tokenized_pooling(model: PoolingModel, config: EngineConfig) -> TokenizedModel:

@@ -13,12 +13,14 @@ from pathlib import Path
 from batchline.backends.base import Backend, ServedModel, WatchedIdentity, running
 from batchline.backends.identity import refuse_missing_folder
 from batchline.backends.registry import EMBEDDED, make_backend
+from batchline.batch.bulk import BulkService
 from batchline.batch.files import RunFiles
 from batchline.batch.job_folder import media_folder
 from batchline.batch.journal import Disk
-from batchline.batch.options import DEFAULT_GRACE_PERIOD_S, Limits, OutputOrder, RunOptions
+from batchline.batch.options import DEFAULT_GRACE_PERIOD_S, Limits, OutputOrder, Retry, RunOptions
 from batchline.batch.progress import Progress, Reporter
 from batchline.batch.progress_bar import shown_progress
+from batchline.batch.retrying import refuse_unreadable_results
 from batchline.batch.run import run
 from batchline.batch.stopping import Stopper, stop_on_signals
 from batchline.batch.summary import RunSummary
@@ -43,6 +45,8 @@ def run_batch(
     output_order: OutputOrder = "input",
     resume: bool = True,
     overwrite: bool | None = None,
+    retry_failed: bool = False,
+    report: str | os.PathLike[str] | None = None,
     state_dir: str | os.PathLike[str] | None = None,
     strict: bool = False,
     dedup: bool = True,
@@ -59,12 +63,14 @@ def run_batch(
     started for the run and closed after it. backend_options: options of the named backend.
     served_model_name: for each model, in the same order, the name that requests use for it, or several names separated
     by commas. Without it, a model's name is its folder or id as given.
-    state_dir: the folder for records of finished runs. The default is the user's state folder; with a backend
-    object, no records are kept.
+    retry_failed: run only the lines again that failed in the output of an earlier run, and keep its other results.
+    report: gets an HTML page with plots about the run.
+    state_dir: the folder for records of runs. The default is the user's state folder; for a backend object,
+    records are only kept if a folder is given.
 
     show_progress: whether to show a bar; None shows one in terminals and notebooks. Without a bar, warnings are logged.
     on_progress: called with a `Progress` about twice a second, on the thread of the run. reporter: shows the run
-    instead of the bar. The other arguments are those of `RunOptions`.
+    instead of the bar, whatever `show_progress` says. The other arguments are those of `RunOptions`.
 
     Ctrl-C, SIGTERM and interrupting a notebook stop the run: running requests may finish, and the same call resumes the
     run. A second signal raises KeyboardInterrupt at once. Signals only work in the main thread.
@@ -79,6 +85,8 @@ def run_batch(
         None if error_file is None else os.fspath(error_file),
         _path(tmp_dir),
     )
+    if retry_failed:
+        refuse_unreadable_results(files)
     engines = keeping_media(engines, files)
     answering, name = _backend(backend, engines, backend_options or {})
     options = RunOptions(
@@ -86,6 +94,8 @@ def run_batch(
         output_order=output_order,
         resume=resume,
         overwrite=overwrite,
+        report=_path(report),
+        retry=Retry() if retry_failed else None,
         state_dir=user_state_dir() if state_dir is None and name is not None else _path(state_dir),
         strict=strict,
         dedup=dedup,
@@ -143,14 +153,14 @@ def _endpoints(models: Sequence[ServedModel], backend: str | None) -> dict[str, 
 def run_blocking(
     files: RunFiles,
     options: RunOptions,
-    backend: Backend,
+    backend: Backend | BulkService,
     reporter: Reporter,
     stop_at_once: Callable[[], None] | None = None,
     disk: Disk | None = None,
 ) -> RunSummary:
     """`run` on a new event loop, stopped by signals.
 
-    backend: started for the run and closed after it.
+    backend: started for the run and closed after it; or a service that answers all requests together.
     stop_at_once: called on the second signal; by default it raises KeyboardInterrupt. disk: see `run`.
     """
 
@@ -158,7 +168,8 @@ def run_blocking(
 
     async def run_until_stopped() -> RunSummary:
         with stopper.attached() as stop:
-            return await run(files, options, running(backend), reporter, stop, disk)
+            answering = backend if isinstance(backend, BulkService) else running(backend)
+            return await run(files, options, answering, reporter, stop, disk)
 
     with stop_on_signals(stopper.stop, lambda _: (stop_at_once or _interrupt)()):
         if not _is_in_event_loop():

@@ -1,17 +1,35 @@
 """Shares a backend among the runs on it: how many requests may be in flight at once, and how many bytes of them.
 
-The run that has the fewest requests in flight gets the next free place, so no run starves. All runs that share a
-capacity are on one event loop.
+The next free place goes to the owner with the fewest requests in flight, and there to the run with the fewest, so
+neither an owner nor a run starves. A run that is in danger of missing its time limit goes before the others, the
+earliest limit first, and leaves them a small part of the places. All runs that share a capacity are on one event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
+from dataclasses import dataclass
+from math import inf
 
 MAX_INFLIGHT_BYTES = 256 * 1024 * 1024
 """Limit on the bytes of batch lines in flight, so that a file of images does not fill the memory. A single request may
 exceed it."""
+
+PART_OF_OTHERS = 8
+"""One of so many places is for runs that are not in danger of being late, so that nobody can stop all other work by
+asking for short times. Few enough that the engine, which shares its seats evenly, gives the urgent run most of them."""
+
+
+@dataclass(slots=True)
+class Claim:
+    """Whose run it is, and the moment by which it must end if that is in danger, by any clock; None if it is not.
+
+    Mutable: the danger comes and goes while a run lasts.
+    """
+
+    owner: str = ""
+    due_at: float | None = None
 
 
 class Capacity:
@@ -26,9 +44,9 @@ class Capacity:
         self._num_grants = 0
         self._shares: list[Share] = []
 
-    def share(self, *, is_exclusive: bool = False) -> Share:
+    def share(self, claim: Claim | None = None, *, is_exclusive: bool = False) -> Share:
         """The share of one more run. is_exclusive: while one of its requests is in flight, no other request is."""
-        share = Share(self, self.num_places if is_exclusive else 1)
+        share = Share(self, self.num_places if is_exclusive else 1, claim or Claim())
         self._shares.append(share)
         return share
 
@@ -37,7 +55,7 @@ class Capacity:
         called when a share has changed."""
         self._shares = [share for share in self._shares if not share.is_over]
         while waiting := [share for share in self._shares if share.is_waiting()]:
-            share = min(waiting, key=lambda share: (share.num_held, share.last_grant))
+            share = self._next(waiting)
             used_places = sum(share.num_held * share.places_per_request for share in self._shares)
             used_bytes = sum(share.held_bytes for share in self._shares)
             has_places = used_places + share.places_per_request <= self.num_places
@@ -47,11 +65,24 @@ class Capacity:
             self._num_grants += 1
             share.admit(self._num_grants)
 
+    def _next(self, waiting: list[Share]) -> Share:
+        """Whose turn it is."""
+        held: Counter[str] = Counter()
+        for share in self._shares:
+            held[share.claim.owner] += share.num_held
+        urgent = [share for share in waiting if share.claim.due_at is not None]
+        others = [share for share in waiting if share.claim.due_at is None]
+        num_of_others = sum(share.num_held for share in self._shares if share.claim.due_at is None)
+        if others and (not urgent or num_of_others < max(1, self.num_places // PART_OF_OTHERS)):
+            return min(others, key=lambda share: (held[share.claim.owner], share.num_held, share.last_grant))
+        return min(urgent, key=lambda share: (share.claim.due_at or inf, share.num_held))
+
 
 class Share:
     """One run's part of a capacity. num_held: its requests in flight. held_bytes: of their lines."""
 
-    def __init__(self, capacity: Capacity, places_per_request: int) -> None:
+    def __init__(self, capacity: Capacity, places_per_request: int, claim: Claim) -> None:
+        self.claim = claim
         self.places_per_request = places_per_request
         self.num_held = 0
         self.held_bytes = 0

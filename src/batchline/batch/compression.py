@@ -12,7 +12,7 @@ import lzma
 import re
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO, Literal, cast
@@ -94,18 +94,38 @@ def compressor_for(name: str) -> Callable[[BinaryIO], AbstractContextManager[Bin
 def _plain_chunks(file: _CountingReader, codec: Codec | None) -> Iterator[bytes]:
     if codec == "zstd":
         yield from _zstd_chunks(file)
-        return
-    raw = cast(BinaryIO, io.BufferedReader(file, buffer_size=_READ_BYTES))
-    with ExitStack() as stack:
-        plain: BinaryIO = raw
-        if codec == "gzip":
-            plain = cast(BinaryIO, stack.enter_context(gzip.GzipFile(fileobj=raw, mode="rb")))
-        elif codec == "bzip2":
-            plain = cast(BinaryIO, stack.enter_context(bz2.BZ2File(raw, "rb")))
-        elif codec == "xz":
-            plain = cast(BinaryIO, stack.enter_context(lzma.LZMAFile(raw, "rb")))
+    elif codec == "bzip2":
+        yield from _streams(file, bz2.BZ2Decompressor)
+    elif codec == "xz":
+        yield from _streams(file, lzma.LZMADecompressor)
+    else:
+        raw = cast(BinaryIO, io.BufferedReader(file, buffer_size=_READ_BYTES))
+        plain = raw if codec is None else cast(BinaryIO, gzip.GzipFile(fileobj=raw, mode="rb"))
         while chunk := plain.read(_READ_BYTES):
             yield chunk
+
+
+def _streams(
+    file: _CountingReader, make: Callable[[], bz2.BZ2Decompressor] | Callable[[], lzma.LZMADecompressor]
+) -> Iterator[bytes]:
+    """Stream by stream: parallel compressors write many. Python's own readers take damage at the beginning of a later
+    stream for the end of the data."""
+    stream = make()
+    piece = b""
+    while piece or (piece := file.read(_READ_BYTES)):
+        if stream.eof:
+            piece = piece.lstrip(b"\0")  # padding between streams; none begins with a zero
+            if not piece:
+                continue
+            stream = make()
+        while chunk := stream.decompress(piece, _READ_BYTES):
+            yield chunk
+            piece = b""
+            if stream.eof or stream.needs_input:
+                break
+        piece = stream.unused_data if stream.eof else b""
+    if not stream.eof:
+        raise EOFError("the last stream has no end")
 
 
 def _zstd_chunks(file: _CountingReader) -> Iterator[bytes]:

@@ -198,7 +198,7 @@ class InFlight:
         self._write_seat(seat, position + 1)
 
     def leave(self, position: int) -> None:
-        """A request is answered, or given up. A position that has no seat is ignored."""
+        """A request is answered, or will not be. A position that has no seat is ignored."""
         seat = self._seats.pop(position, None)
         if seat is not None:
             self._free.append(seat)

@@ -23,7 +23,7 @@ def record_failed_lines(
     report: CheckReport, reader: LineReader, journal: Journal, done: PositionSet, tally: Tally
 ) -> None:
     """Write the result of every bad line that is not done yet into the journal, and count it. Raises: RunFailed."""
-    writer = _ResultWriter(journal, tally)
+    writer = ResultWriter(journal, tally)
     try:
         for position in report.bad:
             if position not in done:
@@ -45,7 +45,7 @@ def record_lethal_requests(
 
     Returns a sentence about each. Raises: RunFailed.
     """
-    writer = _ResultWriter(journal, tally)
+    writer = ResultWriter(journal, tally)
     sentences: list[str] = []
     try:
         for item in items:
@@ -71,7 +71,7 @@ def record_lethal_requests(
 def record_unrun_lines(error: LineError, reader: LineReader, journal: Journal, tally: Tally) -> None:
     """Write `error` as the result of every line that has none yet, and count it. Raises: RunFailed."""
     done = PositionSet()
-    writer = _ResultWriter(journal, tally)
+    writer = ResultWriter(journal, tally)
     try:
         for entry in journal.results():
             done.add(entry.outcome.position)
@@ -84,12 +84,14 @@ def record_unrun_lines(error: LineError, reader: LineReader, journal: Journal, t
         raise RunFailed(f"The lines that were not run cannot be noted: {exc.strerror or exc}.") from exc
 
 
-class _ResultWriter:
+class ResultWriter:
     """Writes results to the journal in groups, and counts them once they are durable."""
 
-    def __init__(self, journal: Journal, tally: Tally) -> None:
+    def __init__(self, journal: Journal, tally: Tally, *, are_resumed: bool = False) -> None:
+        """are_resumed: an earlier run has computed the results."""
         self._journal = journal
         self._tally = tally
+        self._are_resumed = are_resumed
         self._entries = bytearray()
         self._outcomes: list[Outcome] = []
 
@@ -105,7 +107,7 @@ class _ResultWriter:
         if self._outcomes:
             self._journal.append(bytes(self._entries))
         for outcome in self._outcomes:
-            self._tally.add(outcome)
+            self._tally.add(outcome, is_resumed=self._are_resumed)
         self._entries.clear()
         self._outcomes.clear()
 

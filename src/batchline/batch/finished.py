@@ -10,6 +10,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ValidationError
@@ -46,7 +47,7 @@ class FinishedRuns:
         self._targets = files.targets
         self._options = options
         self._path = (
-            None if options.state_dir is None else options.state_dir / "runs" / f"{plain_tag(files.output)}.json"
+            None if options.state_dir is None else _folder(options.state_dir) / f"{plain_tag(files.output)}.json"
         )
 
     @property
@@ -69,6 +70,13 @@ class FinishedRuns:
             if not await target.is_unchanged(record.outputs[target.tag]):
                 return None
         return replace(record.summary, finished_before=record.finished_at)
+
+    async def recorded_run(self) -> Mapping[str, str] | None:
+        """The identity of the finished run whose results are in the output, unchanged."""
+        record, output = self._read(), self._targets[0]
+        if record is None or not await output.is_unchanged(record.outputs.get(output.tag, {})):
+            return None
+        return record.run
 
     async def add(self, run: Mapping[str, str], summary: RunSummary, reporter: Reporter) -> None:
         """Record that the run is finished and delivered. A run in which every request failed gets no record."""
@@ -96,14 +104,25 @@ class FinishedRuns:
             )
 
     def _read(self) -> FinishedRun | None:
-        if self._path is None:
-            return None
-        try:
-            with self._path.open("rb") as file:
-                return FinishedRun.model_validate_json(file.read(_MAX_RECORD_BYTES))
-        except FileNotFoundError:
-            return None
-        except (OSError, ValidationError) as exc:
-            reason = (exc.strerror or str(exc)) if isinstance(exc, OSError) else "it is damaged"
-            logger.warning("The record of a finished run %s is ignored: %s", self._path, reason)
-            return None
+        return None if self._path is None else _read(self._path)
+
+
+def finished_runs(state_dir: Path, tag: str = "*") -> list[FinishedRun]:
+    """The records of finished runs. tag: of the result target, by default of any."""
+    return [record for path in _folder(state_dir).glob(f"{tag}.json") if (record := _read(path)) is not None]
+
+
+def _folder(state_dir: Path) -> Path:
+    return state_dir / "runs"
+
+
+def _read(path: Path) -> FinishedRun | None:
+    try:
+        with path.open("rb") as file:
+            return FinishedRun.model_validate_json(file.read(_MAX_RECORD_BYTES))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValidationError) as exc:
+        reason = (exc.strerror or str(exc)) if isinstance(exc, OSError) else "it is damaged"
+        logger.warning("The record of a finished run %s is ignored: %s", path, reason)
+        return None

@@ -12,8 +12,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import random
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -26,8 +27,8 @@ from batchline.media.fetching import requested_wait_s
 
 logger = logging.getLogger(__name__)
 
-_RETRIED_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504})
-_TRANSIENT_ERRORS = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, asyncio.TimeoutError, ConnectionError)
+RETRIED_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504})
+TRANSIENT_ERRORS = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, asyncio.TimeoutError, ConnectionError)
 _EXCERPT_BYTES, _EXCERPT_CHARS = 2000, 200
 _STORAGE_ERROR = re.compile(r"<Error>.*?<Code>([^<]{1,100})</Code>", re.DOTALL)
 """Where S3 and its relatives name an error, such as an expired signature."""
@@ -38,17 +39,20 @@ _HEAD_TIMEOUT_S = 10
 class RetryPolicy:
     """How often to try, and how long to wait after a failure: doubled each time, up to `max_delay_s`.
 
-    max_requested_s: how long to wait at most if the server asks for it (`Retry-After`).
+    max_requested_s: how long to wait at most if the server asks for it (`Retry-After`). jitter: the share of our own
+    delay that is left to chance, so that clients that failed together do not come back together.
     """
 
     attempts: int = 6
     first_delay_s: float = 1.0
     max_delay_s: float = 30.0
     max_requested_s: float = 120.0
+    jitter: float = 0.0
 
     def delay_s(self, failures: int, requested_s: float = 0.0) -> float:
         """Seconds to wait after this many failures in a row. requested_s: how long the server asks to wait."""
-        own = min(self.first_delay_s * 2.0 ** (failures - 1), self.max_delay_s)
+        own = min(self.first_delay_s * 2.0 ** min(failures - 1, 30), self.max_delay_s)
+        own *= 1 - self.jitter * random.random()
         return max(own, min(requested_s, self.max_requested_s))
 
 
@@ -60,7 +64,7 @@ class _Failure(NamedTuple):
     is_final: bool = False
 
 
-def _http_session() -> aiohttp.ClientSession:
+def http_session() -> aiohttp.ClientSession:
     """A session that waits long for slow servers, but not for ever, and does not decompress what it receives."""
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=30, sock_read=300)
     return aiohttp.ClientSession(timeout=timeout, auto_decompress=False, headers={"Accept-Encoding": "identity"})
@@ -79,7 +83,7 @@ async def _response_excerpt(response: aiohttp.ClientResponse) -> str:
 
 
 async def _refused(response: aiohttp.ClientResponse) -> _Failure:
-    is_final = response.status not in _RETRIED_STATUSES
+    is_final = response.status not in RETRIED_STATUSES
     return _Failure(await _response_excerpt(response), 0.0 if is_final else requested_wait_s(response), is_final)
 
 
@@ -87,10 +91,10 @@ async def head(location: Location) -> tuple[int | None, str | None]:
     """Status and strong ETag of a HEAD request to an HTTP location; (None, None) without an answer."""
     timeout = aiohttp.ClientTimeout(total=_HEAD_TIMEOUT_S)
     try:
-        async with _http_session() as session, session.head(location.text, timeout=timeout) as response:
+        async with http_session() as session, session.head(location.text, timeout=timeout) as response:
             etag = response.headers.get("ETag")
             return response.status, None if etag is None or etag.startswith("W/") else etag
-    except (*_TRANSIENT_ERRORS, aiohttp.ClientError):
+    except (*TRANSIENT_ERRORS, aiohttp.ClientError):
         return None, None
 
 
@@ -108,15 +112,20 @@ class _Received:
         return self.total is None or self.num_bytes == self.total
 
 
-async def download(location: Location, target: Path, retry: RetryPolicy | None = None) -> None:
-    """Fetch an http(s) location into the file `target`. Raises: InputUnreadable."""
+async def download(
+    location: Location,
+    target: Path,
+    retry: RetryPolicy | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> None:
+    """Fetch an http(s) location into the file `target`. headers: sent with every request. Raises: InputUnreadable."""
     retry = retry or RetryPolicy()
     received = _Received()
     failures = most_bytes = 0
     with target.open("w+b") as file:
-        async with _http_session() as session:
+        async with http_session() as session:
             while True:
-                failure = await _attempt(session, location, file, received)
+                failure = await _attempt(session, location, file, received, headers or {})
                 if failure is None:
                     return
                 failures = 1 if received.num_bytes > most_bytes else failures + 1
@@ -128,15 +137,19 @@ async def download(location: Location, target: Path, retry: RetryPolicy | None =
 
 
 async def _attempt(
-    session: aiohttp.ClientSession, location: Location, file: BinaryIO, received: _Received
+    session: aiohttp.ClientSession,
+    location: Location,
+    file: BinaryIO,
+    received: _Received,
+    own_headers: Mapping[str, str],
 ) -> _Failure | None:
     """One GET of what is missing. Returns None if the file is complete, else why to try again."""
-    headers = {}
+    headers = dict(own_headers)
     if received.num_bytes and received.validator:
-        headers = {"Range": f"bytes={received.num_bytes}-", "If-Range": received.validator}
+        headers |= {"Range": f"bytes={received.num_bytes}-", "If-Range": received.validator}
     try:
         async with session.get(location.text, headers=headers) as response:
-            if response.status in _RETRIED_STATUSES:
+            if response.status in RETRIED_STATUSES:
                 return await _refused(response)
             if response.status == 416 and received.num_bytes:
                 _start_over(file, received)
@@ -152,7 +165,7 @@ async def _attempt(
             async for chunk in response.content.iter_chunked(1 << 20):
                 await asyncio.to_thread(file.write, chunk)
                 received.num_bytes += len(chunk)
-    except _TRANSIENT_ERRORS as exc:
+    except TRANSIENT_ERRORS as exc:
         return _Failure(str(exc) or type(exc).__name__)
     except aiohttp.ClientError as exc:
         # Only the kind of the error: its text may show a signed URL.
@@ -189,11 +202,11 @@ async def put(path: Path, location: Location, retry: RetryPolicy | None = None) 
     """Send a file with PUT until the server accepts it. Returns None, or why it never did."""
     retry = retry or RetryPolicy()
     failures = 0
-    async with _http_session() as session:
+    async with http_session() as session:
         while True:
             try:
                 failure = await _put(session, path, location)
-            except _TRANSIENT_ERRORS as exc:
+            except TRANSIENT_ERRORS as exc:
                 failure = _Failure(str(exc) or type(exc).__name__)
             except aiohttp.ClientError as exc:
                 return f"the request failed ({type(exc).__name__})"  # its text may show a signed URL

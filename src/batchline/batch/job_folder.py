@@ -26,11 +26,30 @@ _locked: set[JobFolder] = set()
 
 _JOURNAL = "journal"
 _LOCK = "lock"
+_PART_LINES = "part-{}.lines"
 
 
 def media_folder(job_folder: Path) -> Path:
     """Where a run keeps the images and audio that it fetches."""
     return job_folder / "media"
+
+
+def part_lines_path(job_folder: Path, number: int) -> Path:
+    """Where a run keeps which lines are in a part that it has given to a service."""
+    return job_folder / _PART_LINES.format(f"{number:05}")
+
+
+def journal_in(job_folder: Path) -> Path:
+    """The journal of the unfinished run; it exists if there is one."""
+    return job_folder / _JOURNAL
+
+
+def lock_holder(job_folder: Path) -> int | None:
+    """The process that was the last to lock a job folder; it may have ended."""
+    try:
+        return int((job_folder / _LOCK).read_text())
+    except (OSError, ValueError):
+        return None
 
 
 class JobFolder:
@@ -43,7 +62,7 @@ class JobFolder:
     @property
     def journal_path(self) -> Path:
         """The journal of the unfinished run."""
-        return self.path / _JOURNAL
+        return journal_in(self.path)
 
     @property
     def scratch(self) -> Path:
@@ -77,6 +96,8 @@ class JobFolder:
         self.journal_path.unlink(missing_ok=True)
         forget_crash(self.path)
         remove_media(self.media)
+        for path in self.path.glob(_PART_LINES.format("*") + "*"):  # also one that was not written whole
+            path.unlink(missing_ok=True)
 
     def remove(self) -> None:
         """Delete the folder of a finished run. Files that do not belong to a run stay, and so does the folder then."""

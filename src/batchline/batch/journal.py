@@ -4,7 +4,9 @@ One entry is one line of text, so that ordinary tools can read an unfinished run
 
     <crc-32, 8 hex> <position> <status> <prompt tokens> <cached tokens> <output tokens> <copy 0|1> <result line>
 
-The first line is a header with the run's identity: `<crc-32> {"batchline_journal": 2, "run": {...}}`. Lines whose
+Before the result line are the tokens of reasoning, if there are any, such as `120`, and the seconds of a transcribed
+recording, such as `12.340`.
+The first line is a header with the run's identity: `<crc-32> {"batchline_journal": 4, "run": {...}}`. Lines whose
 second word is not a number are notes, such as `<crc-32> delivered <what and where>`. A result is durable once `append`
 has returned. Every prefix of the file's bytes is a valid journal: opening it cuts off an incomplete last line, and an
 entry whose checksum fails counts as never written. Readers use only the first entry of each position.
@@ -17,6 +19,7 @@ import os
 import re
 import zlib
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -26,14 +29,18 @@ import orjson
 from batchline.disk import sync_folder
 from batchline.errors import ResumeRefused
 
-_VERSION = 2
+_VERSION = 4
+_READABLE_VERSIONS = (2, 3, 4)
+"""Version 2 had no seconds of audio, and version 3 no tokens of reasoning."""
 _CRC_WIDTH = 8
 _MAX_HEADER_BYTES = 1 << 20
 _TORN_HEADER = re.compile(rb"([0-9a-f]{0,8}|[0-9a-f]{8} (\{[^\n]*)?)\0*")
 """A header that was not written completely; a file system may fill the rest with zeros."""
 
-_OUTCOME = re.compile(rb"(\d{1,18}) ([!-~]+) (\d{1,18}) (\d{1,18}) (\d{1,18}) ([01]) ")
-_NOTE = re.compile(rb"(delivering|delivered|crashed|killed) ([ -~]*)")
+_OUTCOME = re.compile(
+    rb"(\d{1,18}) ([!-~]+) (\d{1,18}) (\d{1,18}) (\d{1,18}) ([01]) (?:(\d{1,18}) )?(?:(\d{1,18}\.\d{3}) )?"
+)
+_NOTE = re.compile(rb"(delivering|delivered|crashed|killed|service|kept) ([ -~]*)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +48,9 @@ class Outcome:
     """How one line ended, without its text.
 
     status: the answer's HTTP status, or the error code of an invalid line. is_copy: whether another line's answer was
-    used; its tokens are those of that answer and were not computed again.
+    used; its tokens are those of that answer and were not computed again. audio_s: seconds of the recording that was
+    transcribed; the journal keeps milliseconds. reasoning_tokens: those of the output tokens that are reasoning.
+    latency_s: the time from sending the request to its answer; not in the journal, 0 if it is not known.
     """
 
     position: int
@@ -50,6 +59,9 @@ class Outcome:
     cached_tokens: int = 0
     output_tokens: int = 0
     is_copy: bool = False
+    audio_s: float = 0.0
+    reasoning_tokens: int = 0
+    latency_s: float = 0.0
 
     @property
     def is_answer(self) -> bool:
@@ -73,8 +85,8 @@ class JournalResult:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """Information for a resumed run besides results. kind: `delivering`, `delivered`, `crashed` or `killed`.
-    text: one line of ASCII."""
+    """Information for a resumed run besides results. kind: `delivering`, `delivered`, `crashed`, `killed`,
+    `service` or `kept`. text: one line of ASCII."""
 
     kind: str
     text: str
@@ -182,12 +194,37 @@ class Journal:
             self._fd = -1
 
 
+def saved_results(path: Path) -> Iterator[tuple[Outcome, bytes]]:
+    """The results in the journal of a run, which may be writing it at the moment: outcome and result line. A position
+    may come twice. Raises: OSError."""
+    offset = 0
+    with path.open("rb", buffering=1 << 20) as file:
+        for line in file:
+            entry = _decode(line, 0) if offset else None
+            if isinstance(entry, JournalResult):
+                yield entry.outcome, line[entry.offset : entry.offset + entry.length]
+            offset += len(line)
+
+
+def has_service_notes(path: Path) -> bool:
+    """Whether requests of the journal were sent to a service. Raises: OSError."""
+    with suppress(FileNotFoundError), path.open("rb", buffering=1 << 20) as file:
+        file.readline(_MAX_HEADER_BYTES)
+        entries = (_decode(line, 0) for line in file)
+        return any(isinstance(entry, Note) and entry.kind == "service" for entry in entries)
+    return False
+
+
 def encode_result(outcome: Outcome, result_line: bytes) -> bytes:
     """The journal's bytes for one result line, which must not contain a line end."""
     head = (
         f"{outcome.position} {outcome.status} {outcome.prompt_tokens} {outcome.cached_tokens} "
         f"{outcome.output_tokens} {outcome.is_copy:d} "
     )
+    if outcome.reasoning_tokens:
+        head += f"{outcome.reasoning_tokens} "
+    if outcome.audio_s:
+        head += f"{outcome.audio_s:.3f} "
     return _with_crc(head.encode() + result_line)
 
 
@@ -211,8 +248,10 @@ def _decode(line: bytes, offset: int) -> JournalResult | Note | None:
     if content is None:
         return None
     if found := _OUTCOME.match(content):
-        position, status, prompt, cached, output, copy = found.groups()
-        outcome = Outcome(int(position), status.decode(), int(prompt), int(cached), int(output), copy == b"1")
+        position, status, *tokens, copy, reasoning, audio_s = found.groups()
+        prompt, cached, output, num_reasoning = map(int, (*tokens, reasoning or 0))
+        is_copy, seconds = copy == b"1", float(audio_s or 0)
+        outcome = Outcome(int(position), status.decode(), prompt, cached, output, is_copy, seconds, num_reasoning)
         return JournalResult(outcome, offset + _CRC_WIDTH + 1 + found.end(), len(content) - found.end())
     if found := _NOTE.fullmatch(content):
         return Note(found[1].decode(), found[2].decode())
@@ -222,7 +261,7 @@ def _decode(line: bytes, offset: int) -> JournalResult | Note | None:
 def _read_header(path: Path) -> Mapping[str, str] | None:
     with path.open("rb") as file:
         line = file.readline(_MAX_HEADER_BYTES)
-    if _TORN_HEADER.fullmatch(line):
+    if len(line) < _MAX_HEADER_BYTES and _TORN_HEADER.fullmatch(line):
         return None
     content = _checked(line)
     try:
@@ -231,7 +270,7 @@ def _read_header(path: Path) -> Mapping[str, str] | None:
         header = None
     if not isinstance(header, dict) or "batchline_journal" not in header:
         raise ResumeRefused(f"The first line of the journal {path} is damaged. Pass --no-resume to start over.")
-    if header["batchline_journal"] != _VERSION:
+    if header["batchline_journal"] not in _READABLE_VERSIONS:
         raise ResumeRefused(
             f"The unfinished run in {path.parent} was begun by another version of Batchline. "
             "Finish it with that version, or pass --no-resume to discard it and start over."

@@ -132,7 +132,9 @@ def media_of(url: str, body: dict[str, Any]) -> Sequence[MediaPart]:
 
 
 def _has_images(body: dict[str, Any]) -> bool:
-    contents = [message.get("content") for message in body.get("messages", ()) if isinstance(message, dict)]
+    messages = body.get("messages")
+    messages = messages if isinstance(messages, list) else []
+    contents = [message.get("content") for message in messages if isinstance(message, dict)]
     blocks = [block for content in contents if isinstance(content, list) for block in content]
     return any(isinstance(block, dict) and block.get("type") in ("image", "tool_result") for block in blocks)
 

@@ -31,6 +31,19 @@ HOSTED_LIMITS = Limits(max_requests=50_000, max_file_bytes=100_000_000)
 """The usual limits of hosted batch services."""
 
 
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """Run only the lines again that failed in the output. codes: HTTP statuses and error codes of failures that are run
+    again; others are kept. Without any, all failures are."""
+
+    codes: tuple[str, ...] = ()
+
+    @property
+    def identity(self) -> Mapping[str, str]:
+        """Names and values that must be equal to resume the retry."""
+        return {"retry": f"of lines that failed with {', '.join(self.codes)}" if self.codes else "of all failed lines"}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
     """The options of one run.
@@ -38,10 +51,12 @@ class RunOptions:
     max_inflight: how many requests run at once; None leaves it to the backend.
     resume: whether to continue an unfinished run; False starts over. overwrite: True computes a finished run again;
     False refuses to replace another run's output; None skips a finished run and replaces another run's output.
-    state_dir: the folder for records of finished runs; None keeps no records.
+    state_dir: the folder for records of runs; None keeps no records.
     strict: any bad line stops the run before compute, and so does an unknown field.
     text: for the names of each model, the embedded engine's settings that decide which bodies are refused. Under
     `strict`, all bodies are checked with them before compute. None leaves this to the backend.
+    report: the HTML file that gets a page with plots at the end of the run.
+    retry: keep the results of an earlier run that are in the output, and run only lines that failed.
     dedup: run identical deterministic requests once. grace_period_s: how long a stop waits for what is in flight.
     settings: named settings that change results; a run is only resumed with equal ones. read_settings: provides more of
     them; it may read the model's files for a minute.
@@ -57,6 +72,8 @@ class RunOptions:
     state_dir: Path | None = None
     strict: bool = False
     text: Mapping[tuple[str, ...], TextConfig] | None = None
+    report: Path | None = None
+    retry: Retry | None = None
     dedup: bool = True
     grace_period_s: float = DEFAULT_GRACE_PERIOD_S
     limits: Limits = field(default_factory=Limits)

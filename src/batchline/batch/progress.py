@@ -9,12 +9,13 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence, Sized
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence, Sized
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from batchline.backends.base import Backend, BackendStats, ServedModel
+from batchline.batch.history import Distribution
 from batchline.batch.journal import Outcome
 from batchline.errors import RunInterrupted
 from batchline.model_facts import ModelFacts
@@ -33,9 +34,13 @@ _SHOWN_READING_BYTES = 10**9
 class Progress:
     """The state of a run at one moment. Rates are over the last half minute; eta_s is None until there is a rate.
 
-    prompt_tokens, cached_tokens and output_tokens: the backend's counters since its start. models: the models that it
-    has loaded. num_running: requests at the backend. stops_in_s: while the run is being stopped, the seconds that these
-    may still take.
+    prompt_tokens, cached_tokens, output_tokens and audio_s (seconds of recordings that were transcribed): the backend's
+    counters since its start. models: the models that it has loaded. num_running: requests at the backend. stops_in_s:
+    while the run is being stopped, the seconds that these may still take. answered_requests, answered_prompt_tokens and
+    answered_output_tokens: those of this run's results, without failures and copies. failures_by_code: how many lines
+    failed with each HTTP status or error code. distributions: how many requests succeeded in how many seconds
+    (`latency_s`, only of this process), and with how many `prompt_tokens` and `output_tokens`, by the ranges of
+    `history.range_of`.
     """
 
     done: int
@@ -45,13 +50,20 @@ class Progress:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
+    audio_s: float = 0.0
     requests_per_s: float = 0.0
     prompt_tokens_per_s: float = 0.0
     output_tokens_per_s: float = 0.0
+    audio_s_per_s: float = 0.0
     eta_s: float | None = None
     num_running: int = 0
     stops_in_s: float | None = None
     models: tuple[ModelFacts, ...] = ()
+    answered_requests: int = 0
+    answered_prompt_tokens: int = 0
+    answered_output_tokens: int = 0
+    failures_by_code: Mapping[str, int] = field(default_factory=dict)
+    distributions: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
 
 
 class Reporter(Protocol):
@@ -128,10 +140,13 @@ class Tally:
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.output_tokens = 0
+        self.reasoning_tokens = 0
+        self.audio_s = 0.0
         self.spared_tokens = 0
         self.failures_by_code: dict[str, int] = {}
+        self.distributions = {name: Distribution() for name in ("latency_s", "prompt_tokens", "output_tokens")}
         self._clock = clock
-        self._samples: deque[tuple[float, int, int, int]] = deque()
+        self._samples: deque[tuple[float, int, int, int, float]] = deque()
         self._began: tuple[float, int] | None = None
 
     def add(self, outcome: Outcome, *, is_resumed: bool = False) -> None:
@@ -149,6 +164,11 @@ class Tally:
         self.prompt_tokens += outcome.prompt_tokens
         self.cached_tokens += outcome.cached_tokens
         self.output_tokens += outcome.output_tokens
+        self.reasoning_tokens += outcome.reasoning_tokens
+        self.audio_s += outcome.audio_s
+        if not outcome.is_failure:
+            for name, distribution in self.distributions.items():
+                distribution.add(getattr(outcome, name))
 
     def snapshot(
         self,
@@ -163,10 +183,10 @@ class Tally:
         now = self._clock()
         if self._began is None:
             self._began = (now, self.done)
-        self._samples.append((now, self.done, stats.prompt_tokens, stats.output_tokens))
+        self._samples.append((now, self.done, stats.prompt_tokens, stats.output_tokens, stats.audio_s))
         while now - self._samples[0][0] > _WINDOW_S and len(self._samples) > 2:
             self._samples.popleft()
-        since, done, prompt, output = self._samples[0]
+        since, done, prompt, output, audio_s = self._samples[0]
         elapsed = max(now - since, 1e-9)
         rate = (self.done - done) / elapsed
         return Progress(
@@ -177,13 +197,20 @@ class Tally:
             prompt_tokens=stats.prompt_tokens,
             cached_tokens=stats.cached_tokens,
             output_tokens=stats.output_tokens,
+            audio_s=stats.audio_s,
             requests_per_s=rate,
             prompt_tokens_per_s=(stats.prompt_tokens - prompt) / elapsed,
             output_tokens_per_s=(stats.output_tokens - output) / elapsed,
+            audio_s_per_s=(stats.audio_s - audio_s) / elapsed,
             eta_s=self._eta_s(now, rate, num_running),
             num_running=num_running,
             stops_in_s=stops_in_s,
             models=models,
+            answered_requests=self.done - self.failed - self.copies,
+            answered_prompt_tokens=self.prompt_tokens,
+            answered_output_tokens=self.output_tokens,
+            failures_by_code=dict(self.failures_by_code),
+            distributions={name: distribution.counts() for name, distribution in self.distributions.items()},
         )
 
     def _eta_s(self, now: float, rate: float, num_running: int) -> float | None:
@@ -209,9 +236,10 @@ class Pace:
         self.requests_per_s = 0.0
         self.prompt_tokens_per_s = 0.0
         self.output_tokens_per_s = 0.0
+        self.audio_s_per_s = 0.0
         self._clock = clock
         self._began_at = 0.0
-        self._before = (0, 0, 0, 0)
+        self._before = (0, 0, 0, 0, 0.0)
 
     def begin_loading(self) -> None:
         """The backend is being started."""
@@ -227,14 +255,14 @@ class Pace:
     def end(self, tally: Tally) -> None:
         """The last request has ended."""
         self.run_time_s = max(self._clock() - self._began_at, 1e-9)
-        done, copies, *tokens = [now - before for now, before in zip(_counts(tally), self._before, strict=True)]
-        self.num_computed = done - copies
-        self.requests_per_s = done / self.run_time_s
-        self.prompt_tokens_per_s, self.output_tokens_per_s = [count / self.run_time_s for count in tokens]
+        done, copies, *amounts = [now - before for now, before in zip(_counts(tally), self._before, strict=True)]
+        self.num_computed = int(done - copies)
+        rates = [amount / self.run_time_s for amount in (done, *amounts)]
+        self.requests_per_s, self.prompt_tokens_per_s, self.output_tokens_per_s, self.audio_s_per_s = rates
 
 
-def _counts(tally: Tally) -> tuple[int, int, int, int]:
-    return tally.done, tally.copies, tally.prompt_tokens, tally.output_tokens
+def _counts(tally: Tally) -> tuple[int, int, int, int, float]:
+    return tally.done, tally.copies, tally.prompt_tokens, tally.output_tokens, tally.audio_s
 
 
 class BackendWatch:

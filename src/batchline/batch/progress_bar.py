@@ -86,7 +86,10 @@ class ProgressBar:
             self._bar = self._tqdm(
                 total=progress.total, initial=progress.resumed, unit="req", file=sys.stderr, smoothing=0
             )
-        state = f"{progress.failed:,} failed, {progress.output_tokens_per_s:,.0f} tok/s"
+        rate = f"{progress.output_tokens_per_s:,.0f} tok/s"
+        if progress.audio_s:
+            rate = f"{progress.audio_s_per_s:,.1f}x real time"
+        state = f"{progress.failed:,} failed, {rate}"
         self._bar.set_postfix_str(state if progress.stops_in_s is None else stopping_text(progress), refresh=False)
         self._bar.n = progress.done
         self._bar.refresh()

@@ -13,9 +13,11 @@ from typing import Literal
 
 from pydantic import BaseModel, ValidationError
 
+from batchline.backends.identity import model_stamp
 from batchline.batch.options import RunOptions
 from batchline.batch.summary import RunSummary
-from batchline.user_state import write_record
+from batchline.config import ModelConfig
+from batchline.user_state import user_state_dir, write_record
 
 logger = logging.getLogger(__name__)
 
@@ -58,9 +60,13 @@ class MeasuredRun(BaseModel):
 
     def time_s(self, prompt_tokens: float, output_tokens: float) -> float:
         """How long a run of this many tokens takes, including loading."""
-        work = prompt_tokens + OUTPUT_TOKEN_COST * output_tokens
-        measured = self.prompt_tokens + OUTPUT_TOKEN_COST * self.output_tokens
-        return self.load_time_s + self.run_time_s * work / measured
+        measured = work_of(self.prompt_tokens, self.output_tokens)
+        return self.load_time_s + self.run_time_s * work_of(prompt_tokens, output_tokens) / measured
+
+
+def work_of(prompt_tokens: float, output_tokens: float) -> float:
+    """The work of a run, in prompt tokens."""
+    return prompt_tokens + OUTPUT_TOKEN_COST * output_tokens
 
 
 def keep_measurement(options: RunOptions, summary: RunSummary) -> None:
@@ -109,6 +115,16 @@ def latest_measurement(
         and quantization in (None, run.quantization)
     ]
     return max(runs, key=lambda run: run.measured_at, default=None)
+
+
+def measurement_of(model: ModelConfig, state_dir: Path | None = None) -> MeasuredRun | None:
+    """The latest run of a model with these settings. state_dir: None means the user's. Raises: ModelLoadError."""
+    return latest_measurement(
+        state_dir or user_state_dir(),
+        model_stamp(model.model, model.revision),
+        dtype=None if model.dtype == "auto" else model.dtype,
+        quantization=model.quantization or "none",
+    )
 
 
 def _read(path: Path) -> MeasuredRun | None:

@@ -8,13 +8,16 @@ from typing import Any
 
 import orjson
 
-from batchline.openai_api.endpoint_table import ENDPOINTS, generates
+from batchline.openai_api.endpoint_table import ENDPOINTS, TRANSCRIPTIONS, TRANSLATIONS, generates
 
 PREFIX_LENGTHS = (64, 256, 512, 1024, 2048, 4096)
 """Lengths in bytes at which prompts are compared for a shared prefix."""
 
 NOT_DEDUPLICABLE = bytes(16)
 """The hash of a request that counts as different from all others."""
+
+MAX_LIMIT = 2**53
+"""Larger limits count as this one, so that sums of them can be written as JSON."""
 
 _LEADING_FIELDS = ("tools", "instructions", "system")
 _PROMPT_FIELDS = ("prompt", "input", "query", "texts", "inputs", "text_1", "queries", "data_1")
@@ -49,15 +52,23 @@ def prompt_text(body: dict[str, Any]) -> str:
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, list) else [content]
-    return "\n".join(_readable(part.get("content")) if isinstance(part, dict) else str(part) for part in parts)
+    return "\n".join(_readable(part.get("content")) if isinstance(part, dict) else _shown(part) for part in parts)
 
 
 def _readable(content: Any) -> str:
     """The text of a message's content; other parts by their type, since an image may be megabytes of base64."""
     if not isinstance(content, list):
-        return str(content)
-    texts = (part.get("text", f"[{part.get('type')}]") if isinstance(part, dict) else part for part in content)
-    return "\n".join(map(str, texts))
+        return _shown(content)
+    texts = (part.get("text", f"[{_shown(part.get('type'))}]") if isinstance(part, dict) else part for part in content)
+    return "\n".join(map(_shown, texts))
+
+
+def _shown(value: Any) -> str:
+    """A value as text; empty if it is nested so deeply that Python cannot write it."""
+    try:
+        return str(value)
+    except RecursionError:
+        return ""
 
 
 def prefix_hashes(prompt: bytes) -> list[int]:
@@ -85,7 +96,7 @@ def output_limit(url: str, body: dict[str, Any]) -> int | None:
     """The most output tokens that a generating request asks for; None means as many as the context leaves room for."""
     limit = body.get("max_completion_tokens") or body.get("max_tokens") or body.get("max_output_tokens")
     if isinstance(limit, int) and limit > 0:
-        return limit
+        return min(limit, MAX_LIMIT)
     return ENDPOINTS[url].default_max_tokens
 
 
@@ -93,6 +104,8 @@ def is_deterministic(url: str, body: dict[str, Any]) -> bool:
     """Whether repeating the request gives the same answer: it is greedy or seeded, or samples nothing."""
     if not generates(url):
         return True
+    if url in (TRANSCRIPTIONS, TRANSLATIONS):  # at temperature 0, a window that fails is sampled
+        return isinstance(body.get("seed"), int)
     temperature = body.get("temperature")
     is_greedy = isinstance(temperature, int | float) and not isinstance(temperature, bool) and 0 <= temperature < 1e-5
     return is_greedy or isinstance(body.get("seed"), int)

@@ -13,7 +13,7 @@ from batchline.batch.check import CheckReport
 from batchline.batch.crashes import LETHAL_CRASHES, LETHAL_KILLS_ALONE, Crash, Suspects, last_crash
 from batchline.batch.index import PositionSet
 from batchline.batch.job_folder import JobFolder
-from batchline.batch.journal import Disk, Journal, JournalResult, Note, encode_note
+from batchline.batch.journal import Disk, Journal, JournalResult, Note, encode_note, has_service_notes
 from batchline.batch.options import RunOptions
 from batchline.batch.progress import Reporter, Tally
 from batchline.errors import ResumeRefused, RunFailed, SavedResults, counted
@@ -23,8 +23,9 @@ _INPUT = "input"
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """What is durable: the journal, the positions in it, their sums, the deliveries that have begun or ended, and the
-    suspects."""
+    """What is durable: the journal, the positions in it, their sums, the deliveries that have begun or ended, the
+    suspects, the notes about a service that answers the requests, and how many results of an earlier run a retry keeps.
+    """
 
     journal: Journal
     tally: Tally
@@ -32,11 +33,18 @@ class RunState:
     delivering: set[str] = field(default_factory=set)
     delivered: set[str] = field(default_factory=set)
     suspects: Suspects = field(default_factory=Suspects)
+    service_notes: list[str] = field(default_factory=list)
+    kept_notes: list[str] = field(default_factory=list)
 
     @property
     def is_worth_keeping(self) -> bool:
         """Whether it has more than a new run could do again in seconds."""
-        return self.tally.answered > 0 or bool(self.suspects)
+        return self.has_answers or bool(self.suspects)
+
+    @property
+    def has_answers(self) -> bool:
+        """Whether it has answers, or a service may have some for it."""
+        return self.tally.answered > sum(map(int, self.kept_notes[:1])) or bool(self.service_notes)
 
     def saved(self) -> SavedResults:
         """What a run that ended now would leave."""
@@ -63,6 +71,10 @@ class RunState:
             self.delivering.add(note.text)
         elif note.kind == "delivered":
             self.delivered.add(note.text)
+        elif note.kind == "service":
+            self.service_notes.append(note.text)
+        elif note.kind == "kept":
+            self.kept_notes.append(note.text)
         else:
             self.suspects.add(note)
 
@@ -77,8 +89,15 @@ def resume(
 ) -> RunState:
     """Open the journal and count its records. open_files: closes it later. Raises: ResumeRefused, RunFailed."""
     if not options.resume or not job_folder.journal_path.exists():
+        if has_service_notes(job_folder.journal_path):
+            reporter.warn(
+                "The run that is discarded has sent requests to a service, and its batches go on there. "
+                "`batchline batches list` shows them, and `batchline batches cancel` ends one."
+            )
         job_folder.start_over()
     identity = run_identity(options, report.digest, report.num_bytes)
+    if options.retry is not None:
+        identity |= options.retry.identity
 
     def open_state() -> RunState:
         journal = Journal.open(job_folder.journal_path, identity, disk)
@@ -89,7 +108,7 @@ def resume(
 
     try:
         state = open_state()
-        if state.journal.run != identity and not state.tally.answered:
+        if state.journal.run != identity and not state.has_answers:
             reporter.phase("Starting over: the unfinished run found here differs and has no answers")
             job_folder.start_over()
             state = open_state()

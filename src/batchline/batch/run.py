@@ -13,11 +13,12 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, get_args
 
 from batchline.backends.base import Backend, RunningBackend
 from batchline.batch import source
-from batchline.batch.capacity import Capacity
+from batchline.batch.bulk import BulkService, BulkWork
+from batchline.batch.capacity import Capacity, Claim
 from batchline.batch.check import (
     CheckReport,
     LineObserver,
@@ -42,45 +43,92 @@ from batchline.batch.model_names import (
     refuse_without_requests,
     unserved_warning,
 )
-from batchline.batch.options import MAX_INFLIGHT, Limits, RunOptions
+from batchline.batch.options import MAX_INFLIGHT, Limits, OutputOrder, Retry, RunOptions
 from batchline.batch.plan import Plan, Planner, WorkItem
-from batchline.batch.progress import BackendWatch, GuardedReporter, Pace, ReadingWatch, Reporter, models_of
+from batchline.batch.progress import (
+    BackendWatch,
+    GuardedReporter,
+    Pace,
+    ReadingWatch,
+    Reporter,
+    Tally,
+    models_of,
+)
 from batchline.batch.rates import keep_measurement
+from batchline.batch.report import RunRecorder, refuse_unwritable_report, write_report
 from batchline.batch.resuming import RunState, note_crash, resume, run_identity
+from batchline.batch.retrying import keep_results, stage_earlier_results
 from batchline.batch.runner import Runner
 from batchline.batch.sink import account_for_older_outputs, deliver_results, refuse_to_empty
+from batchline.batch.status import published
 from batchline.batch.stopping import END_REASONS, STOPPING, STOPPING_IDLE, STOPPING_LOADING, Stop, unless_stopped
 from batchline.batch.summary import RunSummary, summarize
-from batchline.errors import EngineLost, ModelLoadError, RunFailed, RunInterrupted, UsageError, counted
+from batchline.errors import BatchlineError, EngineLost, ModelLoadError, RunFailed, RunInterrupted, UsageError, counted
 
 if TYPE_CHECKING:
     from batchline.batch.inspect import RequestJudge
 
 
+class RunOwner(Protocol):
+    """Takes part in a run that is part of something larger, such as a batch of the REST API.
+
+    What it raises ends the run. After `delivered`, the journal is removed, so the owner has recorded the results then.
+    """
+
+    def judge(self, position: int, url: str, body: dict[str, Any]) -> None:
+        """Called on a thread for each line that is a request. Raises: LineError for a line that may not run."""
+
+    async def checked(self, report: CheckReport) -> None:
+        """Every line was read and judged."""
+
+    async def answered(self, tally: Tally) -> None:
+        """Every line has its result. Also called if the run was cancelled or has expired."""
+
+    async def delivered(self, tally: Tally) -> None:
+        """The results are in their targets."""
+
+
 async def run(
     files: RunFiles,
     options: RunOptions,
-    backend: RunningBackend,
+    backend: RunningBackend | BulkService,
     reporter: Reporter,
     stop: Stop,
     disk: Disk | None = None,
     capacity: Capacity | None = None,
+    owner: RunOwner | None = None,
+    claim: Claim | None = None,
 ) -> RunSummary:
     """Run a batch file to its end.
 
-    backend: only entered if there is something to compute. stop: ends the run, either to be resumed or for good. disk:
-    writes the journal instead of the system's own calls. capacity: shared by runs on the same backend; without it, the
-    run uses all of the backend's concurrency.
+    backend: only entered if there is something to compute; or a service that answers all requests together. stop: ends
+    the run, either to be resumed or for good. disk: writes the journal instead of the system's own calls. capacity:
+    shared by runs on the same backend; without it, the run uses all of the backend's concurrency. owner: takes part in
+    the run. claim: the run's, to a shared capacity.
     Raises: UsageError (nothing was run), RunInterrupted, RunFailed, ModelLoadError.
     """
     started = time.monotonic()
     if options.max_inflight is not None and not 1 <= options.max_inflight <= MAX_INFLIGHT:
         raise UsageError(f"--max-inflight must be between 1 and {MAX_INFLIGHT:,}.")
-    with alternate_stacks(), JobFolder(files.job_folder) as job_folder:
-        batch_run = BatchRun(files, options, job_folder, GuardedReporter(reporter), stop, disk, capacity)
+    if options.output_order not in get_args(OutputOrder):
+        raise UsageError(f"output_order must be 'input' or 'completion', not {options.output_order!r}.")
+    if options.report is not None:
+        refuse_unwritable_report(options.report, files)
+    recorder = RunRecorder(reporter)
+    with (
+        alternate_stacks(),
+        JobFolder(files.job_folder) as job_folder,
+        published(files, options, recorder if options.report else reporter) as published_to,
+    ):
+        guarded = GuardedReporter(published_to)
+        batch_run = BatchRun(files, options, job_folder, guarded, stop, disk, capacity, owner, claim)
         try:
             summary = await batch_run.execute(backend)
+            if options.report is not None:
+                await asyncio.to_thread(batch_run.report, recorder)
         except BaseException as exc:
+            if isinstance(exc, RunInterrupted | RunFailed | ModelLoadError):
+                batch_run.report(recorder, exc)
             if not batch_run.is_worth_keeping:
                 job_folder.start_over()  # nothing was computed: leave nothing behind
             if isinstance(exc, OSError):  # no file descriptors left, or a folder that was removed
@@ -114,7 +162,11 @@ class BatchRun:
         stop: Stop,
         disk: Disk | None = None,
         capacity: Capacity | None = None,
+        owner: RunOwner | None = None,
+        claim: Claim | None = None,
     ) -> None:
+        self._owner = owner
+        self._claim = claim
         self._files = files
         self._options = options
         self._disk = disk
@@ -133,7 +185,7 @@ class BatchRun:
         """Whether the journal may have more than could be done again in seconds."""
         return self._state is None or self._state.is_worth_keeping
 
-    async def execute(self, backend: RunningBackend) -> RunSummary:
+    async def execute(self, backend: RunningBackend | BulkService) -> RunSummary:
         """Every step, in order. Raises: as `run`."""
         try:
             path = await self._stage()
@@ -146,7 +198,8 @@ class BatchRun:
             summary = await self._already_complete(identity)
             if summary is not None:
                 return summary
-            if not checked.report.num_lines and not self._options.overwrite:
+            retry = self._options.retry
+            if not checked.report.num_lines and not self._options.overwrite and retry is None:
                 await refuse_to_empty(self._files)
             self._tell_findings(checked.report)
             state = self._state = await asyncio.to_thread(
@@ -158,22 +211,44 @@ class BatchRun:
                 self._open_files,
                 self._disk,
             )
-            if not 0 < state.tally.total == state.tally.resumed:  # else they may be delivered already
+            recorded: Mapping[str, str] | None = identity
+            if retry is not None:
+                if not await self._keep_results(checked, state, retry):
+                    return await self._summary(checked, state)
+                recorded = await self._finished_runs.recorded_run() if state.tally.resumed else identity
+            elif not 0 < state.tally.total == state.tally.resumed:  # else they may be delivered already
                 await account_for_older_outputs(self._files, self._options, self._reporter)
             if state.tally.done < state.tally.total:
                 await self._answer_all(checked, state, backend)
+            if self._owner is not None:
+                await self._owner.answered(state.tally)
             scratch = self._job_folder.scratch
             await deliver_results(state, self._files, self._options, scratch, self._reporter, self._stop)
+            if self._owner is not None:
+                await self._owner.delivered(state.tally)
             await asyncio.to_thread(self._tell_growth, checked)
-            models = self._watch.models.values()
-            summary = await asyncio.to_thread(summarize, state, checked.index, self._files, self._pace, models)
+            summary = await self._summary(checked, state)
             if END_REASONS.isdisjoint(state.tally.failures_by_code):  # an earlier process may have cut the run short
-                await self._finished_runs.add(identity, summary, self._reporter)
+                if recorded is not None:
+                    await self._finished_runs.add(recorded, summary, self._reporter)
                 await asyncio.to_thread(keep_measurement, self._options, summary)
         except RunInterrupted as exc:
             exc.saved = None if self._state is None else self._state.saved()
             raise
         return summary
+
+    def report(self, recorder: RunRecorder, problem: BatchlineError | None = None) -> None:
+        """Write the page that the options ask for, if there is anything to tell. problem: what ended the run early."""
+        path = self._options.report
+        if path is None:
+            return
+        if self._state is None:
+            self._reporter.phase("Nothing was run: no report is written")
+            return
+        try:
+            write_report(path, self._files, self._state, recorder, problem)
+        except OSError as exc:
+            self._reporter.warn(f"Cannot write the report to {path}: {exc.strerror or exc}. The results are safe.")
 
     def close(self) -> None:
         """Close every file. Idempotent."""
@@ -199,11 +274,13 @@ class BatchRun:
             index,
             scratch=scratch,
             default_model=options.default_model,
-            observer=_judged(planner.add, judges) if judges else planner.add,
+            observer=_observer(planner.add, judges, self._owner),
             should_stop=self._stop.shutdown.is_set,
         )
         for warning in dict.fromkeys(warning for judge in judges.values() for warning in judge.warnings()):
             self._reporter.warn(warning)
+        if self._owner is not None:
+            await self._owner.checked(report)
         refuse_over_limits(report, options.limits)
         refuse_without_requests(report, path, self._files.input)
         if options.served_models:
@@ -230,7 +307,7 @@ class BatchRun:
         return await self._already_complete(run_identity(self._options, digest, num_bytes))
 
     async def _already_complete(self, identity: Mapping[str, str]) -> RunSummary | None:
-        if self._job_folder.journal_path.exists():
+        if self._options.retry is not None or self._job_folder.journal_path.exists():
             return None  # of a later run, which must lose nothing
         summary = await self._finished_runs.find(identity)
         if summary is not None and summary.finished_before is not None:
@@ -239,6 +316,36 @@ class BatchRun:
                 f"Already complete: finished on {when}, the output is unchanged. --overwrite computes it again"
             )
         return summary
+
+    async def _keep_results(self, checked: CheckedInput, state: RunState, retry: Retry) -> bool:
+        """Put the earlier run's results that a retry keeps into the journal. Returns whether any line is to run.
+
+        Raises: RetryRefused, InputUnreadable, RunFailed.
+        """
+        if state.tally.done == state.tally.total > 0:
+            return True  # the output may have its new results already
+        scratch = self._job_folder.scratch
+        staged = await stage_earlier_results(self._files, scratch)
+        reader = LineReader(checked.path, checked.index, self._options.default_model)
+        self._open_files.callback(reader.close)
+        try:
+            num_kept, failures = await asyncio.to_thread(
+                keep_results, staged, checked.report, reader, state, retry, scratch
+            )
+        except OSError as exc:
+            raise RunFailed(f"The results to keep cannot be saved: {exc.strerror or exc}.") from exc
+        num_again = state.tally.total - num_kept
+        if num_again:
+            self._reporter.phase(f"Keeping {counted(num_kept, 'result')}, retrying {counted(num_again, 'request')}")
+            return True
+        codes = ", ".join(f"{count:,} x {code}" for code, count in sorted(failures.items()))
+        why = f"the failures are {codes}, and --only is {','.join(retry.codes)}" if failures else "no line failed"
+        self._reporter.phase(f"Nothing to retry: {why}. The output is unchanged")
+        return False
+
+    async def _summary(self, checked: CheckedInput, state: RunState) -> RunSummary:
+        models = self._watch.models.values()
+        return await asyncio.to_thread(summarize, state, checked.index, self._files, self._pace, models)
 
     def _tell_findings(self, report: CheckReport) -> None:
         """Warn of what will fail. Raises: UsageError under `strict`."""
@@ -266,7 +373,7 @@ class BatchRun:
                     "run; put them into a file of their own and run that."
                 )
 
-    async def _answer_all(self, checked: CheckedInput, state: RunState, backend: RunningBackend) -> None:
+    async def _answer_all(self, checked: CheckedInput, state: RunState, backend: RunningBackend | BulkService) -> None:
         """Raises: RunInterrupted if it stopped before the last line and is to be resumed."""
         reader = LineReader(checked.path, checked.index, self._options.default_model)
         self._open_files.callback(reader.close)
@@ -284,10 +391,13 @@ class BatchRun:
             await asyncio.to_thread(record_unrun_lines, error, reader, state.journal, state.tally)
 
     async def _answer_rest(
-        self, checked: CheckedInput, state: RunState, reader: LineReader, backend: RunningBackend
+        self, checked: CheckedInput, state: RunState, reader: LineReader, backend: RunningBackend | BulkService
     ) -> None:
         plan = await self._plan(checked)
         await asyncio.to_thread(record_failed_lines, checked.report, reader, state.journal, state.done, state.tally)
+        if isinstance(backend, BulkService):
+            await self._answer_in_bulk(backend, plan, reader, state)
+            return
         await asyncio.to_thread(self._give_up_lethal_requests, plan, reader, state)
         if next(plan.items(state.done), None) is None or self._stop.is_set():
             return
@@ -307,6 +417,24 @@ class BatchRun:
                         await self._run_requests(started, feeder, state, in_flight, are_suspects=are_suspects)
                 self._pace.end(state.tally)
                 self._stop.notice = STOPPING_IDLE
+
+    async def _answer_in_bulk(self, service: BulkService, plan: Plan, reader: LineReader, state: RunState) -> None:
+        if state.tally.done == state.tally.total or self._stop.is_set():
+            return
+        self._pace.begin_loading()
+        self._pace.begin_running(state.tally)
+        work = BulkWork(
+            plan=plan,
+            reader=reader,
+            state=state,
+            folder=self._job_folder.path,
+            scratch=self._job_folder.scratch,
+            reporter=self._reporter,
+            stop=self._stop,
+            grace_period_s=self._options.grace_period_s,
+        )
+        await service.answer_all(work)
+        self._pace.end(state.tally)
 
     async def _plan(self, checked: CheckedInput) -> Plan:
         try:
@@ -333,7 +461,7 @@ class BatchRun:
             backend=backend,
             commit=GroupCommit(state.journal, state.tally.add),
             # a suspect's crash must not accuse requests of other runs
-            share=capacity.share(is_exclusive=are_suspects and self._capacity is not None),
+            share=capacity.share(self._claim, is_exclusive=are_suspects and self._capacity is not None),
             max_inflight=min(max_inflight, capacity.num_places, state.tally.total - state.tally.done),
             in_flight=in_flight,
         )
@@ -360,13 +488,20 @@ def _judges(options: RunOptions) -> dict[str, RequestJudge]:
     return judges
 
 
-def _judged(observer: LineObserver, judges: Mapping[str, RequestJudge]) -> LineObserver:
-    """Calls `observer`, and then the judge of the line's model. Any judge refuses a model that is not served."""
-    any_judge = next(iter(judges.values()))
+def _observer(observer: LineObserver, judges: Mapping[str, RequestJudge], owner: RunOwner | None) -> LineObserver:
+    """Calls `observer`, and then the judge of the line's model and the owner. Any judge refuses a model that is not
+    served."""
+    if not judges and owner is None:
+        return observer
+    any_judge = next(iter(judges.values()), None)
 
     def observe(position: int, url: str, body: dict[str, Any]) -> None:
         observer(position, url, body)
-        judges.get(body["model"], any_judge)(position, url, body)
+        judge = judges.get(body["model"], any_judge)
+        if judge is not None:
+            judge(position, url, body)
+        if owner is not None:
+            owner.judge(position, url, body)
 
     return observe
 

@@ -14,7 +14,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -52,7 +52,7 @@ MAX_BODY_BYTES = 1 << 30
 """Limit of one answer's JSON in bytes. A longer answer is replaced by an error."""
 
 _MAX_COUNT = 2**53
-"""Larger than any plausible number of tokens."""
+"""Larger than any plausible number of tokens or seconds."""
 
 
 class Runner:
@@ -127,7 +127,7 @@ class Runner:
                 progress = EngineProgress()
                 engine_progress.set(progress)
                 self._asking[task] = progress, position
-                await self._answer(item, stop)
+                await self._answer(item, progress, stop)
             finally:
                 self._asking.pop(task, None)
                 self._share.give_back(item.num_bytes)
@@ -147,19 +147,24 @@ class Runner:
         await self._lead_is_over.wait()
         await self._work(stop)
 
-    async def _answer(self, item: ReadyRequest, stop: asyncio.Event) -> None:
+    async def _answer(self, item: ReadyRequest, progress: EngineProgress, stop: asyncio.Event) -> None:
+        asked_at = time.monotonic()
         asked = await self._ask_until_final(item.request, stop)
+        latency_s = time.monotonic() - asked_at
         self._in_flight.leave(item.served[0][0])
         if asked is None:
             return  # the next run sends it again
         answer, body = asked
-        tokens = self._counted_tokens(answer)
+        usage = self._counted_usage(answer)
+        if progress.audio_s and not answer.is_error:  # texts and subtitles have no usage
+            usage = usage._replace(audio_s=progress.audio_s)
         for number, (position, custom_id) in enumerate(item.served):
             hex_id, given, written = item.request.request_id, answer, body
             if number > 0:
                 hex_id = lines.new_id()
-                given, written = _copy(answer, body, item.request, hex_id)
-            outcome = Outcome(position, str(answer.status_code), *tokens, is_copy=number > 0)
+                given, written = copied(answer, body, item.request, hex_id)
+            status = str(answer.status_code)
+            outcome = Outcome(position, status, is_copy=number > 0, latency_s=latency_s, **usage._asdict())
             await self._commit.put(outcome, lines.answer_line(hex_id, custom_id, given, written))
 
     async def _ask_until_final(self, request: EndpointRequest, stop: asyncio.Event) -> tuple[Answer, bytes] | None:
@@ -194,15 +199,15 @@ class Runner:
         )
         return _checked(answer, "")
 
-    def _counted_tokens(self, answer: Answer) -> tuple[int, int, int]:
-        """(prompt, cached, output) tokens of an answer; zeros, and one warning, if its usage is not a count."""
+    def _counted_usage(self, answer: Answer) -> AnswerUsage:
+        """The usage of an answer, see `usage_of`; zeros, and one warning, if it is not a count."""
         try:
-            return _usage(answer.parsed_body())
+            return usage_of(answer.parsed_body())
         except InvalidAnswer as exc:
             if not self._has_warned_of_usage:
                 self._has_warned_of_usage = True
                 logger.warning("an answer has a usage that is no count of tokens (%s); such count as 0", exc.reason)
-            return 0, 0, 0
+            return AnswerUsage()
 
 
 def _checked(answer: Answer, request_id: str) -> tuple[Answer, bytes]:
@@ -228,7 +233,7 @@ def _checked(answer: Answer, request_id: str) -> tuple[Answer, bytes]:
     return answer, body
 
 
-def _copy(answer: Answer, body: bytes, request: EndpointRequest, hex_id: str) -> tuple[Answer, bytes]:
+def copied(answer: Answer, body: bytes, request: EndpointRequest, hex_id: str) -> tuple[Answer, bytes]:
     """An answer and its JSON for another line with the same request, with new ids. The body's id keeps its prefix; an
     id that the request itself sets stays."""
     old = answer.parsed_body().get("id")
@@ -291,8 +296,18 @@ def _raise_first(results: list[BaseException | None]) -> None:
             raise result
 
 
-def _usage(body: Mapping[str, Any]) -> tuple[int, int, int]:
-    """(prompt, cached, output) tokens of an answer; zeros if it has none.
+class AnswerUsage(NamedTuple):
+    """The tokens of an answer, and the seconds of its recording. Its fields are those of an `Outcome`."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    reasoning_tokens: int = 0
+    audio_s: float = 0.0
+
+
+def usage_of(body: Mapping[str, Any]) -> AnswerUsage:
+    """The usage of an answer; zeros if it has none.
 
     Responses and messages use other names. The `input_tokens` of a message do not include cached ones. Cohere's API
     has billed units.
@@ -301,13 +316,16 @@ def _usage(body: Mapping[str, Any]) -> tuple[int, int, int]:
     """
     usage = body.get("usage") or _of(body.get("meta") or {}, "billed_units")
     if usage is None:
-        return 0, 0, 0
+        return AnswerUsage()
     details = _of(usage, "prompt_tokens_details") or _of(usage, "input_tokens_details") or {}
+    of_output = _of(usage, "completion_tokens_details") or _of(usage, "output_tokens_details") or {}
     num_read, num_written = (_count(_of(usage, f"cache_{kind}_input_tokens")) for kind in ("read", "creation"))
-    return (
+    return AnswerUsage(
         _count(_of(usage, "prompt_tokens") or _of(usage, "input_tokens")) + num_read + num_written,
         _count(_of(details, "cached_tokens")) + num_read,
         _count(_of(usage, "completion_tokens") or _of(usage, "output_tokens")),
+        _count(_of(of_output, "reasoning_tokens") or _of(of_output, "thinking_tokens")),
+        _seconds(_of(usage, "seconds")),
     )
 
 
@@ -315,6 +333,10 @@ def _of(value: Any, name: str) -> Any:
     if not isinstance(value, Mapping):
         raise InvalidAnswer(f"a value of type {type(value).__name__}")
     return value.get(name)
+
+
+def _seconds(value: Any) -> float:
+    return float(value) if type(value) is float and 0 <= value < _MAX_COUNT else _count(value)
 
 
 def _count(value: Any) -> int:

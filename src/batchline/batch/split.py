@@ -2,33 +2,40 @@
 
 `split` copies lines unchanged, and leaves out blank ones. `merge` joins results in the order of the files, or in the
 order of an input, and counts missing ones. It refuses two results for one line, because it cannot know which of them
-counts. Results are matched by 128-bit hashes of `custom_id`, sorted in bounded memory.
+counts. Results are matched with lines in bounded memory.
 """
 
 from __future__ import annotations
 
 import asyncio
 import glob
-import hashlib
 import os
 import struct
 import tempfile
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from batchline.batch import lines
 from batchline.batch.compression import codec_of_name, compressor_for
 from batchline.batch.files import refuse_unwritable
 from batchline.batch.locations import STDIO, Location, parse_location
 from batchline.batch.options import Limits
+from batchline.batch.result_files import (
+    NO_CUSTOM_ID,
+    ResultFile,
+    custom_id_hash,
+    is_of_duplicate_line,
+    numbered_results,
+    parsed_result,
+)
 from batchline.batch.sorting import RowSorter
 from batchline.batch.source import refuse_unreadable, stage_input
-from batchline.disk import write_lines
-from batchline.errors import InputUnreadable, LineError, OutputUnwritable, UsageError
+from batchline.disk import move_into_place, write_lines
+from batchline.errors import OutputUnwritable, UsageError
 
 # custom_id hash 16, what it is (see below), then the input position or (file, offset, length)
 _MATCH = struct.Struct(">16sBIQQ")
@@ -61,9 +68,9 @@ class MergeSummary:
 
 
 def split_file(input_file: str, folder: Path, limits: Limits, *, overwrite: bool = False) -> list[Part]:
-    """Cut an input into `<name>-00001.jsonl`, ... in `folder`. Returns the parts.
+    """Cut an input into `<name>-00001.jsonl`, ... in `folder`. Returns the parts, which appear when all are whole.
 
-    overwrite: replace older parts of the same names. Raises: UsageError, also for a single line over the limit.
+    overwrite: replace the parts of an earlier split. Raises: UsageError, also for a single line over the limit.
     """
     location = parse_location(input_file)
     refuse_unreadable(location)
@@ -74,12 +81,29 @@ def split_file(input_file: str, folder: Path, limits: Limits, *, overwrite: bool
     if older and not overwrite:
         raise OutputUnwritable(str(older[0]), "it exists. Give another --output-dir, or --overwrite to replace it.")
     parts: list[Part] = []
-    with tempfile.TemporaryDirectory(prefix="batchline-") as scratch:
-        path = _plain_bytes(location, Path(scratch) / "input")
+    with ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="batchline-")))
+        staged = stack.enter_context(_staging_folder(folder))
+        path = _plain_bytes(location, scratch / "input")
         for part_lines in _parts(path, limits, location.display):
-            target = folder / f"{stem}-{len(parts) + 1:05}.jsonl"
-            parts.append(Part(target, write_lines(target, part_lines)))
+            name = f"{stem}-{len(parts) + 1:05}.jsonl"
+            parts.append(Part(folder / name, write_lines(staged / name, part_lines)))
+        for part in parts:
+            move_into_place(staged / part.path.name, part.path)
+    for path in set(older).difference(part.path for part in parts):
+        path.unlink(missing_ok=True)  # of an earlier, longer split
     return parts
+
+
+@contextmanager
+def _staging_folder(folder: Path) -> Iterator[Path]:
+    """A hidden folder in `folder`, for files until all of them are whole. Raises: OutputUnwritable."""
+    try:
+        staged = tempfile.TemporaryDirectory(prefix=".batchline-", dir=folder)
+    except OSError as exc:
+        raise OutputUnwritable(str(folder), f"{exc.strerror or exc}.") from exc
+    with staged as path:
+        yield Path(path)
 
 
 def _stem(location: Location) -> str:
@@ -156,24 +180,12 @@ def merge_files(results: Sequence[Path], output: Path, input_file: str | None = 
         files = []
         for number, path in enumerate(results):
             plain = _plain_bytes(Location(str(path), "path", path), scratch / str(number))
-            files.append(_ResultFile(str(path), stack.enter_context(plain.open("rb"))))
+            files.append(ResultFile(str(path), stack.enter_context(plain.open("rb"))))
         if input_file is None:
             return MergeSummary(
                 write_lines(output, _lines_without_duplicates(files, scratch), compressor_for(output.name))
             )
         return _merge_in_order(input_file, files, output, scratch)
-
-
-@dataclass(frozen=True, slots=True)
-class _ResultFile:
-    """An open result file. name: as the user wrote it."""
-
-    name: str
-    file: BinaryIO
-
-    def read(self, offset: int, length: int) -> bytes:
-        """A part of its plain bytes."""
-        return os.pread(self.file.fileno(), length, offset)
 
 
 def _plain_bytes(location: Location, folder: Path) -> Path:
@@ -182,7 +194,7 @@ def _plain_bytes(location: Location, folder: Path) -> Path:
     return asyncio.run(stage_input(location, folder, should_stop=lambda: False))
 
 
-def _merge_in_order(input_file: str, files: list[_ResultFile], output: Path, scratch: Path) -> MergeSummary:
+def _merge_in_order(input_file: str, files: list[ResultFile], output: Path, scratch: Path) -> MergeSummary:
     location = parse_location(input_file)
     refuse_unreadable(location)
     path = _plain_bytes(location, scratch / "input")
@@ -190,11 +202,11 @@ def _merge_in_order(input_file: str, files: list[_ResultFile], output: Path, scr
     num_lines = 0
     with path.open("rb") as source:
         for num_lines, line in enumerate(_result_lines(source), 1):
-            matches.add(_MATCH.pack(_hash(lines.readable_custom_id(line)), _LINE, 0, num_lines - 1, 0))
-    for number, offset, line in _numbered_results(files):
-        value = _parsed(line, files[number].name)
-        kind = _DUPLICATE_ERROR if _is_of_duplicate_line(value) else _ANSWER
-        matches.add(_MATCH.pack(_hash(lines.custom_id_of(value)), kind, number, offset, len(line)))
+            matches.add(_MATCH.pack(custom_id_hash(lines.readable_custom_id(line)), _LINE, 0, num_lines - 1, 0))
+    for number, offset, line in numbered_results(files):
+        value = parsed_result(line, files[number].name)
+        kind = _DUPLICATE_ERROR if is_of_duplicate_line(value) else _ANSWER
+        matches.add(_MATCH.pack(custom_id_hash(lines.custom_id_of(value)), kind, number, offset, len(line)))
     ordered = RowSorter(scratch, "ordered", _RESULT.size)
     duplicates = _Duplicates(files)
     num_unmatched = _match(matches, ordered, duplicates)
@@ -222,14 +234,14 @@ def _match(matches: RowSorter, ordered: RowSorter, duplicates: _Duplicates) -> i
                 positions.append(offset)
             elif positions:
                 ordered.add(_RESULT.pack(positions.popleft(), number, offset, length))
-            elif is_in_input and custom_id != _NO_CUSTOM_ID:
+            elif is_in_input and custom_id != NO_CUSTOM_ID:
                 duplicates.add(number, offset, length)
             else:
                 num_unmatched += 1
     return num_unmatched
 
 
-def _ordered_lines(ordered: RowSorter, files: list[_ResultFile]) -> Iterator[bytes]:
+def _ordered_lines(ordered: RowSorter, files: list[ResultFile]) -> Iterator[bytes]:
     for rows in ordered.sorted_blocks():
         for _position, number, offset, length in _RESULT.iter_unpack(rows.tobytes()):
             yield files[number].read(offset, length).rstrip(b"\r\n") + b"\n"
@@ -239,39 +251,29 @@ def _result_lines(file: BinaryIO) -> Iterator[bytes]:
     return (line.rstrip(b"\r\n") + b"\n" for line in file if not line.isspace())
 
 
-def _numbered_results(files: Sequence[_ResultFile]) -> Iterator[tuple[int, int, bytes]]:
-    """(number of the file, offset, line) of every result."""
-    for number, result_file in enumerate(files):
-        offset = 0
-        for line in result_file.file:
-            if not line.isspace():
-                yield number, offset, line
-            offset += len(line)
-
-
-def _lines_without_duplicates(files: Sequence[_ResultFile], scratch: Path) -> Iterator[bytes]:
+def _lines_without_duplicates(files: Sequence[ResultFile], scratch: Path) -> Iterator[bytes]:
     """All results in order. Raises: UsageError at the end if a `custom_id` has two results."""
     named = RowSorter(scratch, "results", _NAMED.size)
-    for number, offset, line in _numbered_results(files):
-        value = _parsed(line, files[number].name)
+    for number, offset, line in numbered_results(files):
+        value = parsed_result(line, files[number].name)
         custom_id = lines.custom_id_of(value)
-        if custom_id is not None and not _is_of_duplicate_line(value):
-            named.add(_NAMED.pack(_hash(custom_id), number, offset, len(line)))
+        if custom_id is not None and not is_of_duplicate_line(value):
+            named.add(_NAMED.pack(custom_id_hash(custom_id), number, offset, len(line)))
         yield line.rstrip(b"\r\n") + b"\n"
     duplicates = _Duplicates(files)
     previous = b""
     for rows in named.sorted_blocks():
-        for custom_id_hash, number, offset, length in _NAMED.iter_unpack(rows.tobytes()):
-            if custom_id_hash == previous:
+        for named_hash, number, offset, length in _NAMED.iter_unpack(rows.tobytes()):
+            if named_hash == previous:
                 duplicates.add(number, offset, length)
-            previous = custom_id_hash
+            previous = named_hash
     duplicates.refuse()
 
 
 class _Duplicates:
     """Results for lines that already have one: their number, and the first few of them."""
 
-    def __init__(self, files: Sequence[_ResultFile]) -> None:
+    def __init__(self, files: Sequence[ResultFile]) -> None:
         self._files = files
         self._count = 0
         self._shown: list[str] = []
@@ -293,24 +295,3 @@ class _Duplicates:
             f"These custom_ids have more than one result: {', '.join(self._shown)}{more}. Nothing was written. "
             "Keep one result for each: leave one of the files out, or remove the lines that you do not want."
         )
-
-
-def _is_of_duplicate_line(result: Any) -> bool:
-    """Whether this is the error of a batch line whose `custom_id` an earlier line has."""
-    error = result.get("error") if isinstance(result, dict) else None
-    return isinstance(error, dict) and error.get("code") == "duplicate_custom_id"
-
-
-def _parsed(line: bytes, name: str) -> object:
-    try:
-        return lines.load_json(line)
-    except LineError as exc:
-        raise InputUnreadable(name, f"a line is not JSON: {exc.message}") from exc
-
-
-def _hash(custom_id: str | None) -> bytes:
-    """The key for matching a line. Lines without a readable `custom_id` match results that have none."""
-    return hashlib.blake2b((custom_id or "").encode(), digest_size=16).digest()
-
-
-_NO_CUSTOM_ID = _hash(None)

@@ -44,6 +44,7 @@ class RunSummary:
 
     requests: result lines. failures_by_code: by HTTP status, or by the error code of an invalid line.
     prompt_tokens, cached_tokens and output_tokens: tokens that were computed or reused; copies do not count again.
+    audio_s: seconds of recordings that were transcribed, without copies.
     deduplicated: requests that got the answer of an identical one; deduplicated_tokens: the prompt and output tokens
     that this saved. resumed: lines that an earlier run did. frequent_failures: the most frequent messages.
     load_time_s: time until the backend was ready. run_time_s: time from then until the last answer was saved. The rates
@@ -60,6 +61,7 @@ class RunSummary:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
+    audio_s: float = 0.0
     deduplicated: int = 0
     deduplicated_tokens: int = 0
     resumed: int = 0
@@ -70,6 +72,7 @@ class RunSummary:
     requests_per_s: float = 0.0
     prompt_tokens_per_s: float = 0.0
     output_tokens_per_s: float = 0.0
+    audio_s_per_s: float = 0.0
     wall_time_s: float = 0.0
     models: tuple[ModelFacts, ...] = ()
     finished_before: datetime | None = None
@@ -100,6 +103,7 @@ def summarize(
         prompt_tokens=tally.prompt_tokens,
         cached_tokens=tally.cached_tokens,
         output_tokens=tally.output_tokens,
+        audio_s=tally.audio_s,
         deduplicated=tally.copies,
         deduplicated_tokens=tally.spared_tokens,
         resumed=tally.resumed,
@@ -110,6 +114,7 @@ def summarize(
         requests_per_s=pace.requests_per_s,
         prompt_tokens_per_s=pace.prompt_tokens_per_s,
         output_tokens_per_s=pace.output_tokens_per_s,
+        audio_s_per_s=pace.audio_s_per_s,
         models=tuple(models),
         output=files.output.display,
         error_file=files.error_output.display if files.error_output else None,
@@ -123,7 +128,7 @@ def frequent_failures(journal: Journal, index: LineIndex) -> tuple[FailureMessag
     """
     counts: dict[tuple[str, str], int] = {}
     firsts: dict[tuple[str, str], tuple[str, list[int]]] = {}
-    for entry in _failures(journal):
+    for entry in failed_results(journal):
         code = entry.outcome.status
         message = _message(journal, entry)
         kind = (code, VALUES.sub("", message))
@@ -145,7 +150,7 @@ def frequent_failures(journal: Journal, index: LineIndex) -> tuple[FailureMessag
     )
 
 
-def _failures(journal: Journal) -> Iterator[JournalResult]:
+def failed_results(journal: Journal) -> Iterator[JournalResult]:
     """The first result of each failed position."""
     seen = PositionSet()
     for entry in journal.results():
@@ -158,7 +163,8 @@ def _message(journal: Journal, entry: JournalResult) -> str:
     if entry.length > _MAX_LINE_BYTES:
         return ""
     result: Any = orjson.loads(journal.read(entry.offset, entry.length))
-    error = result["error"] or result["response"]["body"].get("error")
+    body = None if result["response"] is None else result["response"]["body"]
+    error = result["error"] or (body.get("error") if isinstance(body, dict) else None)
     message = error.get("message") if isinstance(error, dict) else None
     text = " ".join(message.split())[:_MAX_MESSAGE_CHARS] if isinstance(message, str) else ""
     return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from batchline.batch.request_traits import output_limit, prompt_text
+from batchline.batch.request_traits import MAX_LIMIT, output_limit, prompt_text
 from batchline.config import TextConfig
 from batchline.endpoints.engine_input import num_reserved, prompt_too_long, resolve_max_tokens, truncate
 from batchline.endpoints.without_model import CHECKS, checked_request
@@ -78,7 +78,16 @@ class TokenCounts:
                 self.num_fixed += number
                 self.fixed_output += number * limit
             elif isinstance(least, int):
-                self.least_output += number * max(0, least)
+                self.least_output += number * min(max(0, least), MAX_LIMIT)
+
+    def expected_output(self, usual: float | None) -> float | None:
+        """The expected output tokens; None if they are not known. usual: the mean length of an answer in earlier runs,
+        unless a limit is lower, or `min_tokens` higher."""
+        num_open = self.num_limited + self.num_unlimited - self.num_fixed
+        if usual is None:
+            return None if num_open else self.fixed_output
+        limited = min(self.output_limit - self.fixed_output, (self.num_limited - self.num_fixed) * usual)
+        return self.fixed_output + max(self.least_output, limited + self.num_unlimited * usual)
 
 
 class CharacterCounter:

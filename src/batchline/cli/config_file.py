@@ -32,6 +32,11 @@ TRANSLATION = "batchline.cli.translation"
 
 PREFIX = "BATCHLINE_"
 _CONFIG_VARIABLE = f"{PREFIX}CONFIG"
+WEBHOOK_SECRET = f"{PREFIX}WEBHOOK_SECRET"
+"""Not an option, because other users of a machine can read command lines."""
+_OTHERS = {"CONFIG", "BASE_URL", WEBHOOK_SECRET.removeprefix(PREFIX)}
+"""What other variables with the prefix set: this file, the service of the commands that call one, and a secret."""
+
 _VLLM_PREFIX = "VLLM_"
 _VLLM_API_KEY = "VLLM_API_KEY"
 _BOOLEANS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
@@ -124,7 +129,7 @@ def _warn_of_unknown_variables(context: typer.Context) -> None:
     group = context.parent.command if context.parent is not None else None
     commands = [context.command, *getattr(group, "commands", {}).values()]
     configured = [command for command in commands if any(p.name == "config" for p in command.params)]
-    known = {_shouted(name) for command in configured for name in _long_options(command)} | {"CONFIG"}
+    known = {_shouted(name) for command in configured for name in _long_options(command)} | _OTHERS
     for variable in sorted(name for name, text in os.environ.items() if name.startswith(PREFIX) and text):
         name = variable.removeprefix(PREFIX)
         if name not in known:

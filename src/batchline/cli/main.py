@@ -21,14 +21,16 @@ import typer
 from typer.core import TyperGroup
 
 from batchline import __version__
+from batchline.cli import batches, files
 from batchline.cli.check import check
 from batchline.cli.command_line import CheckedCommand, ModelCommand
 from batchline.cli.file_commands import merge, split, upload
 from batchline.cli.messages import configure, tell
 from batchline.cli.plan import plan
-from batchline.cli.run_batch import run_batch
+from batchline.cli.run_batch import retry, run_batch
 from batchline.cli.serve import serve
-from batchline.errors import BatchlineError, RunInterrupted, UsageError
+from batchline.cli.status import status
+from batchline.errors import BatchlineError, RunInterrupted, ServiceRefused, UsageError
 
 
 class _Commands(TyperGroup):
@@ -47,7 +49,8 @@ class _Commands(TyperGroup):
         begun = [command for command in self.commands if command.startswith(name)]
         close = begun or get_close_matches(name, self.commands, n=1)
         hint = f" Did you mean {close[0]}?" if close else ""
-        raise UsageError(f"There is no command {args[0]!r}.{hint} The commands are {', '.join(self.commands)}.")
+        shown = " ".join(["batchline", *ctx.command_path.split()[1:], args[0]]).removeprefix("batchline ")
+        raise UsageError(f"There is no command {shown!r}.{hint} The commands are {', '.join(self.commands)}.")
 
 
 app = typer.Typer(
@@ -79,12 +82,38 @@ def _batchline(
 app.command("run-batch", cls=ModelCommand, short_help="Run a batch file and write one result for every line.")(
     run_batch
 )
+app.command("retry", cls=ModelCommand, short_help="Run failed lines again and keep the other results.")(retry)
 app.command("serve", cls=ModelCommand)(serve)
 app.command("check", cls=CheckedCommand)(check)
 app.command("plan", cls=CheckedCommand, short_help="Show the tokens, time and memory a run would take.")(plan)
+app.command("status", cls=CheckedCommand, short_help="Show the runs of this machine and how far they are.")(status)
 app.command("split", cls=CheckedCommand)(split)
 app.command("merge", cls=CheckedCommand)(merge)
 app.command("upload", cls=CheckedCommand)(upload)
+
+
+def _group(name: str, text: str) -> typer.Typer:
+    """A command with commands of its own."""
+    group = typer.Typer(cls=_Commands, help=text, no_args_is_help=True, rich_markup_mode=None)
+    app.add_typer(group, name=name)
+    return group
+
+
+_batches = _group("batches", "Start, watch and download batches at a service.")
+_batches.command("create", cls=CheckedCommand)(batches.create)
+_batches.command("list", cls=CheckedCommand)(batches.list_batches)
+_batches.command("show", cls=CheckedCommand)(batches.show)
+_batches.command("watch", cls=CheckedCommand, short_help="Wait for the end of a batch.")(batches.watch)
+_batches.command("cancel", cls=CheckedCommand)(batches.cancel)
+_batches.command("download", cls=CheckedCommand, short_help="Download the results.")(batches.download)
+_batches.command("retry", cls=CheckedCommand, short_help="Send failed requests again.")(batches.retry)
+
+_files = _group("files", "Upload, list and download files at a service.")
+_files.command("upload", cls=CheckedCommand)(files.upload)
+_files.command("list", cls=CheckedCommand)(files.list_files)
+_files.command("show", cls=CheckedCommand)(files.show)
+_files.command("download", cls=CheckedCommand)(files.download)
+_files.command("delete", cls=CheckedCommand)(files.delete)
 
 
 def command(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -133,6 +162,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def exit_code(error: BatchlineError) -> int:
     """The exit code that an error ends the command with."""
-    if isinstance(error, UsageError):
+    if isinstance(error, UsageError) or (isinstance(error, ServiceRefused) and error.is_usage_error):
         return 2
     return 130 if isinstance(error, RunInterrupted) else 1

@@ -24,8 +24,8 @@ class MediaOptions:
         list[str],
         typer.Option(
             metavar="HOST",
-            help="Hosts to fetch media from; *.example.com matches all below it; none turns fetching off. Repeatable. "
-            "Default: any host with a public address.",
+            help="Hosts that URLs of media and webhooks in requests may name; *.example.com matches all below it; none "
+            "allows no URLs. Repeatable. Default: any host with a public address.",
             rich_help_panel=_MEDIA,
         ),
     ] = dataclasses.field(default_factory=list)
@@ -33,7 +33,7 @@ class MediaOptions:
         list[str],
         typer.Option(
             metavar="NETWORK",
-            help="Non-public networks that media may be fetched from, e.g. 10.1.0.0/16. Repeatable.",
+            help="Non-public networks that these URLs may lead to, e.g. 10.1.0.0/16. Repeatable.",
             rich_help_panel=_MEDIA,
         ),
     ] = dataclasses.field(default_factory=list)
@@ -86,7 +86,7 @@ class MediaOptions:
         int, typer.Option(min=1, max=768, help="Maximum number of frames taken from a video.", rich_help_panel=_MEDIA)
     ] = _DEFAULTS.max_video_frames
     media_timeout: Annotated[
-        float, typer.Option(min=0.1, help="Seconds that fetching one file may take.", rich_help_panel=_MEDIA)
+        float, typer.Option(min=0.1, help="Seconds that one attempt to fetch a file may take.", rich_help_panel=_MEDIA)
     ] = _DEFAULTS.fetch_timeout_s
     media_cache_size: Annotated[
         int,

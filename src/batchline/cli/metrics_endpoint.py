@@ -58,6 +58,7 @@ class MetricsReporter:
             RunMetric("prompt_tokens", "counter", "Prompt tokens of this process.", latest.prompt_tokens),
             RunMetric("cached_tokens", "counter", "Prompt tokens from the prefix cache.", latest.cached_tokens),
             RunMetric("output_tokens", "counter", "Output tokens of this process.", latest.output_tokens),
+            RunMetric("audio_seconds", "counter", "Seconds of transcribed recordings.", latest.audio_s),
         )
         return run_metrics_text(values, latest.models)
 
@@ -114,6 +115,8 @@ def serve_metrics(inner: Reporter, host: str, port: int) -> Iterator[MetricsRepo
         listener = bind(host, port, MAX_CONNECTIONS)
     except UsageError as exc:
         raise UsageError(f"Metrics cannot be served: {exc}") from exc
+    address, number = listener.getsockname()[:2]
+    inner.phase(f"Serving metrics at http://{f'[{address}]' if ':' in address else address}:{number}/metrics")
     server = _BoundedServer(listener, Handler)
     thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
     thread.start()

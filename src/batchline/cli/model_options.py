@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Annotated, Any
@@ -211,7 +211,8 @@ class ModelOptions:
             "--gpu-memory-utilization",
             min=0.01,
             max=1.0,
-            help="Share of the memory to use if --kv-cache-memory-bytes is not given.",
+            help="Share of the free memory that the KV cache may use (on a CPU, of half of it), if "
+            "--kv-cache-memory-bytes is not given.",
             rich_help_panel=_ENGINE,
         ),
     ] = _CACHE.memory_utilization
@@ -379,12 +380,15 @@ class ModelOptions:
 
 def refuse_without_model(context: typer.Context, *others: str) -> None:
     """Raises: UsageError if options of a model are given without a model. others: further parameters."""
-    names = {*(option.name for option in dataclasses.fields(ModelOptions)), *others}
-    given = [_given(context, parameter) for parameter in context.command.params if parameter.name in names]
-    if any(given):
-        raise UsageError(
-            f"Without a model, these options cannot be used: {', '.join(filter(None, given))}. Give one with --model."
-        )
+    given = given_options(context, {*(option.name for option in dataclasses.fields(ModelOptions)), *others})
+    if given:
+        raise UsageError(f"Without a model, these options cannot be used: {', '.join(given)}. Give one with --model.")
+
+
+def given_options(context: typer.Context, names: Collection[str]) -> list[str]:
+    """Those of some parameters to which the user gave a value."""
+    given = (_given(context, parameter) for parameter in context.command.params if parameter.name in names)
+    return [option for option in given if option]
 
 
 def _given(context: typer.Context, parameter: Any) -> str:

@@ -102,8 +102,8 @@ def help_record(parameter: Any, ctx: Any) -> tuple[str, str] | None:
 
 
 GROUPS = (
-    *("Arguments", "Options", "Address", "Access", "Limits", "Metrics"),
-    *("Backend", "Model", "Engine", "Chat templates and text", "Images and audio"),
+    *("Arguments", "Options", "Address", "Access", "Limits", "Batches", "Metrics"),
+    *("Service", "Backend", "Model", "Engine", "Chat templates and text", "Images and audio"),
 )
 """Every group of options, in the order of the help."""
 

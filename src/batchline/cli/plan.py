@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from batchline.batch.media import MediaCounts
     from batchline.batch.rates import MeasuredRun
     from batchline.batch.tokens import TokenCounts
-    from batchline.config import EngineConfig, ModelConfig
+    from batchline.config import EngineConfig
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -71,8 +71,11 @@ def plan(
     media = MediaCounts()
 
     def observe(position: int, url: str, body: dict[str, Any]) -> None:
-        counter(position, url, body)
-        media(position, url, body)
+        try:
+            counter(position, url, body)
+            media(position, url, body)
+        except Exception:  # the boundary of one line: nobody has checked its body
+            counter.counts.uncounted += 1
 
     overview = plan_overview(input_file, dedup=dedup, observer=observe, count_tokens=count_tokens)
     estimate = _estimate(overview, counter.counts, engine, state_dir)
@@ -99,10 +102,12 @@ def _estimate(
     overview: PlanOverview, counts: TokenCounts, engine: EngineConfig | None, state_dir: Path | None
 ) -> Estimate:
     """The estimate for the requests that are not copies of others."""
+    from batchline.batch.rates import measurement_of
+
     share = 1 - overview.num_copies / overview.num_requests if overview.num_requests else 1.0
-    measured = None if engine is None else _measured(engine.model, state_dir)
+    measured = None if engine is None else measurement_of(engine.model, state_dir)
     prompt = round(counts.prompt * share)
-    expected = _expected_output(counts, None if measured is None else measured.output_tokens_per_request)
+    expected = counts.expected_output(None if measured is None else measured.output_tokens_per_request)
     output = None if expected is None else round(expected * share)
     return Estimate(
         prompt_tokens=prompt,
@@ -112,30 +117,6 @@ def _estimate(
         time_s=None if measured is None or output is None else measured.time_s(prompt, output),
         measured=measured,
     )
-
-
-def _measured(model: ModelConfig, state_dir: Path | None) -> MeasuredRun | None:
-    """The last run of the model with these settings."""
-    from batchline.backends.identity import model_stamp
-    from batchline.batch.rates import latest_measurement
-    from batchline.user_state import user_state_dir
-
-    return latest_measurement(
-        state_dir or user_state_dir(),
-        model_stamp(model.model, model.revision),
-        dtype=None if model.dtype == "auto" else model.dtype,
-        quantization=model.quantization or "none",
-    )
-
-
-def _expected_output(counts: TokenCounts, usual: float | None) -> float | None:
-    """The expected output tokens; None if they are not known. usual: the mean length of an answer in the last run,
-    unless a limit is lower, or `min_tokens` higher."""
-    num_open = counts.num_limited + counts.num_unlimited - counts.num_fixed
-    if usual is None:
-        return None if num_open else counts.fixed_output
-    limited = min(counts.output_limit - counts.fixed_output, (counts.num_limited - counts.num_fixed) * usual)
-    return counts.fixed_output + max(counts.least_output, limited + counts.num_unlimited * usual)
 
 
 def _memory(engine: EngineConfig) -> tuple[MemoryNeed | None, str | None]:

@@ -16,9 +16,11 @@ def progress_text(progress: Progress) -> str:
         f"{progress.done:,}/{progress.total:,} done",
         f"{progress.failed:,} failed",
         f"{progress.requests_per_s:,.1f} requests/s",
-        f"{progress.prompt_tokens_per_s:,.0f} prompt tokens/s",
-        f"{progress.output_tokens_per_s:,.0f} output tokens/s",
+        *([f"audio at {progress.audio_s_per_s:,.1f} times real time"] if progress.audio_s else []),
     ]
+    if _counts_tokens(progress):
+        parts.append(f"{progress.prompt_tokens_per_s:,.0f} prompt tokens/s")
+        parts.append(f"{progress.output_tokens_per_s:,.0f} output tokens/s")
     if progress.stops_in_s is not None:
         parts.append(stopping_text(progress))
     elif progress.eta_s is not None and progress.done < progress.total:
@@ -33,10 +35,17 @@ def bar_text(progress: Progress, width: int) -> str:
         first = _first_parts(progress, is_short=True)
     rates = [
         f"{progress.requests_per_s:,.1f} req/s",
-        f"{progress.output_tokens_per_s:,.0f} output tok/s",
-        f"{progress.prompt_tokens_per_s:,.0f} prompt tok/s",
+        *([f"audio {progress.audio_s_per_s:,.1f}x real time"] if progress.audio_s else []),
     ]
+    if _counts_tokens(progress):
+        rates.append(f"{progress.output_tokens_per_s:,.0f} output tok/s")
+        rates.append(f"{progress.prompt_tokens_per_s:,.0f} prompt tok/s")
     return GAP.join(_fitting([*first, *rates], width))
+
+
+def _counts_tokens(progress: Progress) -> bool:
+    """Whether the tokens are known. Not every service reports them before the end."""
+    return progress.prompt_tokens > 0 or progress.output_tokens > 0
 
 
 def duration(seconds: float) -> str:

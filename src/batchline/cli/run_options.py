@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from batchline.batch.options import DEFAULT_GRACE_PERIOD_S, MAX_INFLIGHT, OutputOrder, RunOptions
-from batchline.cli.values import LimitPreset, MaxFileSize, MaxRequests, limits_of
+from batchline.cli.values import LimitPreset, limits_of, parse_num_bytes
 
 if TYPE_CHECKING:
     from batchline.batch.files import RunFiles
@@ -64,8 +64,14 @@ class RunFileOptions:
     ] = None
     state_dir: Annotated[
         Path | None,
+        typer.Option(file_okay=False, help="Folder for the records of runs. Default: the user's state folder."),
+    ] = None
+    report: Annotated[
+        Path | None,
         typer.Option(
-            file_okay=False, help="Folder for the records of finished runs. Default: the user's state folder."
+            metavar="FILE",
+            dir_okay=False,
+            help="HTML file for a page about the run: plots, failures, savings.",
         ),
     ] = None
     strict: Annotated[
@@ -79,8 +85,20 @@ class RunFileOptions:
     grace_period: Annotated[
         float, typer.Option(min=0, help="Seconds running requests may take to finish after Ctrl-C, SIGTERM or SIGHUP.")
     ] = DEFAULT_GRACE_PERIOD_S
-    max_requests: MaxRequests = None
-    max_file_size: MaxFileSize = None
+    max_requests: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Refuse a batch file with more requests. With --via: at most this many in one batch [50,000]."
+        ),
+    ] = None
+    max_file_size: Annotated[
+        int | None,
+        typer.Option(
+            parser=parse_num_bytes,
+            metavar="SIZE",
+            help="Refuse a larger batch file, e.g. 100MB. With --via: largest file of one batch [100MB].",
+        ),
+    ] = None
     limits: LimitPreset = "none"
 
     def run_files(self) -> RunFiles:
@@ -99,8 +117,24 @@ class RunFileOptions:
             resume=self.resume,
             overwrite=self.overwrite,
             state_dir=self.state_dir or user_state_dir(),
+            report=self.report,
             strict=self.strict,
             dedup=self.dedup,
             grace_period_s=self.grace_period,
             limits=limits_of(self.limits, self.max_requests, self.max_file_size),
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetryFileOptions(RunFileOptions):
+    """The same of `retry`, whose output is that of an earlier run."""
+
+    output_file: Annotated[
+        str,
+        typer.Option(
+            "-o", "--output-file", help="Result file of the run. It is replaced when the new results are complete."
+        ),
+    ]
+    error_file: Annotated[str | None, typer.Option(help="Error file of the run, if it wrote failed lines to one.")] = (
+        None
+    )

@@ -7,10 +7,10 @@ import ipaddress
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -30,6 +30,9 @@ from batchline.model_facts import ModelFacts
 from batchline.server.connections import bind, check_certificate
 from batchline.server.log_lines import SparingHandler
 from batchline.server.options import ServerOptions
+
+if TYPE_CHECKING:
+    from batchline.batch.rates import MeasuredRun
 
 
 @takes_config_file
@@ -59,14 +62,17 @@ def serve(
     model_options = dataclasses.replace(model_options, model=models)
     engines = partial(model_options.engines, strict=strict, media=media_options.config())
     together(engines, media_options.refuse_wrong_networks, partial(serving.server, max_running=1))
-    backend = backend_options.make([_without_path(engine) for engine in engines()])
+    backend = backend_options.make([_served(engine, serving.max_batch_delay) for engine in engines()])
     if not models:
-        refuse_without_model(context, "strict")
+        refuse_without_model(context, "strict", *(option.name for option in dataclasses.fields(MediaOptions)))
     max_running = len(models) * model_options.max_num_seqs if is_embedded else backend.concurrency()
-    options = serving.server(max_running=max_running)
+    options = serving.server(max_running=max_running, media=media_options.config())
+    if is_embedded and options.jobs is not None:
+        jobs = dataclasses.replace(options.jobs, read_measurements=partial(_measurements, engines()))
+        options = dataclasses.replace(options, jobs=jobs)
     handler = SparingHandler(sys.stderr)
     handler.setFormatter(log_formatter())
-    logging.basicConfig(level="ERROR" if quiet else serving.log_level.upper(), handlers=[handler])
+    logging.basicConfig(level="ERROR" if quiet else serving.log_level.upper(), handlers=[handler], force=True)
     if not options.api_keys and options.uds is None and not _is_loopback(options.host):
         log("anyone who reaches this address can use the server; set --api-key.", "warning")
     _check_address(options)
@@ -87,10 +93,23 @@ def serve(
     run(running(backend), options, say_ready)
 
 
+def _measurements(engines: Sequence[EngineConfig]) -> Mapping[str, MeasuredRun]:
+    """How fast this machine has run each model, by the name that clients see. Raises: ModelLoadError."""
+    from batchline.batch.rates import measurement_of
+
+    found = {_without_path(engine).model.names[0]: measurement_of(engine.model) for engine in engines}
+    return {name: run for name, run in found.items() if run is not None}
+
+
 def _show(facts: ModelFacts) -> None:
     log(facts.text, **dict[str, Any](facts.labels()))
     if facts.warning is not None:
         log(f"{facts.name}: {facts.warning}.", "warning")
+
+
+def _served(engine: EngineConfig, max_batch_delay: float) -> EngineConfig:
+    scheduler = dataclasses.replace(engine.scheduler, max_delay=max_batch_delay)
+    return dataclasses.replace(_without_path(engine), scheduler=scheduler)
 
 
 def _without_path(engine: EngineConfig) -> EngineConfig:

@@ -3,24 +3,42 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from dataclasses import dataclass
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, cast
 
 import typer
 
+from batchline.cli.config_file import WEBHOOK_SECRET
 from batchline.cli.values import size_option, together
+from batchline.config import MediaConfig
 from batchline.errors import UsageError
+from batchline.jobs.options import (
+    DAY_S,
+    SECRET_FORM,
+    JobsOptions,
+    OperatorWebhook,
+    ResponseLimits,
+    is_webhook_secret,
+)
 from batchline.server.options import CorsOptions, LogLevel, ServerOptions
+from batchline.user_state import user_state_dir
 
 _ADDRESS = "Address"
 _ACCESS = "Access"
 _LIMITS = "Limits"
+_BATCHES = "Batches"
+_JOBS = JobsOptions(state_dir=Path())
 _DEFAULTS = ServerOptions()
 DEFAULT_MAX_WAITING = 1024
+DEFAULT_BATCH_DELAY = 0.5
 
 _ORIGIN = re.compile(r"\*|null|[A-Za-z][\w+.-]*://[^/,\s]+")
 """The form in which browsers send an origin, without a path. Any other value would never match."""
+
+_HOST_NAME = re.compile(r"\*|[\w.-]+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +89,13 @@ class ServingOptions:
     allow_credentials: Annotated[
         bool, typer.Option(help="Allow CORS requests with cookies.", rich_help_panel=_ACCESS)
     ] = False
+    allowed_hosts: Annotated[
+        list[str],
+        typer.Option(
+            help="Host name by which clients may call the server, besides localhost, or * for all. Repeatable.",
+            rich_help_panel=_ACCESS,
+        ),
+    ] = dataclasses.field(default_factory=list)
     max_request_size: Annotated[
         int, size_option(_DEFAULTS.max_request_bytes, "Maximum size of a request body.", _LIMITS)
     ] = _DEFAULTS.max_request_bytes
@@ -126,15 +151,90 @@ class ServingOptions:
             rich_help_panel=_LIMITS,
         ),
     ] = _DEFAULTS.grace_period_s
+    batches: Annotated[bool, typer.Option(help="Serve the Files and Batches API.", rich_help_panel=_BATCHES)] = True
+    state_dir: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for files, batches and stored responses, which survive a restart. [default: in the user's "
+            "state folder]",
+            rich_help_panel=_BATCHES,
+            show_default=False,
+        ),
+    ] = None
+    state_url: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="PostgreSQL database (postgresql://USER@HOST/NAME) instead of SQLite in the folder; several servers "
+            "may share it. Put a password in BATCHLINE_STATE_URL or PGPASSWORD.",
+            rich_help_panel=_BATCHES,
+        ),
+    ] = None
+    contents_url: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Where files are stored instead of in the folder: another folder, s3://, gs://, az:// ...",
+            rich_help_panel=_BATCHES,
+        ),
+    ] = None
+    max_file_size: Annotated[int, size_option(_JOBS.max_file_bytes, "Maximum size of an uploaded file.", _BATCHES)] = (
+        _JOBS.max_file_bytes
+    )
+    max_batch_requests: Annotated[
+        int, typer.Option(min=1, help="Maximum number of requests in a batch.", rich_help_panel=_BATCHES)
+    ] = _JOBS.max_requests
+    max_running_batches: Annotated[
+        int, typer.Option(min=1, help="Number of batches that run at once.", rich_help_panel=_BATCHES)
+    ] = _JOBS.max_running
+    max_batch_delay: Annotated[
+        float,
+        typer.Option(
+            min=0.0,
+            help="How much longer batches may make clients wait for their first token, as a share of the time without.",
+            rich_help_panel=_BATCHES,
+        ),
+    ] = DEFAULT_BATCH_DELAY
+    one_model_batches: Annotated[
+        bool,
+        typer.Option(
+            "--one-model-batches", help="Refuse batches with requests for several models.", rich_help_panel=_BATCHES
+        ),
+    ] = False
+    max_response_days: Annotated[
+        float,
+        typer.Option(min=0.01, help="Days after which a stored response is deleted.", rich_help_panel=_LIMITS),
+    ] = _DEFAULTS.responses.max_age_s / DAY_S
+    webhook_url: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help=f"URL that gets a signed webhook at the end of every batch. The secret is {WEBHOOK_SECRET} in the "
+            "environment, or in --webhook-secret-file.",
+            rich_help_panel=_BATCHES,
+        ),
+    ] = None
+    webhook_secret_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="File with the secret for --webhook-url (whsec_...).",
+            exists=True,
+            dir_okay=False,
+            rich_help_panel=_BATCHES,
+        ),
+    ] = None
     log_level: Annotated[LogLevel, typer.Option(help="Log level; logs go to standard error.")] = "info"
     access_log: Annotated[
         bool, typer.Option(help="Log each request: method, path, status, duration, tokens and id.")
     ] = True
     docs: Annotated[bool, typer.Option(help="Serve a description of the API on /docs and /openapi.json.")] = True
 
-    def server(self, *, max_running: int) -> ServerOptions:
-        """The server's settings. max_running: sequences that run at once. Raises: UsageError."""
-        together(self._check_keys, self._check_certificate, self._cors)
+    def server(self, *, max_running: int, media: MediaConfig | None = None) -> ServerOptions:
+        """The server's settings. max_running: sequences that run at once. media: where URLs in requests may lead to.
+
+        Raises: UsageError.
+        """
+        together(self._check_keys, self._check_certificate, self._cors, self._hosts)
         return ServerOptions(
             host=self.host,
             port=self.port,
@@ -155,13 +255,57 @@ class ServingOptions:
             ssl_keyfile=self.ssl_keyfile,
             ssl_keyfile_password=self.ssl_keyfile_password,
             cors=self._cors(),
+            allowed_hosts=self._hosts(),
             access_log=self.access_log,
             docs=self.docs,
+            jobs=self._jobs(media or MediaConfig()) if self.batches else None,
+            responses=ResponseLimits(max_age_s=self.max_response_days * DAY_S),
         )
+
+    def _jobs(self, media: MediaConfig) -> JobsOptions:
+        """Raises: UsageError if there is no state folder."""
+        user_folder = user_state_dir()
+        if self.state_dir is None and user_folder is None:
+            raise UsageError("This user has no home folder: give --state-dir, or --no-batches.")
+        return JobsOptions(
+            state_dir=self.state_dir or cast(Path, user_folder) / "server",
+            state_url=self.state_url,
+            contents_url=self.contents_url,
+            max_file_bytes=self.max_file_size,
+            max_requests=self.max_batch_requests,
+            max_running=self.max_running_batches,
+            takes_many_models=not self.one_model_batches,
+            webhook=self._webhook(),
+            allowed_domains=media.allowed_domains,
+            allowed_networks=media.allowed_networks,
+        )
+
+    def _webhook(self) -> OperatorWebhook | None:
+        if self.webhook_url is None:
+            if self.webhook_secret_file is not None:
+                raise UsageError("--webhook-secret-file requires --webhook-url")
+            return None
+        if not re.fullmatch(r"https?://[^\s/]+(/\S*)?", self.webhook_url):
+            raise UsageError("--webhook-url: it is not a URL such as https://example.com/hook")
+        if self.webhook_secret_file is None:
+            source, secret = WEBHOOK_SECRET, os.environ.get(WEBHOOK_SECRET, "")
+        else:
+            source = str(self.webhook_secret_file)
+            try:
+                secret = self.webhook_secret_file.read_text(errors="replace")
+            except OSError as exc:
+                raise UsageError(f"--webhook-secret-file: cannot read {source!r}: {exc.strerror}") from exc
+        if not secret.strip():
+            raise UsageError(f"--webhook-url requires a secret in {WEBHOOK_SECRET} or --webhook-secret-file")
+        if not is_webhook_secret(secret.strip()):
+            raise UsageError(f"{source}: it does not hold a secret of the form {SECRET_FORM}")
+        return OperatorWebhook(url=self.webhook_url, secret=secret.strip())
 
     def _check_keys(self) -> None:
         if any(not key.strip() for key in self.api_key):
             raise UsageError("--api-key: a key must not be empty")
+        if self.metrics_need_key and not self.api_key:
+            raise UsageError("--metrics-need-key requires --api-key")
 
     def _check_certificate(self) -> None:
         if self.ssl_certfile is None and self.ssl_keyfile is not None:
@@ -189,3 +333,10 @@ class ServingOptions:
             allow_headers=tuple(self.allowed_headers or ["*"]),
             allow_credentials=self.allow_credentials,
         )
+
+    def _hosts(self) -> tuple[str, ...]:
+        for name in self.allowed_hosts:
+            if not _HOST_NAME.fullmatch(name):
+                message = f"--allowed-hosts: {name!r} is neither a host name such as llm.example.com nor *"
+                raise UsageError(f"{message}; repeat the option for several")
+        return tuple(self.allowed_hosts)

@@ -31,10 +31,15 @@ def summary_lines(summary: RunSummary) -> list[str]:
         f"Requests       {summary.requests:,}",
         f"Succeeded      {summary.succeeded:,}",
         f"Failed         {summary.failed:,}" + (f" ({codes})" if codes else ""),
-        f"Prompt tokens  {summary.prompt_tokens:,} ({summary.prefix_cache_hit_rate:.1%} from the prefix cache)",
-        f"Output tokens  {summary.output_tokens:,}",
     ]
-    if summary.finished_before is None:
+    is_complete = summary.finished_before is not None
+    if summary.audio_s:
+        speed = f" ({summary.audio_s_per_s:,.1f} times real time)" if summary.audio_s_per_s and not is_complete else ""
+        lines.append(f"Recordings     {summary.audio_s:,.1f} s of audio{speed}")
+    if _has_tokens(summary):
+        cached = f"{summary.prefix_cache_hit_rate:.1%} from the prefix cache"
+        lines += [f"Prompt tokens  {summary.prompt_tokens:,} ({cached})", f"Output tokens  {summary.output_tokens:,}"]
+    if not is_complete:
         lines += _work_lines(summary)
     lines.append(f"Output         {summary.output}")
     if summary.error_file:
@@ -53,10 +58,11 @@ def _work_lines(summary: RunSummary) -> list[str]:
     """Lines about what this run computed, what it saved, and how long it took."""
     lines = []
     if summary.run_time_s:
-        lines.append(
-            f"Rates          {summary.requests_per_s:,.1f} requests/s, {summary.prompt_tokens_per_s:,.0f} prompt "
-            f"tokens/s, {summary.output_tokens_per_s:,.0f} output tokens/s"
-        )
+        rates = f"Rates          {summary.requests_per_s:,.1f} requests/s"
+        if _has_tokens(summary):
+            rates += f", {summary.prompt_tokens_per_s:,.0f} prompt tokens/s"
+            rates += f", {summary.output_tokens_per_s:,.0f} output tokens/s"
+        lines.append(rates)
     saved = {"the prefix cache": summary.cached_tokens, "running identical requests once": summary.deduplicated_tokens}
     if any(saved.values()):
         parts = ", ".join(f"{count:,} by {reason}" for reason, count in saved.items() if count)
@@ -69,6 +75,11 @@ def _work_lines(summary: RunSummary) -> list[str]:
     times = f" ({duration(summary.load_time_s)} loading, {duration(summary.run_time_s)} running)"
     lines.append(f"Wall time      {duration(summary.wall_time_s)}{times if summary.run_time_s else ''}")
     return lines
+
+
+def _has_tokens(summary: RunSummary) -> bool:
+    """False for a run of transcriptions, which have none."""
+    return not summary.audio_s or summary.prompt_tokens + summary.output_tokens > 0
 
 
 def _failure(failure: FailureMessage) -> str:

@@ -81,4 +81,4 @@ class LineReporter:
 def _fields(progress: Progress) -> dict[str, Any]:
     """The numbers, for JSON."""
     names = (field.name for field in dataclasses.fields(progress))
-    return {name: getattr(progress, name) for name in names if name != "models"}
+    return {name: getattr(progress, name) for name in names if name not in ("models", "distributions")}

@@ -63,6 +63,7 @@ _ONE_DEVICE = "A model runs on one device: there is no tensor, pipeline, data or
 _ONE_MACHINE = "Batchline runs a model in one process on one machine."
 _SPECULATIVE = "Speculative decoding is not supported. Without it, the answers are the same."
 _EMBEDS = "Images and audio are sent as files, not as embeddings."
+_AS_WRITTEN = "Constraints are always enforced as they are written."
 _OFFLOADING = "Batchline does not offload weights or caches to other memory."
 _TRANSFER = "Batchline does not transfer KV caches or weights between servers."
 _OWN_CODE = (
@@ -115,17 +116,20 @@ VLLM_OPTIONS: Mapping[str, VllmOption] = {
     # what Batchline always does
     **_each(
         "enable-prompt-tokens-details enable-request-id-headers enable-tokenizer-info-endpoint enable-offline-docs "
-        "enable-reasoning language-model-only use-v2-block-manager enable-chunked-prefill "
-        "guided-decoding-disable-fallback guided-decoding-disable-any-whitespace "
-        "guided-decoding-disable-additional-properties",
+        "enable-reasoning use-v2-block-manager enable-chunked-prefill guided-decoding-disable-fallback",
         "flag",
+    ),
+    **_each(
+        "guided-decoding-disable-any-whitespace guided-decoding-disable-additional-properties",
+        "flag",
+        refusal=_AS_WRITTEN,
     ),
     **_each("guided-decoding-backend scheduling-policy", "value"),
     **_each(
         "structured-outputs-config",
         "value",
         is_default=_sets_only("backend", "disable_fallback"),
-        refusal="Constraints are always enforced as they are written. Set the parser with --reasoning-parser.",
+        refusal=f"{_AS_WRITTEN} Set the parser with --reasoning-parser.",
     ),
     # scheduling, memory and kernels: they only change the speed
     **_each(
@@ -133,8 +137,8 @@ VLLM_OPTIONS: Mapping[str, VllmOption] = {
         "disable-hybrid-kv-cache-manager disable-cascade-attn kv-sharing-fast-prefill calculate-kv-scales "
         "disable-custom-all-reduce enable-flashinfer-autotune use-tqdm-on-load disable-frontend-multiprocessing "
         "engine-use-ray worker-use-ray enable-expert-parallel/-ep enable-eplb enable-dbo enable-elastic-ep "
-        "disable-nccl-for-dp-synchronization disable-mm-preprocessor-cache skip-mm-profiling interleave-mm-strings "
-        "mm-encoder-only enable-flash-late-interaction fail-on-environ-validation allow-deprecated-quantization",
+        "disable-nccl-for-dp-synchronization disable-mm-preprocessor-cache skip-mm-profiling "
+        "enable-flash-late-interaction fail-on-environ-validation allow-deprecated-quantization",
         "flag",
     ),
     **_each(
@@ -147,10 +151,9 @@ VLLM_OPTIONS: Mapping[str, VllmOption] = {
         "dbo-prefill-token-threshold moe-backend attention-backend attention-config/-ac kernel-config "
         "compilation-config/-cc optimization-level/-O performance-mode tokenizer-pool-size tokenizer-pool-type "
         "tokenizer-pool-extra-config model-loader-extra-config safetensors-load-strategy pt-load-map-location "
-        "mm-processor-cache-gb mm-processor-cache-type media-io-kwargs "
-        "mm-shm-cache-max-object-size-mb mm-encoder-tp-mode mm-encoder-attn-backend video-pruning-rate "
-        "h11-max-incomplete-event-size h11-max-header-count fingerprint-mode fingerprint-value "
-        "renderer-num-workers",
+        "mm-processor-cache-gb mm-processor-cache-type "
+        "mm-shm-cache-max-object-size-mb mm-encoder-tp-mode mm-encoder-attn-backend "
+        "h11-max-incomplete-event-size h11-max-header-count renderer-num-workers",
         "value",
     ),
     **_each("cudagraph-capture-sizes cuda-graph-sizes ignore-patterns", "values"),
@@ -183,7 +186,6 @@ VLLM_OPTIONS: Mapping[str, VllmOption] = {
     **_each(
         "tokenizer-revision code-revision",
         "value",
-        is_default=_any_of("main"),
         refusal="The tokenizer and the code have the model's revision: set it with --revision.",
     ),
     **_each(
@@ -254,6 +256,16 @@ VLLM_OPTIONS: Mapping[str, VllmOption] = {
         "kv-transfer-config kv-events-config ec-transfer-config weight-transfer-config", "value", refusal=_TRANSFER
     ),
     **_each("enable-mm-embeds", "flag", refusal=_EMBEDS),
+    **_each(
+        "language-model-only",
+        "flag",
+        refusal="To refuse images, audio and videos, set --limit-mm-per-prompt image=0,audio=0,video=0.",
+    ),
+    **_each("mm-encoder-only", "flag", refusal="A model always runs whole."),
+    **_each("interleave-mm-strings", "flag", refusal="The chat template decides where images and audio stand."),
+    **_each("media-io-kwargs", "value", refusal="Set --max-video-frames instead."),
+    **_each("video-pruning-rate", "value", is_default=_any_of("0", "0.0"), refusal="No part of a video is left out."),
+    **_each("fingerprint-mode fingerprint-value", "value", refusal="Answers have no system_fingerprint."),
     **_each("pooler-config override-pooler-config", "value", refusal=_POOLING),
     **_each("middleware io-processor-plugin scheduler-cls worker-extension-cls", "value", refusal=_OWN_CODE),
     **_each("worker-cls", "value", is_default=_any_of("auto"), refusal=_OWN_CODE),

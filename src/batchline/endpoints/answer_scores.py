@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from batchline.callers import pieces_of
 from batchline.checkpoints.files import read_json
 from batchline.checkpoints.overrides import read_config
 from batchline.config import ModelConfig
@@ -41,6 +42,7 @@ from batchline.endpoints.scorers import (
     ScoringTask,
     checked_scores,
     cut_documents,
+    no_room,
     refuse_cutting_content,
     rows_of,
 )
@@ -231,12 +233,25 @@ class AnswerScorer:
         firsts, seconds = task.texts()
         pairs = _pairs(firsts, await cut_documents(task, self._embedder))
 
-        def encode() -> list[tuple[int, ...]]:
+        def check() -> None:
             self._check_texts(dict(zip(task.names, (firsts, seconds), strict=True)))
-            return [self._reranker.format.encode(*pair, max_tokens) for pair in pairs]
+            for first in firsts:
+                self._check_room(first, max_tokens or self._embedder.max_model_len, task.names[0])
 
-        rows = await self._model.off_loop(encode)
-        return await self._run([TokenSequence(token_ids=row) for row in rows], task, task.names[1])
+        def encode(piece: Sequence[tuple[str, str]]) -> list[TokenSequence]:
+            return [TokenSequence(token_ids=self._reranker.format.encode(*pair, max_tokens)) for pair in piece]
+
+        await self._model.off_loop(check)
+        rows: list[TokenSequence] = []
+        for piece in pieces_of(pairs, size_of=lambda pair: len(pair[0]) + len(pair[1])):
+            rows += await self._model.off_loop(partial(encode, piece))
+        return await self._run(rows, task, task.names[1])
+
+    def _check_room(self, query: str, max_tokens: int, name: str) -> None:
+        """Refuse a query that leaves no room for documents, which would all be cut to nothing. Raises: BadRequest."""
+        num_tokens = len(self._reranker.format.encode(query, "", None))
+        if num_tokens >= max_tokens:
+            raise no_room(name, num_tokens - self._reranker.format.num_special_tokens, max_tokens)
 
     async def _run_pair(
         self, pair_format: TemplateFormat, task: ScoringTask, first: Given, second: Given
@@ -260,7 +275,9 @@ class AnswerScorer:
         self, sequences: Sequence[TokenSequence], task: ScoringTask, path: str
     ) -> tuple[Sequence[TokenSequence], NDArray[np.float32]]:
         embedder = self._embedder
-        check_sequences(sequences, max_model_len=embedder.max_model_len, vocab_size=embedder.vocab_size, param=path)
+        await check_sequences(
+            sequences, max_model_len=embedder.max_model_len, vocab_size=embedder.vocab_size, param=path
+        )
         compute = partial(embedder.hidden_states, priority=task.priority)
         return sequences, await rows_of(salted(sequences, task.cache_salt), compute)
 

@@ -213,6 +213,8 @@ def render_chat(request: ChatCompletionRequest, model: GenerativeModel) -> Rende
             **request.chat_template_kwargs,
         },
     )
+    if prompt.tools and "tools" not in template.variables:
+        warn_once(f"tools are not shown to {model.name}: its chat template does not read them")
     return model.render(template, prompt)
 
 

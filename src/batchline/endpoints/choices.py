@@ -269,8 +269,8 @@ async def _run_beams(
 async def _beams_of(
     model: GenerativeModel, request: GenerationRequest, rules: TextRules, body: GenerationBody
 ) -> Sequence[GeneratedText]:
-    outputs = await requested_beams(model.engine, request, body)
-    return [SequenceText(model.tokenizer, rules).push(output) for output in outputs]
+    outputs = await requested_beams(model.engine, request, body, model.max_request_sequences)
+    return await model.off_loop(lambda: [SequenceText(model.tokenizer, rules).push(output) for output in outputs])
 
 
 async def merge(streams: Sequence[Stream[T]], at_once: int | None = None) -> AsyncGenerator[tuple[int, T], None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -10,6 +11,7 @@ from typing import Any, Protocol
 from batchline.config import TextConfig
 from batchline.endpoints.embedders import Embedder, InputReader
 from batchline.endpoints.embeddings import (
+    LARGE_ANSWER,
     check_dimensions,
     embedded,
     read_input,
@@ -60,14 +62,18 @@ async def classify(
     """The response body. text: its limits, and whether unknown fields are errors. Raises: RequestError, EngineDead."""
     request = await off_loop_if_large(body, partial(read_input, ClassifyRequest, body, model, text))
     sequences, rows = await _classified(request, model, priority)
-    return classification_object(
-        classify_id=f"classify-{request.request_id or request_id}",
-        created=int(time.time()),
-        model=model.name,
-        labels=model.labels,
-        rows=rows.tolist(),
-        usage=usage_of(sequences),
-    )
+
+    def write() -> dict[str, Any]:
+        return classification_object(
+            classify_id=f"classify-{request.request_id or request_id}",
+            created=int(time.time()),
+            model=model.name,
+            labels=model.labels,
+            rows=rows.tolist(),
+            usage=usage_of(sequences),
+        )
+
+    return await asyncio.to_thread(write) if rows.size > LARGE_ANSWER else write()
 
 
 async def moderations(
@@ -84,14 +90,18 @@ async def moderations(
         num_special_tokens=model.num_special_tokens,
     )
     sequences = await model.tokenize(request.input, max_tokens=max_tokens, side=request.truncation_side)
-    check_sequences(sequences, max_model_len=model.max_model_len, vocab_size=model.vocab_size, param="input")
+    await check_sequences(sequences, max_model_len=model.max_model_len, vocab_size=model.vocab_size, param="input")
     rows = await _finite_rows(sequences, model, activates=True, priority=priority + request.priority)
-    return moderation_object(
-        moderation_id=f"modr-{request.request_id or request_id}",
-        model=model.name,
-        categories=harmful_labels(model.labels, is_exclusive=model.is_exclusive),
-        rows=rows.tolist(),
-    )
+
+    def write() -> dict[str, Any]:
+        return moderation_object(
+            moderation_id=f"modr-{request.request_id or request_id}",
+            model=model.name,
+            categories=harmful_labels(model.labels, is_exclusive=model.is_exclusive),
+            rows=rows.tolist(),
+        )
+
+    return await asyncio.to_thread(write) if rows.size > LARGE_ANSWER else write()
 
 
 async def embedding_pooling(

@@ -57,7 +57,7 @@ async def tei_embed(
     check_dimensions(request.dimensions, model, "dimensions")
     max_tokens = model.max_model_len if request.truncate else None
     sequences = await model.tokenize(request.inputs, max_tokens=max_tokens, side=request.truncation_direction)
-    check_sequences(sequences, max_model_len=model.max_model_len, vocab_size=model.vocab_size, param="inputs")
+    await check_sequences(sequences, max_model_len=model.max_model_len, vocab_size=model.vocab_size, param="inputs")
     vectors = await finite_vectors(
         sequences,
         model,
@@ -91,7 +91,7 @@ async def _tokenize(request: EmbedRequest, model: Embedder) -> list[TokenSequenc
         max_tokens=None if side is None else limit,
         side=side,
     )
-    check_sequences(sequences, max_model_len=limit, vocab_size=model.vocab_size, param=request.field)
+    await check_sequences(sequences, max_model_len=limit, vocab_size=model.vocab_size, param=request.field)
     return sequences
 
 

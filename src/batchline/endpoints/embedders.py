@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from batchline.callers import pieces_of
 from batchline.endpoints.engine_input import cannot_truncate_media
 from batchline.endpoints.generation import gather_or_cancel
 from batchline.endpoints.media_input import (
@@ -142,6 +143,12 @@ class EmbeddingEngine(Protocol):
         """The final hidden state of the prompt's last position. Raises: EngineDead, EngineError."""
 
 
+def _encode_all(
+    encode: Callable[..., tuple[int, ...]], texts: Sequence[str], *, add_special_tokens: bool
+) -> list[tuple[int, ...]]:
+    return [encode(text, add_special_tokens=add_special_tokens) for text in texts]
+
+
 class EngineEmbedder:
     """A generative model as an `Embedder`: the last token's final hidden state, L2-normalised.
 
@@ -170,9 +177,10 @@ class EngineEmbedder:
     ) -> list[TokenSequence]:
         """One sequence per text. A generative model has no prompts, so a text is the same in every role."""
         encode = self._model.tokenizer.encode
-        rows = await self._model.off_loop(
-            lambda: [encode(text, add_special_tokens=add_special_tokens) for text in texts]
-        )
+        rows: list[tuple[int, ...]] = []
+        for piece in pieces_of(texts):
+            encode_piece = partial(_encode_all, encode, piece, add_special_tokens=add_special_tokens)
+            rows += await self._model.off_loop(encode_piece)
         return [self.from_token_ids(row, max_tokens=max_tokens, side=side) for row in rows]
 
     async def cut(self, texts: Sequence[str], max_tokens: int) -> list[str]:

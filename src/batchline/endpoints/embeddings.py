@@ -152,7 +152,7 @@ async def tokenized_input(request: PooledBody, model: InputReader) -> list[Token
         sequences = [fitted(conversation, model, max_tokens, request.truncation_side)]
     else:
         sequences = await _tokenize_input(request.input or (), request, model, max_tokens)
-    check_sequences(
+    await check_sequences(
         sequences,
         max_model_len=model.max_model_len,
         vocab_size=model.vocab_size,

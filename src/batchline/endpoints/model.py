@@ -147,6 +147,7 @@ NOT_HONOURED = {
     **dict.fromkeys(("typical_p", "encoder_repetition_penalty", "guidance_scale"), 1.0),
     **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "penalty_alpha", "diversity_penalty", "top_h"), 0.0),
     **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences"), 1),
+    "do_sample": True,
     **dict.fromkeys(("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "sequence_bias", "stop_strings")),
     **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty")),
     **dict.fromkeys(("force_words_ids", "constraints", "dola_layers", "watermarking_config", "max_time")),

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 from batchline.config import TextConfig
@@ -35,8 +36,27 @@ def resolve_truncation(keep: int | None, *, max_model_len: int, num_special_toke
     return keep
 
 
-def check_sequences(sequences: Sequence[TokenSequence], *, max_model_len: int, vocab_size: int, param: str) -> None:
+LONG_WORK = 1 << 13
+"""Work on so many tokens and sequences takes about as long as waking up a thread."""
+
+_TOKENS_PER_SEQUENCE = 16
+"""What a sequence costs besides its tokens."""
+
+
+async def off_loop_if_long(sequences: Sequence[TokenSequence], work: Callable[[], T]) -> T:
+    """Call `work`, which looks at every token; for many tokens on a thread, to not block the event loop."""
+    is_short = sum(map(len, sequences)) + _TOKENS_PER_SEQUENCE * len(sequences) < LONG_WORK
+    return work() if is_short else await asyncio.to_thread(work)
+
+
+async def check_sequences(
+    sequences: Sequence[TokenSequence], *, max_model_len: int, vocab_size: int, param: str
+) -> None:
     """Check that every sequence has tokens, fits the model, and has only known tokens. Raises: BadRequest."""
+    await off_loop_if_long(sequences, partial(_check, sequences, max_model_len, vocab_size, param))
+
+
+def _check(sequences: Sequence[TokenSequence], max_model_len: int, vocab_size: int, param: str) -> None:
     for index, sequence in enumerate(sequences):
         which = f"{param}[{index}]" if len(sequences) > 1 else param
         if not len(sequence):
@@ -53,7 +73,7 @@ def salted(sequences: Sequence[TokenSequence], salt: str | None) -> Sequence[Tok
 
 
 async def off_loop_if_large(body: Mapping[str, Any], work: Callable[[], T]) -> T:
-    """Call `read`; for a large body on a thread, so that it does not block the event loop."""
+    """Call `work`; for a large body on a thread, so that it does not block the event loop."""
     return work() if is_small(body) else await asyncio.to_thread(work)
 
 

@@ -26,13 +26,18 @@ class LogprobFormat:
         self._tokenizer = tokenizer
         self._as_token_ids = as_token_ids
 
+    def entry(self, token_id: int, logprob: float) -> dict[str, Any]:
+        """`{"token", "logprob", "bytes"}` of one token."""
+        token_bytes = list(self._tokenizer.token_bytes(token_id))
+        return {"token": self._token(token_id), "logprob": _clamp(logprob), "bytes": token_bytes}
+
     def chat(self, tokens: Sequence[TokenLogprobs], num_top: int) -> dict[str, Any]:
         """`{"content": [...]}`, one entry per token. num_top: -1 means all."""
         return {
             "content": [
                 {
-                    **self._entry(token.token_id, token.logprob),
-                    "top_logprobs": [self._entry(token_id, logprob) for token_id, logprob in _cut(token.top, num_top)],
+                    **self.entry(token.token_id, token.logprob),
+                    "top_logprobs": [self.entry(token_id, logprob) for token_id, logprob in _cut(token.top, num_top)],
                 }
                 for token in tokens
             ]
@@ -72,10 +77,6 @@ class LogprobFormat:
         for token_id, logprob in (*_cut(token.top, num_top), (token.token_id, token.logprob)):
             top.setdefault(self._token(token_id), _clamp(logprob))
         return top
-
-    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
-        token_bytes = list(self._tokenizer.token_bytes(token_id))
-        return {"token": self._token(token_id), "logprob": _clamp(logprob), "bytes": token_bytes}
 
     def _token(self, token_id: int) -> str:
         return f"token_id:{token_id}" if self._as_token_ids else self._text(token_id)

@@ -33,7 +33,7 @@ async def rerank(
     """
     request = await off_loop_if_large(body, partial(_read, body, text))
     has_only_text = all(isinstance(each, str) for each in (request.query, *request.given_documents))
-    cuts_long_documents = cuts_long_documents and has_only_text
+    cuts_long_documents = cuts_long_documents and has_only_text and not request.refuses_to_cut
     task = ScoringTask(
         firsts=[request.query],
         seconds=request.given_documents,

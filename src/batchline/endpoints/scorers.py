@@ -13,7 +13,13 @@ from numpy.typing import NDArray
 from batchline.endpoints.embedders import Embedder, fitted
 from batchline.endpoints.generation import gather_or_cancel
 from batchline.endpoints.media_input import check_kinds, media_of_content
-from batchline.endpoints.pooling_limits import check_sequences, engine_errors_answered, resolve_truncation, salted
+from batchline.endpoints.pooling_limits import (
+    check_sequences,
+    engine_errors_answered,
+    off_loop_if_long,
+    resolve_truncation,
+    salted,
+)
 from batchline.errors import BadRequest, InternalServerError
 from batchline.openai_api.common import Content, TruncationSide
 from batchline.pooling.batching import TokenSequence
@@ -165,7 +171,7 @@ class PairScorer:
         firsts = firsts if len(firsts) > 1 else [firsts[0]] * len(seconds)
         pairs = list(zip(firsts, await cut_documents(task, self._model), strict=True))
         sequences = await self._model.tokenize_pairs(pairs, max_tokens=max_tokens, side=task.truncation_side)
-        check_sequences(
+        await check_sequences(
             sequences, max_model_len=self._model.max_model_len, vocab_size=self._model.vocab_size, param=task.names[1]
         )
         use_activation = task.use_activation is not False
@@ -176,12 +182,16 @@ class PairScorer:
         """Refuse a query that leaves no room for documents: scores for a cut query mean little. Raises: BadRequest."""
         (alone,) = await self._model.tokenize_pairs([(query, "")])
         if len(alone) >= self._model.max_model_len:
-            num_tokens = len(alone) - self._model.num_pair_special_tokens
-            raise BadRequest(
-                f"{name}: its {num_tokens} tokens leave no room for documents: this model's maximum context "
-                f"length is {self._model.max_model_len} tokens for both; send a shorter {name}",
-                param=name,
-            )
+            raise no_room(name, len(alone) - self._model.num_pair_special_tokens, self._model.max_model_len)
+
+
+def no_room(name: str, num_tokens: int, limit: int) -> BadRequest:
+    """The error for a query that takes up all of a pair. name: its field. limit: of both together."""
+    return BadRequest(
+        f"{name}: its {num_tokens} tokens leave no room for documents: both together may have {limit} tokens; "
+        f"send a shorter {name}",
+        param=name,
+    )
 
 
 class ConversationReader(Protocol):
@@ -247,7 +257,9 @@ class SimilarityScorer:
         max_tokens = task.max_tokens(max_model_len=embedder.max_model_len, num_special_tokens=0)
         field = "truncation" if task.truncate is None else "truncate_prompt_tokens"
         sequence = fitted(sequence, embedder, max_tokens, task.truncation_side, field)
-        check_sequences([sequence], max_model_len=embedder.max_model_len, vocab_size=embedder.vocab_size, param=path)
+        await check_sequences(
+            [sequence], max_model_len=embedder.max_model_len, vocab_size=embedder.vocab_size, param=path
+        )
         with engine_errors_answered():
             vector = await embedder.embed(salted([sequence], task.cache_salt), priority=task.priority)
         return TokenSequence(token_ids=sequence.token_ids), vector
@@ -259,7 +271,7 @@ class SimilarityScorer:
         )
         role = ROLES[side] if task.are_queries else None
         sequences = await embedder.tokenize(texts, role=role, max_tokens=max_tokens, side=task.truncation_side)
-        check_sequences(
+        await check_sequences(
             sequences, max_model_len=embedder.max_model_len, vocab_size=embedder.vocab_size, param=task.names[side]
         )
         return sequences
@@ -273,10 +285,17 @@ async def rows_of(
 
     Raises: InternalServerError, EngineDead.
     """
-    rows = {sequence: row for row, sequence in enumerate(dict.fromkeys(sequences))}
+    distinct, rows = await off_loop_if_long(sequences, partial(_distinct, sequences))
     with engine_errors_answered():
-        computed = await compute(list(rows))
-    return computed[[rows[sequence] for sequence in sequences]]
+        computed = await compute(distinct)
+    return computed[rows]
+
+
+def _distinct(sequences: Sequence[TokenSequence]) -> tuple[list[TokenSequence], list[int]]:
+    """The distinct ones, and for each sequence, which of them it is."""
+    places: dict[TokenSequence, int] = {}
+    rows = [places.setdefault(sequence, len(places)) for sequence in sequences]
+    return list(places), rows
 
 
 def checked_scores(scores: NDArray[np.float32], sequences: Sequence[TokenSequence]) -> Scores:

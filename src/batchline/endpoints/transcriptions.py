@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from batchline.config import TextConfig
 from batchline.endpoints.engine_input import GREEDY_BELOW
 from batchline.endpoints.pooling_limits import engine_errors_answered, off_loop_if_large
+from batchline.endpoints.reporting import LogprobFormat
 from batchline.errors import BadRequest
 from batchline.media.audio import resampled
 from batchline.media.collector import MediaCollector, check_unfetched
@@ -47,6 +48,7 @@ class Transcriber:
     model: SpeechModel
     collector: MediaCollector
     text: TextConfig
+    logprob_format: LogprobFormat
     held: ByteBudget = field(default_factory=partial(ByteBudget, HELD_BYTES))
 
 
@@ -82,11 +84,13 @@ async def transcription(
     request, recording = await off_loop_if_large(body, partial(read_transcription, body, transcriber.text))
     segments: list[Segment] = []
     words: list[tuple[str, float, float]] = []
+    logprobs: list[dict[str, Any]] = []
     language, duration_s = "", 0.0
     async with aclosing(_parts(request, recording, transcriber, task, priority)) as parts:
         async for part in parts:
             duration_s = part.duration_s
             segments += part.segments
+            logprobs += _logprobs(part, transcriber) if request.include else []
             words += [(word.text, word.start, word.end) for word in part.words]
             language = part.language
     transcript = Transcript(
@@ -97,6 +101,7 @@ async def transcription(
         segments=[_spoken(segment) for segment in segments if segment.text.strip()],
         words=words if request.times_words else None,
         shows_segments=request.times_segments,
+        logprobs=logprobs if request.include else None,
     )
     return answer_in(request.response_format, transcript)
 
@@ -110,15 +115,22 @@ async def transcription_events(
     """
     request, recording = await off_loop_if_large(body, partial(read_transcription, body, transcriber.text))
     text, duration_s = "", 0.0
+    logprobs: list[dict[str, Any]] = []
+    num_sent = 0
     async with aclosing(_parts(request, recording, transcriber, task, priority)) as parts:
         async for part in parts:
             duration_s = part.duration_s
             delta = "".join(segment.text for segment in part.segments)
             delta = delta if text else delta.lstrip()
             text += delta
+            logprobs += _logprobs(part, transcriber) if request.include else []
             if delta:
-                yield {"type": DELTA, "delta": delta}
-    yield {"type": DONE, "text": text, "usage": usage_of(duration_s)}
+                event: dict[str, Any] = {"type": DELTA, "delta": delta}
+                if request.include:
+                    event["logprobs"], num_sent = logprobs[num_sent:], len(logprobs)
+                yield event
+    done: dict[str, Any] = {"type": DONE, "text": text, "usage": usage_of(duration_s)}
+    yield done | {"logprobs": logprobs} if request.include else done
 
 
 async def _parts(
@@ -167,6 +179,16 @@ async def _speech_request(
             sampling=Sampling(**{each.name: getattr(request, each.name) for each in fields(Sampling)}),
             priority=priority + request.priority,
         )
+
+
+def _logprobs(part: DecodedPart, transcriber: Transcriber) -> list[dict[str, Any]]:
+    """The log-probability of each token of the text."""
+    return [
+        transcriber.logprob_format.entry(token, logprob)
+        for segment in part.segments
+        for token, logprob in zip(segment.tokens, segment.logprobs, strict=True)
+        if transcriber.model.is_text(token)
+    ]
 
 
 def _spoken(segment: Segment) -> SpokenSegment:

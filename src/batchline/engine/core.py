@@ -19,6 +19,7 @@ from contextlib import contextmanager
 import torch
 
 from batchline.config import EngineConfig
+from batchline.engine.allowance import BatchAllowance
 from batchline.engine.block_pool import BlockPool
 from batchline.engine.memory import CacheMemory
 from batchline.engine.model_loader import load_model
@@ -79,6 +80,8 @@ class Engine:
         num_prompt_logprob_tokens = max(1, MAX_PROMPT_LOGPROB_BYTES // (4 * self.loaded.vocab_size))
         num_shared_tokens = NUM_SHARED_TOKENS if self.loaded.device.type == "cpu" else None
         self.scheduler = Scheduler(config.scheduler, pool, num_prompt_logprob_tokens, num_shared_tokens)
+        most_batch_tokens = num_shared_tokens or config.scheduler.max_num_batched_tokens
+        self._allowance = BatchAllowance(config.scheduler.max_delay, most_batch_tokens)
         self._step_size = StepSize(config.scheduler.max_num_batched_tokens)
         self._search = FaultSearch()
         self._reach = finite_reach(self.loaded.groups)
@@ -159,6 +162,8 @@ class Engine:
     def _step(self, *, holds_streams: bool) -> list[Output]:
         suspects = self._search.part
         self.scheduler.max_num_batched_tokens = self._step_size.limit
+        self.scheduler.max_num_batch_tokens = self._allowance.limit
+        began_at = time.monotonic()
         try:
             step = self.scheduler.schedule(suspects)
         except Exception as exc:
@@ -180,6 +185,7 @@ class Engine:
         if suspects is not None:
             self._search.clear(step.sequences)
         self._step_size.note_good_step(step.num_tokens)
+        self._allowance.note_step(step, time.monotonic() - began_at)
         return self._apply(results, holds_streams=holds_streams)
 
     def _compute(self, step: Step) -> list[SequenceResult]:
@@ -295,6 +301,8 @@ class Engine:
         sequence = result.sequence
         if result.token is not None:
             sequence.first_token_at = time.monotonic()
+            if sequence.kind == 0 and sequence.started_at is not None:
+                self._allowance.note_first_token(sequence.first_token_at - sequence.started_at)
         self._prompt_tokens += sequence.num_prompt_tokens
         self._cached_tokens += sequence.num_cached_tokens or 0
 

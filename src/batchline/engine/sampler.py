@@ -110,7 +110,7 @@ def _penalize_repetition(logits: torch.Tensor, sequences: Sequence[RunningSequen
     """Penalise tokens of prompt and output. A token that occurs twice is written twice, with the same value."""
     rows = _rows_where(sequences, lambda s: s.repetition_penalty != 1.0)
     if rows:
-        seen = [sequences[row].tokens_between(0, sequences[row].num_tokens) for row in rows]
+        seen = [sequences[row].tokens_seen() for row in rows]
         strengths = np.clip([sequences[row].sampling.repetition_penalty for row in rows], *_REPETITION_PENALTIES)
         penalties = np.repeat(strengths.astype(np.float32), [len(tokens) for tokens in seen])
         factors = torch.from_numpy(penalties).to(logits.device)

@@ -10,6 +10,10 @@ caller with a smaller share, preempts in the same way if there is no seat or no 
 priority never preempt each other, so they cannot alternate endlessly. No sequence is preempted if that would not free
 enough blocks.
 
+Work that nobody waits for (batch lines, responses in the background) gets at most `max_num_batch_tokens` of a step, and
+none of a step that computes the prompt of a request that a client waits for: that step is as short as without it. Under
+a dense crowd of clients, one step in a few holds such work all the same.
+
 A block is registered for reuse as soon as the step that fills it is scheduled. Its tokens are certain, because a step
 computes only tokens of the prompt and sampled ones. Every layer writes the step's keys and values before any of its
 sequences read them, so even sequences of the same step can share it. `undo` reverts a step that failed.
@@ -27,12 +31,17 @@ from batchline.engine.sequence import Sequence, SequenceStatus
 from batchline.engine.step import Chunk, Step
 from batchline.engine.turns import PromptShares, WaitingLine, in_order, may_replace
 
+STEPS_FOR_CLIENTS = 4
+"""After so many steps for clients' prompts alone, one holds batch work again."""
+
 
 @dataclass(slots=True)
 class _Draft:
     """A step while it is scheduled.
 
     budget, prompt_logprob_budget: positions that it may still hold, and those of prompts whose logits are wanted.
+    batch_budget: those of work that nobody waits for; None is no limit. is_for_clients: there are none, because it
+    computes a client's prompt.
     keeps_reserve: whether admission leaves blocks for the running sequences. shares: of its prompt tokens, if several
     callers have sequences. served: callers that get no further seat in it. order: of the sequences that ran before.
     next: the waiting sequence whose turn it is; None if that is not known. unseatable: one for which preemption would
@@ -41,6 +50,8 @@ class _Draft:
 
     budget: int = 0
     prompt_logprob_budget: int = 0
+    batch_budget: int | None = None
+    is_for_clients: bool = False
     keeps_reserve: bool = True
     shares: PromptShares | None = None
     served: set[str] = field(default_factory=set)
@@ -55,7 +66,8 @@ class _Draft:
 class Scheduler:
     """Owns the queue, the running sequences and, through the pool, their blocks.
 
-    max_num_batched_tokens: the limit of a step's tokens; may be changed between steps.
+    max_num_batched_tokens: the limit of a step's tokens. max_num_batch_tokens: of its tokens of work that nobody waits
+    for; None is no limit. Both may be changed between steps.
     """
 
     def __init__(
@@ -70,6 +82,8 @@ class Scheduler:
         each caller's next token waits for the whole step. None is no limit.
         """
         self.max_num_batched_tokens = config.max_num_batched_tokens
+        self.max_num_batch_tokens: int | None = None
+        self._num_steps_for_clients = 0
         self.max_num_seqs = config.max_num_seqs
         self._max_num_prompt_logprob_tokens = max_num_prompt_logprob_tokens or config.max_num_batched_tokens
         self._max_num_shared_tokens = max_num_shared_tokens
@@ -78,6 +92,7 @@ class Scheduler:
         self._waiting = WaitingLine()
         self.num_preemptions = 0
         self._preempted: list[Sequence] = []
+        self._uncleared: list[int] = []  # blocks that an undone step should have cleared
         self._draft = _Draft()
 
     @property
@@ -115,7 +130,16 @@ class Scheduler:
 
         only: the sequences that it may hold, to find the one that makes steps fail; None allows all.
         """
-        self._draft = _Draft(self.max_num_batched_tokens, self._max_num_prompt_logprob_tokens, only is None)
+        self._draft = _Draft(
+            self.max_num_batched_tokens,
+            self._max_num_prompt_logprob_tokens,
+            self.max_num_batch_tokens if only is None else None,
+            keeps_reserve=only is None,
+        )
+        if self._uncleared:
+            in_use = [number for number in self._uncleared if not self.pool.num_free_among([number])]
+            self._draft.blocks_to_clear += self.pool.take_tainted(in_use)
+            self._uncleared = []
         if only is None:
             return self._fill_step(None)
         others = [sequence for sequence in self._waiting if sequence not in only]
@@ -135,20 +159,23 @@ class Scheduler:
             self.pool.unregister(filled)
             self.pool.taint(filled)
         self.pool.taint(step.blocks_to_clear)
+        self._uncleared += step.blocks_to_clear
         for chunk in step.chunks:
             sequence = chunk.sequence
             sequence.num_computed_tokens = chunk.start
             sequence.num_finite_tokens = min(sequence.num_finite_tokens, chunk.start)
             del sequence.block_uids[chunk.start // size :]
-            if sequence in step.seated:
-                sequence.num_cached_tokens = step.seated[sequence]
-                self._unseat(sequence)
+        # also those without a chunk: their cached prefix may be one that the step should have filled
+        for sequence, num_cached_tokens in step.seated.items():
+            sequence.num_cached_tokens = num_cached_tokens
+            self._unseat(sequence)
 
     def restart(self, sequences: Iterable[Sequence]) -> None:
         """Start over with an empty cache and these sequences waiting, after a fault that may have corrupted the
         accounting. They keep their tokens."""
         self._preempted += [sequence for sequence in sequences if sequence.status is SequenceStatus.RUNNING]
         self.running, self._waiting = [], WaitingLine()
+        self._uncleared = []
         self.pool.reset()
         for sequence in sequences:
             sequence.forget_computed()
@@ -183,6 +210,7 @@ class Scheduler:
             if end > sequence.num_computed_tokens and self._make_room(position, end):
                 self._schedule_chunk(sequence, end)
         self._admit()
+        self._num_steps_for_clients = self._num_steps_for_clients + 1 if draft.is_for_clients else 0
         self._draft = _Draft()  # sequences must not be held beyond their end
         return Step(tuple(draft.chunks), tuple(draft.blocks_to_clear), draft.seated)
 
@@ -343,6 +371,9 @@ class Scheduler:
             budget = min(budget, self._draft.prompt_logprob_budget)
         if self._draft.shares is not None and sequence.num_uncomputed_tokens > 1:
             budget = min(budget, self._draft.shares.left(sequence))
+        batch_budget = self._draft.batch_budget
+        if batch_budget is not None and sequence.kind > 0 and not (sequence.uncut and batch_budget > 0):
+            budget = min(budget, batch_budget)
         end = sequence.num_computed_tokens + min(sequence.num_uncomputed_tokens, budget)
         return self._uncut_end(sequence, end) if sequence.uncut else end
 
@@ -372,6 +403,8 @@ class Scheduler:
         if draft.shares is not None and sequence.num_uncomputed_tokens > 1:
             draft.shares.use(sequence, chunk.num_tokens)
         draft.budget -= chunk.num_tokens
+        if draft.batch_budget is not None:
+            self._use_batch_budget(draft.batch_budget, chunk)
         draft.chunks.append(chunk)
         sequence.num_computed_tokens = end
         size, uids = self.pool.block_size, sequence.block_uids
@@ -381,6 +414,14 @@ class Scheduler:
             previous = uids[-1] if uids else ROOT_UID
             key = sequence.cache_key(start, end)
             uids.append(self.pool.register(sequence.block_table[index], previous, tokens, key))
+
+    def _use_batch_budget(self, left: int, chunk: Chunk) -> None:
+        """Chunks for clients come first. The prompt of one of them leaves nothing for others."""
+        sequence = chunk.sequence
+        if sequence.kind > 0:
+            self._draft.batch_budget = max(0, left - chunk.num_tokens)
+        elif chunk.start < sequence.num_prompt_tokens and self._num_steps_for_clients < STEPS_FOR_CLIENTS:
+            self._draft.batch_budget, self._draft.is_for_clients = 0, True
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.pool.block_size)

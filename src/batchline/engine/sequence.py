@@ -115,6 +115,7 @@ class Sequence:
     num_finite_tokens: positions whose keys and values are known to be finite, because a finite result depended on them.
     uncut: ranges [start, end) of positions that see each other, so that one step must compute a range to its end.
     prompt_key: stands for the whole prompt with its media, if its first positions depend on its last ones.
+    prompt_vocabulary: the different tokens of its prompt, once they are needed.
     kind: what its priority is for (`kind_of`). turn: its place among its caller's sequences (`turns.py`).
     rotary: positions that the model rotates by, where its images make them differ from the positions in the sequence.
     """
@@ -140,6 +141,7 @@ class Sequence:
         "priority",
         "prompt_key",
         "prompt_logprobs",
+        "prompt_vocabulary",
         "repetition",
         "request",
         "rotary",
@@ -158,6 +160,7 @@ class Sequence:
 
     def __init__(self, request: GenerationRequest | EmbeddingRequest, seed: int) -> None:
         self.request = request
+        self.prompt_vocabulary: np.ndarray | None = None
         self.wants_hidden = isinstance(request, EmbeddingRequest)
         self.sampling = EMBEDDING_SAMPLING if isinstance(request, EmbeddingRequest) else request.sampling
         self.matcher = _matcher(request)
@@ -252,6 +255,13 @@ class Sequence:
     def tokens_between(self, start: int, end: int) -> np.ndarray:
         """Copy of token_ids[start:end], int64."""
         return np.array(self.token_ids[start:end], dtype=np.int64)
+
+    def tokens_seen(self) -> np.ndarray:
+        """Every token of the prompt and the output, int64. Those of the prompt once, so that the time that each new
+        token costs does not grow with the prompt."""
+        if self.prompt_vocabulary is None:
+            self.prompt_vocabulary = np.unique(self.tokens_between(0, self.num_prompt_tokens))
+        return np.concatenate([self.prompt_vocabulary, self.tokens_between(self.num_prompt_tokens, self.num_tokens)])
 
     def append(self, token_id: int) -> None:
         """Add a sampled token; finish the sequence if the token ends it. Raises: ConstraintFailed."""

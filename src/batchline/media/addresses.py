@@ -1,4 +1,4 @@
-"""Decides which URLs may be fetched, and which network addresses they may lead to.
+"""Decides which URLs in requests may be fetched or called, and which network addresses they may lead to.
 
 A request must not make the server reach what its sender cannot reach: this machine, its network, a cloud's metadata
 service. So only addresses of the public internet are allowed, and others only where the operator names their networks.
@@ -29,6 +29,9 @@ NO_PUBLIC_ADDRESS = (
 )
 """Why a host is refused. A name that does not exist gets the same reason, so that nobody can find names of an internal
 network by trying them."""
+
+NOTHING = "none"
+"""In place of the allowed domains: nothing is fetched."""
 
 MAX_LOGGED_HOSTS = 10
 """Hosts that the log names as refused. Clients choose them, so they must not be able to fill the log."""
@@ -83,8 +86,15 @@ class FetchRules:
 
     def __init__(self, domains: Sequence[str] = (), networks: Sequence[str] = ()) -> None:
         self._domains = frozenset(map(_domain, domains))
+        if NOTHING in self._domains and len(self._domains) > 1:
+            raise UsageError(f"--allowed-media-domains: {NOTHING!r} turns fetching off; give no other host beside it.")
         self._networks = parse_networks(networks)
         self._logged: set[str] = set()
+
+    @property
+    def fetches_nothing(self) -> bool:
+        """Whether no URL at all is allowed."""
+        return NOTHING in self._domains
 
     def checked_url(self, text: str) -> URL:
         """The URL, if it may be fetched as far as its text tells. Raises: BadRequest."""
@@ -103,6 +113,8 @@ class FetchRules:
             raise BadRequest("URLs with a user name or password are not fetched")
         if not port:
             raise BadRequest("it is not a valid URL")
+        if self.fetches_nothing:
+            raise BadRequest("nothing is fetched here: send the content itself, as a data URL")
         self._check_host(url.raw_host or "")
         return url
 
@@ -117,7 +129,7 @@ class FetchRules:
             return
         self._logged.add(host)
         rest = "" if len(self._logged) < MAX_LOGGED_HOSTS else "; further hosts are not logged"
-        logger.warning("refused to fetch media from %s: %s%s", host, reason, rest)
+        logger.warning("refused to connect to %s: %s%s", host, reason, rest)
 
     def _check_host(self, host: str) -> None:
         """Raises: BadRequest."""

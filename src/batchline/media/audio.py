@@ -127,7 +127,7 @@ def opened(data: bytes, name: str, noun: str) -> Iterator[InputContainer]:
     try:
         with av.open(io.BytesIO(data), "r", format=name, options=_OPTIONS, metadata_errors="ignore") as container:
             yield container
-    except RequestError:
+    except (RequestError, MemoryError):
         raise
     except Exception as exc:  # decoders of a stranger's data raise anything
         raise UnprocessableEntity(f"the {name} {noun} is damaged or cut off") from exc

@@ -11,7 +11,6 @@ import hashlib
 import os
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,6 +18,7 @@ from heapq import nlargest
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from batchline.callers import FairThreads
 from batchline.config import MediaConfig
 from batchline.errors import BadRequest, ServiceUnavailable, UnprocessableEntity, counted
 from batchline.media import audio, images, video
@@ -139,7 +139,8 @@ class MediaCollector:
         self._decoding: SharedWork[MediaItem] = SharedWork()
         self._decoded = DecodedCache(config.decoded_bytes // 4)
         self._budget = ByteBudget(config.decoded_bytes)
-        self._threads = ThreadPoolExecutor(NUM_DECODING_THREADS, thread_name_prefix="batchline-media")
+        num_kept_free = min(1, NUM_DECODING_THREADS - 1)
+        self._threads = FairThreads(NUM_DECODING_THREADS, "batchline-media", num_kept_free=num_kept_free)
 
     @asynccontextmanager
     async def collect(
@@ -186,7 +187,7 @@ class MediaCollector:
             item = self._decoded.get(key)
             if item is not None:
                 return _Ready(part, sampling, key, read, held_bytes(item), item=item)
-            measure = partial(_measured, read, part.source.kind, self._config)
+            measure = partial(_measured, read, part.source.kind, self._config, sampling)
             return _Ready(part, sampling, key, read, *await self._off_loop(measure))
 
     async def _reader(self, source: MediaSource, stack: AsyncExitStack) -> tuple[str, Callable[[], bytes]]:
@@ -219,7 +220,11 @@ class MediaCollector:
         return self._decoded.put(ready.key, await self._off_loop(decode))
 
     async def _off_loop(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        """Raises: ServiceUnavailable if there is no memory for it."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        except MemoryError as exc:
+            raise ServiceUnavailable("there is no memory to decode it at the moment; try again later") from exc
 
 
 class DecodedCache:
@@ -271,12 +276,17 @@ def scheme(url: str) -> str:
     return url[:_SCHEME_CHARS].partition(":")[0].lower()
 
 
-def _measured(read: Callable[[], bytes], kind: MediaKind, config: MediaConfig) -> tuple[int, int]:
-    """Memory of the decoded content, and what decoding takes besides, by the header. Raises: RequestError."""
+def _measured(
+    read: Callable[[], bytes], kind: MediaKind, config: MediaConfig, sampling: video.Sampling
+) -> tuple[int, int]:
+    """Memory of the decoded content, and what decoding takes besides, by the header. sampling: of a video.
+
+    Raises: RequestError.
+    """
     if kind == "audio":
         return audio.audio_bytes(read(), config.max_audio_s), 0
     if kind == "video":
-        return video.video_bytes(read(), _video_limits(config)), 0
+        return video.video_bytes(read(), _video_limits(config), sampling), 0
     width, height = images.image_size(read(), config.max_image_pixels)
     held = images.HELD_BYTES_PER_PIXEL * width * height
     return held, images.BYTES_PER_PIXEL * width * height - held

@@ -88,7 +88,7 @@ class Fetcher:
         """resolver: finds addresses of hosts; None asks the system."""
         self._config = config
         self._rules = rules
-        self._resolver = _CheckedResolver(rules, resolver)
+        self._resolver = CheckedResolver(rules, resolver)
         self._folder = MediaFolder(config.cache_folder, config.cache_bytes)
         self._work: SharedWork[None] = SharedWork()
         self._places = asyncio.Semaphore(config.max_fetches)
@@ -246,7 +246,7 @@ class Fetcher:
                 await _to_the_end(asyncio.to_thread(write, piece))
 
 
-class _CheckedResolver(AbstractResolver):
+class CheckedResolver(AbstractResolver):
     """Resolves hosts whose addresses are all allowed. The connector connects to nothing else."""
 
     def __init__(self, rules: FetchRules, resolver: AbstractResolver | None) -> None:

@@ -74,7 +74,11 @@ class ImageProcessor:
 
         Raises: BadRequest.
         """
-        given = {**given, **given["images_kwargs"]} if isinstance(given.get("images_kwargs"), dict) else given
+        nested = given.get("images_kwargs", {})
+        if not isinstance(nested, dict):
+            param = "mm_processor_kwargs.images_kwargs"
+            raise BadRequest(f"{param}: Input should be an object", param=param)
+        given = {**given, **nested}
         named = {name: value for name, value in given.items() if name != "images_kwargs"}
         adjusted = {name: self._adjusted(name, value) for name, value in named.items()}
         return self._with_size({**self._settings, **adjusted})

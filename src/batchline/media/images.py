@@ -19,6 +19,9 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 MAX_JPEG_SCANS = 64
 """Progressive images have about ten. Each may cost as much time as a whole image, in a few bytes."""
 
+MAX_SIDE = 65_535
+"""Of a side in pixels, as JPEG has it. To make a line of millions of pixels smaller takes gigabytes."""
+
 BYTES_PER_PIXEL = 16
 """Memory that decoding takes: the pixels as they are stored, with and without transparency, and as bytes to digest."""
 
@@ -44,6 +47,8 @@ def decode_image(data: bytes, max_pixels: int) -> tuple[Image.Image, bytes]:
         try:
             image.load()
             pixels = _rgb(_upright(image))
+        except MemoryError:  # not the image's fault
+            raise
         except Exception as exc:  # decoders of a stranger's data raise anything
             raise UnprocessableEntity(f"the {image.format} image is damaged or cut off") from exc
     digest = hashlib.sha256(b"%dx%d:" % pixels.size)
@@ -60,11 +65,15 @@ def _opened(data: bytes, max_pixels: int) -> Image.Image:
         image = Image.open(file, formats=FORMATS)
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as exc:
         raise too_large from exc
+    except MemoryError:
+        raise
     except Exception as exc:  # as above
         known = ", ".join(FORMATS)
         raise UnprocessableEntity(f"it is not an image of a known format ({known}), or its header is damaged") from exc
     if image.width * image.height > max_pixels:
         raise too_large
+    if max(image.size) > MAX_SIDE:
+        raise UnprocessableEntity(f"a side of the image has more than {MAX_SIDE:,} pixels")
     if image.mode in _UNBOUNDED:
         raise UnprocessableEntity("the image has 32 bits a pixel; save it with 8 or 16")
     if image.format in ("JPEG", "MPO") and data.count(_SCAN) > MAX_JPEG_SCANS:

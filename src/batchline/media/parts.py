@@ -24,6 +24,13 @@ MEDIA_PARTS: Mapping[str, MediaKind] = {
 _KINDS = get_args(MediaKind)
 _DETAILS = get_args(Detail)
 _FORMAT_CHARS = 32
+_SAMPLING_FIELDS = frozenset(
+    {
+        *("min_pixels", "max_pixels", "total_pixels", "resized_height", "resized_width"),
+        *("fps", "nframes", "min_frames", "max_frames", "video_start", "video_end"),
+    }
+)
+"""What Qwen's tools write into parts. They change what a model sees, so they are not ignored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +99,12 @@ def _media_part(part: Mapping[str, Any], path: str) -> MediaPart:
     if part["type"] in _KINDS:
         known = ", ".join(name for name, kind in MEDIA_PARTS.items() if kind == part["type"])
         raise BadRequest(f"{path}.type: unknown part type {part['type']!r}; use {known}", param=f"{path}.type")
+    given = part.get(part["type"])
+    inner = given if isinstance(given, dict) else {}
+    for name in _SAMPLING_FIELDS:
+        if part.get(name) is not None or inner.get(name) is not None:
+            advice = "mm_processor_kwargs sets the size of images, --max-video-frames the frames of videos"
+            raise BadRequest(f"{path}.{name}: parts of messages do not have it; {advice}", param=f"{path}.{name}")
     return MediaPart(_READERS[part["type"]](part, path), path, part["type"])
 
 
@@ -104,6 +117,8 @@ def _referenced(part: Mapping[str, Any], path: str) -> MediaSource:
         url, detail, where_url = given.get("url"), given.get("detail"), f"{where}.url"
     else:
         url, detail, where_url = given, part.get("detail"), where
+    if detail not in (None, "auto") and MEDIA_PARTS[kind] != "image":
+        raise BadRequest(f"{where}.detail: only images have it", param=f"{where}.detail")
     return MediaSource(MEDIA_PARTS[kind], _url(url, where_url), _detail(detail, where))
 
 

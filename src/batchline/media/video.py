@@ -6,6 +6,7 @@ As for recordings, the reader is the one that the first bytes tell, on bytes in 
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -24,8 +25,12 @@ FRAMES_PER_SECOND = 2.0
 """That most models see, as far as the limit on frames allows."""
 MIN_FRAMES = 4
 BYTES_PER_PIXEL = 3
+MAX_DECODING_S = 60.0
+"""Processor time for one video. A still picture of a few megabytes may have tens of thousands of large frames."""
 
 _SKIPPED_S = 1.0
+_USUAL_FRAMES = 32
+"""A decoder holds several whole frames, so one of them may not have the pixels of all that a model sees."""
 _DECODERS = frozenset({"h264", "hevc", "mpeg4", "vp8", "vp9", "libvpx", "libvpx-vp9", "av1", "libdav1d"})
 _MAX_RATE = 120
 _PAIR = 2
@@ -86,11 +91,12 @@ def known_format(data: bytes) -> str:
     return name
 
 
-def video_bytes(data: bytes, limits: VideoLimits) -> int:
+def video_bytes(data: bytes, limits: VideoLimits, sampling: Sampling) -> int:
     """Memory that decoding takes at most, by the header. Raises: BadRequest, UnprocessableEntity."""
     with opened(data, known_format(data), "video") as container:
         stream = _stream(container, limits)
-        return BYTES_PER_PIXEL * int(stream.width) * int(stream.height) * (limits.frames + 2)
+        seen = _frames_seen(container, stream, limits, sampling)
+        return BYTES_PER_PIXEL * int(stream.width) * int(stream.height) * (len(seen) + 2)
 
 
 def decode_video(data: bytes, limits: VideoLimits, sampling: Sampling) -> tuple[Video, bytes]:
@@ -102,7 +108,10 @@ def decode_video(data: bytes, limits: VideoLimits, sampling: Sampling) -> tuple[
     with opened(data, name, "video") as container:
         stream = _stream(container, limits)
         num_frames, rate = _num_frames(container, stream, limits), float(stream.average_rate)
-    wanted = sampled_frames(num_frames, rate, limits.frames, sampling)
+        wanted = sampled_frames(num_frames, rate, limits.frames, sampling)
+        if stream.width * stream.height * len(wanted) > limits.pixels:
+            most = f"{limits.pixels:,} pixels"
+            raise UnprocessableEntity(f"the {len(wanted)} frames that a model sees of the video have more than {most}")
     with opened(data, name, "video") as container:
         frames = tuple(_decoded(container, _stream(container, limits), wanted))
     if len(frames) < len(wanted):
@@ -153,12 +162,19 @@ def _stream(container: InputContainer, limits: VideoLimits) -> Any:
         raise UnprocessableEntity("its size or frame rate is not valid")
     if (container.duration or 0) / 1e6 > limits.seconds:
         raise _too_long(limits)
-    if stream.width * stream.height * limits.frames > limits.pixels:
-        raise UnprocessableEntity(f"{limits.frames} frames of the video have more than {limits.pixels:,} pixels")
+    num_pixels = stream.width * stream.height
+    most = limits.pixels // min(limits.frames, _USUAL_FRAMES)
+    if num_pixels > most:
+        raise UnprocessableEntity(f"a frame of the video has more than {most:,} pixels")
     # a stream may change its size; decoders align sizes upwards
-    stream.codec_context.options = {"max_pixels": str(max(2 * limits.pixels // limits.frames, 1 << 20))}
+    stream.codec_context.options = {"max_pixels": str(max(2 * num_pixels, 1 << 20))}
     stream.codec_context.thread_count = 1
     return stream
+
+
+def _frames_seen(container: InputContainer, stream: Any, limits: VideoLimits, sampling: Sampling) -> list[int]:
+    """The frames that a model sees. They are counted: a fragmented file's header only has the first fragment's."""
+    return sampled_frames(_num_frames(container, stream, limits), float(stream.average_rate), limits.frames, sampling)
 
 
 def _num_frames(container: InputContainer, stream: Any, limits: VideoLimits) -> int:
@@ -177,7 +193,10 @@ def _decoded(container: InputContainer, stream: Any, wanted: list[int]) -> Itera
     """The wanted frames, of one size. Raises: UnprocessableEntity."""
     places = set(wanted)
     size = None
+    end = time.thread_time() + MAX_DECODING_S
     for index, frame in enumerate(container.decode(stream)):
+        if time.thread_time() > end:
+            raise UnprocessableEntity(f"decoding the video takes more than {MAX_DECODING_S:g} seconds")
         if index in places:
             image = frame.to_image()
             if size not in (None, image.size):

@@ -49,7 +49,9 @@ class EmbedRequest(WireModel):
     def check(self) -> None:
         """Check fields that depend on each other. Raises: BadRequest."""
         if self.images:
-            raise BadRequest("images: no model here sees images", param="images")
+            raise BadRequest(
+                "images: this endpoint only takes texts; /v1/embeddings takes images in messages", param="images"
+            )
         if (self.texts is None) == (self.inputs is None):
             raise BadRequest("texts: exactly one of texts and inputs is required", param="texts")
 

@@ -31,7 +31,8 @@ from batchline.openai_api.structured_outputs import ConstrainedBody
 _TOKEN_ID = re.compile(r"[0-9]{1,19}")
 
 MAX_BEAMS = 128
-"""Largest number of beams. Each step of a beam search ranks the square of their number."""
+"""Largest number of beams. Each step of a beam search ranks, for each of them, as many continuations as there are beams
+and end tokens."""
 
 _NEUTRAL_IN_BEAM_SEARCH: Mapping[str, tuple[object, ...]] = {
     "best_of": (),

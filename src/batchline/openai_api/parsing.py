@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -55,6 +56,7 @@ _SMALL = 4096
 _NO_OBJECT = {"dict_type", "model_type", "model_attributes_type"}
 
 _warned: set[str] = set()
+_warning = threading.Lock()
 
 
 def parse_body(
@@ -71,7 +73,7 @@ def parse_body(
     if limits is not None:
         check_limits(schema, given, limits)
     for name, value in given.items():
-        if name not in schema.model_fields:
+        if name not in _names_by_key(schema):
             _account_for(name, value, strict=strict)
     request = _validated(schema, given)
     for path in _unknown_inside(request, given, ""):
@@ -153,7 +155,7 @@ def _unknown_field(name: str) -> str:
 
 def known_fields(schema: type[BaseModel]) -> frozenset[str]:
     """The fields that a body may have without a warning."""
-    return frozenset({*schema.model_fields, *_other_names(schema), *NO_BEHAVIOUR, *UNSUPPORTED})
+    return frozenset({*_names_by_key(schema), *_other_names(schema), *NO_BEHAVIOUR, *UNSUPPORTED})
 
 
 def described_field(schema: type[BaseModel], name: str) -> str:
@@ -171,11 +173,13 @@ def warned_elsewhere(name: str) -> None:
 
 def warn_once(message: str) -> None:
     """Log a warning about request fields the first time it occurs, up to a number of warnings."""
-    if len(_warned) == MAX_WARNINGS or message in _warned:
-        return
-    _warned.add(message)
+    with _warning:  # requests are checked on several threads
+        if len(_warned) >= MAX_WARNINGS or message in _warned:
+            return
+        _warned.add(message)
+        is_last = len(_warned) == MAX_WARNINGS
     logger.warning("%s", message)
-    if len(_warned) == MAX_WARNINGS:
+    if is_last:
         logger.warning("Further request fields are ignored without a warning")
 
 

@@ -79,6 +79,11 @@ class RerankRequest(ActivatedBody):
         return self.truncation is True or self.truncate in (True, "END") or self.max_tokens_per_doc is not None
 
     @property
+    def refuses_to_cut(self) -> bool:
+        """Whether documents that are too long for the model are an error; the paths differ in their default."""
+        return self.truncation is False or self.truncate in (False, "NONE")
+
+    @property
     def activates(self) -> bool | None:
         """Whether to activate; None if the request leaves it open. Raises: BadRequest if its names contradict."""
         activates = super().activates

@@ -18,6 +18,9 @@ from batchline.openai_api.parsing import TEXT
 ResponseFormat = Literal["json", "text", "srt", "verbose_json", "vtt"]
 Granularity = Literal["segment", "word"]
 
+_LISTS = ("include", "timestamp_granularities")
+"""Fields whose name OpenAI's clients write with `[]` in a form."""
+
 _NOT_BASE64 = re.compile(r"[^A-Za-z0-9+/=_%\s-]")
 """In either alphabet, with line breaks or escaped padding."""
 
@@ -32,7 +35,7 @@ class TranscriptionRequest(WireModel):
     as `en` or an English name; None or "" detects it. temperature: 0 tries higher ones where the text looks wrong.
     """
 
-    other_names: ClassVar[Mapping[str, str]] = {"timestamp_granularities[]": "timestamp_granularities"}
+    other_names: ClassVar[Mapping[str, str]] = {f"{name}[]": name for name in _LISTS}
 
     model: str | None = None
     file: Annotated[bytes | str | None, Field(repr=False)] = None
@@ -42,6 +45,7 @@ class TranscriptionRequest(WireModel):
     response_format: ResponseFormat = "json"
     temperature: Annotated[float, Field(ge=0, le=1)] = 0.0
     timestamp_granularities: Annotated[list[Granularity], Field(max_length=8)] | None = None
+    include: Annotated[list[Literal["logprobs"]], Field(max_length=8)] | None = None
     stream: bool = False
     seed: Annotated[int, Field(ge=-MAX_INT64 - 1, le=MAX_INT64)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -64,6 +68,8 @@ class TranscriptionRequest(WireModel):
         if self.timestamp_granularities and self.response_format != "verbose_json":
             message = "timestamp_granularities: they need response_format verbose_json"
             raise BadRequest(message, param="timestamp_granularities")
+        if self.include and self.response_format != "json":
+            raise BadRequest("include: logprobs require response_format json", param="include")
         if self.stream and self.response_format != "json":
             raise BadRequest("stream: only response_format json can be streamed", param="stream")
 
@@ -108,7 +114,7 @@ def body_of_form(fields: Iterable[tuple[str, str | bytes]]) -> dict[str, Any]:
         if value == "":
             continue
         list_name = name.removesuffix("[]")
-        if list_name != name or name == "timestamp_granularities":
+        if list_name != name or name in _LISTS:
             items = body.setdefault(list_name, [])
             if not isinstance(items, list):
                 raise BadRequest(f"{list_name[:80]}: the form has this field twice", param=list_name)
@@ -148,6 +154,7 @@ class Transcript:
     """What is said in a recording. language: its English name. duration_s: of the recording.
 
     words: (text, start, end) of each, in seconds; None if they are not asked for. shows_segments: in JSON.
+    logprobs: as the answer has them, of each token of the text; None if they are not asked for.
     """
 
     task: str
@@ -157,6 +164,7 @@ class Transcript:
     segments: Sequence[SpokenSegment]
     words: Sequence[tuple[str, float, float]] | None = None
     shows_segments: bool = True
+    logprobs: Sequence[Mapping[str, Any]] | None = None
 
 
 def usage_of(duration_s: float) -> dict[str, Any]:
@@ -168,7 +176,8 @@ def answer_in(response_format: ResponseFormat, transcript: Transcript) -> dict[s
     """The whole answer: an object, or text."""
     match response_format:
         case "json":
-            return {"text": transcript.text, "usage": usage_of(transcript.duration_s)}
+            logprobs = {} if transcript.logprobs is None else {"logprobs": transcript.logprobs}
+            return {"text": transcript.text, **logprobs, "usage": usage_of(transcript.duration_s)}
         case "verbose_json":
             return _verbose(transcript)
         case "text":

@@ -53,7 +53,7 @@ _NUMBER_FORMAT = Unsupported(
 )
 _TOOLS = Unsupported("tool calling", ([], "none"))
 _REASONING = Unsupported("reasoning output")
-_MEDIA = Unsupported("media input", ({},))
+_MEDIA = Unsupported("a choice of how media are read", ({},))
 _AUDIO = Unsupported("audio output")
 _EMBEDS = Unsupported("a prompt of embeddings")
 _TRANSFER = Unsupported("handing a request's cache to another server", ({},))
@@ -98,7 +98,7 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
     "return_prompt_text": Unsupported("returning the prompt's text", (False,), "set return_token_ids"),
     "return_token_offsets": Unsupported("returning the tokens' places in the text", (False,)),
     "return_prompt_token_ids": Unsupported("this name", (False,), "set return_token_ids"),
-    "return_mm_kwargs": Unsupported("media input", (True, False)),
+    "return_mm_kwargs": Unsupported("an answer with media", (True, False)),
     "return_hidden_states": _INTERNALS,
     "return_routed_experts": _INTERNALS,
     "routed_experts_prompt_start": _INTERNALS,
@@ -108,7 +108,7 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
     "media_io_kwargs": _MEDIA,
     "max_dynamic_patch": _MEDIA,
     "min_dynamic_patch": _MEDIA,
-    "use_audio_in_video": Unsupported("media input", (False,)),
+    "use_audio_in_video": Unsupported("the sound of videos", (False,)),
     "images_config": _IMAGES,
     "image": _IMAGES,
     "kv_transfer_params": _TRANSFER,

@@ -6,8 +6,8 @@ its configuration says otherwise) or without one.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from sentence_transformers import CrossEncoder
 
+from batchline.callers import pieces_of
 from batchline.config import ModelConfig
 from batchline.errors import UnsupportedModel
 from batchline.pooling.batching import TokenSequence
@@ -48,9 +49,18 @@ class CrossEncoderModel(ClassifierModel):
         """
         if max_tokens is not None and self._tokenizer.takes_whole_pairs:
             raise pairs_cannot_be_cut()
-        return await asyncio.to_thread(
-            self._tokenizer.encode_pairs, pairs, prompt=self._default_prompt, max_tokens=max_tokens, side=side
+        encode = partial(self._tokenizer.encode_pairs, prompt=self._default_prompt, max_tokens=max_tokens, side=side)
+        shorten = partial(
+            self._tokenizer.shortened, max_model_len=self.max_model_len, can_cut=max_tokens is not None, side=side
         )
+        short: dict[str, str] = {}
+        for texts in pieces_of(list(dict.fromkeys(text for pair in pairs for text in pair))):
+            short |= await self._off_loop(partial(shorten, texts))
+        pairs = [(short[first], short[second]) for first, second in pairs]
+        sequences: list[TokenSequence] = []
+        for piece in pieces_of(pairs, size_of=lambda pair: len(pair[0]) + len(pair[1])):
+            sequences += await self._off_loop(partial(encode, piece))
+        return sequences
 
     async def score(
         self, sequences: Sequence[TokenSequence], *, use_activation: bool = True, priority: int = 0

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
+from batchline.callers import FairThreads, pieces_of
 from batchline.errors import BadRequest
 from batchline.pooling.batching import TokenSequence
 from batchline.pooling.loading import LoadedPoolingModel
 from batchline.pooling.tokenizing import ROLE_PROMPTS, PoolingTokenizer, Role, Side
 from batchline.pooling.worker import PoolingStats, PoolingWorker
+
+T = TypeVar("T")
 
 
 class PoolingModel:
@@ -35,6 +39,8 @@ class PoolingModel:
         self._prompts: dict[str, str] = dict(module.prompts)
         self._default_prompt: str = self._prompts.get(module.default_prompt_name or "", "")
         self._tokenizer = tokenizer
+        # one, because the tokenizer has a lock; and its own, because megabytes of text would keep others' threads busy
+        self._text_thread = FairThreads(1, "batchline-pooling-text")
         self._worker = PoolingWorker(
             loaded.run_batch, loaded.limits, probe=loaded.probe(), on_start=loaded.enter_thread
         )
@@ -49,18 +55,24 @@ class PoolingModel:
         side: Side | None = None,
     ) -> list[TokenSequence]:
         """One sequence per text, with its role's prompt in front, truncated to `max_tokens` if that is given."""
-        return await asyncio.to_thread(
+        encode = partial(
             self._tokenizer.encode,
-            texts,
             prompt=self._prompt_of(role),
             add_special_tokens=add_special_tokens,
             max_tokens=max_tokens,
             side=side,
         )
+        sequences: list[TokenSequence] = []
+        for piece in pieces_of(texts):
+            sequences += await self._off_loop(partial(encode, piece))
+        return sequences
 
     async def cut(self, texts: Sequence[str], max_tokens: int) -> list[str]:
         """The texts' beginnings, of at most this many tokens. Raises: BadRequest."""
-        return await asyncio.to_thread(self._tokenizer.cut, texts, max_tokens)
+        cut: list[str] = []
+        for piece in pieces_of(texts):
+            cut += await self._off_loop(partial(self._tokenizer.cut, piece, max_tokens))
+        return cut
 
     async def tokenize_messages(
         self,
@@ -86,7 +98,7 @@ class PoolingModel:
                 return self._tokenizer.encode([rendered], add_special_tokens=add_special_tokens)[0]
             return TokenSequence(token_ids=rendered)
 
-        return await asyncio.to_thread(encode)
+        return await self._off_loop(encode)
 
     def from_token_ids(
         self, token_ids: Sequence[int], *, max_tokens: int | None = None, side: Side | None = None
@@ -105,8 +117,14 @@ class PoolingModel:
         return self._worker.stats()
 
     def close(self) -> None:
-        """Stop the thread; calls still waiting get EngineDead. Idempotent."""
+        """Stop the threads; calls still waiting get EngineDead. Idempotent."""
+        # waiting text work may finish, because cancelled work would look like a cancelled request
+        self._text_thread.shutdown(wait=False)
         self._worker.close()
+
+    async def _off_loop(self, work: Callable[[], T]) -> T:
+        """Run text work when it is its caller's turn. Cancelling the call drops work that has not begun."""
+        return await asyncio.get_running_loop().run_in_executor(self._text_thread, work)
 
     def _prompt_of(self, role: Role | None) -> str:
         if role is None:

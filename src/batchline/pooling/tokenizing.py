@@ -7,7 +7,7 @@ truncated. Safe to call from any thread: a lock protects the tokenizer, whose tr
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 from batchline.errors import BadRequest
@@ -27,6 +27,9 @@ ROLE_PROMPTS: dict[Role, tuple[str, ...]] = {
 }
 """Prompt names by role. The first that a model has is used, as in `encode_query` and `encode_document`."""
 
+
+_CHARS_PER_TOKEN = 4
+"""A text that is shorter, so measured, is not looked at."""
 
 WritePair = Callable[[str, str, str], str]
 """(the model's prompt, first text, second text) -> one text that holds the pair."""
@@ -82,6 +85,39 @@ class PoolingTokenizer:
             raise beginning_is_needed()
         prompted = [prompt + text for text in texts] if prompt else list(texts)
         return self._tokenize(prompted, None, add_special_tokens, max_tokens, num_prompt_tokens, side)
+
+    def shortened(
+        self, texts: Iterable[str], *, max_model_len: int, can_cut: bool, side: Side | None = None
+    ) -> dict[str, str]:
+        """Each text without what no pair of at most `max_model_len` tokens can hold of it.
+
+        A text stands in many pairs and is tokenized in each, and cutting a pair costs the product of both lengths.
+        can_cut: whether pairs are cut. side: where. Raises: BadRequest for a text that is too long if they are not.
+        """
+        most = 2 * max_model_len + 16  # where a text is cut, its last tokens may differ
+        return {text: self._cut_text(text, most, can_cut, side or self._own_side) for text in dict.fromkeys(texts)}
+
+    def _cut_text(self, text: str, most: int, can_cut: bool, side: Side) -> str:
+        if len(text) <= _CHARS_PER_TOKEN * most or not self._tokenizer.is_fast:
+            return text
+        with self._lock:
+            encoded = self._tokenizer(
+                text,
+                add_special_tokens=False,
+                truncation=False,
+                return_offsets_mapping=True,
+                return_attention_mask=False,
+                verbose=False,
+            )
+        offsets = encoded["offset_mapping"]
+        if len(offsets) <= most:
+            return text
+        if not can_cut:
+            raise BadRequest(
+                f"A text has {len(offsets):,} tokens, more than any pair of this model may have. Shorten it or set "
+                "truncate_prompt_tokens."
+            )
+        return text[: offsets[most - 1][1]] if side == "right" else text[offsets[-most][0] :]
 
     def encode_pairs(
         self,

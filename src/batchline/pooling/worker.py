@@ -1,6 +1,7 @@
 """The thread of a pooling model.
 
-The sequences of all callers wait in one queue, so that concurrent requests share batches. Only the thread touches torch
+The sequences of all callers wait in one queue, so that concurrent requests share batches; those of a large request
+enter it bit by bit. Only the thread touches torch
 (through `run_batch`). An event loop gets all rows of a request at once, after the last one is computed. Cancelling a
 call drops its waiting sequences.
 
@@ -13,7 +14,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextvars import copy_context
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,27 +32,44 @@ GROW_AFTER = 16
 
 Rows = NDArray[np.float32]
 
+MAX_AHEAD = 2048
+BATCHES_AHEAD = 8
+"""So many sequences of a call, or so many batches of them, are in the queue at once: enough for batches of similar
+lengths. The next ones follow behind those of calls that have come meanwhile, so that a large call does not delay a
+small one until its own end."""
+
 RunBatch = Callable[[Sequence[TokenSequence]], Rows]
 """Sequences with equal `num_prompt_tokens` -> one row each. Raises: EngineOutOfMemory, or anything for a fault."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingStats:
-    """Counters since the start. padding_tokens: computed padding. num_waiting: sequences in the queue now."""
+    """Counters since the start. padding_tokens: computed padding.
+
+    num_running, num_waiting: sequences of open calls that run now, and all others.
+    """
 
     num_sequences: int = 0
     num_batches: int = 0
     num_tokens: int = 0
     padding_tokens: int = 0
+    num_running: int = 0
     num_waiting: int = 0
 
 
 class _Call(ThreadCall[Rows]):
-    """One caller's running sequences, and the rows so far."""
+    """One caller's running sequences, and the rows so far. num_queued: how many have been put into the queue.
 
-    def __init__(self, sequences: Sequence[TokenSequence]) -> None:
+    num_open_tokens: tokens of those that have no row yet. context: names the caller.
+    """
+
+    def __init__(self, sequences: Sequence[TokenSequence], priority: int) -> None:
         super().__init__()
         self.sequences = sequences
+        self.priority = priority
+        self.context = copy_context()
+        self.num_queued = 0
+        self.num_open_tokens = 0
         self.rows: list[Rows | None] = [None] * len(sequences)
         self.num_missing = len(sequences)
 
@@ -82,6 +102,7 @@ class PoolingWorker(ModelThread):
         self._probe = probe
         self._max_tokens = limits.max_tokens
         self._good_batches = 0
+        self._num_running = 0
         self._queue: LengthSortedQueue[_Item] = LengthSortedQueue(limits, lambda item: item.call.is_over)
         self._stats = PoolingStats()
         super().__init__("pooling", on_start)
@@ -94,26 +115,46 @@ class PoolingWorker(ModelThread):
         Raises: EngineDead after `close` or a crash; EngineOutOfMemory, EngineError if the model failed on the
         sequences.
         """
-        call = _Call(sequences)
-
-        def enqueue() -> None:
-            for index, sequence in enumerate(sequences):
-                item = _Item(call, index)
-                self._queue.add(item, length=len(sequence), group=sequence.num_prompt_tokens, priority=priority)
-
-        return await self._outcome(call, enqueue)
+        call = _Call(sequences, priority)
+        return await self._outcome(call, partial(self._feed, call))
 
     def stats(self) -> PoolingStats:
         """Counters since the start."""
-        return self._stats
+        with self._wake:
+            calls = [call for call in self._calls if isinstance(call, _Call)]
+            num_open = sum(call.num_missing for call in calls)
+        num_running = min(self._num_running, num_open)
+        return replace(self._stats, num_running=num_running, num_waiting=num_open - num_running)
 
     def _work(self) -> bool:
         """One batch."""
         batch = self._next_batch()
         if batch is None:
             return False
+        self._num_running = len(batch)
         self._answer(batch)
+        self._num_running = 0
+        with self._wake:
+            for call in {item.call for item in batch}:
+                call.context.run(self._feed, call)
         return True
+
+    def _feed(self, call: _Call) -> None:
+        """Put the next sequences of a call into the queue. Called with the lock, in the call's context."""
+        most_tokens = BATCHES_AHEAD * self._max_tokens
+        num_done = len(call.sequences) - call.num_missing
+        while not call.is_over and call.num_queued < len(call.sequences):
+            if call.num_queued - num_done >= MAX_AHEAD and call.num_open_tokens >= most_tokens:
+                return
+            sequence = call.sequences[call.num_queued]
+            self._queue.add(
+                _Item(call, call.num_queued),
+                length=len(sequence),
+                group=sequence.num_prompt_tokens,
+                priority=call.priority,
+            )
+            call.num_queued += 1
+            call.num_open_tokens += len(sequence)
 
     def _next_batch(self) -> list[_Item] | None:
         """Wait for work; None when closing."""
@@ -194,7 +235,6 @@ class PoolingWorker(ModelThread):
             num_batches=before.num_batches + 1,
             num_tokens=before.num_tokens + num_tokens,
             padding_tokens=before.padding_tokens + padded_tokens - num_tokens,
-            num_waiting=len(self._queue),
         )
 
 
@@ -205,6 +245,7 @@ def _hand_out(item: _Item, row: NDArray[np.float32] | None) -> None:
         call.settle(NumbersNotFinite("the model computed numbers for this input that are not finite"))
         return
     call.rows[item.index] = row
+    call.num_open_tokens -= len(item.sequence)
     call.num_missing -= 1
     if call.num_missing == 0:
         call.settle(np.stack([row for row in call.rows if row is not None]))

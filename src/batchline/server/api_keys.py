@@ -21,6 +21,9 @@ from batchline.server.request_path import route_path
 OPEN_PATHS = frozenset({"/health", "/ping", "/", "/docs"})
 """The page at /docs is the same for every server. It requests its contents with the key that the user enters."""
 
+PAGE_PREFIX = "/page/"
+"""Below it, and at `/`, is the web page, which asks for a key once and then knows its visitors by a cookie."""
+
 _PREFLIGHT = "Browsers cannot call this server from other sites: its operator can start it with --allowed-origins"
 """A preflight never has a key, and only gets here if no origin is allowed."""
 
@@ -33,21 +36,42 @@ def owner_of(request: Request) -> str:
     return owner
 
 
+class KnownKeys:
+    """The keys that the operator has set, as digests."""
+
+    def __init__(self, keys: Sequence[str]) -> None:
+        self._digests = [_digest(key.encode()) for key in keys]
+
+    def __bool__(self) -> bool:
+        """Whether there are any."""
+        return bool(self._digests)
+
+    def owner(self, key: bytes) -> str | None:
+        """The name of a key's owner; None if the key is not known."""
+        given = _digest(key)
+        matches = [hmac.compare_digest(given, digest) for digest in self._digests]  # all of them, in constant time
+        return given.hex() if any(matches) else None
+
+
 class ApiKeys:
     """Lets requests through that carry a known key: in `Authorization: Bearer`, `X-Api-Key` or `Api-Key`.
 
     ASGI middleware.
     """
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str], open_paths: frozenset[str]) -> None:
-        """keys: one or more. open_paths: paths that need none."""
+    def __init__(
+        self, app: ASGIApp, keys: Sequence[str], open_paths: frozenset[str], *, has_page: bool = False
+    ) -> None:
+        """keys: one or more. open_paths: paths that need none. has_page: whether there is a web page, whose own
+        sessions guard its paths."""
         self._app = app
-        self._digests = [_digest(key.encode()) for key in keys]
+        self._keys = KnownKeys(keys)
         self._open_paths = open_paths
+        self._has_page = has_page
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises: Unauthorized."""
-        if scope["type"] == "http" and route_path(scope) not in self._open_paths:
+        if scope["type"] == "http" and not self._is_open(route_path(scope)):
             headers = Headers(scope=scope)
             keys = _keys_in(headers)
             if not keys and scope["method"] == "OPTIONS" and {"origin", _ASKED_METHOD} <= set(headers):
@@ -57,16 +81,17 @@ class ApiKeys:
             current_caller.set(owner)
         await self._app(scope, receive, send)
 
+    def _is_open(self, path: str) -> bool:
+        return path in self._open_paths or (self._has_page and path.startswith(PAGE_PREFIX))
+
     def _check(self, keys: Sequence[str]) -> str:
         """The owner of the first valid key. Raises: Unauthorized."""
         if not keys:
             raise Unauthorized("An API key is needed: send Authorization: Bearer <key>", code="missing_api_key")
         for key in keys:
-            # headers arrive as latin-1; all digests are compared, in constant time
-            given = _digest(key.encode("latin-1"))
-            matches = [hmac.compare_digest(given, digest) for digest in self._digests]
-            if any(matches):
-                return given.hex()
+            owner = self._keys.owner(key.encode("latin-1"))  # as headers arrive
+            if owner is not None:
+                return owner
         raise Unauthorized("The API key is not valid", code="invalid_api_key")
 
 

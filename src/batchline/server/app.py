@@ -1,9 +1,11 @@
-"""Builds the application from the inside out: routes, admission, keys, boundary, CORS, the plain path."""
+"""Builds the application from the inside out: routes, admission, keys, other sites, boundary, CORS, the plain path."""
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
+import orjson
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
@@ -13,47 +15,61 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from batchline.backends.base import Backend
+from batchline.jobs.responses import ResponseStore
+from batchline.jobs.service import Jobs
 from batchline.openai_api.endpoint_table import ENDPOINTS, INPUT_TOKENS, REQUEST_SCHEMAS, RESPONSES
 from batchline.server.admission import Admission, WorkRate
-from batchline.server.api_keys import OPEN_PATHS, ApiKeys
+from batchline.server.api_keys import OPEN_PATHS, PAGE_PREFIX, ApiKeys
 from batchline.server.boundary import RequestBoundary
 from batchline.server.errors import error_response, unrouted
 from batchline.server.incoming_body import Bodies
 from batchline.server.inference import Inference
+from batchline.server.jobs_api import routes as jobs_routes
+from batchline.server.kept_responses import KeptResponses
 from batchline.server.metrics import Metrics
 from batchline.server.openapi import ERROR_RESPONSES, DocsPage, describe, request_body
 from batchline.server.options import CorsOptions, ServerOptions
+from batchline.server.other_sites import OtherSites
+from batchline.server.page.load import LoadWatch
+from batchline.server.page.routes import Page
 from batchline.server.request_path import PlainPath
 from batchline.server.responses_api import ResponsesApi
 from batchline.server.service import Service
 
 
-def create_app(backend: Backend, options: ServerOptions) -> FastAPI:
-    """The web application over a backend, which the caller starts and closes."""
+def create_app(
+    backend: Backend, options: ServerOptions, jobs: Jobs | None = None, kept: KeptResponses | None = None
+) -> FastAPI:
+    """The web application over a backend, which the caller starts and closes. jobs: its Files and Batches, if it has
+    any. kept: its stored responses; without them, they are in memory."""
     app = FastAPI(
         title="Batchline",
         redirect_slashes=False,
         docs_url=None,
         redoc_url=None,
-        openapi_url="/openapi.json" if options.docs else None,
+        openapi_url=None,  # `_add_docs` has a route that encodes it once
     )
     metrics = Metrics(backend.stats)
     inference = Inference(backend, metrics, options.max_request_bytes)
     rate = WorkRate()
-    responses = ResponsesApi(backend, inference, rate, max_running=options.max_in_flight)
+    kept = kept or KeptResponses(ResponseStore(limits=options.responses))
+    responses = ResponsesApi(backend, inference, rate, kept, max_running=options.max_in_flight)
     _add_inference(app, inference, responses)
     _add_kept_responses(app, responses)
     _add_service(app, Service(backend, metrics))
+    if jobs is not None:
+        _add_jobs(app, jobs)
+        _add_page(app, Page(jobs, LoadWatch(backend, metrics), options.api_keys, has_docs=options.docs))
     if options.docs:
-        _add_docs(app)
+        _add_docs(app, options, is_front=jobs is None)
     served = _served_paths(app)
+    named = [path for path in served if not path.startswith(PAGE_PREFIX)]
 
     async def answer_unrouted(request: Request, exc: Exception) -> Response:
         assert isinstance(exc, HTTPException)  # the only type it is registered for
-        return error_response(unrouted(request, exc, served, _allowed_methods(app, request)))
+        return error_response(unrouted(request, exc, named, _allowed_methods(app, request)))
 
     app.add_exception_handler(HTTPException, answer_unrouted)
-    app.openapi = _cached_description(app, options)  # type: ignore[method-assign]
     app.add_middleware(
         Admission,
         metrics=metrics,
@@ -63,13 +79,14 @@ def create_app(backend: Backend, options: ServerOptions) -> FastAPI:
         num_keys=len(options.api_keys),
     )
     if options.api_keys:
-        app.add_middleware(ApiKeys, keys=options.api_keys, open_paths=_open_paths(options))
+        app.add_middleware(ApiKeys, keys=options.api_keys, open_paths=_open_paths(options), has_page=jobs is not None)
+    app.add_middleware(OtherSites, options=options)
     bodies = Bodies(options.body_limits)
     metrics.body_bytes.set_function(lambda: bodies.num_bytes)
     app.add_middleware(RequestBoundary, metrics=metrics, bodies=bodies, paths=served, logs_access=options.access_log)
     if options.cors.allow_origins:
         _add_cors(app, options.cors)
-    app.add_middleware(PlainPath, prefix=f"/{options.root_path.strip('/')}".rstrip("/"))
+    app.add_middleware(PlainPath, prefix=options.prefix)
     return app
 
 
@@ -126,10 +143,43 @@ def _add_service(app: FastAPI, service: Service) -> None:
     add("/metrics", service.metrics)
 
 
-def _add_docs(app: FastAPI) -> None:
+def _add_jobs(app: FastAPI, jobs: Jobs) -> None:
+    for method, path, route in jobs_routes(jobs):
+        app.add_api_route(
+            path,
+            route,
+            methods=[method],
+            tags=["files and batches"],
+            response_model=None,
+            responses=ERROR_RESPONSES,
+        )
+        if method == "GET":  # as in `_add_service`
+            app.add_api_route(path, route, methods=["HEAD"], include_in_schema=False, response_model=None)
+
+
+def _add_page(app: FastAPI, page: Page) -> None:
+    for method, path, route in page.routes():
+        methods = ["GET", "HEAD"] if method == "GET" else [method]  # the HTTP server leaves out the body for HEAD
+        app.add_api_route(path, route, methods=methods, include_in_schema=False, response_model=None)
+
+
+def _add_docs(app: FastAPI, options: ServerOptions, *, is_front: bool) -> None:
+    """is_front: whether the root leads there."""
+
+    @cache
+    def description() -> bytes:
+        open_paths = _open_paths(options)
+        return orjson.dumps(describe(app, options.prefix, needs_key=bool(options.api_keys), open_paths=open_paths))
+
+    async def describe_paths() -> Response:
+        return Response(description(), media_type="application/json")
+
     page = DocsPage()
-    app.add_api_route("/docs", page.show, methods=["GET"], include_in_schema=False, response_model=None)
-    app.add_api_route("/", page.lead_there, methods=["GET"], include_in_schema=False, response_model=None)
+    routes: dict[str, Any] = {"/docs": page.show, "/openapi.json": describe_paths}
+    if is_front:
+        routes["/"] = page.lead_there
+    for path, route in routes.items():
+        app.add_api_route(path, route, methods=["GET"], include_in_schema=False, response_model=None)
 
 
 def _served_paths(app: FastAPI) -> frozenset[str]:
@@ -145,15 +195,6 @@ def _allowed_methods(app: FastAPI, request: Request) -> list[str]:
 def _open_paths(options: ServerOptions) -> frozenset[str]:
     """Paths that need no key."""
     return OPEN_PATHS if options.metrics_need_key else OPEN_PATHS | {"/metrics"}
-
-
-def _cached_description(app: FastAPI, options: ServerOptions) -> Any:
-    def description() -> dict[str, Any]:
-        if not app.openapi_schema:
-            app.openapi_schema = describe(app, needs_key=bool(options.api_keys), open_paths=_open_paths(options))
-        return app.openapi_schema
-
-    return description
 
 
 def _add_cors(app: FastAPI, cors: CorsOptions) -> None:

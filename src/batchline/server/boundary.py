@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from time import perf_counter
 from typing import Any
 from urllib.parse import quote
@@ -20,6 +20,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from batchline.callers import EngineProgress, engine_progress
 from batchline.endpoints.reporting import StreamUsage, streams_of_request
 from batchline.errors import BadRequest, RequestError, request_error
 from batchline.server.errors import SHUTTING_DOWN, error_response
@@ -28,6 +29,9 @@ from batchline.server.metrics import Metrics
 from batchline.server.request_path import route_path
 
 logger = logging.getLogger(__name__)
+MAX_LOGGED_PATH = 1000
+"""Characters of a path in the access log. Anyone may send longer ones."""
+
 access_logger = logging.getLogger("batchline.access")
 
 CLIENT_GONE = 499
@@ -58,11 +62,13 @@ class RequestBoundary:
         is_valid = given is not None and _VALID_ID.fullmatch(given) is not None
         request_id = given if given is not None and is_valid else uuid4().hex
         scope.setdefault("state", {})["request_id"] = request_id
-        body = IncomingBody(self._bodies, scope, receive)
+        body = scope["state"]["incoming_body"] = IncomingBody(self._bodies, scope, receive)
         sender = _Sender(send, request_id, body)
         started = perf_counter()
         streams: list[StreamUsage] = []
         streams_of_request.set(streams)
+        progress = EngineProgress()
+        engine_progress.set(progress)
         try:
             await _earlier_answers_read(scope)
             if given is not None and not is_valid:
@@ -80,7 +86,7 @@ class RequestBoundary:
             seconds = perf_counter() - started
             self._metrics.observe_request(self._endpoint(scope), sender.status, seconds)
             if self._logs_access:
-                _log_access(scope, sender.status, seconds, streams)
+                _log_access(scope, sender.status, seconds, streams, progress)
 
     def _endpoint(self, scope: Scope) -> str:
         """The path for the metrics, without ids, whose number is unbounded."""
@@ -102,30 +108,40 @@ async def _earlier_answers_read(scope: Scope) -> None:
         await wait()
 
 
-def _log_access(scope: Scope, status: int, seconds: float, streams: list[StreamUsage]) -> None:
+def _log_access(
+    scope: Scope, status: int, seconds: float, streams: list[StreamUsage], progress: EngineProgress
+) -> None:
     """Log one line, with its parts as the record's fields. The query is left out, because it may contain secrets."""
     state = scope["state"]
     usage = state.get("usage") or (streams[0].so_far.to_dict() if streams else {})
     fields: dict[str, Any] = {
         "client": ":".join(map(str, scope.get("client") or "-")),
         "method": scope["method"],
-        "path": quote(scope["path"]),
+        "path": quote(scope["path"][:MAX_LOGGED_PATH]),
         "status": status,
         "duration_s": round(seconds, 4),
-        "prompt_tokens": usage.get("prompt_tokens", usage.get("input_tokens")),
+        "prompt_tokens": _prompt_tokens(usage),
         "output_tokens": usage.get("completion_tokens", usage.get("output_tokens")),
+        "audio_s": round(progress.audio_s, 1) if progress.audio_s else usage.get("seconds"),
         "request_id": state["request_id"],
     }
     counts = ((fields["prompt_tokens"], "prompt"), (fields["output_tokens"], "output"))
     tokens = " + ".join(f"{count} {kind}" for count, kind in counts if count is not None)
     access_logger.info(
-        "%s %s %s %d %.3f s%s id=%s",
+        "%s %s %s %d %.3f s%s%s id=%s",
         *(fields[name] for name in ("client", "method", "path", "status")),
         seconds,
         f" {tokens} tokens" if tokens else "",
+        "" if fields["audio_s"] is None else f" audio={fields['audio_s']}s",
         fields["request_id"],
         extra=fields,
     )
+
+
+def _prompt_tokens(usage: Mapping[str, Any]) -> int | None:
+    """The tokens of the whole prompt. Anthropic's `input_tokens` are without those that were cached."""
+    counted, cached = usage.get("prompt_tokens", usage.get("input_tokens")), usage.get("cache_read_input_tokens")
+    return counted + cached if isinstance(counted, int) and isinstance(cached, int) else counted
 
 
 class _Sender:

@@ -8,6 +8,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from batchline.errors import (
+    Conflict,
     InternalServerError,
     MethodNotAllowed,
     NotFound,
@@ -30,6 +31,8 @@ def error_response(error: RequestError, path: str = "") -> JsonResponse:
         headers["WWW-Authenticate"] = "Bearer"
     elif isinstance(error, MethodNotAllowed):
         headers["Allow"] = error.allowed
+    elif isinstance(error, Conflict):
+        headers["X-Should-Retry"] = "false"  # OpenAI's clients try a 409 again otherwise
     elif isinstance(error, Overloaded):
         headers["Retry-After"] = str(error.retry_after_s)
     return JsonResponse(error_body(path, error.body()), status_code=error.status_code, headers=headers)

@@ -27,7 +27,7 @@ _FIELD_BYTES = 1 << 20
 _CHUNK_BYTES = 1 << 18
 _BASE64_BYTES = 3 << 18
 """A multiple of three, so that only the last piece is padded."""
-_ENCODINGS = ("7bit", "8bit", "binary")
+PLAIN_ENCODINGS = (b"7bit", b"8bit", b"binary")
 """Under which the bytes are sent as they are."""
 
 
@@ -87,7 +87,7 @@ async def _fields(reader: MultipartReader) -> AsyncIterator[tuple[str, str | byt
         number += 1
         if number > MAX_FIELDS or not isinstance(part, BodyPartReader) or not part.name:
             raise BadRequest("The form has a part without a name, or too many parts", code="invalid_form")
-        if part.headers.get("Content-Transfer-Encoding", "binary").strip().lower() not in _ENCODINGS:
+        if _encoding_of(part) not in PLAIN_ENCODINGS:
             message = f"{part.name[:80]}: send the bytes as they are, without Content-Transfer-Encoding"
             raise BadRequest(message, param=part.name, code="invalid_form")
         data = await _data(part)
@@ -97,6 +97,10 @@ async def _fields(reader: MultipartReader) -> AsyncIterator[tuple[str, str | byt
             raise BadRequest(f"{part.name[:80]}: it is too long for a form's field", param=part.name)
         else:
             yield part.name, data.decode()
+
+
+def _encoding_of(part: BodyPartReader) -> bytes:
+    return part.headers.get("Content-Transfer-Encoding", "binary").strip().lower().encode()
 
 
 async def _data(part: BodyPartReader) -> bytearray:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,10 +107,12 @@ class BoundedProtocol(HttpToolsProtocol):
         self.count_unread()
 
     def count_unread(self) -> None:
-        """Note what the client has not read, if that is more than the buffers take."""
-        if self.flow.write_paused:
+        """Note what the client has not read."""
+        if self.flow.write_paused:  # it is more than the buffers take
             self._num_unread = self.transport.get_write_buffer_size()
             self._connections.paused(self.transport, self._limits.unread_bytes)
+        elif self.transport.get_write_buffer_size():
+            self._expect_reading()  # closing would wait for the client without end
 
     def resume_writing(self) -> None:
         """It reads again."""
@@ -128,7 +131,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._connections.wait(self._file_number)
         self.flow.resume_reading()
         if self.transport.can_write_eof():
-            self.transport.write_eof()
+            with suppress(OSError):  # the client has already reset the connection
+                self.transport.write_eof()
         self._stop_head_timer()
         self._head_timer = self.loop.call_later(LINGER_S, self.transport.close)
 
@@ -281,10 +285,11 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _on_write_timeout(self) -> None:
         self._write_timer = None
-        if self.transport.get_write_buffer_size() < self._num_unread:
-            self._expect_reading()
-        else:
+        num_unread = self.transport.get_write_buffer_size()
+        if num_unread >= self._num_unread:
             self.transport.abort()
+        elif num_unread:
+            self._expect_reading()
 
     def _stop_write_timer(self) -> None:
         if self._write_timer is not None:

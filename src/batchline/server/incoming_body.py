@@ -53,6 +53,10 @@ class Bodies:
     def remove(self, body: IncomingBody) -> None:
         """Its request has been answered. Idempotent."""
         self.arrived(body)
+        self.free(body)
+
+    def free(self, body: IncomingBody) -> None:
+        """What has arrived of it is no longer in memory."""
         self.num_bytes -= body.num_counted
         self._num_large_bytes -= body.num_counted if body.is_large else 0
         body.num_counted = 0
@@ -78,6 +82,7 @@ class IncomingBody:
         self._bodies = bodies
         self._receive = receive
         self._num_bytes = 0
+        self._num_bytes_held = 0
         self._waiting: asyncio.Future[Message] | None = None
         self._has_given_way = False
         self._deadline: float | None = None
@@ -107,6 +112,11 @@ class IncomingBody:
         if self._waiting is not None:
             self._waiting.cancel()
 
+    def forget(self) -> None:
+        """What has arrived so far is no longer in memory: it was written to disk."""
+        self._num_bytes_held = 0
+        self._bodies.free(self)
+
     def close(self) -> None:
         """A body's request has been answered. Idempotent."""
         self._bodies.remove(self)
@@ -132,7 +142,8 @@ class IncomingBody:
 
     def _count(self, num_bytes: int) -> None:
         self._num_bytes += num_bytes
-        more = max(0, self._num_bytes - SMALL_BODY_BYTES) - self.num_counted
+        self._num_bytes_held += num_bytes
+        more = max(0, self._num_bytes_held - SMALL_BODY_BYTES) - self.num_counted
         if more > 0:
             self._bodies.add(self, more)
 

@@ -20,10 +20,11 @@ from starlette.types import Message, Receive, Scope, Send
 from batchline.backends.base import Answer, Backend, EndpointRequest, ask, contained, find_model, models_by_name
 from batchline.errors import request_error
 from batchline.openai_api.endpoint_table import ENDPOINTS
+from batchline.openai_api.parsing import is_small
 from batchline.server.admission import num_places
 from batchline.server.errors import SHUTTING_DOWN
 from batchline.server.form_body import in_json, is_form, read_form
-from batchline.server.json_body import SMALL_BODY, read_json_object, written
+from batchline.server.json_body import SMALL_BODY, json_in_parts, read_json_object, written
 from batchline.server.metrics import Metrics
 from batchline.server.request_path import route_path
 
@@ -145,14 +146,14 @@ class EventStream(Response):
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             await while_connected(receive, self._send_all(send))
         except asyncio.CancelledError:  # the grace period of a shutdown is over
-            await send(self._message(SHUTTING_DOWN.body()))
+            await send(await self._message(SHUTTING_DOWN.body()))
             await send(self._end())
         finally:
             await close_stream(self._rest)
 
     async def _send_all(self, send: Send) -> None:
         async for chunk in self._chunks():
-            await send(self._message(chunk))
+            await send(await self._message(chunk))
         await send(self._end())
 
     async def _chunks(self) -> AsyncIterator[Chunk]:
@@ -165,11 +166,13 @@ class EventStream(Response):
         except Exception as exc:
             yield request_error(exc, self._request_id).body()
 
-    def _message(self, chunk: Chunk) -> Message:
+    async def _message(self, chunk: Chunk) -> Message:
+        """A chunk as an event. A large one is written on a thread: the last ones of a response repeat all of it."""
         if "error" in chunk and "type" not in chunk and self._endpoint.error_event is not None:
             chunk = self._endpoint.error_event(chunk)
         name = b"event: %b\n" % chunk["type"].encode() if self._endpoint.has_named_events else b""
-        event = b"%bdata: %b\n\n" % (name, orjson.dumps(chunk))
+        data = orjson.dumps(chunk) if is_small(chunk) else await asyncio.to_thread(json_in_parts, chunk)
+        event = b"%bdata: %b\n\n" % (name, data)
         return {"type": "http.response.body", "body": event, "more_body": True}
 
     def _end(self) -> Message:

@@ -91,7 +91,7 @@ class Metrics:
         """The same chunks, with their times measured. Closing the iterator closes them."""
         started = perf_counter()
         first: float | None = None
-        last, num_chunks = started, 0
+        first_counted, last, num_chunks = started, started, 0
         try:
             async for chunk in chunks:
                 now = perf_counter()
@@ -99,11 +99,12 @@ class Metrics:
                     first = now
                     self._first_token.labels(endpoint).observe(first - started)
                 if _adds_to_first_choice(chunk):
+                    first_counted = first_counted if num_chunks else now
                     last, num_chunks = now, num_chunks + 1
                 yield chunk
         finally:
-            if first is not None and num_chunks > 1:
-                self._per_token.labels(endpoint).observe((last - first) / (num_chunks - 1))
+            if num_chunks > 1:
+                self._per_token.labels(endpoint).observe((last - first_counted) / (num_chunks - 1))
             if isinstance(chunks, AsyncGenerator):
                 await chunks.aclose()
 
@@ -114,13 +115,23 @@ class Metrics:
 
 
 def _adds_to_first_choice(chunk: Mapping[str, Any]) -> bool:
-    """Whether a chunk of any API has new text for choice 0."""
-    if chunk.get("type") in ("response.output_text.delta", "content_block_delta"):
+    """Whether a chunk of any API has new output for choice 0: text, reasoning or a part of a call."""
+    if chunk.get("type") in _DELTA_EVENTS:
         return True
-    choices = chunk.get("choices") or ()
-    return any(
-        choice["index"] == 0 and (choice.get("text") or choice.get("delta", {}).get("content")) for choice in choices
-    )
+    first: Mapping[str, Any] = next((choice for choice in chunk.get("choices") or () if choice["index"] == 0), {})
+    delta = first.get("delta", {})
+    return bool(first.get("text")) or any(delta.get(name) for name in _DELTA_FIELDS)
+
+
+_DELTA_FIELDS = ("content", "reasoning", "reasoning_content", "tool_calls", "function_call")
+_DELTA_EVENTS = frozenset(
+    {
+        "content_block_delta",
+        "response.output_text.delta",
+        "response.reasoning_text.delta",
+        "response.function_call_arguments.delta",
+    }
+)
 
 
 class _BackendCollector(Collector):
@@ -132,13 +143,18 @@ class _BackendCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         stats = self._stats()
-        yield CounterMetricFamily("batchline_prompt_tokens", "Prompt tokens of answered requests", stats.prompt_tokens)
+        yield CounterMetricFamily(
+            "batchline_prompt_tokens", "Tokens of all prompts that were computed", stats.prompt_tokens
+        )
         yield CounterMetricFamily(
             "batchline_cached_prompt_tokens", "Prompt tokens from the prefix cache", stats.cached_tokens
         )
         yield CounterMetricFamily("batchline_output_tokens", "Tokens generated", stats.output_tokens)
         yield CounterMetricFamily(
             "batchline_encoded_media", "Images and windows of recordings that were encoded", stats.encoded_media
+        )
+        yield CounterMetricFamily(
+            "batchline_audio_seconds", "Seconds of recordings that were transcribed", stats.audio_s
         )
         yield CounterMetricFamily(
             "batchline_preemptions", "How often a running sequence was preempted", stats.preemptions

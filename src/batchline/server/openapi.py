@@ -119,9 +119,10 @@ def request_body(path: str) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": kinds}}
 
 
-def describe(app: FastAPI, *, needs_key: bool, open_paths: Container[str]) -> dict[str, Any]:
-    """The whole description. open_paths: paths that need no key."""
-    description = get_openapi(title="Batchline", version=__version__, routes=app.routes)
+def describe(app: FastAPI, prefix: str, *, needs_key: bool, open_paths: Container[str]) -> dict[str, Any]:
+    """The whole description. prefix: path of the server behind a proxy. open_paths: paths that need no key."""
+    servers = [{"url": prefix}] if prefix else None
+    description = get_openapi(title="Batchline", version=__version__, routes=app.routes, servers=servers)
     components = description.setdefault("components", {})
     schemas = components.setdefault("schemas", {})
     schemas["Error"] = ERROR_SCHEMA

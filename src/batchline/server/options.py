@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from batchline.jobs.options import JobsOptions, ResponseLimits
+
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 
@@ -40,8 +42,12 @@ class ServerOptions:
 
     port: 0 picks a free one. uds: path of a Unix socket to serve on, instead of host and port. root_path: the path
     prefix stripped by a reverse proxy. api_keys: without any, every client may call. metrics_need_key: whether /metrics
-    needs a key too. max_in_flight: limit of sequences that run or wait; more are refused with 503. grace_period_s: how
-    long a stop waits for running requests. docs: whether /docs and /openapi.json exist.
+    needs a key too. allowed_hosts: see `other_sites.py`. max_in_flight: limit of sequences that run or wait; more are
+    refused with 503. grace_period_s: how long a stop waits for running requests. docs: whether /docs and /openapi.json
+    exist.
+
+    jobs: the settings of the Files and Batches API; None if the server does not have it. responses: limits of the
+    stored responses, which are only in memory without `jobs`.
 
     Limits for misbehaving clients: max_connections: open ones. head_timeout_s: for a request's head. body_timeout_s and
     max_body_memory: see `incoming_body.py`; answers that clients have not read may take as much again. write_timeout_s:
@@ -55,6 +61,7 @@ class ServerOptions:
     root_path: str = ""
     api_keys: tuple[str, ...] = ()
     metrics_need_key: bool = False
+    allowed_hosts: tuple[str, ...] = ()
     max_request_bytes: int = 64 * 2**20
     max_in_flight: int = 1280
     grace_period_s: float = 30.0
@@ -70,6 +77,13 @@ class ServerOptions:
     cors: CorsOptions = field(default_factory=CorsOptions)
     access_log: bool = True
     docs: bool = True
+    jobs: JobsOptions | None = None
+    responses: ResponseLimits = field(default_factory=ResponseLimits)
+
+    @property
+    def prefix(self) -> str:
+        """`root_path` as it stands before each path: `/llm`, or empty."""
+        return f"/{self.root_path.strip('/')}".rstrip("/")
 
     @property
     def body_limits(self) -> BodyLimits:

@@ -8,8 +8,9 @@ The server resolves `previous_response_id` and references to items, so the backe
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,7 +30,8 @@ from batchline.backends.base import (
     unsupported_path,
 )
 from batchline.endpoints.pooling_limits import off_loop_if_large
-from batchline.errors import BadRequest, request_error
+from batchline.errors import BadRequest, InvalidAnswer, NotFound, request_error
+from batchline.jobs.responses import JsonObject, KeptResponse
 from batchline.openai_api.common import ListParams, list_page
 from batchline.openai_api.endpoint_table import INPUT_TOKENS, RESPONSES
 from batchline.openai_api.parsing import parse_body
@@ -38,43 +40,49 @@ from batchline.server.admission import WorkRate
 from batchline.server.api_keys import owner_of
 from batchline.server.inference import Inference, close_stream, while_connected
 from batchline.server.json_body import JsonResponse, written
-from batchline.server.kept_responses import KeptResponse, KeptResponses
+from batchline.server.kept_responses import KeptResponses
 
-JsonObject = dict[str, Any]
+logger = logging.getLogger(__name__)
+
+MAX_ITEMS = 1 << 15
+"""More items than any model's limit on messages allows are refused before anything is done with each of them."""
 
 
 class ResponsesApi:
     """Makes, keeps, shows and cancels responses."""
 
-    def __init__(self, backend: Backend, inference: Inference, rate: WorkRate, *, max_running: int) -> None:
+    def __init__(
+        self, backend: Backend, inference: Inference, rate: WorkRate, kept: KeptResponses, *, max_running: int
+    ) -> None:
         """rate: of the server's whole work. max_running: how many may be made in the background at once."""
         self._backend = backend
         self._rate = rate
         self._inference = inference
         self._max_running = max_running
-        self._kept = KeptResponses()
+        self._kept = kept
 
     async def create(self, request: Request) -> Response:
         """A new response: whole, streamed, or made in the background. Raises: RequestError, EngineLost."""
         body = await self._inference.read_body(request)
         given = await off_loop_if_large(body, partial(_given_input, body.get("input")))
-        call = self._call(body, given, owner_of(request))
+        call = await self._call(body, given, owner_of(request))
         if body.get("background") is True:
             await self._check_in_background(request, call)
-            return await written(self._start(call))
+            num_bytes = await off_loop_if_large(body, lambda: len(orjson.dumps(body)))
+            return await written(await self._start(call, num_bytes))
         if body.get("stream") is True:
             chunks = _keeping(self._backend.stream(call.request), self._kept, call)
             return await self._inference.begin_stream(request, RESPONSES, chunks)
         with call.keeping(self._kept):
             answer = await self._inference.answer_of(request, call.request)
-            shown = answer.body if answer.is_error else call.finish(answer.parsed_body(), self._kept)
+            shown = answer.body if answer.is_error else await call.finish(answer.parsed_body(), self._kept)
         return await written(shown, answer.status_code)
 
     async def input_tokens(self, request: Request) -> Response:
         """The number of tokens of an input, including previous responses. Raises: RequestError, EngineLost."""
         body = await self._inference.read_body(request)
         given = await off_loop_if_large(body, partial(_given_input, body.get("input")))
-        call = self._call(body, given, owner_of(request))
+        call = await self._call(body, given, owner_of(request))
         answer = await self._inference.answer_of(request, replace(call.request, url=INPUT_TOKENS))
         return await written(answer.body, answer.status_code)
 
@@ -83,55 +91,60 @@ class ResponsesApi:
         if request.query_params.get("stream", "false") != "false":
             raise BadRequest("stream: a stored response cannot be streamed; leave stream out", param="stream")
         _refuse_include(request)
-        return await written(self._kept.get(request.path_params["response_id"], owner_of(request)).response)
+        return await written((await self._kept.get(request.path_params["response_id"], owner_of(request))).response)
 
     async def input_items(self, request: Request) -> Response:
         """A page of the items that a response was made from. Raises: NotFound, BadRequest."""
         _refuse_include(request)
-        kept = self._kept.get(request.path_params["response_id"], owner_of(request))
+        kept = await self._kept.get(request.path_params["response_id"], owner_of(request))
         params = parse_body(ListParams, request.query_params, strict=False)
         return await written(list_page(kept.input_items, params))
 
     async def cancel(self, request: Request) -> Response:
         """Stop a response that is made in the background. Raises: NotFound, BadRequest."""
-        return await written(self._kept.cancel(request.path_params["response_id"], owner_of(request)))
+        return await written(await self._kept.cancel(request.path_params["response_id"], owner_of(request)))
 
     async def delete(self, request: Request) -> Response:
         """Delete a response. Raises: NotFound."""
         response_id = request.path_params["response_id"]
-        self._kept.forget(response_id, owner_of(request))
+        await self._kept.forget(response_id, owner_of(request))
         return JsonResponse({"id": response_id, "object": "response", "deleted": True})
 
-    def _call(self, body: JsonObject, given: _Input | None, owner: str) -> _Call:
+    async def _call(self, body: JsonObject, given: _Input | None, owner: str) -> _Call:
         """The request for the backend: self-contained, with a random id. Raises: RequestError."""
         previous_id = body.get("previous_response_id")
         sent = {key: value for key, value in body.items() if key != "background" or value is not True}
-        if given is not None and any(map(_is_reference, given.items)):
-            given = self._dereferenced(given, owner)
+        if given is not None and given.has_references:
+            given = _Input(await self._dereferenced(given.items, owner))
             sent["input"] = given.items
         if isinstance(previous_id, str) and given is not None:
-            previous = self._kept.finished(previous_id, owner, "previous_response_id")
-            given = _Input([*previous.conversation, *given.items], previous.num_bytes + given.num_bytes)
+            previous = await self._kept.finished(previous_id, owner, "previous_response_id")
+            given = _Input([*previous.conversation, *given.items])
             sent["input"] = given.items
             del sent["previous_response_id"]
         request = EndpointRequest(url=RESPONSES, body=sent, request_id=uuid4().hex)
-        return _Call(body, request, _Input([], 0) if given is None else _with_distinct_ids(given), owner)
+        items = [] if given is None else given.items
+        return _Call(body, request, await off_loop_if_large(sent, partial(_with_distinct_ids, items)), owner)
 
-    def _dereferenced(self, given: _Input, owner: str) -> _Input:
+    async def _dereferenced(self, items: Sequence[JsonObject], owner: str) -> list[JsonObject]:
         """The input with the items that it refers to. Raises: NotFound, BadRequest."""
-        items = list(given.items)
-        num_bytes = given.num_bytes
-        found: set[str] = set()
+        wanted: dict[str, int] = {}
         for index, item in enumerate(items):
             if not _is_reference(item):
                 continue
-            if item["id"] in found:
+            if item["id"] in wanted:
                 message = f"input[{index}]: the item {item['id'][:200]!r} occurs twice"
                 raise BadRequest(message, param=f"input[{index}]")
-            found.add(item["id"])
-            items[index] = self._kept.output_item(item["id"], owner, f"input[{index}]")
-            num_bytes += len(orjson.dumps(items[index]))
-        return _Input(items, num_bytes)
+            wanted[item["id"]] = index
+        found = await self._kept.output_items(wanted, owner)
+        for item_id, index in wanted.items():
+            if item_id not in found:
+                raise NotFound(
+                    f"input[{index}]: no stored response has an output item with id {item_id[:200]!r}; send the item "
+                    "itself",
+                    param=f"input[{index}]",
+                )
+        return [found[item["id"]] if _is_reference(item) else item for item in items]
 
     async def _check_in_background(self, request: Request, call: _Call) -> None:
         """Report the errors that are known at once. Raises: RequestError, EngineLost, ClientDisconnect."""
@@ -144,12 +157,14 @@ class ResponsesApi:
             raise unsupported_path(RESPONSES, name, model.endpoints)
         await while_connected(request.receive, self._backend.check(call.request))
 
-    def _start(self, call: _Call) -> JsonObject:
-        """Start a response in the background, and return its current state. Raises: Overloaded."""
+    async def _start(self, call: _Call, num_bytes: int) -> JsonObject:
+        """Start a response in the background, and return its current state. num_bytes: of its request, which is held
+        until then. Raises: Overloaded."""
         kept = call.begun("queued")
-        self._kept.begin_in_background(kept, max_running=self._max_running)
-        kept.task = asyncio.create_task(self._make(kept, call))
-        return kept.response
+        await self._kept.begin_in_background(kept, num_bytes, self._max_running)
+        queued = kept.response
+        self._kept.follow(kept, asyncio.create_task(self._make(kept, call)))
+        return queued
 
     async def _make(self, kept: KeptResponse, call: _Call) -> None:
         """The background task. Its result or its error becomes the kept response."""
@@ -157,6 +172,8 @@ class ResponsesApi:
         is_finished = False
         try:
             is_finished = await self._answer_later(kept, call)
+        except Exception:  # the database is away: the response counts as failed
+            logger.exception("the response %s cannot be stored", kept.id)
         finally:
             self._rate.end(is_finished=is_finished)
 
@@ -166,33 +183,35 @@ class ResponsesApi:
         try:
             answer = await ask(self._backend, replace(call.request, priority=BACKGROUND_PRIORITY))
             made = answer.parsed_body()
+            if not answer.is_error and not {"status", "output"} <= made.keys():
+                raise InvalidAnswer("it is not a response")
             error = made["error"] if answer.is_error else None
         except Exception as exc:
             error = request_error(exc, call.request.request_id).body()["error"]
         if error is None:
-            kept.response = call.shown(made) | {"background": True}
+            response = call.shown(made) | {"background": True, "created_at": kept.response["created_at"]}
         else:
             reported = {"code": str(error["code"]), "message": error["message"]}
-            kept.response = kept.response | {"status": "failed", "error": reported}
-        self._kept.finish(kept)
+            response = kept.response | {"status": "failed", "error": reported}
+        await self._kept.finish(replace(kept, response=response))
         return error is None
 
 
 @dataclass(frozen=True, slots=True)
 class _Input:
-    """The input of a response. num_bytes: the size of the items' JSON."""
+    """The input of a response. has_references: whether some items only name items of other responses."""
 
     items: list[JsonObject]
-    num_bytes: int
+    has_references: bool = False
 
 
 class _Call:
     """A request for a response in the client's form and in the backend's, with all its input items."""
 
-    def __init__(self, body: JsonObject, request: EndpointRequest, given: _Input, owner: str) -> None:
+    def __init__(self, body: JsonObject, request: EndpointRequest, items: list[JsonObject], owner: str) -> None:
         self.body = body
         self.request = request
-        self._input = given
+        self._items = items
         self._owner = owner
 
     def shown(self, response: Mapping[str, Any]) -> JsonObject:
@@ -225,15 +244,21 @@ class _Call:
         finally:
             kept.abandon(self._response_id)
 
-    def finish(self, response: Mapping[str, Any], kept: KeptResponses) -> JsonObject:
-        """The finished response as clients see it; stored unless the request says otherwise."""
+    async def finish(self, response: Mapping[str, Any], kept: KeptResponses) -> JsonObject:
+        """The finished response as clients see it; stored unless the request says otherwise, or that is impossible."""
         shown = self.shown(response)
-        if self._is_stored:
-            kept.finish(self._to_keep(shown))
+        if not self._is_stored:
+            return shown
+        try:
+            await kept.finish(self._to_keep(shown))
+        except Exception:  # the database is away, or its disk is full: no reason to lose the answer
+            logger.exception("the response %s cannot be stored", self._response_id)
+            shown["store"] = False
         return shown
 
     def _to_keep(self, response: JsonObject) -> KeptResponse:
-        return KeptResponse(response, self._input.items, self._input.num_bytes, self._owner)
+        is_background = self.body.get("background") is True
+        return KeptResponse(response, self._items, self._owner, is_background)
 
     @property
     def _is_stored(self) -> bool:
@@ -254,7 +279,7 @@ async def _keeping(
                 if "response" in event:
                     response = call.shown(event["response"])
                     if response["status"] != "in_progress":
-                        call.finish(response, kept)
+                        response = await call.finish(response, kept)
                     event = {**event, "response": response}
                 yield event
     finally:
@@ -266,21 +291,23 @@ def _given_input(given: Any) -> _Input | None:
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
         return None
+    if len(items) > MAX_ITEMS:
+        raise BadRequest(f"input: it has more than {MAX_ITEMS:,} items", param="input")
     for index, item in enumerate(items):
         if item.get("type") == ITEM_REFERENCE and not isinstance(item.get("id"), str):
             raise BadRequest(f"input[{index}].id: it must be the id of an item", param=f"input[{index}].id")
     items = [input_item(item) for item in items]
-    return _Input(items, len(orjson.dumps(items)))
+    return _Input(items, any(map(_is_reference, items)))
 
 
-def _with_distinct_ids(given: _Input) -> _Input:
-    """The input, with ids that occur twice replaced, because pages of a list continue after an id."""
+def _with_distinct_ids(given: Iterable[JsonObject]) -> list[JsonObject]:
+    """The input items, with ids that occur twice replaced, because pages of a list continue after an id."""
     items: dict[str, JsonObject] = {}
-    for item in given.items:
+    for item in given:
         if item["id"] in items:
             item = input_item({name: value for name, value in item.items() if name != "id"})
         items[item["id"]] = item
-    return _Input(list(items.values()), given.num_bytes)
+    return list(items.values())
 
 
 def _is_reference(item: JsonObject) -> bool:

@@ -11,15 +11,19 @@ import functools
 import gc
 import os
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
 import uvicorn
 
 from batchline.backends.base import Backend, RunningBackend, ServedModel
 from batchline.batch.stopping import stop_on_signals
+from batchline.jobs.responses import ResponseStore
+from batchline.jobs.service import Jobs
+from batchline.jobs.state_folder import JobsState, state_in
 from batchline.server.app import create_app
 from batchline.server.connections import Connections, allow_reuse, bind, check_certificate, raise_file_limit, unusable
 from batchline.server.http_protocol import BoundedProtocol, ConnectionLimits
+from batchline.server.kept_responses import KeptResponses
 from batchline.server.options import ServerOptions
 
 OnReady = Callable[[str, Sequence[ServedModel]], None]
@@ -33,17 +37,38 @@ async def serve(running_backend: RunningBackend, options: ServerOptions, on_read
     Raises: UsageError (address or certificate), ModelLoadError.
     """
     max_connections = raise_file_limit(options.max_connections)
-    with bind(options.host, options.port, max_connections, options.uds) as listener:
-        async with running_backend as backend:
-            config = uvicorn_config(backend, options, listener.connections)
-            models = await backend.models()
-            gc.collect()
-            # excludes libraries and models: visiting them in each collection would stop all streams for half a second
-            gc.freeze()
-            await Server(config, lambda url: on_ready(url, models)).serve([listener])
+    async with contextlib.AsyncExitStack() as stack:
+        listener = stack.enter_context(bind(options.host, options.port, max_connections, options.uds))
+        state = None if options.jobs is None else stack.enter_context(state_in(options.jobs))
+        backend = await stack.enter_async_context(running_backend)
+        jobs = None
+        if options.jobs is not None and state is not None:
+            jobs = Jobs(state, backend, options.jobs)
+            await stack.enter_async_context(jobs.working())
+        kept = await stack.enter_async_context(keeping_responses(state, options))
+        config = uvicorn_config(backend, options, listener.connections, jobs, kept)
+        models = await backend.models()
+        gc.collect()
+        # excludes libraries and models: visiting them in each collection would stop all streams for half a second
+        gc.freeze()
+        await Server(config, lambda url: on_ready(url, models)).serve([listener])
 
 
-def uvicorn_config(backend: Backend, options: ServerOptions, connections: Connections) -> uvicorn.Config:
+@contextlib.asynccontextmanager
+async def keeping_responses(state: JobsState | None, options: ServerOptions) -> AsyncIterator[KeptResponses]:
+    """The stored responses: in the state's database if there is one, else in memory."""
+    with contextlib.closing(ResponseStore(None if state is None else state.store.database, options.responses)) as store:
+        async with KeptResponses(store).working() as kept:
+            yield kept
+
+
+def uvicorn_config(
+    backend: Backend,
+    options: ServerOptions,
+    connections: Connections,
+    jobs: Jobs | None = None,
+    kept: KeptResponses | None = None,
+) -> uvicorn.Config:
     """The HTTP server's settings, with its certificate loaded. connections: its listener's. Raises: UsageError."""
     if options.ssl_certfile is not None:
         check_certificate(options.ssl_certfile, options.ssl_keyfile, options.ssl_keyfile_password)
@@ -57,7 +82,7 @@ def uvicorn_config(backend: Backend, options: ServerOptions, connections: Connec
         ),
     )
     config = uvicorn.Config(
-        create_app(backend, options),
+        create_app(backend, options, jobs, kept),
         host=options.host,
         port=options.port,
         uds=options.uds,

@@ -36,7 +36,7 @@ class WindowSequence:
         self.is_finished = False
         self._rules = rules
         self._try = 0
-        self._sum_logprobs = 0.0
+        self._logprobs: list[float] = []  # of the tokens, and of the end
         self._generator = torch.Generator()
         if window.seed is None:
             self._generator.seed()
@@ -62,7 +62,7 @@ class WindowSequence:
             raise NumbersNotFinite("the model computed numbers for this recording that are not finite")
         self._penalise(logits)
         token = self._chosen(logits)
-        self._sum_logprobs += float(logprobs[token])
+        self._logprobs.append(float(logprobs[token]))
         if token == self._rules.end:
             self.is_finished = True
         else:
@@ -76,7 +76,7 @@ class WindowSequence:
         if result.is_silent or self._is_good(result) or self._try == len(self.window.temperatures) - 1:
             return result
         self._try += 1
-        self.tokens, self._sum_logprobs, self.is_finished = [], 0.0, False
+        self.tokens, self._logprobs, self.is_finished = [], [], False
         return None
 
     def _forbid(self, logits: torch.Tensor) -> None:
@@ -139,11 +139,12 @@ class WindowSequence:
 
     def _result(self, text_of: TextOf) -> DecodedWindow:
         thresholds = self.window.thresholds
-        mean = self._sum_logprobs / (len(self.tokens) + 1)
+        mean = sum(self._logprobs) / (len(self.tokens) + 1)
         is_unlikely = thresholds.mean_logprob is not None and mean < thresholds.mean_logprob
         is_quiet = thresholds.no_speech is not None and self.no_speech_probability > thresholds.no_speech
         return DecodedWindow(
             tokens=tuple(self.tokens),
+            logprobs=tuple(self._logprobs[: len(self.tokens)]),
             language=self.language,
             temperature=self.temperature,
             mean_logprob=mean,

@@ -70,11 +70,12 @@ class Window:
 class DecodedWindow:
     """A window's tokens, without the prompt and the end. language: as given or detected; None if the model knows one.
 
-    is_silent: nobody speaks, so the tokens mean nothing. attention: of the text to the sound, see
-    `alignment.timed_words`.
+    logprobs: of each token, before penalties and temperature. is_silent: nobody speaks, so the tokens mean nothing.
+    attention: of the text to the sound, see `alignment.timed_words`.
     """
 
     tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
     language: int | None
     temperature: float
     mean_logprob: float
@@ -115,13 +116,14 @@ class Word:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """A piece of the text. start, end: in seconds. seek: the window's first frame."""
+    """A piece of the text. start, end: in seconds. seek: the window's first frame. logprobs: of each token."""
 
     start: float
     end: float
     seek: int
     text: str
     tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
     window: DecodedWindow
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import TypeVar
 
 import numpy as np
 from transformers.models.whisper.tokenization_whisper import LANGUAGES, TO_LANGUAGE_CODE
 
+from batchline.callers import EngineProgress, engine_progress
 from batchline.config import EngineConfig
 from batchline.errors import BadRequest
 from batchline.speech.alignment import LANGUAGES_WITHOUT_SPACES, timed_words
@@ -25,7 +27,10 @@ TimedT = TypeVar("TimedT", Segment, Word)
 
 
 class SpeechModel:
-    """A Whisper model that runs on its own thread, for callers on any event loop."""
+    """A Whisper model that runs on its own thread, for callers on any event loop.
+
+    tokenizer: of the `tokenizers` library.
+    """
 
     def __init__(self, loaded: LoadedWhisper) -> None:
         self.name = loaded.facts.name
@@ -33,13 +38,14 @@ class SpeechModel:
         self.max_model_len = loaded.facts.max_model_len
         self.sampling_rate = loaded.log_mel.sampling_rate
         self._tokens = loaded.tokens
-        self._tokenizer = loaded.tokenizer.backend_tokenizer
+        self.tokenizer = loaded.tokenizer.backend_tokenizer
         added = loaded.tokenizer.added_tokens_decoder
         self._special = frozenset(number for number, token in added.items() if token.special)
         self._log_mel = loaded.log_mel
         self._filter_width = loaded.filter_width
         self._num_window_frames = loaded.runner.num_window_frames
         self._languages = {number: code for code, number in loaded.tokens.languages.items()}
+        self._audio_s = 0.0
         self._worker = SpeechWorker(loaded.runner, loaded.tokens, self.text_of, on_start=loaded.enter_thread)
 
     @property
@@ -49,9 +55,11 @@ class SpeechModel:
 
     def text_of(self, tokens: Sequence[int]) -> str:
         """The text of tokens, without control tokens and timestamps."""
-        begin = self._tokens.first_timestamp
-        shown = [token for token in tokens if token < begin and token not in self._special]
-        return str(self._tokenizer.decode(shown, skip_special_tokens=True))
+        return str(self.tokenizer.decode([token for token in tokens if self.is_text(token)], skip_special_tokens=True))
+
+    def is_text(self, token: int) -> bool:
+        """Whether a token is no control token and no timestamp."""
+        return token < self._tokens.first_timestamp and token not in self._special
 
     async def parts(self, request: SpeechRequest) -> AsyncGenerator[DecodedPart, None]:
         """What is said in each window, as soon as it is decoded; one window at least.
@@ -59,13 +67,13 @@ class SpeechModel:
         A recording that is longer than a window is decoded with timestamps, which tell where the next one starts.
         Raises: BadRequest, EngineDead, EngineError.
         """
-        window = self._window(request)
+        window, progress = self._window(request), engine_progress.get() or EngineProgress()
         features, num_frames = await asyncio.to_thread(self._features, request)
         duration_s = len(request.samples) / self.sampling_rate
         request = replace(request, samples=np.empty(0, np.float32))  # their memory is free
         if num_frames > self._num_window_frames:
             window = replace(window, timestamps=True)
-        seek = 0
+        seek, done_s = 0, 0.0
         while seek < num_frames:
             piece = self._padded(features[:, seek : seek + self._num_window_frames])
             window = replace(window, features=piece, seed=_seed(request.seed, seek))
@@ -73,10 +81,13 @@ class SpeechModel:
             window = replace(window, language=decoded.language)
             length = min(self._num_window_frames, num_frames - seek)
             segments, advance = self._read(window, decoded, seek, length)
-            words = await asyncio.to_thread(self._words, decoded, seek, length) if request.times_words else []
+            words = await asyncio.to_thread(self._words, decoded, segments, seek, length) if request.times_words else []
             segments, words = _ended(segments, duration_s), _ended(words, duration_s)
-            yield DecodedPart(segments, self._language_name(decoded), duration_s, words)
             seek += max(1, advance)
+            before_s, done_s = done_s, seek / FRAMES_PER_SECOND if seek < num_frames else duration_s
+            self._audio_s += done_s - before_s
+            progress.audio_s = done_s
+            yield DecodedPart(segments, self._language_name(decoded), duration_s, words)
 
     @property
     def is_alive(self) -> bool:
@@ -85,7 +96,7 @@ class SpeechModel:
 
     def stats(self) -> SpeechStats:
         """Counters since the start."""
-        return self._worker.stats()
+        return replace(self._worker.stats(), audio_s=self._audio_s)
 
     def close(self) -> None:
         """Stop the thread; calls still waiting get EngineDead. Idempotent."""
@@ -121,14 +132,17 @@ class SpeechModel:
     def _language_code(self, window: DecodedWindow) -> str:
         return "en" if window.language is None else self._languages[window.language]
 
-    def _words(self, window: DecodedWindow, seek: int, num_frames: int) -> list[Word]:
-        """The words of a window that starts at frame `seek`."""
-        text = [token for token in window.tokens if token < self._tokens.end]
+    def _words(self, window: DecodedWindow, segments: Sequence[Segment], seek: int, num_frames: int) -> list[Word]:
+        """The words of the segments of a window that starts at frame `seek`.
+
+        Text after them was cut off by the window's end, and comes again in the next one.
+        """
+        text = [token for segment in segments for token in segment.tokens if token < self._tokens.end]
         if window.attention is None or not text:
             return []
         words = timed_words(
             text,
-            window.attention[:, :, : max(1, num_frames // 2)],
+            window.attention[:, : len(text) + 1, : max(1, num_frames // 2)],
             self.text_of,
             filter_width=self._filter_width,
             has_spaces=self._language_code(window) not in LANGUAGES_WITHOUT_SPACES,
@@ -142,8 +156,8 @@ class SpeechModel:
             return ()
         if self._tokens.previous is None:
             raise BadRequest(f"prompt: {self.name} takes no text before the recording", param="prompt")
-        ids = self._tokenizer.encode(f" {prompt.strip()}", add_special_tokens=False).ids
-        if any(number in self._special or number >= self._tokens.first_timestamp for number in ids):
+        ids = self.tokenizer.encode(f" {prompt.strip()}", add_special_tokens=False).ids
+        if not all(map(self.is_text, ids)):
             raise BadRequest("prompt: it holds control tokens of the model; leave them out", param="prompt")
         return tuple(ids[-self._tokens.max_previous :])
 
@@ -164,7 +178,7 @@ class SpeechModel:
         # a model may write timestamps without being asked: they are no text, and do not divide it
         begin = self._tokens.first_timestamp if window.timestamps else self._tokens.vocab_size
         parts, advance = split_by_timestamps(decoded.tokens, begin, num_frames)
-        offset = seek / FRAMES_PER_SECOND
+        offset, logprobs = seek / FRAMES_PER_SECOND, iter(decoded.logprobs)
         segments = [
             Segment(
                 start=round(offset + part.start, 2),
@@ -172,6 +186,7 @@ class SpeechModel:
                 seek=seek,
                 text=self.text_of(part.tokens),
                 tokens=part.tokens,
+                logprobs=tuple(islice(logprobs, len(part.tokens))),
                 window=decoded,
             )
             for part in parts

@@ -33,12 +33,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeechStats:
-    """Counters since the start. num_steps: of the decoder, each for all running windows."""
+    """Counters since the start. num_steps: of the decoder, each for all running windows. audio_s: seconds of recordings
+    that are transcribed, which only the model that cuts them into windows knows."""
 
     num_encoded: int = 0
     num_steps: int = 0
     prompt_tokens: int = 0
     output_tokens: int = 0
+    audio_s: float = 0.0
     num_running: int = 0
     num_waiting: int = 0
 
@@ -209,6 +211,7 @@ class SpeechWorker(ModelThread):
                 self._finish(call, result)
                 return
             sequence.advance(sequence.first_logits.clone())
+            self._output_tokens += 1
 
     def _finish(self, call: _Call, result: DecodedWindow) -> None:
         window = call.sequence.window

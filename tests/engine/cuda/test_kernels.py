@@ -22,6 +22,7 @@ COMPILER = Path(__file__).with_name("compile_for_target.py")
         pytest.param(90, 227 * 1024, id="Hopper"),
     ],
 )
+@pytest.mark.thorough
 def test_every_kernel_compiles_and_fits_into_a_processor(capability: int, shared_memory: int, tmp_path: Path) -> None:
     env = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     done = subprocess.run(

@@ -9,9 +9,9 @@ const QUESTION = "What is the weather in Paris?";
 
 /** Make all the calls and print one object on the last line: what each gave, by its name. */
 async function main(...calls) {
-  const [tiny, tools] = process.argv.slice(2);
+  const [tiny, tools, batches] = process.argv.slice(2);
   const results = {};
-  for (const call of calls) results[call.name] = await call({ tiny, tools });
+  for (const call of calls) results[call.name] = await call({ tiny, tools, batches });
   console.log(JSON.stringify(results));
 }
 

@@ -24,10 +24,12 @@ MESSAGES = [
 
 @dataclass(frozen=True)
 class Servers:
-    """Base addresses, with `/v1`. tiny: the model that ships. tools: one that calls `get_weather` and then answers."""
+    """Base addresses, with `/v1`. tiny: the model that ships. tools: one that calls `get_weather` and then answers.
+    batches: one with the Files and Batches API."""
 
     tiny: str
     tools: str
+    batches: str = ""
 
 
 Call = Callable[[Servers], Any]

@@ -13,8 +13,8 @@ GREETING = "Hello! It's nice to meet you. How can I help you today?"
 
 
 @pytest.fixture(scope="module")
-def results(tiny: ThreadedServer, tool_caller: ThreadedServer) -> dict[str, Any]:
-    return results_of("use_litellm.py", tiny.url, tool_caller.url)
+def results(tiny: ThreadedServer, tool_caller: ThreadedServer, batch_service: ThreadedServer) -> dict[str, Any]:
+    return results_of("use_litellm.py", tiny.url, tool_caller.url, batch_service.url)
 
 
 def test_a_completion_is_the_same_whole_streamed_and_asynchronous(results: dict[str, Any]) -> None:
@@ -50,3 +50,26 @@ def test_an_error_is_the_clients_own_with_our_words(results: dict[str, Any]) -> 
     status, message = results["refused"]
     assert status == 400
     assert "temperature: Input should be less than or equal to 2" in message
+
+
+def test_a_batch_from_its_file_to_its_results(results: dict[str, Any]) -> None:
+    batch = results["batch"]
+    assert "Cannot cancel a batch with status 'completed'." in batch.pop("refusal")
+    assert batch == {
+        "file": ["in.jsonl", "batch", True],
+        "metadata": {"night": "7"},
+        "counts": {"total": 1, "completed": 1, "failed": 0},
+        "answer": "Hello world!",
+        "listed": True,
+        "missing_file": "validating",
+        "deleted": True,
+        "has_output": True,
+    }
+
+
+def test_an_asynchronous_batch_is_cancelled(results: dict[str, Any]) -> None:
+    assert results["asynchronous_batch"] == {
+        "file": ["upload", 3600],
+        "cancelling": "cancelling",
+        "listed": True,
+    }

@@ -12,8 +12,8 @@ GREETING = "Hello! It's nice to meet you. How can I help you today?"
 
 
 @pytest.fixture(scope="module")
-def results(tiny: ThreadedServer, tool_caller: ThreadedServer) -> dict[str, Any]:
-    return results_of("use_openai_npm.cjs", tiny.url, tool_caller.url)
+def results(tiny: ThreadedServer, tool_caller: ThreadedServer, batch_service: ThreadedServer) -> dict[str, Any]:
+    return results_of("use_openai_npm.cjs", tiny.url, tool_caller.url, batch_service.url)
 
 
 def test_a_completion_is_the_same_whole_and_streamed(results: dict[str, Any]) -> None:
@@ -56,3 +56,16 @@ def test_errors_are_the_packages_own(results: dict[str, Any]) -> None:
         ["AuthenticationError", 401, None],
         ["NotFoundError", 404, "model"],
     ]
+
+
+def test_a_batch_from_its_file_to_its_results(results: dict[str, Any]) -> None:
+    assert results["batches"] == {
+        "file": ["in.jsonl", 3600, "processed"],
+        "metadata": {"night": "7"},
+        "answers": ["a", "b", "c"],
+        "joined": "0123456789",
+        "cancelling": "cancelling",
+        "newest_first": True,
+        "oldest_first": True,
+        "deleted": True,
+    }

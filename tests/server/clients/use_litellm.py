@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import time
 from typing import Any
 
 import litellm
+import openai
 from calls import KEY, MESSAGES, Servers, main
 
 TOOLS = [
@@ -63,12 +66,16 @@ def embedding(servers: Servers) -> Any:
 def schema(servers: Servers) -> Any:
     wanted = {"type": "object", "properties": {"n": {"enum": [7]}}, "required": ["n"], "additionalProperties": False}
     form = {"type": "json_schema", "json_schema": {"name": "n", "schema": wanted, "strict": True}}
-    answer = litellm.completion(messages=MESSAGES, response_format=form, max_tokens=60, **to_tiny(servers))
+    answer = litellm.completion(
+        messages=MESSAGES, response_format=form, temperature=0, max_tokens=60, **to_tiny(servers)
+    )
     return answer.choices[0].message.content
 
 
 def beyond_openai(servers: Servers) -> Any:
-    answer = litellm.completion(messages=MESSAGES, extra_body={"guided_choice": ["yes"]}, **to_tiny(servers))
+    answer = litellm.completion(
+        messages=MESSAGES, temperature=0, extra_body={"guided_choice": ["yes"]}, **to_tiny(servers)
+    )
     return answer.choices[0].message.content
 
 
@@ -96,8 +103,74 @@ def refused(servers: Servers) -> Any:
     return None
 
 
+BATCH_LINE = {
+    "custom_id": "a",
+    "method": "POST",
+    "url": "/v1/chat/completions",
+    "body": {"model": "fake", "messages": MESSAGES},
+}
+
+
+def to_batches(servers: Servers) -> dict[str, Any]:
+    return {"custom_llm_provider": "openai", "api_base": servers.batches, "api_key": KEY}
+
+
+def batch(servers: Servers) -> Any:
+    """A batch from its file to its results, and another one that is cancelled."""
+    to = to_batches(servers)
+    content = ("in.jsonl", json.dumps(BATCH_LINE).encode())
+    file = litellm.create_file(file=content, purpose="batch", **to)
+    new = {"completion_window": "24h", "endpoint": "/v1/chat/completions", "input_file_id": file.id}
+    made = litellm.create_batch(metadata={"night": "7"}, **new, **to)
+    while (over := litellm.retrieve_batch(batch_id=made.id, **to)).status != "completed":
+        time.sleep(0.05)
+    lines = litellm.file_content(file_id=over.output_file_id, **to).text.splitlines()
+    listed = [one.id for one in litellm.list_batches(limit=1, **to)]
+    missing = litellm.create_batch(**new | {"input_file_id": "file-none"}, **to)
+    try:
+        litellm.cancel_batch(batch_id=made.id, **to)
+    except openai.ConflictError as exc:  # the client passes it on as it is
+        refusal = str(exc)
+    else:
+        refusal = ""
+    return {
+        "file": [file.filename, file.purpose, file.bytes == len(content[1])],
+        "metadata": over.metadata,
+        "counts": over.request_counts.model_dump(),
+        "answer": json.loads(lines[0])["response"]["body"]["choices"][0]["message"]["content"],
+        "listed": listed[0] == made.id,
+        "missing_file": missing.status,
+        "refusal": refusal,
+        "deleted": litellm.file_delete(file_id=file.id, **to).deleted,
+        "has_output": over.output_file_id in [one.id for one in litellm.file_list(**to).data],
+    }
+
+
+def asynchronous_batch(servers: Servers) -> Any:
+    async def run() -> Any:
+        to = to_batches(servers)
+        held = {**BATCH_LINE, "body": {"model": "fake", "messages": [{"role": "user", "content": "wait"}]}}
+        content = json.dumps(held).encode()  # without a name: the client calls it `upload`
+        expiry = {"anchor": "created_at", "seconds": 3600}
+        file = await litellm.acreate_file(file=content, purpose="batch", expires_after=expiry, **to)
+        new = {"completion_window": "24h", "endpoint": "/v1/chat/completions", "input_file_id": file.id}
+        made = await litellm.acreate_batch(**new, output_expires_after=expiry, **to)
+        cancelling = await litellm.acancel_batch(batch_id=made.id, **to)
+        over = cancelling
+        while over.status != "cancelled":
+            over = await litellm.aretrieve_batch(batch_id=made.id, **to)
+        listed = await litellm.alist_batches(after=None, limit=None, **to)
+        return {
+            "file": [file.filename, file.expires_at - file.created_at],
+            "cancelling": cancelling.status,
+            "listed": made.id in [one.id for one in listed.data],
+        }
+
+    return asyncio.run(run())
+
+
 if __name__ == "__main__":
     main(
         *(completion, streamed, asynchronous, text_completion, embedding, schema, beyond_openai),
-        *(tools_loop, streamed_call, refused),
+        *(tools_loop, streamed_call, refused, batch, asynchronous_batch),
     )

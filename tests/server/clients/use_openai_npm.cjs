@@ -1,5 +1,8 @@
 // OpenAI's own package for Node, with `baseURL` pointing elsewhere.
 
+const fs = require("fs");
+const os = require("os");
+const path = require("path");
 const OpenAI = require("openai");
 const { zodResponseFormat } = require("openai/helpers/zod");
 const { z } = require("zod");
@@ -123,7 +126,61 @@ async function refused(servers) {
   return errors;
 }
 
+const LINES = ["a", "b", "c"].map((custom_id) => {
+  const body = { model: "fake", messages: [{ role: "user", content: custom_id }] };
+  return JSON.stringify({ custom_id, method: "POST", url: "/v1/chat/completions", body });
+});
+
+/** A batch from a stream of its file to its results; then a file in parts, and a batch that is cancelled. */
+async function batches(servers) {
+  const client = new OpenAI({ baseURL: servers.batches, apiKey: KEY, maxRetries: 0 });
+  const create = (input_file_id, more) =>
+    client.batches.create({ input_file_id, endpoint: "/v1/chat/completions", completion_window: "24h", ...more });
+  const folder = fs.mkdtempSync(path.join(os.tmpdir(), "batch-"));
+  fs.writeFileSync(path.join(folder, "in.jsonl"), LINES.join("\n"));
+  const file = await client.files.create({
+    file: fs.createReadStream(path.join(folder, "in.jsonl")),
+    purpose: "batch",
+    expires_after: { anchor: "created_at", seconds: 3600 },
+  });
+  fs.rmSync(folder, { recursive: true });
+  const processed = await client.files.waitForProcessing(file.id);
+  const made = await create(file.id, { metadata: { night: "7" } });
+  let over = made;
+  while (over.status !== "completed") over = await client.batches.retrieve(made.id);
+  const results = (await (await client.files.content(over.output_file_id)).text()).trim().split("\n");
+
+  const upload = await client.uploads.create({ filename: "p.jsonl", purpose: "batch", bytes: 10, mime_type: "text/x" });
+  const halves = [];
+  for (const half of ["01234", "56789"]) {
+    const part = await client.uploads.parts.create(upload.id, { data: await OpenAI.toFile(Buffer.from(half)) });
+    halves.push(part.id);
+  }
+  const joined = await client.uploads.complete(upload.id, { part_ids: halves });
+
+  const held = { role: "user", content: "wait" };
+  const line = { ...JSON.parse(LINES[0]), body: { model: "fake", messages: [held] } };
+  const waiting = await create((await client.files.create({
+    file: await OpenAI.toFile(Buffer.from(JSON.stringify(line)), "held.jsonl"), purpose: "batch",
+  })).id);
+  const cancelling = await client.batches.cancel(waiting.id);
+  const listed = [];
+  for await (const batch of client.batches.list({ limit: 1 })) listed.push(batch.id);
+  const files = [];
+  for await (const one of client.files.list({ purpose: "batch", order: "asc", limit: 1 })) files.push(one.id);
+  return {
+    file: [file.filename, file.expires_at - file.created_at, processed.status],
+    metadata: over.metadata,
+    answers: results.map((result) => JSON.parse(result).response.body.choices[0].message.content),
+    joined: await (await client.files.content(joined.file.id)).text(),
+    cancelling: cancelling.status,
+    newest_first: listed.indexOf(waiting.id) < listed.indexOf(made.id),
+    oldest_first: files.indexOf(file.id) < files.indexOf(joined.file.id) && files.indexOf(file.id) >= 0,
+    deleted: (await client.files.delete(file.id)).deleted,
+  };
+}
+
 main(
   ...[completed, streamed, accumulated, left_early, prompted, embedded, parsed],
-  ...[tools_loop, responses, models, refused],
+  ...[tools_loop, responses, models, refused, batches],
 );

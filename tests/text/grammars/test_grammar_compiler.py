@@ -6,6 +6,7 @@ import json
 import re
 from itertools import product
 from typing import Any
+from urllib.parse import unquote
 
 import jsonschema
 import numpy as np
@@ -15,7 +16,15 @@ from hypothesis import strategies as st
 
 from batchline.errors import BadRequest, ConstraintFailed
 from batchline.testing import ByteTokenizer
-from batchline.text.grammars import NOTHING_ELSE, Constraint, GrammarCompiler, GrammarMatcher, Preamble, Surroundings
+from batchline.text.grammars import (
+    NOTHING_ELSE,
+    CompiledGrammar,
+    Constraint,
+    GrammarCompiler,
+    GrammarMatcher,
+    Preamble,
+    Surroundings,
+)
 from batchline.text.grammars.patterns import one_line
 from batchline.text.grammars.sources import grammar_error
 from batchline.text.tokenizer import Tokenizer
@@ -201,11 +210,62 @@ def test_a_token_that_is_not_allowed_fails() -> None:
         matcher.accept(ord("x"))
 
 
-def test_equal_constraints_are_compiled_once() -> None:
+@pytest.mark.parametrize(
+    "place", ["components/schemas/U", "a~1b/0", "properties/x/components/U", "x/1/y", "oneOf/0/x", "a%20b"]
+)
+def test_a_schema_that_only_a_reference_reaches_is_as_strict(place: str) -> None:
+    """OpenAPI's `#/components/schemas` skipped every check: escaped quotes and repeated keys passed."""
+
+    def referring(inner: Any) -> dict[str, Any]:
+        made: Any = inner
+        for key in reversed(place.split("/")):
+            made = [*[True] * int(key), made] if key.isdecimal() else {unquote(key.replace("~1", "/")): made}
+        return {**made, "$ref": f"#/{place}"}
+
+    quoted = {"type": "string", "pattern": '^[^"]*$'}
+    assert accepts(constraint("json_schema", referring(quoted)), '"ab"')
+    assert not accepts(constraint("json_schema", referring(quoted)), '"a\\"b"')
+    chain = {"$ref": f"#/{place}/below", "below": quoted}
+    assert not accepts(constraint("json_schema", referring(chain)), '"a\\"b"')
+    countless = {"type": "object", "minProperties": 3, "additionalProperties": {"type": "integer"}}
+    with pytest.raises(BadRequest, match="minProperties 3 cannot be enforced"):
+        BYTES.compile(constraint("json_schema", referring(countless)), end_token_ids=frozenset({END}))
+
+
+def test_a_reference_into_a_constant_does_not_change_the_constant() -> None:
+    inner = {"type": "string", "pattern": '^[^"]*$'}
+    schema = {
+        "type": "object",
+        "properties": {"a": {"enum": [inner]}, "b": {"$ref": "#/properties/a/enum/0"}},
+        "required": ["a", "b"],
+        "additionalProperties": False,
+    }
+    assert accepts(constraint("json_schema", schema), json.dumps({"a": inner, "b": "x"}))
+    assert not accepts(constraint("json_schema", schema), json.dumps({"a": inner, "b": 'x"'}))
+
+
+@pytest.mark.parametrize("reference", ["json-schema:///#/x", "/#/x", "http://example.com/r#/x"])
+def test_a_reference_to_another_document_is_refused(reference: str) -> None:
+    """The engine finds its way into this one, past every check."""
+    schema = {"$ref": reference, "x": {"type": "string"}}
+    with pytest.raises(BadRequest, match="leads out of the schema"):
+        BYTES.compile(constraint("json_schema", schema), end_token_ids=frozenset({END}))
+
+
+def test_equal_constraints_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = GrammarCompiler(ByteTokenizer(), 300)
+    compiled: list[Constraint] = []
+    compile_untried = compiler.compile_untried
+
+    def noting(wanted: Constraint, surroundings: Surroundings) -> CompiledGrammar:
+        compiled.append(wanted)
+        return compile_untried(wanted, surroundings)
+
+    monkeypatch.setattr(compiler, "compile_untried", noting)
     for end in (1, 2, 3):
-        compiler.compile(constraint("regex", "a"), end_token_ids=frozenset({end}))
-    assert len(compiler._remembered) == 1
+        grammar = compiler.compile(constraint("regex", "a"), end_token_ids=frozenset({end}))
+        assert passes(grammar.matcher(), b"a", end=end)
+    assert compiled == [constraint("regex", "a")]
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import count
 from typing import Any
+from urllib.parse import unquote
 
 from batchline.errors import BadRequest
 from batchline.text.grammars.grammar import (
@@ -40,6 +42,9 @@ _OPEN_OPTIONS = ("whitespace_flexible", "whitespace_pattern")
 _SECONDS_BELOW_60 = {"time": r"^[0-9]{2}:[0-9]{2}:[0-5]", "date-time": r"[Tt][0-9]{2}:[0-9]{2}:[0-5]"}
 """A leap second is valid only at certain instants, which a grammar cannot know."""
 
+_TO_DEFINITION = re.compile(r"#/(\$defs|definitions)/[^/%]*")
+_INDEX = re.compile(r"[0-9]{1,9}", re.ASCII)
+
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _LARGEST_EXACT = 2**53
 
@@ -61,7 +66,9 @@ def strict_schema(constraint: Constraint, source: str) -> dict[str, Any]:
         raise BadRequest(
             f"{constraint.field}: Input should be a JSON Schema that something satisfies", param=constraint.field
         )
-    strict = _Strictness(constraint.field).of(schema, "the root", 0)
+    strictness = _Strictness(constraint.field)
+    strict = strictness.of(schema, "the root", 0)
+    strictness.reach_targets(schema, strict)
     strict[OPTIONS] = _options(schema.get(OPTIONS), constraint)
     return strict
 
@@ -134,6 +141,27 @@ class _Strictness:
     def __init__(self, field: str) -> None:
         self._field = field
         self._num_schemas = 0
+        self._references: list[tuple[dict[str, Any], str]] = []  # of strict copies, to other places than definitions
+
+    def reach_targets(self, root: Mapping[str, Any], strict: dict[str, Any]) -> None:
+        """Make the targets of all references strict. One may be anywhere: OpenAPI has them in `components`.
+
+        Each gets a strict copy among the definitions. root: the given schema. strict: its strict copy, which changes.
+        """
+        names: dict[int, str] = {}
+        definitions = dict(strict.get("$defs") or {})
+        while self._references:
+            holder, reference = self._references.pop()
+            target = _at(root, unquote(reference)[2:].split("/"))
+            if not isinstance(target, dict):
+                continue  # the engine refuses it, or anything satisfies it
+            if id(target) not in names:
+                name = next(name for name in map("reference-{}".format, count()) if name not in definitions)
+                names[id(target)] = name
+                definitions[name] = self.of(target, reference, 0)
+            holder["$ref"] = f"#/$defs/{names[id(target)]}"
+        if names:
+            strict["$defs"] = definitions
 
     def of(self, schema: Mapping[str, Any], path: str, depth: int) -> dict[str, Any]:
         if depth > MAX_DEPTH:
@@ -144,6 +172,7 @@ class _Strictness:
             raise BadRequest(message, param=self._field)
         self._refuse_large_enums(schema, path)
         strict = dict(schema)
+        self._note_reference(strict, path)
         for keyword, key, below in subschemas(schema):
             if not isinstance(below, dict):
                 continue
@@ -160,6 +189,17 @@ class _Strictness:
         if "anyOf" not in strict and _are_different_constants(strict.get("oneOf")):
             strict["anyOf"] = strict.pop("oneOf")  # equivalent, and the engine supports it
         return strict
+
+    def _note_reference(self, strict: dict[str, Any], path: str) -> None:
+        """Remember a reference to a place that may have no strict copy. Raises: BadRequest for another document."""
+        reference = strict.get("$ref")
+        if not isinstance(reference, str):
+            return
+        if not reference.startswith("#"):
+            message = f"{self._field}: at {path}: the reference to {reference[:200]!r} leads out of the schema"
+            raise BadRequest(message, param=self._field)
+        if reference.startswith("#/") and not _TO_DEFINITION.fullmatch(reference):
+            self._references.append((strict, reference))
 
     def _refuse_large_enums(self, schema: Mapping[str, Any], path: str) -> None:
         """Limit the objects and lists in an `enum`. Strings and numbers become one terminal, so they need no limit."""
@@ -189,6 +229,18 @@ class _Strictness:
         if rounded:
             message = f"{self._field}: at {path}: the number {str(rounded[0])[:40]} cannot be enforced exactly"
             raise BadRequest(message, param=self._field)
+
+
+def _at(value: Any, keys: Sequence[str]) -> Any:
+    """What the keys of a JSON pointer (RFC 6901) lead to; None if they lead nowhere."""
+    for key in keys:
+        if isinstance(value, dict):
+            value = value.get(key.replace("~1", "/").replace("~0", "~"))
+        elif isinstance(value, list) and _INDEX.fullmatch(key) and int(key) < len(value):
+            value = value[int(key)]
+        else:
+            return None
+    return value
 
 
 def _is_exact(number: float) -> bool:

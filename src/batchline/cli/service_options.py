@@ -1,0 +1,86 @@
+"""The options of the commands that call a service with the Files and Batches API, and how such a command runs.
+
+The key is only read from the environment: an option would show it to every user of the machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from urllib.parse import urlsplit
+
+import typer
+
+from batchline.errors import RunInterrupted, UsageError
+
+if TYPE_CHECKING:
+    from batchline.client.service import Service
+
+T = TypeVar("T")
+
+DEFAULT_BASE_URL = "http://127.0.0.1:8000/v1"
+BASE_URL_VARIABLES = ("BATCHLINE_BASE_URL", "OPENAI_BASE_URL")
+API_KEY_VARIABLES = ("BATCHLINE_API_KEY", "OPENAI_API_KEY")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceOptions:
+    """Where the service is, and how its answer is printed."""
+
+    base_url: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help=f"Base URL of the service. Default: BATCHLINE_BASE_URL or OPENAI_BASE_URL, or {DEFAULT_BASE_URL}.",
+        ),
+    ] = None
+    as_json: Annotated[bool, typer.Option("--json", help="Print the service's answer as JSON.")] = False
+
+    def call(self, work: Callable[[Service], Awaitable[T]]) -> T:
+        """The result of `work` with the service. Raises: BatchlineError."""
+
+        async def connected() -> T:
+            async with service_at(self.base_url).connected() as service:
+                return await work(service)
+
+        try:
+            return asyncio.run(connected())
+        except KeyboardInterrupt:
+            raise RunInterrupted from None
+
+
+def service_at(base_url: str | None) -> Service:
+    """The service of an option and the environment. Raises: UsageError."""
+    from batchline.client.service import Service  # an HTTP client: not for --help
+
+    url = base_url or _first_of(BASE_URL_VARIABLES) or DEFAULT_BASE_URL
+    try:
+        if urlsplit(url).path in ("", "/"):
+            url = url.rstrip("/") + "/v1"
+    except ValueError:
+        raise UsageError(f"{url!r} is not a URL.") from None
+    keys = _first_of(API_KEY_VARIABLES).split()  # a server's variable may hold several
+    return Service(url, keys[0] if keys else None)
+
+
+def parse_metadata(given: list[str]) -> dict[str, str]:
+    """`NAME=VALUE`, repeated. Raises: UsageError."""
+    pairs = [text.partition("=") for text in given]
+    for name, separator, value in pairs:
+        if not (name and separator):
+            raise UsageError(f"--metadata: {name + separator + value!r} is not NAME=VALUE.")
+    return {name: value for name, _, value in pairs}
+
+
+def print_json(value: Any) -> None:
+    """One JSON value, for programs."""
+    import orjson
+
+    typer.echo(orjson.dumps(value, option=orjson.OPT_INDENT_2).decode())
+
+
+def _first_of(variables: tuple[str, ...]) -> str:
+    return next((text for name in variables if (text := os.environ.get(name, "").strip())), "")

@@ -1,0 +1,1 @@
+"""The client's side of the Files and Batches API: this server's, or a hosted service's."""

@@ -1,0 +1,131 @@
+"""Writes what a service returns for a part into the run's journal: one result for each of its lines, whatever comes.
+
+A result that names no line of the part is left out, a second one for the same line too. A line without a result gets an
+error that says so. Lines that have a result in the journal already are skipped, so a part may be written twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from batchline.backends.base import Answer
+from batchline.batch import lines
+from batchline.batch.bulk import BulkWork
+from batchline.batch.failures import ResultWriter
+from batchline.batch.journal import Outcome
+from batchline.batch.plan import WorkItem
+from batchline.batch.result_files import plain_code, status_of, usage_in
+from batchline.batch.runner import copied
+from batchline.client.objects import BatchError
+from batchline.errors import LineError, RunFailed
+
+
+class PartWriter:
+    """Writes the results of the requests of one part. Called on a thread.
+
+    num_answers: results of the service for requests of the part. num_unknown: its results that belong to none of them.
+    """
+
+    def __init__(self, work: BulkWork, items: Sequence[WorkItem]) -> None:
+        self.num_answers = 0
+        self.num_unknown = 0
+        self._work = work
+        self._writer = ResultWriter(work.state.journal, work.state.tally)
+        self._waiting = {work.reader.batch_line(item.position)[0].custom_id: item for item in items}
+
+    def write_file(self, path: Path) -> None:
+        """The results in a file of the service. Raises: OSError."""
+        with path.open("rb", buffering=1 << 20) as file:
+            for raw in file:
+                if not raw.isspace():
+                    self._write_result(raw.strip())
+
+    def write_rest(self, error_of: Callable[[WorkItem], LineError]) -> None:
+        """An error for every request that has no result. Raises: OSError."""
+        for item in self._waiting.values():
+            write_error(self._work, self._writer, item, error_of(item))
+        self._waiting.clear()
+        self.flush()
+
+    def flush(self) -> None:
+        """Make what was written durable. Raises: OSError."""
+        self._writer.flush()
+
+    def _write_result(self, raw: bytes) -> None:
+        value = _parsed(raw)
+        status = None if value is None else status_of(value)
+        if value is None or status is None:
+            self.num_unknown += 1
+            return
+        item = self._waiting.pop(lines.custom_id_of(value) or "", None)
+        if item is None:
+            self.num_unknown += 1
+            return
+        self.num_answers += 1
+        usage = usage_in(value)
+        for number, position in enumerate((item.position, *item.copies)):
+            if position in self._work.state.done:
+                continue
+            line = raw if number == 0 else self._copy(value, position)
+            self._writer.add(Outcome(position, status, is_copy=number > 0, **usage._asdict()), line)
+            self._work.state.done.add(position)
+
+    def _copy(self, value: dict[str, Any], position: int) -> bytes:
+        """The result line of another line with the same request, with new ids."""
+        batch_line, _ = self._work.reader.batch_line(position)
+        hex_id = lines.new_id()
+        response = value.get("response")
+        if not isinstance(response, dict):
+            return orjson.dumps({**value, "id": f"batch_req_{hex_id}", "custom_id": batch_line.custom_id})
+        content: Any = response.get("body")
+        given = Answer(status_code=response["status_code"], body=content, request_id=str(response.get("request_id")))
+        body = orjson.dumps(content)
+        if isinstance(content, dict):
+            given, body = copied(given, body, batch_line.request(given.request_id), hex_id)
+        return lines.answer_line(hex_id, batch_line.custom_id, given, body)
+
+
+def write_errors(work: BulkWork, errors: Iterable[tuple[WorkItem, LineError]]) -> None:
+    """Answer requests with errors. Raises: RunFailed."""
+    writer = ResultWriter(work.state.journal, work.state.tally)
+    try:
+        for item, error in errors:
+            write_error(work, writer, item, error)
+        writer.flush()
+    except OSError as exc:
+        raise journal_failure(exc) from exc
+
+
+def write_error(work: BulkWork, writer: ResultWriter, item: WorkItem, error: LineError) -> None:
+    """Answer a request and its copies with an error. Raises: OSError."""
+    for position in (item.position, *item.copies):
+        if position not in work.state.done:
+            batch_line, span = work.reader.batch_line(position)
+            line = lines.error_line(lines.new_id(), batch_line.custom_id, error, span.line_number)
+            writer.add(Outcome(position, error.code), line)
+            work.state.done.add(position)
+
+
+def journal_failure(exc: OSError) -> RunFailed:
+    """A journal that cannot be written, or a file of the run that cannot be read."""
+    return RunFailed(f"The results of a batch cannot be saved: {exc.strerror or exc}.")
+
+
+def errors_by_item(errors: Sequence[BatchError], items: Sequence[WorkItem]) -> Iterator[tuple[WorkItem, LineError]]:
+    """The requests that a service has refused by their line in the part's file, and why."""
+    for error in errors:
+        if error.line is not None and 1 <= error.line <= len(items):
+            message = error.message or "The service refused this request."
+            yield items[error.line - 1], LineError(plain_code(error.code), message, param=error.param)
+
+
+def _parsed(raw: bytes) -> dict[str, Any] | None:
+    try:
+        value = orjson.loads(raw)
+    except orjson.JSONDecodeError:
+        return None
+    return value if isinstance(value, dict) else None

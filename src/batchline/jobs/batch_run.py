@@ -1,0 +1,346 @@
+"""One batch as a run: connects `batch/run.py` with the batch's record, which a worker holds.
+
+The records say how far a batch is; the journal in its job folder says which lines are done. A worker that takes over a
+batch works in a folder of its own, so that one that wakes up after its lease has ended cannot disturb it. If it cannot
+reach the folder of the earlier worker, which may be on another machine, it begins with the first line again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import shutil
+import sys
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from time import time
+from typing import Any
+
+from batchline.backends.base import Backend, models_by_name
+from batchline.batch.capacity import Capacity, Claim
+from batchline.batch.check import CheckReport
+from batchline.batch.files import RunFiles
+from batchline.batch.history import History
+from batchline.batch.locations import Location
+from batchline.batch.options import RunOptions
+from batchline.batch.progress import Progress, SilentReporter, Tally
+from batchline.batch.run import run
+from batchline.batch.stopping import END_REASONS, Stop
+from batchline.callers import current_caller
+from batchline.errors import InputChanged, InputUnreadable, NotFound, RunInterrupted
+from batchline.jobs.contents import Contents, StoredResults, new_id
+from batchline.jobs.estimates import Estimate, FileMeasure, Pace, Paces
+from batchline.jobs.line import Line
+from batchline.jobs.options import JobsOptions
+from batchline.jobs.states import BatchStatus
+from batchline.jobs.store import Store
+from batchline.jobs.tables import BatchRecord, FileRecord
+from batchline.jobs.validation import LineJudge, Refused, one_error, refuse_invalid, unreadable
+
+if sys.platform != "win32":
+    import fcntl
+
+logger = logging.getLogger(__name__)
+
+
+class BatchRun:
+    """Runs one batch that this process has claimed.
+
+    record: its latest state, which the worker renews. progress, history: how far the run is, and how fast it went.
+    claim: to the places at the backend. only_checks: give the batch back once its file is checked.
+    """
+
+    def __init__(
+        self,
+        record: BatchRecord,
+        *,
+        store: Store,
+        contents: Contents,
+        folder: Path,
+        backend: Backend,
+        capacity: Capacity,
+        options: JobsOptions,
+        paces: Paces,
+        only_checks: bool = False,
+    ) -> None:
+        """folder: has the job folders of all batches."""
+        self.record = record
+        self.only_checks = only_checks
+        self.claim = Claim(record.owner)
+        self.stop = Stop()
+        self.progress: Progress | None = None
+        self.history = History()
+        self._store = store
+        self._contents = contents
+        self._folder = folder
+        self._backend = backend
+        self._capacity = capacity
+        self._options = options
+        self._judge: LineJudge | None = None
+        self._measure = FileMeasure()
+        self._paces = paces
+        self._names: dict[str, str] = {}
+        self._results: tuple[FileRecord, FileRecord] = (_result_file(record, "output"), _result_file(record, "error"))
+        self._targets = [StoredResults(contents.arriving(f"{file.id}.{record.fence}")) for file in self._results]
+
+    async def execute(self) -> None:
+        """Bring the batch to its end, or to where the next worker can go on.
+
+        Raises: RunInterrupted after a shutdown; LeaseLost; RunFailed, ModelLoadError and UsageError if it is to be
+        tried again later.
+        """
+        current_caller.set(self.record.owner)
+        if self.record.status == "cancelling":
+            self.stop.end("batch_cancelled")
+        expiry = asyncio.get_running_loop().call_later(
+            max(0.0, self.record.expires_at - time()), self.stop.end, "batch_expired"
+        )
+        try:
+            await self._run()
+        except Refused as refused:
+            await asyncio.to_thread(
+                self._store.refuse,
+                self.record,
+                time(),
+                refused.errors,
+                refused.num_errors,
+                refused.total,
+                tells_operator=self._options.webhook is not None,
+            )
+        finally:
+            if (pace := self._pace) is not None:
+                pace.note_end(self.record.id)
+            expiry.cancel()
+            for target in self._targets:
+                target.discard()
+        shutil.rmtree(self._job_folder, ignore_errors=True)
+        self._input_copy.unlink(missing_ok=True)
+
+    async def _run(self) -> None:
+        """Raises: as `execute`, and Refused."""
+        source = await self._input_path()
+        served = models_by_name(await self._backend.models())
+        self._names = {name: model.name for name, model in served.items()}
+        if self.record.output_file_id is None:  # it has not begun, even if it was cancelled meanwhile
+            self._judge = LineJudge(self.record.endpoint, served, takes_many_models=self._options.takes_many_models)
+        await asyncio.to_thread(adopt_job_folder, self._folder, self.record)
+        output, errors = self._targets
+        files = RunFiles(
+            input=Location(str(source), "path", source),
+            output=output,
+            error_output=errors,
+            job_folder=self._job_folder,
+        )
+        options = RunOptions(grace_period_s=0.0)
+        reporter = _ProgressKeeper(self)
+        try:
+            await run(
+                files,
+                options,
+                nullcontext(self._backend),
+                reporter,
+                self.stop,
+                capacity=self._capacity,
+                owner=self,
+                claim=self.claim,
+            )
+        except (InputChanged, InputUnreadable) as exc:
+            if isinstance(exc, InputUnreadable) and self._judge is not None:
+                raise unreadable(exc, source) from exc
+            logger.error("the batch %s has failed: %s", self.record.id, exc)
+            raise one_error("invalid_request", "The stored input file is damaged.", "input_file_id") from exc
+
+    async def _input_path(self) -> Path:
+        """Raises: Refused if the input file does not exist."""
+        try:
+            file = await asyncio.to_thread(self._store.file, self.record.input_file_id, self.record.owner)
+        except NotFound:
+            file = None
+        if file is not None and file.content is not None:
+            with contextlib.suppress(FileNotFoundError):
+                return await asyncio.to_thread(self._contents.fetch, file.content, self._input_copy)
+        message = f"The input file {self.record.input_file_id!r} does not exist."
+        raise one_error("invalid_request", message, "file_id")
+
+    @property
+    def _input_copy(self) -> Path:
+        """Where the input file is if the contents are elsewhere. The lines of the file are read several times."""
+        return self._folder / f"{self.record.id}.input"
+
+    @property
+    def _job_folder(self) -> Path:
+        return self._folder / f"{self.record.id}.{self.record.fence}"
+
+    # What the run reports
+
+    def judge(self, position: int, url: str, body: dict[str, Any]) -> None:
+        """Raises: LineError. Lines that were accepted once are not judged again: the models may be others now."""
+        if self._judge is not None:
+            self._judge.judge(url, body["model"])
+        self._measure(position, url, body)
+
+    async def checked(self, report: CheckReport) -> None:
+        """The batch is valid, or fails. Raises: Refused, LeaseLost; RunInterrupted if it is only checked now."""
+        if self._judge is None:
+            return
+        refuse_invalid(report, self._options.max_requests)
+        estimate = self.estimate()
+        known = replace(self.record, total=report.num_lines, estimated_s=estimate.seconds)
+        others = [entry for entry in await asyncio.to_thread(self._store.line) if entry.id != known.id]
+        self.record = await asyncio.to_thread(
+            self._store.begin,
+            self.record,
+            time(),
+            total=report.num_lines,
+            model=self._judge.model,
+            results=self._results,
+            estimate={**columns_of(estimate), "expected_at": Line(others, time()).expected_at(known)},
+        )
+        if self.only_checks:
+            raise RunInterrupted("The batch waits for its turn.")
+
+    @property
+    def _pace(self) -> Pace | None:
+        """The pace of the batch's only model."""
+        model = self._measure.model
+        return None if model is None else self._paces.of(self._names.get(model, model))
+
+    def estimate(self) -> Estimate:
+        """What the batch takes, once its file is checked."""
+        pace = self._pace
+        return Estimate() if pace is None else pace.estimate(self._measure.counts)
+
+    def note_progress(self, progress: Progress) -> None:
+        """Called about twice a second while requests run."""
+        self.progress = progress
+        self.history.add_progress(progress, time())
+        if (pace := self._pace) is not None:
+            totals = (
+                progress.answered_requests,
+                progress.answered_prompt_tokens,
+                progress.answered_output_tokens,
+            )
+            pace.note_totals(self.record.id, totals, self._paces.clock())
+
+    async def answered(self, tally: Tally) -> None:
+        """Raises: LeaseLost."""
+        if END_REASONS.isdisjoint(tally.failures_by_code):  # a window that ends now is too late to matter
+            await asyncio.to_thread(self._store.finalize, self.record, time(), counts_of(tally))
+
+    async def delivered(self, tally: Tally) -> None:
+        """Raises: LeaseLost."""
+        pace = self._pace
+        if pace is not None and not tally.failed and not tally.copies:
+            pace.note_prompts(self._measure.counts.prompt, tally.prompt_tokens)
+        is_expired = "batch_expired" in tally.failures_by_code
+        status: BatchStatus = "expired" if is_expired else "completed"
+        contents = {
+            file.id: (target.content.name, target.content.num_bytes) if target.content.num_bytes else None
+            for file, target in zip(self._results, self._targets, strict=True)
+        }
+        self.record = await asyncio.to_thread(
+            self._store.finish,
+            self.record,
+            status,
+            time(),
+            counts=counts_of(tally),
+            contents=contents,
+            tells_operator=self._options.webhook is not None,
+        )
+
+
+class _ProgressKeeper(SilentReporter):
+    """Keeps the latest progress of a run, which the worker stores."""
+
+    def __init__(self, batch: BatchRun) -> None:
+        self._batch = batch
+
+    def progress(self, progress: Progress) -> None:
+        """Kept."""
+        self._batch.note_progress(progress)
+
+    def warn(self, text: str) -> None:
+        """Logged."""
+        logger.warning("batch %s: %s", self._batch.record.id, text)
+
+
+def columns_of(estimate: Estimate) -> dict[str, Any]:
+    """An estimate in a batch's record."""
+    return {
+        "estimated_input_tokens": estimate.input_tokens,
+        "estimated_output_tokens": estimate.output_tokens,
+        "estimated_s": estimate.seconds,
+    }
+
+
+def counts_of(tally: Tally) -> dict[str, Any]:
+    """The counts of a batch's record."""
+    return {
+        "completed": tally.done - tally.failed,
+        "failed": tally.failed,
+        "failures_by_code": dict(tally.failures_by_code),
+        "prompt_tokens": tally.prompt_tokens,
+        "cached_tokens": tally.cached_tokens,
+        "output_tokens": tally.output_tokens,
+        "reasoning_tokens": tally.reasoning_tokens,
+    }
+
+
+def adopt_job_folder(folder: Path, record: BatchRecord) -> None:
+    """Take over what earlier workers did for a batch: its job folder if its worker is gone, else a copy of its journal.
+
+    Raises: OSError.
+    """
+    own = folder / f"{record.id}.{record.fence}"
+    if own.exists():
+        return
+    earlier = sorted((p for p in folder.glob(f"{record.id}.*") if p.suffix[1:].isdecimal()), key=_fence_of)
+    if not earlier:
+        return
+    *older, latest = earlier
+    if is_locked(latest):
+        arriving = folder / f"{own.name}.arriving"
+        shutil.rmtree(arriving, ignore_errors=True)
+        arriving.mkdir()
+        with contextlib.suppress(FileNotFoundError):
+            shutil.copyfile(latest / "journal", arriving / "journal")
+        arriving.rename(own)
+    else:
+        latest.rename(own)
+    for path in older:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _fence_of(path: Path) -> int:
+    return int(path.suffix[1:])
+
+
+def is_locked(job_folder: Path) -> bool:
+    """Whether a run holds the folder."""
+    try:
+        fd = os.open(job_folder / "lock", os.O_RDWR)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+def _result_file(record: BatchRecord, kind: str) -> FileRecord:
+    """The record of one of a batch's result files: the existing one, or a new one."""
+    existing = record.output_file_id if kind == "output" else record.error_file_id
+    return FileRecord(
+        id=existing or new_id("file-"),
+        owner=record.owner,
+        filename=f"{record.id}_{kind}.jsonl",
+        purpose="batch_output",
+        bytes=0,
+        created_at=int(time()),
+    )

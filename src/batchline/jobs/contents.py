@@ -1,0 +1,245 @@
+"""The bytes of stored files, in a folder or in a remote file system (`remote_contents.py`).
+
+Names are made here and looked up in the store, never built from a request. A content appears whole or not at all: its
+bytes are staged in a local folder first, and its record is stored after it. One without a record is left over from a
+crash, and is removed when a server starts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import re
+import secrets
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from time import time
+from typing import BinaryIO
+
+from batchline.batch.targets import ResultTarget
+from batchline.disk import move_into_place, sync_folder
+from batchline.errors import BadRequest
+
+_PIECE_BYTES = 1 << 20
+_MARK = "batchline-contents"
+_MAX_MARK_BYTES = 100
+_OURS = re.compile(r"(file-|part_)[0-9a-f]{32}(\.[0-9]+)?")
+
+
+class Contents(ABC):
+    """The contents of files by their names. display: where they are, as messages show it, without secrets.
+
+    The methods block. Raises: OSError or StorageUnavailable, and FileNotFoundError for a content that does not exist.
+    """
+
+    display: str
+
+    def __init__(self, arriving: Path) -> None:
+        """arriving: the local folder for what has not arrived as a whole."""
+        self._arriving = arriving
+        arriving.mkdir(parents=True, exist_ok=True)
+
+    @abstractmethod
+    def path(self, name: str) -> Path | None:
+        """Where a content is on this machine; None if it is elsewhere."""
+
+    @abstractmethod
+    def open(self, name: str) -> BinaryIO:
+        """A reader, which can seek."""
+
+    @abstractmethod
+    def fetch(self, name: str, copy: Path) -> Path:
+        """A local file with the content. copy: where it is put if the content is elsewhere; an earlier copy is used."""
+
+    @abstractmethod
+    def place(self, staged: Path, name: str) -> None:
+        """Move a synced local file to the contents. An older content of the name is replaced."""
+
+    @abstractmethod
+    def exists(self, name: str) -> bool:
+        """Whether there is a content of this name."""
+
+    @abstractmethod
+    def remove(self, name: str) -> None:
+        """Remove a content. Idempotent."""
+
+    @abstractmethod
+    def stored(self) -> list[tuple[str, float]]:
+        """The name of everything that is stored, and when it was last changed."""
+
+    def arriving(self, name: str) -> ArrivingContent:
+        """A content that is being stored."""
+        return ArrivingContent(self, self._arriving / name, name)
+
+    def remove_leftovers(self, named: Callable[[], Collection[str]], min_age_s: float) -> None:
+        """Remove what no record names. named: the names of all contents that have records.
+
+        min_age_s: younger ones stay, because another server may be storing them; 0 if this is the only server.
+        """
+        latest = time() - min_age_s
+        found = [name for name, changed_at in self.stored() if changed_at <= latest and _OURS.fullmatch(name)]
+        kept = named()  # read after the list, so that a content whose record came meanwhile is kept
+        for name in found:
+            if name not in kept:
+                self.remove(name)
+        for path in self._arriving.iterdir():
+            if path.stat().st_mtime <= latest:
+                path.unlink(missing_ok=True)
+
+    def join(self, names: Sequence[str], whole: ArrivingContent, md5: str | None) -> None:
+        """Store contents one after the other as one. md5: the digest that it must have. Raises: BadRequest too."""
+        digest = hashlib.md5(usedforsecurity=False)
+        whole.open()
+        for name in names:
+            with self.open(name) as file:
+                while piece := file.read(_PIECE_BYTES):
+                    digest.update(piece)
+                    whole.write(piece)
+        whole.close()
+        if md5 is not None and digest.hexdigest() != md5.lower():
+            raise BadRequest(f"md5: the file has the digest {digest.hexdigest()}", param="md5")
+        whole.store()
+
+    def mark(self) -> str | None:
+        """What `set_mark` has stored."""
+        try:
+            with self.open(_MARK) as file:
+                return file.read(_MAX_MARK_BYTES).decode(errors="replace")
+        except FileNotFoundError:
+            return None
+
+    def set_mark(self, mark: str) -> None:
+        """Note to which database the contents belong."""
+        content = self.arriving(_MARK)
+        content.open()
+        content.write(mark.encode())
+        content.close()
+        content.store()
+
+
+class FolderContents(Contents):
+    """Contents in a local or shared folder."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder / "arriving")
+        self.display = str(folder)
+        self._folder = folder
+
+    def path(self, name: str) -> Path:
+        """In the folder."""
+        return self._folder / name
+
+    def open(self, name: str) -> BinaryIO:
+        """The file itself."""
+        return self.path(name).open("rb")
+
+    def fetch(self, name: str, copy: Path) -> Path:
+        """The file itself."""
+        path = self.path(name)
+        if not path.is_file():
+            raise FileNotFoundError(name)
+        return path
+
+    def place(self, staged: Path, name: str) -> None:
+        """By a rename."""
+        move_into_place(staged, self.path(name))
+
+    def exists(self, name: str) -> bool:
+        """Whether there is a file."""
+        return self.path(name).exists()
+
+    def remove(self, name: str) -> None:
+        """Remove the file."""
+        self.path(name).unlink(missing_ok=True)
+
+    def stored(self) -> list[tuple[str, float]]:
+        """The files."""
+        return [(entry.name, entry.stat().st_mtime) for entry in os.scandir(self._folder) if entry.is_file()]
+
+
+class ArrivingContent:
+    """Bytes on their way to the contents. name: of the content. num_bytes: how many were written."""
+
+    def __init__(self, contents: Contents, staged: Path, name: str) -> None:
+        self.name = name
+        self.num_bytes = 0
+        self._contents = contents
+        self._staged = staged
+        self._file: BinaryIO | None = None
+
+    def open(self) -> None:
+        """Begin, without what an earlier process wrote. Raises: OSError."""
+        self._file = self._staged.open("wb", buffering=1 << 20)
+        self.num_bytes = 0
+
+    def write(self, data: bytes | memoryview) -> int:
+        """Add bytes. Raises: OSError."""
+        assert self._file is not None  # `open` comes first
+        self.num_bytes += len(data)
+        return self._file.write(data)
+
+    def close(self) -> None:
+        """Put what was written on disk. Raises: OSError."""
+        if self._file is not None:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+            self._file = None
+
+    def store(self) -> None:
+        """Put it in its place. Idempotent. Raises: OSError, StorageUnavailable."""
+        if self._staged.exists() or not self._contents.exists(self.name):
+            self._contents.place(self._staged, self.name)
+
+    def discard(self) -> None:
+        """Drop what was written and not stored. Idempotent."""
+        with suppress(OSError):
+            if self._file is not None:
+                self._file.close()
+                self._file = None
+            self._staged.unlink(missing_ok=True)
+
+
+class StoredResults(ResultTarget):
+    """A result target in the contents: one file of a batch."""
+
+    notes_commit = False  # repeating it is cheap
+    tells_if_it_exists = False
+
+    def __init__(self, content: ArrivingContent) -> None:
+        self.content = content
+        self.display = content.name
+        self.tag = content.name
+
+    @contextmanager
+    def open(self) -> Iterator[BinaryIO]:
+        """A writer. Raises: OSError."""
+        self.content.open()
+        yield self.content  # type: ignore[misc] # only `write` is called
+        self.content.close()
+
+    async def commit(self) -> None:
+        """Put the results in their place. Without any, there is no content."""
+        if self.content.num_bytes:
+            await asyncio.to_thread(self.content.store)
+        else:
+            self.content.discard()
+
+    def discard(self) -> None:
+        """Drop what was written."""
+        self.content.discard()
+
+
+def new_id(prefix: str) -> str:
+    """An id that nobody can guess: `file-...`, `batch_...`."""
+    return prefix + secrets.token_hex(16)
+
+
+def prepare_folder(path: Path) -> None:
+    """Create a folder that only this user can read. Raises: OSError."""
+    if not path.exists():
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        sync_folder(path.parent)

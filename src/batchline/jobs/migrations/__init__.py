@@ -1,0 +1,32 @@
+"""Brings the tables of a store to this version, with Alembic. `versions/` has one file for each change."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from alembic import command
+from alembic.config import Config
+from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from sqlalchemy import Engine, func, select
+
+_LOCK = 0x62617463686C696E  # "batchlin"
+"""The advisory lock of PostgreSQL that servers take which start at the same time."""
+
+
+class NewerDatabase(Exception):
+    """A newer version has changed the tables."""
+
+
+def migrate(engine: Engine) -> None:
+    """Create the tables, or change those of an older version. Raises: NewerDatabase, SQLAlchemyError."""
+    config = Config()
+    config.set_main_option("script_location", str(Path(__file__).parent).replace("%", "%%"))
+    with engine.begin() as connection:
+        if engine.dialect.name == "postgresql":
+            connection.execute(select(func.pg_advisory_xact_lock(_LOCK)))
+        known = {script.revision for script in ScriptDirectory.from_config(config).walk_revisions()}
+        if not known.issuperset(MigrationContext.configure(connection).get_current_heads()):
+            raise NewerDatabase
+        config.attributes["connection"] = connection
+        command.upgrade(config, "head")

@@ -1,0 +1,467 @@
+"""Files and batches for their callers: the store, the contents and the worker together.
+
+Every method takes the owner of the request, and finds only that owner's objects. Knows nothing about HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from math import inf
+from pathlib import Path
+from time import monotonic, time
+from typing import BinaryIO
+
+import orjson
+
+from batchline.backends.base import Backend, models_by_name
+from batchline.batch.history import History
+from batchline.batch.journal import saved_results
+from batchline.batch.lines import readable_custom_id
+from batchline.batch.progress import Progress
+from batchline.errors import BadRequest, BatchStateConflict, NotFound, PayloadTooLarge
+from batchline.jobs.batch_run import is_locked
+from batchline.jobs.contents import ArrivingContent, new_id
+from batchline.jobs.input_check import InputCheck, check_input
+from batchline.jobs.options import JobsOptions
+from batchline.jobs.state_folder import JobsState
+from batchline.jobs.states import RUNNING
+from batchline.jobs.store import Order
+from batchline.jobs.tables import BatchRecord, FileRecord, PartRecord, UploadRecord
+from batchline.jobs.webhooks import Webhooks
+from batchline.jobs.worker import Worker
+from batchline.openai_api.batches import (
+    BatchWebhook,
+    CompleteUploadRequest,
+    CreateBatchRequest,
+    CreateUploadRequest,
+    retry_filename,
+    window_s,
+)
+from batchline.openai_api.endpoint_table import is_batch_url, path_here
+
+logger = logging.getLogger(__name__)
+
+CLEAN_UP_S = 60.0
+UPLOAD_LIFETIME_S = 3600
+NOTHING_FAILED = ", because none of its requests failed"
+BATCH_INPUT = "batch"
+
+
+class Jobs:
+    """The Files and Batches of one server."""
+
+    def __init__(self, state: JobsState, backend: Backend, options: JobsOptions) -> None:
+        """backend: already running."""
+        self.max_file_bytes = options.max_file_bytes
+        self._store = state.store
+        self._contents = state.contents
+        self._webhooks = Webhooks(state.store, options)
+        on_end = self._webhooks.notice
+        self._worker = Worker(state.store, state.contents, state.runs, backend, options, on_end)
+        self._backend = backend
+        self._options = options
+        self._runs = state.runs
+
+    @asynccontextmanager
+    async def working(self) -> AsyncIterator[None]:
+        """Run batches, send webhooks and remove expired files while the block runs."""
+        async with self._webhooks.delivering(), self._worker.working():
+            cleaning = asyncio.create_task(self._clean_up_for_ever())
+            try:
+                yield
+            finally:
+                cleaning.cancel()
+
+    # Files
+
+    def arriving_file(self) -> tuple[str, ArrivingContent]:
+        """The id of a new file, and its content, which the caller opens, fills and closes."""
+        file_id = new_id("file-")
+        return file_id, self._contents.arriving(file_id)
+
+    async def add_file(
+        self,
+        owner: str,
+        file_id: str,
+        content: ArrivingContent,
+        *,
+        filename: str,
+        purpose: str,
+        expires_after: int | None = None,
+    ) -> FileRecord:
+        """Store a file whose content has arrived. Raises: BadRequest for an empty batch file."""
+        if purpose == BATCH_INPUT and not content.num_bytes:
+            message = "Invalid file format for Batch API. Must be .jsonl"
+            raise BadRequest(message, param="file", code="invalid_file_format")
+        now = int(time())
+        file = FileRecord(
+            id=file_id,
+            owner=owner,
+            filename=filename,
+            purpose=purpose,
+            bytes=content.num_bytes,
+            created_at=now,
+            expires_at=None if expires_after is None else now + expires_after,
+            content=content.name,
+        )
+
+        def store() -> None:
+            content.store()
+            self._store.add_file(file)
+
+        await asyncio.to_thread(store)
+        return file
+
+    async def file(self, file_id: str, owner: str) -> FileRecord:
+        """Raises: NotFound."""
+        file = await asyncio.to_thread(self._store.file, file_id, owner)
+        if file.expires_at is not None and file.expires_at <= time():
+            raise NotFound(f"No such file: {file_id[:100]!r}", param="id")
+        return file
+
+    async def files(
+        self, owner: str, *, limit: int, order: Order, after: str | None, purpose: str | None
+    ) -> Sequence[FileRecord]:
+        """A page of files. Raises: NotFound."""
+        return await asyncio.to_thread(
+            self._store.list_files, owner, limit=limit, order=order, after=after, purpose=purpose
+        )
+
+    async def filenames(self, file_ids: Sequence[str], owner: str) -> dict[str, str]:
+        """The names of those of the files that exist, by id."""
+        return await asyncio.to_thread(self._store.filenames, file_ids, owner)
+
+    async def remove_file(self, file_id: str, owner: str) -> None:
+        """Raises: NotFound, FileInUse."""
+        file = await asyncio.to_thread(self._store.remove_file, file_id, owner)
+        if file.content is not None:
+            await asyncio.to_thread(self._contents.remove, file.content)
+
+    def path_of(self, file: FileRecord) -> Path | None:
+        """Where a file's bytes are on this machine; None if they are elsewhere, or a batch still writes them."""
+        return None if file.content is None else self._contents.path(file.content)
+
+    def open(self, file: FileRecord) -> BinaryIO:
+        """A reader of a file that no batch writes any more. Blocks. Raises: OSError, StorageUnavailable."""
+        assert file.content is not None
+        return self._contents.open(file.content)
+
+    async def results_so_far(self, file: FileRecord, max_s: float = inf) -> Iterator[bytes]:
+        """The result lines that a running batch has for one of its files, in the order in which they were done.
+
+        max_s: how long they are read at most.
+        """
+        batch = await asyncio.to_thread(self._store.batch_writing, file.id)
+        if batch is None:
+            return iter(())
+        wants_failures = file.id == batch.error_file_id
+        journal = self._runs / f"{batch.id}.{batch.fence}" / "journal"
+        return _lines_in(journal, wants_failures=wants_failures, max_s=max_s)
+
+    # Uploads
+
+    async def create_upload(self, request: CreateUploadRequest, owner: str) -> UploadRecord:
+        """Begin a file that arrives in parts. Raises: PayloadTooLarge."""
+        if request.bytes > self.max_file_bytes:
+            raise file_too_large(self.max_file_bytes, "bytes")
+        now = int(time())
+        expiry = request.expires_after
+        upload = UploadRecord(
+            id=new_id("upload_"),
+            owner=owner,
+            filename=request.filename,
+            purpose=request.purpose,
+            bytes=request.bytes,
+            status="pending",
+            created_at=now,
+            expires_at=now + UPLOAD_LIFETIME_S,
+            file_expires_after=None if expiry is None else expiry.seconds,
+        )
+        await asyncio.to_thread(self._store.add_upload, upload)
+        return upload
+
+    async def upload(self, upload_id: str, owner: str) -> UploadRecord:
+        """Raises: NotFound."""
+        return await asyncio.to_thread(self._store.upload, upload_id, owner)
+
+    def arriving_part(self) -> tuple[str, ArrivingContent]:
+        """The id of a new part, and its content, which the caller opens, fills and closes."""
+        part_id = new_id("part_")
+        return part_id, self._contents.arriving(part_id)
+
+    async def add_part(self, upload_id: str, owner: str, part_id: str, content: ArrivingContent) -> PartRecord:
+        """Store a part whose content has arrived. Raises: NotFound, Conflict, BadRequest."""
+        now = time()
+        part = PartRecord(id=part_id, upload_id=upload_id, bytes=content.num_bytes, created_at=int(now))
+
+        def store() -> None:
+            content.store()
+            try:
+                self._store.add_part(part, owner, now)
+            except BaseException:
+                self._contents.remove(part_id)
+                raise
+
+        await asyncio.to_thread(store)
+        return part
+
+    async def complete_upload(
+        self, upload_id: str, owner: str, request: CompleteUploadRequest
+    ) -> tuple[UploadRecord, FileRecord]:
+        """Join the parts to the file. Raises: NotFound, Conflict, BadRequest."""
+        upload = await self.upload(upload_id, owner)
+        parts = {part.id: part for part in await asyncio.to_thread(self._store.parts, upload_id)}
+        if upload.status == "pending":
+            _check_parts(upload, parts, request.part_ids)
+        file_id, content = self.arriving_file()
+        now = int(time())
+        expiry = upload.file_expires_after
+        file = FileRecord(
+            id=file_id,
+            owner=owner,
+            filename=upload.filename,
+            purpose=upload.purpose,
+            bytes=upload.bytes,
+            created_at=now,
+            expires_at=None if expiry is None else now + expiry,
+            content=content.name,
+        )
+
+        def complete() -> UploadRecord:
+            try:
+                if upload.status == "pending":
+                    self._contents.join(request.part_ids, content, request.md5)
+                finished = self._store.finish_upload(upload_id, owner, now, file)
+            except BaseException:
+                content.discard()
+                self._contents.remove(content.name)
+                raise
+            for part_id in parts:
+                self._contents.remove(part_id)
+            return finished
+
+        return await asyncio.to_thread(complete), file
+
+    async def cancel_upload(self, upload_id: str, owner: str) -> UploadRecord:
+        """Raises: NotFound, Conflict."""
+        parts = await asyncio.to_thread(self._store.parts, upload_id)
+        cancelled = await asyncio.to_thread(self._store.finish_upload, upload_id, owner, time(), None)
+        for part in parts:
+            await asyncio.to_thread(self._contents.remove, part.id)
+        return cancelled
+
+    async def check_input(self, file_id: str, owner: str) -> InputCheck:
+        """What a batch of a file would find in it. Raises: NotFound, RunFailed, StorageUnavailable."""
+        file = await self.file(file_id, owner)
+        content = file.content
+        if content is None:
+            raise NotFound("A running batch still writes this file", param="id")
+        served = models_by_name(await self._backend.models())
+        endpoints = await self._endpoints()
+
+        def check() -> InputCheck:
+            with tempfile.TemporaryDirectory(prefix="batchline-") as folder:
+                return check_input(
+                    self._contents.fetch(content, Path(folder) / "input"),
+                    served,
+                    endpoints,
+                    takes_many_models=self._options.takes_many_models,
+                    max_requests=self._options.max_requests,
+                )
+
+        return await asyncio.to_thread(check)
+
+    # Batches
+
+    async def create_batch(
+        self,
+        request: CreateBatchRequest,
+        owner: str,
+        *,
+        key: str | None = None,
+        retry_of: str | None = None,
+    ) -> BatchRecord:
+        """Store a new batch, which a worker soon runs.
+
+        key: the client's `Idempotency-Key`. retry_of: see `retry_batch`. Raises: BadRequest, Conflict.
+        """
+        endpoint, _ = path_here(request.endpoint)
+        served = await self._endpoints()
+        if endpoint not in served:
+            raise BadRequest(
+                f"Invalid value: {request.endpoint[:100]!r}. Supported values are: {', '.join(sorted(served))}",
+                param="endpoint",
+                code="invalid_value",
+            )
+        if request.webhook is not None:
+            self._webhooks.check(request.webhook)
+        window = window_s(request.completion_window)
+        assert window is not None  # the schema has checked it
+        expiry = request.output_expires_after
+        now = int(time())
+        batch = BatchRecord(
+            id=new_id("batch_"),
+            owner=owner,
+            status="validating",
+            endpoint=endpoint,
+            input_file_id=request.input_file_id,
+            completion_window=request.completion_window,
+            metadata=request.checked_metadata(),
+            output_expires_after=None if expiry is None else expiry.seconds,
+            created_at=now,
+            expires_at=now + window,
+            retry_of=retry_of,
+            webhook=None if request.webhook is None else request.webhook.model_dump(),
+        )
+        digest = hashlib.sha256(request.model_dump_json().encode()).hexdigest()
+        stored = await asyncio.to_thread(self._store.add_batch, batch, key, digest)
+        self._worker.notice()
+        return stored
+
+    async def retry_batch(self, batch_id: str, owner: str) -> BatchRecord:
+        """A new batch with the requests that have failed or were not run. Raises: NotFound, BatchStateConflict."""
+        batch = await self.batch(batch_id, owner)
+        if batch.status in RUNNING or batch.error_file_id is None:
+            raise BatchStateConflict(batch_id, batch.status, "retry", "" if batch.status in RUNNING else NOTHING_FAILED)
+        source, errors = await self.file(batch.input_file_id, owner), await self.file(batch.error_file_id, owner)
+        file_id, content = self.arriving_file()
+        try:
+            await asyncio.to_thread(self._write_failed_lines, source, errors, content)
+            name = retry_filename(source.filename)
+            await self.add_file(owner, file_id, content, filename=name, purpose=BATCH_INPUT)
+        finally:
+            await asyncio.to_thread(content.discard)
+        request = CreateBatchRequest(
+            input_file_id=file_id,
+            endpoint=batch.endpoint,
+            completion_window=batch.completion_window,
+            metadata=None if batch.metadata is None else dict(batch.metadata),
+            webhook=None if batch.webhook is None else BatchWebhook(**batch.webhook),
+        )
+        return await self.create_batch(request, owner, retry_of=batch_id)
+
+    def _write_failed_lines(self, source: FileRecord, errors: FileRecord, content: ArrivingContent) -> None:
+        """Copy the lines of a batch's input that are in its error file. Raises: OSError, StorageUnavailable."""
+        with self.open(errors) as file:
+            failed = {parse_result(line) for line in file}
+        content.open()
+        with self.open(source) as file:
+            for line in file:
+                if not line.isspace() and readable_custom_id(line) in failed:
+                    content.write(line if line.endswith(b"\n") else line + b"\n")
+        content.close()
+
+    async def batch(self, batch_id: str, owner: str) -> BatchRecord:
+        """Raises: NotFound."""
+        return await asyncio.to_thread(self._store.batch, batch_id, owner)
+
+    async def batches(self, owner: str, *, limit: int, order: Order, after: str | None) -> Sequence[BatchRecord]:
+        """A page of batches. Raises: NotFound."""
+        return await asyncio.to_thread(self._store.list_batches, owner, limit=limit, order=order, after=after)
+
+    async def cancel_batch(self, batch_id: str, owner: str) -> BatchRecord:
+        """Raises: NotFound, BatchStateConflict."""
+        batch = await asyncio.to_thread(self._store.cancel, batch_id, owner, time())
+        self._worker.cancel(batch_id)
+        self._worker.notice()
+        return batch
+
+    def progress_of(self, batch: BatchRecord) -> Progress | None:
+        """How far a batch is that runs in this process."""
+        run = self._worker.batch(batch.id)
+        return None if run is None else run.progress
+
+    def history_of(self, batch: BatchRecord) -> History | None:
+        """How fast a batch went that runs in this process, or ended in it not long ago."""
+        return self._worker.history(batch.id)
+
+    async def failed_results(self, batch: BatchRecord, max_s: float) -> Iterator[bytes]:
+        """The result lines of the requests of a batch that have failed so far. Read by a thread.
+
+        max_s: how long they are looked for in a running batch. Raises: NotFound.
+        """
+        if batch.error_file_id is None:
+            return iter(())
+        file = await self.file(batch.error_file_id, batch.owner)
+        return await self.results_so_far(file, max_s) if file.content is None else self._lines_of(file)
+
+    def _lines_of(self, file: FileRecord) -> Iterator[bytes]:
+        with self.open(file) as lines:
+            yield from lines
+
+    async def _endpoints(self) -> set[str]:
+        """Those that a batch may have."""
+        return {path for model in await self._backend.models() for path in model.endpoints if is_batch_url(path)}
+
+    async def _clean_up_for_ever(self) -> None:
+        """Remove files that have expired."""
+        while True:
+            try:
+                for file in await asyncio.to_thread(self._store.remove_expired_files, time()):
+                    if file.content is not None:
+                        await asyncio.to_thread(self._contents.remove, file.content)
+                for part in await asyncio.to_thread(self._store.expire_uploads, time()):
+                    await asyncio.to_thread(self._contents.remove, part.id)
+                await asyncio.to_thread(self._remove_old_runs)
+            except Exception:  # the database may be away for a while
+                logger.exception("expired files cannot be removed; trying again")
+            await asyncio.sleep(CLEAN_UP_S)
+
+    def _remove_old_runs(self) -> None:
+        """Remove what is left of batches that are over, because their worker was killed or lost its lease."""
+        paths = {path: path.name.partition(".")[0] for path in self._runs.iterdir()}
+        over = self._store.batches_over(list(set(paths.values())))
+        for path, batch_id in paths.items():
+            if batch_id not in over or self._worker.batch(batch_id) is not None or is_locked(path):
+                continue
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+
+
+def _check_parts(upload: UploadRecord, parts: Mapping[str, PartRecord], wanted: Sequence[str]) -> None:
+    """Raises: BadRequest."""
+    unknown = next((part_id for part_id in wanted if part_id not in parts), None)
+    if unknown is not None:
+        raise BadRequest(f"part_ids: the upload has no part {unknown[:100]!r}", param="part_ids")
+    if len(set(wanted)) < len(wanted):
+        raise BadRequest("part_ids: a part is listed twice", param="part_ids")
+    num_bytes = sum(parts[part_id].bytes for part_id in wanted)
+    if num_bytes != upload.bytes:
+        message = f"The parts have {num_bytes:,} bytes, and the upload was announced with {upload.bytes:,}"
+        raise BadRequest(message, param="part_ids")
+
+
+def file_too_large(max_bytes: int, param: str) -> PayloadTooLarge:
+    """The error of a file over the limit."""
+    return PayloadTooLarge(f"The file is larger than {max_bytes:,} bytes (--max-file-size)", param=param)
+
+
+def parse_result(line: bytes) -> str | None:
+    """The `custom_id` of a result line."""
+    custom_id: str | None = orjson.loads(line)["custom_id"]
+    return custom_id
+
+
+def _lines_in(journal: Path, *, wants_failures: bool, max_s: float) -> Iterator[bytes]:
+    """Each position's first result, if it is of the wanted kind."""
+    seen = bytearray()  # by position; a set would take fifty times the memory
+    deadline = monotonic() + max_s
+    with contextlib.suppress(FileNotFoundError):
+        for outcome, line in saved_results(journal):
+            if monotonic() > deadline:
+                return
+            if outcome.position >= len(seen):
+                seen.extend(bytes(2 * outcome.position + 1024 - len(seen)))
+            if not seen[outcome.position]:
+                seen[outcome.position] = 1
+                if outcome.is_failure == wants_failures:
+                    yield line + b"\n"

@@ -1,0 +1,75 @@
+"""Whether a file can be a batch's input: the errors of its lines, as the batch object lists them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from batchline.backends.base import MAX_SHOWN_NAME
+from batchline.batch.check import CheckReport
+from batchline.errors import BatchlineError, InputUnreadable, LineError, counted
+
+MAX_LISTED_ERRORS = 100
+
+
+class Refused(BatchlineError):
+    """The input file is not valid. errors: the first of them; num_errors: how many there are; total: its requests."""
+
+    def __init__(self, errors: list[dict[str, Any]], num_errors: int, total: int = 0) -> None:
+        super().__init__(errors[0]["message"])
+        self.errors = errors
+        self.num_errors = num_errors
+        self.total = total
+
+
+def one_error(code: str, message: str, param: str | None = None) -> Refused:
+    """The error of a file as a whole."""
+    return Refused([{"code": code, "message": message, "param": param, "line": None}], 1)
+
+
+def unreadable(exc: InputUnreadable, source: Path) -> Refused:
+    """The error of a file of another format, or whose bytes are damaged. source: where it is stored."""
+    return one_error(
+        "invalid_file_format", f"Cannot read the file: {exc.reason.replace(source.name, 'FILE')}", "input_file_id"
+    )
+
+
+class LineJudge:
+    """Judges lines by what a batch adds to the rules of a batch file: its endpoint and its models."""
+
+    def __init__(self, endpoint: str, served: Collection[str], *, takes_many_models: bool) -> None:
+        """served: the names of the models."""
+        self.model: str | None = None
+        self._endpoint = endpoint
+        self._served = served
+        self._takes_many_models = takes_many_models
+
+    def judge(self, url: str, model: str) -> None:
+        """Raises: LineError."""
+        if url != self._endpoint:
+            message = f"The line's url is {url[:MAX_SHOWN_NAME]!r}, but the batch's endpoint is {self._endpoint!r}."
+            raise LineError("invalid_url", message, param="url")
+        if model not in self._served:
+            served = ", ".join(sorted(self._served))
+            message = f"The model {model[:MAX_SHOWN_NAME]!r} does not exist. Served here: {served}"
+            raise LineError("model_not_found", message, param="body.model")
+        self.model = self.model or model
+        if model != self.model and not self._takes_many_models:
+            message = f"All requests of a batch must name the same model: {model!r} is not {self.model!r}."
+            raise LineError("mismatched_model", message, param="body.model")
+
+
+def refuse_invalid(report: CheckReport, max_requests: int) -> None:
+    """Raises: Refused."""
+    if not report.num_lines:
+        raise one_error("empty_file", "The input file has no requests.")
+    if report.num_lines > max_requests:
+        requests = counted(report.num_lines, "request")
+        raise one_error("too_many_tasks", f"The input file has {requests}, over the limit of {max_requests:,}.")
+    if report.num_faults:
+        listed = [
+            {"code": fault.code, "message": fault.message, "param": fault.param, "line": fault.line_number}
+            for fault in report.faults[:MAX_LISTED_ERRORS]
+        ]
+        raise Refused(listed, report.num_faults, report.num_lines)

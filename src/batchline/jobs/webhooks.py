@@ -1,0 +1,191 @@
+"""Sends webhooks that say that a batch is over, signed as https://www.standardwebhooks.com describes.
+
+The store notes each one in the transaction that ends the batch. It is sent until its receiver has taken it, or for
+about a day: at least once, and possibly twice after a crash. A try begins by setting the time of the next one, so that
+only one of several servers makes it. A webhook says nothing of a batch but its id, and no batch waits for one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import hashlib
+import hmac
+import logging
+import random
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from time import time
+
+import aiohttp
+import orjson
+from aiohttp.abc import AbstractResolver
+
+from batchline.errors import BadRequest
+from batchline.jobs.options import SECRET_FORM, SECRET_PREFIX, JobsOptions, is_webhook_secret
+from batchline.jobs.store import Store
+from batchline.jobs.tables import WebhookRecord
+from batchline.media.addresses import FetchRules
+from batchline.media.fetching import CheckedResolver
+from batchline.openai_api.batches import BatchWebhook
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 5.0
+TRY_S = 15.0
+MAX_AT_ONCE = 8
+LIFETIME_S = 24 * 3600
+FIRST_DELAY_S, LONGEST_DELAY_S = 30.0, 4 * 3600.0
+"""Between two tries. The first is longer than a try may take; each is twice the one before, up to the longest."""
+
+GONE = 410
+"""The status by which a receiver says that it wants no more."""
+
+_MAX_DOUBLINGS = 20
+
+
+class Webhooks:
+    """Sends the webhooks of a store. For one event loop."""
+
+    def __init__(
+        self,
+        store: Store,
+        options: JobsOptions,
+        resolver: AbstractResolver | None = None,
+        clock: Callable[[], float] = time,
+    ) -> None:
+        """resolver: finds addresses of the hosts in requests; None asks the system. Raises: UsageError."""
+        self._store = store
+        self._operator = options.webhook
+        self._rules = FetchRules(options.allowed_domains, options.allowed_networks)
+        self._resolver = resolver
+        self._clock = clock
+        self._has_news = asyncio.Event()
+        self._sessions: Mapping[bool, aiohttp.ClientSession] = {}
+
+    def check(self, webhook: BatchWebhook) -> None:
+        """Whether a request may name this webhook, as far as the text of its URL tells.
+
+        Raises: BadRequest, without the secret.
+        """
+        if not is_webhook_secret(webhook.secret):
+            raise BadRequest(f"webhook.secret: it must be {SECRET_FORM}", param="webhook.secret")
+        if self._rules.fetches_nothing:
+            raise BadRequest("webhook: this server calls no URLs from requests", param="webhook")
+        try:
+            self._rules.checked_url(webhook.url)
+        except BadRequest as exc:
+            raise BadRequest(f"webhook.url: {exc.message}", param="webhook.url") from exc
+
+    def notice(self) -> None:
+        """A batch is over."""
+        self._has_news.set()
+
+    @asynccontextmanager
+    async def delivering(self) -> AsyncIterator[None]:
+        """Send what is due while the block runs. What is being sent at its end is sent again later."""
+        async with self.connected():
+            task = asyncio.create_task(self._deliver_for_ever())
+            try:
+                yield
+            finally:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+
+    @asynccontextmanager
+    async def connected(self) -> AsyncIterator[None]:
+        """Open the HTTP clients: one for the operator's URL, which may lead anywhere, and one for those in requests."""
+        resolver = CheckedResolver(self._rules, self._resolver)
+        connector = aiohttp.TCPConnector(resolver=resolver, use_dns_cache=False)
+        no_cookies = aiohttp.DummyCookieJar()
+        async with (
+            aiohttp.ClientSession(trust_env=True, cookie_jar=no_cookies) as trusted,
+            aiohttp.ClientSession(trust_env=False, cookie_jar=no_cookies, connector=connector) as checked,
+        ):
+            self._sessions = {True: trusted, False: checked}
+            try:
+                yield
+            finally:
+                await resolver.close()
+
+    async def deliver_due(self) -> None:
+        """Try each webhook that is due, once."""
+        while due := await asyncio.to_thread(self._store.due_webhooks, self._clock(), MAX_AT_ONCE):
+            results = await asyncio.gather(*map(self._deliver, due), return_exceptions=True)
+            for problem in filter(None, results):
+                raise problem
+
+    async def _deliver_for_ever(self) -> None:
+        while True:
+            try:
+                await self.deliver_due()
+            except Exception:  # the database may be away for a while
+                logger.exception("webhooks cannot be sent; trying again")
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._has_news.wait(), POLL_S)
+            self._has_news.clear()
+
+    async def _deliver(self, webhook: WebhookRecord) -> None:
+        now = self._clock()
+        pause_s = delay_s(webhook.attempts)
+        if not await asyncio.to_thread(self._store.take_webhook, webhook, now + pause_s):
+            return
+        try:
+            status = await asyncio.wait_for(self._post(webhook, int(now)), TRY_S)
+            outcome = f"its receiver has answered with status {status}"
+        except Exception as exc:  # whatever the receiver, its host or its network do: the next try may succeed
+            status, outcome = 0, f"its receiver cannot be reached ({type(exc).__name__})"
+        is_taken = 200 <= status < 300
+        is_last = is_taken or status == GONE or now + pause_s > webhook.created_at + LIFETIME_S
+        if is_last:
+            await asyncio.to_thread(self._store.end_webhook, webhook.id)
+        next_step = "" if is_taken else ", and it is not tried again" if is_last else f"; next try in {pause_s:.0f} s"
+        level = logging.INFO if is_taken else logging.ERROR if is_last else logging.WARNING
+        logger.log(level, "webhook %s for %s: %s%s", webhook.id, webhook.batch_id, outcome, next_step)
+
+    async def _post(self, webhook: WebhookRecord, now: int) -> int:
+        """The status of the answer. Raises: any exception of the client; BadRequest for a URL that is not allowed."""
+        url, secret = webhook.url, webhook.secret
+        if url is None or secret is None:
+            if self._operator is None:
+                return GONE  # the server was started again without the operator's webhook
+            url, secret = self._operator.url, self._operator.secret
+        else:
+            self._rules.checked_url(url)
+        body = event_body(webhook)
+        headers = signed_headers(secret, webhook.id, now, body)
+        headers |= {"Content-Type": "application/json", "User-Agent": "batchline"}
+        session = self._sessions[webhook.url is None]
+        async with session.post(url, data=body, headers=headers, allow_redirects=False) as response:
+            return response.status
+
+
+def event_body(webhook: WebhookRecord) -> bytes:
+    """The event, in the form of OpenAI's."""
+    return orjson.dumps(
+        {
+            "id": webhook.id,
+            "object": "event",
+            "created_at": webhook.created_at,
+            "type": webhook.type,
+            "data": {"id": webhook.batch_id},
+        }
+    )
+
+
+def signed_headers(secret: str, webhook_id: str, now: int, body: bytes) -> dict[str, str]:
+    """The headers by which a receiver knows who sends a webhook, and when."""
+    key = base64.b64decode(secret.removeprefix(SECRET_PREFIX))
+    digest = hmac.new(key, f"{webhook_id}.{now}.".encode() + body, hashlib.sha256).digest()
+    return {
+        "webhook-id": webhook_id,
+        "webhook-timestamp": str(now),
+        "webhook-signature": f"v1,{base64.b64encode(digest).decode()}",
+    }
+
+
+def delay_s(num_failures: int) -> float:
+    """The pause after so many failed tries and one more. It varies, so that tries are spread out."""
+    doubled: float = FIRST_DELAY_S * 2 ** min(num_failures, _MAX_DOUBLINGS)
+    return min(LONGEST_DELAY_S, doubled) * random.uniform(0.8, 1.2)

@@ -1,0 +1,247 @@
+"""Runs the batches of a store, several at once, until the server stops.
+
+A worker claims a batch for `LEASE_S` and renews that while it runs. If the process dies, the lease ends, and any worker
+goes on from the batch's journal. Leases are measured by the clock of the database, which all workers share. `line.py`
+says which batch starts next. While all places are taken, batches are checked and given back, so that their errors and
+estimates do not wait for a place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import socket
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from time import time
+
+from batchline.backends.base import Backend
+from batchline.batch.capacity import Capacity
+from batchline.batch.history import History
+from batchline.errors import BatchlineError, LeaseLost, RunInterrupted
+from batchline.jobs.batch_run import BatchRun, columns_of
+from batchline.jobs.contents import Contents
+from batchline.jobs.estimates import Paces
+from batchline.jobs.line import Line, next_to_check, next_to_start
+from batchline.jobs.options import JobsOptions
+from batchline.jobs.store import Store
+from batchline.jobs.tables import BatchRecord
+
+logger = logging.getLogger(__name__)
+
+LEASE_S = 30.0
+POLL_S = 1.0
+RETRY_S = 5.0
+LONGEST_RETRY_S = 300.0
+MAX_CHECKS = 2
+"""Batches that are checked at once while they wait for a place."""
+
+MAX_HISTORIES = 100
+"""Of batches that have ended in this process."""
+
+
+class Worker:
+    """Claims and runs batches. Used by one event loop."""
+
+    def __init__(
+        self,
+        store: Store,
+        contents: Contents,
+        folder: Path,
+        backend: Backend,
+        options: JobsOptions,
+        on_end: Callable[[], None],
+    ) -> None:
+        """folder: has the job folders. on_end: called when a batch may be over."""
+        self._on_end = on_end
+        self._name = f"{socket.gethostname()[:40]}-{os.getpid()}-{secrets.token_hex(4)}"
+        self._store = store
+        self._contents = contents
+        self._folder = folder
+        self._backend = backend
+        self._options = options
+        self._capacity = Capacity(max(1, backend.concurrency()))
+        self._running: dict[str, tuple[BatchRun, asyncio.Task[None]]] = {}
+        self._ended: dict[str, History] = {}
+        self._failures: Counter[str] = Counter()
+        self._paces = Paces()
+        self._has_news = asyncio.Event()
+        self._is_closing = False
+
+    @asynccontextmanager
+    async def working(self) -> AsyncIterator[Worker]:
+        """Work while the block runs; then stop every batch where the next worker can go on."""
+        works = (self._claim_for_ever(), self._renew_for_ever(), self._read_measurements())
+        tasks = [asyncio.create_task(work) for work in works]
+        try:
+            yield self
+        finally:
+            self._is_closing = True
+            tasks[0].cancel()
+            for batch, _ in self._running.values():
+                batch.stop.set()
+            await asyncio.gather(*(task for _, task in self._running.values()), return_exceptions=True)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def notice(self) -> None:
+        """There is a new batch, or one of them was cancelled."""
+        self._has_news.set()
+
+    def cancel(self, batch_id: str) -> None:
+        """Stop a batch whose record says that it is being cancelled."""
+        if batch_id in self._running:
+            self._running[batch_id][0].stop.end("batch_cancelled")
+
+    def batch(self, batch_id: str) -> BatchRun | None:
+        """A batch that runs in this process."""
+        return self._running[batch_id][0] if batch_id in self._running else None
+
+    def history(self, batch_id: str) -> History | None:
+        """How fast a batch went that runs in this process, or was one of the latest that ended in it."""
+        batch = self.batch(batch_id)
+        return self._ended.get(batch_id) if batch is None else batch.history
+
+    async def _read_measurements(self) -> None:
+        """Know the rates of earlier runs on this machine."""
+        if self._options.read_measurements is not None:
+            try:
+                self._paces.begin_with(await asyncio.to_thread(self._options.read_measurements))
+            except Exception:  # they only serve for estimates
+                logger.warning("the rates of earlier runs cannot be read", exc_info=True)
+
+    async def _claim_for_ever(self) -> None:
+        while True:
+            try:
+                await self._claim()
+            except Exception:  # the database may be away for a while
+                logger.exception("batches cannot be claimed; trying again")
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._has_news.wait(), POLL_S)
+            self._has_news.clear()
+
+    async def _claim(self) -> None:
+        now = await asyncio.to_thread(self._store.now)
+        waiting = await asyncio.to_thread(self._store.claimable, now, self._options.max_running)
+        # after a pause of this process, a batch that it still runs may have lost its lease
+        waiting = [record for record in waiting if record.id not in self._running]
+        if not waiting:
+            return
+        line = Line(await asyncio.to_thread(self._store.line), now)
+        running = [batch.record for batch, _ in self._running.values() if not batch.only_checks]
+        num_checks = len(self._running) - len(running)
+        to_start = next_to_start(waiting, running, line, now, self._options.max_running)
+        for record in to_start:
+            await self._take(record)
+        started = {record.id for record in to_start}
+        rest = [record for record in waiting if record.id not in started]
+        for record in next_to_check(rest, MAX_CHECKS - num_checks):
+            await self._take(record, only_checks=True)
+
+    async def _take(self, record: BatchRecord, *, only_checks: bool = False) -> None:
+        now = await asyncio.to_thread(self._store.now)
+        claimed = await asyncio.to_thread(self._store.claim, record, self._name, now, now + LEASE_S)
+        if claimed is not None:
+            self._start(claimed, only_checks=only_checks)
+
+    def _start(self, record: BatchRecord, *, only_checks: bool) -> None:
+        if num_done := record.completed + record.failed:
+            logger.info("batch %s goes on: %d of %d requests are done", record.id, num_done, record.total)
+        batch = BatchRun(
+            record,
+            store=self._store,
+            contents=self._contents,
+            folder=self._folder,
+            backend=self._backend,
+            capacity=self._capacity,
+            options=self._options,
+            paces=self._paces,
+            only_checks=only_checks,
+        )
+        self._running[record.id] = batch, asyncio.create_task(self._run(batch), name=record.id)
+
+    async def _run(self, batch: BatchRun) -> None:
+        batch_id = batch.record.id
+        try:
+            await self._execute(batch)
+        except LeaseLost as exc:
+            logger.warning("%s", exc)
+        except Exception:  # the database is away: the lease ends by itself
+            logger.exception("batch %s cannot go on", batch_id)
+        finally:
+            del self._running[batch_id]
+            self._on_end()
+            if not batch.only_checks:
+                self._ended.pop(batch_id, None)
+                self._ended[batch_id] = batch.history
+            while len(self._ended) > MAX_HISTORIES:
+                del self._ended[next(iter(self._ended))]
+            self._has_news.set()
+
+    async def _execute(self, batch: BatchRun) -> None:
+        """Raises: LeaseLost."""
+        try:
+            await batch.execute()
+            self._failures.pop(batch.record.id, None)
+        except LeaseLost:
+            raise
+        except RunInterrupted:
+            await asyncio.to_thread(self._store.release, batch.record)
+            if self._is_closing:
+                logger.info("batch %s stops here, and the next server continues it", batch.record.id)
+        except (BatchlineError, OSError) as exc:
+            self._failures[batch.record.id] += 1
+            delay_s = min(LONGEST_RETRY_S, RETRY_S * 2 ** min(10, self._failures[batch.record.id] - 1))
+            logger.error("batch %s cannot go on now, and is tried again in %.0f s: %s", batch.record.id, delay_s, exc)
+            await asyncio.to_thread(lambda: self._store.release(batch.record, self._store.now() + delay_s))
+
+    async def _renew_for_ever(self) -> None:
+        while True:
+            await asyncio.sleep(LEASE_S / 15)
+            line = await self._line()
+            for batch, task in list(self._running.values()):
+                await self._renew(batch, task, line)
+
+    async def _line(self) -> Line:
+        """The line of all batches; empty while the database is away."""
+        try:
+            return Line(await asyncio.to_thread(self._store.line) if self._running else (), time())
+        except Exception:
+            logger.exception("the waiting batches cannot be read")
+            return Line((), time())
+
+    async def _renew(self, batch: BatchRun, task: asyncio.Task[None], line: Line) -> None:
+        """Keep a batch, or give it up if another worker has it."""
+        try:
+            await self._renew_lease(batch, line)
+        except LeaseLost as exc:
+            logger.warning("%s", exc)
+            task.cancel()
+        except Exception:  # the database may be away for a while
+            logger.exception("the lease of batch %s cannot be renewed", batch.record.id)
+
+    async def _renew_lease(self, batch: BatchRun, line: Line) -> None:
+        """Raises: LeaseLost."""
+        record = await asyncio.to_thread(lambda: self._store.renew(batch.record, self._store.now() + LEASE_S))
+        if record.status == "cancelling":
+            batch.stop.end("batch_cancelled")
+        if time() >= record.expires_at:
+            batch.stop.end("batch_expired")
+        batch.claim.due_at = record.expires_at if line.is_in_danger(record) else None
+        if batch.progress is not None and record.status in ("in_progress", "cancelling"):
+            counts = {
+                **({} if record.estimated_s is not None else columns_of(batch.estimate())),
+                "expected_at": line.expected_at(record),
+                "completed": batch.progress.done - batch.progress.failed,
+                "failed": batch.progress.failed,
+                "failures_by_code": dict(batch.progress.failures_by_code),
+                "prompt_tokens": batch.progress.answered_prompt_tokens,
+                "output_tokens": batch.progress.answered_output_tokens,
+            }
+            await asyncio.to_thread(self._store.count, batch.record, counts)

@@ -1,0 +1,265 @@
+"""The routes of the Files and Batches API, as OpenAI's clients call it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, cast
+from urllib.parse import quote
+
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response, StreamingResponse
+
+from batchline.errors import BadRequest, NotFound, PayloadTooLarge
+from batchline.jobs.objects import batch_object, file_object, list_object, part_object, upload_object
+from batchline.jobs.service import Jobs, file_too_large
+from batchline.jobs.store import Order
+from batchline.jobs.tables import FileRecord
+from batchline.openai_api.batches import (
+    MAX_EXPIRY_S,
+    MIN_EXPIRY_S,
+    CompleteUploadRequest,
+    CreateBatchRequest,
+    CreateUploadRequest,
+)
+from batchline.openai_api.parsing import parse_body
+from batchline.server.api_keys import owner_of
+from batchline.server.json_body import JsonResponse, read_json_object
+from batchline.server.stored_content import content_response
+from batchline.server.upload_form import PIECE_BYTES, receive_form
+
+MAX_BODY_BYTES = 1 << 20
+MAX_PART_BYTES = 64 << 20
+MAX_KEY = 255
+MAX_FILES_PAGE = 10_000
+MAX_BATCHES_PAGE = 100
+DEFAULT_BATCHES_PAGE = 20
+_MAX_PURPOSE, _MAX_FILENAME = 64, 1000
+
+
+class FilesApi:
+    """`/v1/files`."""
+
+    def __init__(self, jobs: Jobs) -> None:
+        self._jobs = jobs
+
+    async def upload(self, request: Request) -> Response:
+        """Store a file. Raises: RequestError, ClientDisconnect."""
+        return JsonResponse(file_object(await self.receive(request)))
+
+    async def receive(
+        self, request: Request, check: Callable[[Mapping[str, str]], None] = lambda fields: None
+    ) -> FileRecord:
+        """The stored file of a form. check: refuses the form's other fields, once all of it has arrived.
+
+        Raises: RequestError, ClientDisconnect.
+        """
+        file_id, content = self._jobs.arriving_file()
+        try:
+            await asyncio.to_thread(content.open)
+            max_bytes = self._jobs.max_file_bytes
+            form = await receive_form(request, content, "file", max_bytes, file_too_large(max_bytes, "file"))
+            check(form.fields)
+            if form.filename is None:
+                raise BadRequest("file: it is missing", param="file", code="missing_required_parameter")
+            purpose = form.fields.get("purpose", "")
+            if not purpose or len(purpose) > _MAX_PURPOSE:
+                raise BadRequest("purpose: it is missing; use 'batch' for a batch's input", param="purpose")
+            expires_after = _expiry(form.fields)
+            await asyncio.to_thread(content.close)
+            return await self._jobs.add_file(
+                owner_of(request),
+                file_id,
+                content,
+                filename=(form.filename or "upload")[:_MAX_FILENAME],
+                purpose=purpose,
+                expires_after=expires_after,
+            )
+        finally:
+            await asyncio.to_thread(content.discard)
+
+    async def list(self, request: Request) -> Response:
+        """A page of the owner's files. Raises: BadRequest, NotFound."""
+        limit, order, after = _page_of(request, MAX_FILES_PAGE, MAX_FILES_PAGE)
+        purpose = request.query_params.get("purpose")
+        found = await self._jobs.files(owner_of(request), limit=limit + 1, order=order, after=after, purpose=purpose)
+        return JsonResponse(list_object([file_object(file) for file in found[:limit]], has_more=len(found) > limit))
+
+    async def retrieve(self, request: Request) -> Response:
+        """One file. Raises: NotFound."""
+        return JsonResponse(file_object(await self._jobs.file(request.path_params["file_id"], owner_of(request))))
+
+    async def delete(self, request: Request) -> Response:
+        """Raises: NotFound, FileInUse."""
+        file_id = request.path_params["file_id"]
+        await self._jobs.remove_file(file_id, owner_of(request))
+        return JsonResponse({"id": file_id, "object": "file", "deleted": True})
+
+    async def content(self, request: Request) -> Response:
+        """A file's bytes, or a part of them (Range). The results of a running batch: what is there so far.
+
+        Raises: NotFound, StorageUnavailable.
+        """
+        file = await self._jobs.file(request.path_params["file_id"], owner_of(request))
+        headers = {
+            "Content-Disposition": f"attachment; filename*=UTF-8''{quote(file.filename, safe='')}",
+            "X-Content-Type-Options": "nosniff",
+        }
+        media_type = "application/octet-stream"
+        if file.content is None:
+            headers["X-Incomplete"] = "true"
+            lines = iter(()) if request.method == "HEAD" else await self._jobs.results_so_far(file)
+            return StreamingResponse(_in_pieces(lines), media_type=media_type, headers=headers)
+        path = self._jobs.path_of(file)
+        try:
+            if path is None:
+                return await content_response(request, self._jobs, file, media_type, headers)
+            found = await asyncio.to_thread(path.stat)
+        except FileNotFoundError as exc:  # another request deletes it at this moment, or somebody did by hand
+            raise NotFound("The content of this file was removed", param="id") from exc
+        return FileResponse(path, media_type=media_type, headers=headers, stat_result=found)
+
+
+class UploadsApi:
+    """`/v1/uploads`: files that arrive in parts."""
+
+    def __init__(self, jobs: Jobs) -> None:
+        self._jobs = jobs
+
+    async def create(self, request: Request) -> Response:
+        """Begin an upload. Raises: RequestError."""
+        body, _ = await read_json_object(request, MAX_BODY_BYTES)
+        given = parse_body(CreateUploadRequest, body, strict=False)
+        return JsonResponse(upload_object(await self._jobs.create_upload(given, owner_of(request))))
+
+    async def add_part(self, request: Request) -> Response:
+        """Store a part. Raises: RequestError, ClientDisconnect."""
+        upload_id, owner = request.path_params["upload_id"], owner_of(request)
+        upload = await self._jobs.upload(upload_id, owner)
+        part_id, content = self._jobs.arriving_part()
+        try:
+            await asyncio.to_thread(content.open)
+            max_bytes = min(upload.bytes, MAX_PART_BYTES)
+            too_large = PayloadTooLarge(f"The part is larger than {max_bytes:,} bytes", param="data")
+            form = await receive_form(request, content, "data", max_bytes, too_large)
+            if form.filename is None:
+                raise BadRequest("data: it is missing", param="data", code="missing_required_parameter")
+            await asyncio.to_thread(content.close)
+            part = await self._jobs.add_part(upload_id, owner, part_id, content)
+        finally:
+            await asyncio.to_thread(content.discard)
+        return JsonResponse(part_object(part))
+
+    async def complete(self, request: Request) -> Response:
+        """Make the file. Raises: RequestError."""
+        body, _ = await read_json_object(request, 8 * MAX_BODY_BYTES)
+        given = parse_body(CompleteUploadRequest, body, strict=False)
+        completed = await self._jobs.complete_upload(request.path_params["upload_id"], owner_of(request), given)
+        return JsonResponse(upload_object(*completed))
+
+    async def cancel(self, request: Request) -> Response:
+        """Drop an upload. Raises: NotFound, Conflict."""
+        upload = await self._jobs.cancel_upload(request.path_params["upload_id"], owner_of(request))
+        return JsonResponse(upload_object(upload))
+
+
+class BatchesApi:
+    """`/v1/batches`."""
+
+    def __init__(self, jobs: Jobs) -> None:
+        self._jobs = jobs
+
+    async def create(self, request: Request) -> Response:
+        """Start a batch. Raises: BadRequest."""
+        body, _ = await read_json_object(request, MAX_BODY_BYTES)
+        given = parse_body(CreateBatchRequest, body, strict=False)
+        key = request.headers.get("idempotency-key")
+        if key is not None and not 0 < len(key) <= MAX_KEY:
+            raise BadRequest(f"Idempotency-Key: it must have 1 to {MAX_KEY} characters", param="Idempotency-Key")
+        return JsonResponse(batch_object(await self._jobs.create_batch(given, owner_of(request), key=key)))
+
+    async def retry(self, request: Request) -> Response:
+        """Run the failed requests of a batch again, as a new batch. Raises: NotFound, BatchStateConflict."""
+        batch = await self._jobs.retry_batch(request.path_params["batch_id"], owner_of(request))
+        return JsonResponse(batch_object(batch))
+
+    async def list(self, request: Request) -> Response:
+        """A page of the owner's batches. Raises: BadRequest, NotFound."""
+        limit, order, after = _page_of(request, DEFAULT_BATCHES_PAGE, MAX_BATCHES_PAGE)
+        found = await self._jobs.batches(owner_of(request), limit=limit + 1, order=order, after=after)
+        return JsonResponse(list_object([batch_object(batch) for batch in found[:limit]], has_more=len(found) > limit))
+
+    async def retrieve(self, request: Request) -> Response:
+        """One batch. Raises: NotFound."""
+        return JsonResponse(batch_object(await self._jobs.batch(request.path_params["batch_id"], owner_of(request))))
+
+    async def cancel(self, request: Request) -> Response:
+        """Ask for the end of a batch. Raises: NotFound, BatchStateConflict."""
+        batch = await self._jobs.cancel_batch(request.path_params["batch_id"], owner_of(request))
+        return JsonResponse(batch_object(batch))
+
+
+def _in_pieces(lines: Iterator[bytes]) -> Iterator[bytes]:
+    """Several lines at once, since each piece is made on a thread."""
+    piece = bytearray()
+    for line in lines:
+        piece += line
+        if len(piece) >= PIECE_BYTES:
+            yield bytes(piece)
+            piece.clear()
+    yield bytes(piece)
+
+
+def _page_of(request: Request, default: int, most: int) -> tuple[int, Order, str | None]:
+    """The limit, the order and the last id of the page before. An empty value means the default. Raises: BadRequest."""
+    query = request.query_params
+    limit = _number_in(query.get("limit") or str(default), 1, most)
+    if limit is None:
+        raise BadRequest(f"limit: it must be a number from 1 to {most:,}", param="limit", code="invalid_value")
+    order = query.get("order") or "desc"
+    if order not in ("asc", "desc"):
+        raise BadRequest("order: it must be 'asc' or 'desc'", param="order", code="invalid_value")
+    return limit, cast(Order, order), query.get("after") or None
+
+
+def _number_in(text: str, least: int, most: int) -> int | None:
+    """A number within bounds; None for any other text."""
+    is_short = text.isascii() and text.isdecimal() and len(text) <= len(str(most))
+    return int(text) if is_short and least <= int(text) <= most else None
+
+
+def _expiry(fields: Mapping[str, str]) -> int | None:
+    """The seconds of `expires_after[anchor]` and `expires_after[seconds]`. Raises: BadRequest."""
+    given = {name: value for name, value in fields.items() if name.startswith("expires_after")}
+    if not given:
+        return None
+    seconds = _number_in(given.get("expires_after[seconds]", ""), MIN_EXPIRY_S, MAX_EXPIRY_S)
+    problem = None
+    if given.get("expires_after[anchor]") != "created_at":
+        problem = "expires_after[anchor]", "it must be 'created_at'"
+    elif seconds is None:
+        problem = "expires_after[seconds]", f"it must be a number from {MIN_EXPIRY_S:,} to {MAX_EXPIRY_S:,}"
+    if problem is not None:
+        raise BadRequest(": ".join(problem), param=problem[0], code="invalid_value")
+    return seconds
+
+
+def routes(jobs: Jobs) -> list[tuple[str, str, Any]]:
+    """Method, path and route of each request that the API takes."""
+    files, uploads, batches = FilesApi(jobs), UploadsApi(jobs), BatchesApi(jobs)
+    return [
+        ("POST", "/v1/files", files.upload),
+        ("GET", "/v1/files", files.list),
+        ("GET", "/v1/files/{file_id}", files.retrieve),
+        ("DELETE", "/v1/files/{file_id}", files.delete),
+        ("GET", "/v1/files/{file_id}/content", files.content),
+        ("POST", "/v1/batches", batches.create),
+        ("GET", "/v1/batches", batches.list),
+        ("GET", "/v1/batches/{batch_id}", batches.retrieve),
+        ("POST", "/v1/batches/{batch_id}/cancel", batches.cancel),
+        ("POST", "/v1/batches/{batch_id}/retry", batches.retry),
+        ("POST", "/v1/uploads", uploads.create),
+        ("POST", "/v1/uploads/{upload_id}/parts", uploads.add_part),
+        ("POST", "/v1/uploads/{upload_id}/complete", uploads.complete),
+        ("POST", "/v1/uploads/{upload_id}/cancel", uploads.cancel),
+    ]

@@ -1,0 +1,100 @@
+"""Keeps web pages of other sites away from a server without API keys.
+
+Whoever can reach the server may use it, and so may every page that such a person opens: a browser sends its forms and
+simple requests to any address, and a page may give its own host name the server's address (DNS rebinding). Browsers
+name the page's origin in what they send; other clients send none, so the first check never concerns them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Container
+from ipaddress import ip_address
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from batchline.errors import Forbidden
+from batchline.server.options import ServerOptions
+
+_READING = frozenset({"GET", "HEAD", "OPTIONS"})
+"""These change nothing, and a browser shows a page of another origin no answer."""
+
+_OWN_NAMES = frozenset({"localhost", "host.docker.internal", "host.containers.internal"})
+"""No site can give them an address. Containers reach the loopback of their host by the last two."""
+
+
+class OtherSites:
+    """Refuses changes that pages of other sites ask for, and requests to unknown host names. ASGI middleware."""
+
+    def __init__(self, app: ASGIApp, options: ServerOptions) -> None:
+        self._app = app
+        self._checks_origin = not options.api_keys  # no browser adds a key by itself
+        self._origins = options.cors.allow_origins
+        self._hosts = _known_hosts(options)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Raises: Forbidden."""
+        if scope["type"] == "http":
+            headers = Headers(scope=scope)
+            if self._hosts is not None:
+                _check_host(headers.get("host", ""), self._hosts)
+            if self._checks_origin and scope["method"] not in _READING:
+                self._check_origin(headers)
+        await self._app(scope, receive, send)
+
+    def _check_origin(self, headers: Headers) -> None:
+        """Raises: Forbidden."""
+        origin = headers.get("origin")
+        if is_from_other_site(headers) and "*" not in self._origins and origin not in self._origins:
+            shown = "ORIGIN" if origin is None else ascii(origin[:200])[1:-1]
+            raise Forbidden(
+                "A web page of another site has sent this request. If the page may use this server, start it with "
+                f"--allowed-origins {shown}",
+                code="cross_site",
+            )
+
+
+def is_from_other_site(headers: Headers) -> bool:
+    """Whether a browser sends the request for a page of another origin.
+
+    Browsers say so in `Sec-Fetch-Site`; where they do not send that, as without TLS, they name the page's origin in
+    `Origin` with every change.
+    """
+    site, origin = headers.get("sec-fetch-site"), headers.get("origin")
+    if site is not None:
+        return site not in ("same-origin", "none")
+    return origin is not None and urlsplit(origin).netloc != headers.get("host")
+
+
+def _known_hosts(options: ServerOptions) -> frozenset[str] | None:
+    """The host names by which the server may be called, besides this computer's own; None if all names are allowed."""
+    is_local = options.uds is None and (options.host == "localhost" or _is_address(options.host, loopback=True))
+    is_checked = bool(options.allowed_hosts) or (is_local and not options.api_keys)
+    if not is_checked or "*" in options.allowed_hosts:
+        return None
+    return frozenset(name.lower() for name in options.allowed_hosts)
+
+
+def _check_host(host: str, known: Container[str]) -> None:
+    """host: the header; HTTP/1.0 clients may leave it out. Raises: Forbidden."""
+    name = ""
+    with contextlib.suppress(ValueError):
+        name = (urlsplit(f"//{host}").hostname or "").rstrip(".")
+    is_own = name in _OWN_NAMES or name.endswith(".localhost") or _is_address(name)
+    if host and not is_own and name not in known:
+        raise Forbidden(
+            "The server does not know the host name in this request. Call it as localhost or by its IP address, or "
+            f"start it with --allowed-hosts {ascii(name[:200])[1:-1] or 'NAME'}",
+            code="unknown_host",
+        )
+
+
+def _is_address(name: str, *, loopback: bool = False) -> bool:
+    """Whether a host is an IP address and no name. loopback: only one of this computer itself."""
+    try:
+        address = ip_address(name)
+    except ValueError:
+        return False
+    return address.is_loopback or not loopback

@@ -1,0 +1,154 @@
+"""Turns records of batches into what the templates show: states in words, shares and rates. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from batchline.batch.figures import span_text
+from batchline.batch.history import Rates
+from batchline.batch.progress import Progress
+from batchline.jobs.objects import warnings_of
+from batchline.jobs.states import CANCELLABLE, RUNNING, BatchStatus
+from batchline.jobs.tables import BatchRecord
+
+Tone = Literal["busy", "good", "bad", "quiet"]
+
+_WORDS: Mapping[BatchStatus, tuple[str, Tone]] = {
+    "validating": ("checking", "busy"),
+    "in_progress": ("running", "busy"),
+    "finalizing": ("finalizing", "busy"),
+    "completed": ("completed", "good"),
+    "failed": ("failed", "bad"),
+    "expired": ("expired", "bad"),
+    "cancelling": ("cancelling", "busy"),
+    "cancelled": ("cancelled", "quiet"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchView:
+    """A batch as the page shows it. done, failed: requests; good_share, failed_share: percent of all.
+
+    prompt_tokens, output_tokens: of the results so far. tokens_per_s: of both, over the last minute or, at the end,
+    over the whole run. time_text: what is left, or what it took. failures: the most frequent codes first. warnings:
+    sentences.
+    """
+
+    record: BatchRecord
+    filename: str | None
+    word: str
+    tone: Tone
+    is_running: bool
+    done: int
+    failed: int
+    good_share: float
+    failed_share: float
+    prompt_tokens: int
+    output_tokens: int
+    requests_per_s: float | None
+    tokens_per_s: float | None
+    time_text: str
+    failures: tuple[tuple[str, int], ...]
+    warnings: tuple[str, ...]
+
+    @property
+    def percent(self) -> int:
+        """How much is done, rounded down: 100 means all."""
+        return 100 * self.done // self.record.total if self.record.total else 0
+
+    @property
+    def can_cancel(self) -> bool:
+        """Whether it may still be cancelled."""
+        return self.record.status in CANCELLABLE
+
+    @property
+    def can_retry(self) -> bool:
+        """Whether it has ended with requests that failed or were not run."""
+        return not self.is_running and self.record.error_file_id is not None
+
+
+def view_of(
+    record: BatchRecord, now: float, filename: str | None, progress: Progress | None, rates: Rates | None
+) -> BatchView:
+    """A batch, with what its worker knows if it runs in this process."""
+    done, failed = record.completed + record.failed, record.failed
+    failures = record.failures_by_code or {}
+    prompt_tokens, output_tokens = record.prompt_tokens, record.output_tokens
+    is_running = record.status in RUNNING
+    if progress is not None and is_running:
+        done, failed, failures = progress.done, progress.failed, progress.failures_by_code
+        prompt_tokens, output_tokens = progress.answered_prompt_tokens, progress.answered_output_tokens
+    total = max(record.total, 1)
+    word, tone = _WORDS[record.status]
+    if record.status == "completed" and failed:
+        tone = "bad" if failed == done else "good"
+    if record.status == "in_progress" and record.worker is None and progress is None:
+        word, tone = "waiting", "quiet"
+    if not is_running:
+        rates = _rates_of_all(record)
+    return BatchView(
+        record=record,
+        filename=filename,
+        word=word,
+        tone=tone,
+        is_running=is_running,
+        done=done,
+        failed=failed,
+        good_share=100 * (done - failed) / total,
+        failed_share=100 * failed / total,
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+        requests_per_s=None if rates is None else rates.requests_per_s,
+        tokens_per_s=None if rates is None else rates.prompt_tokens_per_s + rates.output_tokens_per_s,
+        time_text=_time_text(record, now, progress, is_running=is_running),
+        failures=tuple(sorted(failures.items(), key=lambda item: (-item[1], item[0]))),
+        warnings=tuple(warning["message"] for warning in warnings_of(record)),
+    )
+
+
+def ended_at(record: BatchRecord) -> int | None:
+    """When a batch ended."""
+    return record.completed_at or record.failed_at or record.expired_at or record.cancelled_at
+
+
+def times_of(record: BatchRecord) -> list[tuple[str, int]]:
+    """The moments of a batch's life, in order."""
+    moments = [
+        ("created", record.created_at),
+        ("running", record.in_progress_at),
+        ("finalizing", record.finalizing_at),
+        ("cancelling", record.cancelling_at),
+        ("completed", record.completed_at),
+        ("failed", record.failed_at),
+        ("expired", record.expired_at),
+        ("cancelled", record.cancelled_at),
+    ]
+    return [(word, at) for word, at in moments if at is not None]
+
+
+def _rates_of_all(record: BatchRecord) -> Rates | None:
+    """The mean rates of a batch that has ended."""
+    end = ended_at(record)
+    if end is None or record.in_progress_at is None:
+        return None
+    elapsed_s = max(1, end - record.in_progress_at)
+    return Rates(
+        at=end,
+        requests_per_s=(record.completed + record.failed) / elapsed_s,
+        prompt_tokens_per_s=record.prompt_tokens / elapsed_s,
+        output_tokens_per_s=record.output_tokens / elapsed_s,
+    )
+
+
+def _time_text(record: BatchRecord, now: float, progress: Progress | None, *, is_running: bool) -> str:
+    if not is_running:
+        end = ended_at(record)
+        began = record.in_progress_at or record.created_at
+        return "" if end is None else f"took {span_text(end - began)}"
+    if progress is not None and progress.eta_s is not None and record.status == "in_progress":
+        return f"{span_text(progress.eta_s)} left"
+    if progress is None and record.expected_at is not None:
+        return f"about {span_text(record.expected_at - now)} left"
+    return ""

@@ -1,0 +1,64 @@
+"""How the numbers of a run are shown."""
+
+from __future__ import annotations
+
+from batchline.batch import figures
+from batchline.batch.history import Distribution, Sample
+
+
+def test_plots_begin_at_the_start() -> None:
+    samples = [
+        Sample(at=100 + second, done=second, failed=0, prompt_tokens=0, output_tokens=2 * second) for second in range(5)
+    ]
+    plots = dict(figures.throughput_plots(samples))
+    assert list(plots) == ["Requests per second", "Prompt tokens per second", "Output tokens per second"]
+    assert 'aria-label="Output tokens per second: 2 at the end, 2 at most"' in plots["Output tokens per second"]
+    assert figures.throughput_plots(samples[:1]) == []
+
+
+def test_failures_are_grouped_by_code() -> None:
+    answered = (
+        b'{"custom_id":"r%d","response":{"status_code":500,"body":{"error":{"message":"broken"}}},"error":null}\n'
+    )
+    refused = b'{"custom_id":"x","response":null,"error":{"code":"batch_expired","message":"late","line":7}}\n'
+    odd = b'{"custom_id":null,"response":{"status_code":502,"body":"a text"},"error":null}\n'
+    kinds = figures.failure_kinds([*(answered % number for number in range(9)), refused, odd])
+    assert [(kind.code, kind.count) for kind in kinds] == [("500", 9), ("batch_expired", 1), ("502", 1)]
+    assert kinds[0].samples is not None
+    assert [sample[0] for sample in kinds[0].samples] == ["r0", "r1", "r2", "r3", "r4"]
+    assert kinds[1].samples == [("x", 7, "late")]
+    assert kinds[2].samples == [("", None, "a text")]
+    (many,) = figures.failure_kinds([odd] * (figures.MAX_FAILURE_LINES + 1))
+    assert many.count == figures.MAX_FAILURE_LINES
+
+
+def test_numbers_are_short_and_exact_enough() -> None:
+    assert [figures.span_text(one) for one in (-1, 0, 59.6, 75, 3600, 7500, 90_000, 700_000)] == [
+        *("0 s", "0 s", "1 min", "1 min 15 s", "1 h", "2 h 5 min", "1 d 1 h", "8 d 2 h")
+    ]
+    assert [figures.ago_text(one) for one in (-5, 59, 60, 7199, 200_000)] == [
+        *("just now", "just now", "1 min ago", "1 h ago", "2 d ago")
+    ]
+    assert [figures.rate_text(one) for one in (None, 0, 0.256, 7.54, 12.6, 1234.5)] == [
+        *("–", "0", "0.26", "7.5", "13", "1,234")
+    ]
+    assert [figures.size_text(one) for one in (0, 999, 1500, 2 * 10**6, 3 * 10**9)] == [
+        *("0 B", "999 B", "1.5 kB", "2.0 MB", "3.0 GB")
+    ]
+
+
+def test_distributions_show_each_range_between_the_lowest_and_the_highest() -> None:
+    tokens, latency = Distribution(), Distribution()
+    for value in (0, 1, 3, 3, 100, 127):
+        tokens.add(value)
+    latency.add(0.3)
+    counts = {"prompt_tokens": tokens.counts(), "latency_s": latency.counts(), "output_tokens": {}}
+    plots = dict(figures.distribution_plots(counts))
+    assert list(plots) == ["Seconds until the answer", "Prompt tokens of a request"]
+    shown = plots["Prompt tokens of a request"]
+    assert "Prompt tokens of a request: 5 in all" in shown
+    assert "<title>1 to 1: 1</title>" in shown
+    assert "<title>3 to 3: 2</title>" in shown
+    assert "<title>91 to 127: 2</title>" in shown
+    assert shown.count('class="column"') == 13, "no whole number is between 1.4 and 2"
+    assert "<title>0.25 to 0.35: 1</title>" in plots["Seconds until the answer"]

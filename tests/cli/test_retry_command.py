@@ -1,0 +1,109 @@
+"""`batchline retry` as a user meets it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from batchline.backends.base import EndpointRequest
+from batchline.cli.main import main
+from batchline.errors import BadRequest, InternalServerError
+from batchline.testing import FakeBackend
+
+Command = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def command(capfd: pytest.CaptureFixture[str]) -> Command:
+    def run(*arguments: object) -> tuple[int, str]:
+        with pytest.raises(SystemExit) as ended:
+            main([str(argument) for argument in arguments])
+        found = capfd.readouterr()
+        return int(ended.value.code or 0), found.out + found.err
+
+    return run
+
+
+@pytest.fixture
+def backends(use_fake_engine: Any) -> list[FakeBackend]:
+    """The backends of the commands, the first of which fails requests that ask it to."""
+
+    async def fail_if_asked(request: EndpointRequest) -> None:
+        code = request.body["messages"][0]["content"]
+        if code == "400":
+            raise BadRequest("no")
+        if code == "500":
+            raise InternalServerError("broken")
+
+    made: list[FakeBackend] = []
+
+    def make() -> FakeBackend:
+        is_first = not any(fake.requests for fake in made)
+        made.append(FakeBackend(before_answer=fail_if_asked if is_first else None))
+        return made[-1]
+
+    use_fake_engine(make)
+    return made
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[object]:
+    """The options that name a batch of three requests, two of which fail at first."""
+    batch = tmp_path / "in.jsonl"
+    rows = [
+        {"custom_id": f"r{text}", "method": "POST", "url": "/v1/chat/completions", "body": body}
+        for text in ("fine", "400", "500")
+        for body in [{"model": "fake", "messages": [{"role": "user", "content": text}]}]
+    ]
+    batch.write_bytes(b"\n".join(map(orjson.dumps, rows)))
+    return ["-i", batch, "-o", tmp_path / "out.jsonl", "--model", "fake"]
+
+
+def statuses(tmp_path: Path) -> list[int]:
+    lines = (tmp_path / "out.jsonl").read_bytes().splitlines()
+    return [orjson.loads(line)["response"]["status_code"] for line in lines]
+
+
+def test_failed_lines_are_run_again_and_their_results_merged(
+    command: Command, backends: list[FakeBackend], files: list[object], tmp_path: Path
+) -> None:
+    command("run-batch", *files)
+    assert statuses(tmp_path) == [200, 400, 500]
+    code, text = command("retry", *files, "--only", "500,503")
+    assert (code, statuses(tmp_path)) == (0, [200, 400, 200])
+    assert "Keeping 2 results, retrying 1 request\n" in text
+    code, text = command("retry", *files)
+    assert (code, statuses(tmp_path)) == (0, [200, 200, 200])
+    assert "Resumed        2 requests done by an earlier run" in text
+    code, text = command("retry", *files)
+    assert code == 0
+    assert "Nothing to retry: no line failed" in text
+
+
+def test_a_retry_of_lines_that_fail_again_says_so(
+    command: Command, backends: list[FakeBackend], files: list[object]
+) -> None:
+    command("run-batch", *files, "--output-order", "completion")
+    backends.clear()
+    assert command("retry", *files, "--fail-on-error")[0] == 3
+
+
+@pytest.mark.usefixtures("backends")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((), "No such file"),
+        (("--only", "500,,"), "--only takes codes separated by commas"),
+        (("--overwrite",), "--overwrite is an option of batchline run-batch"),
+    ],
+)
+def test_what_can_never_work_is_refused_before_anything_is_read(
+    options: tuple[str, ...], message: str, command: Command, files: list[object]
+) -> None:
+    code, text = command("retry", *files, *options)
+    assert code == 2
+    assert message in text

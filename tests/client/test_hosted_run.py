@@ -1,0 +1,280 @@
+"""A run at a hosted service: every line has one result, in the input's order, and is paid for once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from batch_files import RecordingReporter, chat_line, contents, read_lines, write_lines
+from fake_service import FakeService, RunVia
+
+from batchline.batch.options import Limits
+from batchline.batch.stopping import Stop
+from batchline.errors import ResumeRefused, RunFailed, RunInterrupted
+
+TEXTS = {f"r{n}": f"text {n}" for n in range(8)}
+
+
+class StoppingReporter(RecordingReporter):
+    """Stops the run once its three batches exist."""
+
+    def __init__(self, service: FakeService, stop: Stop) -> None:
+        super().__init__()
+        self._service = service
+        self._stop = stop
+
+    def phase(self, text: str) -> None:
+        super().phase(text)
+        if len(self._service.batches) == 3:
+            self._stop.set()
+
+
+@pytest.fixture
+def batch(tmp_path: Path) -> Path:
+    return write_lines(tmp_path / "in.jsonl", [chat_line(name, text) for name, text in TEXTS.items()])
+
+
+def test_a_file_runs_in_parts_and_comes_back_in_order(
+    service: FakeService, run_via: RunVia, batch: Path, tmp_path: Path
+) -> None:
+    summary = run_via(service.url, batch, tmp_path / "out.jsonl")
+    results = read_lines(tmp_path / "out.jsonl")
+    assert [result["custom_id"] for result in results] == list(TEXTS)
+    assert contents(results) == TEXTS
+    assert (summary.requests, summary.succeeded, summary.output_tokens) == (8, 8, 24)
+    assert len(service.batches) == 3
+    assert sorted(service.paid) == sorted(TEXTS)
+    assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl", "out.jsonl"}
+
+
+def test_bad_lines_are_answered_here(service: FakeService, run_via: RunVia, tmp_path: Path) -> None:
+    lines = [
+        chat_line("a"),
+        b"not json",
+        chat_line("a", "again"),
+        {**chat_line("b"), "url": "https://host/v1/chat/completions?x"},
+    ]
+    summary = run_via(service.url, write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl")
+    results = read_lines(tmp_path / "out.jsonl")
+    codes = [result["error"] and result["error"]["code"] for result in results]
+    assert codes == [None, "invalid_json_line", "duplicate_custom_id", None]
+    assert sorted(service.paid) == ["a", "b"]
+    assert summary.failed == 2
+    sent = [json.loads(line) for _, content in service.files.values() for line in content.splitlines()]
+    assert {one["url"] for one in sent if "url" in one} == {"/v1/chat/completions"}
+
+
+def test_models_and_endpoints_get_batches_of_their_own(service: FakeService, run_via: RunVia, tmp_path: Path) -> None:
+    lines = [chat_line(f"r{n}", f"t{n}", model=f"m{n % 2}") for n in range(4)]
+    lines.append({**chat_line("e"), "url": "/v1/responses"})
+    run_via(service.url, write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl", limits=Limits())
+    assert sorted(batch["endpoint"] for batch in service.batches.values()) == [
+        "/v1/chat/completions",
+        "/v1/chat/completions",
+        "/v1/responses",
+    ]
+    assert [result["custom_id"] for result in read_lines(tmp_path / "out.jsonl")] == ["r0", "r1", "r2", "r3", "e"]
+
+
+def test_identical_requests_are_paid_for_once(service: FakeService, run_via: RunVia, tmp_path: Path) -> None:
+    lines = [chat_line(f"r{n}", "same", temperature=0) for n in range(4)]
+    summary = run_via(service.url, write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl")
+    assert len(service.paid) == 1
+    results = read_lines(tmp_path / "out.jsonl")
+    assert contents(results) == {f"r{n}": "same" for n in range(4)}
+    assert len({result["id"] for result in results}) == 4
+    assert summary.deduplicated == 3
+
+
+def test_no_more_batches_than_allowed_exist_at_once(
+    service: FakeService, run_via: RunVia, batch: Path, tmp_path: Path
+) -> None:
+    service.num_looks = 5
+    run_via(service.url, batch, tmp_path / "out.jsonl", limits=Limits(max_requests=1), max_inflight_batches=2)
+    assert len(service.batches) == 8
+    assert service.most_at_once == 2
+
+
+def test_a_line_that_is_too_long_for_the_service_gets_an_error(
+    service: FakeService, run_via: RunVia, tmp_path: Path
+) -> None:
+    lines = [chat_line("long", "x" * 500), chat_line("short")]
+    limits = Limits(max_file_bytes=300)
+    run_via(service.url, write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl", limits=limits)
+    long, short = read_lines(tmp_path / "out.jsonl")
+    assert long["error"]["code"] == "request_too_large"
+    assert short["response"]["status_code"] == 200
+    assert service.paid == ["short"]
+
+
+def test_lost_and_failed_lines_have_errors(service: FakeService, run_via: RunVia, batch: Path, tmp_path: Path) -> None:
+    service.lost, service.failing = {"r2"}, {"r5"}
+    reporter = RecordingReporter()
+    summary = run_via(service.url, batch, tmp_path / "out.jsonl", error_file=tmp_path / "errors", reporter=reporter)
+    lost, failed = read_lines(tmp_path / "errors")
+    assert (lost["custom_id"], lost["error"]["code"]) == ("r2", "result_missing")
+    assert (failed["custom_id"], failed["response"]["status_code"]) == ("r5", 500)
+    assert summary.failures_by_code == {"500": 1, "result_missing": 1}
+    assert len(read_lines(tmp_path / "out.jsonl")) == 6
+    assert any("returned no result for 1 request" in warning for warning in reporter.warnings)
+
+
+@pytest.mark.parametrize("status", ["expired", "cancelled"])
+def test_lines_of_a_batch_that_ended_early_say_so(
+    service: FakeService, run_via: RunVia, batch: Path, tmp_path: Path, status: str
+) -> None:
+    service.lost, service.status = {"r7"}, status
+    run_via(service.url, batch, tmp_path / "out.jsonl")
+    assert read_lines(tmp_path / "out.jsonl")[7]["error"]["code"] == f"batch_{status}"
+
+
+def test_lines_that_the_service_refuses_do_not_keep_the_others_from_running(
+    service: FakeService, run_via: RunVia, batch: Path, tmp_path: Path
+) -> None:
+    service.refused = {"r1": "invalid_model"}
+    run_via(service.url, batch, tmp_path / "out.jsonl")
+    results = read_lines(tmp_path / "out.jsonl")
+    assert results[1]["error"] == {
+        "code": "invalid_model",
+        "message": "This is not possible.",
+        "param": None,
+        "line": 2,
+    }
+    assert contents(results) == {name: text for name, text in TEXTS.items() if name != "r1"}
+    assert sorted(service.paid) == sorted(TEXTS.keys() - {"r1"})
+
+
+def test_a_batch_that_fails_as_a_whole_gives_its_lines_errors(
+    service: FakeService, run_via: RunVia, tmp_path: Path
+) -> None:
+    service.refused = {"only": "invalid_model"}
+    run_via(service.url, write_lines(tmp_path / "in.jsonl", [chat_line("only")]), tmp_path / "out.jsonl")
+    (result,) = read_lines(tmp_path / "out.jsonl")
+    assert (result["response"], result["error"]["code"]) == (None, "invalid_model")
+
+
+def test_a_service_without_room_is_asked_again(
+    service: FakeService, run_via: RunVia, batch: Path, tmp_path: Path
+) -> None:
+    service.no_room = 2
+    run_via(service.url, batch, tmp_path / "out.jsonl")
+    assert contents(read_lines(tmp_path / "out.jsonl")) == TEXTS
+    assert sorted(service.paid) == sorted(TEXTS)
+
+
+def test_a_service_that_never_has_room_fails_the_lines(service: FakeService, run_via: RunVia, tmp_path: Path) -> None:
+    service.no_room = 100
+    run_via(service.url, write_lines(tmp_path / "in.jsonl", [chat_line("a")]), tmp_path / "out.jsonl")
+    assert read_lines(tmp_path / "out.jsonl")[0]["error"]["code"] == "batch_failed"
+    assert not service.paid
+
+
+@pytest.mark.parametrize("keeps_metadata", [True, False])
+@pytest.mark.parametrize("path", ["/v1/batches", "/v1/files"])
+def test_a_connection_that_breaks_after_the_request_makes_nothing_twice(
+    service: FakeService, run_via: RunVia, batch: Path, tmp_path: Path, path: str, keeps_metadata: bool
+) -> None:
+    """The service has carried the request out, but nobody learned of it."""
+    service.keeps_metadata = keeps_metadata
+    broken: list[str] = []
+
+    def drops_answer(method: str, asked: str) -> bool:
+        if method == "POST" and asked == path and len(broken) < 2:
+            broken.append(asked)
+            return True
+        return False
+
+    service.drops_answer = drops_answer
+    run_via(service.url, batch, tmp_path / "out.jsonl")
+    assert len(broken) == 2
+    assert contents(read_lines(tmp_path / "out.jsonl")) == TEXTS
+    assert sorted(service.paid) == sorted(TEXTS)
+    assert len(service.batches) == 3
+    assert sum(file["purpose"] == "batch" for file, _ in service.files.values()) == 3
+
+
+def test_a_broken_download_goes_on_where_it_broke(
+    service: FakeService, run_via: RunVia, batch: Path, tmp_path: Path
+) -> None:
+    service.broken_content = 2
+    run_via(service.url, batch, tmp_path / "out.jsonl")
+    assert contents(read_lines(tmp_path / "out.jsonl")) == TEXTS
+    assert sum("range" in headers for headers in service.headers) == 2
+
+
+def test_a_busy_service_is_asked_again(service: FakeService, run_via: RunVia, batch: Path, tmp_path: Path) -> None:
+    service.busy = 3
+    run_via(service.url, batch, tmp_path / "out.jsonl")
+    assert contents(read_lines(tmp_path / "out.jsonl")) == TEXTS
+
+
+def test_an_interrupted_run_leaves_its_batches_and_fetches_them_later(
+    service: FakeService, run_via: RunVia, batch: Path, tmp_path: Path
+) -> None:
+    stop = Stop()
+    service.num_looks = 10**6
+    with pytest.raises(RunInterrupted):
+        run_via(service.url, batch, tmp_path / "out.jsonl", stop=stop, reporter=StoppingReporter(service, stop))
+    assert "batches go on at the service" in stop.notice
+    assert not (tmp_path / "out.jsonl").exists()
+    service.num_looks = 1
+    reporter = RecordingReporter()
+    run_via(service.url, batch, tmp_path / "out.jsonl", reporter=reporter)
+    assert contents(read_lines(tmp_path / "out.jsonl")) == TEXTS
+    assert sorted(service.paid) == sorted(TEXTS)
+    assert len(service.batches) == 3
+    assert "Going on with 3 parts that an earlier process began" in reporter.phases
+
+
+def test_batches_of_another_input_are_not_forgotten(
+    service: FakeService, run_via: RunVia, batch: Path, tmp_path: Path
+) -> None:
+    """A changed input would start over without a word while its batches run at the service."""
+    stop = Stop()
+    service.num_looks = 10**6
+    with pytest.raises(RunInterrupted):
+        run_via(service.url, batch, tmp_path / "out.jsonl", stop=stop, reporter=StoppingReporter(service, stop))
+    write_lines(batch, [chat_line("other")])
+    with pytest.raises(ResumeRefused, match="the input file has changed"):
+        run_via(service.url, batch, tmp_path / "out.jsonl")
+    service.num_looks = 1
+    reporter = RecordingReporter()
+    run_via(service.url, batch, tmp_path / "out.jsonl", resume=False, reporter=reporter)
+    assert contents(read_lines(tmp_path / "out.jsonl")) == {"other": "hello"}
+    assert any("its batches go on there" in warning for warning in reporter.warnings)
+
+
+def test_a_batch_that_the_service_has_forgotten_ends_the_run(
+    service: FakeService, run_via: RunVia, batch: Path, tmp_path: Path
+) -> None:
+    stop = Stop()
+    service.num_looks = 10**6
+    with pytest.raises(RunInterrupted):
+        run_via(service.url, batch, tmp_path / "out.jsonl", stop=stop, reporter=StoppingReporter(service, stop))
+    service.batches.clear()
+    with pytest.raises(RunFailed, match=r"no longer knows the batch batch_\w+ of part \d"):
+        run_via(service.url, batch, tmp_path / "out.jsonl")
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_a_wrong_address_ends_the_run_and_leaves_nothing(run_via: RunVia, batch: Path, tmp_path: Path) -> None:
+    with pytest.raises(RunFailed, match=r"No server answers at http://127\.0\.0\.1:1/v1"):
+        run_via("http://127.0.0.1:1/v1", batch, tmp_path / "out.jsonl")
+    assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl"}
+
+
+def test_a_finished_run_is_not_run_again(service: FakeService, run_via: RunVia, batch: Path, tmp_path: Path) -> None:
+    run_via(service.url, batch, tmp_path / "out.jsonl", state_dir=tmp_path / "state")
+    summary = run_via(service.url, batch, tmp_path / "out.jsonl", state_dir=tmp_path / "state")
+    assert summary.finished_before is not None
+    assert len(service.paid) == len(TEXTS)
+
+
+def test_progress_counts_what_is_done_at_the_service(
+    service: FakeService, run_via: RunVia, batch: Path, tmp_path: Path
+) -> None:
+    reporter = RecordingReporter()
+    run_via(service.url, batch, tmp_path / "out.jsonl", reporter=reporter)
+    assert reporter.snapshots[-1].done == 8
+    assert all(snapshot.total == 8 for snapshot in reporter.snapshots)

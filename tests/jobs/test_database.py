@@ -1,0 +1,98 @@
+"""Opening a database: what is said when it cannot be used, and that nothing that is said or logged has a password."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+
+import psycopg
+import pytest
+import sqlalchemy
+
+from batchline.errors import StorageUnavailable, StoreUnusable
+from batchline.jobs import database as database_module
+from batchline.jobs.options import JobsOptions
+from batchline.jobs.store import Store
+
+SECRET = "geheim"
+
+
+def with_password(url: str) -> str:
+    """The URL of the tests' server, which takes any password."""
+    return url.replace("//me@", f"//me:{SECRET}@")
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        (f"postgresql://me:{SECRET}@127.0.0.1:1/jobs", r"postgresql://127.0.0.1:1/jobs: .*Connection refused"),
+        (f"postgresql://127.0.0.1:1/jobs?password={SECRET}", r"postgresql://127.0.0.1:1/jobs: .*Connection refused"),
+        (f"postgres://me:{SECRET}@/jobs?host=/no/folder", "postgresql:///jobs: .*No such file or directory"),
+        (f"postgresql+psycopg://me@/jobs?x=1&password={SECRET}", "postgresql:///jobs: invalid connection option"),
+        (f"postgresql://me:{SECRET}@host:port/jobs", "it is not a valid URL. Give one such as postgresql://"),
+        (SECRET, "it is not a valid URL"),
+        (f"mysql://me:{SECRET}@host/jobs", "mysql://host/jobs: only postgresql:// is supported"),
+    ],
+)
+def test_a_database_that_cannot_be_used_is_named_without_its_password(url: str, said: str) -> None:
+    with pytest.raises(StoreUnusable, match=said) as raised:
+        Store(url)
+    assert SECRET not in str(raised.value)
+    assert SECRET not in repr(JobsOptions(state_dir=Path(), state_url=url, contents_url=url))
+
+
+def test_without_the_driver_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "psycopg", None)
+    with pytest.raises(StoreUnusable, match=r"pip install 'batchline\[postgres\]'"):
+        Store("postgresql://me@127.0.0.1:1/jobs")
+
+
+def test_a_database_of_a_newer_version_is_refused(store: Store) -> None:
+    """Bug: it was an error inside Alembic with a traceback."""
+    engine = store._engine
+    version = "UPDATE alembic_version SET version_num = :number"
+    with engine.begin() as connection:
+        connection.execute(sqlalchemy.text(version), {"number": "9999"})
+    with pytest.raises(StoreUnusable, match="a newer version of Batchline has changed it"):
+        Store(engine.url.render_as_string())
+    with engine.begin() as connection:
+        connection.execute(sqlalchemy.text(version), {"number": "0001"})
+
+
+def test_a_database_that_goes_away_and_comes_back(
+    postgres: str, database: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Requests get a 503 while it is away. A connection that has ended is replaced without an error."""
+    name = database.rpartition("/test_")[2].partition("?")[0]
+    store = Store(with_password(database))
+    with psycopg.connect(postgres, autocommit=True) as admin, caplog.at_level(logging.INFO):
+
+        def end_connections() -> None:
+            admin.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = %s", [f"test_{name}"])
+
+        assert store.contents() == []
+        end_connections()
+        assert store.contents() == []
+        admin.execute(f"ALTER DATABASE test_{name} ALLOW_CONNECTIONS false")
+        end_connections()
+        with pytest.raises(StorageUnavailable, match="cannot be reached now; try again later"):
+            store.contents()
+        admin.execute(f"ALTER DATABASE test_{name} ALLOW_CONNECTIONS true")
+        assert store.contents() == []
+    store.close()
+    assert "the database cannot be used" in caplog.text
+    assert SECRET not in caplog.text
+
+
+def test_leases_are_measured_by_the_clock_of_a_shared_database(
+    database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: with a clock that was behind, a server took over the batches of the others while they ran."""
+    store = Store(database)
+    monkeypatch.setattr(database_module, "time", lambda: 5.0)
+    assert store.now() > 1e9
+    store.close()
+    alone = Store(f"sqlite:///{tmp_path / 'jobs.db'}")
+    assert alone.now() == 5.0
+    alone.close()

@@ -1,0 +1,486 @@
+"""The Files and Batches API with OpenAI's own client, against a real server over a fake backend."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import hashlib
+import http.server
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from threaded_server import ClientOf, Serve, ThreadedServer
+
+from batchline.backends.base import Answer, EndpointRequest
+from batchline.jobs.batch_run import BatchRun
+from batchline.jobs.options import JobsOptions, OperatorWebhook
+from batchline.openai_api.batches import window_s
+from batchline.testing import FakeBackend
+
+CHAT = "/v1/chat/completions"
+OVER = {"completed", "failed", "expired", "cancelled"}
+
+
+def line(number: int, text: str = "hello there", **body: Any) -> dict[str, Any]:
+    fields = {"model": "fake", "messages": [{"role": "user", "content": text}], **body}
+    return {"custom_id": f"r{number}", "method": "POST", "url": CHAT, "body": fields}
+
+
+def jsonl(*lines: dict[str, Any] | str) -> bytes:
+    return b"".join((one if isinstance(one, str) else json.dumps(one)).encode() + b"\n" for one in lines)
+
+
+@pytest.fixture
+def start(serve: Serve, client_of: ClientOf, tmp_path: Path) -> Callable[..., openai.OpenAI]:
+    def start(backend: FakeBackend | None = None, **options: Any) -> openai.OpenAI:
+        jobs = JobsOptions(state_dir=tmp_path / "state", **options)
+        server = serve(backend or FakeBackend(), jobs=jobs)
+        return client_of(server)
+
+    return start
+
+
+def upload(client: openai.OpenAI, content: bytes, name: str = "in.jsonl") -> str:
+    return client.files.create(file=(name, content), purpose="batch").id
+
+
+def create(client: openai.OpenAI, file_id: str, **fields: Any) -> Any:
+    given = {"input_file_id": file_id, "endpoint": CHAT, "completion_window": "24h", **fields}
+    return client.batches.create(**given)
+
+
+def until_over(client: openai.OpenAI, batch_id: str) -> Any:
+    deadline = time.monotonic() + 60
+    while (batch := client.batches.retrieve(batch_id)).status not in OVER:
+        assert time.monotonic() < deadline, batch
+        time.sleep(0.02)
+    return batch
+
+
+def lines_of(client: openai.OpenAI, file_id: str) -> list[dict[str, Any]]:
+    return [json.loads(one) for one in client.files.content(file_id).text.splitlines()]
+
+
+def test_the_whole_life_of_a_batch(start: Callable[..., openai.OpenAI]) -> None:
+    client = start()
+    file = client.files.create(file=("upload", jsonl(line(1), line(2, "bye"))), purpose="batch")
+    assert (file.object, file.purpose, file.filename) == ("file", "batch", "upload")
+    made = create(client, file.id, metadata=None)
+    assert (made.object, made.status, made.input_file_id) == ("batch", "validating", file.id)
+    assert made.expires_at == made.created_at + 24 * 3600
+    batch = until_over(client, made.id)
+    assert batch.status == "completed"
+    assert batch.request_counts.model_dump() == {"total": 2, "completed": 2, "failed": 0}
+    assert batch.error_file_id is None
+    answers = lines_of(client, batch.output_file_id)
+    assert [answer["custom_id"] for answer in answers] == ["r1", "r2"]
+    assert answers[1]["response"]["body"]["choices"][0]["message"]["content"] == "bye"
+    output = client.files.retrieve(batch.output_file_id)
+    assert (output.purpose, output.bytes) == ("batch_output", len(client.files.content(output.id).content))
+    assert batch.usage.total_tokens == batch.usage.input_tokens + batch.usage.output_tokens > 0
+    assert [one.id for one in client.batches.list()] == [batch.id]
+    assert {one.id for one in client.files.list()} == {file.id, output.id}
+    assert client.files.delete(file.id).deleted
+    with pytest.raises(openai.NotFoundError):
+        client.files.retrieve(file.id)
+
+
+def test_failed_requests_are_in_the_error_file(start: Callable[..., openai.OpenAI]) -> None:
+    async def fail_some(request: EndpointRequest) -> None:
+        if "fail" in str(request.body):
+            raise RuntimeError("broken")
+
+    client = start(FakeBackend(before_answer=fail_some))
+    batch = until_over(client, create(client, upload(client, jsonl(line(1), line(2, "fail")))).id)
+    assert (batch.status, batch.request_counts.failed) == ("completed", 1)
+    assert [answer["custom_id"] for answer in lines_of(client, batch.output_file_id)] == ["r1"]
+    (error,) = lines_of(client, batch.error_file_id)
+    assert (error["custom_id"], error["response"]["status_code"]) == ("r2", 500)
+
+
+def test_every_bad_line_is_listed(start: Callable[..., openai.OpenAI]) -> None:
+    client = start()
+    other_url = {**line(4), "url": "/v1/completions"}
+    content = jsonl(
+        line(1),
+        "not json",
+        {"custom_id": "x", "method": "POST", "body": {}},
+        other_url,
+        line(5, model="other"),
+        line(6, stream=True),
+        line(1),
+    )
+    batch = until_over(client, create(client, upload(client, content)).id)
+    assert batch.status == "failed"
+    assert [(error.line, error.code, error.param) for error in batch.errors.data] == [
+        (2, "invalid_json_line", None),
+        (3, "missing_required_parameter", "url"),
+        (4, "invalid_url", "url"),
+        (5, "model_not_found", "body.model"),
+        (6, "streaming_unsupported", "body.stream"),
+        (7, "duplicate_custom_id", "custom_id"),
+    ]
+    assert batch.errors.data[1].message == "Missing required parameter: 'url'."
+    assert batch.output_file_id is None
+    with pytest.raises(openai.ConflictError) as conflict:
+        client.batches.cancel(batch.id)
+    assert conflict.value.response.headers["x-should-retry"] == "false"
+
+
+def test_an_unknown_file_fails_the_batch(start: Callable[..., openai.OpenAI]) -> None:
+    client = start()
+    batch = until_over(client, create(client, "file-unknown").id)
+    assert [(error.code, error.param) for error in batch.errors.data] == [("invalid_request", "file_id")]
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "param"),
+    [
+        ({"endpoint": "/v1/nothing"}, "invalid_value", "endpoint"),
+        ({"metadata": {"a": 5}}, "invalid_type", "metadata.a"),
+        ({"metadata": {str(n): "" for n in range(17)}}, "invalid_type", "metadata"),
+        ({"metadata": {"k": "v" * 513}}, "invalid_type", "metadata.k"),
+        ({"completion_window": "1w"}, 400, "completion_window"),
+        ({"completion_window": "0h"}, 400, "completion_window"),
+    ],
+)
+def test_a_wrong_batch_is_refused(
+    start: Callable[..., openai.OpenAI], fields: dict[str, Any], code: str | int, param: str
+) -> None:
+    client = start()
+    with pytest.raises(openai.BadRequestError) as refused:
+        create(client, "file-x", **fields)
+    assert refused.value.param == param
+    assert refused.value.body["code"] == code  # type: ignore[index, call-overload]
+    assert list(client.batches.list()) == []
+
+
+@pytest.mark.parametrize(
+    ("window", "seconds"),
+    [
+        ("1m", 60),
+        ("90m", 5400),
+        ("24h", 86_400),
+        ("14d", 14 * 86_400),
+        ("365d", 365 * 86_400),
+        ("366d", None),
+        ("9999999h", None),
+        ("0d", None),
+        ("-5m", None),
+        ("1.5h", None),
+        ("24", None),
+        ("24h ", None),
+        ("٣h", None),
+        ("", None),
+    ],
+)
+def test_a_window_is_minutes_to_weeks(window: str, seconds: int | None) -> None:
+    assert window_s(window) == seconds
+
+
+def test_an_empty_file_is_refused(start: Callable[..., openai.OpenAI]) -> None:
+    client = start()
+    with pytest.raises(openai.BadRequestError, match="Invalid file format for Batch API"):
+        upload(client, b"")
+    assert list(client.files.list()) == []
+
+
+class Held:
+    """Requests with `wait` in them are never answered."""
+
+    def __init__(self) -> None:
+        self.num_waiting = 0
+
+    async def __call__(self, request: EndpointRequest) -> None:
+        if "wait" not in str(request.body):
+            return
+        self.num_waiting += 1
+        await asyncio.Event().wait()
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def num_done(client: openai.OpenAI, batch_id: str) -> int:
+    """How many results the batch's output has."""
+    file_id = client.batches.retrieve(batch_id).output_file_id
+    return 0 if file_id is None else len(lines_of(client, file_id))
+
+
+def test_a_cancelled_batch_keeps_what_is_done(start: Callable[..., openai.OpenAI]) -> None:
+    held = Held()
+    client = start(FakeBackend(before_answer=held))
+    batch = create(client, upload(client, jsonl(line(1), line(2, "wait"), line(3, "wait"))))
+    wait_for(lambda: held.num_waiting == 2 and num_done(client, batch.id) == 1)
+    partial = client.files.with_raw_response.content(client.batches.retrieve(batch.id).output_file_id)
+    assert partial.headers["x-incomplete"] == "true"
+    assert [json.loads(one)["custom_id"] for one in partial.text.splitlines()] == ["r1"]
+    with pytest.raises(openai.ConflictError):
+        client.files.delete(batch.input_file_id)
+    assert client.batches.cancel(batch.id).status == "cancelling"
+    over = until_over(client, batch.id)
+    assert over.status == "cancelled"
+    assert over.request_counts.model_dump() == {"total": 3, "completed": 1, "failed": 2}
+    assert [answer["custom_id"] for answer in lines_of(client, over.output_file_id)] == ["r1"]
+    errors = lines_of(client, over.error_file_id)
+    assert [(error["custom_id"], error["response"], error["error"]["code"]) for error in errors] == [
+        ("r2", None, "batch_cancelled"),
+        ("r3", None, "batch_cancelled"),
+    ]
+    assert client.batches.cancel(batch.id).status == "cancelled"
+
+
+def test_a_restarted_server_goes_on_with_its_batches(serve: Serve, client_of: ClientOf, tmp_path: Path) -> None:
+    held = Held()
+    jobs = JobsOptions(state_dir=tmp_path / "state")
+    with ThreadedServer(FakeBackend(before_answer=held), jobs=jobs) as server:
+        client = client_of(server)
+        batch = create(client, upload(client, jsonl(line(1), line(2, "wait"))))
+        wait_for(lambda: held.num_waiting == 1 and num_done(client, batch.id) == 1)
+        client.close()
+    backend = FakeBackend()
+    server = serve(backend, jobs=jobs)
+    client = client_of(server)
+    over = until_over(client, batch.id)
+    assert over.request_counts.model_dump() == {"total": 2, "completed": 2, "failed": 0}
+    assert len(lines_of(client, over.output_file_id)) == 2
+    assert len(backend.requests) == 1, "the first line was done before"
+
+
+class Reasoning(FakeBackend):
+    """Names the tokens of reasoning in each answer's usage."""
+
+    async def answer(self, request: EndpointRequest) -> Answer:
+        answer = await super().answer(request)
+        body = dict(answer.parsed_body())
+        body["usage"] = {**body["usage"], "completion_tokens_details": {"reasoning_tokens": 7}}
+        return replace(answer, body=body)
+
+
+def test_tokens_of_reasoning_are_counted_across_a_restart(serve: Serve, client_of: ClientOf, tmp_path: Path) -> None:
+    """The batch object always said 0. Copies of an answer are not counted, as for all other tokens."""
+    held = Held()
+    jobs = JobsOptions(state_dir=tmp_path / "state")
+    content = jsonl(line(1, "same", temperature=0), line(2, "same", temperature=0), line(3, "wait"))
+    with ThreadedServer(Reasoning(before_answer=held), jobs=jobs) as server:
+        client = client_of(server)
+        batch = create(client, upload(client, content))
+        wait_for(lambda: held.num_waiting == 1 and num_done(client, batch.id) == 2)
+        client.close()
+    server = serve(Reasoning(), jobs=jobs)
+    client = client_of(server)
+    usage = until_over(client, batch.id).usage
+    assert (usage.output_tokens, usage.output_tokens_details.reasoning_tokens) == (2, 14)
+
+
+DOCUMENT = Path(__file__).parents[2] / "docs/batches.md"
+
+
+@contextlib.contextmanager
+def documented_receiver(secret: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The URL of the receiver that the guide shows."""
+    monkeypatch.setenv("BATCHLINE_WEBHOOK_SECRET", secret)
+    code = next(block for block in DOCUMENT.read_text().split("```") if "webhooks.unwrap" in block)
+    names: dict[str, Any] = {}
+    exec(code.removeprefix("python").partition("\nHTTPServer(")[0], names)  # all but the last line, with its port
+    with http.server.HTTPServer(("127.0.0.1", 0), names["Hook"]) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}/hook"
+        finally:
+            server.shutdown()
+            thread.join()
+            names["client"].close()
+
+
+def test_the_receiver_that_the_guide_shows_gets_the_webhooks_of_all_batches(
+    start: Callable[..., openai.OpenAI], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    secret = "whsec_" + base64.b64encode(bytes(range(32))).decode()
+    printed = ""
+
+    def has_printed(text: str) -> bool:
+        nonlocal printed
+        printed += capfd.readouterr().out
+        return text in printed
+
+    with documented_receiver(secret, monkeypatch) as url:
+        client = start(webhook=OperatorWebhook(url=url, secret=secret))
+        good, bad = create(client, upload(client, jsonl(line(1)))), create(client, "file-unknown")
+        wait_for(lambda: has_printed(f"batch.completed {good.id}\n"))
+        wait_for(lambda: has_printed(f"batch.failed {bad.id}\n"))
+        assert httpx.post(url, content=b"{}", headers={"webhook-id": "x"}).status_code == 401
+
+
+def test_a_batch_may_name_a_webhook_of_its_own_whose_secret_nobody_reads_back(
+    start: Callable[..., openai.OpenAI],
+) -> None:
+    client = start()
+    file_id = upload(client, jsonl(line(1)))
+    secret = "whsec_" + base64.b64encode(b"x" * 32).decode()
+    webhook = {"url": "https://hook.invalid/a", "secret": secret}
+    made = create(client, file_id, extra_body={"webhook": webhook})
+    assert made.webhook == {"url": "https://hook.invalid/a"}
+    assert secret not in client.batches.with_raw_response.retrieve(made.id).text
+    assert until_over(client, made.id).status == "completed"
+    for wrong, param in (
+        ({**webhook, "url": "http://127.0.0.1:1/"}, "webhook.url"),
+        ({**webhook, "secret": "whsec_c2hvcnQ="}, "webhook.secret"),
+        ({"url": webhook["url"]}, "webhook.secret"),
+    ):
+        with pytest.raises(openai.BadRequestError) as refused:
+            create(client, file_id, extra_body={"webhook": wrong})
+        assert refused.value.param == param
+        assert "c2hvcnQ" not in refused.value.response.text
+
+
+def test_keys_see_only_their_own_objects(serve: Serve, client_of: ClientOf, tmp_path: Path) -> None:
+    server = serve(FakeBackend(), jobs=JobsOptions(state_dir=tmp_path / "state"), api_keys=("one", "two"))
+    one, two = client_of(server, "one"), client_of(server, "two")
+    batch = until_over(one, create(one, upload(one, jsonl(line(1)))).id)
+    assert list(two.batches.list()) == [] == list(two.files.list())
+    for look in (
+        lambda: two.batches.retrieve(batch.id),
+        lambda: two.batches.cancel(batch.id),
+        lambda: two.files.content(batch.output_file_id),
+        lambda: two.files.delete(batch.input_file_id),
+    ):
+        with pytest.raises(openai.NotFoundError):
+            look()
+    stolen = until_over(two, create(two, batch.input_file_id).id)
+    assert stolen.status == "failed", "another key's file does not exist for this one"
+
+
+def test_a_part_of_a_file(start: Callable[..., openai.OpenAI]) -> None:
+    client = start()
+    file_id = upload(client, b"0123456789\n")
+    answer = httpx.get(f"{client.base_url}files/{file_id}/content", headers={"Range": "bytes=2-4"})
+    assert (answer.status_code, answer.content) == (206, b"234")
+
+
+def test_pages_of_batches_come_through_the_clients_own_iterator(start: Callable[..., openai.OpenAI]) -> None:
+    client = start()
+    file_id = upload(client, jsonl(line(1)))
+    ids = [create(client, file_id).id for _ in range(5)]
+    assert [batch.id for batch in client.batches.list(limit=2)] == ids[::-1]
+    for batch_id in ids:
+        assert until_over(client, batch_id).status == "completed"
+
+
+def test_an_upload_in_parts(start: Callable[..., openai.OpenAI]) -> None:
+    client = start()
+    content = jsonl(line(1), line(2))
+    upload = client.uploads.create(filename="in.jsonl", purpose="batch", bytes=len(content), mime_type="text/jsonl")
+    assert (upload.object, upload.status, upload.file) == ("upload", "pending", None)
+    second, first = (
+        client.uploads.parts.create(upload_id=upload.id, data=piece).id for piece in (content[50:], content[:50])
+    )
+    with pytest.raises(openai.BadRequestError, match="announced with"):
+        client.uploads.complete(upload.id, part_ids=[first])
+    with pytest.raises(openai.BadRequestError, match="md5"):
+        client.uploads.complete(upload.id, part_ids=[first, second], md5="0" * 32)
+    done = client.uploads.complete(upload.id, part_ids=[first, second], md5=hashlib.md5(content).hexdigest())
+    assert done.status == "completed"
+    assert done.file is not None
+    assert client.files.content(done.file.id).content == content
+    with pytest.raises(openai.ConflictError):
+        client.uploads.parts.create(upload_id=upload.id, data=b"more")
+    other = client.uploads.create(filename="x", purpose="batch", bytes=5, mime_type="text/jsonl")
+    client.uploads.parts.create(upload_id=other.id, data=b"123")
+    with pytest.raises(openai.BadRequestError, match="more than the announced 5 bytes"):
+        client.uploads.parts.create(upload_id=other.id, data=b"456")
+    assert client.uploads.cancel(other.id).status == "cancelled"
+
+
+def test_the_clients_own_helper_uploads_a_file_in_parts(start: Callable[..., openai.OpenAI], tmp_path: Path) -> None:
+    content = jsonl(*(line(n) for n in range(50)))
+    (tmp_path / "in.jsonl").write_bytes(content)
+    client = start()
+    done = client.uploads.upload_file_chunked(
+        file=tmp_path / "in.jsonl", mime_type="text/jsonl", purpose="batch", part_size=1000
+    )
+    assert done.file is not None
+    assert client.files.content(done.file.id).content == content
+
+
+def test_the_same_request_with_the_same_key_makes_one_batch(start: Callable[..., openai.OpenAI]) -> None:
+    client = start()
+    file_id = upload(client, jsonl(line(1)))
+    key = {"Idempotency-Key": "night-7"}
+    first, again = (create(client, file_id, extra_headers=key) for _ in range(2))
+    assert first.id == again.id
+    with pytest.raises(openai.ConflictError):
+        create(client, file_id, completion_window="1h", extra_headers=key)
+    assert [batch.id for batch in client.batches.list()] == [first.id]
+
+
+def test_failed_requests_are_run_again_by_a_new_batch(start: Callable[..., openai.OpenAI]) -> None:
+    is_broken = True
+
+    async def fail_some(request: EndpointRequest) -> None:
+        if is_broken and "fail" in str(request.body):
+            raise RuntimeError("broken")
+
+    client = start(FakeBackend(before_answer=fail_some))
+    content = jsonl(line(1), line(2, "fail"), line(3), line(4, "fail too"))
+    batch = until_over(client, create(client, upload(client, content), metadata={"a": "b"}).id)
+    is_broken = False
+    again = client.post(f"/batches/{batch.id}/retry", cast_to=openai.types.Batch)
+    over = until_over(client, again.id)
+    assert (over.status, over.metadata, over.retry_of) == ("completed", {"a": "b"}, batch.id)
+    assert [answer["custom_id"] for answer in lines_of(client, over.output_file_id)] == ["r2", "r4"]
+    assert client.files.retrieve(over.input_file_id).filename == "in.retry-1.jsonl"
+    with pytest.raises(openai.ConflictError, match="none of its requests failed"):
+        client.post(f"/batches/{over.id}/retry", cast_to=openai.types.Batch)
+
+
+def test_an_upload_of_any_size_is_refused_over_the_limit(start: Callable[..., openai.OpenAI]) -> None:
+    client = start(max_file_bytes=1000)
+    with pytest.raises(openai.APIStatusError) as refused:
+        upload(client, b"x" * 1001)
+    assert refused.value.status_code == 413
+    assert "--max-file-size" in str(refused.value)
+
+
+def test_a_batch_that_is_cancelled_before_it_begins_lists_its_requests(start: Callable[..., openai.OpenAI]) -> None:
+    """Bug: it counted two failed requests of zero, and its error file was lost."""
+    held = Held()
+    client = start(FakeBackend(before_answer=held), max_running=1)
+    first = create(client, upload(client, jsonl(line(1, "wait"))))
+    wait_for(lambda: held.num_waiting == 1)
+    waiting = create(client, upload(client, jsonl(line(1), line(2))))
+    assert client.batches.cancel(waiting.id).status == "cancelling"
+    client.batches.cancel(first.id)
+    over = until_over(client, waiting.id)
+    assert over.request_counts.model_dump() == {"total": 2, "completed": 0, "failed": 2}
+    assert [error["error"]["code"] for error in lines_of(client, over.error_file_id)] == ["batch_cancelled"] * 2
+
+
+def test_a_window_that_ends_after_the_last_answer_changes_nothing(
+    start: Callable[..., openai.OpenAI], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: the batch could not change to `completed` then, and was tried again for ever."""
+    answered = BatchRun.answered
+
+    async def late(self: BatchRun, tally: Any) -> None:
+        self.stop.end("batch_expired")
+        await answered(self, tally)
+
+    monkeypatch.setattr(BatchRun, "answered", late)
+    client = start()
+    over = until_over(client, create(client, upload(client, jsonl(line(1)))).id)
+    assert (over.status, over.request_counts.completed) == ("completed", 1)
