@@ -8,12 +8,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -70,7 +73,42 @@ def state_folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.M
 def root_logger() -> Iterator[None]:
     """A command that sets up logging in this process does so for its own test only."""
     yield
-    logging.getLogger().setLevel(logging.WARNING)
+    root = logging.getLogger()
+    root.setLevel(logging.WARNING)
+    for handler in root.handlers[:]:
+        if type(handler).__module__.startswith("batchline."):  # it writes to the captured output of its own test
+            root.removeHandler(handler)
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[str]:
+    """The address of moto's S3 server in a process of its own.
+
+    One for the whole session, because fsspec reuses a file system as long as the process lives, with its first address.
+    """
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as server:
+        assert server.stderr is not None
+        found = None
+        while found is None:
+            found = re.search(r"Running on (http://\S+)", server.stderr.readline())
+        threading.Thread(target=server.stderr.read, daemon=True).start()
+        yield found[1]
+        server.terminate()
+
+
+@pytest.fixture
+def s3(s3_server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """boto3's client of the S3 server, whose address is in the environment too; the buckets are the test's own."""
+    import boto3
+    import httpx
+
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_server)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    yield boto3.client("s3")
+    httpx.post(f"{s3_server}/moto-api/reset").raise_for_status()
 
 
 @pytest.fixture

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import boto3
 import orjson
 import pytest
 from batch_files import chat_line, contents, write_lines
@@ -21,28 +17,9 @@ BUCKET = "bucket"
 EXPECTED = {f"r{n}": f"text {n}" for n in range(50)}
 
 
-@pytest.fixture(scope="module")
-def endpoint() -> Iterator[str]:
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", "0"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as server:
-        assert server.stderr is not None
-        found = None
-        while found is None:
-            found = re.search(r"Running on (http://\S+)", server.stderr.readline())
-        yield found[1]
-        server.terminate()
-        server.stderr.read()
-
-
-@pytest.fixture
-def s3(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    client = boto3.client("s3", endpoint_url=endpoint)
-    client.create_bucket(Bucket=BUCKET)
-    return client
+@pytest.fixture(autouse=True)
+def bucket(s3: Any) -> None:
+    s3.create_bucket(Bucket=BUCKET)
 
 
 @pytest.fixture

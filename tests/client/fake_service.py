@@ -85,14 +85,15 @@ class FakeService:
                 if service.drops_answer(self.command, self.path):
                     self.close_connection = True
                     return
-                is_broken = "/content" in self.path and len(content) > 1 and service.broken_content > 0
+                with service._lock:
+                    is_broken = "/content" in self.path and len(content) > 1 and service.broken_content > 0
+                    service.broken_content -= is_broken
                 self.send_response(status)
                 for name, value in headers.items():
                     self.send_header(name, value)
                 self.send_header("Content-Length", str(len(content)))
                 self.end_headers()
                 if is_broken:
-                    service.broken_content -= 1
                     content = content[: len(content) // 2]
                     self.close_connection = True
                 self.wfile.write(content)

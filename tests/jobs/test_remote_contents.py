@@ -5,15 +5,11 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import re
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import boto3
 import fsspec
 import httpx
 import pytest
@@ -126,34 +122,14 @@ def test_errors_of_a_cloud_client_are_translated_without_its_words(
     assert "memory://contents cannot be used: ClientError: SlowDown at 10.0.0.7" in caplog.text
 
 
-@pytest.fixture(scope="module")
-def s3() -> Iterator[tuple[str, Any]]:
-    """The address of an S3 server in a process of its own, and a client of it."""
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", "0"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as server:
-        assert server.stderr is not None
-        found = None
-        while found is None:
-            found = re.search(r"Running on (http://\S+)", server.stderr.readline())
-        names = {"aws_access_key_id": "key", "aws_secret_access_key": "secret", "region_name": "us-east-1"}
-        yield found[1], boto3.client("s3", endpoint_url=found[1], **names)
-        server.terminate()
-        server.stderr.read()
-
-
 @pytest.fixture
-def in_bucket(s3: tuple[str, Any], monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[bytes]]:
+def in_bucket(s3: Any) -> Callable[[str], list[bytes]]:
     """The contents below a prefix of the bucket."""
-    endpoint, client = s3
-    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    client.create_bucket(Bucket="bucket")
+    s3.create_bucket(Bucket="bucket")
 
     def listed(prefix: str) -> list[bytes]:
-        found = client.list_objects_v2(Bucket="bucket", Prefix=prefix).get("Contents", [])
-        return [client.get_object(Bucket="bucket", Key=one["Key"])["Body"].read() for one in found]
+        found = s3.list_objects_v2(Bucket="bucket", Prefix=prefix).get("Contents", [])
+        return [s3.get_object(Bucket="bucket", Key=one["Key"])["Body"].read() for one in found]
 
     return listed
 
