@@ -196,11 +196,14 @@ class Holdings:
         )
 
 
-async def until_idle(client: httpx.AsyncClient) -> None:
-    """An aborted sequence leaves at the engine's next step."""
+async def until_idle(client: httpx.AsyncClient, server: ThreadedServer, num_tasks: int) -> None:
+    """An aborted sequence leaves at the engine's next step, and an answer's task shortly after its last byte."""
     until = time.monotonic() + IDLE_TIMEOUT_S
     while missing := IDLE - set((text := (await client.get("/metrics")).text).splitlines()):
         assert time.monotonic() < until, f"after {IDLE_TIMEOUT_S} s without clients still not {missing}:\n{text}"
+    while len(tasks := asyncio.all_tasks(server.loop)) > num_tasks:
+        assert time.monotonic() < until, f"after {IDLE_TIMEOUT_S} s without clients there are still {tasks}"
+        await asyncio.sleep(0.01)
 
 
 async def test_hundreds_of_clients_leave_nothing_behind(
@@ -209,13 +212,14 @@ async def test_hundreds_of_clients_leave_nothing_behind(
     minutes = float(pytestconfig.getoption("--load-minutes"))
     seconds = 60 * minutes
     (engine,) = engines
+    num_tasks = len(asyncio.all_tasks(server.loop))
     async with httpx.AsyncClient(base_url=server.url, timeout=IDLE_TIMEOUT_S) as client:
         await Crowd(server.url, seed=0).run(NUM_CLIENTS, min(seconds / 2, 20), lambda: None)  # fills caches and pools
-        await until_idle(client)
+        await until_idle(client, server, num_tasks)
         before = Holdings.of(server)
         crowd, course = Crowd(server.url, seed=1), Course(engine, seconds)
         await crowd.run(NUM_CLIENTS, seconds, course.note)
-        await until_idle(client)
+        await until_idle(client, server, num_tasks)
         after = Holdings.of(server)
     engine.check_integrity()
     stats, rates = engine.stats(), course.rates
