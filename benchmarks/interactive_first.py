@@ -122,9 +122,9 @@ async def _measure(options: argparse.Namespace) -> None:
 
 
 async def _phases(url: str, options: argparse.Namespace) -> dict[str, Any]:
-    await _client(url, options, 3.0)  # warms up what is compiled or read at first use
+    await _client(url, options, 3.0, "warm-up")  # of what is compiled or read at first use
     print("chats alone", flush=True)
-    alone, chats = await _client(url, options, options.seconds)
+    alone, chats = await _client(url, options, options.seconds, "alone")
     async with httpx.AsyncClient(base_url=url, timeout=600.0) as client:
         print("a batch alone", flush=True)
         batch_id = await _start_batch(client, options)
@@ -133,8 +133,8 @@ async def _phases(url: str, options: argparse.Namespace) -> dict[str, Any]:
         await asyncio.sleep(options.seconds)
         batch.elapsed_s = options.seconds
         print("both", flush=True)
-        await _client(url, options, WARM_UP_S)
-        beside, both = await _client(url, options, options.seconds)
+        await _client(url, options, WARM_UP_S, "change")
+        beside, both = await _client(url, options, options.seconds, "beside")
         await client.post(f"/v1/batches/{batch_id}/cancel")
     busy_share = chats.busy_s / chats.elapsed_s
     left = batch.batch_tokens / batch.elapsed_s * (1 - busy_share)
@@ -174,12 +174,12 @@ def _ms(seconds: Sequence[float]) -> float:
     return round(1000 * statistics.median(seconds), 1) if seconds else 0.0
 
 
-async def _client(url: str, options: argparse.Namespace, seconds: float) -> tuple[list[float], Steps]:
-    """A phase with chats: their times to the first token, and what the engine did meanwhile."""
+async def _client(url: str, options: argparse.Namespace, seconds: float, name: str) -> tuple[list[float], Steps]:
+    """A phase with chats of its own: their times to the first token, and what the engine did meanwhile."""
     steps, began_at = Steps(), time.perf_counter()
     MeasuredEngine.steps = steps
     with tempfile.NamedTemporaryFile("w", suffix=".jsonl") as file:
-        file.writelines(json.dumps(body) + "\n" for body in _bodies(options, "chats"))
+        file.writelines(json.dumps(body) + "\n" for body in _bodies(options, name))
         file.flush()
         command = [sys.executable, str(CLIENT), url, file.name, str(options.rate), str(seconds)]
         process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
@@ -214,7 +214,8 @@ def _model(options: argparse.Namespace) -> Path:
 
 
 def _bodies(options: argparse.Namespace, role: str) -> list[dict[str, Any]]:
-    """The requests of the chats or of the batch, which have no prompts in common. Sampled, so that none is a copy."""
+    """The requests of the batch or of one phase's chats, which have no prompts in common. Sampled, so that none is a
+    copy."""
     is_batch = role == "batch"
     num_lines = round(BATCH_LINES_PER_S[options.workload] * (3 * options.seconds + 2 * WARM_UP_S))
     number = num_lines if is_batch else 1000

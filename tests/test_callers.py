@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from batchline.callers import FairLine, FairThreads, current_caller
+from batchline.callers import FairLine, FairThreads, current_caller, current_kind
 from batchline.errors import EngineDead
 
 TIMEOUT_S = 30
@@ -24,9 +24,10 @@ def threads() -> Iterator[FairThreads]:
     made.shutdown()
 
 
-def submit(threads: FairThreads, caller: str, work: Callable[[], Any]) -> Future[Any]:
+def submit(threads: FairThreads, caller: str, work: Callable[[], Any], kind: int = 0) -> Future[Any]:
     def as_caller() -> Future[Any]:
         current_caller.set(caller)
+        current_kind.set(kind)
         return threads.submit(work)
 
     return copy_context().run(as_caller)
@@ -69,6 +70,19 @@ def test_waiting_callers_take_turns(threads: FairThreads) -> None:
     assert order == ["a1", "b1", "c1", "a2", "b2", "a3"]
     is_over.set()
     assert all(holder.result(TIMEOUT_S) for holder in holders)
+
+
+def test_work_that_a_client_waits_for_goes_before_batch_lines(threads: FairThreads) -> None:
+    """Bug: a chat waited until the lines of a batch that had come before it were tokenized."""
+    is_over = threading.Event()
+    order: list[str] = []
+    holders = [threads.submit(is_over.wait) for _ in range(2)]
+    lines = [submit(threads, "a", partial(order.append, f"line {n}"), kind=2) for n in range(2)]
+    chats = [submit(threads, caller, partial(order.append, f"chat of {caller}")) for caller in ("a", "b")]
+    is_over.set()
+    for future in [*holders, *lines, *chats]:
+        future.result(TIMEOUT_S)
+    assert set(order[:2]) == {"chat of a", "chat of b"}
 
 
 def test_what_work_raises_reaches_the_one_who_waits(threads: FairThreads) -> None:

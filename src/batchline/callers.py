@@ -15,6 +15,7 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from typing import Any, Generic, TypeVar
 
 from batchline.errors import EngineDead
@@ -25,6 +26,8 @@ current_caller: ContextVar[str] = ContextVar("current_caller", default="")
 """Whose work is submitted in this context: a server with API keys sets it for each request, to a name for its key.
 Without keys, all work has the same unnamed caller."""
 
+current_kind: ContextVar[int] = ContextVar("current_kind", default=0)
+"""What the work that is submitted in this context is for (`kind_of`): a backend sets it for each request."""
 
 PIECE_CHARS = 1 << 18
 """Characters of texts that are tokenized as one piece of work: a tenth of a second."""
@@ -108,7 +111,8 @@ class FairLine(Generic[T]):
 
 
 class FairThreads(Executor):
-    """An executor. The callers with waiting work take turns, whatever number of works each of them has submitted.
+    """An executor. Work that a client waits for goes first (`current_kind`). The callers with waiting work take turns,
+    whatever number of works each of them has submitted.
 
     The unnamed caller gets all threads.
     """
@@ -120,7 +124,8 @@ class FairThreads(Executor):
         self._num_threads = self._num_idle = num_threads
         self._num_kept_free = num_kept_free
         self._lock = threading.Lock()
-        self._waiting: OrderedDict[str, deque[tuple[Future[Any], Work]]] = OrderedDict()  # whose turn it is first
+        self._waiting: OrderedDict[tuple[int, str], deque[tuple[Future[Any], Work]]] = OrderedDict()
+        """By kind and caller; whose turn it is first."""
         self._num_running: Counter[str] = Counter()
         self._is_closed = False
 
@@ -130,7 +135,8 @@ class FairThreads(Executor):
         with self._lock:
             if self._is_closed:
                 raise EngineDead("the threads of an unloaded model take no more work")
-            self._waiting.setdefault(current_caller.get(), deque()).append((future, partial(fn, *args, **kwargs)))
+            key = current_kind.get(), current_caller.get()
+            self._waiting.setdefault(key, deque()).append((future, partial(fn, *args, **kwargs)))
             self._start()
         return future
 
@@ -151,14 +157,16 @@ class FairThreads(Executor):
     def _start(self) -> None:
         """Start as much of the waiting work as there are threads for. Called with the lock."""
         while self._num_idle:
-            caller = next((caller for caller in self._waiting if self._has_thread_for(caller)), None)
-            if caller is None:
+            keys = [key for key in self._waiting if self._has_thread_for(key[1])]
+            if not keys:
                 return
-            item = self._waiting[caller].popleft()
-            if self._waiting[caller]:
-                self._waiting.move_to_end(caller)
+            key = min(keys, key=itemgetter(0))  # the first one of the lowest kind
+            item = self._waiting[key].popleft()
+            if self._waiting[key]:
+                self._waiting.move_to_end(key)
             else:
-                del self._waiting[caller]
+                del self._waiting[key]
+            _, caller = key
             self._num_idle -= 1
             self._num_running[caller] += 1
             self._pool.submit(self._run_for, caller, item)

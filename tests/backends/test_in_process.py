@@ -14,8 +14,9 @@ import pytest
 import pytest_asyncio
 
 from batchline.backends import resident_models
-from batchline.backends.base import BATCH_PRIORITY, EndpointRequest
+from batchline.backends.base import BACKGROUND_PRIORITY, BATCH_PRIORITY, EndpointRequest
 from batchline.backends.in_process import InProcessBackend
+from batchline.callers import FairThreads, current_kind, kind_of
 from batchline.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, TextConfig
 from batchline.errors import (
     BadRequest,
@@ -436,6 +437,23 @@ async def test_interactive_requests_go_before_batch_work_whatever_their_own_prio
         assert (await batch).body["choices"] == undisturbed.body["choices"]
     finally:
         await backend.close()
+
+
+async def test_the_text_work_of_a_request_has_its_kind(
+    backend: InProcessBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kinds: list[int] = []
+    submit = FairThreads.submit
+
+    def noting(threads: FairThreads, /, *arguments: Any, **options: Any) -> Any:
+        kinds.append(current_kind.get())
+        return submit(threads, *arguments, **options)
+
+    monkeypatch.setattr(FairThreads, "submit", noting)
+    for priority in (BATCH_PRIORITY, BACKGROUND_PRIORITY, 0):
+        kinds.clear()
+        await backend.answer(replace(chat(max_tokens=1), priority=priority))
+        assert set(kinds) == {kind_of(priority)}
 
 
 async def test_options_that_a_model_does_not_use_are_named(caplog: pytest.LogCaptureFixture) -> None:

@@ -28,6 +28,7 @@ from batchline.backends.identity import refuse_unknown_values, result_settings
 from batchline.backends.model_memory import fits_in_memory
 from batchline.backends.residency import Loadable, ModelResidency
 from batchline.backends.supervision import Attempts
+from batchline.callers import current_kind, kind_of
 from batchline.checkpoints.digests import OnRead
 from batchline.checkpoints.formats import refuse_foreign_format
 from batchline.config import EngineConfig, MediaConfig, Task
@@ -308,7 +309,11 @@ def _close(close: Callable[[], None]) -> None:
 
 
 def _as_answered(request: EndpointRequest) -> EndpointRequest:
-    """The request with the path of the endpoint that answers it. Raises: BadRequest."""
+    """The request with the path of the endpoint that answers it; what is done for it in this context has its kind.
+
+    Raises: BadRequest.
+    """
+    current_kind.set(kind_of(request.priority))
     path = answering_path(request.url, request.body)
     return request if path == request.url else replace(request, url=path)
 
