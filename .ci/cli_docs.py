@@ -19,16 +19,16 @@ HEAD = """\
 
 <!-- written by `make docs`: change the commands, not this file -->
 
-Every option of `run-batch` and `serve` may also stand in a YAML file (`--config`) or in the environment
+You can also set every option of `run-batch` and `serve` in a YAML file (`--config`) or in the environment
 (`BATCHLINE_...`): see [the server](server.md#options-from-a-file-and-the-environment).
 
 | exit code | meaning |
 |---|---|
 | 0 | finished; failed lines are in the output and counted on standard error |
-| 1 | could not finish; the same command resumes it |
-| 2 | wrong use or an unreadable input; nothing was run |
-| 3 | finished, but every line failed, or any line under `--fail-on-error`; `check` and `merge` found something wrong |
-| 130 | interrupted; the same command resumes it |
+| 1 | could not finish; run the same command again to resume |
+| 2 | wrong usage or an unreadable input; nothing was run |
+| 3 | finished, but every line failed, or any line under `--fail-on-error`; `check` and `merge` found errors |
+| 130 | interrupted; run the same command again to resume |
 """
 
 

@@ -116,7 +116,7 @@ class InputTooLarge(UsageError):
     def __init__(self, size: int, limit: int, unit: str) -> None:
         super().__init__(
             f"The input has {counted(size, unit)}, over the limit of {limit:,}; "
-            "`batchline split` cuts it into parts within the limits."
+            "`batchline split` splits it into parts within the limits."
         )
         self.size = size
         self.limit = limit
@@ -250,8 +250,8 @@ class InputChanged(RunFailed):
 
     def __init__(self, line_number: int) -> None:
         super().__init__(
-            f"The input changed while it was being read: line {line_number} is not the one that was checked. Put the "
-            "checked content back and run the same command again to resume, or pass --no-resume to start over."
+            f"The input changed while it was being read: line {line_number} is not the one that was checked. Restore "
+            "the checked content and run the same command again to resume, or pass --no-resume to start over."
         )
         self.line_number = line_number
 

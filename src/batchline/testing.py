@@ -65,7 +65,7 @@ class FakeBackend:
         await self._begin(request)
         body = self._body(request)
         if request.url == EMBEDDINGS:
-            raise BadRequest(f"stream: {EMBEDDINGS} gives whole answers only", param="stream")
+            raise BadRequest(f"stream: {EMBEDDINGS} cannot stream its answers", param="stream")
         for chunk in _chunks(body, is_chat=request.url == CHAT):
             yield chunk
             if self._between_chunks is not None:

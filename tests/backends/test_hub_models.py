@@ -76,5 +76,5 @@ def test_a_model_that_is_not_in_the_cache_is_told_with_what_to_do(tmp_path: Path
     finished = run(tmp_path, {"tiny-chat": "nobody/no-such-model"}, hub_cache)
     assert finished.returncode == 1
     assert finished.stderr.splitlines()[-1].startswith("Error: Cannot load the model 'nobody/no-such-model': ")
-    assert "give the path of a downloaded model folder" in finished.stderr
+    assert "use the path of a downloaded model folder" in finished.stderr
     assert "Traceback" not in finished.stderr

@@ -112,7 +112,7 @@ async def test_what_is_wrong_with_a_stream_is_raised_before_its_first_chunk(back
     with pytest.raises(BadRequest, match="temperature"):
         await anext(backend.stream(chat(temperature=9, stream=True)))
     embed = EndpointRequest(url="/v1/embeddings", body={"model": "tiny", "input": "x", "stream": True}, request_id="e")
-    with pytest.raises(BadRequest, match="gives whole answers only"):
+    with pytest.raises(BadRequest, match="cannot stream its answers"):
         await anext(backend.stream(embed))
 
 

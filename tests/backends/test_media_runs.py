@@ -207,5 +207,5 @@ def test_by_default_no_run_fetches_from_an_internal_address(
     error = results(tmp_path / "out.jsonl")["internal"]["body"]["error"]
     assert error["message"].startswith("messages[0].content[1]: its host does not exist, or has no public address")
     assert "--allowed-media-networks" in error["message"]
-    assert "refused to connect to 127.0.0.1: it is no public address (--allowed-media-networks)" in caplog.messages
+    assert "refused to connect to 127.0.0.1: it is not a public address (--allowed-media-networks)" in caplog.messages
     assert not images.counts

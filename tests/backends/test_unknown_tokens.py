@@ -86,7 +86,7 @@ async def test_token_that_the_model_lacks_is_a_400_whichever_way_it_comes(backen
     url, body = GENERATING[way]
     status, answer = await ask(backend, url, "tiny-chat", **body)
     assert status == 400, answer
-    assert re.search(f"{re.escape(NEW)}|99999|out of the vocabulary", answer["error"]["message"])
+    assert re.search(f"{re.escape(NEW)}|99999|outside the vocabulary", answer["error"]["message"])
     status, answer = await ask(backend, "/v1/chat/completions", "tiny-chat", **chat("hello", min_tokens=2))
     assert status == 200, answer
 
@@ -105,7 +105,7 @@ async def test_encoders_answer_a_token_that_they_lack_with_a_400(
 ) -> None:
     status, answer = await ask(backend, url, model, **body)
     assert status == 400, answer
-    assert "is out of the vocabulary" in answer["error"]["message"]
+    assert "is outside the vocabulary" in answer["error"]["message"]
     known = {key: ["hello"] if isinstance(value, list) else "hello" for key, value in body.items()}
     status, answer = await ask(backend, url, model, **known)
     assert status == 200, answer

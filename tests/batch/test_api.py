@@ -184,7 +184,7 @@ def test_a_callback_sees_the_run_grow_and_may_fail(
     summary = run_batch(batch, tmp_path / "out", backend=FakeBackend(), on_progress=on_progress)
     assert summary.succeeded == 2
     assert (seen[0].total, seen[-1].done) == (2, 2)
-    assert [record.getMessage() for record in caplog.records] == ["on_progress failed; the run goes on"]
+    assert [record.getMessage() for record in caplog.records] == ["on_progress failed; the run continues"]
 
 
 def test_a_run_with_a_backend_leaves_a_record_only_if_it_is_told_where(batch: Path, tmp_path: Path) -> None:

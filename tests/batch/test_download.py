@@ -126,7 +126,7 @@ async def test_a_server_that_never_continues_where_it_broke_is_given_up(tmp_path
             return await send(request, b"x", announced=1, status=206, ETag='"v1"', Content_Range="bytes 7-7/1000000")
         return await send(request, DATA[:1000], announced=len(DATA), ETag='"v1"')
 
-    with pytest.raises(InputUnreadable, match="given up after 4 attempts"):
+    with pytest.raises(InputUnreadable, match="after 4 attempts"):
         await fetch(handler, tmp_path / "in", RetryPolicy(attempts=4, first_delay_s=0))
     assert calls == 4
 
@@ -148,7 +148,7 @@ async def test_a_server_that_announces_more_than_it_has_is_given_up(tmp_path: Pa
             return web.Response(status=416)
         return await send(request, DATA, announced=len(DATA) + 5, ETag='"v1"')
 
-    with pytest.raises(InputUnreadable, match="given up after"):
+    with pytest.raises(InputUnreadable, match=r"after \d+ attempts"):
         await fetch(handler, tmp_path / "in", RetryPolicy(attempts=2, first_delay_s=0))
 
 
@@ -197,5 +197,5 @@ async def test_redirects_without_an_end_are_refused_without_the_signature(tmp_pa
 async def test_a_server_that_is_not_there_is_named_after_the_last_attempt(tmp_path: Path) -> None:
     async with TestServer(web.Application()) as server:
         url = server.make_url("/in.jsonl")
-    with pytest.raises(InputUnreadable, match="given up after 3 attempts"):
+    with pytest.raises(InputUnreadable, match="after 3 attempts"):
         await download(parse_location(str(url)), tmp_path / "in", AT_ONCE)

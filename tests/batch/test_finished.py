@@ -289,9 +289,9 @@ def test_no_overwrite_leaves_an_object_that_appears_before_the_upload(tmp_path: 
     async def write_output(_request: object) -> None:
         TaggedFileSystem().pipe_file(output, b"of another run")
 
-    with pytest.raises(RunFailed, match="written by something else during the run, and --no-overwrite"):
+    with pytest.raises(RunFailed, match="written by another program during the run, and --no-overwrite"):
         again(output, FakeBackend(before_answer=write_output), tmp_dir=tmp_path, overwrite=False)
-    with pytest.raises(RunFailed, match="written by something else during the run, and --no-overwrite"):
+    with pytest.raises(RunFailed, match="written by another program during the run, and --no-overwrite"):
         again(output, tmp_dir=tmp_path, overwrite=False)
     assert TaggedFileSystem().cat_file(output) == b"of another run"
 
@@ -304,7 +304,7 @@ def test_no_overwrite_leaves_a_file_that_appears_during_the_run(tmp_path: Path, 
 
     backend = FakeBackend(before_answer=write_output)
     for _ in range(2):
-        with pytest.raises(RunFailed, match="written by something else during the run, and --no-overwrite"):
+        with pytest.raises(RunFailed, match="written by another program during the run, and --no-overwrite"):
             run_file(batch, tmp_path / "out", backend=backend, error_file=str(tmp_path / "err"), overwrite=False)
         assert (tmp_path / "out").read_text() == "of another run"
         assert not list(tmp_path.glob("*.incomplete"))
@@ -422,7 +422,7 @@ def test_a_large_model_that_is_read_for_its_digest_is_reported(again: Again) -> 
         return {"--model": "a folder with digest 1"}
 
     _, _, reporter = again(read_settings=read_settings)
-    assert reporter.phases[1] == "Reading the model's files, to know them in later runs"
+    assert reporter.phases[1] == "Reading the model's files, to recognize them in later runs"
     assert reporter.details == ["1.0 of 3.0 GB read", "3.0 of 3.0 GB read"]
     assert again(read_settings=read_settings)[0].finished_before is not None
     other = {"--model": "a folder with digest 2"}

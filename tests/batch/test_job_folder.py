@@ -126,7 +126,10 @@ def test_a_users_own_scratch_folder_is_refused_and_stays(tmp_path: Path) -> None
     precious = tmp_path / "w" / "scratch" / "precious"
     precious.parent.mkdir(parents=True)
     precious.write_text("mine")
-    with pytest.raises(OutputUnwritable, match="has a folder 'scratch' of something else"), JobFolder(tmp_path / "w"):
+    with (
+        pytest.raises(OutputUnwritable, match="a folder 'scratch' in it belongs to another program"),
+        JobFolder(tmp_path / "w"),
+    ):
         pass
     assert [path.name for path in (tmp_path / "w").iterdir()] == ["scratch"]
     assert precious.read_text() == "mine"

@@ -87,7 +87,7 @@ async def test_a_refusal_is_final_and_says_where_the_results_are(results: Path) 
 
 async def test_a_server_that_stays_busy_is_given_up(results: Path) -> None:
     receiver = Receiver(503)
-    with pytest.raises(RunFailed, match="given up after 3 attempts"):
+    with pytest.raises(RunFailed, match="after 3 attempts"):
         await receiver.receive(results)
     assert len(receiver.bodies) == 3
 

@@ -62,7 +62,7 @@ def test_quantization_is_refused_by_its_name(
     """ModelOpt's, for one, was loaded as if its bytes were floats."""
     reason = refusal(tmp_path, {"config.json": {**base, **settings}, "model.safetensors": b""})
     assert reason.startswith(f"it is a checkpoint in the {name} format; Batchline cannot run it yet; ")
-    assert "give the unquantized model" in reason
+    assert "use the unquantized model" in reason
 
 
 @pytest.mark.parametrize(

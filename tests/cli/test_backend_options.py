@@ -101,7 +101,7 @@ def test_what_is_wrong_with_the_options_of_a_backend_is_told_before_any_work(pac
     assert refusal("--backend-option", "suffix", "--model", "m") == "--backend-option: 'suffix' is not NAME=VALUE."
     assert refusal("--backend-option", "a=b", "--model", "m") == "The backend 'embedded' has no option 'a'."
     assert refusal("--backend-plugin", "missing.py") == "Cannot load the plugin 'missing.py': there is no such file"
-    assert refusal() == "Which model? Give one with --model."
+    assert refusal() == "Which model? Name one with --model."
 
 
 def test_options_of_a_model_are_refused_by_name_if_there_is_no_model(

@@ -192,8 +192,8 @@ def test_the_help_of_split_tells_what_its_limits_do_there(command: Command) -> N
     ended = command("split", "--help")
     assert ended.code == 0
     assert "Refuse" not in ended.out
-    assert re.search("--max-requests .* Most requests in one part", ended.out)
-    assert re.search("--max-file-size .* Largest part", ended.out)
+    assert re.search("--max-requests .* Maximum number of requests in one part", ended.out)
+    assert re.search("--max-file-size .* Maximum size of one part", ended.out)
 
 
 def test_a_finished_strict_run_is_known_before_its_constraints_are_compiled_again(
@@ -273,7 +273,7 @@ def test_a_finished_part_is_told_when_a_run_is_resumed(
     assert command(*run_args(good, tmp_path / "out"), "--max-inflight", 1).code == 1
     ended = command(*run_args(good, tmp_path / "out"), "--max-inflight", 1)
     assert ended.code == 0
-    assert "Resuming: 1 of 3 requests were done before" in ended.err
+    assert "Resuming: 1 of 3 requests are already done" in ended.err
     assert "Resumed        1 request done by an earlier run" in ended.err
 
 
@@ -498,7 +498,9 @@ def test_plan_shows_groups_without_running_them(command: Command, tmp_path: Path
     write(path, *(orjson.dumps(line("x", temperature=0) | {"custom_id": str(n)}) for n in range(3)))
     ended = command("plan", path)
     assert ended.code == 0
-    assert ended.out.startswith("3 requests in 1 group\n2 duplicates among them, served by an identical one's answer\n")
+    assert ended.out.startswith(
+        "3 requests in 1 group\n2 duplicates among them, answered together with an identical request\n"
+    )
     overview = json.loads(command("plan", path, "--json").out)
     assert (overview["num_requests"], overview["num_copies"], overview["tokens"]) == (3, 2, None)
 

@@ -97,7 +97,7 @@ def test_every_model_is_named_while_they_are_loaded_and_every_line_of_the_log_is
         entries = [json.loads(line) for line in [*said, *process.stderr]]
     assert all({"time", "level", "message"} <= set(entry) for entry in entries)
     loading, facts, ready = entries[:3]
-    assert loading["message"] == f"Loading {embed}; when first asked for: {rerank}"
+    assert loading["message"] == f"Loading {embed}; on first use: {rerank}"
     assert facts["message"].startswith("tiny-embed: BertModel, float32 on cpu, kernels: ")
     assert ready["message"] == f"Serving tiny-embed, tiny-rerank at {url}"
     assert ready["url"] == url
@@ -134,7 +134,7 @@ def test_an_address_or_certificate_that_cannot_be_used_is_refused_before_anythin
 
 
 def test_a_model_is_needed() -> None:
-    assert refusal() == "Which model? Give one: batchline serve MODEL"
+    assert refusal() == "Which model? Name one: batchline serve MODEL"
 
 
 def served_names(monkeypatch: pytest.MonkeyPatch, model: str) -> tuple[str, ...]:
@@ -166,7 +166,7 @@ def test_two_folders_of_one_name_are_refused_naming_the_option(tmp_path: Path) -
     for folder in folders:
         folder.mkdir(parents=True)
     message = refusal(str(folders[0]), "--model", str(folders[1]))
-    assert message == "Two models are served as 'model'; give each its own --served-model-name"
+    assert message == "Two models are served as 'model'; set a different --served-model-name for each"
 
 
 def test_names_are_counted_per_model() -> None:

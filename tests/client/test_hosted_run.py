@@ -216,7 +216,7 @@ def test_an_interrupted_run_leaves_its_batches_and_fetches_them_later(
     service.num_looks = 10**6
     with pytest.raises(RunInterrupted):
         run_via(service.url, batch, tmp_path / "out.jsonl", stop=stop, reporter=StoppingReporter(service, stop))
-    assert "batches go on at the service" in stop.notice
+    assert "batches continue at the service" in stop.notice
     assert not (tmp_path / "out.jsonl").exists()
     service.num_looks = 1
     reporter = RecordingReporter()
@@ -224,7 +224,7 @@ def test_an_interrupted_run_leaves_its_batches_and_fetches_them_later(
     assert contents(read_lines(tmp_path / "out.jsonl")) == TEXTS
     assert sorted(service.paid) == sorted(TEXTS)
     assert len(service.batches) == 3
-    assert "Going on with 3 parts that an earlier process began" in reporter.phases
+    assert "Continuing with 3 parts of an earlier process" in reporter.phases
 
 
 def test_batches_of_another_input_are_not_forgotten(
@@ -242,7 +242,7 @@ def test_batches_of_another_input_are_not_forgotten(
     reporter = RecordingReporter()
     run_via(service.url, batch, tmp_path / "out.jsonl", resume=False, reporter=reporter)
     assert contents(read_lines(tmp_path / "out.jsonl")) == {"other": "hello"}
-    assert any("its batches go on there" in warning for warning in reporter.warnings)
+    assert any("its batches continue there" in warning for warning in reporter.warnings)
 
 
 def test_a_batch_that_the_service_has_forgotten_ends_the_run(

@@ -119,7 +119,7 @@ def test_ctrl_c_leaves_the_batches_running(service: FakeService, batch: Path, tm
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert "1 batch goes on at the service; run the same command again" in err
+    assert "1 batch continues at the service; run the same command again" in err
     service.num_looks = 1
     assert subprocess.run(command, check=False, capture_output=True).returncode == 0
     assert contents(read_lines(tmp_path / "out.jsonl")) == TEXTS

@@ -244,7 +244,7 @@ def test_a_server_of_something_else_is_named(command: Command) -> None:
     with Page() as other:
         ended = command("batches", "list", "--base-url", other.url)
     assert ended.code == 1
-    assert "is not a Files and Batches API" in ended.err
+    assert "has no Files and Batches API" in ended.err
 
 
 def test_a_server_without_tls_is_named(command: Command, service: FakeService) -> None:
@@ -308,7 +308,7 @@ def test_ctrl_c_ends_the_watching_and_not_the_batch(service: FakeService, comman
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert "The batch goes on" in err
+    assert "The batch continues" in err
     assert f"batchline batches watch {batch_id}" in err
     assert service.batches[batch_id]["status"] == "in_progress"
 

@@ -115,7 +115,7 @@ async def test_priority_reaches_the_model() -> None:
         ({"input": {"text": "a"}}, "input", "string"),
         ({"input": "\ud800"}, "input", "Unicode"),
         ({"input": "", "add_special_tokens": False}, "input", "no tokens"),
-        ({"input": [3, 256]}, "input", "token id 256 is out of the vocabulary of 256"),
+        ({"input": [3, 256]}, "input", "token id 256 is outside the vocabulary of 256"),
         ({"input": [-1]}, "input", "token id -1"),
         ({"input": ["a", "b" * 20]}, "input[1]", "maximum context length is 16 tokens, but the prompt has 22 tokens"),
         ({"messages": []}, "messages", "messages: it must not be empty"),

@@ -311,7 +311,9 @@ async def test_fields_of_the_answer_are_refused_in_true_words() -> None:
     `context_management` with the advice to set a field of responses."""
     model, body = model_saying("x"), {"messages": request()["messages"]}
     for name, value in {"max_tokens": 5, "stream": True, "temperature": 1.0, "stop_sequences": ["a"]}.items():
-        with pytest.raises(BadRequest, match=rf"^{name}: messages take it, counting their tokens does not$"):
+        with pytest.raises(
+            BadRequest, match=rf"^{name}: it is valid only in messages, not when their tokens are counted$"
+        ):
             await counted_tokens({**body, name: value}, "r", model)
     neutral = {"stream": False, "priority": 0, "temperature": None, "context_management": {}}
     assert await counted_tokens({**body, **neutral}, "r", model) == await counted_tokens(body, "r", model)

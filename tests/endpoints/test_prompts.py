@@ -102,9 +102,9 @@ def test_an_empty_prompt_is_refused() -> None:
 
 
 def test_unknown_token_ids_are_refused() -> None:
-    with pytest.raises(BadRequest, match="prompt: token id 258 is out of the vocabulary"):
+    with pytest.raises(BadRequest, match="prompt: token id 258 is outside the vocabulary"):
         encode((65, 258))
-    with pytest.raises(BadRequest, match="prompt: token id -1 is out of the vocabulary"):
+    with pytest.raises(BadRequest, match="prompt: token id -1 is outside the vocabulary"):
         encode((-1,))
 
 

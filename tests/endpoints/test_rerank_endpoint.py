@@ -78,7 +78,7 @@ async def test_embedding_model_ranks_by_cosine_with_the_prompts_of_the_roles() -
         ({"documents": None, "texts": [{"text": "a"}]}, "texts[0]", "string"),
         ({"documents": None, "texts": ["a", "b" * 60]}, "texts[1]", "maximum context length is 32 tokens"),
         ({"return_text": False, "return_documents": True}, "return_text", "another name of return_documents"),
-        ({"use_activation": True, "raw_scores": True}, "raw_scores", "use_activation says the opposite"),
+        ({"use_activation": True, "raw_scores": True}, "raw_scores", "it contradicts use_activation"),
         ({"truncation_direction": "Up"}, "truncation_side", "'left' or 'right'"),
         ({"documents": []}, "documents", "documents: it must not be empty"),
         ({"documents": "a"}, "documents", "list"),

@@ -270,8 +270,7 @@ async def test_hosted_tools_are_left_out_with_a_note(
     assert answer["tools"] == tools
     notes = [record.message for record in caplog.records]
     assert notes == [
-        f"Tools of type {kind} are left out of requests: no hosted service runs them here"
-        for kind in ("web_search", "mcp")
+        f"Tools of type {kind} are ignored: no hosted service runs them here" for kind in ("web_search", "mcp")
     ]
 
 
@@ -304,7 +303,7 @@ async def test_input_tokens_are_those_of_the_prompt_however_long_it_is() -> None
         (
             {"text": {"format": {"type": "json_object"}}, "guided_regex": "a"},
             "guided_regex",
-            "^text.format and guided_regex: an answer can have one constraint only",
+            "^text.format and guided_regex: an answer can have only one constraint",
         ),
         ({"max_output_tokens": 10**6}, "max_output_tokens", "and max_output_tokens is 1000000"),
         ({"reasoning": {"effort": "wild"}}, "reasoning.effort", r"^reasoning\.effort: Input should be"),

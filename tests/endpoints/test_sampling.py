@@ -88,7 +88,7 @@ def test_ignoring_eos_leaves_no_end_tokens() -> None:
     ("field", "value"), [("stop_token_ids", [258]), ("allowed_token_ids", [999]), ("logit_bias", {"258": 1})]
 )
 def test_tokens_beyond_the_vocabulary_are_refused_by_name(field: str, value: Any) -> None:
-    with pytest.raises(BadRequest, match=rf"{field}: token id \d+ is out of the vocabulary of 258 tokens"):
+    with pytest.raises(BadRequest, match=rf"{field}: token id \d+ is outside the vocabulary of 258 tokens"):
         params(scripted_model(), **{field: value})
 
 

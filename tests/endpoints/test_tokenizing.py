@@ -40,8 +40,8 @@ async def test_detokenizing_shows_special_tokens() -> None:
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ({}, "Give either prompt or messages"),
-        ({"prompt": "x", "messages": [{"role": "user", "content": "x"}]}, "Give either prompt or messages"),
+        ({}, "Send either prompt or messages"),
+        ({"prompt": "x", "messages": [{"role": "user", "content": "x"}]}, "Send either prompt or messages"),
         ({"prompt": "x", "add_generation_prompt": False}, "add_generation_prompt: it requires messages"),
         ({"messages": [{"role": "user", "content": "x"}], "continue_final_message": True}, "exclude each other"),
         ({"prompt": "a\ud800"}, "lone surrogate"),
@@ -53,5 +53,5 @@ async def test_wrong_requests_are_refused(body: dict[str, Any], message: str) ->
 
 
 async def test_unknown_token_ids_are_refused() -> None:
-    with pytest.raises(BadRequest, match="tokens: token id 5000 is out of the vocabulary"):
+    with pytest.raises(BadRequest, match="tokens: token id 5000 is outside the vocabulary"):
         await detokenized({"tokens": [5000]}, generative(scripted_model()))

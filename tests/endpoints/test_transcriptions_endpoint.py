@@ -235,7 +235,7 @@ def test_a_batch_file_holds_objects_and_texts(folder: Path, tmp_path: Path, capl
     assert results[1]["body"].endswith("\n")
     assert results[2]["body"].startswith("1\n00:00:0")
     assert results[3]["body"].startswith("WEBVTT\n")
-    assert "no count of tokens" not in caplog.text
+    assert "not a count of tokens" not in caplog.text
 
 
 def test_check_finds_what_is_wrong_and_counts_recordings(tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ def test_missing_folder_is_named_as_such(tmp_path: Path) -> None:
 def test_hub_id_without_a_network_says_what_to_do() -> None:
     reason = refusal("nobody/no-such-model")
     assert "the model hub does not have it or cannot be reached" in reason
-    assert "give the path of a downloaded model folder" in reason
+    assert "use the path of a downloaded model folder" in reason
 
 
 @pytest.mark.parametrize("is_offline", [True, False])
@@ -162,7 +162,7 @@ def test_weights_that_are_not_there_are_named_and_never_made_up(folder: Path) ->
 
 def test_weights_of_another_shape_are_refused(folder: Path) -> None:
     edit_config(folder, intermediate_size=100)
-    assert "mlp.down_proj.weight is 64 x 96, the config makes it 64 x 100" in refusal(folder)
+    assert "mlp.down_proj.weight is 64 x 96, but the config requires 64 x 100" in refusal(folder)
 
 
 def test_fewer_layers_in_the_config_than_in_the_file_are_refused(folder: Path) -> None:

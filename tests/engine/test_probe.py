@@ -111,7 +111,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"num_local_experts": 4, "sliding_window": 24},
         "PhimoeForCausalLM: it slides over a window of 24",
     ),
-    "masks of its own": ("doge", {}, "DogeForCausalLM: layer 0 makes an attention mask of its own"),
+    "masks of its own": ("doge", {}, "DogeForCausalLM: layer 0 makes a separate attention mask"),
     "keyword arguments that stop half-way": ("nemotron", {}, "NemotronForCausalLM.*do not hand keyword arguments on"),
     "attention in both directions": ("bert", {}, "BertLMHeadModel.*same logits"),
     "two attentions a layer": ("diffllama", {}, "DiffLlamaForCausalLM: layer 0 attends more than once"),

@@ -30,7 +30,7 @@ def with_password(url: str) -> str:
         (f"postgresql://127.0.0.1:1/jobs?password={SECRET}", r"postgresql://127.0.0.1:1/jobs: .*Connection refused"),
         (f"postgres://me:{SECRET}@/jobs?host=/no/folder", "postgresql:///jobs: .*No such file or directory"),
         (f"postgresql+psycopg://me@/jobs?x=1&password={SECRET}", "postgresql:///jobs: invalid connection option"),
-        (f"postgresql://me:{SECRET}@host:port/jobs", "it is not a valid URL. Give one such as postgresql://"),
+        (f"postgresql://me:{SECRET}@host:port/jobs", "it is not a valid URL. Use one such as postgresql://"),
         (SECRET, "it is not a valid URL"),
         (f"mysql://me:{SECRET}@host/jobs", "mysql://host/jobs: only postgresql:// is supported"),
     ],

@@ -173,9 +173,9 @@ def test_a_domain_that_no_url_can_have_is_the_operators_mistake(domain: str) -> 
 def test_the_word_none_allows_no_host() -> None:
     """A host of this name was fetched from."""
     for host in ("example.com", "none"):
-        with pytest.raises(BadRequest, match="nothing is fetched here"):
+        with pytest.raises(BadRequest, match="this server fetches no URLs"):
             FetchRules(domains=["none"]).checked_url(f"http://{host}/a.png")
-    with pytest.raises(UsageError, match="no other host beside it"):
+    with pytest.raises(UsageError, match="no other host with it"):
         FetchRules(domains=["none", "example.com"])
 
 

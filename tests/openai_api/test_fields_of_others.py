@@ -131,7 +131,7 @@ def test_another_name_of_a_field_sets_it(path: str, body: dict[str, object], nam
     schema = REQUEST_SCHEMAS[path]
     assert getattr(parse_body(schema, {**body, name: 3}, strict=True), field) == 3
     assert getattr(parse_body(schema, {**body, name: 3, field: 3}, strict=True), field) == 3
-    with pytest.raises(BadRequest, match=f"{name}: it is another name of {field}; give one of them"):
+    with pytest.raises(BadRequest, match=f"{name}: it is another name of {field}; send only one of them"):
         parse_body(schema, {**body, name: 3, field: 4}, strict=True)
 
 

@@ -46,7 +46,7 @@ def test_layers_that_the_files_lack_are_refused(tmp_path: Path) -> None:
 def test_weights_of_another_shape_are_refused(tmp_path: Path) -> None:
     folder = save_sentence_transformer(tmp_path, make_backbone("bert"))
     change_json(folder, "config.json", intermediate_size=80)
-    assert "is 64, the config makes it 80" in refusal_to_embed(folder)
+    assert "is 64, but the config requires 80" in refusal_to_embed(folder)
 
 
 def test_weights_stored_as_bytes_are_refused(tmp_path: Path) -> None:

@@ -174,8 +174,8 @@ def test_a_padding_token_within_a_text_keeps_its_position_out_of_the_count() -> 
     [
         ({"hidden_act": "gelu_new"}, "there are none for its activation, gelu_new"),
         ({"is_decoder": True}, "there are none for its kind of layers"),
-        ({"num_attention_heads": 32}, "there are none for its odd sizes"),
-        ({"intermediate_size": 65}, "there are none for its odd sizes"),
+        ({"num_attention_heads": 32}, "there are none for its sizes"),
+        ({"intermediate_size": 65}, "there are none for its sizes"),
     ],
 )
 def test_what_the_kernels_do_not_know_stays_on_torch_for_a_reason(settings: dict[str, object], reason: str) -> None:

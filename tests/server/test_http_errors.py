@@ -216,7 +216,7 @@ def test_a_stream_that_cannot_begin_is_an_ordinary_error(fake: httpx.Client) -> 
     embed = {"model": "fake", "input": "x", "stream": True}
     response = fake.post("/v1/embeddings", json=embed)
     assert response.status_code == 400
-    assert "whole answers only" in error_of(response)["message"]
+    assert "cannot stream its answers" in error_of(response)["message"]
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -80,7 +80,7 @@ def test_each_mistake_with_a_certificate_has_its_sentence(
     assert refusal(missing, keyfile) == f"--ssl-certfile: cannot read '{missing}': No such file or directory"
     assert refusal(certfile, missing) == f"--ssl-keyfile: cannot read '{missing}': No such file or directory"
     assert refusal(certfile, other_key) == "--ssl-keyfile: the key is not that of the certificate in --ssl-certfile"
-    assert "is encrypted: give its password" in refusal(certfile, encrypted_key)
+    assert "is encrypted: set its password" in refusal(certfile, encrypted_key)
     assert refusal(certfile, encrypted_key, "wrong") == (
         "--ssl-keyfile-password: this password does not decrypt the key"
     )

@@ -165,8 +165,8 @@ async def test_text_asks_for_nothing(ask: Ask) -> None:
 
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"guided_json": CLOSED, "guided_regex": "a"}, "guided_regex", "guided_json and guided_regex: .* one constraint"),
-    ({"guided_choice": ["a"], "response_format": {"type": "json_object"}}, "guided_choice", "one constraint only"),
-    ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs.choice", "one constraint only"),
+    ({"guided_choice": ["a"], "response_format": {"type": "json_object"}}, "guided_choice", "only one constraint"),
+    ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs.choice", "only one constraint"),
     ({"structured_outputs": {}}, "structured_outputs", "names no constraint"),
     ({"structured_outputs": {"json_object": False}}, "structured_outputs", "names no constraint"),
     ({"structured_outputs": {"regexp": "a"}}, "structured_outputs.regexp", "unknown field"),
@@ -187,9 +187,13 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"regex": "("}, "regex", "invalid regular expression: unclosed group at character 1"),
     ({"ebnf": "root ::= ("}, "ebnf", r"Expected '\)' at line 1"),
     ({"regex": "a", "ebnf": GBNF}, "ebnf", "regex and ebnf: .* one constraint"),
-    ({"response_format": SCHEMA_FORMAT, "guided_json": {}}, "guided_json", "one constraint only"),
+    ({"response_format": SCHEMA_FORMAT, "guided_json": {}}, "guided_json", "only one constraint"),
     ({"guided_regex": "[a&&b]"}, "guided_regex", "no text of this model can satisfy it: nothing could follow"),
-    ({"guided_json": {"$ref": "http://x/y"}}, "guided_json", "the reference to 'http://x/y' leads out of the schema$"),
+    (
+        {"guided_json": {"$ref": "http://x/y"}},
+        "guided_json",
+        "the reference to 'http://x/y' points outside the schema$",
+    ),
     ({"guided_choice": []}, "guided_choice", "it must not be empty"),
     ({"guided_choice": [1]}, "guided_choice[0]", "valid string"),
     ({"guided_grammar": "root ::= ("}, "guided_grammar", r"Expected '\)' at line 1"),
@@ -205,7 +209,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (
         {"response_format": {"type": "json_object", "value": CLOSED, "schema": {}}},
         "response_format.value",
-        "one constraint only",
+        "only one constraint",
     ),
     ({"response_format": {"type": "json_schema", "schema": 5}}, "response_format.schema", "a JSON object"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "Field required"),

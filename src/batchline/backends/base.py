@@ -52,10 +52,10 @@ class EndpointRequest:
 class Answer:
     """Status code and body, as for the same request over HTTP.
 
-    body: a mapping, or an object's JSON in bytes, which are written to the output unchanged; or a plain text, such as
-    subtitles; or a list, as Text Embeddings Inference answers.
-    is_transient: whether the same request may soon get a better answer (no memory now, too many requests). A run asks
-    again a few times before it keeps such an answer; a server passes it on.
+    body: a mapping, a plain text (such as subtitles), a list (as in Text Embeddings Inference), or an object's JSON as
+    bytes, which go to the output unchanged.
+    is_transient: whether the same request may soon get a better answer (no memory now, too many requests). A run sends
+    the request again a few times before it keeps such an answer; a server passes it on.
     """
 
     status_code: int
@@ -246,7 +246,7 @@ async def contained(work: Awaitable[T]) -> T:
     except asyncio.CancelledError as exc:
         if _is_cancelled():
             raise
-        raise InvalidAnswer("it is cancelled, though nobody asked for that") from exc
+        raise InvalidAnswer("it was cancelled, but not by the caller") from exc
 
 
 def _is_cancelled() -> bool:

@@ -187,7 +187,7 @@ class InProcessBackend:
     def _register(self, config: EngineConfig) -> None:
         for name in config.model.names:
             if name in self._by_name:
-                raise UsageError(f"Two models are served as {name!r}; give each its own --served-model-name")
+                raise UsageError(f"Two models are served as {name!r}; set a different --served-model-name for each")
             self._by_name[name] = config
         self._unlisted |= dict.fromkeys(config.model.unlisted_names, config)
         name = config.model.names[0]
@@ -322,7 +322,7 @@ def _chunks(model: ResidentModel, request: EndpointRequest) -> AsyncGenerator[di
     """Raises: BadRequest if the endpoint cannot stream."""
     endpoint = model.streams.get(request.url)
     if endpoint is None:
-        raise BadRequest(f"stream: {request.url} gives whole answers only", param="stream")
+        raise BadRequest(f"stream: {request.url} cannot stream its answers", param="stream")
     return endpoint(request)
 
 

@@ -1,7 +1,7 @@
 """Finds how much memory a model needs, from its configuration and the headers of its weight files.
 
-Counts only the files that would be loaded (folders often hold the same weights in several formats), in the data type
-that the model will have, and compares them with the free memory of its device. Loads no model.
+Counts only the files that would be loaded, because folders often contain the same weights in several formats. Uses the
+data type that the model will have, and compares the size with the free memory of its device. Loads no model.
 """
 
 from __future__ import annotations

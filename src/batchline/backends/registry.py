@@ -43,7 +43,7 @@ def make_backend(name: str, engines: Sequence[EngineConfig], options: Mapping[st
 @register_backend(EMBEDDED)
 def _embedded(engines: Sequence[EngineConfig], options: Mapping[str, str]) -> Backend:
     if not engines:
-        raise UsageError("Which model? Give one with --model.")
+        raise UsageError("Which model? Name one with --model.")
     if options:
         raise UsageError(f"The backend {EMBEDDED!r} has no option {next(iter(options))!r}.")
     from batchline.backends.in_process import InProcessBackend  # the engine: only for a run that uses it

@@ -320,8 +320,9 @@ class ModelResidency(Generic[ModelT]):
             await self._unload(resident)
 
     async def _in_the_way(self, life: _Life[ModelT]) -> _Life[ModelT] | None:
-        """A resident model that must be unloaded first: one that has ended or is already leaving; otherwise, if memory
-        is short, the least recently used one, idle ones first. None if there is room."""
+        """A resident model that must be unloaded first; None if there is room. A model that has ended or is already
+        leaving comes first. Otherwise, if memory is short, it is the least recently used one, and idle models come
+        first."""
         for resident in self._residents:
             if resident.has_ended or resident.is_leaving:
                 return resident

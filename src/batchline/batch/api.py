@@ -199,7 +199,7 @@ def _backend(
         name = given or EMBEDDED
         return make_backend(name, engines, options), name
     if given is None or engines:
-        raise UsageError("Give either a model or a backend.")
+        raise UsageError("Pass either a model or a backend.")
     if options:
         raise UsageError("backend_options requires the name of a backend.")
     return given, None
@@ -211,7 +211,7 @@ def _engines(
     models = [model] if isinstance(model, str | EngineConfig) else list(model)
     names = [served_model_name] if isinstance(served_model_name, str) else list(served_model_name)
     if names and len(names) != len(models):
-        raise UsageError(f"served_model_name has {len(names)} names for {len(models)} models; give one for each.")
+        raise UsageError(f"served_model_name has {len(names)} names for {len(models)} models; pass one for each.")
     engines = [EngineConfig(model=ModelConfig(model=item)) if isinstance(item, str) else item for item in models]
     for engine in engines:
         refuse_missing_folder(engine.model.model)

@@ -1,8 +1,8 @@
 """Shares a backend among the runs on it: how many requests may be in flight at once, and how many bytes of them.
 
 The next free place goes to the owner with the fewest requests in flight, and there to the run with the fewest, so
-neither an owner nor a run starves. A run that is in danger of missing its time limit goes before the others, the
-earliest limit first, and leaves them a small part of the places. All runs that share a capacity are on one event loop.
+neither an owner nor a run starves. Runs that may miss their time limit come first, in the order of these limits, and
+leave a small part of the places to the others. All runs that share a capacity are on one event loop.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ def look_of(sample: bytes, location: Location) -> str | None:
             return None
         return "it is not a batch file, which has a JSON object with custom_id, method, url and body in each line"
     if {"custom_id", "response", "error"} <= first.keys():
-        return "this is a result file; give the batch file that it has the results of"
+        return "this is a result file; use the batch file that it belongs to"
     field = next((field for field in _BODY_FIELDS if field in first), None)
     if field is None or "body" in first:
         return None

@@ -100,7 +100,7 @@ def _refuse_unwritable_path(location: Location, path: Path, source: Location) ->
             raise OutputUnwritable(location.text, "it is a link that leads back to itself.")
     folder = path.parent
     if path.is_dir():
-        raise OutputUnwritable(location.text, "it is a folder; give a file name in it.")
+        raise OutputUnwritable(location.text, "it is a folder; name a file in it.")
     if not folder.is_dir():
         raise OutputUnwritable(location.text, f"the folder {str(folder)!r} does not exist.")
     if not os.access(path if is_special(path) else folder, os.W_OK):

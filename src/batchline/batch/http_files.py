@@ -131,7 +131,7 @@ async def download(
                 failures = 1 if received.num_bytes > most_bytes else failures + 1
                 most_bytes = max(most_bytes, received.num_bytes)
                 if failures >= retry.attempts:
-                    raise InputUnreadable(location.display, f"{failure.reason} (given up after {failures} attempts)")
+                    raise InputUnreadable(location.display, f"{failure.reason} (after {failures} attempts)")
                 logger.warning("download of %s broke off: %s; trying again", location.display, failure.reason)
                 await asyncio.sleep(retry.delay_s(failures, failure.wait_s))
 
@@ -159,7 +159,7 @@ async def _attempt(
             if not (response.status == 206 and _continues(response, received)):
                 _start_over(file, received)
                 if response.status == 206:
-                    return _Failure("the server sent a part that was not asked for")
+                    return _Failure("the server sent a part that was not requested")
                 received.total = response.content_length
                 received.validator = _validator(response)
             async for chunk in response.content.iter_chunked(1 << 20):
@@ -214,7 +214,7 @@ async def put(path: Path, location: Location, retry: RetryPolicy | None = None) 
                 return None if failure is None else failure.reason
             failures += 1
             if failures >= retry.attempts:
-                return f"{failure.reason} (given up after {failures} attempts)"
+                return f"{failure.reason} (after {failures} attempts)"
             logger.warning("upload to %s failed: %s; trying again", location.display, failure.reason)
             await asyncio.sleep(retry.delay_s(failures, failure.wait_s))
 

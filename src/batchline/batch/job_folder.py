@@ -142,8 +142,8 @@ class JobFolder:
             if is_filled and not (self.path / _LOCK).exists() and not self.journal_path.exists():
                 raise OutputUnwritable(
                     str(self.path),
-                    "the run keeps temporary files there, and it has a folder 'scratch' of something else. Move that "
-                    "folder away, or set another folder for temporary files.",
+                    "the run keeps temporary files there, but a folder 'scratch' in it belongs to another program. "
+                    "Move that folder away, or set another folder for temporary files.",
                 )
 
     def _is_current(self) -> bool:

@@ -83,7 +83,7 @@ def unserved_warning(report: CheckReport, served: ServedNames) -> str | None:
 
 
 def refuse_without_requests(report: CheckReport, path: Path, location: Location) -> None:
-    """path: the file's plain bytes. Raises: NoRequests if there are lines, but none of them is a request; OSError."""
+    """path: the file's plain bytes. Raises: NoRequests if the file has lines, but no request; OSError."""
     if not report.num_lines or report.num_requests:
         return
     with open_regular(path) as file:

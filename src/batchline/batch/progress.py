@@ -339,7 +339,7 @@ class ReadingWatch:
 
     def _report(self, text: str, is_first: bool) -> None:
         if is_first:
-            self._reporter.phase("Reading the model's files, to know them in later runs")
+            self._reporter.phase("Reading the model's files, to recognize them in later runs")
         self._reporter.detail(text)
 
 

@@ -136,5 +136,5 @@ class CallbackReporter:
             self._on_progress(progress)
         except Exception:
             if not self._has_failed:
-                logger.warning("on_progress failed; the run goes on", exc_info=True)
+                logger.warning("on_progress failed; the run continues", exc_info=True)
             self._has_failed = True

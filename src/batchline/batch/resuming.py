@@ -23,8 +23,11 @@ _INPUT = "input"
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """What is durable: the journal, the positions in it, their sums, the deliveries that have begun or ended, the
-    suspects, the notes about a service that answers the requests, and how many results of an earlier run a retry keeps.
+    """The durable state of a run, read from its journal.
+
+    done, tally: the positions in the journal, and their sums. delivering, delivered: deliveries that have begun or
+    ended. service_notes: about a service that answers the requests. kept_notes: how many results of an earlier run a
+    retry keeps.
     """
 
     journal: Journal
@@ -91,7 +94,7 @@ def resume(
     if not options.resume or not job_folder.journal_path.exists():
         if has_service_notes(job_folder.journal_path):
             reporter.warn(
-                "The run that is discarded has sent requests to a service, and its batches go on there. "
+                "The discarded run has sent requests to a service, and its batches continue there. "
                 "`batchline batches list` shows them, and `batchline batches cancel` ends one."
             )
         job_folder.start_over()
@@ -117,7 +120,7 @@ def resume(
     except OSError as exc:
         raise RunFailed(f"The journal cannot be opened: {exc.strerror or exc}.") from exc
     if state.tally.done:
-        reporter.phase(f"Resuming: {state.tally.done:,} of {state.tally.total:,} requests were done before")
+        reporter.phase(f"Resuming: {state.tally.done:,} of {state.tally.total:,} requests are already done")
     return state
 
 
@@ -140,10 +143,13 @@ def _count_last_crash(state: RunState, crash: Crash | None, reporter: Reporter) 
     if crash.fault:
         how, limit = f"ended with a crash ({crash.fault})", f"ends the process {LETHAL_CRASHES} times"
     else:
-        how, limit = "was killed, not for the first time,", f"runs alone at {LETHAL_KILLS_ALONE} such kills in a row"
+        how, limit = (
+            "was killed, not for the first time,",
+            f"is the only one in flight at {LETHAL_KILLS_ALONE} such kills in a row",
+        )
     reporter.warn(
-        f"The process that ran this before {how} while {counted(len(suspects), 'request')} ran. They run again first, "
-        f"a few at a time. A request that {limit} is answered with an error."
+        f"The previous process of this run {how} while {counted(len(suspects), 'request')} ran. They run again first, "
+        f"a few at a time. A request that {limit} gets an error."
     )
 
 

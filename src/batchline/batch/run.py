@@ -370,7 +370,7 @@ class BatchRun:
             if num_new > 0:
                 self._reporter.warn(
                     f"The input grew by {counted(num_new, 'byte')} during the run. The lines added at its end were not "
-                    "run; put them into a file of their own and run that."
+                    "run; put them into a separate file and run that file."
                 )
 
     async def _answer_all(self, checked: CheckedInput, state: RunState, backend: RunningBackend | BulkService) -> None:

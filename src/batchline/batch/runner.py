@@ -206,7 +206,7 @@ class Runner:
         except InvalidAnswer as exc:
             if not self._has_warned_of_usage:
                 self._has_warned_of_usage = True
-                logger.warning("an answer has a usage that is no count of tokens (%s); such count as 0", exc.reason)
+                logger.warning("the usage of an answer is not a count of tokens (%s); it counts as 0", exc.reason)
             return AnswerUsage()
 
 

@@ -70,7 +70,7 @@ async def deliver_results(
                 for late in missing:
                     late.discard()
                 raise RunFailed(
-                    f"{target.display} was written by something else during the run, and --no-overwrite does not "
+                    f"{target.display} was written by another program during the run, and --no-overwrite does not "
                     "replace it. All results are saved: move it away and run the same command again."
                 )
             await _note_if_kept(target, state, replace(note, kind="delivering"))
@@ -164,7 +164,7 @@ async def refuse_to_empty(files: RunFiles) -> None:
 async def _refuse_to_replace(target: ResultTarget, reporter: Reporter) -> None:
     is_there = await target.exists()
     if is_there:
-        reason = "it exists and is not the result of this run. Give another output, or leave out --no-overwrite."
+        reason = "it exists and is not the result of this run. Choose another output, or remove --no-overwrite."
         raise OutputUnwritable(target.display, reason)
     if is_there is None:
         reporter.warn(f"Cannot find out whether {target.display} exists. If it does, it will be replaced.")

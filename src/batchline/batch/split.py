@@ -79,7 +79,7 @@ def split_file(input_file: str, folder: Path, limits: Limits, *, overwrite: bool
     stem = _stem(location)
     older = sorted(folder.glob(f"{glob.escape(stem)}-{'[0-9]' * 5}.jsonl"))
     if older and not overwrite:
-        raise OutputUnwritable(str(older[0]), "it exists. Give another --output-dir, or --overwrite to replace it.")
+        raise OutputUnwritable(str(older[0]), "it exists. Use another --output-dir, or --overwrite to replace it.")
     parts: list[Part] = []
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="batchline-")))

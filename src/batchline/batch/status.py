@@ -105,8 +105,8 @@ class KnownRun:
 
 @contextmanager
 def published(files: RunFiles, options: RunOptions, reporter: Reporter) -> Iterator[Reporter]:
-    """Inside the block, what the returned reporter is told is also in the state folder, if there is one. The run holds
-    the lock of its job folder."""
+    """Inside the block, the returned reporter also writes what it reports to the state folder, if there is one. The run
+    holds the lock of its job folder."""
     publisher = None
     if options.state_dir is not None:
         try:

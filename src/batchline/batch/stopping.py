@@ -137,8 +137,8 @@ class Stopper:
 def stop_on_signals(stop: Callable[[], None], stop_at_once: Callable[[int], object]) -> Iterator[None]:
     """Call `stop` on the first signal, `stop_at_once` with the number of each further one.
 
-    A terminal that is closed sends SIGHUP twice, so a further one changes nothing. SIGHUP is left alone if it is
-    ignored (`nohup`) or the program handles it. Off the main thread, all signals are left alone.
+    A terminal that is closed sends SIGHUP twice, so a further one changes nothing. The handler of SIGHUP does not
+    change if the signal is ignored (`nohup`) or the program handles it. Off the main thread, no handler changes.
 
     These are plain handlers, not the event loop's, so that they work even while the loop is busy.
     """

@@ -28,7 +28,7 @@ def hub_unreachable() -> str:
     offline = " (HF_HUB_OFFLINE is set: only models that are already downloaded are found)" if HF_HUB_OFFLINE else ""
     return (
         "there is no such folder, and the model hub does not have it or cannot be reached; "
-        f"give the path of a downloaded model folder, or check the name and the network{offline}"
+        f"use the path of a downloaded model folder, or check the name and the network{offline}"
     )
 
 

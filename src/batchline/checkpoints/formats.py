@@ -63,7 +63,7 @@ OTHER_TENSORS = ("adapter_*", "consolidated*", "training_args.bin", "optimizer.b
 """Files that match `OWN_WEIGHTS`, but do not contain a model's weights."""
 
 UNNAMED = "unnamed quantization"
-UNQUANTIZED = "give the unquantized model (--quantization int8 quantizes it when it is loaded)"
+UNQUANTIZED = "use the unquantized model (--quantization int8 quantizes it when it is loaded)"
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 LARGEST_POINTER = 1024
 _LARGEST_HEADER = 100_000_000
@@ -150,7 +150,7 @@ def _refuse_files(model: str, folder: Path, *, has_config: bool) -> None:
         return
     for pattern, name in FOREIGN_WEIGHTS.items():
         if any(_matching(folder, (pattern,))):
-            raise _cannot_run(model, name, "give the model as safetensors in the Hugging Face format")
+            raise _cannot_run(model, name, "use the model as safetensors in the Hugging Face format")
     if not has_config and any(_matching(folder, ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"))):
         raise ModelLoadError(model, "the folder holds a tokenizer and no model")
     if has_config:

@@ -66,8 +66,8 @@ def refuse_odd_numbers(model: str, revision: str | None = None) -> None:
             name, dtype = odd[0]
             raise ModelLoadError(
                 model,
-                f"{name} is stored as {dtype} and not as floating-point numbers of 16 bits or more: it is a quantized "
-                "checkpoint that does not say how; give the unquantized model",
+                f"{name} is stored as {dtype} and not as floating-point numbers of 16 bits or more. The "
+                "checkpoint is quantized in an unknown format; use the unquantized model",
             )
 
 
@@ -93,7 +93,7 @@ def refuse_wrong_weights(name: str, model: Any, report: LoadingReport, *, has_po
         key, shape, wanted = min(report["mismatched_keys"])
         raise ModelLoadError(
             name,
-            f"its weights do not fit its config.json: {key} is {_size(shape)}, the config makes it {_size(wanted)}",
+            f"its weights do not fit its config.json: {key} is {_size(shape)}, but the config requires {_size(wanted)}",
         )
     unexpected = [key for key in _unexpected(report) if _is_part_of(model, key)]
     if unexpected:

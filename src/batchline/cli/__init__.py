@@ -12,7 +12,7 @@ from typing import NoReturn
 
 
 def command(arguments: Sequence[str] | None = None) -> NoReturn:
-    """The command line as a process of its own, see `main.command`. Ctrl-C while modules are imported ends it."""
+    """The command line as a separate process, see `main.command`. Ctrl-C while modules are imported ends it."""
     try:
         from batchline.cli import main  # it takes half a second
     except KeyboardInterrupt:

@@ -24,8 +24,8 @@ class BackendOptions:
     backend: Annotated[
         str,
         typer.Option(
-            help="What answers the requests: embedded (the engine in this process), or a backend that an installed "
-            "package or --backend-plugin adds.",
+            help="Backend that answers the requests: embedded (the engine in this process), or one from an installed "
+            "package or --backend-plugin.",
             rich_help_panel=_BACKEND,
         ),
     ] = "embedded"

@@ -33,11 +33,11 @@ def create(
         str, typer.Option(metavar="TIME", help="Time in which the batch must end, e.g. 24h. Hosted services: only 24h.")
     ] = "24h",
     metadata: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=VALUE", help="Note to keep with the batch. Repeatable.")
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="Metadata to store with the batch. Repeatable.")
     ] = None,
     watch: Annotated[bool, typer.Option("--watch", help="Wait for the end, as `batches watch` does.")] = False,
 ) -> None:
-    """Start a batch of a file."""
+    """Start a batch from a file."""
     from batchline.client.files import endpoint_of, first_line, upload_input
 
     path = Path(input_file)
@@ -65,7 +65,7 @@ def create(
 @takes_options("options", ServiceOptions)
 def list_batches(
     options: ServiceOptions,
-    limit: Annotated[int, typer.Option(min=1, help="Most batches to list, the newest first.")] = 20,
+    limit: Annotated[int, typer.Option(min=1, help="Maximum number of batches to list, newest first.")] = 20,
 ) -> None:
     """List the newest batches."""
     found = options.call(lambda service: service.batches(limit=limit))
@@ -91,7 +91,7 @@ def watch(options: ServiceOptions, batch_id: BatchId) -> None:
 
 @takes_options("options", ServiceOptions)
 def cancel(options: ServiceOptions, batch_id: BatchId) -> None:
-    """Cancel a batch. What is done is kept."""
+    """Cancel a batch. Finished results are kept."""
     _print_batch(options, options.call(lambda service: service.cancel_batch(batch_id)))
 
 
@@ -107,7 +107,7 @@ def download(
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace files that exist.")] = False,
 ) -> None:
-    """Download the results and the failed lines of a batch. A file appears whole or not at all."""
+    """Download the results and the failed lines of a batch. A file appears only when it is complete."""
     from batchline.client.files import download_whole
 
     output = output_file or Path(f"{Path(batch_id).name}_output.jsonl")
@@ -145,11 +145,12 @@ def retry(
     options: ServiceOptions,
     batch_id: BatchId,
     completion_window: Annotated[
-        str | None, typer.Option(metavar="TIME", help="Time in which the new batch must end. Default: as the old one.")
+        str | None,
+        typer.Option(metavar="TIME", help="Time in which the new batch must end. Default: that of the old batch."),
     ] = None,
     watch: Annotated[bool, typer.Option("--watch", help="Wait for the end, as `batches watch` does.")] = False,
 ) -> None:
-    """Start a new batch of the requests of a batch that failed or were not run."""
+    """Start a new batch of a batch's requests that failed or were not run."""
     from batchline.client.files import send_failed_again
 
     async def again(service: Service) -> BatchObject | None:
@@ -216,16 +217,14 @@ class WatchingStopped(RunInterrupted):
         self.batch_id = batch_id
 
     def __str__(self) -> str:
-        return (
-            f"Not watching any more. The batch goes on; watch it again with:\n  batchline batches watch {self.batch_id}"
-        )
+        return f"Stopped watching. The batch continues; watch it again with:\n  batchline batches watch {self.batch_id}"
 
 
 def refuse_existing(path: Path, *, overwrite: bool) -> None:
     """Raises: OutputUnwritable."""
     if path.is_dir():
-        raise OutputUnwritable(str(path), "it is a folder; give a file name in it.")
+        raise OutputUnwritable(str(path), "it is a folder; name a file in it.")
     if not path.parent.is_dir():
         raise OutputUnwritable(str(path), f"the folder {str(path.parent)!r} does not exist.")
     if path.exists() and not overwrite:
-        raise OutputUnwritable(str(path), "it exists. Give another name, or --overwrite to replace it.")
+        raise OutputUnwritable(str(path), "it exists. Use another name, or --overwrite to replace it.")

@@ -34,7 +34,7 @@ def check(
     ],
     model: Annotated[
         list[str] | None,
-        typer.Option(help="Model that a run serves: a name, folder or id. Repeatable; default: requests name any."),
+        typer.Option(help="Model that a run would serve: a name, folder or id. Repeatable. Default: any model."),
     ] = None,
     served_model_name: Annotated[
         list[str] | None,
@@ -107,7 +107,7 @@ def _findings(report: CheckReport, served: list[tuple[str, ...]], limits: Limits
     requested = dict.fromkeys(group.model for group in report.groups.values())
     if served and requested and not requested.keys() & set(names):
         found.append(
-            "No request names a served model: --model is the name in the requests unless --served-model-name gives "
+            "No request names a served model: --model is the name in the requests unless --served-model-name sets "
             f"another, as in a run. To check them, add:\n  --served-model-name {shlex.quote(next(iter(requested)))}"
         )
     if not report.num_lines:

@@ -253,7 +253,7 @@ def _read(path: Path) -> dict[Any, Any]:
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise UsageError(f"{path}: it must hold option names and their values, as `port: 8000`")
+        raise UsageError(f"{path}: it must contain option names and their values, as `port: 8000`")
     return content
 
 
@@ -276,4 +276,4 @@ def _scalar(value: Any, where: str) -> str:
     try:
         return json.dumps(value) if isinstance(value, dict | list) else str(value)
     except ValueError as exc:
-        raise UsageError(f"{where}: an alias in it names what it is in") from exc
+        raise UsageError(f"{where}: an alias in it refers to itself") from exc

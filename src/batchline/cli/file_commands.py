@@ -23,7 +23,7 @@ def split(
     limits: LimitPreset = "hosted",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace older parts of the same name.")] = False,
 ) -> None:
-    """Cut a batch file into parts within limits. Prints the name of each part, a tab and how many lines it has."""
+    """Split a batch file into parts within limits. Prints the name of each part, a tab and its number of lines."""
     from batchline.batch.split import split_file
 
     wanted = limits_of(limits, max_requests, max_file_size)
@@ -36,7 +36,9 @@ def merge(
     output_file: Annotated[Path, typer.Option("-o", "--output-file", help="File for the joined results.")],
     input_file: Annotated[
         str | None,
-        typer.Option("-i", "--input-file", help="Batch file: order results by it and count what is missing."),
+        typer.Option(
+            "-i", "--input-file", help="Batch file: sets the order of the results and shows how many are missing."
+        ),
     ] = None,
 ) -> None:
     """Join result files. Exit code 3 if results are missing, 2 if a custom_id has two results."""
@@ -45,7 +47,7 @@ def merge(
     summary = merge_files(results, output_file, input_file)
     tell(f"{counted(summary.results, 'result')} in {output_file}", is_whole=True)
     if summary.unmatched:
-        tell(f"{counted(summary.unmatched, 'result')} left out: no line of the input has the custom_id")
+        tell(f"{counted(summary.unmatched, 'result')} left out: no line of the input has this custom_id")
     if summary.missing:
         tell(f"{counted(summary.missing, 'line')} of the input without a result")
         raise typer.Exit(3)

@@ -26,7 +26,7 @@ _DAY_S = 24 * 3600
 def upload(
     options: ServiceOptions,
     file: Annotated[Path, typer.Argument(metavar="FILE", help="File to upload.", exists=True, dir_okay=False)],
-    purpose: Annotated[str, typer.Option(help="What the file is for; batch: the input of a batch.")] = "batch",
+    purpose: Annotated[str, typer.Option(help="Purpose of the file; batch is the input of a batch.")] = "batch",
     expires_after: Annotated[
         float | None, typer.Option(metavar="DAYS", help="Days after which the service deletes the file, up to 30.")
     ] = None,
@@ -49,7 +49,7 @@ def list_files(
     purpose: Annotated[
         str | None, typer.Option(help="Only files for this purpose, e.g. batch or batch_output.")
     ] = None,
-    limit: Annotated[int, typer.Option(min=1, help="Most files to list, the newest first.")] = 20,
+    limit: Annotated[int, typer.Option(min=1, help="Maximum number of files to list, newest first.")] = 20,
 ) -> None:
     """List the newest files."""
     found = options.call(lambda service: service.files(purpose=purpose, limit=limit))
@@ -72,11 +72,11 @@ def download(
     options: ServiceOptions,
     file_id: FileId,
     output_file: Annotated[
-        Path | None, typer.Option("-o", "--output-file", help="Where to write it. Default: its id, here.")
+        Path | None, typer.Option("-o", "--output-file", help="File to write. Default: the id, in the current folder.")
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that exists.")] = False,
 ) -> None:
-    """Download a file. It appears whole or not at all."""
+    """Download a file. It appears only when it is complete."""
     from batchline.client.files import download_whole
 
     target = output_file or Path(Path(file_id).name)

@@ -93,7 +93,7 @@ app.command("upload", cls=CheckedCommand)(upload)
 
 
 def _group(name: str, text: str) -> typer.Typer:
-    """A command with commands of its own."""
+    """A command with subcommands."""
     group = typer.Typer(cls=_Commands, help=text, no_args_is_help=True, rich_markup_mode=None)
     app.add_typer(group, name=name)
     return group

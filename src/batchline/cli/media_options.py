@@ -24,8 +24,8 @@ class MediaOptions:
         list[str],
         typer.Option(
             metavar="HOST",
-            help="Hosts that URLs of media and webhooks in requests may name; *.example.com matches all below it; none "
-            "allows no URLs. Repeatable. Default: any host with a public address.",
+            help="Hosts that URLs of media and webhooks in requests may name; *.example.com matches its subdomains; "
+            "none allows no URLs. Repeatable. Default: any host with a public address.",
             rich_help_panel=_MEDIA,
         ),
     ] = dataclasses.field(default_factory=list)

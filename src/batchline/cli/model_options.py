@@ -154,7 +154,7 @@ class ModelOptions:
         typer.Option(
             parser=parse_generation_config,
             metavar="<auto|vllm|folder>",
-            help="Where sampling defaults come from: the model's generation_config.json (auto), another folder's, or "
+            help="Source of the sampling defaults: the model's generation_config.json (auto), another folder's, or "
             "the built-in defaults (vllm).",
             rich_help_panel=_MODEL,
         ),
@@ -173,7 +173,7 @@ class ModelOptions:
         typer.Option(
             parser=parse_seed,
             metavar=_COUNT,
-            help="Seed of requests that give none. Default: a random one for each.",
+            help="Seed for requests without one. Default: a random seed for each.",
             rich_help_panel=_MODEL,
         ),
     ] = None
@@ -212,7 +212,7 @@ class ModelOptions:
             min=0.01,
             max=1.0,
             help="Share of the free memory that the KV cache may use (on a CPU, of half of it), if "
-            "--kv-cache-memory-bytes is not given.",
+            "--kv-cache-memory-bytes is not set.",
             rich_help_panel=_ENGINE,
         ),
     ] = _CACHE.memory_utilization
@@ -382,7 +382,7 @@ def refuse_without_model(context: typer.Context, *others: str) -> None:
     """Raises: UsageError if options of a model are given without a model. others: further parameters."""
     given = given_options(context, {*(option.name for option in dataclasses.fields(ModelOptions)), *others})
     if given:
-        raise UsageError(f"Without a model, these options cannot be used: {', '.join(given)}. Give one with --model.")
+        raise UsageError(f"Without a model, these options cannot be used: {', '.join(given)}. Name one with --model.")
 
 
 def given_options(context: typer.Context, names: Collection[str]) -> list[str]:

@@ -58,7 +58,7 @@ def plan(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Show the tokens, time and memory a run would take, and in which groups it would run the file."""
+    """Show the tokens, time and memory a run would take, and how it would group the requests."""
     from batchline.batch.inspect import plan_overview
     from batchline.batch.media import MediaCounts
     from batchline.batch.tokens import CharacterCounter, TokenCounter
@@ -194,7 +194,7 @@ def _print_numbers(overview: PlanOverview, estimate: Estimate, counts: TokenCoun
 
     show(f"{counted(overview.num_requests, 'request')} in {counted(overview.num_groups, 'group')}")
     if overview.num_copies:
-        show(f"{counted(overview.num_copies, 'duplicate')} among them, served by an identical one's answer")
+        show(f"{counted(overview.num_copies, 'duplicate')} among them, answered together with an identical request")
     if estimate.are_prompt_tokens_counted:
         show(f"Prompt tokens  {estimate.prompt_tokens:,}")
     else:
@@ -224,7 +224,7 @@ def _time_text(estimate: Estimate, model: str | None) -> str:
     measured = estimate.measured
     if measured is None or estimate.time_s is None:
         hint = (
-            "run a part of the file with it, for a second at least"
+            "run a part of the file with it for at least a second"
             if model is not None
             else "name the model with --model"
         )

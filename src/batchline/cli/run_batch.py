@@ -99,7 +99,7 @@ def retry(
     log_format: LogFormatOption = "text",
     quiet: QuietOption = False,
 ) -> None:
-    """Run only the lines again that failed in the output of a run, and keep its other results as they are."""
+    """Run only the failed lines of an earlier run again, and keep its other results."""
     configure(log_format, quiet=quiet)
     from batchline.batch.options import Retry
     from batchline.batch.retrying import refuse_unreadable_results

@@ -71,7 +71,7 @@ class RunFileOptions:
         typer.Option(
             metavar="FILE",
             dir_okay=False,
-            help="HTML file for a page about the run: plots, failures, savings.",
+            help="HTML file for a report on the run: plots, failures, savings.",
         ),
     ] = None
     strict: Annotated[

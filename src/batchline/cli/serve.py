@@ -58,7 +58,7 @@ def serve(
     is_embedded = backend_options.backend == EMBEDDED
     models = _models(context, model_argument, model_options.model)
     if is_embedded and not models:
-        raise UsageError("Which model? Give one: batchline serve MODEL")
+        raise UsageError("Which model? Name one: batchline serve MODEL")
     model_options = dataclasses.replace(model_options, model=models)
     engines = partial(model_options.engines, strict=strict, media=media_options.config())
     together(engines, media_options.refuse_wrong_networks, partial(serving.server, max_running=1))
@@ -78,7 +78,7 @@ def serve(
     _check_address(options)
     if is_embedded:
         first, *others = models
-        log(f"Loading {first}" + (f"; when first asked for: {', '.join(others)}" if others else ""))
+        log(f"Loading {first}" + (f"; on first use: {', '.join(others)}" if others else ""))
     else:
         log(f"Starting the backend {backend_options.backend}")
     from batchline.server.run import run

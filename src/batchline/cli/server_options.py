@@ -174,7 +174,7 @@ class ServingOptions:
         str | None,
         typer.Option(
             metavar="URL",
-            help="Where files are stored instead of in the folder: another folder, s3://, gs://, az:// ...",
+            help="Folder or URL (such as s3://bucket/prefix) to store files in, instead of --state-dir.",
             rich_help_panel=_BATCHES,
         ),
     ] = None
@@ -191,7 +191,7 @@ class ServingOptions:
         float,
         typer.Option(
             min=0.0,
-            help="How much longer batches may make clients wait for their first token, as a share of the time without.",
+            help="How much longer clients may wait for their first token because of batches; 0.5 means 50%.",
             rich_help_panel=_BATCHES,
         ),
     ] = DEFAULT_BATCH_DELAY
@@ -266,7 +266,7 @@ class ServingOptions:
         """Raises: UsageError if there is no state folder."""
         user_folder = user_state_dir()
         if self.state_dir is None and user_folder is None:
-            raise UsageError("This user has no home folder: give --state-dir, or --no-batches.")
+            raise UsageError("This user has no home folder: set --state-dir, or use --no-batches.")
         return JobsOptions(
             state_dir=self.state_dir or cast(Path, user_folder) / "server",
             state_url=self.state_url,

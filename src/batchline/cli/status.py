@@ -36,15 +36,13 @@ def status(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object; with --watch, one on each line.")
     ] = False,
-    watch: Annotated[
-        bool, typer.Option("--watch", help="Show it again every second until no run is in progress.")
-    ] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Update every second until no run is in progress.")] = False,
     state_dir: Annotated[
         Path | None,
         typer.Option(file_okay=False, help="Folder with records of runs. Default: the user's state folder."),
     ] = None,
 ) -> None:
-    """Show the runs in progress on this machine, those to resume, and those that finished in the last 24 hours."""
+    """Show the runs on this machine that are in progress, can be resumed, or finished in the last 24 hours."""
     from batchline.batch.status import known_runs, run_to  # the parts of a run: not for --help
     from batchline.user_state import user_state_dir
 
@@ -59,8 +57,8 @@ def status(
     runs = read()
     if output is not None and not runs:
         raise UsageError(
-            f"No run to {output!r} is known here: none is in progress or was interrupted, and there is no record of a "
-            "finished one. `batchline status` lists all runs. Is --state-dir that of the run?"
+            f"There is no record of a run to {output!r}, in progress, interrupted or finished. `batchline status` "
+            "lists all runs. If the run had another --state-dir, add it."
         )
     if watch:
         with suppress(KeyboardInterrupt):

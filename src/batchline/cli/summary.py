@@ -68,7 +68,9 @@ def _work_lines(summary: RunSummary) -> list[str]:
         parts = ", ".join(f"{count:,} by {reason}" for reason, count in saved.items() if count)
         lines.append(f"Tokens saved   {parts}")
     if summary.deduplicated:
-        lines.append(f"Deduplicated   {counted(summary.deduplicated, 'request')} served by an identical one's answer")
+        lines.append(
+            f"Deduplicated   {counted(summary.deduplicated, 'request')} answered together with an identical one"
+        )
     if summary.resumed:
         lines.append(f"Resumed        {counted(summary.resumed, 'request')} done by an earlier run")
     lines += [f"Model          {model.text}" for model in summary.models]

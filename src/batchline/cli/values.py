@@ -55,10 +55,14 @@ MaxRequests = Annotated[int | None, typer.Option(min=1, help="Refuse a batch fil
 MaxFileSize = Annotated[
     int | None, typer.Option(parser=parse_num_bytes, metavar="SIZE", help="Refuse a larger batch file, e.g. 100MB.")
 ]
-PartRequests = Annotated[int | None, typer.Option("--max-requests", min=1, help="Most requests in one part.")]
+PartRequests = Annotated[
+    int | None, typer.Option("--max-requests", min=1, help="Maximum number of requests in one part.")
+]
 PartSize = Annotated[
     int | None,
-    typer.Option("--max-file-size", parser=parse_num_bytes, metavar="SIZE", help="Largest part, e.g. 100MB."),
+    typer.Option(
+        "--max-file-size", parser=parse_num_bytes, metavar="SIZE", help="Maximum size of one part, e.g. 100MB."
+    ),
 ]
 LimitPreset = Annotated[
     Literal["none", "hosted"],
@@ -138,8 +142,8 @@ def parse_quantization(text: str) -> Quantization | None:
     method = text.strip().lower()
     if method not in ("int8", "none"):
         raise typer.BadParameter(
-            f"{text!r} is not supported. int8 quantizes ordinary weights while they are loaded; checkpoints that are "
-            "quantized already (AWQ, GPTQ, FP8, GGUF, ...) cannot be run: use the model they were made from."
+            f"{text!r} is not supported. int8 quantizes ordinary weights while they are loaded. Batchline cannot run "
+            "checkpoints that are already quantized (AWQ, GPTQ, FP8, GGUF, ...): use the original model."
         )
     return "int8" if method == "int8" else None
 
@@ -149,7 +153,7 @@ def parse_json_object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except ValueError as exc:
-        hint = "; put it in single quotes, so that the shell keeps it" if text.startswith("{") else ""
+        hint = "; put it in single quotes, so that the shell does not change it" if text.startswith("{") else ""
         raise typer.BadParameter(f"it is not JSON ({exc}){hint}") from exc
     if not isinstance(value, dict):
         raise typer.BadParameter('it is not a JSON object such as {"name": "value"}')
@@ -166,7 +170,7 @@ def parse_media_limits(text: str) -> dict[str, int]:
     numbers = {name: int(str(count)) if str(count).isdecimal() else -1 for name, count in counts.items()}
     if not numbers or min(numbers.values()) < 0 or not numbers.keys() <= MediaConfig().max_items.keys():
         raise typer.BadParameter(
-            'it is not numbers of images, audio and video, such as {"image": 4} or image=4,audio=1'
+            'it does not set numbers of images, audio and video, such as {"image": 4} or image=4,audio=1'
         )
     return numbers
 
@@ -174,7 +178,7 @@ def parse_media_limits(text: str) -> dict[str, int]:
 def parse_generation_config(text: str) -> str:
     """`auto`, `vllm`, or a folder that has a generation_config.json."""
     if text not in ("auto", "vllm") and not Path(text, "generation_config.json").is_file():
-        raise typer.BadParameter(f"there is no generation_config.json in {text!r}; give a folder, auto or vllm")
+        raise typer.BadParameter(f"there is no generation_config.json in {text!r}; use a folder, auto or vllm")
     return text
 
 

@@ -45,7 +45,10 @@ class ViaOptions:
         ),
     ] = "24h"
     max_inflight_batches: Annotated[
-        int, typer.Option(min=1, max=1000, help="Maximum of batches at the service at once.", rich_help_panel=_PANEL)
+        int,
+        typer.Option(
+            min=1, max=1000, help="Maximum number of batches in progress at the service.", rich_help_panel=_PANEL
+        ),
     ] = 8
 
     def refuse_conflicts(self, context: typer.Context) -> None:
@@ -77,7 +80,7 @@ class ViaOptions:
         from batchline.batch.options import Limits
 
         if len(models) > 1:
-            raise UsageError("With --via, give at most one --model: the one for requests that name none.")
+            raise UsageError("With --via, use at most one --model: the one for requests that name none.")
         settings = {"--via": service_at(self.via).display}
         return dataclasses.replace(
             run_file.run_options(),

@@ -262,7 +262,7 @@ VLLM_OPTIONS: Mapping[str, VllmOption] = {
         refusal="To refuse images, audio and videos, set --limit-mm-per-prompt image=0,audio=0,video=0.",
     ),
     **_each("mm-encoder-only", "flag", refusal="A model always runs whole."),
-    **_each("interleave-mm-strings", "flag", refusal="The chat template decides where images and audio stand."),
+    **_each("interleave-mm-strings", "flag", refusal="The chat template decides the positions of images and audio."),
     **_each("media-io-kwargs", "value", refusal="Set --max-video-frames instead."),
     **_each("video-pruning-rate", "value", is_default=_any_of("0", "0.0"), refusal="No part of a video is left out."),
     **_each("fingerprint-mode fingerprint-value", "value", refusal="Answers have no system_fingerprint."),

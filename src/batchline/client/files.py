@@ -29,7 +29,7 @@ def endpoint_of(line: bytes, shown: str) -> str:
         raise InputUnreadable(shown, f"its first line is not a batch line: {exc.message}") from exc
     url = value.get("url") if isinstance(value, dict) else None
     if not isinstance(url, str) or not url:
-        raise InputUnreadable(shown, "its first line has no 'url'. Give the endpoint with --endpoint.")
+        raise InputUnreadable(shown, "its first line has no 'url'. Set the endpoint with --endpoint.")
     return lines.url_path(url)
 
 
@@ -81,7 +81,7 @@ async def send_failed_again(
     Raises: ServiceError, UsageError.
     """
     if batch.input_file_id is None:
-        raise UsageError(f"The service does not tell the input file of the batch {batch.id}.")
+        raise UsageError(f"The service does not report the input file of the batch {batch.id}.")
     with tempfile.TemporaryDirectory(prefix="batchline-") as scratch:
         folder = Path(scratch)
         try:

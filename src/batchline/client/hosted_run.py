@@ -73,7 +73,7 @@ class HostedRun(BulkService):
 
 
 class _Submission:
-    """The parts of one run, each carried from its upload to its results by a task of its own."""
+    """The parts of one run. A separate task takes each one from its upload to its results."""
 
     def __init__(self, service: Service, options: HostedOptions, work: BulkWork) -> None:
         self._service = service
@@ -97,7 +97,7 @@ class _Submission:
         self._work.reporter.phase(f"Running {counted(num_left, 'request')} as batches at {self._service.display}")
         if self._parts.open:
             begun = counted(len(self._parts.open), "part")
-            self._work.reporter.phase(f"Going on with {begun} that an earlier process began")
+            self._work.reporter.phase(f"Continuing with {begun} of an earlier process")
         self._update_notice()
         async with self._reporting():
             await self._carry_all()
@@ -214,9 +214,9 @@ class _Submission:
             if exc.status_code != 404:
                 raise
             raise RunFailed(
-                f"The service no longer knows the batch {batch_id} of part {part.number}, or the API key is another "
-                f"one now ({exc}). With the right key, run the same command again. --no-resume starts over, and pays "
-                "for all requests again."
+                f"The service no longer knows the batch {batch_id} of part {part.number}, or the API key has changed "
+                f"({exc}). With the right key, run the same command again. --no-resume starts over, and pays for all "
+                "requests again."
             ) from exc
 
     async def _finish(self, part: Part, batch: BatchObject) -> Part | None:
@@ -252,7 +252,7 @@ class _Submission:
             )
         if writer.num_unknown:
             unknown = counted(writer.num_unknown, "line")
-            self._work.reporter.warn(f"The batch {batch.id} returned {unknown} that no request of it asked for.")
+            self._work.reporter.warn(f"The batch {batch.id} returned {unknown} that match no request of the batch.")
         await self._log.note({"part": part.number, "done": True})
         for path in paths:
             path.unlink(missing_ok=True)
@@ -311,7 +311,7 @@ class _Submission:
         others = [other for other in self._parts.open if other.batch_id is not None and other is not part]
         if not others and len(part.earlier_batches) >= _MAX_WAITS_ALONE:
             return False
-        self._work.reporter.phase(f"The service has no room for part {part.number} yet; it waits for a while")
+        self._work.reporter.phase(f"The service has no room for part {part.number} yet; the run waits for a while")
         self._part_ended.clear()
         waiting = asyncio.wait_for(self._part_ended.wait(), self._options.no_room_s)
         with contextlib.suppress(asyncio.TimeoutError):
@@ -338,9 +338,9 @@ class _Submission:
     def _update_notice(self) -> None:
         num_open = sum(part.batch_id is not None for part in self._parts.open)
         if num_open:
-            batches = "1 batch goes" if num_open == 1 else f"{num_open:,} batches go"
+            batches = "1 batch continues" if num_open == 1 else f"{num_open:,} batches continue"
             self._work.stop.notice = (
-                f"Stopping here. {batches} on at the service; run the same command again to fetch the results."
+                f"Stopping here. {batches} at the service; run the same command again to fetch the results."
             )
         else:
             self._work.stop.notice = "Stopping: no batch is at the service."

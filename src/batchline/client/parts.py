@@ -69,7 +69,7 @@ class Part:
 
 @dataclass(slots=True)
 class Parts:
-    """All parts of a run, as its notes tell of them. released: numbers of parts whose lines may be in others."""
+    """All parts of a run, according to its notes. released: numbers of parts whose lines may be in others."""
 
     run: str | None = None
     by_number: dict[int, Part] = field(default_factory=dict)

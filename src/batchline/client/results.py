@@ -27,7 +27,7 @@ from batchline.errors import LineError, RunFailed
 class PartWriter:
     """Writes the results of the requests of one part. Called on a thread.
 
-    num_answers: results of the service for requests of the part. num_unknown: its results that belong to none of them.
+    num_answers: results of the service for requests of the part. num_unknown: results for other requests.
     """
 
     def __init__(self, work: BulkWork, items: Sequence[WorkItem]) -> None:

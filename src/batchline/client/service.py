@@ -341,7 +341,7 @@ class Service:
                 text = f"The service at {self.display} needs an API key: set BATCHLINE_API_KEY or OPENAI_API_KEY."
         elif 300 <= status < 400:
             to = Location(response.headers.get("Location", ""), "http").display
-            text = f"The service at {self.display} is elsewhere: it sends the request on to {to}. Correct the base URL."
+            text = f"The service at {self.display} redirects the request to {to}. Correct the base URL."
         elif message:
             text = message if status < 500 else f"The service at {self.display} failed (HTTP {status}): {message}"
         elif status in _NO_SUCH_ROUTE:
@@ -376,8 +376,8 @@ class Service:
             case aiohttp.ClientConnectorError():
                 reason = os.strerror(exc.os_error.errno) if exc.os_error.errno else str(exc.os_error)
                 return ServiceUnreachable(
-                    f"No server answers at {self.display} ({reason}). Start one with `batchline serve`, or give the "
-                    "address of another with --base-url.",
+                    f"No server answers at {self.display} ({reason}). Start one with `batchline serve`, or set the "
+                    "address of another one with --base-url.",
                     is_final=not self._has_answered,
                     was_sent=False,
                 )
@@ -391,7 +391,7 @@ class Service:
 
     def _not_this_api(self, path: str) -> ServiceUnreachable:
         return ServiceUnreachable(
-            f"What answers at {self.display}{path} is not a Files and Batches API. A base URL usually ends with /v1.",
+            f"The server at {self.display}{path} has no Files and Batches API. A base URL usually ends with /v1.",
             is_final=True,
         )
 

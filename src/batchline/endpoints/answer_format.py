@@ -118,9 +118,8 @@ def _tool_parser(request: ChatCompletionRequest, model: GenerativeModel) -> Tool
     parser = model.text.tool_parser
     if parser is None:
         raise BadRequest(
-            "tool_choice: it cannot be auto (the default with tools), because this model's format of tool calls is not "
-            "known; name the format "
-            "with --tool-call-parser, or set tool_choice to required, none or a function",
+            "tool_choice: auto (the default with tools) requires a known format of tool calls. Name this model's "
+            "format with --tool-call-parser, or set tool_choice to required, none or a function",
             param="tool_choice",
         )
     tools = [tool.function for tool in request.callable_tools.values()]
@@ -262,7 +261,7 @@ def requested_constraint(body: GenerationBody) -> Constraint | None:
     constraints = list({_meaning(constraint): constraint for constraint in reversed(found)}.values())[::-1]
     if len(constraints) > 1:
         fields = " and ".join(constraint.field for constraint in constraints)
-        raise BadRequest(f"{fields}: an answer can have one constraint only", param=constraints[1].field)
+        raise BadRequest(f"{fields}: an answer can have only one constraint", param=constraints[1].field)
     constraint = constraints[0] if constraints else None
     if body.guided_whitespace_pattern is not None and (constraint is None or constraint.whitespace_pattern is None):
         field = "guided_whitespace_pattern"

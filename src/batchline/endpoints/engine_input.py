@@ -97,7 +97,7 @@ def check_vocabulary(token_ids: tuple[int, ...], vocab_size: int, field: str) ->
     for token_id in token_ids:
         if not 0 <= token_id < vocab_size:
             raise BadRequest(
-                f"{field}: token id {token_id} is out of the vocabulary of {vocab_size} tokens", param=field
+                f"{field}: token id {token_id} is outside the vocabulary of {vocab_size} tokens", param=field
             )
     return token_ids
 
@@ -314,5 +314,5 @@ def check_num_logprobs(wanted: int | None, config: TextConfig, field: str) -> No
         return
     if wanted == -1 or wanted > cap:
         raise BadRequest(
-            f"{field}: at most {cap} log-probabilities per token may be asked for (--max-logprobs)", param=field
+            f"{field}: at most {cap} log-probabilities per token are allowed (--max-logprobs)", param=field
         )

@@ -297,8 +297,8 @@ def _generation_config(model: ModelConfig) -> dict[str, Any]:
     fields = fields_not_honoured(own_values)
     if fields:
         logger.warning(
-            "%s: its generation_config.json sets %s, which Batchline does not apply; set the request parameters of the "
-            "same purpose (such as min_tokens or bad_words) where you need them",
+            "%s: its generation_config.json sets %s, which Batchline does not apply; set the request parameters for "
+            "the same purpose (such as min_tokens or bad_words) where you need them",
             model.names[0],
             ", ".join(fields),
         )

@@ -95,7 +95,7 @@ def _is_hosted(tool: Any) -> bool:
     kind = tool.get("type") if isinstance(tool, dict) else None
     if not isinstance(kind, str) or kind not in HOSTED_TOOLS:
         return False
-    warn_once(f"Tools of type {kind} are left out of requests: no hosted service runs them here")
+    warn_once(f"Tools of type {kind} are ignored: no hosted service runs them here")
     return True
 
 

@@ -1,8 +1,8 @@
 """How many tokens of batch work a step may hold, so that it does not slow the requests that clients wait for. No torch.
 
-A request that arrives waits for the step that runs. So while clients have been there lately, steps of batch work are
-kept short: a set share of the time in which their requests get a first token once they are started. The allowance
-follows the measured length of steps. A step that computes a prompt for a client holds no batch work (`Scheduler`).
+A new request waits for the running step. For a while after a client's request, steps of batch work are therefore short:
+they take a set share of the time from the start of clients' requests to their first token. The allowance follows the
+measured length of steps. A step that computes a client's prompt usually contains no batch work (`Scheduler`).
 """
 
 from __future__ import annotations

@@ -160,10 +160,10 @@ class MediaModel:
         """Raises: RequestRefused for items that the model does not take or that are not where the prompt's positions
         are, and for a prompt whose positions cannot all see each other."""
         if any(span.kind not in self._encoders for span in sequence.media):
-            raise RequestRefused(f"This model takes no other media than {', '.join(self._encoders)}")
+            raise RequestRefused(f"This model takes only these media: {', '.join(self._encoders)}")
         positions = np.concatenate([span.positions for span in sequence.media])
         if len(positions) == 0 or (np.diff(positions, prepend=-1, append=sequence.num_prompt_tokens) <= 0).any():
-            raise RequestRefused("the positions of the prompt's media do not ascend or do not lie in the prompt")
+            raise RequestRefused("the positions of the prompt's media are not ascending or are outside the prompt")
 
         is_whole = self._model_type in SEES_WHOLE_PROMPT
         window = getattr(self._text_config, "sliding_window", None) if is_whole else None
@@ -174,10 +174,9 @@ class MediaModel:
             )
 
     def encode_for(self, step: Step) -> None:
-        """Compute the features that a step needs and that are not there, one item after the other.
-
-        So memory holds what one item takes in the encoder, and the features of items at the step's positions, whose
-        number the token budget limits, or those that are kept, if they are more. Raises: EncodingFailed.
+        """Compute the missing features that a step needs, one item after the other. Memory is therefore needed for one
+        item in the encoder, and for the features of items at the step's positions (which the token budget limits) or
+        the kept ones, if these are larger. Raises: EncodingFailed.
         """
         needed = [
             (chunk.sequence, span)

@@ -28,8 +28,8 @@ PROBE_ATTENTION = "batchline_probe"
 KNOWN_TENSORS = frozenset({"position_ids", "cache_position"})
 KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 OWN_ATTENTION = (
-    "has layers that do not use transformers' attention interface: recurrent ones (such as Mamba) or attention code of "
-    "its own, which Batchline cannot run"
+    "has layers that do not use transformers' attention interface: recurrent ones (such as Mamba) or custom attention "
+    "code, which Batchline cannot run"
 )
 SINKS = "s_aux"
 
@@ -147,7 +147,7 @@ def recording_attention(
     if layer in recording.layers:
         recording.problems.append(f"layer {layer} attends more than once")
     if attention_mask is not None:
-        recording.problems.append(f"layer {layer} makes an attention mask of its own")
+        recording.problems.append(f"layer {layer} makes a separate attention mask")
     unknown = [name for name, given in others.items() if torch.is_tensor(given) and name not in KNOWN_TENSORS]
     if unknown:
         names = ("attention sinks (s_aux)" if name == SINKS else name for name in sorted(unknown))

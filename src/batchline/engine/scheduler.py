@@ -10,9 +10,9 @@ caller with a smaller share, preempts in the same way if there is no seat or no 
 priority never preempt each other, so they cannot alternate endlessly. No sequence is preempted if that would not free
 enough blocks.
 
-Work that nobody waits for (batch lines, responses in the background) gets at most `max_num_batch_tokens` of a step, and
-none of a step that computes the prompt of a request that a client waits for: that step is as short as without it. Under
-a dense crowd of clients, one step in a few holds such work all the same.
+Work that nobody waits for (batch lines, background responses) gets at most `max_num_batch_tokens` of a step. A step
+that computes the prompt of a waiting client contains no such work, which would make it longer. After
+`STEPS_FOR_CLIENTS` such steps in a row, one step may contain it, so that batch work never stops completely.
 
 A block is registered for reuse as soon as the step that fills it is scheduled. Its tokens are certain, because a step
 computes only tokens of the prompt and sampled ones. Every layer writes the step's keys and values before any of its

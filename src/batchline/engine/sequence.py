@@ -240,7 +240,7 @@ class Sequence:
 
     def cache_key(self, start: int, end: int) -> CacheKey:
         """The request's key and the media that the positions [start, end) have or see. Their keys and values depend on
-        this, on the token ids before `end`, and on whatever the positions before `start` depend on."""
+        this, on the token ids before `end`, and on everything that the positions before `start` depend on."""
         key = self.request.cache_key
         if not self.media:
             return key

@@ -1,8 +1,9 @@
 """One batch as a run: connects `batch/run.py` with the batch's record, which a worker holds.
 
-The records say how far a batch is; the journal in its job folder says which lines are done. A worker that takes over a
-batch works in a folder of its own, so that one that wakes up after its lease has ended cannot disturb it. If it cannot
-reach the folder of the earlier worker, which may be on another machine, it begins with the first line again.
+The records contain the state of a batch; the journal in its job folder contains the finished lines. A worker that takes
+over a batch works in a separate folder, so that an earlier worker that wakes up after the end of its lease cannot
+disturb it. If the new worker cannot reach the folder of the earlier one, for example on another machine, it starts
+again with the first line.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ def open_database(url: str) -> Engine:
     try:
         parsed = make_url(url)
     except (SQLAlchemyError, ValueError):
-        problem = "it is not a valid URL. Give one such as postgresql://user@host:5432/name."
+        problem = "it is not a valid URL. Use one such as postgresql://user@host:5432/name."
         raise StoreUnusable("of --state-url", problem) from None  # the error may quote the password
     if parsed.drivername in _POSTGRES_NAMES:
         parsed = parsed.set(drivername=_POSTGRES)

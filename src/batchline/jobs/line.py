@@ -1,7 +1,7 @@
 """The line of batches: which of them start next, and which are in danger of missing their completion window.
 
 Pure functions over records. Owners take turns: each owner's n-th batch starts before anybody's next one, and an owner
-without a running batch never waits for the others' batches to end. A batch whose window is in danger goes before its
+without a running batch never waits for the others' batches to end. A batch that may miss its window starts before its
 turn, the earliest window first.
 """
 

@@ -101,7 +101,7 @@ def _pair(store: Store, contents: Contents) -> None:
     if found is None:
         raise UsageError(
             f"The files of this database are not in {contents.display!r}. All servers that share a database must share "
-            "the files: give each the same --contents-url, or a --state-dir on a shared disk."
+            "the files: start each with the same --contents-url, or a --state-dir on a shared disk."
         )
     if found != own:
         raise UsageError(foreign)
@@ -117,8 +117,8 @@ def _locked(folder: Path, *, is_shared: bool) -> Iterator[None]:
         except BlockingIOError as exc:
             holder = os.pread(fd, 20, 0).decode(errors="replace").strip()
             raise UsageError(
-                f"Another server (process {holder}) uses the state folder {str(folder)!r}. Give this one another "
-                "folder with --state-dir, or start it with --no-batches."
+                f"Another server (process {holder}) uses the state folder {str(folder)!r}. Set another folder for "
+                "this one with --state-dir, or start it with --no-batches."
             ) from exc
         os.ftruncate(fd, 0)
         os.pwrite(fd, str(os.getpid()).encode(), 0)

@@ -431,7 +431,7 @@ class Store:
             return connection.execute(change).rowcount == 1
 
     def end_webhook(self, webhook_id: str) -> None:
-        """It is delivered, or given up. Idempotent."""
+        """It is delivered, or not tried again. Idempotent."""
         with self._engine.begin() as connection:
             connection.execute(delete(webhooks).where(webhooks.c.id == webhook_id))
 

@@ -252,7 +252,7 @@ class BatchRecord:
     when the batch ends, see `Line`.
     fence: grows with each worker that takes the batch; what an earlier worker writes no longer applies. lease_ends_at:
     when others may take it. retry_at: when a worker may try it again. retry_of: the batch whose failed lines it runs
-    again. webhook: the URL and the secret of its own report.
+    again. webhook: the URL and the secret that the client has set for this batch.
     """
 
     id: str

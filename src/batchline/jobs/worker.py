@@ -152,7 +152,7 @@ class Worker:
 
     def _start(self, record: BatchRecord, *, only_checks: bool) -> None:
         if num_done := record.completed + record.failed:
-            logger.info("batch %s goes on: %d of %d requests are done", record.id, num_done, record.total)
+            logger.info("batch %s continues: %d of %d requests are done", record.id, num_done, record.total)
         batch = BatchRun(
             record,
             store=self._store,
@@ -173,7 +173,7 @@ class Worker:
         except LeaseLost as exc:
             logger.warning("%s", exc)
         except Exception:  # the database is away: the lease ends by itself
-            logger.exception("batch %s cannot go on", batch_id)
+            logger.exception("batch %s cannot continue", batch_id)
         finally:
             del self._running[batch_id]
             self._on_end()
@@ -198,7 +198,7 @@ class Worker:
         except (BatchlineError, OSError) as exc:
             self._failures[batch.record.id] += 1
             delay_s = min(LONGEST_RETRY_S, RETRY_S * 2 ** min(10, self._failures[batch.record.id] - 1))
-            logger.error("batch %s cannot go on now, and is tried again in %.0f s: %s", batch.record.id, delay_s, exc)
+            logger.error("batch %s cannot continue now; the next try is in %.0f s: %s", batch.record.id, delay_s, exc)
             await asyncio.to_thread(lambda: self._store.release(batch.record, self._store.now() + delay_s))
 
     async def _renew_for_ever(self) -> None:

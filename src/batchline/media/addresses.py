@@ -87,7 +87,7 @@ class FetchRules:
     def __init__(self, domains: Sequence[str] = (), networks: Sequence[str] = ()) -> None:
         self._domains = frozenset(map(_domain, domains))
         if NOTHING in self._domains and len(self._domains) > 1:
-            raise UsageError(f"--allowed-media-domains: {NOTHING!r} turns fetching off; give no other host beside it.")
+            raise UsageError(f"--allowed-media-domains: {NOTHING!r} turns fetching off; name no other host with it.")
         self._networks = parse_networks(networks)
         self._logged: set[str] = set()
 
@@ -114,7 +114,7 @@ class FetchRules:
         if not port:
             raise BadRequest("it is not a valid URL")
         if self.fetches_nothing:
-            raise BadRequest("nothing is fetched here: send the content itself, as a data URL")
+            raise BadRequest("this server fetches no URLs: send the content itself as a data URL")
         self._check_host(url.raw_host or "")
         return url
 
@@ -141,7 +141,7 @@ class FetchRules:
         if self._domains and not self._has_domain(_host_name(host) if address is None else str(address)):
             raise BadRequest("its host is not one that --allowed-media-domains names")
         if address is not None and not self.is_allowed(str(address)):
-            self.log_refused(host, "it is no public address (--allowed-media-networks)")
+            self.log_refused(host, "it is not a public address (--allowed-media-networks)")
             raise BadRequest(NO_PUBLIC_ADDRESS)
 
     def _has_domain(self, host: str) -> bool:

@@ -180,7 +180,7 @@ def _decoded(container: InputContainer, longest: float, max_seconds: float) -> S
 def resampled(samples: Samples, rate: int, wanted_rate: int) -> Samples:
     """The samples at another rate, without what that rate cannot hold. Takes time: call it off the event loop.
 
-    Raises: UnprocessableEntity if none are left.
+    Raises: UnprocessableEntity if no samples remain.
     """
     if rate == wanted_rate:
         return samples

@@ -202,7 +202,7 @@ class Fetcher:
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError) as exc:
             raise _Transient("the connection to its server failed") from exc
         except (aiohttp.ClientError, ValueError) as exc:
-            raise UnprocessableEntity("its server gave no valid HTTP answer") from exc
+            raise UnprocessableEntity("its server did not send a valid HTTP answer") from exc
 
     async def _download(self, url: str, checked: URL) -> None:
         assert self._session is not None
@@ -233,7 +233,7 @@ class Fetcher:
         if response.status != 200:
             raise UnprocessableEntity(f"its server answered with status {response.status}")
         if response.headers.get("Content-Encoding", "identity").lower() != "identity":
-            raise UnprocessableEntity("its server sent it compressed, which was not asked for")
+            raise UnprocessableEntity("its server sent it compressed, which was not requested")
         too_large = UnprocessableEntity(f"it has more than {self._config.max_bytes:,} bytes")
         num_left = self._config.max_bytes
         if (response.content_length or 0) > num_left:

@@ -102,7 +102,7 @@ class Qwen2VideoProcessor(VideoProcessor):
 
 
 class OmniVideoProcessor(Qwen2VideoProcessor):
-    """Qwen2.5-Omni's: the same, but of the size that its processor sets, whatever the model's files say."""
+    """Qwen2.5-Omni's: the same, but its processor sets the size, regardless of the model's files."""
 
     def _size(self) -> Mapping[str, int]:
         size: Mapping[str, int] = self._processor.videos_kwargs["size"]

@@ -48,7 +48,7 @@ class ActivatedBody(WireModel):
         given = {self.use_activation, self.activation, self.softmax} - {None}
         if len(given) > 1:
             message = "use_activation: activation and softmax are older names of this field, and their values differ"
-            raise BadRequest(f"{message}; give one of them", param="use_activation")
+            raise BadRequest(f"{message}; send only one of them", param="use_activation")
         return given.pop() if given else None
 
 

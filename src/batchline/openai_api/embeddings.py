@@ -73,7 +73,7 @@ class EmbeddingsRequest(PooledBody):
         """Check fields that depend on each other. Raises: BadRequest."""
         super().check()
         if self.normalize is not None and self.activates not in (None, self.normalize):
-            raise BadRequest("normalize: it contradicts use_activation; give one of them", param="normalize")
+            raise BadRequest("normalize: it contradicts use_activation; send only one of them", param="normalize")
         for field, neutral in {"embed_dtype": ("float32",), "endianness": ("little", "native")}.items():
             if self.encoding_format == "float" and getattr(self, field) not in neutral:
                 raise BadRequest(f"{field}: it requires encoding_format: base64", param=field)

@@ -180,10 +180,10 @@ ENDPOINTS: Mapping[str, ApiEndpoint] = {
         ),
         *_rows(SCORE, "Score how well pairs of texts match", ScoreRequest),
         *_rows(RERANK, "Sort documents by their relevance to a query", RerankRequest),
-        *_rows(CLASSIFY, "Tell which of the model's labels a text has", ClassifyRequest, CLASSIFIES),
+        *_rows(CLASSIFY, "Classify texts with the model's labels", ClassifyRequest, CLASSIFIES),
         ApiEndpoint(
             path=MODERATIONS,
-            summary="Tell whether a text is harmful, and in which way",
+            summary="Detect whether a text is harmful, and in what way",
             tasks=CLASSIFIES,
             schema=ModerationsRequest,
         ),
@@ -193,8 +193,8 @@ ENDPOINTS: Mapping[str, ApiEndpoint] = {
             tasks=POOLS,
             schema=PoolingRequest,
         ),
-        _speech(TRANSCRIPTIONS, "Write down what is said in a recording"),
-        _speech(TRANSLATIONS, "Translate what is said in a recording into English"),
+        _speech(TRANSCRIPTIONS, "Transcribe a recording"),
+        _speech(TRANSLATIONS, "Translate the speech of a recording into English"),
         ApiEndpoint(
             path=INVOCATIONS,
             summary="Any of the requests above; its fields decide which",
@@ -296,7 +296,7 @@ def answering_path(path: str, body: Mapping[str, Any]) -> str:
         if all(body.get(field) is not None for field in fields):
             return found
     known = ", ".join(" and ".join(fields) for fields, _ in _INVOKED)
-    raise BadRequest(f"It is not clear what the body asks for: give one of {known}")
+    raise BadRequest(f"The body does not show which endpoint it is for: send one of {known}")
 
 
 def error_body(path: str, body: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -208,10 +208,11 @@ class GenerationBody(ConstrainedBody):
     def check_streamed(self) -> None:
         """Check that the request asks for nothing that is only known at the end. Raises: BadRequest."""
         if self.use_beam_search:
-            raise BadRequest("use_beam_search: beams are known at the end only and cannot be streamed", param="stream")
+            raise BadRequest("use_beam_search: beams are only known at the end and cannot be streamed", param="stream")
         if self.best_of is not None and self.best_of > self.n:
             raise BadRequest(
-                "best_of: the best are known at the end only; with stream it must equal n", param="best_of"
+                "best_of: the best choices are only known at the end; with stream, best_of must equal n",
+                param="best_of",
             )
         if self.prompt_logprobs is not None:
             raise BadRequest("prompt_logprobs: they cannot be streamed", param="prompt_logprobs")

@@ -94,7 +94,7 @@ def refuse_other_fields(body: Mapping[str, Any], schema: type[CountTokensRequest
     service."""
     for name, field in MessagesRequest.model_fields.items():
         if name not in schema.model_fields and body.get(name, field.default) not in (None, field.default):
-            raise BadRequest(f"{name}: messages take it, counting their tokens does not", param=name)
+            raise BadRequest(f"{name}: it is valid only in messages, not when their tokens are counted", param=name)
     refuse_chat_fields(body, schema, "messages")
     for name in HOSTED_FIELDS:
         if body.get(name):

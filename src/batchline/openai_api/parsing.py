@@ -69,7 +69,7 @@ def parse_body(
     given = {name: value for name, value in body.items() if value is not None}
     for name, field in _other_names(schema).items():
         if name in given and given.setdefault(field, given[name]) != given.pop(name):
-            raise BadRequest(f"{name}: it is another name of {field}; give one of them", param=name)
+            raise BadRequest(f"{name}: it is another name of {field}; send only one of them", param=name)
     if limits is not None:
         check_limits(schema, given, limits)
     for name, value in given.items():
@@ -194,7 +194,7 @@ def _whole_numbers(body: Mapping[str, Any], error: ValidationError) -> dict[str,
 def _bad_request(error: ValidationError, body: Mapping[str, Any]) -> BadRequest:
     """Pydantic's errors as one error: the first few fields in words, and the first one as `param`."""
     if error.error_count() > MAX_READ_ERRORS:
-        return BadRequest(f"The body is wrong in {error.error_count():,} places")
+        return BadRequest(f"The body has {error.error_count():,} errors")
     by_path: dict[str, list[ErrorDetails]] = {}
     for detail in error.errors(include_url=False):
         by_path.setdefault(_path(detail, body), []).append(detail)

@@ -88,7 +88,7 @@ class RerankRequest(ActivatedBody):
         """Whether to activate; None if the request leaves it open. Raises: BadRequest if its names contradict."""
         activates = super().activates
         if self.raw_scores and activates:
-            raise BadRequest("raw_scores: use_activation says the opposite; give one of them", param="raw_scores")
+            raise BadRequest("raw_scores: it contradicts use_activation; send only one of them", param="raw_scores")
         return False if self.raw_scores else activates
 
     def check(self) -> None:

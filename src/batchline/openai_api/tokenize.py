@@ -48,7 +48,7 @@ class TokenizeRequest(WireModel):
     def check(self) -> None:
         """Check fields that depend on each other. Raises: BadRequest."""
         if (self.prompt is None) == (self.messages is None):
-            raise BadRequest("Give either prompt or messages", param="prompt")
+            raise BadRequest("Send either prompt or messages", param="prompt")
         if self.messages is None:
             for field in sorted(self.model_fields_set.intersection(CONVERSATION_FIELDS)):
                 raise BadRequest(f"{field}: it requires messages", param=field)

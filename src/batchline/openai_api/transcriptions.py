@@ -66,7 +66,7 @@ class TranscriptionRequest(WireModel):
             message = "file: it must be the recording itself, in base64 or as a data URL; a URL goes in file_url"
             raise BadRequest(message, param="file")
         if self.timestamp_granularities and self.response_format != "verbose_json":
-            message = "timestamp_granularities: they need response_format verbose_json"
+            message = "timestamp_granularities: they require response_format verbose_json"
             raise BadRequest(message, param="timestamp_granularities")
         if self.include and self.response_format != "json":
             raise BadRequest("include: logprobs require response_format json", param="include")

@@ -21,8 +21,8 @@ NO_BEHAVIOUR: Mapping[str, str] = {
     "custom_labels": "labels of another server's metrics",
     "prompt_cache_retention": "how long a hosted service keeps its prompt cache",
     "max_tool_calls": "how often a hosted service may run its own tools",
-    "reasoning.summary": "how a hosted service sums up reasoning that it does not show; here responses hold all of it",
-    "cache_control": "a hint for a hosted service's prompt cache; equal beginnings share the cache here by themselves",
+    "reasoning.summary": "how a hosted service sums up hidden reasoning; here responses contain all of it",
+    "cache_control": "a hint for a hosted service's prompt cache; equal beginnings share the cache here automatically",
     "diagnostics": "what a hosted service reports about its prompt cache",
     "inference_geo": "where a hosted service runs the model",
     "speed": "a hosted service's price class",
@@ -30,7 +30,7 @@ NO_BEHAVIOUR: Mapping[str, str] = {
     "workspace_id": "whom a hosted service charges for the request",
     "stream_options.include_obfuscation": "padding of a hosted service's chunks against eavesdroppers",
     "thinking.budget_tokens": "a separate limit for thinking; here `max_tokens` limits thinking and text together",
-    "stream_include_usage": "whether a stream of a transcription tells the usage; here its last event always does",
+    "stream_include_usage": "whether a stream of a transcription contains the usage; here its last event always does",
 }
 """Fields that carry no behaviour here: accepted and dropped without a warning. Names with a dot are nested ones."""
 

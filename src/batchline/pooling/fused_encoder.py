@@ -103,7 +103,7 @@ def why_not_fused(model: Any) -> str | None:
         return "there are none for its kind of layers"
     if config.hidden_act != "gelu":
         return f"there are none for its activation, {config.hidden_act}"
-    return None if has_pairs else "there are none for its odd sizes"
+    return None if has_pairs else "there are none for its sizes"
 
 
 def _weights(model: Any) -> EncoderWeights:

@@ -89,9 +89,8 @@ class PoolingTokenizer:
     def shortened(
         self, texts: Iterable[str], *, max_model_len: int, can_cut: bool, side: Side | None = None
     ) -> dict[str, str]:
-        """Each text without what no pair of at most `max_model_len` tokens can hold of it.
-
-        A text stands in many pairs and is tokenized in each, and cutting a pair costs the product of both lengths.
+        """Each text, cut to the most that a pair of `max_model_len` tokens can contain of it. A text is in many pairs
+        and is tokenized in each, and cutting a pair costs the product of both lengths.
         can_cut: whether pairs are cut. side: where. Raises: BadRequest for a text that is too long if they are not.
         """
         most = 2 * max_model_len + 16  # where a text is cut, its last tokens may differ

@@ -1,7 +1,7 @@
 """Limits the work in the server: more is refused at once, so that no request waits for ever.
 
-Work is counted in sequences. A request counts as one until its body has been read, which shows how many it has. If
-there are several API keys, none of them gets all places.
+Work is counted in sequences. A request counts as one sequence until its body has been read, which shows the number. If
+there are several API keys, no key gets all places.
 """
 
 from __future__ import annotations

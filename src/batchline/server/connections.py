@@ -98,7 +98,10 @@ class Connections:
         while num_bytes > max_unread_bytes and len(self._unread) > 1:
             oldest, _ = self._unread.popitem(last=False)
             num_bytes -= oldest.get_write_buffer_size()
-            logger.warning("too much is unread: closing the connection that has waited longest (--max-body-memory)")
+            logger.warning(
+                "too many unread answers: closing the connection whose client has not read for the longest time "
+                "(--max-body-memory)"
+            )
             oldest.abort()
 
     def resumed(self, transport: asyncio.Transport) -> None:
@@ -270,7 +273,7 @@ def check_certificate(certfile: str, keyfile: str | None, password: str | None) 
     key = certificate if keyfile is None else _read("--ssl-keyfile", keyfile)
     is_encrypted = b"ENCRYPTED" in key  # in both of PEM's ways to say so
     if is_encrypted and not password:
-        raise UsageError("The key is encrypted: give its password with --ssl-keyfile-password")
+        raise UsageError("The key is encrypted: set its password with --ssl-keyfile-password")
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certfile, keyfile, password or "")
     except ssl.SSLError as exc:

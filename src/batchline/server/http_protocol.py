@@ -302,7 +302,7 @@ class BoundedProtocol(HttpToolsProtocol):
         The parser reads no body of such a request, so a new parser gets its head without the offer.
         """
         if self.parser.get_method() == b"CONNECT":
-            self._refuse(BadRequest("This server is no proxy"))
+            self._refuse(BadRequest("This server is not a proxy"))
             return
         version = self.parser.get_http_version().encode()
         lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)]

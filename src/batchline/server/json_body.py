@@ -74,7 +74,7 @@ def _fault(raw: bytes, exc: orjson.JSONDecodeError) -> str:
     try:
         raw.decode()
     except UnicodeDecodeError as fault:
-        return f"it is not UTF-8 (the byte at offset {fault.start:,} is wrong)"
+        return f"it is not UTF-8 (the byte at offset {fault.start:,} is invalid)"
     return str(exc)
 
 

@@ -149,5 +149,5 @@ class KeptResponses:
                 for response_id in await asyncio.to_thread(self._store.keep_up, list(self._tasks), time()):
                     self._stop(response_id)
             except Exception:  # the database may be away for a while
-                logger.exception("the stored responses cannot be kept up; trying again")
+                logger.exception("the stored responses cannot be updated; trying again")
             await asyncio.sleep(RUNNING_S / 3)

@@ -1,8 +1,8 @@
 """Keeps web pages of other sites away from a server without API keys.
 
-Whoever can reach the server may use it, and so may every page that such a person opens: a browser sends its forms and
-simple requests to any address, and a page may give its own host name the server's address (DNS rebinding). Browsers
-name the page's origin in what they send; other clients send none, so the first check never concerns them.
+Everyone who can reach such a server may use it, and so may every page that they open. A browser sends a page's forms
+and simple requests to any address. A page may also give its own host name the server's address (DNS rebinding).
+Browsers send the page's origin with a request. Other clients send no origin, so the first check never affects them.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class OtherSites:
         if is_from_other_site(headers) and "*" not in self._origins and origin not in self._origins:
             shown = "ORIGIN" if origin is None else ascii(origin[:200])[1:-1]
             raise Forbidden(
-                "A web page of another site has sent this request. If the page may use this server, start it with "
-                f"--allowed-origins {shown}",
+                "A web page of another site has sent this request. If the page may use this server, start the server "
+                f"with --allowed-origins {shown}",
                 code="cross_site",
             )
 

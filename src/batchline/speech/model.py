@@ -259,7 +259,8 @@ def _max_length(model: ModelConfig, num_positions: int) -> int:
     length = model.max_model_len or num_positions
     if not MIN_LENGTH <= length <= num_positions:
         raise ModelLoadError(
-            model.model, f"--max-model-len {length} does not suit it: it takes {MIN_LENGTH} to {num_positions} tokens"
+            model.model,
+            f"--max-model-len {length} is out of range: this model takes {MIN_LENGTH} to {num_positions} tokens",
         )
     return length
 

@@ -1,9 +1,9 @@
 """Text to token ids, token ids to text, and the stop string that ends it.
 
-Detokenizing concatenates bytes. A token's bytes are those that it adds to the text after another token. So text is
-available token by token, log-probabilities have the exact bytes, and an incomplete UTF-8 character needs no special
-case: an incremental decoder returns a character that spans several tokens with its last one, and U+FFFD for bytes that
-form no character. The bytes of byte tokens come from the vocabulary, those of all others from the tokenizer's own
+Detokenizing concatenates bytes. A token's bytes are those that it adds to the text after another token. Therefore text
+is available token by token, and log-probabilities have the exact bytes. An incomplete UTF-8 character needs no special
+case: an incremental decoder returns a character that spans several tokens with its last token, and U+FFFD for bytes
+that form no character. The bytes of byte tokens come from the vocabulary, those of all others from the tokenizer's own
 decoder, in context. This requires a decoder that works token by token; loading checks that.
 
 Stop strings are found independently of how the text is cut into pieces. The one that is complete first wins; if several

@@ -248,7 +248,7 @@ def test_a_reference_into_a_constant_does_not_change_the_constant() -> None:
 def test_a_reference_to_another_document_is_refused(reference: str) -> None:
     """The engine finds its way into this one, past every check."""
     schema = {"$ref": reference, "x": {"type": "string"}}
-    with pytest.raises(BadRequest, match="leads out of the schema"):
+    with pytest.raises(BadRequest, match="points outside the schema"):
         BYTES.compile(constraint("json_schema", schema), end_token_ids=frozenset({END}))
 
 

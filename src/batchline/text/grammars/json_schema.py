@@ -64,7 +64,7 @@ def strict_schema(constraint: Constraint, source: str) -> dict[str, Any]:
         schema = {}
     if not isinstance(schema, dict):
         raise BadRequest(
-            f"{constraint.field}: Input should be a JSON Schema that something satisfies", param=constraint.field
+            f"{constraint.field}: Input should be a JSON Schema that some value satisfies", param=constraint.field
         )
     strictness = _Strictness(constraint.field)
     strict = strictness.of(schema, "the root", 0)
@@ -88,7 +88,7 @@ def _options(given: Any, constraint: Constraint) -> dict[str, Any]:
     own = given if isinstance(given, dict) else {}
     unknown = sorted(set(own) - set(_OPEN_OPTIONS))
     if unknown or not isinstance(given, (dict, type(None))):
-        raise BadRequest(f"{field}: {OPTIONS} takes {' and '.join(_OPEN_OPTIONS)} alone", param=field)
+        raise BadRequest(f"{field}: {OPTIONS} takes only {' and '.join(_OPEN_OPTIONS)}", param=field)
     options: dict[str, Any] = {"lenient": False, "coerce_one_of": False, **own}
     if constraint.is_compact or constraint.whitespace_pattern == "":
         options["whitespace_flexible"] = False
@@ -196,7 +196,7 @@ class _Strictness:
         if not isinstance(reference, str):
             return
         if not reference.startswith("#"):
-            message = f"{self._field}: at {path}: the reference to {reference[:200]!r} leads out of the schema"
+            message = f"{self._field}: at {path}: the reference to {reference[:200]!r} points outside the schema"
             raise BadRequest(message, param=self._field)
         if reference.startswith("#/") and not _TO_DEFINITION.fullmatch(reference):
             self._references.append((strict, reference))
@@ -216,8 +216,8 @@ class _Strictness:
             return
         if least > len({name for name in required if isinstance(name, str)}) + 1:
             raise BadRequest(
-                f"{self._field}: at {path}: minProperties {least} cannot be enforced beyond one more than the "
-                "properties that are required",
+                f"{self._field}: at {path}: minProperties {least} cannot be enforced: it may be at most one more "
+                "than the number of required properties",
                 param=self._field,
             )
 

@@ -113,7 +113,7 @@ _PLAIN_WORDS = {
     r"\b(Parser|Lexer) Error: ": "",
     r"\bNoExtensionBias\b": "nothing could follow what is written so far",
     r"Current row has .* items; max is (\d+);.*": r"it has more than \1 alternatives at one place",
-    r"Resource ('.*?') is not present in a registry and .*": r"the reference to \1 leads out of the schema",
+    r"Resource ('.*?') is not present in a registry and .*": r"the reference to \1 points outside the schema",
     r"Failed to convert the grammar from GBNF to Lark: ": "",
 }
 """Phrases in the engine's messages, as regular expressions, and plain words for them."""
