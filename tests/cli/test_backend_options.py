@@ -112,7 +112,7 @@ def test_options_of_a_model_are_refused_by_name_if_there_is_no_model(
     given = ["--max-model-len", "7", "--tool-call-parser", "nonsense", "-q", "int8", "--no-enable-prefix-caching"]
     assert refusal(*shout, *given) == (
         "Without a model, these options cannot be used: --quantization, --max-model-len, --enable-prefix-caching, "
-        "--tool-call-parser. Give one with --model."
+        "--tool-call-parser. Name one with --model."
     )
     with pytest.raises(UsageError, match="cannot be used: --strict, --dtype"):
         app(["serve", *shout, "--strict", "--dtype", "auto"], standalone_mode=False)
