@@ -328,7 +328,7 @@ class ServiceError(BatchlineError):
 class ServiceUnreachable(ServiceError):
     """The service cannot be reached, stops answering, or is not a service of this kind.
 
-    is_final: whether another attempt is useless. was_sent: whether the request may have had an effect all the same.
+    is_final: whether another attempt is useless. was_sent: whether the request may have had an effect anyway.
     """
 
     def __init__(self, message: str, *, is_final: bool = False, was_sent: bool = True) -> None:

@@ -101,7 +101,7 @@ class ModelThread(ABC):
             self._on_start()
             while self._work():
                 pass
-        except BaseException as exc:  # no caller may wait for ever, no matter what ended the thread
+        except BaseException as exc:  # no caller may wait forever, no matter what ended the thread
             logger.exception("the thread %s has died", self._thread.name)
             self._death = exc
         with self._wake:

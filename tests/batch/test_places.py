@@ -107,7 +107,7 @@ def test_a_folder_that_is_removed_under_the_run_ends_it_and_is_named(
 
 def test_a_pipe_that_takes_the_place_of_the_input_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    with closing(LineIndex(tmp_path / "index")) as index, pytest.raises(OSError, match="not a file any more"):
+    with closing(LineIndex(tmp_path / "index")) as index, pytest.raises(OSError, match="no longer a file"):
         LineReader(tmp_path / "pipe", index)
 
 

@@ -119,7 +119,7 @@ def test_options_of_a_model_are_refused_by_name_if_there_is_no_model(
     with pytest.raises(UsageError, match="cannot be used: --dtype, --max-num-seqs"):
         app(["plan", str(package / "in.jsonl"), "--dtype", "half", "--max-num-seqs", "3"], standalone_mode=False)
     monkeypatch.setenv("BATCHLINE_SEED", "1")
-    assert "cannot be used: --seed (in the configuration file or the environment). Give" in refusal(*shout)
+    assert "cannot be used: --seed (in the configuration file or the environment). Name" in refusal(*shout)
 
 
 def test_an_option_of_a_backend_that_is_given_twice_is_refused() -> None:

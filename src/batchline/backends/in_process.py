@@ -266,7 +266,7 @@ class InProcessBackend:
         )
 
     def _context(self, config: EngineConfig) -> int | None:
-        """The context length of a model that is not in memory, as far as its settings and small files tell."""
+        """The context length of a model that is not in memory, as far as its settings and small files show it."""
         return config.model.max_model_len or self._contexts.get(config.model.names[0])
 
     def _attempts(self, request: EndpointRequest) -> Attempts[ResidentModel]:

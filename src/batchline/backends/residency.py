@@ -348,7 +348,7 @@ class ModelResidency(Generic[ModelT]):
 
 
 def _close_unwanted(loaded: Future[ModelT]) -> None:
-    """Close a model that nobody waits for any more."""
+    """Close a model that nobody waits for any longer."""
     if not loaded.cancelled() and loaded.exception() is None:
         loaded.result().close()
 

@@ -1,8 +1,8 @@
 """The interface of a service that answers all requests of a run together, in place of a backend.
 
 A backend gets one request after another. A service such as a hosted Batch API gets whole files of them and may take a
-day. It writes the results into the run's journal by itself, and notes there what it needs in order to go on after a
-kill. Reading, checking and delivering stay the run's work.
+day. It writes the results into the run's journal, and notes there what it needs in order to continue after a kill.
+Reading, checking and delivering stay the run's work.
 """
 
 from __future__ import annotations

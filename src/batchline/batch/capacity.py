@@ -17,15 +17,15 @@ MAX_INFLIGHT_BYTES = 256 * 1024 * 1024
 exceed it."""
 
 PART_OF_OTHERS = 8
-"""One of so many places is for runs that are not in danger of being late, so that nobody can stop all other work by
-asking for short times. Few enough that the engine, which shares its seats evenly, gives the urgent run most of them."""
+"""One of this many places is for runs that are not late, so that nobody can stop all other work by requesting short
+times. The others are enough for the engine, which shares its seats evenly, to give most of them to the urgent run."""
 
 
 @dataclass(slots=True)
 class Claim:
-    """Whose run it is, and the moment by which it must end if that is in danger, by any clock; None if it is not.
+    """Whose run it is. due_at: when the run must end, by any clock, if it may miss that time; else None.
 
-    Mutable: the danger comes and goes while a run lasts.
+    Mutable: that changes while a run lasts.
     """
 
     owner: str = ""

@@ -130,7 +130,7 @@ class Suspects:
         self._alone = []
 
     def weight(self, position: int) -> int:
-        """0: the request is no suspect. 1: a few others may run beside it. Above 1: it runs by itself."""
+        """0: the request is not a suspect. 1: a few others may run beside it. Above 1: it runs separately."""
         return max(self.num_crashes[position], self.num_kills[position] - 1)
 
     def num_deaths(self, position: int) -> int:
@@ -150,7 +150,7 @@ class Suspects:
 
     def groups(self, items: Iterable[WorkItem]) -> Iterator[Sequence[WorkItem]]:
         """The suspects among `items` in groups; each group must be durable before the next starts. Each of the most
-        suspicious is a group by itself. For the others, the size balances speed against work lost in a crash."""
+        suspicious is a separate group. For the others, the size balances speed against work lost in a crash."""
         suspects = [item for item in items if self.weight(item.position)]
         yield from ([item] for item in suspects if self.weight(item.position) > 1)
         others = [item for item in suspects if self.weight(item.position) == 1]

@@ -58,7 +58,7 @@ class Feeder:
                 if len(ready) >= READ_AHEAD_LINES or num_bytes >= READ_AHEAD_BYTES:
                     break
         except (LineError, OSError) as exc:
-            raise RunFailed(f"The input cannot be read any more: {exc}.") from exc
+            raise RunFailed(f"The input can no longer be read: {exc}.") from exc
         return ready
 
     def _ready(self, item: WorkItem) -> ReadyRequest:

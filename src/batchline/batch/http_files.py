@@ -65,7 +65,7 @@ class _Failure(NamedTuple):
 
 
 def http_session() -> aiohttp.ClientSession:
-    """A session that waits long for slow servers, but not for ever, and does not decompress what it receives."""
+    """A session that waits long for slow servers, but not forever, and does not decompress what it receives."""
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=30, sock_read=300)
     return aiohttp.ClientSession(timeout=timeout, auto_decompress=False, headers={"Accept-Encoding": "identity"})
 

@@ -101,12 +101,12 @@ class LineIndex:
 
 def open_regular(path: Path) -> io.FileIO:
     """Open a file for reading, unbuffered. Raises: OSError, also if a pipe or a folder has taken its place, because
-    opening or reading that could wait for ever."""
+    opening or reading that could wait forever."""
     refuse_windows()
     file = io.FileIO(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
-        raise OSError(errno.ESPIPE, "it is not a file any more")
+        raise OSError(errno.ESPIPE, "it is no longer a file")
     return file
 
 

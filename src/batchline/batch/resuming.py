@@ -134,7 +134,7 @@ def note_crash(state: RunState, crash: Crash) -> int:
 
 
 def _count_last_crash(state: RunState, crash: Crash | None, reporter: Reporter) -> None:
-    """Count the crash or kill that ended the previous process, and tell the user if that makes requests suspects."""
+    """Count the crash or kill that ended the previous process, and warn the user if that makes requests suspects."""
     if crash is None or not note_crash(state, crash):
         return
     suspects = [p for p in crash.positions if p not in state.done and state.suspects.weight(p)]

@@ -132,7 +132,7 @@ async def run(
             if not batch_run.is_worth_keeping:
                 job_folder.start_over()  # nothing was computed: leave nothing behind
             if isinstance(exc, OSError):  # no file descriptors left, or a folder that was removed
-                raise RunFailed(f"The run cannot go on: {exc}.") from exc
+                raise RunFailed(f"The run cannot continue: {exc}.") from exc
             raise
         finally:
             batch_run.close()
@@ -238,7 +238,7 @@ class BatchRun:
         return summary
 
     def report(self, recorder: RunRecorder, problem: BatchlineError | None = None) -> None:
-        """Write the page that the options ask for, if there is anything to tell. problem: what ended the run early."""
+        """Write the report that the options request, if anything was run. problem: what ended the run early."""
         path = self._options.report
         if path is None:
             return

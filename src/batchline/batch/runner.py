@@ -40,7 +40,7 @@ from batchline.openai_api.endpoint_table import error_body, is_batch_url
 logger = logging.getLogger(__name__)
 
 MAX_LEAD_S = 2.0
-"""How long at most the first request runs by itself. Its answer shows early whether the run works."""
+"""How long at most the first request runs before others start. Its answer shows early whether the run works."""
 
 DROP_INTERVAL_S = 0.25
 """How often a stopping run drops requests that only wait."""

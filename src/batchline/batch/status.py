@@ -1,4 +1,4 @@
-"""What a run tells other processes about itself: a small record in the state folder, rewritten about once a second.
+"""What a run publishes for other processes: a small record in the state folder, rewritten about once a second.
 
 The record is a convenience. A thread writes it, so that a slow file system never holds up the run, and a write that
 fails is only logged. It is removed at the end of the run. If a run that can be resumed was interrupted or killed, the
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 INTERVAL_S = 1.0
 HEARTBEAT_S = 10.0
-"""How often a record is written although nothing has changed, which tells other machines that the run goes on."""
+"""How often a record is written although nothing has changed, which shows other machines that the run continues."""
 
 RECENT = timedelta(hours=24)
 """How long ago a finished run may have ended to be listed."""

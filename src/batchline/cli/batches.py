@@ -210,7 +210,7 @@ def _watch(options: ServiceOptions, batch_id: str) -> None:
 
 
 class WatchingStopped(RunInterrupted):
-    """Somebody stopped watching a batch, which goes on."""
+    """Somebody stopped watching a batch, which continues."""
 
     def __init__(self, batch_id: str) -> None:
         super().__init__()

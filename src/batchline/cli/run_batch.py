@@ -139,7 +139,7 @@ def _run(
     reporter: Reporter,
     shown: LiveBar | LineReporter,
 ) -> RunSummary:
-    """shown: shows the progress, of which the last message tells."""
+    """shown: shows the progress, which the last message reports."""
     from batchline.batch.api import run_blocking  # numpy: not for --help
 
     return run_blocking(files, options, answering, reporter, stop_at_once=partial(_stop_at_once, shown))

@@ -1,7 +1,7 @@
 """A run whose requests a service answers as batches: upload, create, wait, download, for each part of the input.
 
 Every step is noted in the run's journal (`parts.py`). A process that is killed leaves at most one doubtful step for
-each part, which the next process clears up (`sending.py`) before it goes on, so no line is paid for twice.
+each part, which the next process clears up (`sending.py`) before it continues, so no line is paid for twice.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class _Submission:
     async def _each_part(self) -> AsyncIterator[Part]:
         """The parts that an earlier process has begun, then new ones."""
         work, parts = self._work, self._parts
-        # Before any part goes on: the lines of one that is released then belong to the part that takes its place.
+        # Before any part continues: the lines of one that is released then belong to the part that takes its place.
         assigned = await self._log.on_thread(lambda: assigned_positions(work.folder, parts, work.state.done))
         for begun in parts.open:
             yield begun

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 from batchline.errors import ServiceUnreachable
 
 OVER = frozenset({"completed", "failed", "expired", "cancelled"})
-"""The states of a batch that do not change any more."""
+"""The final states of a batch."""
 
 
 class ServiceObject(BaseModel):
@@ -80,7 +80,7 @@ class BatchObject(ServiceObject):
 
     @property
     def is_over(self) -> bool:
-        """Whether its state does not change any more."""
+        """Whether its state is final."""
         return self.status in OVER
 
     @property

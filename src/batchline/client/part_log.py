@@ -1,4 +1,4 @@
-"""The parts of a run while it goes on: their notes in the journal, and their files in the job folder.
+"""The parts of a run in progress: their notes in the journal, and their files in the job folder.
 
 A note counts once it is on disk. The journal, and the reader of the input, are used by one thread at a time.
 """

@@ -1,8 +1,8 @@
 """Sends the parts of a run to a service: each file is stored once, and each batch is created once.
 
-A step that broke off, or whose process was killed, may have happened all the same. Before it is done again, its file is
-looked for at the service by name and size, and its batch by its metadata, or by its input file if the service does not
-keep metadata.
+A step that failed, or whose process was killed, may still have had its effect. Before the run repeats the step, it
+looks for the step's file at the service by name and size. It looks for a batch by its metadata, or by its input file if
+the service does not keep metadata.
 """
 
 from __future__ import annotations

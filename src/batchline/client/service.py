@@ -36,7 +36,7 @@ QUICK = RetryPolicy(attempts=4, first_delay_s=0.5, max_delay_s=4.0, max_requeste
 """For a command that somebody waits for."""
 
 PATIENT = RetryPolicy(attempts=60, first_delay_s=1.0, max_delay_s=60.0, max_requested_s=600.0, jitter=0.5)
-"""For work that goes on for hours, through restarts of the service: about an hour."""
+"""For work that takes hours and outlives restarts of the service: about an hour."""
 
 PAGE = 100
 """How many objects a page of a list has."""
@@ -45,7 +45,7 @@ _MAX_ANSWER_BYTES = 64 << 20
 _MAX_REASON_CHARS = 500
 _MAX_REASON_BYTES = 1 << 16
 _TOLD_AFTER = 3
-"""After so many failures of one request in a row, people are told that it is tried again."""
+"""After this many failures of one request in a row, a message says that it is tried again."""
 
 _HTTP_STATUS = re.compile(r"HTTP (\d{3})\b")
 _NO_SUCH_ROUTE = frozenset({404, 405, 501})
@@ -152,7 +152,7 @@ class Service:
         return answer if isinstance(answer, dict) else {}
 
     async def download(self, file_id: str, target: Path) -> None:
-        """Fetch a file's content into the file `target`. A broken download goes on where it broke.
+        """Fetch a file's content into the file `target`. A broken download continues where it broke.
 
         Raises: ServiceError, OSError.
         """
@@ -222,7 +222,7 @@ class Service:
         return parse_object(BatchObject, await self._repeated(lambda: self._send("POST", path), is_safe=True))
 
     async def retry_batch(self, batch_id: str) -> BatchObject | None:
-        """A new batch of the lines that failed; None if the service cannot do that by itself. Raises: ServiceError."""
+        """A new batch of the lines that failed; None if the service has no such request. Raises: ServiceError."""
         path = f"/batches/{_part(batch_id)}/retry"
         try:
             return parse_object(BatchObject, await self._repeated(lambda: self._send("POST", path), is_safe=False))

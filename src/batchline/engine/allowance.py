@@ -18,7 +18,7 @@ LATELY_S = 60.0
 """How long clients count as present after their last request."""
 
 FEWEST_TOKENS = 16
-"""Batch work always goes on a little: a step costs almost as much without these tokens."""
+"""Batch work never stops completely: a step costs almost as much without these tokens."""
 
 NUM_SAMPLES = 64
 
@@ -39,7 +39,7 @@ class BatchAllowance:
         self._first_token_s: deque[float] = deque(maxlen=NUM_SAMPLES)
 
     def note_first_token(self, seconds: float) -> None:
-        """A client's request got its first token so many seconds after its start."""
+        """A client's request got its first token this many seconds after its start."""
         self._first_token_s.append(seconds)
 
     def note_step(self, step: Step, seconds: float) -> None:

@@ -38,7 +38,7 @@ class MemoryLedger:
         self._arrays: WeakValueDictionary[int, np.ndarray] = WeakValueDictionary()
 
     def promise(self, array: np.ndarray) -> np.ndarray:
-        """Note an array until nothing refers to it any more. Returns the same array."""
+        """Note an array until nothing refers to it. Returns the same array."""
         self._arrays[id(array)] = array
         return array
 
@@ -48,7 +48,7 @@ class MemoryLedger:
 
 
 def fresh_mapping(num_bytes: int) -> mmap.mmap:
-    """Zeroed memory directly from the system. It is returned as a whole when nothing refers to it any more.
+    """Zeroed memory directly from the system. It is returned as a whole when nothing refers to it.
 
     An allocator could reuse old memory instead: it would have to write gigabytes of zeros, and would keep the memory
     afterwards. Raises: OSError if the system does not provide the address space.

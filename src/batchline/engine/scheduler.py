@@ -32,7 +32,7 @@ from batchline.engine.step import Chunk, Step
 from batchline.engine.turns import PromptShares, WaitingLine, in_order, may_replace
 
 STEPS_FOR_CLIENTS = 4
-"""After so many steps for clients' prompts alone, one holds batch work again."""
+"""After this many steps for clients' prompts, one step may contain batch work."""
 
 
 @dataclass(slots=True)

@@ -37,7 +37,7 @@ from batchline.errors import RequestRefused
 EMBEDDING_SAMPLING = SamplingParams(max_tokens=0)
 
 _ROOM = 256
-"""After so many tokens, a `RepetitionTracker` moves the newest ones to make room."""
+"""After this many tokens, a `RepetitionTracker` moves the newest ones to make room."""
 
 
 class SequenceStatus(enum.Enum):

@@ -88,7 +88,7 @@ class BatchRun:
         self._targets = [StoredResults(contents.arriving(f"{file.id}.{record.fence}")) for file in self._results]
 
     async def execute(self) -> None:
-        """Bring the batch to its end, or to where the next worker can go on.
+        """Bring the batch to its end, or to where the next worker can continue.
 
         Raises: RunInterrupted after a shutdown; LeaseLost; RunFailed, ModelLoadError and UsageError if it is to be
         tried again later.

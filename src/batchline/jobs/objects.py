@@ -86,7 +86,7 @@ def _estimate(batch: BatchRecord) -> dict[str, Any] | None:
 
 
 def warnings_of(batch: BatchRecord) -> list[dict[str, str]]:
-    """What is wrong with a batch that runs all the same: codes and messages."""
+    """Problems of a batch that runs anyway: codes and messages."""
     if batch.expected_at is None or batch.expected_at <= batch.expires_at or batch.status not in RUNNING:
         return []
     end, expiry = (

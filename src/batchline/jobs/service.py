@@ -149,7 +149,7 @@ class Jobs:
         return None if file.content is None else self._contents.path(file.content)
 
     def open(self, file: FileRecord) -> BinaryIO:
-        """A reader of a file that no batch writes any more. Blocks. Raises: OSError, StorageUnavailable."""
+        """A reader of a file that no batch is writing. Blocks. Raises: OSError, StorageUnavailable."""
         assert file.content is not None
         return self._contents.open(file.content)
 

@@ -4,12 +4,12 @@
     validating      in_progress     every line of the input file is valid
     validating      failed          the input file is missing, or a line is not valid
     in_progress     finalizing      every line has its result
-    in_progress     expired         the completion window is over; what is done was delivered
+    in_progress     expired         the completion window is over; finished results were delivered
     in_progress     failed          the input file was damaged after the check
     finalizing      completed       the results are in their files
     validating, in_progress, finalizing
                     cancelling      somebody cancels the batch
-    cancelling      cancelled       what is done was delivered
+    cancelling      cancelled       finished results were delivered
 
 The store makes each change in one guarded update: it only applies if the batch is still in the first state, so two
 processes never make contradicting changes.

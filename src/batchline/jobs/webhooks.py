@@ -65,7 +65,7 @@ class Webhooks:
         self._sessions: Mapping[bool, aiohttp.ClientSession] = {}
 
     def check(self, webhook: BatchWebhook) -> None:
-        """Whether a request may name this webhook, as far as the text of its URL tells.
+        """Whether a request may name this webhook, as far as the text of its URL shows.
 
         Raises: BadRequest, without the secret.
         """

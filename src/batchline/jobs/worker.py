@@ -1,7 +1,7 @@
 """Runs the batches of a store, several at once, until the server stops.
 
 A worker claims a batch for `LEASE_S` and renews that while it runs. If the process dies, the lease ends, and any worker
-goes on from the batch's journal. Leases are measured by the clock of the database, which all workers share. `line.py`
+continues from the batch's journal. The clock of the database, which all workers share, measures the leases. `line.py`
 says which batch starts next. While all places are taken, batches are checked and given back, so that their errors and
 estimates do not wait for a place.
 """
@@ -75,7 +75,7 @@ class Worker:
 
     @asynccontextmanager
     async def working(self) -> AsyncIterator[Worker]:
-        """Work while the block runs; then stop every batch where the next worker can go on."""
+        """Work while the block runs; then stop every batch where the next worker can continue."""
         works = (self._claim_for_ever(), self._renew_for_ever(), self._read_measurements())
         tasks = [asyncio.create_task(work) for work in works]
         try:

@@ -97,7 +97,7 @@ class FetchRules:
         return NOTHING in self._domains
 
     def checked_url(self, text: str) -> URL:
-        """The URL, if it may be fetched as far as its text tells. Raises: BadRequest."""
+        """The URL, if its text shows that it may be fetched. Raises: BadRequest."""
         if len(text) > MAX_URL_CHARS:
             raise BadRequest(f"the URL has more than {MAX_URL_CHARS:,} characters")
         if any(character <= " " or character in "\\\x7f" for character in text):

@@ -78,7 +78,7 @@ def decode_audio(data: bytes, max_seconds: float) -> tuple[Samples, int, bytes]:
 
 
 def audio_format(data: bytes) -> str | None:
-    """FFmpeg's name of the format that the first bytes tell; None if it is not one of `FORMATS`."""
+    """FFmpeg's name of the format that the first bytes show; None if it is not one of `FORMATS`."""
     if data[:4] in (b"RIFF", b"RF64") and data[8:12] == b"WAVE":
         return "wav"
     if data[4:8] == b"ftyp":

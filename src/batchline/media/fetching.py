@@ -2,7 +2,7 @@
 
 A host is resolved once, its addresses are checked, and the connection goes to one of them: a name that resolves to
 something else a moment later changes nothing. Each redirect is checked like the first URL. Proxies, cookies and
-credentials of this machine are not used. Error messages go to clients, so they tell nothing of the internal network.
+credentials of this machine are not used. Error messages go to clients and reveal nothing about the internal network.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class _Host:
 
 
 class Fetcher:
-    """Fetches files into a folder. Each URL is fetched once at a time, whoever asks for it. For one event loop."""
+    """Fetches files into a folder. Each URL is fetched only once at a time. For one event loop."""
 
     def __init__(self, config: MediaConfig, rules: FetchRules, resolver: AbstractResolver | None = None) -> None:
         """resolver: finds addresses of hosts; None asks the system."""
@@ -300,7 +300,7 @@ class _SystemResolver(AbstractResolver):
 
 
 async def _to_the_end(work: Coroutine[Any, Any, None]) -> None:
-    """Await work that goes on when this is cancelled: a thread must not write to a file that is closed meanwhile."""
+    """Await work that continues when this is cancelled: a thread must not write to a file that was closed."""
     task = asyncio.create_task(work)
     try:
         await asyncio.shield(task)

@@ -32,7 +32,7 @@ class SharedWork(Generic[T]):
             if self._tasks.get(key) is task:
                 self._num_waiting[key] -= 1
                 if not self._num_waiting[key] and not task.done():
-                    self._forget(key, task)  # whoever asks from now on starts it anew
+                    self._forget(key, task)  # the next request starts it anew
                     task.cancel()
 
     def _forget(self, key: str, task: asyncio.Task[T]) -> None:

@@ -1,6 +1,6 @@
 """Decodes videos: untrusted bytes to a few frames, within limits, or an error that says what is wrong with them.
 
-As for recordings, the reader is the one that the first bytes tell, on bytes in memory, and only usual decoders run.
+As for recordings, the first bytes select the reader, it reads from memory, and only usual decoders run.
 """
 
 from __future__ import annotations

@@ -146,7 +146,7 @@ class Qwen3VideoProcessor(Qwen2VideoProcessor):
 
 
 class FrameVideoProcessor(VideoProcessor):
-    """Each frame by itself, all resized to one size."""
+    """Each frame separately, all resized to one size."""
 
     def _text_and_inputs(self, video: Video) -> tuple[str, Mapping[str, np.ndarray]]:
         inputs = {"pixel_values_videos": self._pixels(video)[None]}

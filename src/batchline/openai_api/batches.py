@@ -24,7 +24,7 @@ _SECONDS = {"m": 60, "h": 3600, "d": 24 * 3600}
 
 
 class ExpiresAfter(WireModel):
-    """When a file is deleted: so many seconds after it was created."""
+    """When a file is deleted, in seconds after its creation."""
 
     anchor: Literal["created_at"]
     seconds: int = Field(ge=MIN_EXPIRY_S, le=MAX_EXPIRY_S)

@@ -261,7 +261,7 @@ def unknown_path_text(path: str, served: Collection[str]) -> str:
 
 
 def is_batch_url(path: str) -> bool:
-    """Whether a batch line may name the path. Models for it may be missing all the same."""
+    """Whether a batch line may name the path. There may still be no model for it."""
     endpoint = ENDPOINTS.get(path)
     return endpoint is not None and endpoint.in_batch_file
 

@@ -75,17 +75,17 @@ class TranscriptionRequest(WireModel):
 
     @property
     def times_words(self) -> bool:
-        """Whether the answer tells when each word is spoken."""
+        """Whether the answer contains the time of each word."""
         return "word" in (self.timestamp_granularities or ())
 
     @property
     def times_segments(self) -> bool:
-        """Whether an answer in JSON tells when each segment is spoken."""
+        """Whether an answer in JSON contains the time of each segment."""
         return "segment" in (self.timestamp_granularities or ("segment",))
 
     @property
     def needs_timestamps(self) -> bool:
-        """Whether the answer tells when each piece of text is spoken."""
+        """Whether the answer contains the time of each piece of text."""
         return self.response_format in ("srt", "verbose_json", "vtt")
 
 

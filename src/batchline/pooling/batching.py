@@ -39,7 +39,7 @@ class TokenSequence:
 class BatchLimits:
     """How large a batch may grow.
 
-    max_tokens: tokens including padding; a longer sequence is a batch by itself. max_padding: padding tokens, about as
+    max_tokens: tokens including padding; a longer sequence is a separate batch. max_padding: padding tokens, about as
     many as starting another batch would cost. max_sequences: 1 for models that cannot pad.
     """
 

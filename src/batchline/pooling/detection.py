@@ -26,7 +26,7 @@ _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
 def detect_context(model: str, revision: str | None = None, overrides: Mapping[str, Any] | None = None) -> int | None:
-    """How many tokens fit into the context; None if the files do not tell. With little memory it may become less.
+    """How many tokens fit into the context; None if the files do not say. With little memory it may become less.
 
     overrides: of config.json. Raises: ModelLoadError.
     """

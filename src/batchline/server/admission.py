@@ -1,4 +1,4 @@
-"""Limits the work in the server: more is refused at once, so that no request waits for ever.
+"""Limits the work in the server: more is refused at once, so that no request waits forever.
 
 Work is counted in sequences. A request counts as one sequence until its body has been read, which shows the number. If
 there are several API keys, no key gets all places.

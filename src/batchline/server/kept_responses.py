@@ -38,7 +38,7 @@ class KeptResponses:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._finished: list[FinalState] = []
         self._next_write: asyncio.Task[None] | None = None
-        self._changing = asyncio.Lock()  # held by whoever changes what is stored
+        self._changing = asyncio.Lock()  # held while stored responses are changed
 
     @asynccontextmanager
     async def working(self) -> AsyncIterator[KeptResponses]:
@@ -93,7 +93,7 @@ class KeptResponses:
                 self.abandon(state.id)
 
     def abandon(self, response_id: str) -> None:
-        """A response is no longer made here. One that is not stored does not exist any more."""
+        """A response is no longer made here. One that is not stored no longer exists."""
         self._running.pop(response_id, None)
 
     async def get(self, response_id: str, owner: str, param: str | None = None) -> KeptResponse:

@@ -60,7 +60,7 @@ class WorkInterrupted(Exception):
 
 
 class WorkAbandoned(Exception):
-    """Nobody waits for this work any more."""
+    """Nobody waits for this work any longer."""
 
 
 class Abandonment:

@@ -47,7 +47,7 @@
 
   async function refresh() {
     clearTimeout(timer);
-    if (document.hidden) return; // `visibilitychange` goes on
+    if (document.hidden) return; // `visibilitychange` continues
     try {
       const headers = etag ? { "If-None-Match": etag } : {};
       const response = await fetch(location.href, { headers, cache: "no-store", redirect: "error" });
