@@ -69,7 +69,7 @@ def test_a_page_about_a_finished_run_has_its_numbers_plots_and_savings(
     page = Page(path)
     assert f"{tmp_path / 'out.jsonl'} completed" in page.text
     assert "Done 6 of 6 · 100% Failed 0" in page.text
-    assert "1 answered by another one's answer, 4 tokens" in page.text
+    assert "1 answered together with an identical one, 4 tokens" in page.text
     assert f"Input {batch}" in page.text
     assert "Prompt tokens of a request: 5 in all" in page.labels
     assert "Seconds until the answer: 5 in all" in page.labels
@@ -130,7 +130,7 @@ def test_an_interrupted_run_has_a_page_of_what_is_known(batch: Path, tmp_path: P
     assert re.search(r"Done [1-5] of 6", Page(path).text)
     run_file(batch, tmp_path / "out", report=path)
     assert "Done 6 of 6" in Page(path).text
-    assert "results are of an earlier run" in Page(path).text
+    assert "results are from an earlier run" in Page(path).text
 
 
 def test_a_run_that_fails_has_a_page_that_says_why(batch: Path, tmp_path: Path, run_file: RunFile) -> None:
@@ -147,7 +147,7 @@ def test_a_retry_has_a_page_too(batch: Path, tmp_path: Path, run_file: RunFile) 
     run_file(batch, tmp_path / "out", report=tmp_path / "report.html", retry=Retry())
     page = Page(tmp_path / "report.html")
     assert "Done 6 of 6 · 100% Failed 0" in page.text
-    assert "5 results are of an earlier run" in page.text
+    assert "5 results are from an earlier run" in page.text
 
 
 @pytest.mark.parametrize(

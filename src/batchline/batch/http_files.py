@@ -39,7 +39,7 @@ _HEAD_TIMEOUT_S = 10
 class RetryPolicy:
     """How often to try, and how long to wait after a failure: doubled each time, up to `max_delay_s`.
 
-    max_requested_s: how long to wait at most if the server asks for it (`Retry-After`). jitter: the share of our own
+    max_requested_s: how long to wait at most if the server requests it (`Retry-After`). jitter: the share of our own
     delay that is left to chance, so that clients that failed together do not come back together.
     """
 

@@ -93,7 +93,7 @@ def expected_decode(url: str, body: dict[str, Any], prompt: bytes) -> int:
 
 
 def output_limit(url: str, body: dict[str, Any]) -> int | None:
-    """The most output tokens that a generating request asks for; None means as many as the context leaves room for."""
+    """The most output tokens that a generating request asks for; None means as many as fit the context."""
     limit = body.get("max_completion_tokens") or body.get("max_tokens") or body.get("max_output_tokens")
     if isinstance(limit, int) and limit > 0:
         return min(limit, MAX_LIMIT)

@@ -50,7 +50,8 @@ def check(
     ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Unknown request fields are errors.")] = False,
     max_logprobs: Annotated[
-        int, typer.Option(min=-1, help="Maximum number of logprobs a request may ask for; -1 for the whole vocabulary.")
+        int,
+        typer.Option(min=-1, help="Maximum number of logprobs per token in a request; -1 for the whole vocabulary."),
     ] = _DEFAULTS.max_logprobs,
     max_requests: MaxRequests = None,
     max_file_size: MaxFileSize = None,

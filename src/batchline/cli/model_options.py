@@ -267,7 +267,7 @@ class ModelOptions:
         int,
         typer.Option(
             min=-1,
-            help="Maximum number of logprobs a request may ask for; -1 for the whole vocabulary.",
+            help="Maximum number of logprobs per token in a request; -1 for the whole vocabulary.",
             rich_help_panel=_TEXT,
         ),
     ] = _TEXT_DEFAULTS.max_logprobs

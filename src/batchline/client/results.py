@@ -1,4 +1,4 @@
-"""Writes what a service returns for a part into the run's journal: one result for each of its lines, whatever comes.
+"""Writes what a service returns for a part into the run's journal: one result for each of its lines in any case.
 
 A result that names no line of the part is left out, a second one for the same line too. A line without a result gets an
 error that says so. Lines that have a result in the journal already are skipped, so a part may be written twice.
