@@ -17,6 +17,7 @@ from typing import Any
 
 import httpx
 import pytest
+import typer
 
 from batchline.cli.main import app
 from batchline.cli.server_options import ServingOptions
@@ -167,6 +168,42 @@ def test_two_folders_of_one_name_are_refused_naming_the_option(tmp_path: Path) -
         folder.mkdir(parents=True)
     message = refusal(str(folders[0]), "--model", str(folders[1]))
     assert message == "Two models are served as 'model'; set a different --served-model-name for each"
+
+
+BATCH_OPTIONS = {
+    "state-dir": "x",
+    "state-url": "postgresql://host/name",
+    "contents-url": "s3://bucket/folder",
+    "max-file-size": "1MB",
+    "max-batch-requests": "5",
+    "max-running-batches": "5",
+    "max-batch-delay": "0.1",
+    "one-model-batches": None,
+    "webhook-url": "https://hook.example/x",
+    "webhook-secret-file": __file__,
+}
+
+
+@pytest.mark.parametrize("name", BATCH_OPTIONS)
+def test_options_of_batches_are_refused_without_batches(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: they were ignored silently, and nobody learned that no webhook would ever be sent."""
+    text = BATCH_OPTIONS[name]
+    wanted = f"--no-batches leaves these options without effect: --{name}"
+    assert wanted in refusal("no/model", "--no-batches", f"--{name}", *([] if text is None else [text]))
+    config = tmp_path / "server.yaml"
+    config.write_text(f"{name}: {'true' if text is None else text}\nbatches: false\n")
+    assert f"{wanted} (in the configuration file or the environment)" in refusal("no/model", "--config", str(config))
+    monkeypatch.setenv(f"BATCHLINE_{name.upper().replace('-', '_')}", text or "true")
+    assert f"{wanted} (in" in refusal("no/model", "--no-batches")
+
+
+def test_every_option_of_batches_is_refused_without_them() -> None:
+    """The table above has all options that the help lists under `Batches`."""
+    options: list[Any] = typer.main.get_command(app).commands["serve"].params  # type: ignore[attr-defined]
+    found = {name for one in options if getattr(one, "rich_help_panel", None) == "Batches" for name in one.opts}
+    assert found == {"--batches", *(f"--{name}" for name in BATCH_OPTIONS)}
 
 
 def test_names_are_counted_per_model() -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from batchline.jobs.input_check import InputCheck, check_input
+from batchline.config import TextConfig
+from batchline.jobs.input_check import MAX_KINDS, InputCheck, check_input
+from batchline.openai_api.chat import ChatCompletionRequest
 
 CHAT, EMBEDDINGS = "/v1/chat/completions", "/v1/embeddings"
 
@@ -19,10 +22,18 @@ def line(number: int, url: str = CHAT, model: str = "a", **body: Any) -> dict[st
     return {"custom_id": f"r{number}", "method": "POST", "url": url, "body": {"model": model, **content, **body}}
 
 
-def check(tmp_path: Path, *lines: dict[str, Any], max_requests: int = 10, takes_many_models: bool = True) -> InputCheck:
+def check(
+    tmp_path: Path,
+    *lines: dict[str, Any],
+    max_requests: int = 10,
+    takes_many_models: bool = True,
+    text: TextConfig | None = None,
+) -> InputCheck:
     path = tmp_path / "in.jsonl"
-    path.write_text("".join(json.dumps(one) + "\n" for one in lines))
-    return check_input(path, {"a", "b"}, {CHAT}, takes_many_models=takes_many_models, max_requests=max_requests)
+    path.write_text("\n" + "".join(json.dumps(one) + "\n" for one in lines))
+    return check_input(
+        path, {"a", "b"}, {CHAT}, takes_many_models=takes_many_models, max_requests=max_requests, text=text
+    )
 
 
 def test_a_valid_file_is_for_the_endpoint_of_its_requests(tmp_path: Path) -> None:
@@ -38,11 +49,46 @@ def test_bad_lines_are_those_that_a_batch_would_refuse(tmp_path: Path) -> None:
         tmp_path, line(1), line(2, EMBEDDINGS), line(3, model="c"), line(4, model="b"), takes_many_models=False
     )
     assert [(error["line"], error["code"]) for error in found.errors] == [
-        (2, "invalid_url"),
-        (3, "model_not_found"),
-        (4, "mismatched_model"),
+        (3, "invalid_url"),
+        (4, "model_not_found"),
+        (5, "mismatched_model"),
     ]
     assert found.num_errors == 3
+
+
+def test_bodies_that_the_model_will_refuse_are_warnings(tmp_path: Path) -> None:
+    """The batch runs; only these requests fail. The first line of the file is blank."""
+    lines = [line(n, temperature=n) for n in range(1, 11)]
+    lines[0]["body"]["messages"] = []
+    found = check(tmp_path, *lines, text=TextConfig())
+    assert (found.num_errors, len(found.warnings)) == (0, 2)
+    assert found.warnings[0].startswith("1 request will fail (line 2): messages: ")
+    assert found.warnings[1].startswith("8 requests will fail (lines 4, 5, 6, 7, 8, ...): temperature: ")
+    assert check(tmp_path, *lines).warnings == [], "it is not known what the backend refuses"
+
+
+def test_bodies_are_judged_as_the_server_judges_them(tmp_path: Path) -> None:
+    lines = [line(1, colour="red"), line(2, logprobs=True, top_logprobs=30)]
+    strict, lenient = (
+        check(tmp_path, *lines, text=TextConfig(strict=is_strict, max_logprobs=most)).warnings
+        for is_strict, most in ((True, 20), (False, 40))
+    )
+    assert [warning.partition(":")[0] for warning in strict[:2]] == [
+        "1 request will fail (line 2)",
+        "1 request will fail (line 3)",
+    ]
+    assert not any("will fail" in warning for warning in lenient)
+
+
+def test_many_kinds_of_refusals_are_summed_up(tmp_path: Path) -> None:
+    names = set(ChatCompletionRequest.model_fields) - {"model", "messages"}
+    lines = [line(n, **{name: {"wrong": []}}) for n, name in enumerate(sorted(names))]
+    found = check(tmp_path, *lines, max_requests=1000, text=TextConfig()).warnings
+    refusals = [warning for warning in found if "will fail" in warning]
+    assert len(refusals) == MAX_KINDS + 1
+    assert re.fullmatch(r"\d+ requests will fail \(lines [\d, ]+\.\.\.\): their bodies have other errors", refusals[-1])
+    num_failing = sum(int(refusal.partition(" ")[0]) for refusal in refusals)
+    assert MAX_KINDS + 10 < num_failing <= len(lines)
 
 
 def test_a_file_for_an_endpoint_that_no_model_serves_is_refused_as_a_whole(tmp_path: Path) -> None:

@@ -10,10 +10,11 @@ from functools import partial
 from typing import Any, get_args
 
 import pytest
+from sqlalchemy.exc import IntegrityError
 
 from batchline.errors import BadRequest, BatchStateConflict, Conflict, FileInUse, LeaseLost, NotFound, RequestError
 from batchline.jobs.states import EDGES, RUNNING, BatchStatus
-from batchline.jobs.store import Store
+from batchline.jobs.store import LONGEST_RETRY_S, Store
 from batchline.jobs.tables import BatchRecord, FileRecord, PartRecord, UploadRecord
 
 STATUSES: tuple[BatchStatus, ...] = get_args(BatchStatus)
@@ -181,12 +182,12 @@ def test_another_owner_finds_nothing(store: Store) -> None:
         lambda: store.cancel("batch_0", "you", 1),
         lambda: store.file("file-in", "you"),
         lambda: store.remove_file("file-in", "you"),
-        lambda: store.list_files("you", limit=10, order="desc", after="file-in"),
+        lambda: store.list_files("you", 2000, limit=10, order="desc", after="file-in"),
         lambda: store.list_batches("you", limit=10, order="desc", after="batch_0"),
     ):
         with pytest.raises(NotFound):
             look()
-    assert store.list_files("you", limit=10, order="desc") == []
+    assert store.list_files("you", 2000, limit=10, order="desc") == []
     assert store.batch("batch_0", "me").status == "validating"
 
 
@@ -195,7 +196,7 @@ def test_lists_are_pages_in_both_orders(store: Store) -> None:
         store.add_file(a_file(f"file-{number}", purpose="batch" if number % 2 else "other"))
 
     def ids(**query: Any) -> list[str]:
-        return [file.id for file in store.list_files("me", **{"limit": 10, "order": "desc", **query})]
+        return [file.id for file in store.list_files("me", 2000, **{"limit": 10, "order": "desc", **query})]
 
     assert ids() == ["file-4", "file-3", "file-2", "file-1", "file-0"]
     assert ids(limit=2, after="file-3") == ["file-2", "file-1"]
@@ -212,6 +213,39 @@ def test_a_file_of_a_batch_that_is_not_over_stays(store: Store) -> None:
     store.finalize(batch, 2000, COUNTS)
     store.finish(batch, "completed", 2000, counts=COUNTS, contents={})
     assert [file.id for file in store.remove_expired_files(2000)] == ["file-in"]
+
+
+def test_an_expired_file_is_not_listed_before_its_record_is_removed(store: Store) -> None:
+    """Bug: lists and names of files had it for up to a minute longer."""
+    for number, expires_at in enumerate((None, 1999, 2000, 2001)):
+        store.add_file(a_file(f"file-{number}", expires_at=expires_at))
+    listed = store.list_files("me", 2000, limit=10, order="asc")
+    assert [file.id for file in listed] == ["file-0", "file-3"]
+    assert [file.id for file in store.list_files("me", 2000, limit=10, order="asc", purpose="batch")] == [
+        "file-0",
+        "file-3",
+    ]
+    names = store.filenames([f"file-{number}" for number in range(4)], "me", 2000)
+    assert set(names) == {"file-0", "file-3"}
+
+
+def test_a_batch_and_its_new_input_are_stored_together_or_not_at_all(store: Store) -> None:
+    """Bug: a crash between the two left a file of which nobody knew."""
+    store.add_batch(a_batch(input_file_id="file-a"), new_input=a_file("file-a"))
+    assert store.file("file-a", "me").id == "file-a"
+    with pytest.raises(IntegrityError):
+        store.add_batch(a_batch(input_file_id="file-b"), new_input=a_file("file-b"))
+    with pytest.raises(NotFound):
+        store.file("file-b", "me")
+
+
+def test_a_clock_that_is_set_back_does_not_stop_a_batch_from_being_tried_again(store: Store) -> None:
+    """Bug: a batch waited for its next try for as long as the clock was set back, say for a day."""
+    store.add_batch(a_batch(retry_at=100_000.0))
+    assert store.claimable(100_000.0 - LONGEST_RETRY_S) == []
+    assert store.claimable(99_999.0) == []
+    assert len(store.claimable(100_000.0)) == 1
+    assert len(store.claimable(10_000.0)) == 1
 
 
 def test_result_files_without_lines_disappear(store: Store) -> None:
@@ -235,7 +269,7 @@ def test_text_with_nul_characters_is_stored_and_found_by_nobody(store: Store) ->
     assert store.batch("batch_0", "me").metadata == {"key": "a\0b"}
     with pytest.raises(NotFound):
         store.file("file\0", "me")
-    assert store.list_files("me", limit=1, order="asc", purpose="\0") == []
+    assert store.list_files("me", 2000, limit=1, order="asc", purpose="\0") == []
 
 
 def at_once(*changes: Callable[[], object]) -> list[object]:

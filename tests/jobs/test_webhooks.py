@@ -24,7 +24,7 @@ from batchline.errors import BadRequest, LeaseLost
 from batchline.jobs import webhooks as module
 from batchline.jobs.options import JobsOptions, OperatorWebhook
 from batchline.jobs.states import BatchStatus
-from batchline.jobs.store import Store
+from batchline.jobs.store import LONGEST_WEBHOOK_WAIT_S, Store
 from batchline.jobs.tables import BatchRecord
 from batchline.jobs.webhooks import FIRST_DELAY_S, LIFETIME_S, LONGEST_DELAY_S, TRY_S, Webhooks, delay_s
 from batchline.openai_api.batches import BatchWebhook
@@ -220,6 +220,25 @@ async def test_a_webhook_that_is_not_taken_is_tried_again_also_after_a_restart(
     assert int(again[0]["webhook-timestamp"]) > int(first[0]["webhook-timestamp"])
     assert first[0]["webhook-signature"] != again[0]["webhook-signature"]
     assert num_noted(store) == 0
+
+
+async def test_a_clock_that_is_set_back_delays_no_webhook_for_longer_than_the_longest_pause(
+    store: Store, receiver: Receiver
+) -> None:
+    """Bug: the next try waited until the clock was again where it had been, say for a week."""
+    clock = Clock()
+    ended(store, clock)
+    receiver.status = 503
+    async with sender(store, clock, receiver) as webhooks:
+        await webhooks.deliver_due()
+        clock.now -= LONGEST_DELAY_S
+        await webhooks.deliver_due()
+        assert len(receiver.got) == 1, "no longer than the longest pause"
+        clock.now -= 7 * 24 * 3600
+        await webhooks.deliver_due()
+        await webhooks.deliver_due()
+    assert len(receiver.got) == 2
+    assert 1.2 * LONGEST_DELAY_S < LONGEST_WEBHOOK_WAIT_S
 
 
 async def test_a_receiver_that_is_gone_is_not_called_again(store: Store, receiver: Receiver) -> None:

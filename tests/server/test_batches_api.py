@@ -21,8 +21,10 @@ import pytest
 from threaded_server import ClientOf, Serve, ThreadedServer
 
 from batchline.backends.base import Answer, EndpointRequest
+from batchline.errors import StorageUnavailable
 from batchline.jobs.batch_run import BatchRun
 from batchline.jobs.options import JobsOptions, OperatorWebhook
+from batchline.jobs.store import Store
 from batchline.openai_api.batches import window_s
 from batchline.testing import FakeBackend
 
@@ -484,3 +486,135 @@ def test_a_window_that_ends_after_the_last_answer_changes_nothing(
     client = start()
     over = until_over(client, create(client, upload(client, jsonl(line(1)))).id)
     assert (over.status, over.request_counts.completed) == ("completed", 1)
+
+
+def failed_batch(client: openai.OpenAI, **fields: Any) -> Any:
+    """A batch that is over, one of whose two requests has failed."""
+    return until_over(client, create(client, upload(client, jsonl(line(1), line(2, "fail"))), **fields).id)
+
+
+async def fail_some(request: EndpointRequest) -> None:
+    if "fail" in str(request.body):
+        raise RuntimeError("broken")
+
+
+def test_a_retry_keeps_how_long_the_results_are_stored(start: Callable[..., openai.OpenAI]) -> None:
+    """Bug: the results of a retry were stored for ever."""
+    client = start(FakeBackend(before_answer=fail_some))
+    batch = failed_batch(client, output_expires_after={"anchor": "created_at", "seconds": 7200})
+    again = client.post(f"/batches/{batch.id}/retry", cast_to=openai.types.Batch)
+    over = until_over(client, again.id)
+    for one in (batch, over):
+        file = client.files.retrieve(one.error_file_id)
+        assert file.expires_at == one.completed_at + 7200
+
+
+def test_a_retry_that_cannot_be_stored_leaves_no_file(
+    start: Callable[..., openai.OpenAI], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: the file with the failed lines was stored first, and stayed."""
+    client = start(FakeBackend(before_answer=fail_some))
+    batch = failed_batch(client)
+    before = {file.id for file in client.files.list()}
+
+    def fail(*_arguments: object, **_options: object) -> None:
+        raise StorageUnavailable("the disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "add_batch", fail)
+        with pytest.raises(openai.InternalServerError):
+            client.post(f"/batches/{batch.id}/retry", cast_to=openai.types.Batch)
+    assert {file.id for file in client.files.list()} == before
+
+
+def test_an_expired_file_is_gone_at_once(start: Callable[..., openai.OpenAI], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: it was listed, deleted and run for up to a minute longer."""
+    client = start()
+    expiry = {"anchor": "created_at", "seconds": 3600}
+    content = jsonl(line(1))
+    file = client.files.create(file=("in.jsonl", content), purpose="batch", expires_after=expiry)  # type: ignore[arg-type]
+    kept = upload(client, content)
+    monkeypatch.setattr("batchline.jobs.service.time", lambda: time.time() + 3601)
+    assert [one.id for one in client.files.list()] == [kept]
+    for request in (client.files.retrieve, client.files.content, client.files.delete):
+        with pytest.raises(openai.NotFoundError):
+            request(file.id)
+    batch = until_over(client, create(client, file.id).id)
+    assert [(error.code, error.param) for error in batch.errors.data] == [("invalid_request", "file_id")]
+    assert until_over(client, create(client, kept).id).status == "completed"
+
+
+def test_an_unknown_purpose_is_refused(start: Callable[..., openai.OpenAI]) -> None:
+    """Bug: any text was accepted."""
+    client = start()
+    requests: list[Callable[[Any], Any]] = [
+        lambda purpose: client.files.create(file=("in.jsonl", b"{}"), purpose=purpose),
+        lambda purpose: client.uploads.create(filename="f", purpose=purpose, bytes=2, mime_type="text/jsonl"),
+    ]
+    for request in requests:
+        for purpose in ("assistants", "batch", "evals", "fine-tune", "user_data", "vision"):
+            assert request(purpose).purpose == purpose
+        for purpose in ("batches", "batch_output", "x" * 1000):
+            with pytest.raises(openai.BadRequestError, match="Supported values are: assistants, batch,") as refused:
+                request(purpose)
+            assert (refused.value.param, refused.value.code) == ("purpose", "invalid_value")
+            assert len(str(refused.value)) < 500
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.uploads.create(filename="f", bytes=2, mime_type="text/jsonl", purpose=openai.omit)  # type: ignore[arg-type]
+    assert refused.value.param == "purpose"
+
+
+def test_an_unknown_after_is_named(start: Callable[..., openai.OpenAI]) -> None:
+    """Bug: the error named `id`, which no such request has."""
+    client = start()
+    for page_of in (client.batches.list, client.files.list):
+        with pytest.raises(openai.NotFoundError) as refused:
+            page_of(after="nothing")
+        assert refused.value.param == "after"
+
+
+def unknown_fields(client: openai.OpenAI, name: str) -> list[Callable[[], Any]]:
+    """Requests with a field of this name, or with one in an object inside."""
+    file_id, extra = upload(client, jsonl(line(1))), {"extra_body": {name: 1}}
+    expiry: Any = {"anchor": "created_at", "seconds": 3600, name: 1}
+    pending, other = (
+        client.uploads.create(filename="f", purpose="batch", bytes=2, mime_type="text/jsonl").id for _ in range(2)
+    )
+
+    part_id = client.uploads.parts.create(upload_id=pending, data=b"{}").id
+
+    return [
+        lambda: create(client, file_id, **extra),
+        lambda: create(client, file_id, output_expires_after=expiry),
+        lambda: client.files.create(file=("f", b"{}"), purpose="batch", **extra),  # type: ignore[arg-type]
+        lambda: client.uploads.create(filename="f", purpose="batch", bytes=2, mime_type="text/jsonl", **extra),  # type: ignore[arg-type]
+        lambda: client.uploads.complete(pending, part_ids=[part_id], **extra),  # type: ignore[arg-type]
+        lambda: client.uploads.parts.create(upload_id=other, data=b"{}", **extra),  # type: ignore[arg-type]
+    ]
+
+
+def test_unknown_fields_are_named_once_in_a_warning(
+    start: Callable[..., openai.OpenAI], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Bug: those of forms were ignored silently."""
+    client = start()
+
+    def warnings(name: str) -> list[str]:
+        return [text for one in caplog.records if name in (text := one.getMessage())]
+
+    client.files.create(file=("f", b"{}"), purpose="batch", extra_body={"shape": 1})
+    assert len(warnings("shape")) == 1
+    for request in unknown_fields(client, "colour"):
+        request()
+    first, second = warnings("colour")
+    assert "output_expires_after.colour" in second
+    assert "output_expires_after" not in first
+
+
+def test_unknown_fields_are_errors_if_the_server_is_strict(serve: Serve, client_of: ClientOf, tmp_path: Path) -> None:
+    server = serve(FakeBackend(), jobs=JobsOptions(state_dir=tmp_path / "state"), strict=True)
+    client = client_of(server)
+    for request in unknown_fields(client, "size"):
+        with pytest.raises(openai.BadRequestError, match=r"size'?: unknown field"):
+            request()
+    assert until_over(client, create(client, upload(client, jsonl(line(1)))).id).status == "completed"

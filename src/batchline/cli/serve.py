@@ -22,7 +22,7 @@ from batchline.cli.media_options import MediaOptions
 from batchline.cli.messages import LogFormatOption, configure, log, log_formatter
 from batchline.cli.model_options import ModelOptions, refuse_without_model
 from batchline.cli.option_groups import takes_options
-from batchline.cli.server_options import ServingOptions
+from batchline.cli.server_options import ServingOptions, refuse_without_batches
 from batchline.cli.values import together
 from batchline.config import EngineConfig
 from batchline.errors import UsageError
@@ -55,6 +55,8 @@ def serve(
 ) -> None:
     """Serve one or more models over an OpenAI-compatible API."""
     configure(log_format, quiet=quiet)
+    if not serving.batches:
+        refuse_without_batches(context)
     is_embedded = backend_options.backend == EMBEDDED
     models = _models(context, model_argument, model_options.model)
     if is_embedded and not models:
@@ -66,9 +68,10 @@ def serve(
     if not models:
         refuse_without_model(context, "strict", *(option.name for option in dataclasses.fields(MediaOptions)))
     max_running = len(models) * model_options.max_num_seqs if is_embedded else backend.concurrency()
-    options = serving.server(max_running=max_running, media=media_options.config())
+    options = serving.server(max_running=max_running, media=media_options.config(), strict=strict)
     if is_embedded and options.jobs is not None:
-        jobs = dataclasses.replace(options.jobs, read_measurements=partial(_measurements, engines()))
+        measurements = partial(_measurements, engines())
+        jobs = dataclasses.replace(options.jobs, read_measurements=measurements, text=engines()[0].text)
         options = dataclasses.replace(options, jobs=jobs)
     handler = SparingHandler(sys.stderr)
     handler.setFormatter(log_formatter())

@@ -12,6 +12,7 @@ from typing import Annotated, cast
 import typer
 
 from batchline.cli.config_file import WEBHOOK_SECRET
+from batchline.cli.model_options import given_options
 from batchline.cli.values import size_option, together
 from batchline.config import MediaConfig
 from batchline.errors import UsageError
@@ -229,8 +230,9 @@ class ServingOptions:
     ] = True
     docs: Annotated[bool, typer.Option(help="Serve a description of the API on /docs and /openapi.json.")] = True
 
-    def server(self, *, max_running: int, media: MediaConfig | None = None) -> ServerOptions:
+    def server(self, *, max_running: int, media: MediaConfig | None = None, strict: bool = False) -> ServerOptions:
         """The server's settings. max_running: sequences that run at once. media: where URLs in requests may lead to.
+        strict: whether unknown fields are errors.
 
         Raises: UsageError.
         """
@@ -259,6 +261,7 @@ class ServingOptions:
             access_log=self.access_log,
             docs=self.docs,
             jobs=self._jobs(media or MediaConfig()) if self.batches else None,
+            strict=strict,
             responses=ResponseLimits(max_age_s=self.max_response_days * DAY_S),
         )
 
@@ -340,3 +343,15 @@ class ServingOptions:
                 message = f"--allowed-hosts: {name!r} is neither a host name such as llm.example.com nor *"
                 raise UsageError(f"{message}; repeat the option for several")
         return tuple(self.allowed_hosts)
+
+
+def refuse_without_batches(context: typer.Context) -> None:
+    """Raises: UsageError if options of the Files and Batches API are given without it."""
+    names = {
+        parameter.name
+        for parameter in context.command.params
+        if getattr(parameter, "rich_help_panel", None) == _BATCHES and parameter.name not in (None, "batches")
+    }
+    given = given_options(context, names)
+    if given:
+        raise UsageError(f"--no-batches leaves these options without effect: {', '.join(given)}. Remove them, or it.")

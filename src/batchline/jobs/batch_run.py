@@ -155,12 +155,13 @@ class BatchRun:
             raise one_error("invalid_request", "The stored input file is damaged.", "input_file_id") from exc
 
     async def _input_path(self) -> Path:
-        """Raises: Refused if the input file does not exist."""
+        """Raises: Refused if the input file does not exist. One that expires after the batch was made is still read."""
         try:
             file = await asyncio.to_thread(self._store.file, self.record.input_file_id, self.record.owner)
         except NotFound:
             file = None
-        if file is not None and file.content is not None:
+        had_expired = file is not None and file.expires_at is not None and file.expires_at <= self.record.created_at
+        if file is not None and file.content is not None and not had_expired:
             with contextlib.suppress(FileNotFoundError):
                 return await asyncio.to_thread(self._contents.fetch, file.content, self._input_copy)
         message = f"The input file {self.record.input_file_id!r} does not exist."

@@ -6,16 +6,21 @@ import asyncio
 import contextlib
 import tempfile
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from batchline.batch.check import CheckReport, check_file
-from batchline.batch.index import LineIndex
+from batchline.batch.check import SHOWN_LINES, VALUES, CheckReport, check_file
+from batchline.batch.index import LineIndex, LineReader
 from batchline.batch.locations import Location
 from batchline.batch.source import stage_input
-from batchline.errors import InputUnreadable
+from batchline.config import TextConfig
+from batchline.endpoints.without_model import CHECKS, checked_request
+from batchline.errors import InputUnreadable, RequestError, counted
 from batchline.jobs.validation import LineJudge, Refused, refuse_invalid, unreadable
+
+MAX_KINDS = 20
+OTHERS = "their bodies have other errors"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +28,7 @@ class InputCheck:
     """What a batch of the file would find.
 
     endpoint: that of the first request; None if there is none. models: how many requests name each model. errors,
-    num_errors: as in a batch object. warnings: sentences about what is unusual and does no harm.
+    num_errors: as in a batch object. warnings: sentences about what does not keep the batch from running.
     """
 
     endpoint: str | None
@@ -34,11 +39,25 @@ class InputCheck:
     warnings: list[str]
 
 
-class _FirstEndpoint:
-    """Judges all lines by the endpoint of the first one."""
+@dataclass(slots=True)
+class _Refusal:
+    """Bodies with the same error, apart from values in it: the first message, and where the first few are."""
 
-    def __init__(self, served: Collection[str], *, takes_many_models: bool) -> None:
+    message: str
+    count: int = 0
+    positions: list[int] = field(default_factory=list)
+
+
+class _Observer:
+    """Judges all lines by the endpoint of the first one, and notes the requests whose bodies will be refused.
+
+    refusals: their errors, with the positions of the first few of each kind and how many there are.
+    """
+
+    def __init__(self, served: Collection[str], text: TextConfig | None, *, takes_many_models: bool) -> None:
         self.endpoint: str | None = None
+        self.refusals: dict[str, _Refusal] = {}
+        self._text = text
         self._served = served
         self._takes_many_models = takes_many_models
         self._judge: LineJudge | None = None
@@ -49,6 +68,31 @@ class _FirstEndpoint:
             self.endpoint = url
             self._judge = LineJudge(url, self._served, takes_many_models=self._takes_many_models)
         self._judge.judge(url, str(body["model"]))
+        if self._text is None or url not in CHECKS:
+            return
+        try:
+            checked_request(url, body, self._text)
+        except RequestError as exc:
+            self._note(position, exc)
+
+    def _note(self, position: int, error: RequestError) -> None:
+        kind = VALUES.sub("", error.message)
+        if kind not in self.refusals and len(self.refusals) >= MAX_KINDS:
+            kind = OTHERS
+        refusal = self.refusals.setdefault(kind, _Refusal(error.message if kind != OTHERS else OTHERS))
+        refusal.count += 1
+        if len(refusal.positions) < SHOWN_LINES:
+            refusal.positions.append(position)
+
+    def warnings(self, reader: LineReader) -> list[str]:
+        """A sentence for each kind of refusal. Raises: OSError."""
+        sentences = []
+        for refusal in self.refusals.values():
+            numbers = ", ".join(str(reader.read(position)[1].line_number) for position in refusal.positions)
+            more = ", ..." if refusal.count > len(refusal.positions) else ""
+            which = f"{counted(refusal.count, 'request')} will fail (line{'s'[: refusal.count > 1]} {numbers}{more})"
+            sentences.append(f"{which}: {refusal.message}")
+        return sentences
 
 
 def check_input(
@@ -58,13 +102,15 @@ def check_input(
     *,
     takes_many_models: bool,
     max_requests: int,
+    text: TextConfig | None = None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> InputCheck:
-    """Read a file and judge it. served: the names of the models; endpoints: those that a batch may have.
+    """Read a file and judge it. served: the names of the models; endpoints: those that a batch may have. text: by which
+    the models judge bodies; None if that is not known. Constraints are not compiled, because that may take minutes.
 
     Raises: RunFailed on a full disk, RunInterrupted when `should_stop`.
     """
-    first = _FirstEndpoint(served, takes_many_models=takes_many_models)
+    observer = _Observer(served, text, takes_many_models=takes_many_models)
     with contextlib.ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="batchline-")))
         index = stack.enter_context(contextlib.closing(LineIndex(scratch / "index")))
@@ -73,21 +119,23 @@ def check_input(
         except InputUnreadable as exc:
             refused = unreadable(exc, path)
             return InputCheck(endpoint=None, num_lines=0, models={}, errors=refused.errors, num_errors=1, warnings=[])
-        report = check_file(plain, index, scratch=scratch, observer=first.judge, should_stop=should_stop)
+        report = check_file(plain, index, scratch=scratch, observer=observer.judge, should_stop=should_stop)
+        with contextlib.closing(LineReader(plain, index)) as reader:
+            refusals = observer.warnings(reader)
     errors, num_errors = _errors(report, max_requests)
-    if not errors and first.endpoint not in endpoints:
-        message = f"No model here serves {first.endpoint!r}. Batches may be for: {', '.join(sorted(endpoints))}"
+    if not errors and observer.endpoint not in endpoints:
+        message = f"No model here serves {observer.endpoint!r}. Batches may be for: {', '.join(sorted(endpoints))}"
         errors, num_errors = [{"code": "invalid_value", "message": message, "param": "endpoint", "line": None}], 1
     models: dict[str, int] = {}
     for group in report.groups.values():
         models[group.model] = models.get(group.model, 0) + group.count
     return InputCheck(
-        endpoint=first.endpoint,
+        endpoint=observer.endpoint,
         num_lines=report.num_lines,
         models=models,
         errors=errors,
         num_errors=num_errors,
-        warnings=report.unknown_fields.warnings(),
+        warnings=[*refusals, *report.unknown_fields.warnings()],
     )
 
 

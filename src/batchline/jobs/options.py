@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from batchline.config import TextConfig
+
 if TYPE_CHECKING:
     from batchline.batch.rates import MeasuredRun
 
@@ -40,7 +42,8 @@ class JobsOptions:
     database and the contents are instead; both may hold passwords.
 
     max_file_bytes, max_requests: the limits for one file and one batch. max_running: how many batches run at once.
-    takes_many_models: whether a batch's requests may be for several models. read_measurements: provides earlier runs on
+    takes_many_models: whether a batch's requests may be for several models. text: by which the models judge bodies, for
+    the check of an uploaded file; None if that is not known. read_measurements: provides earlier runs on
     this machine by the model's name; called on a thread.
 
     webhook: reports every batch's end. allowed_domains, allowed_networks: where webhooks of requests may lead to, see
@@ -54,6 +57,7 @@ class JobsOptions:
     max_requests: int = 50_000
     max_running: int = 8
     takes_many_models: bool = True
+    text: TextConfig | None = None
     read_measurements: Callable[[], Mapping[str, MeasuredRun]] | None = None
     webhook: OperatorWebhook | None = None
     allowed_domains: tuple[str, ...] = ()

@@ -11,7 +11,7 @@ import hashlib
 import logging
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from math import inf
 from pathlib import Path
@@ -31,7 +31,7 @@ from batchline.jobs.contents import ArrivingContent, new_id
 from batchline.jobs.input_check import InputCheck, check_input
 from batchline.jobs.options import JobsOptions
 from batchline.jobs.state_folder import JobsState
-from batchline.jobs.states import RUNNING
+from batchline.jobs.states import RUNNING, BatchStatus
 from batchline.jobs.store import Order
 from batchline.jobs.tables import BatchRecord, FileRecord, PartRecord, UploadRecord
 from batchline.jobs.webhooks import Webhooks
@@ -41,6 +41,7 @@ from batchline.openai_api.batches import (
     CompleteUploadRequest,
     CreateBatchRequest,
     CreateUploadRequest,
+    ExpiresAfter,
     retry_filename,
     window_s,
 )
@@ -97,20 +98,7 @@ class Jobs:
         expires_after: int | None = None,
     ) -> FileRecord:
         """Store a file whose content has arrived. Raises: BadRequest for an empty batch file."""
-        if purpose == BATCH_INPUT and not content.num_bytes:
-            message = "Invalid file format for Batch API. Must be .jsonl"
-            raise BadRequest(message, param="file", code="invalid_file_format")
-        now = int(time())
-        file = FileRecord(
-            id=file_id,
-            owner=owner,
-            filename=filename,
-            purpose=purpose,
-            bytes=content.num_bytes,
-            created_at=now,
-            expires_at=None if expires_after is None else now + expires_after,
-            content=content.name,
-        )
+        file = _new_file(owner, file_id, content, filename, purpose, expires_after)
 
         def store() -> None:
             content.store()
@@ -131,15 +119,16 @@ class Jobs:
     ) -> Sequence[FileRecord]:
         """A page of files. Raises: NotFound."""
         return await asyncio.to_thread(
-            self._store.list_files, owner, limit=limit, order=order, after=after, purpose=purpose
+            self._store.list_files, owner, time(), limit=limit, order=order, after=after, purpose=purpose
         )
 
     async def filenames(self, file_ids: Sequence[str], owner: str) -> dict[str, str]:
         """The names of those of the files that exist, by id."""
-        return await asyncio.to_thread(self._store.filenames, file_ids, owner)
+        return await asyncio.to_thread(self._store.filenames, file_ids, owner, time())
 
     async def remove_file(self, file_id: str, owner: str) -> None:
         """Raises: NotFound, FileInUse."""
+        await self.file(file_id, owner)
         file = await asyncio.to_thread(self._store.remove_file, file_id, owner)
         if file.content is not None:
             await asyncio.to_thread(self._contents.remove, file.content)
@@ -274,6 +263,7 @@ class Jobs:
                     endpoints,
                     takes_many_models=self._options.takes_many_models,
                     max_requests=self._options.max_requests,
+                    text=self._options.text,
                 )
 
         return await asyncio.to_thread(check)
@@ -286,12 +276,19 @@ class Jobs:
         owner: str,
         *,
         key: str | None = None,
-        retry_of: str | None = None,
     ) -> BatchRecord:
-        """Store a new batch, which a worker soon runs.
+        """Store a new batch, which a worker soon runs. key: the client's `Idempotency-Key`.
 
-        key: the client's `Idempotency-Key`. retry_of: see `retry_batch`. Raises: BadRequest, Conflict.
+        Raises: BadRequest, Conflict.
         """
+        batch = await self._new_batch(request, owner)
+        digest = hashlib.sha256(request.model_dump_json().encode()).hexdigest()
+        stored = await asyncio.to_thread(self._store.add_batch, batch, key, digest)
+        self._worker.notice()
+        return stored
+
+    async def _new_batch(self, request: CreateBatchRequest, owner: str, *, retry_of: str | None = None) -> BatchRecord:
+        """The record of a batch that is not stored yet. Raises: BadRequest."""
         endpoint, _ = path_here(request.endpoint)
         served = await self._endpoints()
         if endpoint not in served:
@@ -306,7 +303,7 @@ class Jobs:
         assert window is not None  # the schema has checked it
         expiry = request.output_expires_after
         now = int(time())
-        batch = BatchRecord(
+        return BatchRecord(
             id=new_id("batch_"),
             owner=owner,
             status="validating",
@@ -320,10 +317,6 @@ class Jobs:
             retry_of=retry_of,
             webhook=None if request.webhook is None else request.webhook.model_dump(),
         )
-        digest = hashlib.sha256(request.model_dump_json().encode()).hexdigest()
-        stored = await asyncio.to_thread(self._store.add_batch, batch, key, digest)
-        self._worker.notice()
-        return stored
 
     async def retry_batch(self, batch_id: str, owner: str) -> BatchRecord:
         """A new batch with the requests that have failed or were not run. Raises: NotFound, BatchStateConflict."""
@@ -332,20 +325,20 @@ class Jobs:
             raise BatchStateConflict(batch_id, batch.status, "retry", "" if batch.status in RUNNING else NOTHING_FAILED)
         source, errors = await self.file(batch.input_file_id, owner), await self.file(batch.error_file_id, owner)
         file_id, content = self.arriving_file()
+        retry = await self._new_batch(_retry_request(batch, file_id), owner, retry_of=batch_id)
+
+        def store() -> BatchRecord:
+            self._write_failed_lines(source, errors, content)
+            file = _new_file(owner, file_id, content, retry_filename(source.filename), BATCH_INPUT)
+            content.store()
+            return self._store.add_batch(retry, new_input=file)
+
         try:
-            await asyncio.to_thread(self._write_failed_lines, source, errors, content)
-            name = retry_filename(source.filename)
-            await self.add_file(owner, file_id, content, filename=name, purpose=BATCH_INPUT)
+            stored = await asyncio.to_thread(store)
         finally:
             await asyncio.to_thread(content.discard)
-        request = CreateBatchRequest(
-            input_file_id=file_id,
-            endpoint=batch.endpoint,
-            completion_window=batch.completion_window,
-            metadata=None if batch.metadata is None else dict(batch.metadata),
-            webhook=None if batch.webhook is None else BatchWebhook(**batch.webhook),
-        )
-        return await self.create_batch(request, owner, retry_of=batch_id)
+        self._worker.notice()
+        return stored
 
     def _write_failed_lines(self, source: FileRecord, errors: FileRecord, content: ArrivingContent) -> None:
         """Copy the lines of a batch's input that are in its error file. Raises: OSError, StorageUnavailable."""
@@ -362,9 +355,19 @@ class Jobs:
         """Raises: NotFound."""
         return await asyncio.to_thread(self._store.batch, batch_id, owner)
 
-    async def batches(self, owner: str, *, limit: int, order: Order, after: str | None) -> Sequence[BatchRecord]:
-        """A page of batches. Raises: NotFound."""
-        return await asyncio.to_thread(self._store.list_batches, owner, limit=limit, order=order, after=after)
+    async def batches(
+        self,
+        owner: str,
+        *,
+        limit: int,
+        order: Order,
+        after: str | None,
+        statuses: Collection[BatchStatus] | None = None,
+    ) -> Sequence[BatchRecord]:
+        """A page of batches. statuses: those to list; None lists all. Raises: NotFound."""
+        return await asyncio.to_thread(
+            self._store.list_batches, owner, limit=limit, order=order, after=after, statuses=statuses
+        )
 
     async def cancel_batch(self, batch_id: str, owner: str) -> BatchRecord:
         """Raises: NotFound, BatchStateConflict."""
@@ -425,6 +428,39 @@ class Jobs:
                 shutil.rmtree(path, ignore_errors=True)
             else:
                 path.unlink(missing_ok=True)
+
+
+def _new_file(
+    owner: str, file_id: str, content: ArrivingContent, filename: str, purpose: str, expires_after: int | None = None
+) -> FileRecord:
+    """The record of a file whose content has arrived. Raises: BadRequest for an empty batch file."""
+    if purpose == BATCH_INPUT and not content.num_bytes:
+        message = "Invalid file format for Batch API. Must be .jsonl"
+        raise BadRequest(message, param="file", code="invalid_file_format")
+    now = int(time())
+    return FileRecord(
+        id=file_id,
+        owner=owner,
+        filename=filename,
+        purpose=purpose,
+        bytes=content.num_bytes,
+        created_at=now,
+        expires_at=None if expires_after is None else now + expires_after,
+        content=content.name,
+    )
+
+
+def _retry_request(batch: BatchRecord, input_file_id: str) -> CreateBatchRequest:
+    """What made a batch, for another input file."""
+    expiry = batch.output_expires_after
+    return CreateBatchRequest(
+        input_file_id=input_file_id,
+        endpoint=batch.endpoint,
+        completion_window=batch.completion_window,
+        metadata=None if batch.metadata is None else dict(batch.metadata),
+        output_expires_after=None if expiry is None else ExpiresAfter(anchor="created_at", seconds=expiry),
+        webhook=None if batch.webhook is None else BatchWebhook(**batch.webhook),
+    )
 
 
 def _check_parts(upload: UploadRecord, parts: Mapping[str, PartRecord], wanted: Sequence[str]) -> None:

@@ -8,11 +8,24 @@ threads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any, Literal
 
-from sqlalchemy import Connection, Engine, RowMapping, Table, delete, func, insert, or_, select, update
+from sqlalchemy import (
+    Column,
+    ColumnElement,
+    Connection,
+    Engine,
+    RowMapping,
+    Table,
+    delete,
+    func,
+    insert,
+    or_,
+    select,
+    update,
+)
 from sqlalchemy.exc import IntegrityError
 
 from batchline.errors import BadRequest, BatchStateConflict, Conflict, FileInUse, LeaseLost, NotFound
@@ -41,6 +54,12 @@ Order = Literal["asc", "desc"]
 
 KEY_LIFETIME_S = 30 * 24 * 3600
 """How long an idempotency key is known."""
+
+LONGEST_RETRY_S = 300.0
+"""How long a batch waits at most for its next try. A longer wait means that the clock was set back."""
+
+LONGEST_WEBHOOK_WAIT_S = 5 * 3600.0
+"""The same for a webhook."""
 
 
 class Store:
@@ -95,17 +114,26 @@ class Store:
             return _file_of(_row(connection, files, file_id, owner, "file"))
 
     def list_files(
-        self, owner: str, *, limit: int, order: Order, after: str | None = None, purpose: str | None = None
+        self,
+        owner: str,
+        now: float,
+        *,
+        limit: int,
+        order: Order,
+        after: str | None = None,
+        purpose: str | None = None,
     ) -> list[FileRecord]:
-        """A page of an owner's files. Raises: NotFound for an unknown `after`."""
-        filters = {} if purpose is None else {"purpose": purpose}
+        """A page of an owner's files that have not expired. Raises: NotFound for an unknown `after`."""
+        filters = [_is_kept(now)] if purpose is None else [_is_kept(now), files.c.purpose == purpose]
         return [_file_of(row) for row in self._page(files, owner, limit, order, after, "file", filters)]
 
-    def filenames(self, file_ids: Sequence[str], owner: str) -> dict[str, str]:
-        """The names of those of the files that exist, by id."""
-        query = select(files.c.id, files.c.owner, files.c.filename).where(files.c.id.in_(file_ids))
+    def filenames(self, file_ids: Sequence[str], owner: str, now: float) -> dict[str, str]:
+        """The names of those of the files that exist and have not expired, by id."""
+        columns = (files.c.id, files.c.owner, files.c.filename, files.c.expires_at)
         with self._engine.connect() as connection:  # SQLite would read all of the owner's files if it knew the owner
-            return {row.id: row.filename for row in connection.execute(query) if row.owner == owner}
+            found = connection.execute(select(*columns).where(files.c.id.in_(file_ids))).all()
+        own = (row for row in found if row.owner == owner)
+        return {row.id: row.filename for row in own if row.expires_at is None or row.expires_at > now}
 
     def remove_file(self, file_id: str, owner: str) -> FileRecord:
         """Remove a file's record. Raises: NotFound; FileInUse if a batch that is not over reads or writes it."""
@@ -142,13 +170,18 @@ class Store:
 
     # Batches
 
-    def add_batch(self, batch: BatchRecord, key: str | None = None, request: str = "") -> BatchRecord:
+    def add_batch(
+        self, batch: BatchRecord, key: str | None = None, request: str = "", new_input: FileRecord | None = None
+    ) -> BatchRecord:
         """Store a new batch. key: the client's; the same request with it again gets the batch of the first one.
 
-        request: a digest of the request. Raises: Conflict for another request with the same key.
+        request: a digest of the request. new_input: the batch's input file, if it is stored together with the batch.
+        Raises: Conflict for another request with the same key.
         """
         try:
             with self._engine.begin() as connection:
+                if new_input is not None:
+                    connection.execute(insert(files).values(asdict(new_input)))
                 if key is not None:
                     row = {"owner": batch.owner, "key": key, "request": request, "batch_id": batch.id}
                     connection.execute(insert(idempotency).values(**row, created_at=batch.created_at))
@@ -170,9 +203,19 @@ class Store:
         with self._engine.connect() as connection:
             return _batch_of(_row(connection, batches, batch_id, owner, "batch"))
 
-    def list_batches(self, owner: str, *, limit: int, order: Order, after: str | None = None) -> list[BatchRecord]:
-        """A page of an owner's batches. Raises: NotFound for an unknown `after`."""
-        return [_batch_of(row) for row in self._page(batches, owner, limit, order, after, "batch", {})]
+    def list_batches(
+        self,
+        owner: str,
+        *,
+        limit: int,
+        order: Order,
+        after: str | None = None,
+        statuses: Collection[BatchStatus] | None = None,
+    ) -> list[BatchRecord]:
+        """A page of an owner's batches. statuses: those to list; None lists all. Raises: NotFound for an unknown
+        `after`."""
+        filters = [] if statuses is None else [batches.c.status.in_(statuses)]
+        return [_batch_of(row) for row in self._page(batches, owner, limit, order, after, "batch", filters)]
 
     def batches_over(self, batch_ids: Sequence[str]) -> set[str]:
         """Those of the batches that are over."""
@@ -263,7 +306,8 @@ class Store:
         per_owner: at most so many of its oldest ones, of those whose windows end first, of those that are being
         cancelled, and of those that are not checked yet.
         """
-        is_free = [batches.c.status.in_(RUNNING), batches.c.lease_ends_at <= now, batches.c.retry_at <= now]
+        may_try = _is_due(batches.c.retry_at, now, LONGEST_RETRY_S)
+        is_free = [batches.c.status.in_(RUNNING), batches.c.lease_ends_at <= now, may_try]
         number, status = batches.c.number, batches.c.status
         orders: tuple[tuple[Any, ...], ...] = (
             (number,),
@@ -419,7 +463,8 @@ class Store:
 
     def due_webhooks(self, now: float, limit: int) -> list[WebhookRecord]:
         """Those that are to be tried now, the one that has waited longest first."""
-        query = select(webhooks).where(webhooks.c.next_at <= now).order_by(webhooks.c.next_at).limit(limit)
+        is_due = _is_due(webhooks.c.next_at, now, LONGEST_WEBHOOK_WAIT_S)
+        query = select(webhooks).where(is_due).order_by(webhooks.c.next_at).limit(limit)
         with self._engine.connect() as connection:
             return [WebhookRecord(**_without_number(row)) for row in connection.execute(query).mappings()]
 
@@ -449,15 +494,13 @@ class Store:
         order: Order,
         after: str | None,
         what: str,
-        filters: Mapping[str, str],
+        filters: Sequence[ColumnElement[bool]],
     ) -> list[RowMapping]:
-        query = select(table).where(
-            table.c.owner == owner, *(table.c[name] == value for name, value in filters.items())
-        )
+        query = select(table).where(table.c.owner == owner, *filters)
         number = table.c.number
         with self._engine.connect() as connection:
             if after is not None:
-                start = _row(connection, table, after, owner, what)["number"]
+                start = _row(connection, table, after, owner, what, "after")["number"]
                 query = query.where(number > start if order == "asc" else number < start)
             query = query.order_by(number if order == "asc" else number.desc()).limit(limit)
             return list(connection.execute(query).mappings())
@@ -505,12 +548,22 @@ def _ended(connection: Connection, batch: BatchRecord, now: float, *, tells_oper
     return ended
 
 
-def _row(connection: Connection, table: Table, object_id: str, owner: str, what: str) -> RowMapping:
-    """Raises: NotFound."""
+def _is_kept(now: float) -> ColumnElement[bool]:
+    """The condition that a file has not expired."""
+    return or_(files.c.expires_at.is_(None), files.c.expires_at > now)
+
+
+def _is_due(column: Column[float], now: float, longest_s: float) -> ColumnElement[bool]:
+    """The condition that a time has come, or is further away than any wait, because the clock was set back."""
+    return or_(column <= now, column > now + longest_s)
+
+
+def _row(connection: Connection, table: Table, object_id: str, owner: str, what: str, param: str = "id") -> RowMapping:
+    """param: where the request names the object. Raises: NotFound."""
     query = select(table).where(table.c.id == object_id, table.c.owner == owner)
     row = connection.execute(query).mappings().first()
     if row is None:
-        raise NotFound(f"No such {what}: {object_id[:100]!r}", param="id")
+        raise NotFound(f"No such {what}: {object_id[:100]!r}", param=param)
     return row
 
 

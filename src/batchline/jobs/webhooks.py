@@ -37,7 +37,8 @@ TRY_S = 15.0
 MAX_AT_ONCE = 8
 LIFETIME_S = 24 * 3600
 FIRST_DELAY_S, LONGEST_DELAY_S = 30.0, 4 * 3600.0
-"""Between two tries. The first is longer than a try may take; each is twice the one before, up to the longest."""
+"""Between two tries. The first is longer than a try may take; each is twice the one before, up to the longest. With
+its spread, the longest is below the store's `LONGEST_WEBHOOK_WAIT_S`."""
 
 GONE = 410
 """The status by which a receiver says that it wants no more."""

@@ -29,7 +29,7 @@ from batchline.jobs.contents import Contents
 from batchline.jobs.estimates import Paces
 from batchline.jobs.line import Line, next_to_check, next_to_start
 from batchline.jobs.options import JobsOptions
-from batchline.jobs.store import Store
+from batchline.jobs.store import LONGEST_RETRY_S, Store
 from batchline.jobs.tables import BatchRecord
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,6 @@ logger = logging.getLogger(__name__)
 LEASE_S = 30.0
 POLL_S = 1.0
 RETRY_S = 5.0
-LONGEST_RETRY_S = 300.0
 MAX_CHECKS = 2
 """Batches that are checked at once while they wait for a place."""
 

@@ -15,6 +15,9 @@ MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512
 MIN_EXPIRY_S, MAX_EXPIRY_S = 3600, 30 * 24 * 3600
 MAX_WINDOW_S = 365 * 24 * 3600
 
+PURPOSES = ("assistants", "batch", "evals", "fine-tune", "user_data", "vision")
+"""What OpenAI's API accepts. Only `batch` has a meaning here."""
+
 MAX_WEBHOOK_URL = 2000
 _MAX_STEM = 60
 
@@ -34,7 +37,7 @@ class CreateUploadRequest(WireModel):
     """The body of `POST /v1/uploads`. mime_type: of no consequence."""
 
     filename: str = Field(min_length=1, max_length=1000)
-    purpose: str = Field(min_length=1, max_length=64)
+    purpose: str
     bytes: int = Field(ge=1)
     mime_type: str | None = None
     expires_after: ExpiresAfter | None = None
@@ -94,6 +97,13 @@ def _check_pair(key: str, value: object) -> None:
     else:
         return
     raise BadRequest(f"{param}: {problem}", param=param, code="invalid_type")
+
+
+def check_purpose(purpose: str) -> None:
+    """Raises: BadRequest for a file that is for something else than `PURPOSES`."""
+    if purpose not in PURPOSES:
+        message = f"Invalid value: {purpose[:100]!r}. Supported values are: {', '.join(PURPOSES)}"
+        raise BadRequest(message, param="purpose", code="invalid_value")
 
 
 def window_s(text: str) -> int | None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
@@ -72,9 +72,7 @@ def parse_body(
             raise BadRequest(f"{name}: it is another name of {field}; send only one of them", param=name)
     if limits is not None:
         check_limits(schema, given, limits)
-    for name, value in given.items():
-        if name not in _names_by_key(schema):
-            _account_for(name, value, strict=strict)
+    account_for_fields(given, _names_by_key(schema), strict=strict)
     request = _validated(schema, given)
     for path in _unknown_inside(request, given, ""):
         _account_for_unknown(path, strict=strict)
@@ -111,6 +109,13 @@ def _account_for(name: str, value: Any, *, strict: bool) -> None:
             raise BadRequest(f"{name}: {unsupported.feature} is not supported{advice}", param=name)
         return
     _account_for_unknown(name, strict=strict)
+
+
+def account_for_fields(given: Mapping[str, Any], known: Collection[str], *, strict: bool) -> None:
+    """Do to the other fields of a form what `parse_body` does to those of a body. Raises: BadRequest."""
+    for name, value in given.items():
+        if name not in known:
+            _account_for(name, value, strict=strict)
 
 
 def _account_for_unknown(path: str, *, strict: bool) -> None:

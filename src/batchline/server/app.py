@@ -58,7 +58,7 @@ def create_app(
     _add_kept_responses(app, responses)
     _add_service(app, Service(backend, metrics))
     if jobs is not None:
-        _add_jobs(app, jobs)
+        _add_jobs(app, jobs, strict=options.strict)
         _add_page(app, Page(jobs, LoadWatch(backend, metrics), options.api_keys, has_docs=options.docs))
     if options.docs:
         _add_docs(app, options, is_front=jobs is None)
@@ -143,8 +143,8 @@ def _add_service(app: FastAPI, service: Service) -> None:
     add("/metrics", service.metrics)
 
 
-def _add_jobs(app: FastAPI, jobs: Jobs) -> None:
-    for method, path, route in jobs_routes(jobs):
+def _add_jobs(app: FastAPI, jobs: Jobs, *, strict: bool) -> None:
+    for method, path, route in jobs_routes(jobs, strict=strict):
         app.add_api_route(
             path,
             route,

@@ -21,8 +21,9 @@ from batchline.openai_api.batches import (
     CompleteUploadRequest,
     CreateBatchRequest,
     CreateUploadRequest,
+    check_purpose,
 )
-from batchline.openai_api.parsing import parse_body
+from batchline.openai_api.parsing import account_for_fields, parse_body
 from batchline.server.api_keys import owner_of
 from batchline.server.json_body import JsonResponse, read_json_object
 from batchline.server.stored_content import content_response
@@ -34,18 +35,24 @@ MAX_KEY = 255
 MAX_FILES_PAGE = 10_000
 MAX_BATCHES_PAGE = 100
 DEFAULT_BATCHES_PAGE = 20
-_MAX_PURPOSE, _MAX_FILENAME = 64, 1000
+_MAX_FILENAME = 1000
+_ANCHOR, _SECONDS = "expires_after[anchor]", "expires_after[seconds]"
 
 
 class FilesApi:
-    """`/v1/files`."""
+    """`/v1/files`. strict: see `parse_body`."""
 
-    def __init__(self, jobs: Jobs) -> None:
+    def __init__(self, jobs: Jobs, *, strict: bool) -> None:
         self._jobs = jobs
+        self._strict = strict
 
     async def upload(self, request: Request) -> Response:
         """Store a file. Raises: RequestError, ClientDisconnect."""
-        return JsonResponse(file_object(await self.receive(request)))
+
+        def check(fields: Mapping[str, str]) -> None:
+            account_for_fields(fields, {"purpose", _ANCHOR, _SECONDS}, strict=self._strict)
+
+        return JsonResponse(file_object(await self.receive(request, check)))
 
     async def receive(
         self, request: Request, check: Callable[[Mapping[str, str]], None] = lambda fields: None
@@ -63,8 +70,9 @@ class FilesApi:
             if form.filename is None:
                 raise BadRequest("file: it is missing", param="file", code="missing_required_parameter")
             purpose = form.fields.get("purpose", "")
-            if not purpose or len(purpose) > _MAX_PURPOSE:
+            if not purpose:
                 raise BadRequest("purpose: it is missing; use 'batch' for a batch's input", param="purpose")
+            check_purpose(purpose)
             expires_after = _expiry(form.fields)
             await asyncio.to_thread(content.close)
             return await self._jobs.add_file(
@@ -121,15 +129,17 @@ class FilesApi:
 
 
 class UploadsApi:
-    """`/v1/uploads`: files that arrive in parts."""
+    """`/v1/uploads`: files that arrive in parts. strict: see `parse_body`."""
 
-    def __init__(self, jobs: Jobs) -> None:
+    def __init__(self, jobs: Jobs, *, strict: bool) -> None:
         self._jobs = jobs
+        self._strict = strict
 
     async def create(self, request: Request) -> Response:
         """Begin an upload. Raises: RequestError."""
         body, _ = await read_json_object(request, MAX_BODY_BYTES)
-        given = parse_body(CreateUploadRequest, body, strict=False)
+        given = parse_body(CreateUploadRequest, body, strict=self._strict)
+        check_purpose(given.purpose)
         return JsonResponse(upload_object(await self._jobs.create_upload(given, owner_of(request))))
 
     async def add_part(self, request: Request) -> Response:
@@ -142,6 +152,7 @@ class UploadsApi:
             max_bytes = min(upload.bytes, MAX_PART_BYTES)
             too_large = PayloadTooLarge(f"The part is larger than {max_bytes:,} bytes", param="data")
             form = await receive_form(request, content, "data", max_bytes, too_large)
+            account_for_fields(form.fields, (), strict=self._strict)
             if form.filename is None:
                 raise BadRequest("data: it is missing", param="data", code="missing_required_parameter")
             await asyncio.to_thread(content.close)
@@ -153,7 +164,7 @@ class UploadsApi:
     async def complete(self, request: Request) -> Response:
         """Make the file. Raises: RequestError."""
         body, _ = await read_json_object(request, 8 * MAX_BODY_BYTES)
-        given = parse_body(CompleteUploadRequest, body, strict=False)
+        given = parse_body(CompleteUploadRequest, body, strict=self._strict)
         completed = await self._jobs.complete_upload(request.path_params["upload_id"], owner_of(request), given)
         return JsonResponse(upload_object(*completed))
 
@@ -164,15 +175,16 @@ class UploadsApi:
 
 
 class BatchesApi:
-    """`/v1/batches`."""
+    """`/v1/batches`. strict: see `parse_body`."""
 
-    def __init__(self, jobs: Jobs) -> None:
+    def __init__(self, jobs: Jobs, *, strict: bool) -> None:
         self._jobs = jobs
+        self._strict = strict
 
     async def create(self, request: Request) -> Response:
         """Start a batch. Raises: BadRequest."""
         body, _ = await read_json_object(request, MAX_BODY_BYTES)
-        given = parse_body(CreateBatchRequest, body, strict=False)
+        given = parse_body(CreateBatchRequest, body, strict=self._strict)
         key = request.headers.get("idempotency-key")
         if key is not None and not 0 < len(key) <= MAX_KEY:
             raise BadRequest(f"Idempotency-Key: it must have 1 to {MAX_KEY} characters", param="Idempotency-Key")
@@ -233,20 +245,21 @@ def _expiry(fields: Mapping[str, str]) -> int | None:
     given = {name: value for name, value in fields.items() if name.startswith("expires_after")}
     if not given:
         return None
-    seconds = _number_in(given.get("expires_after[seconds]", ""), MIN_EXPIRY_S, MAX_EXPIRY_S)
+    seconds = _number_in(given.get(_SECONDS, ""), MIN_EXPIRY_S, MAX_EXPIRY_S)
     problem = None
-    if given.get("expires_after[anchor]") != "created_at":
-        problem = "expires_after[anchor]", "it must be 'created_at'"
+    if given.get(_ANCHOR) != "created_at":
+        problem = _ANCHOR, "it must be 'created_at'"
     elif seconds is None:
-        problem = "expires_after[seconds]", f"it must be a number from {MIN_EXPIRY_S:,} to {MAX_EXPIRY_S:,}"
+        problem = _SECONDS, f"it must be a number from {MIN_EXPIRY_S:,} to {MAX_EXPIRY_S:,}"
     if problem is not None:
         raise BadRequest(": ".join(problem), param=problem[0], code="invalid_value")
     return seconds
 
 
-def routes(jobs: Jobs) -> list[tuple[str, str, Any]]:
-    """Method, path and route of each request that the API takes."""
-    files, uploads, batches = FilesApi(jobs), UploadsApi(jobs), BatchesApi(jobs)
+def routes(jobs: Jobs, *, strict: bool) -> list[tuple[str, str, Any]]:
+    """Method, path and route of each request that the API takes. strict: see `parse_body`."""
+    files, uploads = FilesApi(jobs, strict=strict), UploadsApi(jobs, strict=strict)
+    batches = BatchesApi(jobs, strict=strict)
     return [
         ("POST", "/v1/files", files.upload),
         ("GET", "/v1/files", files.list),

@@ -46,7 +46,8 @@ class ServerOptions:
     refused with 503. grace_period_s: how long a stop waits for running requests. docs: whether /docs and /openapi.json
     exist.
 
-    jobs: the settings of the Files and Batches API; None if the server does not have it. responses: limits of the
+    jobs: the settings of the Files and Batches API; None if the server does not have it. strict: whether unknown fields
+    of requests to it are errors; for all other requests, the backend decides. responses: limits of the
     stored responses, which are only in memory without `jobs`.
 
     Limits for misbehaving clients: max_connections: open ones. head_timeout_s: for a request's head. body_timeout_s and
@@ -78,6 +79,7 @@ class ServerOptions:
     access_log: bool = True
     docs: bool = True
     jobs: JobsOptions | None = None
+    strict: bool = False
     responses: ResponseLimits = field(default_factory=ResponseLimits)
 
     @property

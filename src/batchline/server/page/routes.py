@@ -79,7 +79,7 @@ class Page:
         self._jobs = jobs
         self._load = load
         self._sessions = Sessions(KnownKeys(keys))
-        self._files = FilesApi(jobs)
+        self._files = FilesApi(jobs, strict=False)
         self._has_docs = has_docs
         self._templates = templates()
         self._static = static_files()
