@@ -17,6 +17,7 @@ import pytest
 from threaded_server import Serve, ThreadedServer
 
 from batchline.backends.base import EndpointRequest
+from batchline.config import TextConfig
 from batchline.jobs.options import JobsOptions
 from batchline.jobs.store import Store
 from batchline.jobs.tables import BatchRecord
@@ -157,9 +158,65 @@ def test_a_running_batch_shows_how_far_it_is_and_can_be_cancelled(visit: Visit) 
     assert visitor.post(f"{path}/cancel").url.path == path
     over = visitor.until(path, ">cancelled<")
     assert "batch_cancelled" in over
+    assert re.search(r"<dt>Done</dt><dd>1 <small>of 2 · 50%", over)
+    assert re.search(r"<dt>Not run</dt><dd>1<", over)
+    assert re.search(r'class="bar quiet".*\n.*class="good" width="50.00".*class="bad" x="50.00" width="0.00"', over)
+    assert "Retry 1 request<" in over
     assert "Cancel this batch" not in over
     refused = visitor.post(f"{path}/cancel")
     assert refused.status_code == 200, "cancelling twice does no harm"
+
+
+def test_the_list_shows_descriptions_and_can_be_narrowed_down(visit: Visit) -> None:
+    visitor = visit(FakeBackend(before_answer=hold_some))
+    fields = dict(re.findall(r'name="(input_file_id|endpoint)" value="([^"]+)"', visitor.upload(jsonl(line(1))).text))
+    described = visitor.post("/page/batches", completion_window="1h", description="Nightly <b>", **fields).url.path
+    paths = {"completed": described, "running": visitor.start(jsonl(line(1, "wait")))}
+    paths["cancelled"] = visitor.start(jsonl(line(2, "wait")))
+    visitor.post(f"{paths['cancelled']}/cancel")
+    missing = {"input_file_id": "file-x", "endpoint": CHAT}
+    paths["failed"] = visitor.post("/page/batches", completion_window="1h", **missing).url.path
+    for status, path in paths.items():
+        visitor.until(path, f">{status}<")
+    assert '<span class="description">Nightly &lt;b&gt;</span>' in visitor.get().text
+
+    def listed(query: str) -> list[str]:
+        return re.findall(r'<th scope="row" class="name"><a href="([^"]+)"', visitor.get(f"/{query}").text)
+
+    assert set(listed("")) == set(paths.values())
+    for status, path in paths.items():
+        assert listed(f"?status={status}") == [path]
+        link = re.findall(r'<a href="([^"]+)" aria-current="true">(\w+)', visitor.get(f"/?status={status}").text)
+        assert link == [(f"/?status={status}", status.capitalize())]
+    visitor.post(f"{paths['running']}/cancel")
+    visitor.until(paths["running"], ">cancelled<")
+    assert "There are no running batches." in visitor.get("/?status=running").text
+    assert "All</a>" in visitor.get("/?status=running").text
+    assert visitor.get("/?status=nonsense").status_code == 400
+
+
+def test_the_pages_of_a_narrowed_list_stay_narrowed(visit: Visit, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("batchline.server.page.routes.ROWS", 1)
+    visitor = visit()
+    paths = [visitor.start(jsonl(line(1))) for _ in range(2)]
+    for path in paths:
+        visitor.until(path, ">completed<")
+    older = unescape(re.findall(r'rel="next" href="([^"]+)"', visitor.get("/?status=completed").text)[0])
+    assert older == f"/?status=completed&after={paths[1].rpartition('/')[2]}"
+    shown = visitor.get(older).text
+    assert f'href="{paths[0]}"' in shown
+    assert f'href="{paths[1]}"' not in shown
+    assert f"/?status=completed&before={paths[0].rpartition('/')[2]}" in unescape(shown)
+
+
+def test_values_that_will_make_requests_fail_are_shown_before_anything_runs(visit: Visit, tmp_path: Path) -> None:
+    """Bug: only the running batch told of them."""
+    visitor = visit(jobs=JobsOptions(state_dir=tmp_path / "state", text=TextConfig()))
+    wrong = line(2)
+    wrong["body"] |= {"temperature": 9}
+    checked = unescape(visitor.upload(jsonl(line(1), wrong)).text)
+    assert re.search(r'class="warning">1 request will fail \(line 2\): temperature: ', checked)
+    assert "Start batch" in checked
 
 
 def test_the_failed_requests_of_a_batch_are_run_again(visit: Visit) -> None:

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from browser import BROWSER, FAULTS, Page, browser_page
 from threaded_server import Serve, ThreadedServer
@@ -158,7 +159,7 @@ async def page(tmp_path: Path) -> AsyncIterator[Page]:
         yield page
 
 
-@pytest.mark.parametrize("width", [1280, 400])
+@pytest.mark.parametrize("width", [1280, 360])
 @pytest.mark.sample(2)
 async def test_a_visitor_runs_watches_cancels_and_downloads_batches(
     serve: Serve, page: Page, tmp_path: Path, width: int
@@ -218,13 +219,17 @@ async def test_a_visitor_runs_watches_cancels_and_downloads_batches(
     await watcher.inspect("failures")
 
     await page.evaluate("history.back()")
-    await watcher.sees("Retry 7 failed")
+    await watcher.sees("Retry 7 requests")
     await watcher.click("form[action$='/retry'] button")
     await watcher.sees("Retry of")
 
     await watcher.open("/")
     await watcher.sees("mixed <b>.jsonl")
     await watcher.inspect("overview")
+    form = {"purpose": "batch", "expires_after[anchor]": "created_at", "expires_after[seconds]": str(20 * 86_400)}
+    files = {"file": ("x" * 150 + ".jsonl", b"{}" * 1000)}
+    async with httpx.AsyncClient(base_url=server.url, headers={"Authorization": f"Bearer {KEY}"}) as client:
+        (await client.post("/v1/files", data=form, files=files)).raise_for_status()
     await watcher.open("/page/files")
     await watcher.sees("_output.jsonl")
     await watcher.inspect("files")
@@ -236,7 +241,7 @@ async def test_a_visitor_runs_watches_cancels_and_downloads_batches(
 
 async def test_bad_lines_and_errors_can_be_read(serve: Serve, page: Page, tmp_path: Path) -> None:
     server = serve(FakeBackend(), jobs=JobsOptions(state_dir=tmp_path / "state"))
-    for width in (1280, 400):
+    for width in (1280, 360):
         watcher = Watcher(page, server, width)
         bad = tmp_path / "bad.jsonl"
         bad.write_text("not json\n" + json.dumps(line(1, "a", url="/v1/" + "x" * 300)) + "\n" + json.dumps({}) + "\n")

@@ -121,6 +121,32 @@ def test_a_batch_that_waits_says_so_and_when_it_will_be_late() -> None:
     assert views.view_of(replace(waiting, worker="w"), 1100, "in.jsonl", None, None).word == "running"
 
 
+def test_a_cancelled_batch_shows_how_far_it_got() -> None:
+    """Bug: its bar was full and red, because the requests that were not run count as failed."""
+    over = replace(RECORD, status="cancelled", cancelled_at=1020, completed=3, failed=7)
+    over = replace(over, failures_by_code={"500": 1, "batch_cancelled": 6}, error_file_id="file-2")
+    shown = views.view_of(over, 5000, None, None, None)
+    assert (shown.done, shown.failed, shown.num_unrun, shown.percent) == (4, 1, 6, 40)
+    assert (shown.good_share, shown.failed_share, shown.tone) == (30, 10, "quiet")
+    assert shown.requests_per_s == 0.4
+    expired = replace(over, status="expired", expired_at=1020, failures_by_code={"500": 1, "batch_expired": 6})
+    assert views.view_of(expired, 5000, None, None, None).percent == 40
+
+
+@pytest.mark.parametrize(
+    ("metadata", "shown"),
+    [
+        (None, None),
+        ({"night": "7"}, None),
+        ({"description": " Nightly reviews "}, "Nightly reviews"),
+        ({"Title": "t", "NAME": "n"}, "n"),
+        ({"description": " ", "note": "x" * 300}, "x" * views.MAX_DESCRIPTION + "…"),
+    ],
+)
+def test_metadata_that_describe_a_batch_are_shown(metadata: dict[str, str] | None, shown: str | None) -> None:
+    assert views.view_of(replace(RECORD, metadata=metadata), 1100, None, None, None).description == shown
+
+
 def test_a_finished_batch_shows_what_it_took() -> None:
     over = replace(
         RECORD, status="completed", completed_at=1210, completed=8, failed=2, prompt_tokens=100, output_tokens=300

@@ -29,7 +29,7 @@ from batchline.server.jobs_api import FilesApi
 from batchline.server.json_body import read_parts
 from batchline.server.page.assets import HEADERS, static_files, templates
 from batchline.server.page.load import LoadWatch
-from batchline.server.page.views import BatchView, times_of, view_of
+from batchline.server.page.views import FILTERS, BatchView, times_of, view_of
 from batchline.server.page.visits import (
     CAME_AGAIN,
     TOKEN_FIELD,
@@ -110,8 +110,18 @@ class Page:
 
     async def _overview(self, request: Request, visit: Visit) -> Response:
         owner = _owner(visit)
+        chosen = request.query_params.get("status") or None
+        if chosen not in (None, *FILTERS):
+            raise BadRequest(f"status: it must be one of {', '.join(FILTERS)}", param="status", code="invalid_value")
         rows = await _rows(
-            request, lambda order, after: self._jobs.batches(owner, limit=ROWS + 1, order=order, after=after)
+            request,
+            lambda order, after: self._jobs.batches(
+                owner,
+                limit=ROWS + 1,
+                order=order,
+                after=after,
+                statuses=None if chosen is None else FILTERS[chosen],
+            ),
         )
         names = await self._jobs.filenames([record.input_file_id for record in rows.shown], owner)
         now = time()
@@ -122,6 +132,8 @@ class Page:
             "overview.html",
             batches=batches,
             rows=rows,
+            filters=FILTERS,
+            chosen=chosen,
             refresh_s=REFRESH_S if any(batch.is_running for batch in batches) else IDLE_REFRESH_S,
         )
 
@@ -151,7 +163,7 @@ class Page:
             raise NotFound("The file with the failed requests was deleted", param="id") from exc
         names = await self._jobs.filenames([record.input_file_id], record.owner)
         batch = self._view(record, time(), names)
-        has_more = batch.failed > sum(kind.count for kind in kinds)
+        has_more = batch.failed + batch.num_unrun > sum(kind.count for kind in kinds)
         return await self._page(request, visit, "failures.html", batch=batch, kinds=kinds, has_more=has_more)
 
     async def _file_list(self, request: Request, visit: Visit) -> Response:

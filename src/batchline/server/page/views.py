@@ -9,6 +9,7 @@ from typing import Literal
 from batchline.batch.figures import span_text
 from batchline.batch.history import Rates
 from batchline.batch.progress import Progress
+from batchline.batch.stopping import END_REASONS
 from batchline.jobs.objects import warnings_of
 from batchline.jobs.states import CANCELLABLE, RUNNING, BatchStatus
 from batchline.jobs.tables import BatchRecord
@@ -27,10 +28,26 @@ _WORDS: Mapping[BatchStatus, tuple[str, Tone]] = {
 }
 
 
+DESCRIPTION_KEYS = ("description", "name", "title", "job", "note")
+"""The keys of metadata that are shown in the list, the best first."""
+
+MAX_DESCRIPTION = 120
+
+FILTERS: Mapping[str, frozenset[BatchStatus]] = {
+    "running": RUNNING,
+    "completed": frozenset({"completed"}),
+    "failed": frozenset({"failed", "expired"}),
+    "cancelled": frozenset({"cancelled"}),
+}
+"""What the list of batches can be narrowed down to."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchView:
-    """A batch as the page shows it. done, failed: requests; good_share, failed_share: percent of all.
+    """A batch as the page shows it. description: what the client's metadata say about it.
 
+    done: requests that ran; failed: those of them that failed. num_unrun: requests that were not run, because the batch
+    was cancelled or has expired. good_share, failed_share: percent of all.
     prompt_tokens, output_tokens: of the results so far. tokens_per_s: of both, over the last minute or, at the end,
     over the whole run. time_text: what is left, or what it took. failures: the most frequent codes first. warnings:
     sentences.
@@ -38,11 +55,13 @@ class BatchView:
 
     record: BatchRecord
     filename: str | None
+    description: str | None
     word: str
     tone: Tone
     is_running: bool
     done: int
     failed: int
+    num_unrun: int
     good_share: float
     failed_share: float
     prompt_tokens: int
@@ -55,7 +74,7 @@ class BatchView:
 
     @property
     def percent(self) -> int:
-        """How much is done, rounded down: 100 means all."""
+        """How much has run, rounded down: 100 means all."""
         return 100 * self.done // self.record.total if self.record.total else 0
 
     @property
@@ -80,6 +99,8 @@ def view_of(
     if progress is not None and is_running:
         done, failed, failures = progress.done, progress.failed, progress.failures_by_code
         prompt_tokens, output_tokens = progress.answered_prompt_tokens, progress.answered_output_tokens
+    num_unrun = _num_unrun(failures)
+    done, failed = done - num_unrun, failed - num_unrun
     total = max(record.total, 1)
     word, tone = _WORDS[record.status]
     if record.status == "completed" and failed:
@@ -91,11 +112,13 @@ def view_of(
     return BatchView(
         record=record,
         filename=filename,
+        description=_description(record.metadata or {}),
         word=word,
         tone=tone,
         is_running=is_running,
         done=done,
         failed=failed,
+        num_unrun=num_unrun,
         good_share=100 * (done - failed) / total,
         failed_share=100 * failed / total,
         prompt_tokens=prompt_tokens,
@@ -106,6 +129,17 @@ def view_of(
         failures=tuple(sorted(failures.items(), key=lambda item: (-item[1], item[0]))),
         warnings=tuple(warning["message"] for warning in warnings_of(record)),
     )
+
+
+def _num_unrun(failures: Mapping[str, int]) -> int:
+    return sum(failures.get(code, 0) for code in END_REASONS)
+
+
+def _description(metadata: Mapping[str, str]) -> str | None:
+    """The first pair that says what a batch is for, shortened."""
+    texts = {key.lower(): value.strip() for key, value in metadata.items()}
+    text = next(filter(None, (texts.get(name) for name in DESCRIPTION_KEYS)), None)
+    return text if text is None or len(text) <= MAX_DESCRIPTION else f"{text[:MAX_DESCRIPTION]}…"
 
 
 def ended_at(record: BatchRecord) -> int | None:
@@ -136,7 +170,7 @@ def _rates_of_all(record: BatchRecord) -> Rates | None:
     elapsed_s = max(1, end - record.in_progress_at)
     return Rates(
         at=end,
-        requests_per_s=(record.completed + record.failed) / elapsed_s,
+        requests_per_s=(record.completed + record.failed - _num_unrun(record.failures_by_code or {})) / elapsed_s,
         prompt_tokens_per_s=record.prompt_tokens / elapsed_s,
         output_tokens_per_s=record.output_tokens / elapsed_s,
     )
