@@ -9,7 +9,7 @@ import pytest
 from batch_files import RecordingReporter, chat_line, contents, read_lines, write_lines
 from fake_service import FakeService, RunVia
 
-from batchline.batch.options import Limits
+from batchline.batch.options import Limits, Retry
 from batchline.batch.stopping import Stop
 from batchline.errors import ResumeRefused, RunFailed, RunInterrupted
 
@@ -225,6 +225,27 @@ def test_an_interrupted_run_leaves_its_batches_and_fetches_them_later(
     assert sorted(service.paid) == sorted(TEXTS)
     assert len(service.batches) == 3
     assert "Continuing with 3 parts of an earlier process" in reporter.phases
+
+
+def test_an_interrupted_retry_fetches_its_batches_later_and_pays_for_no_line_twice(
+    service: FakeService, run_via: RunVia, batch: Path, tmp_path: Path
+) -> None:
+    service.failing = set(TEXTS) - {"r0"}
+    run_via(service.url, batch, tmp_path / "out.jsonl")
+    first = (tmp_path / "out.jsonl").read_bytes()
+    service.failing, service.paid, service.batches = set(), [], {}
+    stop, retry = Stop(), Retry(())
+    service.num_looks = 10**6
+    stopping = StoppingReporter(service, stop)
+    with pytest.raises(RunInterrupted):
+        run_via(service.url, batch, tmp_path / "out.jsonl", stop=stop, reporter=stopping, retry=retry)
+    assert (tmp_path / "out.jsonl").read_bytes() == first
+    service.num_looks = 1
+    run_via(service.url, batch, tmp_path / "out.jsonl", retry=retry)
+    assert sorted(service.paid) == sorted(set(TEXTS) - {"r0"})
+    assert contents(read_lines(tmp_path / "out.jsonl")) == TEXTS
+    assert (tmp_path / "out.jsonl").read_bytes().splitlines()[0] == first.splitlines()[0]
+    assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl", "out.jsonl"}
 
 
 def test_batches_of_another_input_are_not_forgotten(

@@ -85,6 +85,45 @@ def test_requests_without_a_model_get_the_one_of_the_command(
     assert sent[0]["body"]["model"] == "gpt-x"
 
 
+def test_failed_lines_are_sent_again_and_merged(
+    command: Command, service: FakeService, batch: Path, tmp_path: Path
+) -> None:
+    """`retry --via`: only they are uploaded and paid for again, and the other results stay as they are."""
+    asked = ("--via", service.url, "-i", batch, "-o", tmp_path / "out.jsonl")
+    service.failing, service.lost = {"r1", "r3"}, {"r4"}
+    assert command("run-batch", *asked).code == 0
+    before = (tmp_path / "out.jsonl").read_bytes().splitlines()
+    service.failing, service.lost, service.paid = {"r3"}, set(), []
+    again = command("retry", *asked)
+    assert again.code == 0, again.err
+    assert "Keeping 2 results, retrying 3 requests\n" in again.err
+    after = (tmp_path / "out.jsonl").read_bytes().splitlines()
+    assert [json.loads(line)["custom_id"] for line in after] == list(TEXTS)
+    assert [after[0], after[2]] == [before[0], before[2]]
+    assert contents(read_lines(tmp_path / "out.jsonl")) == {name: TEXTS[name] for name in TEXTS if name != "r3"}
+    assert sorted(service.paid) == ["r1", "r3", "r4"]
+    assert command("retry", *asked, "--only", "503", "--fail-on-error").code == 3
+    assert len(service.paid) == 3, "r3 failed with another code"
+    service.failing = set()
+    assert command("retry", *asked, "--only", "500", "--fail-on-error").code == 0
+    assert service.paid[3:] == ["r3"]
+    assert contents(read_lines(tmp_path / "out.jsonl")) == TEXTS
+    assert "Nothing to retry" in command("retry", *asked).err
+    assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl", "out.jsonl"}
+
+
+def test_failed_lines_in_an_error_file_are_sent_again(
+    command: Command, service: FakeService, batch: Path, tmp_path: Path
+) -> None:
+    asked = ("-i", batch, "-o", tmp_path / "out.jsonl", "--error-file", tmp_path / "errors.jsonl", "--via", service.url)
+    service.failing = {"r0", "r2"}
+    assert command("run-batch", *asked).code == 0
+    service.failing = {"r0"}
+    assert command("retry", *asked).code == 0
+    assert contents(read_lines(tmp_path / "out.jsonl")) == {name: TEXTS[name] for name in TEXTS if name != "r0"}
+    assert [one["custom_id"] for one in read_lines(tmp_path / "errors.jsonl")] == ["r0"]
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
