@@ -89,6 +89,7 @@ def benchmarks(runs: int, vllm: str | None) -> list[Benchmark]:
         ),
         Benchmark("journal", ("journal_overhead.py", "--runs", str(max(runs, 2))), ("--requests", "4", "--runs", "1")),
         Benchmark("server", ("server_load.py", "--runs", times), ("--workload", "tiny", "--concurrency", "8")),
+        Benchmark("stored-batches", ("stored_batches.py",), ("--batches", "20", "--requests", "2")),
     ]
     if vllm is None:
         print("vllm: left out, no --vllm VENV was given", flush=True)

@@ -48,7 +48,8 @@ def main() -> None:
         fill(Path(folder), options.batches)
         with served(Path(folder)) as port:
             medians = measure(port, options.batches, options.requests)
-    print(json.dumps({"batches": options.batches, "median_ms": medians}))
+    figures = {f"{kind.replace(' ', '_')}_ms": median for kind, median in medians.items()}
+    print(json.dumps({"batches": options.batches, **figures}))
 
 
 def fill(folder: Path, count: int) -> None:
@@ -128,6 +129,8 @@ def measure(port: int, count: int, requests: int) -> dict[str, float]:
         "files": lambda n: f"/v1/files?limit=100&purpose=batch&after=batch-{n}",
         "page": lambda n: "/",
         "page after": lambda n: f"/?after=batch_{n}",
+        "page of failed": lambda n: "/?status=failed",
+        "page of running": lambda n: "/?status=running",
         "page of one": lambda n: f"/page/batches/batch_{n}",
         "page of files": lambda n: "/page/files",
     }
