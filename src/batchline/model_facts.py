@@ -55,6 +55,18 @@ class ModelFacts:
         }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineRate:
+    """layer_flops, head_flops: the floating-point operations of the model's linear layers for each computed token, and
+    of its head for each sampled one. matrix_flops: how many of them its device computes in a second, as measured with
+    products of the model's shapes.
+    """
+
+    layer_flops: int
+    head_flops: int
+    matrix_flops: float
+
+
 NOT_BUILT = "they were not built: no C++ compiler was found when Batchline was installed"
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from batchline import run_batch
-from batchline.backends.base import BackendStats, ServedModel
+from batchline.backends.base import BackendStats, EndpointRequest, ServedModel
 from batchline.backends.in_process import InProcessBackend
 from batchline.batch.progress import Progress, SilentReporter
 from batchline.cli.metrics_endpoint import MetricsReporter
@@ -142,3 +143,26 @@ def test_metrics_of_a_run_carry_the_facts() -> None:
     ]
     assert line.endswith("} 1.0")
     assert all(label in line for label in SERIES)
+
+
+def test_a_report_shows_which_share_of_the_machine_a_run_has_used(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_bytes(CHAT)
+    for model, is_shown in ((config("tiny-chat"), True), (config("tiny-chat", quantization="int8"), False)):
+        path = tmp_path / f"{is_shown}.html"
+        run_batch(tmp_path / "in.jsonl", tmp_path / f"{is_shown}.jsonl", model=model, report=path)
+        shares = re.findall(r"<dt>Machine</dt><dd>([\d.]+)% of what it can compute", path.read_text())
+        assert [float(share) > 0 for share in shares] == [True] * is_shown
+
+
+async def test_a_busy_engine_is_not_measured() -> None:
+    backend = InProcessBackend([config("tiny-chat")])
+    await backend.start()
+    try:
+        body = {"model": "m", "prompt": "Hi", "max_tokens": 500, "ignore_eos": True}
+        stream = backend.stream(EndpointRequest(url="/v1/completions", body=body, request_id="r"))
+        await anext(stream)
+        assert await backend.machine_rate("m") is None
+        await stream.aclose()
+        assert await backend.machine_rate("unknown") is None
+    finally:
+        await backend.close()

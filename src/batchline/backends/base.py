@@ -19,7 +19,7 @@ import orjson
 from batchline.checkpoints.digests import OnRead
 from batchline.engine.sequence_metrics import SequenceCounts
 from batchline.errors import BadRequest, InvalidAnswer, NotFound
-from batchline.model_facts import ModelFacts
+from batchline.model_facts import MachineRate, ModelFacts
 
 logger = logging.getLogger(__name__)
 
@@ -215,6 +215,14 @@ class Backend(Protocol):
 
     async def close(self) -> None:
         """Stop and free everything. Idempotent."""
+
+
+@runtime_checkable
+class MeasuresMachine(Protocol):
+    """A backend that can measure what the machine could do with one of its models."""
+
+    async def machine_rate(self, name: str) -> MachineRate | None:
+        """Measure while no request runs; None if that is not possible, or says nothing about this model."""
 
 
 @runtime_checkable

@@ -43,6 +43,7 @@ from batchline.errors import (
     UsageError,
     request_error,
 )
+from batchline.model_facts import MachineRate
 from batchline.openai_api.endpoint_table import ENDPOINTS, answering_path, endpoints_of, error_body
 from batchline.pooling.detection import detect_context, refuse_longer_context, task_of
 
@@ -176,6 +177,11 @@ class InProcessBackend:
         for model in self._residency.resident_models():
             by_model[model.facts.name] = _sum([by_model.get(model.facts.name, BackendStats()), model.stats()])
         return replace(_sum(by_model.values()), by_model=by_model)
+
+    async def machine_rate(self, name: str) -> MachineRate | None:
+        """See `MeasuresMachine`."""
+        model = self._residency.resident(name)
+        return None if model is None or model.machine_rate is None else await model.machine_rate()
 
     async def close(self) -> None:
         """Unload everything. Idempotent."""

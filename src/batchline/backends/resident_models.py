@@ -49,7 +49,7 @@ from batchline.engine.memory import CacheMemory
 from batchline.errors import BadRequest, ModelLoadError, UnsupportedModel
 from batchline.media.collector import MediaCollector
 from batchline.media.processor import load_media_processor
-from batchline.model_facts import ModelFacts
+from batchline.model_facts import MachineRate, ModelFacts
 from batchline.openai_api.endpoint_table import (
     CHAT,
     CLASSIFY,
@@ -104,7 +104,7 @@ class ResidentModel:
 
     streams: by path, the endpoints that can also answer in chunks. checks: by path, functions that find the faults of a
     request without answering it. is_alive: whether its thread still runs. company: which requests may run on it
-    together.
+    together. machine_rate: measures the machine for the model.
     """
 
     facts: ModelFacts
@@ -116,6 +116,7 @@ class ResidentModel:
     close: Callable[[], None]
     streams: Mapping[str, StreamingEndpoint] = field(default_factory=dict)
     checks: Mapping[str, Check] = field(default_factory=dict)
+    machine_rate: Callable[[], Awaitable[MachineRate | None]] | None = None
 
 
 def load(
@@ -257,6 +258,7 @@ def _generative_model(
             MESSAGES: _bound(message_events, model),
         },
         checks={RESPONSES: lambda request: check_response(request.body, model)},
+        machine_rate=engine.machine_rate,
         max_model_len=engine.max_model_len,
         is_alive=lambda: engine.is_alive,
         stats=lambda: _engine_stats(engine),

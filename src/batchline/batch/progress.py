@@ -303,7 +303,7 @@ class BackendWatch:
     async def _report(self, backend: Backend, tally: Tally, in_flight: Sized) -> None:
         await self.report_models(backend)
         models = tuple(self.models.values())
-        progress = tally.snapshot(_stats(backend), models, num_running=len(in_flight), stops_in_s=self._stops_in_s())
+        progress = tally.snapshot(stats_of(backend), models, num_running=len(in_flight), stops_in_s=self._stops_in_s())
         self._reporter.progress(progress)
 
     def _stops_in_s(self) -> float | None:
@@ -352,7 +352,7 @@ async def models_of(backend: Backend) -> Sequence[ServedModel]:
         return ()
 
 
-def _stats(backend: Backend) -> BackendStats:
+def stats_of(backend: Backend) -> BackendStats:
     """A backend's counters; zeros if it cannot read them, which must not end a run."""
     try:
         return backend.stats()

@@ -18,6 +18,7 @@ from batchline.batch.history import History, Rates, mean_rates
 from batchline.batch.journal import Journal
 from batchline.batch.location_targets import LocationTarget, is_special
 from batchline.batch.locations import Location
+from batchline.batch.machine_share import MachineShare
 from batchline.batch.progress import Progress, Reporter, Tally
 from batchline.batch.resuming import RunState
 from batchline.batch.summary import failed_results
@@ -103,15 +104,27 @@ def refuse_unwritable_report(path: Path, files: RunFiles) -> None:
 
 
 def write_report(
-    path: Path, files: RunFiles, state: RunState, recorder: RunRecorder, problem: BaseException | None
+    path: Path,
+    files: RunFiles,
+    state: RunState,
+    recorder: RunRecorder,
+    problem: BaseException | None,
+    share: MachineShare | None = None,
 ) -> None:
-    """Write the page about a run that has ended. problem: what ended it early. Raises: OSError."""
-    page = _page(files, state, recorder, problem)
+    """Write the page about a run that has ended. problem: what ended it early. share: of the machine's arithmetic, if
+    it is known. Raises: OSError."""
+    page = _page(files, state, recorder, problem, share)
     with whole_file(Path(os.path.realpath(path))) as file:
         file.write(page.encode(errors="replace"))
 
 
-def _page(files: RunFiles, state: RunState, recorder: RunRecorder, problem: BaseException | None) -> str:
+def _page(
+    files: RunFiles,
+    state: RunState,
+    recorder: RunRecorder,
+    problem: BaseException | None,
+    share: MachineShare | None,
+) -> str:
     samples = recorder.history.samples
     word, tone = ("completed", "good") if problem is None else ("unfinished", "bad")
     if problem is None and state.tally.failed == state.tally.total > 0:
@@ -131,6 +144,7 @@ def _page(files: RunFiles, state: RunState, recorder: RunRecorder, problem: Base
         files=files,
         models=() if recorder.latest is None else recorder.latest.models,
         warnings=recorder.warnings,
+        share=share,
         plots=plots_of(recorder.history),
         began_at=recorder.began_at,
         now=time.time(),

@@ -36,6 +36,7 @@ from batchline.batch.finished import FinishedRuns
 from batchline.batch.index import LineIndex, LineReader
 from batchline.batch.job_folder import JobFolder
 from batchline.batch.journal import Disk
+from batchline.batch.machine_share import MachineShare, machine_share
 from batchline.batch.model_names import (
     endpoint_warnings,
     refuse_unserved_endpoints,
@@ -53,6 +54,7 @@ from batchline.batch.progress import (
     Reporter,
     Tally,
     models_of,
+    stats_of,
 )
 from batchline.batch.rates import keep_measurement
 from batchline.batch.report import RunRecorder, refuse_unwritable_report, write_report
@@ -178,6 +180,7 @@ class BatchRun:
         self._state: RunState | None = None
         self._finished_runs = FinishedRuns(files, options)
         self._pace = Pace()
+        self._share: MachineShare | None = None
         self._watch = BackendWatch(reporter, stop, options.grace_period_s)
 
     @property
@@ -246,7 +249,7 @@ class BatchRun:
             self._reporter.phase("Nothing was run: no report is written")
             return
         try:
-            write_report(path, self._files, self._state, recorder, problem)
+            write_report(path, self._files, self._state, recorder, problem, self._share)
         except OSError as exc:
             self._reporter.warn(f"Cannot write the report to {path}: {exc.strerror or exc}. The results are safe.")
 
@@ -407,6 +410,7 @@ class BatchRun:
             self._pace.begin_loading()
             async with contextlib.AsyncExitStack() as stack:
                 started = await unless_stopped(stack.enter_async_context(backend), self._stop)
+                before = stats_of(started)
                 self._stop.notice = STOPPING
                 self._pace.begin_running(state.tally)
                 await self._watch.report_models(started)
@@ -417,6 +421,8 @@ class BatchRun:
                         await self._run_requests(started, feeder, state, in_flight, are_suspects=are_suspects)
                 self._pace.end(state.tally)
                 self._stop.notice = STOPPING_IDLE
+                if self._options.report is not None:
+                    self._share = await machine_share(started, self._watch.models, before, self._pace.run_time_s)
 
     async def _answer_in_bulk(self, service: BulkService, plan: Plan, reader: LineReader, state: RunState) -> None:
         if state.tally.done == state.tally.total or self._stop.is_set():

@@ -33,6 +33,7 @@ from batchline.engine.request import (
     RequestFailed,
 )
 from batchline.errors import EngineDead
+from batchline.model_facts import MachineRate
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +42,8 @@ REST_PER_WORK = 12
 
 MAX_HOLD_S = 0.25
 """Streams are never held longer than this, however busy the loops are."""
+
+MAX_MEASURE_S = 10.0
 
 RequestT = TypeVar("RequestT", GenerationRequest, EmbeddingRequest)
 
@@ -100,6 +103,33 @@ class AsyncEngine:
     def head_rows(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
         """Weights and bias of these tokens' logits. See `LoadedModel.head_rows`. Raises: UnsupportedModel."""
         return self._engine.loaded.head_rows(token_ids)
+
+    async def machine_rate(self) -> MachineRate | None:
+        """See `Engine.machine_rate`. None, too, if the engine is busy, has stopped, or the measurement fails."""
+        loop = asyncio.get_running_loop()
+        measured: asyncio.Future[MachineRate | None] = loop.create_future()
+
+        def deliver(rate: MachineRate | None) -> None:
+            if not measured.done():
+                measured.set_result(rate)
+
+        def measure() -> None:
+            rate = None
+            try:
+                rate = None if self._engine.has_work else self._engine.machine_rate()
+            except Exception:  # no memory left on the device, for example
+                logger.warning("the machine's rate cannot be measured", exc_info=True)
+            call_in(loop, deliver, rate)
+
+        with self._wake:
+            if self._is_closing:
+                return None
+            self._inbox.append(measure)
+            self._wake.notify()
+        try:
+            return await asyncio.wait_for(measured, MAX_MEASURE_S)
+        except asyncio.TimeoutError:
+            return None
 
     @property
     def is_alive(self) -> bool:

@@ -21,6 +21,7 @@ import torch
 from batchline.config import EngineConfig
 from batchline.engine.allowance import BatchAllowance
 from batchline.engine.block_pool import BlockPool
+from batchline.engine.ceiling import machine_rate
 from batchline.engine.memory import CacheMemory
 from batchline.engine.model_loader import load_model
 from batchline.engine.multimodal import EncodingFailed
@@ -47,6 +48,7 @@ from batchline.engine.step_results import (
     read_results,
 )
 from batchline.errors import EngineError, EngineOutOfMemory, NumbersNotFinite, RequestRefused, SequenceFailed
+from batchline.model_facts import MachineRate
 
 logger = logging.getLogger(__name__)
 
@@ -102,6 +104,12 @@ class Engine:
         """Set torch up for the current thread, which will run the steps (OpenMP's number of threads is per thread)."""
         if self._num_threads is not None:
             torch.set_num_threads(self._num_threads)
+
+    def machine_rate(self) -> MachineRate | None:
+        """Measure the device while no sequence runs; None if the model's work is not known. Takes up to 0.3 seconds."""
+        if self.loaded.work is None:
+            return None
+        return machine_rate(self.loaded.work, self.loaded.dtype, self.loaded.device)
 
     def add(self, request: GenerationRequest | EmbeddingRequest) -> None:
         """Put a request into the queue; its id must be unique among the live ones. A request that cannot run fails in

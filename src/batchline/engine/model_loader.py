@@ -31,6 +31,7 @@ from batchline.checkpoints.overrides import config_arguments, writing_part
 from batchline.checkpoints.weights import refuse_damaged_bins, refuse_odd_numbers, refuse_wrong_weights, unused_weights
 from batchline.config import ModelConfig
 from batchline.engine.attention import PAGED_ATTENTION, give_row_positions
+from batchline.engine.ceiling import LinearWork, linear_work
 from batchline.engine.fusion import can_fuse, fuse, why_not_fused
 from batchline.engine.kv_cache import CacheGroup, CacheShape
 from batchline.engine.linear_layers import FloatFormat, Int8Format, quantize_linears, use_int8_kernels
@@ -77,7 +78,7 @@ class LoadedModel:
     architecture: the class that `transformers` loaded. media: the encoders of its media, None if it takes only text.
     groups: its attention layers, by the shape of their caches. kernels: the native kernels that it runs on, and whose
     cache layout it needs; None if it runs on torch only.
-    execution: the same for the model's facts.
+    execution: the same for the model's facts. work: what its linear layers compute, if that is known.
     """
 
     model: torch.nn.Module
@@ -91,6 +92,7 @@ class LoadedModel:
     eos_token_ids: frozenset[int]
     kernels: NativeKernels | None
     execution: Execution
+    work: LinearWork | None = None
 
     def cache_shape(self, block_size: int) -> CacheShape:
         """The shape of its KV cache with blocks of this size."""
@@ -144,6 +146,7 @@ def load_model(config: ModelConfig, kernels: NativeKernels | None = None, refusa
     whole, text_config, eos_token_ids = _read(config, dtype, warns=refusal is None)
     whole = whole.to(device).eval().requires_grad_(False)
     model, media = _parts(config, whole)
+    work = linear_work(model) if config.quantization is None else None
     give_row_positions(model)
     probe = probe_model(config.model, model, text_config)
     reason = refusal or (why_no_kernels(config, device) if kernels is None else None)
@@ -175,6 +178,7 @@ def load_model(config: ModelConfig, kernels: NativeKernels | None = None, refusa
             quantization=config.quantization,
             is_fused=kernels is not None and can_fuse(model, probe.groups),
         ),
+        work=work,
     )
 
 
