@@ -17,7 +17,7 @@ MINUTES := 5
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: setup clients run serve-demo test check unit thorough soak sanitize bench docs docs-site wheels lock clean
+.PHONY: setup clients browser run serve-demo test check unit thorough soak sanitize bench docs docs-site wheels lock clean
 
 setup: $(STAMP)
 
@@ -51,6 +51,11 @@ $(CLIENTS)/npm/.installed: $(NPM_PINS)
 	@mkdir -p $(@D) && cp $(NPM_PINS) $(@D)
 	@if command -v npm > /dev/null; then cd $(@D) && npm ci --silent --no-audit --no-fund && touch .installed; \
 	else echo "There is no npm on this machine: the tests of its clients will be skipped"; fi
+
+browser:  ## Chromium for the tests of the web page, on Debian as root; without a browser they are skipped
+	@command -v chromium > /dev/null || { echo "Installing Chromium"; apt-get update -qq \
+	&& DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends chromium > /dev/null; } \
+	|| echo "Chromium cannot be installed: the tests in a browser will be skipped"
 
 run: $(RUNTIME)  ## run the shipped example and show the answers
 	@mkdir -p $(OUT)
