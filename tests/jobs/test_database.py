@@ -11,7 +11,6 @@ import pytest
 import sqlalchemy
 
 from batchline.errors import StorageUnavailable, StoreUnusable
-from batchline.jobs import database as database_module
 from batchline.jobs.options import JobsOptions
 from batchline.jobs.store import Store
 
@@ -85,14 +84,33 @@ def test_a_database_that_goes_away_and_comes_back(
     assert SECRET not in caplog.text
 
 
-def test_leases_are_measured_by_the_clock_of_a_shared_database(
-    database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_leases_are_measured_by_the_clock_of_a_shared_database(database: str, tmp_path: Path) -> None:
     """Bug: with a clock that was behind, a server took over the batches of the others while they ran."""
-    store = Store(database)
-    monkeypatch.setattr(database_module, "time", lambda: 5.0)
+    store = Store(database, clock=lambda: 5.0)
     assert store.now() > 1e9
     store.close()
-    alone = Store(f"sqlite:///{tmp_path / 'jobs.db'}")
+    alone = Store(f"sqlite:///{tmp_path / 'jobs.db'}", clock=lambda: 5.0)
     assert alone.now() == 5.0
     alone.close()
+
+
+def test_a_server_that_was_killed_while_it_made_the_tables_is_started_again(tmp_path: Path) -> None:
+    """Bug: SQLite had some of the tables then, and no server could use the state folder any more."""
+    url = f"sqlite:///{tmp_path / 'jobs.db'}"
+    num_made = 0
+
+    def fail_at_the_third(*arguments: object) -> None:
+        nonlocal num_made
+        num_made += str(arguments[2]).lstrip().startswith("CREATE TABLE")
+        if num_made == 3:
+            raise KeyboardInterrupt
+
+    sqlalchemy.event.listen(sqlalchemy.Engine, "before_cursor_execute", fail_at_the_third)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            Store(url)
+    finally:
+        sqlalchemy.event.remove(sqlalchemy.Engine, "before_cursor_execute", fail_at_the_third)
+    store = Store(url)
+    assert store.line() == []
+    store.close()

@@ -99,7 +99,7 @@ def test_a_worker_that_lost_its_lease_changes_nothing(store: Store) -> None:
     for write in (
         lambda: store.renew(first, 200),
         lambda: store.release(first),
-        lambda: store.count(first, {"completed": 1}),
+        lambda: store.count(first, {"completed": 1, "failed": 0}),
         lambda: store.refuse(first, 140, [{"code": "x"}], 1),
         lambda: begin(store, first),
         lambda: store.finalize(first, 140, COUNTS),
@@ -358,3 +358,29 @@ def test_the_batches_that_are_over(store: Store) -> None:
         store.add_batch(a_batch(number, status=status))
     over = store.batches_over([f"batch_{number}" for number in range(len(STATUSES))] + ["unknown"])
     assert over == {f"batch_{number}" for number, status in enumerate(STATUSES) if status not in RUNNING}
+
+
+def test_counts_that_come_late_change_nothing(store: Store) -> None:
+    """Bug: a count of half a second ago came after the last one, so that a batch had fewer results than before."""
+    batch = held(store, "in_progress")
+    store.finalize(batch, 2000, COUNTS)
+    store.count(batch, {"completed": 1, "failed": 0})
+    found = store.batch(batch.id, "me")
+    assert (found.completed, found.failed) == (COUNTS["completed"], COUNTS["failed"])
+
+
+def test_a_lease_from_before_the_clock_was_set_back_is_over(store: Store) -> None:
+    """Bug: the batch of a worker that was gone waited until the clock was again where it had been."""
+    store.add_batch(a_batch(lease_ends_at=90_030.0, worker="dead"))
+    assert store.claimable(90_000) == []
+    (batch,) = store.claimable(5_000)
+    assert store.claim(batch, "worker", 5_000, 5_030) is not None
+    assert store.claimable(5_000) == []
+
+
+def test_a_batch_whose_input_is_damaged_after_its_last_answer_has_failed(store: Store) -> None:
+    """Bug: no state followed, so it was tried again for ever."""
+    batch = held(store, "finalizing")
+    store.count(batch, COUNTS | {"total": 3})
+    failed = store.refuse(batch, 2000, [{"code": "x"}], 1)
+    assert (failed.status, failed.total, failed.completed) == ("failed", 3, 2)

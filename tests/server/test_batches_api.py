@@ -527,14 +527,16 @@ def test_a_retry_that_cannot_be_stored_leaves_no_file(
     assert {file.id for file in client.files.list()} == before
 
 
-def test_an_expired_file_is_gone_at_once(start: Callable[..., openai.OpenAI], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_expired_file_is_gone_at_once(serve: Serve, client_of: ClientOf, tmp_path: Path) -> None:
     """Bug: it was listed, deleted and run for up to a minute longer."""
-    client = start()
+    ahead_s = 0
+    jobs = JobsOptions(state_dir=tmp_path / "state")
+    client = client_of(serve(FakeBackend(), jobs=jobs, clock=lambda: time.time() + ahead_s))
     expiry = {"anchor": "created_at", "seconds": 3600}
     content = jsonl(line(1))
     file = client.files.create(file=("in.jsonl", content), purpose="batch", expires_after=expiry)  # type: ignore[arg-type]
     kept = upload(client, content)
-    monkeypatch.setattr("batchline.jobs.service.time", lambda: time.time() + 3601)
+    ahead_s = 3601
     assert [one.id for one in client.files.list()] == [kept]
     for request in (client.files.retrieve, client.files.content, client.files.delete):
         with pytest.raises(openai.NotFoundError):

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Callable
+from time import time
 from types import TracebackType
 from typing import Any
 
@@ -20,9 +21,13 @@ from batchline.server.run import Server, keeping_responses, uvicorn_config
 
 
 class ThreadedServer:
-    """A server in a thread of its own, from `with` to the end of it. url: where it serves. loop: what it runs on."""
+    """A server in a thread of its own, from `with` to the end of it. url: where it serves. loop: what it runs on.
 
-    def __init__(self, backend: Backend, **options: Any) -> None:
+    clock: the time of its files and batches.
+    """
+
+    def __init__(self, backend: Backend, *, clock: Callable[[], float] = time, **options: Any) -> None:
+        self._clock = clock
         self.backend = backend
         self.url = ""
         settings = ServerOptions(**{"port": 0, "access_log": False, **options})
@@ -51,7 +56,7 @@ class ThreadedServer:
         async with contextlib.AsyncExitStack() as stack:
             backend = await stack.enter_async_context(running(self.backend))
             if self._settings.jobs is not None:
-                state = stack.enter_context(state_in(self._settings.jobs))
+                state = stack.enter_context(state_in(self._settings.jobs, self._clock))
                 jobs = Jobs(state, backend, self._settings.jobs)
                 await stack.enter_async_context(jobs.working())
                 kept = await stack.enter_async_context(keeping_responses(state, self._settings))

@@ -14,6 +14,7 @@ import logging
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -65,10 +66,12 @@ class BatchRun:
         capacity: Capacity,
         options: JobsOptions,
         paces: Paces,
+        clock: Callable[[], float] = time,
         only_checks: bool = False,
     ) -> None:
-        """folder: has the job folders of all batches."""
+        """folder: has the job folders of all batches. clock: ends completion windows."""
         self.record = record
+        self._clock = clock
         self.only_checks = only_checks
         self.claim = Claim(record.owner)
         self.stop = Stop()
@@ -84,7 +87,10 @@ class BatchRun:
         self._measure = FileMeasure()
         self._paces = paces
         self._names: dict[str, str] = {}
-        self._results: tuple[FileRecord, FileRecord] = (_result_file(record, "output"), _result_file(record, "error"))
+        self._results: tuple[FileRecord, FileRecord] = (
+            _result_file(record, "output", clock()),
+            _result_file(record, "error", clock()),
+        )
         self._targets = [StoredResults(contents.arriving(f"{file.id}.{record.fence}")) for file in self._results]
 
     async def execute(self) -> None:
@@ -97,7 +103,7 @@ class BatchRun:
         if self.record.status == "cancelling":
             self.stop.end("batch_cancelled")
         expiry = asyncio.get_running_loop().call_later(
-            max(0.0, self.record.expires_at - time()), self.stop.end, "batch_expired"
+            max(0.0, self.record.expires_at - self._clock()), self.stop.end, "batch_expired"
         )
         try:
             await self._run()
@@ -105,7 +111,7 @@ class BatchRun:
             await asyncio.to_thread(
                 self._store.refuse,
                 self.record,
-                time(),
+                self._clock(),
                 refused.errors,
                 refused.num_errors,
                 refused.total,
@@ -195,11 +201,11 @@ class BatchRun:
         self.record = await asyncio.to_thread(
             self._store.begin,
             self.record,
-            time(),
+            self._clock(),
             total=report.num_lines,
             model=self._judge.model,
             results=self._results,
-            estimate={**columns_of(estimate), "expected_at": Line(others, time()).expected_at(known)},
+            estimate={**columns_of(estimate), "expected_at": Line(others, self._clock()).expected_at(known)},
         )
         if self.only_checks:
             raise RunInterrupted("The batch waits for its turn.")
@@ -218,7 +224,7 @@ class BatchRun:
     def note_progress(self, progress: Progress) -> None:
         """Called about twice a second while requests run."""
         self.progress = progress
-        self.history.add_progress(progress, time())
+        self.history.add_progress(progress, self._clock())
         if (pace := self._pace) is not None:
             totals = (
                 progress.answered_requests,
@@ -230,7 +236,7 @@ class BatchRun:
     async def answered(self, tally: Tally) -> None:
         """Raises: LeaseLost."""
         if END_REASONS.isdisjoint(tally.failures_by_code):  # a window that ends now is too late to matter
-            await asyncio.to_thread(self._store.finalize, self.record, time(), counts_of(tally))
+            await asyncio.to_thread(self._store.finalize, self.record, self._clock(), counts_of(tally))
 
     async def delivered(self, tally: Tally) -> None:
         """Raises: LeaseLost."""
@@ -247,7 +253,7 @@ class BatchRun:
             self._store.finish,
             self.record,
             status,
-            time(),
+            self._clock(),
             counts=counts_of(tally),
             contents=contents,
             tells_operator=self._options.webhook is not None,
@@ -335,7 +341,7 @@ def is_locked(job_folder: Path) -> bool:
     return False
 
 
-def _result_file(record: BatchRecord, kind: str) -> FileRecord:
+def _result_file(record: BatchRecord, kind: str, now: float) -> FileRecord:
     """The record of one of a batch's result files: the existing one, or a new one."""
     existing = record.output_file_id if kind == "output" else record.error_file_id
     return FileRecord(
@@ -344,5 +350,5 @@ def _result_file(record: BatchRecord, kind: str) -> FileRecord:
         filename=f"{record.id}_{kind}.jsonl",
         purpose="batch_output",
         bytes=0,
-        created_at=int(time()),
+        created_at=int(now),
     )

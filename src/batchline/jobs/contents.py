@@ -86,8 +86,9 @@ class Contents(ABC):
             if name not in kept:
                 self.remove(name)
         for path in self._arriving.iterdir():
-            if path.stat().st_mtime <= latest:
-                path.unlink(missing_ok=True)
+            with suppress(FileNotFoundError):  # another server has just stored it
+                if path.stat().st_mtime <= latest:
+                    path.unlink()
 
     def join(self, names: Sequence[str], whole: ArrivingContent, md5: str | None) -> None:
         """Store contents one after the other as one. md5: the digest that it must have. Raises: BadRequest too."""
@@ -157,7 +158,12 @@ class FolderContents(Contents):
 
     def stored(self) -> list[tuple[str, float]]:
         """The files."""
-        return [(entry.name, entry.stat().st_mtime) for entry in os.scandir(self._folder) if entry.is_file()]
+        found = []
+        for entry in os.scandir(self._folder):
+            with suppress(FileNotFoundError):  # another server has just removed it
+                if entry.is_file():
+                    found.append((entry.name, entry.stat().st_mtime))
+        return found
 
 
 class ArrivingContent:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from time import time
+from collections.abc import Callable
 from typing import Any
 
 from sqlalchemy import Engine, create_engine, event, extract, func, make_url, select
@@ -73,10 +73,10 @@ def is_shared(engine: Engine) -> bool:
     return engine.dialect.name == "postgresql"
 
 
-def time_of(engine: Engine) -> float:
-    """The time by the clock of the database, because the clocks of the servers that share it may differ."""
+def time_of(engine: Engine, clock: Callable[[], float]) -> float:
+    """The time by the clock of a shared database, because those of the servers may differ; else by this one's."""
     if not is_shared(engine):
-        return time()
+        return clock()
     with engine.connect() as connection:
         return float(connection.execute(select(extract("epoch", func.clock_timestamp()))).scalar_one())
 

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequen
 from contextlib import asynccontextmanager
 from math import inf
 from pathlib import Path
-from time import monotonic, time
+from time import monotonic
 from typing import BinaryIO
 
 import orjson
@@ -63,9 +63,10 @@ class Jobs:
         self.max_file_bytes = options.max_file_bytes
         self._store = state.store
         self._contents = state.contents
-        self._webhooks = Webhooks(state.store, options)
+        self._clock = state.clock
+        self._webhooks = Webhooks(state.store, options, clock=state.clock)
         on_end = self._webhooks.notice
-        self._worker = Worker(state.store, state.contents, state.runs, backend, options, on_end)
+        self._worker = Worker(state.store, state.contents, state.runs, backend, options, on_end, state.clock)
         self._backend = backend
         self._options = options
         self._runs = state.runs
@@ -98,7 +99,7 @@ class Jobs:
         expires_after: int | None = None,
     ) -> FileRecord:
         """Store a file whose content has arrived. Raises: BadRequest for an empty batch file."""
-        file = _new_file(owner, file_id, content, filename, purpose, expires_after)
+        file = _new_file(owner, file_id, content, filename, purpose, int(self._clock()), expires_after)
 
         def store() -> None:
             content.store()
@@ -110,7 +111,7 @@ class Jobs:
     async def file(self, file_id: str, owner: str) -> FileRecord:
         """Raises: NotFound."""
         file = await asyncio.to_thread(self._store.file, file_id, owner)
-        if file.expires_at is not None and file.expires_at <= time():
+        if file.expires_at is not None and file.expires_at <= self._clock():
             raise NotFound(f"No such file: {file_id[:100]!r}", param="id")
         return file
 
@@ -119,19 +120,23 @@ class Jobs:
     ) -> Sequence[FileRecord]:
         """A page of files. Raises: NotFound."""
         return await asyncio.to_thread(
-            self._store.list_files, owner, time(), limit=limit, order=order, after=after, purpose=purpose
+            self._store.list_files, owner, self._clock(), limit=limit, order=order, after=after, purpose=purpose
         )
 
     async def filenames(self, file_ids: Sequence[str], owner: str) -> dict[str, str]:
         """The names of those of the files that exist, by id."""
-        return await asyncio.to_thread(self._store.filenames, file_ids, owner, time())
+        return await asyncio.to_thread(self._store.filenames, file_ids, owner, self._clock())
 
     async def remove_file(self, file_id: str, owner: str) -> None:
         """Raises: NotFound, FileInUse."""
         await self.file(file_id, owner)
-        file = await asyncio.to_thread(self._store.remove_file, file_id, owner)
-        if file.content is not None:
-            await asyncio.to_thread(self._contents.remove, file.content)
+
+        def remove() -> None:
+            file = self._store.remove_file(file_id, owner)
+            if file.content is not None:
+                self._contents.remove(file.content)
+
+        await asyncio.to_thread(remove)  # all of it, even if the client disconnects
 
     def path_of(self, file: FileRecord) -> Path | None:
         """Where a file's bytes are on this machine; None if they are elsewhere, or a batch still writes them."""
@@ -160,7 +165,7 @@ class Jobs:
         """Begin a file that arrives in parts. Raises: PayloadTooLarge."""
         if request.bytes > self.max_file_bytes:
             raise file_too_large(self.max_file_bytes, "bytes")
-        now = int(time())
+        now = int(self._clock())
         expiry = request.expires_after
         upload = UploadRecord(
             id=new_id("upload_"),
@@ -187,7 +192,7 @@ class Jobs:
 
     async def add_part(self, upload_id: str, owner: str, part_id: str, content: ArrivingContent) -> PartRecord:
         """Store a part whose content has arrived. Raises: NotFound, Conflict, BadRequest."""
-        now = time()
+        now = self._clock()
         part = PartRecord(id=part_id, upload_id=upload_id, bytes=content.num_bytes, created_at=int(now))
 
         def store() -> None:
@@ -210,7 +215,7 @@ class Jobs:
         if upload.status == "pending":
             _check_parts(upload, parts, request.part_ids)
         file_id, content = self.arriving_file()
-        now = int(time())
+        now = int(self._clock())
         expiry = upload.file_expires_after
         file = FileRecord(
             id=file_id,
@@ -240,11 +245,15 @@ class Jobs:
 
     async def cancel_upload(self, upload_id: str, owner: str) -> UploadRecord:
         """Raises: NotFound, Conflict."""
-        parts = await asyncio.to_thread(self._store.parts, upload_id)
-        cancelled = await asyncio.to_thread(self._store.finish_upload, upload_id, owner, time(), None)
-        for part in parts:
-            await asyncio.to_thread(self._contents.remove, part.id)
-        return cancelled
+
+        def cancel() -> UploadRecord:
+            parts = self._store.parts(upload_id)
+            cancelled = self._store.finish_upload(upload_id, owner, self._clock(), None)
+            for part in parts:
+                self._contents.remove(part.id)
+            return cancelled
+
+        return await asyncio.to_thread(cancel)  # all of it, even if the client disconnects
 
     async def check_input(self, file_id: str, owner: str) -> InputCheck:
         """What a batch of a file would find in it. Raises: NotFound, RunFailed, StorageUnavailable."""
@@ -302,7 +311,7 @@ class Jobs:
         window = window_s(request.completion_window)
         assert window is not None  # the schema has checked it
         expiry = request.output_expires_after
-        now = int(time())
+        now = int(self._clock())
         return BatchRecord(
             id=new_id("batch_"),
             owner=owner,
@@ -329,7 +338,7 @@ class Jobs:
 
         def store() -> BatchRecord:
             self._write_failed_lines(source, errors, content)
-            file = _new_file(owner, file_id, content, retry_filename(source.filename), BATCH_INPUT)
+            file = _new_file(owner, file_id, content, retry_filename(source.filename), BATCH_INPUT, int(self._clock()))
             content.store()
             return self._store.add_batch(retry, new_input=file)
 
@@ -371,7 +380,7 @@ class Jobs:
 
     async def cancel_batch(self, batch_id: str, owner: str) -> BatchRecord:
         """Raises: NotFound, BatchStateConflict."""
-        batch = await asyncio.to_thread(self._store.cancel, batch_id, owner, time())
+        batch = await asyncio.to_thread(self._store.cancel, batch_id, owner, self._clock())
         self._worker.cancel(batch_id)
         self._worker.notice()
         return batch
@@ -407,15 +416,19 @@ class Jobs:
         """Remove files that have expired."""
         while True:
             try:
-                for file in await asyncio.to_thread(self._store.remove_expired_files, time()):
-                    if file.content is not None:
-                        await asyncio.to_thread(self._contents.remove, file.content)
-                for part in await asyncio.to_thread(self._store.expire_uploads, time()):
-                    await asyncio.to_thread(self._contents.remove, part.id)
-                await asyncio.to_thread(self._remove_old_runs)
+                await asyncio.to_thread(self._clean_up)
             except Exception:  # the database may be away for a while
                 logger.exception("expired files cannot be removed; trying again")
             await asyncio.sleep(CLEAN_UP_S)
+
+    def _clean_up(self) -> None:
+        """Raises: OSError, StorageUnavailable."""
+        for file in self._store.remove_expired_files(self._clock()):
+            if file.content is not None:
+                self._contents.remove(file.content)
+        for part in self._store.expire_uploads(self._clock()):
+            self._contents.remove(part.id)
+        self._remove_old_runs()
 
     def _remove_old_runs(self) -> None:
         """Remove what is left of batches that are over, because their worker was killed or lost its lease."""
@@ -431,13 +444,18 @@ class Jobs:
 
 
 def _new_file(
-    owner: str, file_id: str, content: ArrivingContent, filename: str, purpose: str, expires_after: int | None = None
+    owner: str,
+    file_id: str,
+    content: ArrivingContent,
+    filename: str,
+    purpose: str,
+    now: int,
+    expires_after: int | None = None,
 ) -> FileRecord:
     """The record of a file whose content has arrived. Raises: BadRequest for an empty batch file."""
     if purpose == BATCH_INPUT and not content.num_bytes:
         message = "Invalid file format for Batch API. Must be .jsonl"
         raise BadRequest(message, param="file", code="invalid_file_format")
-    now = int(time())
     return FileRecord(
         id=file_id,
         owner=owner,

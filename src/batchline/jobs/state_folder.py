@@ -10,9 +10,10 @@ import contextlib
 import os
 import secrets
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from time import time
 
 from batchline.batch.locations import parse_location
 from batchline.errors import StorageUnavailable, UsageError
@@ -30,16 +31,17 @@ LEFTOVER_AGE_S = 24 * 3600.0
 
 @dataclass(frozen=True, slots=True)
 class JobsState:
-    """What this process has opened. runs: the folder of the job folders."""
+    """What this process has opened. runs: the folder of the job folders. clock: this server's time."""
 
     store: Store
     contents: Contents
     runs: Path
+    clock: Callable[[], float] = time
 
 
 @contextlib.contextmanager
-def state_in(options: JobsOptions) -> Iterator[JobsState]:
-    """The state of a server.
+def state_in(options: JobsOptions, clock: Callable[[], float] = time) -> Iterator[JobsState]:
+    """The state of a server. clock: its time, in seconds since 1970.
 
     Raises: UsageError if the folder, the database or the contents cannot be used, or another server uses the folder.
     """
@@ -53,7 +55,7 @@ def state_in(options: JobsOptions) -> Iterator[JobsState]:
             contents = _contents_of(options)
         except OSError as exc:
             raise UsageError(f"Cannot use the state folder {str(folder)!r}: {exc.strerror or exc}.") from exc
-        store = Store(options.state_url or f"sqlite:///{folder / 'batchline.db'}")
+        store = Store(options.state_url or f"sqlite:///{folder / 'batchline.db'}", clock)
         stack.callback(store.close)
         try:
             _pair(store, contents)
@@ -63,7 +65,7 @@ def state_in(options: JobsOptions) -> Iterator[JobsState]:
             raise UsageError(f"Cannot store files in {contents.display!r}: {reason}.") from exc
         if not store.is_shared:
             store.release_all()
-        yield JobsState(store, contents, runs)
+        yield JobsState(store, contents, runs, clock)
 
 
 def _contents_of(options: JobsOptions) -> Contents:

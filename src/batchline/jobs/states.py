@@ -5,7 +5,8 @@
     validating      failed          the input file is missing, or a line is not valid
     in_progress     finalizing      every line has its result
     in_progress     expired         the completion window is over; finished results were delivered
-    in_progress     failed          the input file was damaged after the check
+    in_progress, finalizing
+                    failed          the input file was damaged after the check
     finalizing      completed       the results are in their files
     validating, in_progress, finalizing
                     cancelling      somebody cancels the batch
@@ -27,7 +28,7 @@ BatchStatus = Literal[
 EDGES: Mapping[BatchStatus, frozenset[BatchStatus]] = {
     "validating": frozenset({"in_progress", "failed", "cancelling"}),
     "in_progress": frozenset({"finalizing", "expired", "failed", "cancelling"}),
-    "finalizing": frozenset({"completed", "cancelling"}),
+    "finalizing": frozenset({"completed", "failed", "cancelling"}),
     "cancelling": frozenset({"cancelled"}),
     "completed": frozenset(),
     "failed": frozenset(),

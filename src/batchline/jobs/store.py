@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, fields
+from time import time
 from typing import Any, Literal
 
 from sqlalchemy import (
@@ -61,13 +62,17 @@ LONGEST_RETRY_S = 300.0
 LONGEST_WEBHOOK_WAIT_S = 5 * 3600.0
 """The same for a webhook."""
 
+LONGEST_LEASE_S = 600.0
+"""The same for a lease: no worker takes a longer one."""
+
 
 class Store:
     """Files and batches of all owners. An owner never learns of another one's objects."""
 
-    def __init__(self, url: str) -> None:
-        """url: see `open_database`. Creates or updates the tables. Raises: StoreUnusable."""
+    def __init__(self, url: str, clock: Callable[[], float] = time) -> None:
+        """url: see `open_database`. clock: this server's time. Creates or updates the tables. Raises: StoreUnusable."""
         self._engine = open_database(url)
+        self._clock = clock
 
     @property
     def is_shared(self) -> bool:
@@ -85,7 +90,7 @@ class Store:
 
     def now(self) -> float:
         """The time by which leases are measured: that of the database."""
-        return time_of(self._engine)
+        return time_of(self._engine, self._clock)
 
     def first_value(self, name: str, value: str, on_first: Callable[[], None] = lambda: None) -> str:
         """The value that a fact got first. on_first: called in the first process, before another one learns the value.
@@ -307,7 +312,7 @@ class Store:
         cancelled, and of those that are not checked yet.
         """
         may_try = _is_due(batches.c.retry_at, now, LONGEST_RETRY_S)
-        is_free = [batches.c.status.in_(RUNNING), batches.c.lease_ends_at <= now, may_try]
+        is_free = [batches.c.status.in_(RUNNING), _is_due(batches.c.lease_ends_at, now, LONGEST_LEASE_S), may_try]
         number, status = batches.c.number, batches.c.status
         orders: tuple[tuple[Any, ...], ...] = (
             (number,),
@@ -335,7 +340,7 @@ class Store:
         change = (
             update(batches)
             .where(batches.c.id == batch.id, batches.c.fence == batch.fence, batches.c.status.in_(RUNNING))
-            .where(batches.c.lease_ends_at <= now)
+            .where(_is_due(batches.c.lease_ends_at, now, LONGEST_LEASE_S))
             .values(worker=worker, fence=batch.fence + 1, lease_ends_at=lease_ends_at)
         )
         with self._engine.begin() as connection:
@@ -359,8 +364,19 @@ class Store:
             connection.execute(lost.values(running_until=0.0))
 
     def count(self, batch: BatchRecord, counts: Mapping[str, Any]) -> None:
-        """Store how far a batch is. Raises: LeaseLost."""
-        self._write(batch, counts)
+        """Store how far a batch is, unless it is further already: its last counts may have come meanwhile.
+
+        Raises: LeaseLost.
+        """
+        num_done = counts["completed"] + counts["failed"]
+        with self._engine.begin() as connection:
+            _hold(connection, batches, batch.id)
+            found = select(batches.c.completed + batches.c.failed).where(*_held(batch))
+            num_stored = connection.scalar(found)
+            if num_stored is None:
+                raise LeaseLost(batch.id)
+            if num_stored <= num_done:
+                connection.execute(update(batches).where(*_held(batch)).values(**counts))
 
     def refuse(
         self,
@@ -376,7 +392,14 @@ class Store:
 
         tells_operator: whether the operator's webhook reports it. Raises: LeaseLost.
         """
-        values = {"errors": list(errors), "num_errors": num_errors, "total": total}
+        values: dict[str, Any] = {
+            "errors": list(errors),
+            "num_errors": num_errors,
+            "worker": None,
+            "lease_ends_at": 0.0,
+        }
+        if total:  # else it is not known, or was counted before the file was damaged
+            values["total"] = total
         with self._engine.begin() as connection:
             status: BatchStatus = "failed"
             if not _change(connection, batch.id, status, now, values, fence=batch.fence):

@@ -23,7 +23,7 @@ from time import time
 from batchline.backends.base import Backend
 from batchline.batch.capacity import Capacity
 from batchline.batch.history import History
-from batchline.errors import BatchlineError, LeaseLost, RunInterrupted
+from batchline.errors import BatchlineError, LeaseLost, RunInterrupted, StorageUnavailable
 from batchline.jobs.batch_run import BatchRun, columns_of
 from batchline.jobs.contents import Contents
 from batchline.jobs.estimates import Paces
@@ -55,9 +55,11 @@ class Worker:
         backend: Backend,
         options: JobsOptions,
         on_end: Callable[[], None],
+        clock: Callable[[], float] = time,
     ) -> None:
-        """folder: has the job folders. on_end: called when a batch may be over."""
+        """folder: has the job folders. on_end: called when a batch may be over. clock: ends completion windows."""
         self._on_end = on_end
+        self._clock = clock
         self._name = f"{socket.gethostname()[:40]}-{os.getpid()}-{secrets.token_hex(4)}"
         self._store = store
         self._contents = contents
@@ -81,7 +83,8 @@ class Worker:
             yield self
         finally:
             self._is_closing = True
-            tasks[0].cancel()
+            self._has_news.set()
+            await tasks[0]  # not cancelled: nobody would run a batch that it is claiming
             for batch, _ in self._running.values():
                 batch.stop.set()
             await asyncio.gather(*(task for _, task in self._running.values()), return_exceptions=True)
@@ -116,14 +119,15 @@ class Worker:
                 logger.warning("the rates of earlier runs cannot be read", exc_info=True)
 
     async def _claim_for_ever(self) -> None:
-        while True:
+        while not self._is_closing:
             try:
                 await self._claim()
             except Exception:  # the database may be away for a while
                 logger.exception("batches cannot be claimed; trying again")
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._has_news.wait(), POLL_S)
-            self._has_news.clear()
+            if not self._is_closing:
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(self._has_news.wait(), POLL_S)
+                self._has_news.clear()
 
     async def _claim(self) -> None:
         now = await asyncio.to_thread(self._store.now)
@@ -161,6 +165,7 @@ class Worker:
             capacity=self._capacity,
             options=self._options,
             paces=self._paces,
+            clock=self._clock,
             only_checks=only_checks,
         )
         self._running[record.id] = batch, asyncio.create_task(self._run(batch), name=record.id)
@@ -210,27 +215,36 @@ class Worker:
     async def _line(self) -> Line:
         """The line of all batches; empty while the database is away."""
         try:
-            return Line(await asyncio.to_thread(self._store.line) if self._running else (), time())
+            return Line(await asyncio.to_thread(self._store.line) if self._running else (), self._clock())
         except Exception:
             logger.exception("the waiting batches cannot be read")
-            return Line((), time())
+            return Line((), self._clock())
 
     async def _renew(self, batch: BatchRun, task: asyncio.Task[None], line: Line) -> None:
         """Keep a batch, or give it up if another worker has it."""
         try:
             await self._renew_lease(batch, line)
         except LeaseLost as exc:
-            logger.warning("%s", exc)
-            task.cancel()
+            if await self._was_lost(batch):
+                logger.warning("%s", exc)
+                task.cancel()
         except Exception:  # the database may be away for a while
             logger.exception("the lease of batch %s cannot be renewed", batch.record.id)
+
+    async def _was_lost(self, batch: BatchRun) -> bool:
+        """Whether another worker has the batch, and it has not just ended here or been given back."""
+        try:
+            latest = await asyncio.to_thread(self._store.batch, batch.record.id, batch.record.owner)
+        except StorageUnavailable:
+            return False  # asked again at the next renewal
+        return latest.fence != batch.record.fence
 
     async def _renew_lease(self, batch: BatchRun, line: Line) -> None:
         """Raises: LeaseLost."""
         record = await asyncio.to_thread(lambda: self._store.renew(batch.record, self._store.now() + LEASE_S))
         if record.status == "cancelling":
             batch.stop.end("batch_cancelled")
-        if time() >= record.expires_at:
+        if self._clock() >= record.expires_at:
             batch.stop.end("batch_expired")
         batch.claim.due_at = record.expires_at if line.is_in_danger(record) else None
         if batch.progress is not None and record.status in ("in_progress", "cancelling"):

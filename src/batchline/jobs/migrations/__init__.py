@@ -19,12 +19,17 @@ class NewerDatabase(Exception):
 
 
 def migrate(engine: Engine) -> None:
-    """Create the tables, or change those of an older version. Raises: NewerDatabase, SQLAlchemyError."""
+    """Create the tables, or change those of an older version: all of it or nothing.
+
+    Raises: NewerDatabase, SQLAlchemyError.
+    """
     config = Config()
     config.set_main_option("script_location", str(Path(__file__).parent).replace("%", "%%"))
     with engine.begin() as connection:
         if engine.dialect.name == "postgresql":
             connection.execute(select(func.pg_advisory_xact_lock(_LOCK)))
+        else:
+            connection.exec_driver_sql("BEGIN IMMEDIATE")  # the driver begins no transaction for CREATE TABLE
         known = {script.revision for script in ScriptDirectory.from_config(config).walk_revisions()}
         if not known.issuperset(MigrationContext.configure(connection).get_current_heads()):
             raise NewerDatabase

@@ -1,0 +1,188 @@
+"""One server's worker over a fake backend: its start and end, and what it finds."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchline.backends.base import running
+from batchline.errors import NotFound
+from batchline.jobs import worker
+from batchline.jobs.options import JobsOptions
+from batchline.jobs.service import Jobs
+from batchline.jobs.state_folder import JobsState, state_in
+from batchline.jobs.tables import BatchRecord
+from batchline.openai_api.batches import CreateBatchRequest
+from batchline.testing import FakeBackend
+
+CHAT = "/v1/chat/completions"
+LINE = (
+    b'{"custom_id":"a","method":"POST","url":"%s","body":{"model":"fake","messages":[{"role":"user","content":"a"}]}}\n'
+)
+
+
+class Clock:
+    """The time that the test has set."""
+
+    now = 1_700_000_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> JobsOptions:
+    return JobsOptions(state_dir=tmp_path / "state")
+
+
+@pytest.fixture
+def state(options: JobsOptions, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Iterator[JobsState]:
+    monkeypatch.setattr(worker, "POLL_S", 0.01)
+    with state_in(options, clock) as opened:
+        yield opened
+
+
+async def upload(jobs: Jobs, **fields: Any) -> str:
+    file_id, content = jobs.arriving_file()
+    content.open()
+    content.write(LINE % CHAT.encode())
+    content.close()
+    return (await jobs.add_file("me", file_id, content, filename="in", purpose="batch", **fields)).id
+
+
+async def create(jobs: Jobs, file_id: str) -> BatchRecord:
+    request = CreateBatchRequest(input_file_id=file_id, endpoint=CHAT, completion_window="24h")
+    return await jobs.create_batch(request, "me")
+
+
+async def until(is_so: Callable[[], object]) -> None:
+    async with asyncio.timeout(30):
+        while not is_so():  # noqa: ASYNC110 # nobody tells when the database changes
+            await asyncio.sleep(0.01)
+
+
+async def over(state: JobsState, batch: BatchRecord) -> BatchRecord:
+    await until(lambda: state.store.batches_over([batch.id]))
+    return state.store.batch(batch.id, "me")
+
+
+async def test_a_worker_that_stops_while_it_claims_a_batch_gives_it_back(
+    state: JobsState, options: JobsOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: the claim was stored, and no worker ran the batch until its lease had ended."""
+    claim = state.store.claim
+    is_claiming, goes_on, has_claimed = threading.Event(), threading.Event(), threading.Event()
+
+    def slow(*arguments: Any) -> BatchRecord | None:
+        is_claiming.set()
+        goes_on.wait(30)
+        claimed = claim(*arguments)
+        has_claimed.set()
+        return claimed
+
+    monkeypatch.setattr(state.store, "claim", slow)
+    async with running(FakeBackend()) as backend:
+        jobs = Jobs(state, backend, options)
+        batch = await create(jobs, await upload(jobs))
+        async with jobs.working():
+            await asyncio.to_thread(is_claiming.wait, 30)
+            asyncio.get_running_loop().call_soon(goes_on.set)
+        await asyncio.to_thread(has_claimed.wait, 30)
+    found = state.store.batch(batch.id, "me")
+    assert (found.worker, found.lease_ends_at) == (None, 0.0)
+
+
+async def test_a_file_that_had_expired_is_no_batchs_input(state: JobsState, options: JobsOptions, clock: Clock) -> None:
+    """Bug: whether such a batch ran depended on whether the file was removed already."""
+    async with running(FakeBackend()) as backend:
+        jobs = Jobs(state, backend, options)
+        early, late = [await upload(jobs, expires_after=3600) for _ in range(2)]
+        in_time = await create(jobs, early)
+        clock.now += 3600
+        too_late = await create(jobs, late)
+        async with jobs.working():
+            assert (await over(state, in_time)).status == "completed"
+            failed = await over(state, too_late)
+    assert failed.status == "failed"
+    assert failed.errors is not None
+    assert failed.errors[0]["message"] == f"The input file {late!r} does not exist."
+
+
+async def test_an_expired_file_can_no_longer_be_deleted(state: JobsState, options: JobsOptions, clock: Clock) -> None:
+    async with running(FakeBackend()) as backend:
+        jobs = Jobs(state, backend, options)
+        file_id = await upload(jobs, expires_after=3600)
+        clock.now += 3600
+        with pytest.raises(NotFound):
+            await jobs.remove_file(file_id, "me")
+
+
+async def test_the_end_of_a_batch_is_no_lost_lease(
+    state: JobsState, options: JobsOptions, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Bug: a renewal that came just after the end said that another worker ran the batch, and cut its clean-up off."""
+    monkeypatch.setattr(worker, "LEASE_S", 0.15)
+    finish = state.store.finish
+    has_ended, goes_on = threading.Event(), threading.Event()
+
+    def slow(*arguments: Any, **named: Any) -> BatchRecord:
+        ended = finish(*arguments, **named)
+        has_ended.set()
+        goes_on.wait(30)
+        return ended
+
+    monkeypatch.setattr(state.store, "finish", slow)
+    renew, num_renewed = state.store.renew, 0
+
+    def counted(*arguments: Any) -> BatchRecord:
+        nonlocal num_renewed
+        num_renewed += has_ended.is_set()
+        return renew(*arguments)
+
+    monkeypatch.setattr(state.store, "renew", counted)
+    async with running(FakeBackend()) as backend:
+        jobs = Jobs(state, backend, options)
+        with caplog.at_level(logging.WARNING):
+            async with jobs.working():
+                batch = await create(jobs, await upload(jobs))
+                await until(lambda: num_renewed > 1)
+                goes_on.set()
+                await until(lambda: jobs.progress_of(batch) is None)
+    assert "Another worker" not in caplog.text
+    assert list(state.runs.iterdir()) == [], "its job folder is removed"
+
+
+async def test_a_batch_whose_input_was_lost_after_its_last_answer_fails(state: JobsState, options: JobsOptions) -> None:
+    """Bug: no state followed `finalizing` then, so the batch was tried again for ever."""
+    finish = state.store.finish
+
+    def lose(*_arguments: Any, **_named: Any) -> BatchRecord:
+        for name in state.store.contents():
+            state.contents.remove(name)
+        raise OSError("the disk is full")
+
+    async with running(FakeBackend()) as backend:
+        jobs = Jobs(state, backend, options)
+        batch = await create(jobs, await upload(jobs))
+        state.store.finish = lose  # type: ignore[method-assign,assignment]
+        async with jobs.working():
+            await until(lambda: state.store.batch(batch.id, "me").retry_at)
+        assert state.store.batch(batch.id, "me").status == "finalizing"
+        state.store.finish = finish  # type: ignore[method-assign]
+        state.store.release_all()
+        async with Jobs(state, backend, options).working():
+            failed = await over(state, batch)
+    assert failed.status == "failed"
+    assert failed.errors is not None
+    assert "does not exist" in failed.errors[0]["message"]
