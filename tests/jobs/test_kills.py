@@ -1,0 +1,39 @@
+"""SIGKILL at every write of a server's database: the next server brings everything to its end by itself."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from crash_lives import LIVES
+
+SCRIPT = Path(__file__).with_name("crash_driver.py")
+SAMPLE = 97
+"""One moment in so many is tried without --thorough."""
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory, share: int) -> list[dict[str, Any]]:
+    """What the driver has found, case by case."""
+    folder = tmp_path_factory.mktemp("kills")
+    command = [sys.executable, str(SCRIPT), str(folder), "1" if share == 1 else str(SAMPLE)]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=3600, check=False)
+    assert finished.returncode == 0, finished.stderr
+    return [json.loads(line) | {"stderr": finished.stderr} for line in finished.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("life", LIVES)
+def test_a_server_killed_at_any_write_is_made_good_by_the_next_one(life: str, cases: list[dict[str, Any]]) -> None:
+    own = [case for case in cases if case["life"] == life]
+    assert own[0]["moment"] is None
+    faulty = [case for case in own if case["faults"]]
+    assert not faulty, "\n".join(f"{case['moment']}, {case['again']}: {case['faults']}" for case in faulty)
+
+
+def test_servers_were_killed_once_and_again(cases: list[dict[str, Any]], share: int) -> None:
+    assert sum(case["moment"] is not None for case in cases) >= (500 if share == 1 else 5)
+    assert share > 1 or any(case["again"] is not None for case in cases)
