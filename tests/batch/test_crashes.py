@@ -224,6 +224,20 @@ def test_groups_of_suspects_are_small_and_the_most_suspicious_are_alone() -> Non
     assert sorted(position for group in groups for position in group) == [n for n in range(20) if n != 7]
 
 
+def test_requests_in_flight_at_several_kills_run_in_groups_until_they_are_few() -> None:
+    """Bug: after three kills from outside, some hundred requests ran one at a time, for an hour or longer."""
+    suspects = Suspects(num_kills=Counter(dict.fromkeys(range(400), 4)))
+    items = [WorkItem(n) for n in range(500)]
+    assert {len(group) for group in suspects.groups(items)} == {20}
+    suspects.num_kills.update(range(40, 60))  # one more kill, while a group ran
+    groups = [[item.position for item in group] for group in suspects.groups(items)]
+    assert groups[:20] == [[n] for n in range(40, 60)]
+    assert {len(group) for group in groups[20:]} == {19}
+    suspects.num_crashes.update(dict.fromkeys(range(100, 150), 2))
+    groups = [[item.position for item in group] for group in suspects.groups(items)]
+    assert groups[:50] == [[n] for n in range(100, 150)]
+
+
 @pytest.mark.parametrize("error", [EngineLost("the device is gone"), ModelLoadError("fake", "the disk is gone")])
 def test_a_request_that_ends_the_engine_for_good_is_answered_with_an_error_after_the_third_time(
     tmp_path: Path, run_file: Run, error: Exception

@@ -12,9 +12,10 @@ A request that was in flight at a crash is a suspect. Suspects run before all ot
 alone after two. After the third crash a request gets an error as its answer.
 
 A kill without a known cause is weak evidence. A user may have sent it, but a container that ran out of memory leaves no
-other trace. The first such kill makes no suspects, and a kill after a request to stop counts for nothing. A request
-gets an error after `LETHAL_KILLS` kills, if no other was in flight at the last `LETHAL_KILLS_ALONE` and no result came
-in between. So every batch can be finished.
+other trace. The first such kill makes no suspects, and a kill after a request to stop counts for nothing. Many requests
+may have been in flight at several kills that no request is to blame for. Until they are few, they run in groups, which
+one more kill tells apart. A request gets an error after `LETHAL_KILLS` kills, if no other was in flight at the
+last `LETHAL_KILLS_ALONE` and no result came in between. So every batch can be finished.
 """
 
 from __future__ import annotations
@@ -43,6 +44,9 @@ LETHAL_CRASHES = 3
 
 LETHAL_KILLS, LETHAL_KILLS_ALONE = 6, 3
 """Nor is a request that was in flight at this many kills without a known cause, at the last of them alone."""
+
+MAX_NUM_ALONE = 32
+"""So many requests that were in flight at several kills run one at a time; more of them run in groups."""
 
 _IN_FLIGHT, _FAULT = "in-flight", "fault"
 _SEAT = struct.Struct("<Q")
@@ -130,7 +134,7 @@ class Suspects:
         self._alone = []
 
     def weight(self, position: int) -> int:
-        """0: the request is not a suspect. 1: a few others may run beside it. Above 1: it runs separately."""
+        """How suspicious a request is, from 0 for no suspect. See `groups`."""
         return max(self.num_crashes[position], self.num_kills[position] - 1)
 
     def num_deaths(self, position: int) -> int:
@@ -149,13 +153,20 @@ class Suspects:
         return by_kills or self.num_crashes[position] >= LETHAL_CRASHES
 
     def groups(self, items: Iterable[WorkItem]) -> Iterator[Sequence[WorkItem]]:
-        """The suspects among `items` in groups; each group must be durable before the next starts. Each of the most
-        suspicious is a separate group. For the others, the size balances speed against work lost in a crash."""
+        """The suspects among `items` in groups, the most suspicious first; each group must be durable before the next
+        starts. The size balances speed against work lost in a crash."""
         suspects = [item for item in items if self.weight(item.position)]
-        yield from ([item] for item in suspects if self.weight(item.position) > 1)
-        others = [item for item in suspects if self.weight(item.position) == 1]
-        size = max(1, math.isqrt(len(others)))
-        yield from (others[start : start + size] for start in range(0, len(others), size))
+        yield from ([item] for item in suspects if self._must_be_alone(item.position))
+        others = [item for item in suspects if not self._must_be_alone(item.position)]
+        weights = Counter(self.weight(item.position) for item in others)
+        for weight in sorted(weights, reverse=True):
+            alike = [item for item in others if self.weight(item.position) == weight]
+            size = 1 if weight > 1 and len(alike) <= MAX_NUM_ALONE else math.isqrt(len(alike))
+            yield from (alike[start : start + size] for start in range(0, len(alike), size))
+
+    def _must_be_alone(self, position: int) -> bool:
+        """Whether one more crash is its last one."""
+        return self.num_crashes[position] >= LETHAL_CRASHES - 1
 
 
 _suspects_turn = threading.Lock()
