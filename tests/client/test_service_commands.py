@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import signal
@@ -97,6 +98,21 @@ def test_failed_lines_have_a_file_of_their_own_and_can_be_sent_again(
     command("batches", "watch", new["id"])
     nothing = command("batches", "retry", new["id"])
     assert (nothing.code, "nothing to send again" in nothing.err) == (0, True)
+
+
+def test_failed_lines_of_a_compressed_file_are_sent_again(
+    command: Command, service: FakeService, batch_file: Path
+) -> None:
+    """Bug: some services take compressed files, and no failed line was found in one."""
+    service.failing = {"r1"}
+    batch_id = created(command, batch_file)
+    command("batches", "watch", batch_id)
+    file_id = service.batches[batch_id]["input_file_id"]
+    described, content = service.files[file_id]
+    service.files[file_id] = described, gzip.compress(content)
+    new = json.loads(command("batches", "retry", batch_id, "--json").out)
+    sent = service.files[new["input_file_id"]][1].splitlines()
+    assert [json.loads(line)["custom_id"] for line in sent] == ["r1"]
 
 
 def test_the_exit_code_of_watch_tells_how_the_batch_ended(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import gzip
 import hashlib
 import http.server
 import json
@@ -194,6 +195,23 @@ def test_an_empty_file_is_refused(start: Callable[..., openai.OpenAI]) -> None:
     with pytest.raises(openai.BadRequestError, match="Invalid file format for Batch API"):
         upload(client, b"")
     assert list(client.files.list()) == []
+
+
+def test_compressed_input_is_refused(start: Callable[..., openai.OpenAI]) -> None:
+    """Bug: it was expanded up to a thousand times, past the limit on the size of files, and a retry of it failed."""
+    client = start()
+    content = gzip.compress(jsonl(line(1)))
+    with pytest.raises(openai.BadRequestError, match="the file is gzip data") as refused:
+        upload(client, content)
+    assert refused.value.code == "invalid_file_format"
+    parts = client.uploads.create(filename="in", purpose="batch", bytes=len(content), mime_type="text/jsonl")
+    part = client.uploads.parts.create(upload_id=parts.id, data=content)
+    with pytest.raises(openai.BadRequestError, match="the file is gzip data"):
+        client.uploads.complete(parts.id, part_ids=[part.id])
+    assert list(client.files.list()) == []
+    other = client.files.create(file=("in", content), purpose="user_data")
+    batch = until_over(client, create(client, other.id).id)
+    assert [(error.code, error.param) for error in batch.errors.data] == [("invalid_file_format", "input_file_id")]
 
 
 class Held:

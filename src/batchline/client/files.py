@@ -11,6 +11,7 @@ from batchline.batch import lines
 from batchline.batch.compression import codec_of_name
 from batchline.batch.file_format import refuse_foreign_format
 from batchline.batch.locations import Location
+from batchline.batch.source import stage_input
 from batchline.client.objects import BatchObject
 from batchline.client.service import Service
 from batchline.disk import staged_file
@@ -78,7 +79,7 @@ async def send_failed_again(
     """Make a new batch of the requests of `batch` that have no successful answer. Returns it and their number, or None
     if there are none. For services that cannot do this by themselves.
 
-    Raises: ServiceError, UsageError.
+    Raises: ServiceError, UsageError, RunFailed on a full disk.
     """
     if batch.input_file_id is None:
         raise UsageError(f"The service does not report the input file of the batch {batch.id}.")
@@ -96,7 +97,8 @@ async def send_failed_again(
             await service.download(file_id, folder / "results")
             answered |= _successes(folder / "results")
         count = 0
-        with (folder / "input").open("rb") as source, (folder / "failed.jsonl").open("wb") as failed:
+        plain = await stage_input(Location(name, "path", folder / "input"), folder, lambda: False)
+        with plain.open("rb") as source, (folder / "failed.jsonl").open("wb") as failed:
             for line in _each_line(source):
                 if not line.isspace() and lines.readable_custom_id(line) not in answered:
                     failed.write(line.rstrip(b"\r\n") + b"\n")

@@ -40,7 +40,7 @@ from batchline.jobs.options import JobsOptions
 from batchline.jobs.states import BatchStatus
 from batchline.jobs.store import Store
 from batchline.jobs.tables import BatchRecord, FileRecord
-from batchline.jobs.validation import LineJudge, Refused, one_error, refuse_invalid, unreadable
+from batchline.jobs.validation import LineJudge, Refused, one_error, refuse_compressed, refuse_invalid, unreadable
 
 if sys.platform != "win32":
     import fcntl
@@ -129,6 +129,7 @@ class BatchRun:
     async def _run(self) -> None:
         """Raises: as `execute`, and Refused."""
         source = await self._input_path()
+        await asyncio.to_thread(refuse_compressed, source)
         served = models_by_name(await self._backend.models())
         self._names = {name: model.name for name, model in served.items()}
         if self.record.output_file_id is None:  # it has not begun, even if it was cancelled meanwhile

@@ -19,6 +19,7 @@ from pathlib import Path
 from time import time
 from typing import BinaryIO
 
+from batchline.batch.compression import MAGIC_BYTES
 from batchline.batch.targets import ResultTarget
 from batchline.disk import move_into_place, sync_folder
 from batchline.errors import BadRequest
@@ -167,11 +168,12 @@ class FolderContents(Contents):
 
 
 class ArrivingContent:
-    """Bytes on their way to the contents. name: of the content. num_bytes: how many were written."""
+    """Bytes on their way to the contents. name: of the content. num_bytes: how many were written. start: the first."""
 
     def __init__(self, contents: Contents, staged: Path, name: str) -> None:
         self.name = name
         self.num_bytes = 0
+        self.start = b""
         self._contents = contents
         self._staged = staged
         self._file: BinaryIO | None = None
@@ -180,11 +182,14 @@ class ArrivingContent:
         """Begin, without what an earlier process wrote. Raises: OSError."""
         self._file = self._staged.open("wb", buffering=1 << 20)
         self.num_bytes = 0
+        self.start = b""
 
     def write(self, data: bytes | memoryview) -> int:
         """Add bytes. Raises: OSError."""
         assert self._file is not None  # `open` comes first
         self.num_bytes += len(data)
+        if len(self.start) < MAGIC_BYTES:
+            self.start += bytes(data[: MAGIC_BYTES - len(self.start)])
         return self._file.write(data)
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ from batchline.batch.source import stage_input
 from batchline.config import TextConfig
 from batchline.endpoints.without_model import CHECKS, checked_request
 from batchline.errors import InputUnreadable, RequestError, counted
-from batchline.jobs.validation import LineJudge, Refused, refuse_invalid, unreadable
+from batchline.jobs.validation import LineJudge, Refused, refuse_compressed, refuse_invalid, unreadable
 
 MAX_KINDS = 20
 OTHERS = "their bodies have other errors"
@@ -115,9 +115,10 @@ def check_input(
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="batchline-")))
         index = stack.enter_context(contextlib.closing(LineIndex(scratch / "index")))
         try:
+            refuse_compressed(path)
             plain = asyncio.run(stage_input(Location(str(path), "path", path), scratch, should_stop))
-        except InputUnreadable as exc:
-            refused = unreadable(exc, path)
+        except (InputUnreadable, Refused) as exc:
+            refused = exc if isinstance(exc, Refused) else unreadable(exc, path)
             return InputCheck(endpoint=None, num_lines=0, models={}, errors=refused.errors, num_errors=1, warnings=[])
         report = check_file(plain, index, scratch=scratch, observer=observer.judge, should_stop=should_stop)
         with contextlib.closing(LineReader(plain, index)) as reader:

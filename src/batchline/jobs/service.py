@@ -34,6 +34,7 @@ from batchline.jobs.state_folder import JobsState
 from batchline.jobs.states import RUNNING, BatchStatus
 from batchline.jobs.store import Order
 from batchline.jobs.tables import BatchRecord, FileRecord, PartRecord, UploadRecord
+from batchline.jobs.validation import compressed
 from batchline.jobs.webhooks import Webhooks
 from batchline.jobs.worker import Worker
 from batchline.openai_api.batches import (
@@ -98,7 +99,7 @@ class Jobs:
         purpose: str,
         expires_after: int | None = None,
     ) -> FileRecord:
-        """Store a file whose content has arrived. Raises: BadRequest for an empty batch file."""
+        """Store a file whose content has arrived. Raises: BadRequest for an empty or compressed batch file."""
         file = _new_file(owner, file_id, content, filename, purpose, int(self._clock()), expires_after)
 
         def store() -> None:
@@ -232,6 +233,7 @@ class Jobs:
             try:
                 if upload.status == "pending":
                     self._contents.join(request.part_ids, content, request.md5)
+                    _check_format(upload.purpose, content)
                 finished = self._store.finish_upload(upload_id, owner, now, file)
             except BaseException:
                 content.discard()
@@ -452,10 +454,8 @@ def _new_file(
     now: int,
     expires_after: int | None = None,
 ) -> FileRecord:
-    """The record of a file whose content has arrived. Raises: BadRequest for an empty batch file."""
-    if purpose == BATCH_INPUT and not content.num_bytes:
-        message = "Invalid file format for Batch API. Must be .jsonl"
-        raise BadRequest(message, param="file", code="invalid_file_format")
+    """The record of a file whose content has arrived. Raises: BadRequest for an empty or compressed batch file."""
+    _check_format(purpose, content)
     return FileRecord(
         id=file_id,
         owner=owner,
@@ -466,6 +466,17 @@ def _new_file(
         expires_at=None if expires_after is None else now + expires_after,
         content=content.name,
     )
+
+
+def _check_format(purpose: str, content: ArrivingContent) -> None:
+    """Raises: BadRequest for an empty or compressed batch file."""
+    if purpose != BATCH_INPUT:
+        return
+    message = compressed(content.start)
+    if not content.num_bytes:
+        message = "Invalid file format for Batch API. Must be .jsonl"
+    if message is not None:
+        raise BadRequest(message, param="file", code="invalid_file_format")
 
 
 def _retry_request(batch: BatchRecord, input_file_id: str) -> CreateBatchRequest:

@@ -8,6 +8,7 @@ from typing import Any
 
 from batchline.backends.base import MAX_SHOWN_NAME
 from batchline.batch.check import CheckReport
+from batchline.batch.compression import MAGIC_BYTES, codec_of_bytes
 from batchline.errors import BatchlineError, InputUnreadable, LineError, counted
 
 MAX_LISTED_ERRORS = 100
@@ -33,6 +34,23 @@ def unreadable(exc: InputUnreadable, source: Path) -> Refused:
     return one_error(
         "invalid_file_format", f"Cannot read the file: {exc.reason.replace(source.name, 'FILE')}", "input_file_id"
     )
+
+
+def compressed(start: bytes) -> str | None:
+    """Why a file that starts with these bytes is no batch file, if it is compressed.
+
+    The limit on the size of files would not apply to it: it may expand to a thousand times its size.
+    """
+    codec = codec_of_bytes(start)
+    return None if codec is None else f"Invalid file format for Batch API. Must be .jsonl; the file is {codec} data."
+
+
+def refuse_compressed(path: Path) -> None:
+    """Raises: Refused, OSError."""
+    with path.open("rb") as file:
+        message = compressed(file.read(MAGIC_BYTES))
+    if message is not None:
+        raise one_error("invalid_file_format", message, "input_file_id")
 
 
 class LineJudge:
