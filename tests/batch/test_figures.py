@@ -32,6 +32,12 @@ def test_failures_are_grouped_by_code() -> None:
     assert many.count == figures.MAX_FAILURE_LINES
 
 
+def test_samples_of_failures_have_no_characters_that_change_how_a_page_is_shown() -> None:
+    line = b'{"custom_id":"\\u202eid\\u001b[31m","response":{"status_code":500,"body":"a\\nb\\u0007"},"error":null}\n'
+    (kind,) = figures.failure_kinds([line])
+    assert kind.samples == [("\ufffdid\ufffd[31m", None, "a\nb\ufffd")]
+
+
 def test_numbers_are_short_and_exact_enough() -> None:
     assert [figures.span_text(one) for one in (-1, 0, 59.6, 75, 3600, 7500, 90_000, 700_000)] == [
         *("0 s", "0 s", "1 min", "1 min 15 s", "1 h", "2 h 5 min", "1 d 1 h", "8 d 2 h")

@@ -20,7 +20,6 @@ from batchline.batch.sorting import RowSorter
 from batchline.batch.stopping import Stop
 from batchline.errors import (
     BadRequest,
-    InputUnreadable,
     InternalServerError,
     ResumeRefused,
     RetryRefused,
@@ -282,5 +281,5 @@ def test_large_results_are_matched_in_bounded_memory(
 def test_standard_output_and_a_missing_output_are_refused_at_once(batch: Path, tmp_path: Path) -> None:
     with pytest.raises(RetryRefused, match="standard output cannot be read"):
         retrying.refuse_unreadable_results(RunFiles.named(str(batch), "-"))
-    with pytest.raises(InputUnreadable, match="No such file"):
+    with pytest.raises(RetryRefused, match=r"Cannot read the results of the earlier run in .*: No such file"):
         retrying.refuse_unreadable_results(RunFiles.named(str(batch), str(tmp_path / "none.jsonl")))

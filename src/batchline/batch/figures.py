@@ -133,15 +133,21 @@ def failure_kinds(lines: Iterable[bytes]) -> list[FailureKind]:
 def _failure(line: bytes) -> tuple[str, tuple[str, int | None, str]]:
     """A failed result line: its code, custom_id, line number and message."""
     result: dict[str, Any] = orjson.loads(line)
-    custom_id = str(result.get("custom_id") or "")[:_MAX_TEXT]
+    custom_id = _shown(result.get("custom_id") or "")
     error = result.get("error")
     if isinstance(error, dict):
-        return str(error.get("code")), (custom_id, error.get("line"), str(error.get("message"))[:_MAX_TEXT])
+        return str(error.get("code")), (custom_id, error.get("line"), _shown(error.get("message")))
     response = result.get("response") or {}
     body = response.get("body")
     error = body.get("error") if isinstance(body, dict) else None
     message = error.get("message") if isinstance(error, dict) else body
-    return str(response.get("status_code")), (custom_id, None, str(message)[:_MAX_TEXT])
+    return str(response.get("status_code")), (custom_id, None, _shown(message))
+
+
+def _shown(text: object) -> str:
+    """A client's text, not too long, without characters that change how others are shown, such as escape sequences."""
+    characters = (char if char.isprintable() or char == "\n" else "\ufffd" for char in str(text)[:_MAX_TEXT])
+    return "".join(characters)
 
 
 def span_text(seconds: float) -> str:

@@ -8,8 +8,8 @@ matched with lines by `custom_id`, in bounded memory.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -51,7 +51,7 @@ _SHOWN = 3
 async def stage_earlier_results(files: RunFiles, scratch: Path) -> list[tuple[str, Path]]:
     """The earlier run's results as plain local files, each with its name for messages.
 
-    Raises: RetryRefused, InputUnreadable.
+    Raises: RetryRefused.
     """
     staged = []
     for number, target in enumerate(files.targets):
@@ -60,16 +60,27 @@ async def stage_earlier_results(files: RunFiles, scratch: Path) -> list[tuple[st
             continue  # the earlier run had no error file
         folder = scratch / f"earlier-{number}"
         folder.mkdir()
-        staged.append((target.display, await source.stage_input(location, folder, lambda: False)))
+        with _refusing_as_results():
+            staged.append((target.display, await source.stage_input(location, folder, lambda: False)))
     return staged
 
 
 def refuse_unreadable_results(files: RunFiles) -> None:
-    """Refuse at once outputs whose results cannot be read. Raises: RetryRefused, InputUnreadable."""
+    """Refuse at once outputs whose results cannot be read. Raises: RetryRefused."""
     for number, target in enumerate(files.targets):
         location = _location_of(target)
         if number == 0 or location.path is None or location.path.exists():
-            source.refuse_unreadable(location)
+            with _refusing_as_results():
+                source.refuse_unreadable(location)
+
+
+@contextmanager
+def _refusing_as_results() -> Iterator[None]:
+    """What cannot be read in the block is no input, but the results of the earlier run. Raises: RetryRefused."""
+    try:
+        yield
+    except InputUnreadable as exc:
+        raise RetryRefused(f"Cannot read the results of the earlier run in {exc.location!r}: {exc.reason}") from exc
 
 
 def _location_of(target: ResultTarget) -> Location:
@@ -89,7 +100,7 @@ def keep_results(
     """Write the results to keep into the journal, and count them. Those that are there already stay.
 
     Returns how many results are kept, and how many had failed with each code.
-    Raises: RetryRefused if the results are not those of this input; InputUnreadable, OSError.
+    Raises: RetryRefused if the results are not those of this input; OSError.
     """
     with ExitStack() as stack:
         files = [ResultFile(name, stack.enter_context(path.open("rb"))) for name, path in staged]
@@ -123,7 +134,9 @@ def _add_results(rows: RowSorter, files: Sequence[ResultFile], retry: Retry) -> 
         value = parsed_result(line, files[number].name)
         status = status_of(value) if isinstance(value, dict) else None
         if not isinstance(value, dict) or status is None:
-            raise InputUnreadable(files[number].name, "a line is not a result.")
+            raise RetryRefused(
+                f"Cannot read the results of the earlier run in {files[number].name!r}: a line is not one."
+            )
         is_failure = not status.startswith("2")
         if is_failure:
             failures[status] = failures.get(status, 0) + 1
