@@ -11,6 +11,7 @@ import pytest
 import sqlalchemy
 
 from batchline.errors import StorageUnavailable, StoreUnusable
+from batchline.jobs import database as module
 from batchline.jobs.options import JobsOptions
 from batchline.jobs.store import Store
 
@@ -82,6 +83,36 @@ def test_a_database_that_goes_away_and_comes_back(
     store.close()
     assert "the database cannot be used" in caplog.text
     assert SECRET not in caplog.text
+
+
+def test_a_database_that_becomes_read_only_is_away_until_a_new_connection_can_write(
+    postgres: str, database: str
+) -> None:
+    """Bug: requests got a 500, and the connections to what had become a replica were kept."""
+    name = "test_" + database.rpartition("/test_")[2].partition("?")[0]
+    store = Store(database)
+    with psycopg.connect(postgres, autocommit=True) as admin:
+        admin.execute(f"ALTER DATABASE {name} SET default_transaction_read_only = on")
+        store._engine.dispose()
+        with pytest.raises(StorageUnavailable) as raised:
+            store.first_value("colour", "red")
+        assert "read-only transaction" in raised.value.reason
+        admin.execute(f"ALTER DATABASE {name} RESET default_transaction_read_only")
+        assert store.first_value("colour", "red") == "red"
+    store.close()
+
+
+def test_a_database_with_all_connections_in_use_is_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: requests got a 500."""
+    monkeypatch.setattr(module, "NUM_KEPT_CONNECTIONS", 1)
+    monkeypatch.setattr(module, "NUM_MORE_CONNECTIONS", 0)
+    monkeypatch.setattr(module, "CONNECTION_WAIT_S", 0.01)
+    store = Store(f"sqlite:///{tmp_path / 'jobs.db'}")
+    with store.database.connect(), pytest.raises(StorageUnavailable) as raised:
+        store.line()
+    assert raised.value.reason == "all connections are in use"
+    assert store.line() == []
+    store.close()
 
 
 def test_leases_are_measured_by_the_clock_of_a_shared_database(database: str, tmp_path: Path) -> None:

@@ -27,6 +27,14 @@ def test_a_folder_with_sqlite_belongs_to_one_server(tmp_path: Path, database: st
                 state_in(other).__enter__()
 
 
+def test_sqlite_is_refused_as_a_shared_database(tmp_path: Path) -> None:
+    """Bug: the folder was not locked then, so two servers with one SQLite file ended each other's leases."""
+    path = tmp_path / "shared.db"
+    with pytest.raises(UsageError, match=r"--state-url: only postgresql:// is supported. .* --state-dir"):
+        state_in(options(tmp_path / "state", state_url=f"sqlite:///{path}")).__enter__()
+    assert not path.exists()
+
+
 def test_servers_with_one_postgresql_may_share_the_folder(tmp_path: Path, database: str) -> None:
     with state_in(options(tmp_path, state_url=database)) as one, state_in(options(tmp_path, state_url=database)) as two:
         assert (one.runs, one.contents.display) == (two.runs, two.contents.display)

@@ -12,7 +12,9 @@ from typing import Any
 
 from sqlalchemy import Engine, create_engine, event, extract, func, make_url, select
 from sqlalchemy.engine import URL, ExceptionContext
-from sqlalchemy.exc import InterfaceError, OperationalError, SQLAlchemyError
+from sqlalchemy.exc import InterfaceError, InternalError, OperationalError, SQLAlchemyError
+from sqlalchemy.exc import TimeoutError as NoFreeConnection
+from sqlalchemy.pool import PoolProxiedConnection, QueuePool
 
 from batchline.errors import StorageUnavailable, StoreUnusable
 from batchline.jobs.migrations import NewerDatabase, migrate
@@ -21,6 +23,12 @@ logger = logging.getLogger(__name__)
 
 LOCK_WAIT_S = 30
 """How long a change waits for another one in SQLite, which makes one at a time."""
+
+NUM_KEPT_CONNECTIONS, NUM_MORE_CONNECTIONS = 10, 30
+"""Together, more than the threads of a server that ask the database at once. Only the first ones stay open."""
+
+CONNECTION_WAIT_S = 30.0
+"""How long a thread waits for a connection if all are in use."""
 
 _SQLITE = "sqlite"
 _POSTGRES = "postgresql+psycopg"
@@ -37,6 +45,10 @@ _CONNECTION_SETTINGS = {
 
 _IDLE_TRANSACTION_S = 10
 """A process that is suspended in the middle of a change loses it after this time, so that others do not wait for it."""
+
+_READ_ONLY = "25006"
+"""The code of a write to a database that takes none, for example since another one has become the primary. A new
+connection may reach that one."""
 
 _SECRETS = ("password", "sslpassword")
 
@@ -68,6 +80,16 @@ def open_database(url: str) -> Engine:
     return engine
 
 
+def check_shared(url: str) -> None:
+    """Only the database in a state folder may be SQLite, because the folder's lock protects it.
+
+    Raises: StoreUnusable for any other SQLite file.
+    """
+    if url.startswith(_SQLITE):
+        problem = "only postgresql:// is supported. For SQLite, set the folder of the database with --state-dir."
+        raise StoreUnusable("of --state-url", problem)
+
+
 def is_shared(engine: Engine) -> bool:
     """Whether other servers may use the database at the same time."""
     return engine.dialect.name == "postgresql"
@@ -83,13 +105,19 @@ def time_of(engine: Engine, clock: Callable[[], float]) -> float:
 
 def _engine_of(url: URL) -> Engine:
     """Raises: ImportError without the driver, SQLAlchemyError."""
+    pool: dict[str, Any] = {
+        "poolclass": _Pool,
+        "pool_size": NUM_KEPT_CONNECTIONS,
+        "max_overflow": NUM_MORE_CONNECTIONS,
+        "pool_timeout": CONNECTION_WAIT_S,
+    }
     if url.drivername == _SQLITE:
-        engine = create_engine(url, connect_args={"timeout": LOCK_WAIT_S}, hide_parameters=True)
+        engine = create_engine(url, connect_args={"timeout": LOCK_WAIT_S}, hide_parameters=True, **pool)
         event.listen(engine, "connect", _prepare_sqlite)
         return engine
     settings = {name: value for name, value in _CONNECTION_SETTINGS.items() if name not in url.query}
     engine = create_engine(
-        url, connect_args=settings, pool_pre_ping=True, isolation_level="READ COMMITTED", hide_parameters=True
+        url, connect_args=settings, pool_pre_ping=True, isolation_level="READ COMMITTED", hide_parameters=True, **pool
     )
     event.listen(engine, "connect", _prepare_postgres)
     return engine
@@ -108,10 +136,25 @@ def _prepare_postgres(connection: Any, _record: object) -> None:
     connection.commit()
 
 
+class _Pool(QueuePool):
+    """Connections, with our error if all stay in use."""
+
+    def connect(self) -> PoolProxiedConnection:
+        """Raises: StorageUnavailable."""
+        try:
+            return super().connect()
+        except NoFreeConnection as exc:
+            logger.error("the database cannot be used: all connections are in use")
+            raise StorageUnavailable("all connections are in use") from exc
+
+
 def _translate(context: ExceptionContext) -> None:
-    """Raises: StorageUnavailable if the database is away, overloaded or out of space."""
+    """Raises: StorageUnavailable if the database is away, overloaded, read-only or out of space."""
     error = context.original_exception
-    if isinstance(context.sqlalchemy_exception, (OperationalError, InterfaceError)) and not context.is_pre_ping:
+    if getattr(error, "sqlstate", None) == _READ_ONLY:
+        context.is_disconnect = True
+    known = (OperationalError, InterfaceError, InternalError)
+    if isinstance(context.sqlalchemy_exception, known) and not context.is_pre_ping:
         reason = " ".join(str(error).split())
         logger.error("the database cannot be used: %s", reason)
         raise StorageUnavailable(reason) from error

@@ -18,6 +18,7 @@ from time import time
 from batchline.batch.locations import parse_location
 from batchline.errors import StorageUnavailable, UsageError
 from batchline.jobs.contents import Contents, FolderContents, prepare_folder
+from batchline.jobs.database import check_shared
 from batchline.jobs.options import JobsOptions
 from batchline.jobs.remote_contents import RemoteContents
 from batchline.jobs.store import Store
@@ -46,6 +47,8 @@ def state_in(options: JobsOptions, clock: Callable[[], float] = time) -> Iterato
     Raises: UsageError if the folder, the database or the contents cannot be used, or another server uses the folder.
     """
     folder = options.state_dir
+    if options.state_url is not None:
+        check_shared(options.state_url)
     with contextlib.ExitStack() as stack:
         try:
             prepare_folder(folder)
