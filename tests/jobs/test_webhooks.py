@@ -26,7 +26,7 @@ from batchline.jobs.options import JobsOptions, OperatorWebhook
 from batchline.jobs.states import BatchStatus
 from batchline.jobs.store import LONGEST_WEBHOOK_WAIT_S, Store
 from batchline.jobs.tables import BatchRecord
-from batchline.jobs.webhooks import FIRST_DELAY_S, LIFETIME_S, LONGEST_DELAY_S, TRY_S, Webhooks, delay_s
+from batchline.jobs.webhooks import FIRST_DELAY_S, LIFETIME_S, LONGEST_DELAY_S, MAX_OF_OWNER, TRY_S, Webhooks, delay_s
 from batchline.openai_api.batches import BatchWebhook
 
 SECRET = "whsec_" + "QmF0Y2hsaW5lIHNpZ25zIGl0cyB3ZWJob29rcyE="
@@ -60,9 +60,11 @@ class Receiver:
         self.url = ""
         self.holds = asyncio.Event()
         self.holds.set()
+        self.has_got = asyncio.Event()
 
     async def answer(self, request: web.Request) -> web.Response:
         self.got.append((dict(request.headers), await request.read()))
+        self.has_got.set()
         await self.holds.wait()
         return web.Response(status=self.status, headers={"Location": "/elsewhere"})
 
@@ -71,13 +73,19 @@ class Receiver:
         return [orjson.loads(body) for _, body in self.got]
 
 
-@pytest.fixture
-async def receiver() -> AsyncIterator[Receiver]:
+@asynccontextmanager
+async def receiving() -> AsyncIterator[Receiver]:
     made = Receiver()
     app = web.Application()
     app.router.add_post("/{rest:.*}", made.answer)
     async with TestServer(app) as server:
         made.url = str(server.make_url("/hook"))
+        yield made
+
+
+@pytest.fixture
+async def receiver() -> AsyncIterator[Receiver]:
+    async with receiving() as made:
         yield made
 
 
@@ -300,6 +308,33 @@ async def test_a_receiver_that_does_not_answer_is_given_up_for_this_time(
     receiver.holds.set()
     (noted,) = store.due_webhooks(float("inf"), 10)
     assert (noted.attempts, noted.next_at > clock.now) == (1, True)
+
+
+async def test_an_owners_receivers_that_do_not_answer_delay_no_other_owners_webhooks(
+    store: Store, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: each round of webhooks ended with the slowest one, so one dead receiver delayed all others."""
+    monkeypatch.setattr(module, "TRY_S", 1000.0)
+    clock = Clock()
+    receiver.holds.clear()
+    for number in range(2 * MAX_OF_OWNER + 12):
+        ended(store, clock, number, url=receiver.url)
+    clock.now += 1
+    ended(store, clock, 101, url=receiver.url.replace("/hook", "/operator"), owner="other")
+    async with receiving() as other, sender(store, clock, other, allowed_networks=("127.0.0.0/8",)) as webhooks:
+        ended(store, clock, 100)
+        ended(store, clock, 102, url=other.url, owner="you")
+        delivering = asyncio.create_task(webhooks.deliver_due())
+        async with asyncio.timeout(30):
+            while len(other.got) < 2:
+                await other.has_got.wait()
+                other.has_got.clear()
+        assert {event["data"]["id"] for event in other.events} == {"batch_100", "batch_102"}
+        assert len(receiver.got) <= MAX_OF_OWNER + 1
+        receiver.holds.set()
+        await delivering
+    assert len(receiver.got) == 2 * MAX_OF_OWNER + 13
+    assert num_noted(store) == 0
 
 
 class Resolver(AbstractResolver):

@@ -20,6 +20,7 @@ from sqlalchemy import (
     Engine,
     RowMapping,
     Table,
+    case,
     delete,
     func,
     insert,
@@ -36,6 +37,7 @@ from batchline.jobs.line import Entry
 from batchline.jobs.states import RUNNING, BatchStatus, sources_of
 from batchline.jobs.tables import (
     BatchRecord,
+    DueWebhook,
     FileRecord,
     PartRecord,
     UploadRecord,
@@ -484,12 +486,23 @@ class Store:
 
     # Webhooks
 
-    def due_webhooks(self, now: float, limit: int) -> list[WebhookRecord]:
-        """Those that are to be tried now, the one that has waited longest first."""
-        is_due = _is_due(webhooks.c.next_at, now, LONGEST_WEBHOOK_WAIT_S)
-        query = select(webhooks).where(is_due).order_by(webhooks.c.next_at).limit(limit)
+    def due_webhooks(self, now: float, limit: int, per_owner: int = 1000) -> list[DueWebhook]:
+        """Those that are to be tried now, the one that has waited longest first.
+
+        per_owner: at most so many of one owner's batches, and as many of the operator's.
+        """
+        owner = case((webhooks.c.url.is_(None), None), else_=batches.c.owner).label("owner")
+        place = func.row_number().over(partition_by=owner, order_by=webhooks.c.next_at).label("place")
+        due = (
+            select(webhooks, owner, place)
+            .join(batches, batches.c.id == webhooks.c.batch_id)
+            .where(_is_due(webhooks.c.next_at, now, LONGEST_WEBHOOK_WAIT_S))
+            .subquery()
+        )
+        columns = [due.c[field.name] for field in fields(DueWebhook)]
+        query = select(*columns).where(due.c.place <= per_owner).order_by(due.c.next_at).limit(limit)
         with self._engine.connect() as connection:
-            return [WebhookRecord(**_without_number(row)) for row in connection.execute(query).mappings()]
+            return [DueWebhook(**row) for row in connection.execute(query).mappings()]
 
     def take_webhook(self, webhook: WebhookRecord, next_at: float) -> bool:
         """Begin a try. next_at: when the next one is due. Returns False if another process has begun it."""

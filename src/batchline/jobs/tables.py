@@ -312,3 +312,10 @@ class WebhookRecord:
     secret: str | None = field(default=None, repr=False)
     attempts: int = 0
     next_at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DueWebhook(WebhookRecord):
+    """One that is to be tried. owner: of its batch; None for the operator's own."""
+
+    owner: str | None

@@ -2,7 +2,8 @@
 
 The store notes each one in the transaction that ends the batch. It is sent until its receiver has taken it, or for
 about a day: at least once, and possibly twice after a crash. A try begins by setting the time of the next one, so that
-only one of several servers makes it. A webhook says nothing of a batch but its id, and no batch waits for one.
+only one of several servers makes it. A webhook says nothing of a batch but its id, and no batch waits for one. A few
+tries of each owner run at once, so that a receiver that does not answer delays only the webhooks of its owner.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import hashlib
 import hmac
 import logging
 import random
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from time import time
@@ -25,7 +27,7 @@ from aiohttp.abc import AbstractResolver
 from batchline.errors import BadRequest
 from batchline.jobs.options import SECRET_FORM, SECRET_PREFIX, JobsOptions, is_webhook_secret
 from batchline.jobs.store import Store
-from batchline.jobs.tables import WebhookRecord
+from batchline.jobs.tables import DueWebhook, WebhookRecord
 from batchline.media.addresses import FetchRules
 from batchline.media.fetching import CheckedResolver
 from batchline.openai_api.batches import BatchWebhook
@@ -34,7 +36,10 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 5.0
 TRY_S = 15.0
-MAX_AT_ONCE = 8
+MAX_AT_ONCE = 64
+MAX_OF_OWNER = 4
+"""Tries at once: of all webhooks, and of those of one owner's batches. The operator's own count as another owner's."""
+
 LIFETIME_S = 24 * 3600
 FIRST_DELAY_S, LONGEST_DELAY_S = 30.0, 4 * 3600.0
 """Between two tries. The first is longer than a try may take; each is twice the one before, up to the longest. With
@@ -64,6 +69,7 @@ class Webhooks:
         self._clock = clock
         self._has_news = asyncio.Event()
         self._sessions: Mapping[bool, aiohttp.ClientSession] = {}
+        self._tries: dict[str, tuple[DueWebhook, asyncio.Task[None]]] = {}
 
     def check(self, webhook: BatchWebhook) -> None:
         """Whether a request may name this webhook, as far as the text of its URL shows.
@@ -108,14 +114,18 @@ class Webhooks:
             try:
                 yield
             finally:
+                tasks = [task for _, task in self._tries.values()]
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
                 await resolver.close()
 
     async def deliver_due(self) -> None:
-        """Try each webhook that is due, once."""
-        while due := await asyncio.to_thread(self._store.due_webhooks, self._clock(), MAX_AT_ONCE):
-            results = await asyncio.gather(*map(self._deliver, due), return_exceptions=True)
-            for problem in filter(None, results):
-                raise problem
+        """Try each webhook that is due, also those that become due meanwhile. Returns when no try is running."""
+        await self._start_due()
+        while self._tries:
+            await self._news()
+            await self._start_due()
 
     async def _deliver_for_ever(self) -> None:
         while True:
@@ -123,9 +133,34 @@ class Webhooks:
                 await self.deliver_due()
             except Exception:  # the database may be away for a while
                 logger.exception("webhooks cannot be sent; trying again")
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._has_news.wait(), POLL_S)
-            self._has_news.clear()
+            await self._news()
+
+    async def _news(self) -> None:
+        """Wait until a batch or a try is over, or for `POLL_S`."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._has_news.wait(), POLL_S)
+        self._has_news.clear()
+
+    async def _start_due(self) -> None:
+        """Start as many tries as there are places for."""
+        # an owner whose places are all taken may have as many more that are due
+        due = await asyncio.to_thread(self._store.due_webhooks, self._clock(), 2 * MAX_AT_ONCE, MAX_OF_OWNER)
+        num_of = Counter(webhook.owner for webhook, _ in self._tries.values())
+        for webhook in due:
+            if len(self._tries) >= MAX_AT_ONCE:
+                return
+            if webhook.id not in self._tries and num_of[webhook.owner] < MAX_OF_OWNER:
+                num_of[webhook.owner] += 1
+                self._tries[webhook.id] = webhook, asyncio.create_task(self._try(webhook), name=webhook.id)
+
+    async def _try(self, webhook: DueWebhook) -> None:
+        try:
+            await self._deliver(webhook)
+            self._has_news.set()
+        except Exception:  # the database may be away for a while
+            logger.exception("webhook %s cannot be sent; trying again", webhook.id)
+        finally:
+            del self._tries[webhook.id]
 
     async def _deliver(self, webhook: WebhookRecord) -> None:
         now = self._clock()
