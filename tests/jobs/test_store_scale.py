@@ -105,11 +105,18 @@ REQUESTS: dict[str, Callable[[Store, int], object]] = {
     "expired uploads": lambda store, n: store.expire_uploads(NOW),
 }
 
+POLLS: dict[str, Callable[[Store, int], object]] = {
+    "claimable": lambda store, n: store.claimable(NOW),
+    "line": lambda store, n: store.line(),
+    "due webhooks": lambda store, n: store.due_webhooks(NOW, 100),
+}
+"""What a server asks again and again: it reads what is not over."""
+
 
 def steps_of(path: Path, num_batches: int, status: str) -> dict[str, int]:
     store = CountedStore(path / f"{status}-{num_batches}.db", num_batches, status)
     found = {}
-    for name, request in REQUESTS.items():
+    for name, request in (REQUESTS if status == "validating" else REQUESTS | POLLS).items():
         for number in (50, 60):  # the first one also prepares the statements
             store.steps = 0
             with contextlib.suppress(RequestError):

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 from batchline.backends.base import running
 from batchline.errors import NotFound
 from batchline.jobs import worker
+from batchline.jobs.line import Line
 from batchline.jobs.options import JobsOptions
 from batchline.jobs.service import Jobs
 from batchline.jobs.state_folder import JobsState, state_in
@@ -186,3 +188,49 @@ async def test_a_batch_whose_input_was_lost_after_its_last_answer_fails(state: J
     assert failed.status == "failed"
     assert failed.errors is not None
     assert "does not exist" in failed.errors[0]["message"]
+
+
+async def test_batches_that_wait_for_a_place_do_not_make_the_server_read_the_line_at_every_look(
+    state: JobsState, options: JobsOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: with 20,000 batches that waited, the event loop stood still for a part of every second."""
+    goes_on = asyncio.Event()
+    threads: list[threading.Thread] = []
+
+    class CountedLine(Line):
+        def __init__(self, *arguments: Any) -> None:
+            threads.append(threading.current_thread())
+            super().__init__(*arguments)
+
+    looks, claimable = 0, state.store.claimable
+
+    def counted(*arguments: Any) -> list[BatchRecord]:
+        nonlocal looks
+        looks += 1
+        return claimable(*arguments)
+
+    async def wait(_request: object) -> None:
+        await goes_on.wait()
+
+    monkeypatch.setattr(worker, "Line", CountedLine)
+    monkeypatch.setattr(worker, "LINE_S", 1000.0)
+    monkeypatch.setattr(worker, "IDLE_SHARE", 0)
+    monkeypatch.setattr(state.store, "claimable", counted)
+    one = replace(options, max_running=1)
+    async with running(FakeBackend(before_answer=wait)) as backend:
+        jobs = Jobs(state, backend, one)
+        batches = [await create(jobs, await upload(jobs)) for _ in range(3)]
+        async with jobs.working():
+            await until(lambda: sum(entry.status == "in_progress" for entry in state.store.line()) == 3)
+            before = looks, len(threads)
+            await until(lambda: looks >= before[0] + 20)
+            assert len(threads) <= before[1] + 2, "only the last checks that end make the line be read"
+            goes_on.set()
+            for batch in batches:
+                assert (await over(state, batch)).status == "completed"
+    assert threads
+    assert threading.main_thread() not in threads
+
+
+def test_a_look_that_takes_long_is_followed_by_a_longer_pause() -> None:
+    assert [worker.pause_after(look_s) for look_s in (0.0, 0.01, 0.5, 40.0)] == [1.0, 1.0, 5.0, 10.0]

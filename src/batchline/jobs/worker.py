@@ -14,11 +14,12 @@ import logging
 import os
 import secrets
 import socket
+import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from time import time
+from time import monotonic, time
 
 from batchline.backends.base import Backend
 from batchline.batch.capacity import Capacity
@@ -35,7 +36,13 @@ from batchline.jobs.tables import BatchRecord
 logger = logging.getLogger(__name__)
 
 LEASE_S = 30.0
-POLL_S = 1.0
+POLL_S, LONGEST_POLL_S = 1.0, 10.0
+LINE_S = 5.0
+"""How long the line is used before it is read again, unless a batch has come, ended or been cancelled here."""
+
+IDLE_SHARE = 10
+"""How many times longer than a look at the waiting batches the pause after it is, because many may wait."""
+
 RETRY_S = 5.0
 MAX_CHECKS = 2
 """Batches that are checked at once while they wait for a place."""
@@ -71,6 +78,8 @@ class Worker:
         self._ended: dict[str, History] = {}
         self._failures: Counter[str] = Counter()
         self._paces = Paces()
+        self._line = _LatestLine(store)
+        self._pause_s = POLL_S
         self._has_news = asyncio.Event()
         self._is_closing = False
 
@@ -126,17 +135,20 @@ class Worker:
                 logger.exception("batches cannot be claimed; trying again")
             if not self._is_closing:
                 with contextlib.suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(self._has_news.wait(), POLL_S)
+                    await asyncio.wait_for(self._has_news.wait(), self._pause_s)
+                    self._line.forget()
                 self._has_news.clear()
 
     async def _claim(self) -> None:
         now = await asyncio.to_thread(self._store.now)
+        began = monotonic()
         waiting = await asyncio.to_thread(self._store.claimable, now, self._options.max_running)
+        self._pause_s = pause_after(monotonic() - began)
         # after a pause of this process, a batch that it still runs may have lost its lease
         waiting = [record for record in waiting if record.id not in self._running]
         if not waiting:
             return
-        line = Line(await asyncio.to_thread(self._store.line), now)
+        line = await asyncio.to_thread(self._line.read)
         running = [batch.record for batch, _ in self._running.values() if not batch.only_checks]
         num_checks = len(self._running) - len(running)
         to_start = next_to_start(waiting, running, line, now, self._options.max_running)
@@ -208,14 +220,14 @@ class Worker:
     async def _renew_for_ever(self) -> None:
         while True:
             await asyncio.sleep(LEASE_S / 15)
-            line = await self._line()
+            line = await self._line_now()
             for batch, task in list(self._running.values()):
                 await self._renew(batch, task, line)
 
-    async def _line(self) -> Line:
+    async def _line_now(self) -> Line:
         """The line of all batches; empty while the database is away."""
         try:
-            return Line(await asyncio.to_thread(self._store.line) if self._running else (), self._clock())
+            return await asyncio.to_thread(self._line.read) if self._running else Line((), self._clock())
         except Exception:
             logger.exception("the waiting batches cannot be read")
             return Line((), self._clock())
@@ -258,3 +270,31 @@ class Worker:
                 "output_tokens": batch.progress.answered_output_tokens,
             }
             await asyncio.to_thread(self._store.count, batch.record, counts)
+
+
+class _LatestLine:
+    """The line of all batches, which is read again only after some time: with many batches, that takes long."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._lock = threading.Lock()
+        self._line: Line | None = None
+        self._read_at = 0.0
+
+    def forget(self) -> None:
+        """Read it again the next time."""
+        self._line = None
+
+    def read(self) -> Line:
+        """Blocks. Raises: StorageUnavailable."""
+        with self._lock:
+            line = self._line
+            if line is None or monotonic() >= self._read_at + LINE_S:
+                self._read_at = monotonic()
+                line = self._line = Line(self._store.line(), self._store.now())
+            return line
+
+
+def pause_after(look_s: float) -> float:
+    """The time until the next look at the waiting batches, if the last one took so long."""
+    return min(LONGEST_POLL_S, max(POLL_S, IDLE_SHARE * look_s))
