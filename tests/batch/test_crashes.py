@@ -120,6 +120,19 @@ def test_kills_with_a_result_in_between_accuse_nobody() -> None:
         assert suspects.lethal([WorkItem(3)]) == []
 
 
+def test_kills_for_lack_of_memory_with_a_result_in_between_convict_nobody() -> None:
+    """Bug: another process took the memory, and each kill after the second convicted the line that just ran alone."""
+    suspects = Suspects()
+    for number in range(40):
+        suspects.add(Note("starved", f"{number} 3"))
+        assert suspects.weight(3) == number + 1
+        assert suspects.lethal([WorkItem(3)]) == []
+        suspects.add_result()
+    suspects.add(Note("starved", "a 3"))
+    suspects.add(Note("starved", "b 3"))
+    assert suspects.lethal([WorkItem(3)]) == [WorkItem(3)]
+
+
 def test_a_stopped_run_that_is_killed_while_it_waits_accuses_nobody(tmp_path: Path, run_file: Run) -> None:
     """A service manager stops a run, and kills it if that takes too long."""
 
@@ -138,8 +151,9 @@ def test_a_stopped_run_that_is_killed_while_it_waits_accuses_nobody(tmp_path: Pa
 def test_a_request_that_takes_all_memory_is_answered_with_an_error_after_the_third_kill(tmp_path: Path) -> None:
     """The kernel ends such a process by SIGKILL, which accused nobody, so that the batch could never be finished."""
     children = crashing_runs(tmp_path, "oom")
-    assert [child["code"] for child in children] == [-9, -9, -9, 0]
-    assert "ended with a crash (killed for lack of memory) while" in children[1]["warnings"][0]
+    assert [child["code"] for child in children] == [-9] * 3 + [0]
+    assert "was killed for lack of memory while" in children[1]["warnings"][0]
+    assert [child["asked"] for child in children[1:3]] == [["oom"]] * 2
     results = read_lines(tmp_path / "out.jsonl")
     assert contents(results) == GOOD
     assert results[30]["response"]["body"]["error"]["code"] == "process_crashed"

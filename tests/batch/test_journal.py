@@ -155,9 +155,10 @@ def test_notes_are_kept_beside_results(tmp_path: Path) -> None:
         Note("delivering", "ab12 all results"),
         Note("delivered", "ab12 all results"),
         Note("crashed", "c0ffee 3 4"),
+        Note("starved", "c0ffee 3 4"),
     ]
     with closing(Journal.open(tmp_path / "j", RUN)) as journal:
-        journal.append(encode_note(notes[0]) + entry(0) + encode_note(notes[1]) + encode_note(notes[2]))
+        journal.append(encode_note(notes[0]) + entry(0) + b"".join(map(encode_note, notes[1:])))
     with closing(Journal.open(tmp_path / "j", RUN)) as journal:
         assert contents(journal) == [(0, b'{"n":"x"}')]
         assert [found for found in journal.entries() if isinstance(found, Note)] == notes

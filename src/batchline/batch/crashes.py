@@ -4,12 +4,14 @@ Two small files in the job folder survive the process, because their written pag
 a token of the run in this process and the position of every request that the backend is answering. `fault` has the
 output of `faulthandler` if the process dies of a fault in native code (a segmentation fault, an abort). SIGKILL and
 power loss leave no fault. The kernel also uses SIGKILL when memory runs out, but counts such kills: `fault` begins with
-that count, if the process's control group has a readable one. Such a kill is a crash too.
+that count, if the process's control group has a readable one. Such a kill makes suspects like a crash, but it is no
+proof: another process may have taken the memory.
 
 An engine that ends for good ends the run but not the process. The run itself notes that as a crash.
 
 A request that was in flight at a crash is a suspect. Suspects run before all others: in small groups after one crash,
-alone after two. After the third crash a request gets an error as its answer.
+alone after two. After the third crash a request gets an error as its answer. If some of these were kills for lack of
+memory, it must also have been alone at the last `LETHAL_STARVED_ALONE` deaths, without a result in between.
 
 A kill without a known cause is weak evidence. A user may have sent it, but a container that ran out of memory leaves no
 other trace. The first such kill makes no suspects, and a kill after a request to stop counts for nothing. Many requests
@@ -45,11 +47,15 @@ LETHAL_CRASHES = 3
 LETHAL_KILLS, LETHAL_KILLS_ALONE = 6, 3
 """Nor is a request that was in flight at this many kills without a known cause, at the last of them alone."""
 
+LETHAL_STARVED_ALONE = 2
+"""With kills for lack of memory among the crashes, it must have been alone at this many deaths in a row."""
+
 MAX_NUM_ALONE = 32
 """So many requests that were in flight at several kills run one at a time; more of them run in groups."""
 
 _IN_FLIGHT, _FAULT = "in-flight", "fault"
 _SEAT = struct.Struct("<Q")
+_STARVED = "killed for lack of memory"
 _FATAL = "Fatal Python error: "
 _ALTERNATE_STACK_BYTES = 1 << 16
 _TURN_POLL_S = 0.05
@@ -66,7 +72,13 @@ class Crash:
 
     def note(self) -> Note:
         """The crash as a note for the journal."""
-        return Note("crashed" if self.fault else "killed", " ".join([self.token, *map(str, self.positions)]))
+        kind = "starved" if self.is_starved else "crashed" if self.fault else "killed"
+        return Note(kind, " ".join([self.token, *map(str, self.positions)]))
+
+    @property
+    def is_starved(self) -> bool:
+        """Whether the kernel killed it for lack of memory."""
+        return self.fault == _STARVED
 
 
 def last_crash(folder: Path) -> Crash | None:
@@ -79,7 +91,7 @@ def last_crash(folder: Path) -> Crash | None:
     token, seats = content[: _SEAT.size].hex(), content[_SEAT.size :]
     fault = report.partition("\n")[0].removeprefix(_FATAL)
     if not fault and _have_grown(oom_kills):
-        fault = "killed for lack of memory"
+        fault = _STARVED
     whole = seats[: len(seats) // _SEAT.size * _SEAT.size]
     return Crash(token, fault, tuple(sorted(number - 1 for (number,) in _SEAT.iter_unpack(whole) if number)))
 
@@ -105,13 +117,16 @@ def forget_crash(folder: Path) -> None:
 
 @dataclass(slots=True)
 class Suspects:
-    """At how many crashes and kills each request was in flight, by position. tokens: those that were counted."""
+    """At how many crashes and kills each request was in flight, by position. tokens: those that were counted.
+
+    num_starved: those of the crashes that were kills for lack of memory."""
 
     num_crashes: Counter[int] = field(default_factory=Counter)
+    num_starved: Counter[int] = field(default_factory=Counter)
     num_kills: Counter[int] = field(default_factory=Counter)
     tokens: set[str] = field(default_factory=set)
     _alone: list[int] = field(default_factory=list)
-    """The request that alone was in flight at the last kills, once for each of these kills."""
+    """The request that alone was in flight at the last crashes and kills, once for each of these."""
 
     def add(self, note: Note) -> None:
         """Count a crash or kill that the journal has noted."""
@@ -120,17 +135,17 @@ class Suspects:
         if token in self.tokens:
             return
         self.tokens.add(token)
-        if note.kind == "crashed":
-            self.num_crashes.update(positions)
-            return
-        self.num_kills.update(positions)
+        counts = self.num_kills if note.kind == "killed" else self.num_crashes
+        counts.update(positions)
+        if note.kind == "starved":
+            self.num_starved.update(positions)
         if positions != self._alone[:1]:
             self._alone = []
         if len(positions) == 1:
             self._alone += positions
 
     def add_result(self) -> None:
-        """A request was answered after the kills so far."""
+        """A request was answered after the crashes and kills so far."""
         self._alone = []
 
     def weight(self, position: int) -> int:
@@ -149,8 +164,10 @@ class Suspects:
         return [item for item in items if self._is_lethal(item.position)]
 
     def _is_lethal(self, position: int) -> bool:
-        by_kills = self.num_kills[position] >= LETHAL_KILLS and self._alone.count(position) >= LETHAL_KILLS_ALONE
-        return by_kills or self.num_crashes[position] >= LETHAL_CRASHES
+        num_alone = self._alone.count(position)
+        by_kills = self.num_kills[position] >= LETHAL_KILLS and num_alone >= LETHAL_KILLS_ALONE
+        is_proven = not self.num_starved[position] or num_alone >= LETHAL_STARVED_ALONE
+        return by_kills or (self.num_crashes[position] >= LETHAL_CRASHES and is_proven)
 
     def groups(self, items: Iterable[WorkItem]) -> Iterator[Sequence[WorkItem]]:
         """The suspects among `items` in groups, the most suspicious first; each group must be durable before the next

@@ -40,7 +40,7 @@ _TORN_HEADER = re.compile(rb"([0-9a-f]{0,8}|[0-9a-f]{8} (\{[^\n]*)?)\0*")
 _OUTCOME = re.compile(
     rb"(\d{1,18}) ([!-~]+) (\d{1,18}) (\d{1,18}) (\d{1,18}) ([01]) (?:(\d{1,18}) )?(?:(\d{1,18}\.\d{3}) )?"
 )
-_NOTE = re.compile(rb"(delivering|delivered|crashed|killed|service|kept) ([ -~]*)")
+_NOTE = re.compile(rb"(delivering|delivered|crashed|starved|killed|service|kept) ([ -~]*)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +85,8 @@ class JournalResult:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """Information for a resumed run besides results. kind: `delivering`, `delivered`, `crashed`, `killed`,
-    `service` or `kept`. text: one line of ASCII."""
+    """Information for a resumed run besides results. kind: `delivering`, `delivered`, `crashed`, `starved`,
+    `killed`, `service` or `kept`. text: one line of ASCII."""
 
     kind: str
     text: str

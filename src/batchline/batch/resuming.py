@@ -10,7 +10,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
 from batchline.batch.check import CheckReport
-from batchline.batch.crashes import LETHAL_CRASHES, LETHAL_KILLS_ALONE, Crash, Suspects, last_crash
+from batchline.batch.crashes import (
+    LETHAL_CRASHES,
+    LETHAL_KILLS_ALONE,
+    LETHAL_STARVED_ALONE,
+    Crash,
+    Suspects,
+    last_crash,
+)
 from batchline.batch.index import PositionSet
 from batchline.batch.job_folder import JobFolder
 from batchline.batch.journal import Disk, Journal, JournalResult, Note, encode_note, has_service_notes
@@ -140,7 +147,9 @@ def _count_last_crash(state: RunState, crash: Crash | None, reporter: Reporter) 
     suspects = [p for p in crash.positions if p not in state.done and state.suspects.weight(p)]
     if not suspects:
         return
-    if crash.fault:
+    if crash.is_starved:
+        how, limit = f"was {crash.fault}", f"runs alone at {LETHAL_STARVED_ALONE} such kills in a row"
+    elif crash.fault:
         how, limit = f"ended with a crash ({crash.fault})", f"ends the process {LETHAL_CRASHES} times"
     else:
         how, limit = (
