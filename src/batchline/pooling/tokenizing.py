@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
+from batchline.allocator import release_after
 from batchline.errors import BadRequest
 from batchline.pooling.batching import TokenSequence
 
@@ -183,7 +184,7 @@ class PoolingTokenizer:
                 verbose=False,
             )
         type_rows = encoded.get("token_type_ids") or [None] * len(firsts)
-        return [
+        sequences = [
             TokenSequence(
                 token_ids=tuple(token_ids),
                 token_type_ids=tuple(type_ids) if type_ids and any(type_ids) else None,
@@ -191,3 +192,6 @@ class PoolingTokenizer:
             )
             for token_ids, type_ids in zip(encoded["input_ids"], type_rows, strict=True)
         ]
+        del encoded, type_rows
+        release_after([*firsts, *(seconds or ())])
+        return sequences

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from batchline.allocator import release_after
 from batchline.checkpoints.files import CONFIG_UNUSABLE, reading
 from batchline.errors import BadRequest, ModelLoadError, UnsupportedModel
 
@@ -147,8 +148,9 @@ class HuggingFaceTokenizer:
         if len(text) < LONG_TEXT:
             return tuple(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
         # only the library's batch methods release the lock
-        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        return tuple(encoding.ids)
+        token_ids = tuple(self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
+        release_after([text])
+        return token_ids
 
     def num_tokens_at_least(self, text: str) -> int:
         """The bound for a text that consists of the longest token. It avoids tokenizing megabytes only to refuse them.
