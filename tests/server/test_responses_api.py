@@ -248,7 +248,16 @@ def test_what_is_made_in_the_background_can_be_cancelled(serve: Serve) -> None:
         cancelled = client.post(f"/v1/responses/{begun['id']}/cancel").json()
         assert (cancelled["id"], cancelled["status"]) == (begun["id"], "cancelled")
         assert client.get(f"/v1/responses/{begun['id']}").json()["status"] == "cancelled"
+        assert_not_continued(client, begun["id"], "cancelled")
     assert backend.is_cancelled
+
+
+def assert_not_continued(client: httpx.Client, response_id: str, status: str) -> None:
+    """Bug: the next request was answered as if the one without an answer had never been made."""
+    refused = client.post("/v1/responses", json={"model": "stuck", "input": "x", "previous_response_id": response_id})
+    error = refused.json()["error"]
+    assert (refused.status_code, error["param"]) == (400, "previous_response_id")
+    assert f"{response_id!r} is {status}, so it has no answer to continue" in error["message"]
 
 
 class FailingBackend(StuckBackend):
@@ -265,6 +274,7 @@ def test_a_failure_in_the_background_is_told_by_the_response(serve: Serve) -> No
         begun = client.post("/v1/responses", json={"model": "stuck", "input": "x", "background": True}).json()
         while begun["status"] in ("queued", "in_progress"):
             begun = client.get(f"/v1/responses/{begun['id']}").json()
+        assert_not_continued(client, begun["id"], "failed")
     assert (begun["status"], begun["error"]) == ("failed", {"code": "500", "message": "Out of memory"})
 
 

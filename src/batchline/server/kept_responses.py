@@ -29,6 +29,10 @@ from batchline.jobs.responses import (
 logger = logging.getLogger(__name__)
 
 
+CONTINUABLE = ("completed", "incomplete")
+"""The statuses of responses that have an answer, so that `previous_response_id` may name them."""
+
+
 class KeptResponses:
     """All responses by id. Used by one event loop; calls the store on threads."""
 
@@ -106,11 +110,18 @@ class KeptResponses:
         return kept
 
     async def finished(self, response_id: str, owner: str, param: str) -> KeptResponse:
-        """A response that is no longer being made. Raises: NotFound, BadRequest."""
+        """A response that can be continued. Raises: NotFound, BadRequest."""
         kept = await self.get(response_id, owner, param)
         if kept.is_running:
             message = f"{param}: the response {response_id!r} is still being made; wait for it, or cancel it"
             raise BadRequest(message, param=param)
+        status = kept.response["status"]
+        if status not in CONTINUABLE:
+            raise BadRequest(
+                f"{param}: the response {response_id!r} is {status}, so it has no answer to continue; send its input "
+                "again",
+                param=param,
+            )
         return kept
 
     async def output_items(self, item_ids: Iterable[str], owner: str) -> dict[str, JsonObject]:
