@@ -469,3 +469,36 @@ async def test_options_that_a_model_does_not_use_are_named(caplog: pytest.LogCap
     assert "does not use these options, which are for models with other tasks" in caplog.text
     assert ": --max-num-batched-tokens, --tool-call-parser\n" in caplog.text
     assert "--chat-template" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("url", "body", "param"),
+    [
+        (CHAT, {"messages": []}, "messages"),
+        (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        (COMPLETIONS, {"prompt": "x", "max_tokens": "many"}, "max_tokens"),
+        ("/v1/responses", {"input": []}, "input"),
+        ("/v1/responses/input_tokens", {"input": 5}, "input"),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "x"}]}, "max_tokens"),
+        ("/v1/embeddings", {"input": ["x"] * 2049}, "input"),
+        ("/v1/rerank", {"query": "x"}, "documents"),
+        ("/tokenize", {"prompt": 5}, "prompt"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_wrong_shape_is_refused_before_the_model_is_loaded(
+    url: str, body: dict[str, Any], param: str, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: `messages: []` waited for minutes until the model was in memory, and another one was unloaded for it."""
+    monkeypatch.setattr(resident_models, "load", pytest.fail)
+    backend = InProcessBackend([EngineConfig(model=ModelConfig(model=str(TINY_CHAT), served_names=("tiny",)))])
+    request = EndpointRequest(url=url, body={"model": "tiny", **body}, request_id="r")
+    if stream:
+        with pytest.raises(BadRequest) as refused:
+            await anext(backend.stream(request))
+        assert refused.value.param == param
+    else:
+        answer = await backend.answer(request)
+        assert (answer.status_code, answer.body["error"]["param"]) == (400, param)
+    with pytest.raises(BadRequest):
+        await backend.check(request)

@@ -31,7 +31,7 @@ from batchline.backends.supervision import Attempts
 from batchline.callers import current_kind, kind_of
 from batchline.checkpoints.digests import OnRead
 from batchline.checkpoints.formats import refuse_foreign_format
-from batchline.config import EngineConfig, MediaConfig, Task
+from batchline.config import EngineConfig, MediaConfig, Task, TextConfig
 from batchline.engine import sequence_metrics
 from batchline.engine.memory import cache_memory_ahead
 from batchline.errors import (
@@ -116,7 +116,9 @@ class InProcessBackend:
         Raises: RequestError, EngineLost, ModelLoadError.
         """
         asked = _as_answered(request)
-        async with self._residency.use(self._loadable(asked)) as model:
+        loadable = self._loadable(asked)
+        await self._check_before_load(asked, loadable)
+        async with self._residency.use(loadable) as model:
             check = model.checks.get(asked.url)
             if check is not None:
                 await check(asked)
@@ -128,7 +130,7 @@ class InProcessBackend:
         """
         try:
             asked = _as_answered(request)
-            attempts = self._attempts(asked)
+            attempts = await self._attempts(asked)
             while True:
                 async with attempts.turn() as model:
                     body = await model.endpoints[asked.url](asked)
@@ -152,7 +154,7 @@ class InProcessBackend:
         attempts: Attempts[ResidentModel] | None = None
         try:
             asked = _as_answered(request)
-            attempts = self._attempts(asked)
+            attempts = await self._attempts(asked)
             while True:
                 async with attempts.turn() as model, aclosing(_chunks(model, asked)) as chunks:
                     async for chunk in chunks:
@@ -275,9 +277,18 @@ class InProcessBackend:
         """The context length of a model that is not in memory, as far as its settings and small files show it."""
         return config.model.max_model_len or self._contexts.get(config.model.names[0])
 
-    def _attempts(self, request: EndpointRequest) -> Attempts[ResidentModel]:
-        """The request's turns on its model. Raises: NotFound, BadRequest."""
-        return Attempts(self._residency, self._loadable(request), request)
+    async def _attempts(self, request: EndpointRequest) -> Attempts[ResidentModel]:
+        """The request's turns on its model. Raises: RequestError."""
+        loadable = self._loadable(request)
+        await self._check_before_load(request, loadable)
+        return Attempts(self._residency, loadable, request)
+
+    async def _check_before_load(self, request: EndpointRequest, loadable: Loadable[ResidentModel]) -> None:
+        """If the model is not in memory, find what is wrong with the request first: a load may take minutes, and unload
+        another model. Raises: RequestError."""
+        if self._residency.resident(loadable.name) is None:
+            text = self._by_name[loadable.name].text
+            await asyncio.to_thread(_check_before_load, request, text)
 
     def _loadable(self, request: EndpointRequest) -> Loadable[ResidentModel]:
         """The request's model. Raises: NotFound, BadRequest."""
@@ -312,6 +323,13 @@ def _few_collections() -> Iterator[None]:
 def _close(close: Callable[[], None]) -> None:
     gc.unfreeze()  # parts of a model refer to each other, so only a collection that includes them frees them
     close()
+
+
+def _check_before_load(request: EndpointRequest, text: TextConfig) -> None:
+    """Raises: RequestError."""
+    from batchline.endpoints.without_model import check_before_load  # templates and grammars: only for requests
+
+    check_before_load(request.url, request.body, text)
 
 
 def _as_answered(request: EndpointRequest) -> EndpointRequest:

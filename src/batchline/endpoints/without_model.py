@@ -1,7 +1,7 @@
 """Finds what is wrong with a body without a model, with the functions that the endpoints use.
 
-`batchline check` checks whole files with it. Knows nothing about batch lines. Constraints are compiled over bytes
-instead of a model's tokens.
+`batchline check` checks whole files with it, and a server the requests to a model that is still to be loaded. Knows
+nothing about batch lines. Constraints are compiled over bytes instead of a model's tokens.
 """
 
 from __future__ import annotations
@@ -34,8 +34,10 @@ from batchline.openai_api.endpoint_table import (
     CLASSIFY,
     COMPLETIONS,
     COUNT_TOKENS,
+    DETOKENIZE,
     EMBED,
     EMBEDDINGS,
+    INPUT_TOKENS,
     INVOCATIONS,
     MESSAGES,
     MODERATIONS,
@@ -44,6 +46,7 @@ from batchline.openai_api.endpoint_table import (
     RESPONSES,
     SCORE,
     TEI_EMBED,
+    TOKENIZE,
     TRANSCRIPTIONS,
     TRANSLATIONS,
     answering_path,
@@ -52,6 +55,7 @@ from batchline.openai_api.moderations import ModerationsRequest
 from batchline.openai_api.parsing import parse_body
 from batchline.openai_api.rerank import RerankRequest
 from batchline.openai_api.score import ScoreRequest
+from batchline.openai_api.tokenize import DetokenizeRequest, TokenizeRequest
 from batchline.openai_api.transcriptions import TranscriptionRequest
 from batchline.text.chat_template import TEMPLATE_MEDIA, normalise_messages
 from batchline.text.grammars import Constraint, GrammarCompiler, SketchedTokenizer
@@ -112,6 +116,18 @@ def checked_request(path: str, body: Body, config: TextConfig, try_constraint: T
     Raises: RequestError.
     """
     return CHECKS[answering_path(path, body)](body, config, try_constraint)
+
+
+def check_before_load(path: str, body: Body, config: TextConfig) -> None:
+    """Check a request to a path that a model answers, as far as that needs no model. Raises: RequestError."""
+    if path in CHECKS:
+        checked_request(path, body, config)
+    elif path == INPUT_TOKENS:
+        _response(body, config, _untried)
+    elif path == TOKENIZE:
+        parse_body(TokenizeRequest, body, strict=config.strict, limits=config.limits).check()
+    elif path == DETOKENIZE:
+        parse_body(DetokenizeRequest, body, strict=config.strict, limits=config.limits)
 
 
 def _chat(body: Body, config: TextConfig, try_constraint: TryConstraint) -> ChatCompletionRequest:
