@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any
 
 from batchline.config import TextConfig
@@ -27,6 +27,7 @@ def scripted_model(
     config: TextConfig | None = None,
     tool_parser: type[ToolCallParser] | None = None,
     reasoning_parser: type[ReasoningParser] | None = None,
+    template_executor: Executor | None = None,
     **engine: Any,
 ) -> GenerativeModel:
     """A model that says a script: text (ended by `</s>`), token ids, or what a function makes of a request."""
@@ -48,6 +49,7 @@ def scripted_model(
         text=parts,
         config=config or TextConfig(),
         executor=EXECUTOR,
+        template_executor=template_executor,
     )
 
 

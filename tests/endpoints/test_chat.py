@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -10,6 +13,7 @@ from scripted_models import engine_of, scripted_model
 from batchline.config import TextConfig
 from batchline.endpoints.chat import chat_completion
 from batchline.endpoints.model import GenerationDefaults, GenerativeModel
+from batchline.endpoints.tokenizing import generative, tokenized
 from batchline.errors import BadRequest
 from batchline.testing import ByteTokenizer
 
@@ -169,6 +173,27 @@ async def test_a_request_may_bring_a_template_only_where_allowed() -> None:
     model = scripted_model(config=TextConfig(allow_request_chat_template=True))
     await chat(model, chat_template="<{{ messages[0].content }}{{ bos_token }}>")
     assert prompt_text(model) == "<Hi<s>>"
+
+
+async def test_templates_of_requests_keep_no_other_request_waiting() -> None:
+    """Bug: templates that ran into their time limit held all text threads for most of a minute."""
+    templates = ThreadPoolExecutor(1)
+    may_go_on = threading.Event()
+    templates.submit(may_go_on.wait)
+    model = scripted_model(config=TextConfig(allow_request_chat_template=True), template_executor=templates)
+    own = asyncio.create_task(chat(model, chat_template="own template"))
+    tokenizing = asyncio.create_task(
+        tokenized({"messages": MESSAGES, "chat_template": "own template"}, generative(model))
+    )
+    await chat(model)
+    await tokenized({"messages": MESSAGES}, generative(model))
+    assert not own.done()
+    assert not tokenizing.done()
+    may_go_on.set()
+    await own
+    assert prompt_text(model) == "own template"
+    assert (await tokenizing)["count"] == len("own template")
+    templates.shutdown()
 
 
 async def test_template_variables_arrive() -> None:

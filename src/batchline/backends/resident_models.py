@@ -86,6 +86,10 @@ NUM_TEXT_THREADS = 3
 """Threads that render and tokenize ahead of the engine. Tokenizers release the interpreter lock. With API keys, one is
 kept free from each key's own work, so that megabytes of one key's text do not stop the others'."""
 
+NUM_TEMPLATE_THREADS = 2
+"""Threads for requests that bring their own chat template, of which each may take two times five seconds. All other
+requests never wait for them. With API keys, one is kept free from each key's own work."""
+
 AnswerT = TypeVar("AnswerT")
 
 Endpoint = Callable[[EndpointRequest], Awaitable[dict[str, Any] | list[Any] | str]]
@@ -185,8 +189,10 @@ def _load_generative_model(
         text = load_text(config.model, config.text)
         reranker = find_reranker(config.model, text)
         executor = FairThreads(NUM_TEXT_THREADS, "batchline-text", num_kept_free=1)
+        templates = FairThreads(NUM_TEMPLATE_THREADS, "batchline-templates", num_kept_free=1)
         # running work may finish, because cancelled work would look like a cancelled request
-        parts.callback(executor.shutdown, wait=False)
+        for threads in (executor, templates):
+            parts.callback(threads.shutdown, wait=False)
         engine = AsyncEngine(config, memory)
         parts.callback(engine.close)
         _warn_of_unknown_tokens(config.model.names[0], text.tokenizer.vocab_size, engine.vocab_size)
@@ -196,6 +202,7 @@ def _load_generative_model(
             text=text,
             config=config.text,
             executor=executor,
+            template_executor=templates,
             max_request_sequences=max(1, config.scheduler.max_num_seqs // 2),
             media=_media_input(config, collector) if collector is not None and engine.takes_media else None,
         )

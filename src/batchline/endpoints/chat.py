@@ -30,6 +30,7 @@ from batchline.endpoints.generation import GeneratedText, by_token
 from batchline.endpoints.media_input import (
     NOT_COLLECTED,
     CollectedMedia,
+    brings_template,
     encoded_with_media,
     media_texts,
     prepared_media,
@@ -99,7 +100,8 @@ async def encode_chat(
         check(request)
         return encoded_chat(request, model, media)
 
-    return await constrained_chat(await encoded_with_media(model, encode), model)
+    chat = await encoded_with_media(model, encode, brings_template=brings_template(body))
+    return await constrained_chat(chat, model)
 
 
 async def constrained_chat(chat: EncodedChat, model: GenerativeModel) -> EncodedChat:

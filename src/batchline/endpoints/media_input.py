@@ -67,8 +67,8 @@ class TakesMedia(Protocol):
     @property
     def media(self) -> MediaInput | None: ...
 
-    async def off_loop(self, work: Callable[[], T]) -> T:
-        """Run text work on a thread."""
+    async def off_loop(self, work: Callable[[], T], *, brings_template: bool = False) -> T:
+        """Run text work on a thread. brings_template: the work renders a template of the request."""
 
 
 def taken_media(messages: Messages, model: TakesMedia, media: CollectedMedia) -> tuple[Messages, list[MediaItem]]:
@@ -107,16 +107,23 @@ def media_of_content(content: str | Sequence[Mapping[str, Any]], path: str) -> l
     return media_parts({"content": list(content)}, path)
 
 
-async def encoded_with_media(model: TakesMedia, encode: Callable[[CollectedMedia], T]) -> T:
+def brings_template(body: Mapping[str, Any]) -> bool:
+    """Whether a request (which may be invalid) has its own chat template."""
+    return body.get("chat_template") is not None
+
+
+async def encoded_with_media(
+    model: TakesMedia, encode: Callable[[CollectedMedia], T], *, brings_template: bool = False
+) -> T:
     """What `encode` makes of a request, on a text thread, with the media that it wants. Raises: RequestError."""
     try:
-        return await model.off_loop(partial(encode, NOT_COLLECTED))
+        return await model.off_loop(partial(encode, NOT_COLLECTED), brings_template=brings_template)
     except MediaWanted as wanted:
         parts = wanted.parts
     assert model.media is not None  # media are wanted only of a model that takes them
     collector, processor = model.media.collector, model.media.processor
     async with collector.collect(parts, processor.sampling) as media, processor.prepared.room():
-        return await model.off_loop(partial(encode, media))
+        return await model.off_loop(partial(encode, media), brings_template=brings_template)
 
 
 def prepared_media(

@@ -103,6 +103,9 @@ class TextParts:
 class GenerativeModel:
     """One served model. name: the model's name in answers. executor: a few threads for rendering and tokenizing.
 
+    template_executor: threads for requests that bring their own chat template, which may take seconds; None is the same
+    threads.
+
     max_request_sequences: how many sequences of one request may be in the engine at once. The others wait here, so that
     they are not ahead of later requests in the engine's queue.
     media: what it takes besides text; None if nothing.
@@ -114,6 +117,7 @@ class GenerativeModel:
     text: TextParts
     config: TextConfig
     executor: Executor
+    template_executor: Executor | None = None
     max_request_sequences: int = 128
     media: MediaInput | None = None
     grammars: GrammarCompiler = field(init=False)
@@ -121,6 +125,8 @@ class GenerativeModel:
     def __post_init__(self) -> None:
         compiler = GrammarCompiler(self.text.tokenizer, self.engine.vocab_size)
         object.__setattr__(self, "grammars", compiler)  # the way that frozen dataclasses leave open
+        if self.template_executor is None:
+            object.__setattr__(self, "template_executor", self.executor)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -134,12 +140,12 @@ class GenerativeModel:
             return RenderedChat(template.render(prompt))
         return control_tokens.render(template, prompt)
 
-    async def off_loop(self, work: Callable[[], T]) -> T:
+    async def off_loop(self, work: Callable[[], T], *, brings_template: bool = False) -> T:
         """Run text work on a thread, so that a long prompt does not block the event loop.
 
-        Cancelling the call drops work that has not begun.
+        brings_template: the work renders a template of the request. Cancelling the call drops work that has not begun.
         """
-        return await run_on(self.executor, work)
+        return await run_on(self.template_executor if brings_template else self.executor, work)
 
 
 NOT_HONOURED = {

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from batchline.config import RequestLimits
 from batchline.endpoints.chat import chat_token_ids
 from batchline.endpoints.engine_input import check_vocabulary
-from batchline.endpoints.media_input import CollectedMedia, MediaInput, encoded_with_media
+from batchline.endpoints.media_input import CollectedMedia, MediaInput, brings_template, encoded_with_media
 from batchline.endpoints.model import GenerativeModel, RenderMessages
 from batchline.errors import BadRequest
 from batchline.openai_api.chat import ChatCompletionRequest
@@ -36,7 +36,8 @@ class TokenizedModel:
 
     tokenizer: returns it, and may take a while to make it. encode_messages: encodes a request's conversation by the
     model's chat template; raises BadRequest, also if there is none. executor: runs text work; None is the event loop's
-    own. settings: reads the model's `tokenizer_config.json`.
+    own. template_executor: runs the work of requests that bring their own chat template. settings: reads the model's
+    `tokenizer_config.json`.
     """
 
     tokenizer: Callable[[], Tokenizer]
@@ -47,11 +48,12 @@ class TokenizedModel:
     limits: RequestLimits
     settings: Callable[[], Mapping[str, Any]]
     executor: Executor | None = None
+    template_executor: Executor | None = None
     media: MediaInput | None = None
 
-    async def off_loop(self, work: Callable[[], T]) -> T:
+    async def off_loop(self, work: Callable[[], T], *, brings_template: bool = False) -> T:
         """Run text work on a thread."""
-        return await run_on(self.executor, work)
+        return await run_on(self.template_executor if brings_template else self.executor, work)
 
 
 def generative(model: GenerativeModel, settings: Callable[[], Mapping[str, Any]] = dict) -> TokenizedModel:
@@ -65,13 +67,14 @@ def generative(model: GenerativeModel, settings: Callable[[], Mapping[str, Any]]
         limits=model.config.limits,
         settings=settings,
         executor=model.executor,
+        template_executor=model.template_executor,
         media=model.media,
     )
 
 
 async def tokenized(body: Mapping[str, Any], model: TokenizedModel) -> dict[str, Any]:
     """The answer to a tokenize request. Raises: BadRequest."""
-    return await encoded_with_media(model, partial(_tokenize, body, model))
+    return await encoded_with_media(model, partial(_tokenize, body, model), brings_template=brings_template(body))
 
 
 async def detokenized(body: Mapping[str, Any], model: TokenizedModel) -> dict[str, Any]:
