@@ -113,13 +113,13 @@ class RequestLimits:
     tools: int = 1_024
     chat_documents: int = 1_024
     template_variables: int = 256
-    metadata: int = 16
     prompts: int = 1_024
     sequences: int = 1_024
     stop: int = 64
     stop_length: int = 1_024
     bad_words: int = 1_000
     bad_word_length: int = 1_024
+    bad_word_characters: int = 65_536
     stop_token_ids: int = 1_024
     allowed_token_ids: int = 32_768
     logit_bias: int = 32_768

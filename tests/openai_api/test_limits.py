@@ -12,6 +12,7 @@ from pydantic import BaseModel
 
 from batchline.config import RequestLimits
 from batchline.errors import BadRequest
+from batchline.openai_api.batches import CreateBatchRequest
 from batchline.openai_api.chat import ChatCompletionRequest
 from batchline.openai_api.completions import CompletionRequest
 from batchline.openai_api.embeddings import EmbeddingsRequest
@@ -43,6 +44,7 @@ BOUNDED_ELSEWHERE = {
     "timestamp_granularities": "has a length of its own",
     **dict.fromkeys(("file", "file_url"), "bounded where media are fetched and decoded"),
     "cache_salt": "has a length of its own",
+    "metadata": "a few pairs of short texts, see test_metadata_has_the_same_limits_everywhere",
     "function_call": "a name that is looked up among the functions",
     "previous_response_id": "looked up in a table; errors show its beginning",
     "text": "its format is checked in the chat completion that a response request becomes",
@@ -94,6 +96,7 @@ OVER: list[tuple[type[BaseModel], str, str, Callable[[int], Any]]] = [
     (ChatCompletionRequest, "stop", "stop_length", lambda n: "x" * n),
     (CompletionRequest, "bad_words", "bad_words", lambda n: ["x"] * n),
     (CompletionRequest, "bad_words", "bad_word_length", lambda n: ["x" * n]),
+    (CompletionRequest, "bad_words", "bad_word_characters", lambda n: ["x", "y" * (n - 1)]),
     (CompletionRequest, "stop_token_ids", "stop_token_ids", lambda n: [1] * n),
     (CompletionRequest, "allowed_token_ids", "allowed_token_ids", lambda n: [1] * n),
     (CompletionRequest, "logit_bias", "logit_bias", lambda n: {str(i): 1 for i in range(n)}),
@@ -114,7 +117,6 @@ OVER: list[tuple[type[BaseModel], str, str, Callable[[int], Any]]] = [
     (ResponsesRequest, "input", "text_length", lambda n: "x" * n),
     (ResponsesRequest, "instructions", "text_length", lambda n: "x" * n),
     (ResponsesRequest, "tool_choice", "tools", lambda n: {"type": "allowed_tools", "tools": [{}] * n}),
-    (ResponsesRequest, "metadata", "metadata", lambda n: {str(i): "x" for i in range(n)}),
     (TokenizeRequest, "prompt", "text_length", lambda n: "x" * n),
     (TokenizeRequest, "messages", "messages", messages),
     (DetokenizeRequest, "tokens", "token_ids", lambda n: [1] * n),
@@ -126,6 +128,7 @@ NEEDED: dict[type[BaseModel], dict[str, Any]] = {
     RerankRequest: {"query": "x", "documents": ["x"]},
     ResponsesRequest: {"input": "x"},
     DetokenizeRequest: {"tokens": [1]},
+    CreateBatchRequest: {"input_file_id": "file-1", "endpoint": "/v1/embeddings", "completion_window": "24h"},
 }
 
 
@@ -139,6 +142,38 @@ def test_more_than_the_limit_is_a_400_that_names_field_count_and_limit(
         parse_body(schema, NEEDED.get(schema, {}) | {field: value(4)}, strict=False, limits=limits)
     assert caught.value.param == field
     check_limits(schema, {field: value(3)}, limits)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "param", "problem"),
+    [
+        ({str(number): "" for number in range(17)}, "metadata", "it has more than 16 pairs"),
+        ({"k" * 65: "v"}, f"metadata.{'k' * 64}", "its key is longer than 64 characters"),
+        ({"k": "v" * 513}, "metadata.k", "its value is longer than 512 characters"),
+        ({"k": {"nested": "v"}}, "metadata.k", "its value must be a string"),
+    ],
+)
+@pytest.mark.parametrize("schema", [ChatCompletionRequest, ResponsesRequest, CreateBatchRequest])
+def test_metadata_has_the_same_limits_everywhere(
+    schema: type[BaseModel], metadata: dict[str, Any], param: str, problem: str
+) -> None:
+    """Bug: a stored response could have values of any length and type, and a chat completion anything at all."""
+    with pytest.raises(BadRequest) as caught:
+        parse_body(schema, NEEDED[schema] | {"metadata": metadata}, strict=True)
+    assert (caught.value.message, caught.value.param) == (f"{param}: {problem}", param)
+
+
+@pytest.mark.parametrize("schema", [ChatCompletionRequest, ResponsesRequest, CreateBatchRequest])
+def test_metadata_within_the_limits_is_accepted(schema: type[BaseModel]) -> None:
+    metadata = {f"{number:064}": "v" * 512 for number in range(16)}
+    request = parse_body(schema, NEEDED[schema] | {"metadata": metadata}, strict=True)
+    assert request.metadata == metadata  # type: ignore[attr-defined]
+
+
+def test_the_bad_words_of_a_request_are_bounded_together() -> None:
+    """Bug: a thousand bad words of a kilobyte each took a text thread 30 s under load."""
+    with pytest.raises(BadRequest, match=r"^bad_words: it has 1,024,000 characters in all, and at most 65,536"):
+        parse_body(CompletionRequest, {"prompt": "x", "bad_words": ["x" * 1024] * 1000}, strict=False)
 
 
 def test_a_single_prompt_of_token_ids_is_one_prompt() -> None:

@@ -63,7 +63,7 @@ CASES = [
     *settings_cases(),
     *transcription_cases(),
 ]
-TRIED_ELSEWHERE = {"stream", "stream_options", "priority"}
+TRIED_ELSEWHERE = {"stream", "stream_options", "priority", "metadata"}
 """By tests of their own, below."""
 
 Answers = list[tuple[Json, Json]]

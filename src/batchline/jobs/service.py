@@ -321,7 +321,7 @@ class Jobs:
             endpoint=endpoint,
             input_file_id=request.input_file_id,
             completion_window=request.completion_window,
-            metadata=request.checked_metadata(),
+            metadata=request.metadata,
             output_expires_after=None if expiry is None else expiry.seconds,
             created_at=now,
             expires_at=now + window,

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
 
 from batchline.errors import BadRequest
-from batchline.openai_api.common import WireModel
+from batchline.openai_api.common import Metadata, WireModel
 
-MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512
 MIN_EXPIRY_S, MAX_EXPIRY_S = 3600, 30 * 24 * 3600
 MAX_WINDOW_S = 365 * 24 * 3600
 
@@ -63,7 +62,7 @@ class CreateBatchRequest(WireModel):
     input_file_id: str = Field(min_length=1, max_length=200)
     endpoint: str
     completion_window: str
-    metadata: dict[str, Any] | None = None
+    metadata: Metadata | None = None
     output_expires_after: ExpiresAfter | None = None
     webhook: BatchWebhook | None = None
 
@@ -74,29 +73,6 @@ class CreateBatchRequest(WireModel):
             text = "Input should be a number of minutes, hours or days, such as '30m', '24h' or '7d', and at most 365d"
             raise PydanticCustomError("completion_window", text)
         return value
-
-    def checked_metadata(self) -> dict[str, str] | None:
-        """Raises: BadRequest, which names the pair that is wrong."""
-        if self.metadata is None:
-            return None
-        if len(self.metadata) > MAX_METADATA:
-            raise BadRequest(f"metadata: it has more than {MAX_METADATA} pairs", param="metadata", code="invalid_type")
-        for key, value in self.metadata.items():
-            _check_pair(key, value)
-        return self.metadata
-
-
-def _check_pair(key: str, value: object) -> None:
-    param = f"metadata.{key[:MAX_METADATA_KEY]}"
-    if len(key) > MAX_METADATA_KEY:
-        problem = f"its key is longer than {MAX_METADATA_KEY} characters"
-    elif not isinstance(value, str):
-        problem = "its value must be a string"
-    elif len(value) > MAX_METADATA_VALUE:
-        problem = f"its value is longer than {MAX_METADATA_VALUE} characters"
-    else:
-        return
-    raise BadRequest(f"{param}: {problem}", param=param, code="invalid_type")
 
 
 def check_purpose(purpose: str) -> None:

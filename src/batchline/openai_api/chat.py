@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationErr
 from pydantic_core import PydanticCustomError
 
 from batchline.errors import BadRequest
-from batchline.openai_api.common import Usage, WireModel
+from batchline.openai_api.common import Metadata, Usage, WireModel
 from batchline.openai_api.generation import GenerationBody, NumLogprobs
 from batchline.openai_api.parsing import MESSAGES, TEXT, Limited, ProcessorSettings, num_allowed_tools
 from batchline.openai_api.undeclared_fields import NO_BEHAVIOUR
@@ -154,6 +154,7 @@ class ChatCompletionRequest(GenerationBody):
     chat_template_kwargs: Annotated[JsonObject, Limited("template_variables")] = Field(default_factory=dict)
     mm_processor_kwargs: ProcessorSettings = Field(default_factory=dict)
     add_special_tokens: bool = False
+    metadata: Metadata | None = None
 
     @model_validator(mode="before")
     @classmethod

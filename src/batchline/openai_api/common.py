@@ -24,6 +24,36 @@ Content: TypeAlias = tuple[dict[str, Any], ...]
 """Content parts as in a message, of an input that is not only text."""
 
 
+MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512
+"""OpenAI's limits: pairs, characters of a key, and characters of a value."""
+
+
+def _check_metadata(metadata: dict[str, Any]) -> dict[str, Any]:
+    """Raises: BadRequest, which names the pair that is wrong."""
+    if len(metadata) > MAX_METADATA:
+        raise BadRequest(f"metadata: it has more than {MAX_METADATA} pairs", param="metadata", code="invalid_type")
+    for key, value in metadata.items():
+        _check_pair(key, value)
+    return metadata
+
+
+def _check_pair(key: str, value: object) -> None:
+    param = f"metadata.{key[:MAX_METADATA_KEY]}"
+    if len(key) > MAX_METADATA_KEY:
+        problem = f"its key is longer than {MAX_METADATA_KEY} characters"
+    elif not isinstance(value, str):
+        problem = "its value must be a string"
+    elif len(value) > MAX_METADATA_VALUE:
+        problem = f"its value is longer than {MAX_METADATA_VALUE} characters"
+    else:
+        return
+    raise BadRequest(f"{param}: {problem}", param=param, code="invalid_type")
+
+
+Metadata = Annotated[dict[str, Any], AfterValidator(_check_metadata)]
+"""A client's labels, as pairs of short texts. Any other value is a `BadRequest`."""
+
+
 class WireModel(BaseModel):
     """Base of request schemas: strict types, no NaN or infinity, immutable once checked.
 

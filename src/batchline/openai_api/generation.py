@@ -25,7 +25,7 @@ from batchline.openai_api.common import (
     TruncationSide,
     WireModel,
 )
-from batchline.openai_api.parsing import Limited, longest_text
+from batchline.openai_api.parsing import Limited, longest_text, num_characters
 from batchline.openai_api.structured_outputs import ConstrainedBody
 
 _TOKEN_ID = re.compile(r"[0-9]{1,19}")
@@ -160,7 +160,12 @@ class GenerationBody(ConstrainedBody):
     allowed_token_ids: Annotated[Annotated[list[TokenId], Field(min_length=1)] | None, Limited("allowed_token_ids")] = (
         None
     )
-    bad_words: Annotated[NonEmptyStrings, Limited("bad_words"), _length("bad_word_length")] = ()
+    bad_words: Annotated[
+        NonEmptyStrings,
+        Limited("bad_words"),
+        _length("bad_word_length"),
+        Limited("bad_word_characters", num_characters, "characters in all"),
+    ] = ()
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     truncate_prompt_tokens: TruncatePromptTokens | None = None

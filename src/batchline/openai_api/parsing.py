@@ -293,6 +293,11 @@ def longest_text(value: Any) -> int:
     return max(map(_num_characters, value if isinstance(value, list) else [value]), default=0)
 
 
+def num_characters(value: Any) -> int:
+    """The characters of a text, or of several together."""
+    return sum(map(_num_characters, value if isinstance(value, list) else [value]))
+
+
 def _num_characters(value: Any) -> int:
     if isinstance(value, dict):
         parts = value.get("content")

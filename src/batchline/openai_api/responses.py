@@ -12,7 +12,7 @@ from pydantic import Field
 
 from batchline.errors import BadRequest
 from batchline.openai_api.chat import refuse_chat_fields
-from batchline.openai_api.common import WireModel
+from batchline.openai_api.common import Metadata, WireModel
 from batchline.openai_api.parsing import MESSAGES, TEXT, Limited, num_allowed_tools
 
 JsonObject = dict[str, Any]
@@ -119,7 +119,7 @@ class ResponsesRequest(WireModel):
     store: bool = True
     background: bool = False
     previous_response_id: str | None = None
-    metadata: Annotated[JsonObject | None, Limited("metadata", noun="entries")] = None
+    metadata: Metadata | None = None
     temperature: Any = None
     top_p: Any = None
     top_k: Any = None
