@@ -11,7 +11,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "src" / "batchline"
 LAYERS = [
-    {"config", "control_group", "errors", "model_facts"},
+    {"allocator", "config", "control_group", "errors", "model_facts", "printable"},
     {"disk", "callers"},
     {"user_state", "model_thread"},
     {"native", "checkpoints", "plugins"},

@@ -36,7 +36,7 @@ def test_the_three_most_frequent_messages_are_told_with_their_first_lines(tmp_pa
     backend = FakeBackend(before_answer=refuse)
     summary = run_file(write_lines(tmp_path / "in", lines), tmp_path / "out", backend=backend, max_inflight=4)
     too_long, unknown, *rest = summary.frequent_failures
-    shown = "The prompt has 4 tokens, more than \ufffd[2J4"
+    shown = "The prompt has 4 tokens, more than \\x1b[2J4"
     assert (too_long.code, too_long.count, too_long.line_numbers) == ("400", 7, (3, 4, 5, 6, 7))
     assert len(too_long.message) == len(shown)
     assert too_long.message.isprintable()

@@ -23,8 +23,11 @@ import pytest
 from rich.cells import cell_len
 from test_serve_command import TINY_CHAT
 
+from batchline.backends.base import EndpointRequest
 from batchline.cli import messages
 from batchline.cli.main import main
+from batchline.errors import BadRequest
+from batchline.printable import printable, printable_json
 from batchline.testing import FakeBackend
 
 STAMP = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d "
@@ -171,3 +174,98 @@ def test_text_for_a_file_is_not_wrapped(tmp_path: Path) -> None:
     with (tmp_path / "log").open("w", encoding="utf-8") as file:
         assert messages.wrapped(TEXTS["a sentence"], file) == TEXTS["a sentence"]
     assert messages.wrapped(TEXTS["a sentence"], None) == TEXTS["a sentence"]
+
+
+TITLE = "\x1b]0;owned\x07"
+"""Sets the title of a terminal."""
+HOSTILE = f"a{TITLE}\x9b1m\u202eb\rc\x00\x7f"
+HOSTILE_NAMES = {
+    "custom_id": HOSTILE,
+    "model": f"{HOSTILE}\nWarning: forged",
+    "url": f"/v1/{HOSTILE}",
+    "field": HOSTILE,
+    "role": HOSTILE,
+}
+
+
+def is_safe(text: str) -> bool:
+    """Whether a terminal would only show it."""
+    return all(char.isprintable() or char == "\n" for char in text) and "\nWarning: forged" not in text
+
+
+@pytest.fixture
+def hostile_file(tmp_path: Path) -> Path:
+    """Lines whose every name would control a terminal."""
+    chat: dict[str, Any] = {"model": "fake", "messages": [{"role": "user", "content": "x"}]}
+    bodies = [
+        chat | {HOSTILE: 1},
+        chat | {"model": HOSTILE_NAMES["model"]},
+        chat | {"messages": [{"role": "user", "content": [{"type": HOSTILE, "text": "x"}]}]},
+        chat | {"response_format": {"type": HOSTILE}},
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "image_url", "image_url": {"url": f"http://{HOSTILE}/"}}]}
+            ]
+        },
+    ]
+    urls = ["/v1/chat/completions"] * len(bodies) + [HOSTILE_NAMES["url"]]
+    lines = [
+        {"custom_id": f"{HOSTILE}{number}", "method": "POST", "url": url, "body": body}
+        for number, (url, body) in enumerate(zip(urls, [*bodies, chat], strict=True))
+    ]
+    file = tmp_path / "in.jsonl"
+    file.write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in [*lines, lines[0], {"method": HOSTILE}]))
+    return file
+
+
+@pytest.mark.parametrize("options", [[], ["--json"], ["--model", "fake"]])
+@pytest.mark.parametrize("name", ["check", "plan"])
+def test_names_in_a_file_cannot_control_the_terminal(
+    name: str, options: list[str], hostile_file: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Bug: `check` and `plan` printed models and paths of a file as they were, with escape sequences."""
+    if name == "plan" and "--model" in options:
+        pytest.skip("it would load the model's tokenizer")
+    with pytest.raises(SystemExit):
+        main([name, str(hostile_file), *options])
+    out, err = capfd.readouterr()
+    assert r"\u001b]0;owned" in out if "--json" in options else r"\x1b]0;owned" in out
+    assert is_safe(out + err)
+
+
+@pytest.mark.parametrize("options", [[], ["--log-format", "json"]])
+def test_names_in_a_file_cannot_control_the_terminal_of_a_run(
+    options: list[str], hostile_file: Path, use_fake_engine: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async def before_answer(request: EndpointRequest) -> None:
+        logging.getLogger("batchline.test").warning("request of %s", request.body.get("model"))
+        raise BadRequest(f"wrong: {HOSTILE}")
+
+    use_fake_engine(lambda: FakeBackend(before_answer=before_answer))
+    with pytest.raises(SystemExit):
+        main(["run-batch", "-i", str(hostile_file), "-o", f"{hostile_file}{TITLE}out", "--model", "fake", *options])
+    messages.configure()
+    out, err = capfd.readouterr()
+    assert "owned" in err
+    assert is_safe(out + err)
+
+
+def test_a_log_record_is_one_paragraph_that_cannot_control_the_terminal() -> None:
+    record = logging.makeLogRecord(
+        {"msg": "no file %r called %s", "args": ("x", f"{HOSTILE}\n2026-01-01 ERROR forged")}
+    )
+    first, second = messages.log_formatter().format(record).split("\n")
+    assert first.endswith(r"no file 'x' called a\x1b]0;owned\x07\x9b1m\u202eb\rc\x00\x7f")
+    assert second == "  2026-01-01 ERROR forged"
+
+
+@pytest.mark.parametrize("text", ["plain", "caf\u00e9 \u4f60\u597d \U0001f600", "narrow\u202fspace\u00a0too"])
+def test_text_that_only_shows_something_is_printed_as_it_is(text: str) -> None:
+    assert printable(text) == text
+    assert printable_json(f'"{text}"') == f'"{text}"'
+
+
+def test_escaped_json_means_the_same() -> None:
+    text = orjson.dumps({HOSTILE: [HOSTILE, "\U000e0001"]}, option=orjson.OPT_INDENT_2).decode()
+    assert is_safe(printable_json(text))
+    assert json.loads(printable_json(text)) == json.loads(text)

@@ -348,8 +348,13 @@ def test_a_table_fits_the_terminal_and_cuts_no_id(width: int) -> None:
 
 
 def test_names_from_the_service_do_not_move_the_cursor(command: Command, service: FakeService) -> None:
-    service._store({"purpose": "batch"}, "evil\x1b[2Jname", b"x")
-    assert "\x1b" not in command("files", "list").out
+    service._store({"purpose": "batch"}, "evil\x1b[2Jname\x9b1m", b"x")
+    out = command("files", "list").out
+    assert "\x1b" not in out
+    assert r"evil\x1b[2Jname" in out
+    shown = command("files", "list", "--json").out
+    assert "\x9b" not in shown
+    assert json.loads(shown)["data"][0]["filename"] == "evil\x1b[2Jname\x9b1m"
 
 
 class Certificate(NamedTuple):

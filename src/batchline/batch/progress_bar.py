@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from batchline.batch.progress import Progress, Reporter
+from batchline.printable import printable
 
 logger = logging.getLogger(__name__)
 
@@ -44,11 +45,11 @@ class LogReporter:
 
     def phase(self, text: str) -> None:
         """Logged for information."""
-        logger.info("%s", text)
+        logger.info("%s", printable(text, keep="\n"))
 
     def warn(self, text: str) -> None:
         """Logged as a warning."""
-        logger.warning("%s", text)
+        logger.warning("%s", printable(text, keep="\n"))
 
     def detail(self, text: str) -> None:
         """Not logged."""
@@ -70,11 +71,11 @@ class ProgressBar:
 
     def phase(self, text: str) -> None:
         """A line above the bar."""
-        self._tqdm.write(text, file=sys.stderr)
+        self._tqdm.write(printable(text, keep="\n"), file=sys.stderr)
 
     def warn(self, text: str) -> None:
         """A line above the bar."""
-        self._tqdm.write(f"Warning: {text}", file=sys.stderr)
+        self._tqdm.write("Warning: " + printable(text, keep="\n"), file=sys.stderr)
 
     def detail(self, text: str) -> None:
         """Not shown."""

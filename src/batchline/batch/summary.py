@@ -16,6 +16,7 @@ from batchline.batch.journal import Journal, JournalResult
 from batchline.batch.progress import Pace
 from batchline.batch.resuming import RunState
 from batchline.model_facts import ModelFacts
+from batchline.printable import printable
 
 _SHOWN_MESSAGES = 3
 _MAX_MESSAGES = 1000
@@ -167,4 +168,4 @@ def _message(journal: Journal, entry: JournalResult) -> str:
     error = result["error"] or (body.get("error") if isinstance(body, dict) else None)
     message = error.get("message") if isinstance(error, dict) else None
     text = " ".join(message.split())[:_MAX_MESSAGE_CHARS] if isinstance(message, str) else ""
-    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
+    return printable(text)

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from batchline.cli.messages import tell
+from batchline.cli.messages import show_json, tell
 from batchline.cli.option_groups import takes_options
-from batchline.cli.service_options import ServiceOptions, parse_metadata, print_json
-from batchline.cli.service_text import plain, show_batch, show_batches, size_text
+from batchline.cli.service_options import ServiceOptions, parse_metadata
+from batchline.cli.service_text import show_batch, show_batches, size_text
 from batchline.errors import OutputUnwritable, RunFailed, RunInterrupted, ServiceRefused, UsageError
+from batchline.printable import printable
 
 if TYPE_CHECKING:
     from batchline.client.objects import BatchObject
@@ -57,7 +58,7 @@ def create(
         tell(f"Started {batch.id}", is_whole=True)
         _watch(options, batch.id)
     elif options.as_json:
-        print_json(batch.raw)
+        show_json(batch.raw)
     else:
         show_batch(batch)
 
@@ -70,7 +71,7 @@ def list_batches(
     """List the newest batches."""
     found = options.call(lambda service: service.batches(limit=limit))
     if options.as_json:
-        print_json({"object": "list", "data": [batch.raw for batch in found]})
+        show_json({"object": "list", "data": [batch.raw for batch in found]})
     elif found:
         show_batches(found)
     else:
@@ -117,7 +118,7 @@ def download(
         batch = await service.batch(batch_id)
         if not batch.is_over:
             raise RunFailed(
-                f"The batch {batch.id} is not over ({plain(batch.status)}). Wait for it with:\n"
+                f"The batch {batch.id} is not over ({printable(batch.status)}). Wait for it with:\n"
                 f"  batchline batches watch {batch.id}"
             )
         wanted = [(file_id, path) for file_id, path in _result_files(batch, output, errors) if file_id]
@@ -127,13 +128,13 @@ def download(
 
     batch, fetched = options.call(fetch)
     if options.as_json:
-        print_json({"batch": batch.id, "files": [{"path": str(path), "bytes": size} for path, size in fetched]})
+        show_json({"batch": batch.id, "files": [{"path": str(path), "bytes": size} for path, size in fetched]})
         return
     for path, size in fetched:
         tell(f"{path}  {size_text(size)}", is_whole=True)
     if not fetched:
-        reason = f": {plain(batch.first_error)}" if batch.first_error else ""
-        raise RunFailed(f"The batch {batch.id} ({plain(batch.status)}) has no results{reason}")
+        reason = f": {printable(batch.first_error)}" if batch.first_error else ""
+        raise RunFailed(f"The batch {batch.id} ({printable(batch.status)}) has no results{reason}")
 
 
 def _result_files(batch: BatchObject, output: Path, errors: Path) -> list[tuple[str | None, Path]]:
@@ -156,7 +157,7 @@ def retry(
     async def again(service: Service) -> BatchObject | None:
         batch = await service.batch(batch_id)
         if not batch.is_over:
-            raise RunFailed(f"The batch {batch.id} is not over ({plain(batch.status)}). Wait for it, or cancel it.")
+            raise RunFailed(f"The batch {batch.id} is not over ({printable(batch.status)}). Wait for it, or cancel it.")
         try:
             made = await service.retry_batch(batch_id) if completion_window is None else None
         except ServiceRefused as exc:
@@ -180,7 +181,7 @@ def retry(
 
 def _print_batch(options: ServiceOptions, batch: BatchObject) -> None:
     if options.as_json:
-        print_json(batch.raw)
+        show_json(batch.raw)
     else:
         show_batch(batch)
 

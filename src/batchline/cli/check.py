@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Annotated
 import orjson
 import typer
 
-from batchline.cli.messages import show
+from batchline.cli.messages import show, show_json
 from batchline.cli.model_options import ModelOptions
 from batchline.cli.values import LimitPreset, MaxFileSize, MaxRequests, limits_of, parse_request_limits
 from batchline.config import TextConfig
 from batchline.errors import UsageError, counted
+from batchline.printable import printable
 
 if TYPE_CHECKING:
     from batchline.batch.check import CheckReport, FaultKind
@@ -152,11 +153,12 @@ def _print_report(
 
     show(f"{counted(report.num_lines, 'request')}, {counted(report.num_bytes, 'byte')}")
     for group in report.groups.values():
-        show(f"  {group.count:>12,}  {group.url[:MAX_SHOWN_NAME]}  {group.model[:MAX_SHOWN_NAME]}", is_whole=True)
+        url, model = (printable(name[:MAX_SHOWN_NAME]) for name in (group.url, group.model))
+        show(f"  {group.count:>12,}  {url}  {model}", is_whole=True)
     if counts is not None:
         _print_tokens(counts)
     for sentence in media.sentences():
-        typer.echo(sentence)
+        show(sentence)
     for finding in found[1 if report.num_faults else 0 :]:  # the first one is about the bad lines, listed below
         show(finding)
     for warning in warnings:
@@ -167,7 +169,7 @@ def _print_report(
         show(f"  {count:>12,}  {_code_text(code)}")
     kinds = sorted(report.fault_kinds.values(), key=lambda kind: (-kind.count, kind.line_numbers))[:_SHOWN_KINDS]
     for kind in kinds:
-        show(f"  {_lines_text(kind)}: {_code_text(kind.code)}: {kind.message}")
+        show(f"  {_lines_text(kind)}: {_code_text(kind.code)}: {printable(kind.message)}")
     more = report.num_faults - sum(len(kind.line_numbers) for kind in kinds)
     if more and bad_lines is None:
         show(f"  ... and {counted(more, 'more bad line')}; --bad-lines FILE writes all of them")
@@ -219,4 +221,4 @@ def _print_json(
         "tokens": None if counts is None else dataclasses.asdict(counts),
         "media": media.to_dict(),
     }
-    typer.echo(orjson.dumps(result, option=orjson.OPT_INDENT_2))
+    show_json(result)

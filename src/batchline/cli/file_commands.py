@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from batchline.cli.messages import tell
+from batchline.cli.messages import show_row, tell
 from batchline.cli.values import LimitPreset, PartRequests, PartSize, limits_of
 from batchline.errors import UsageError, counted
 
@@ -28,7 +28,7 @@ def split(
 
     wanted = limits_of(limits, max_requests, max_file_size)
     for part in split_file(input_file, output_dir, wanted, overwrite=overwrite):
-        typer.echo(f"{part.path}\t{counted(part.num_lines, 'line')}")
+        show_row([str(part.path), counted(part.num_lines, "line")])
 
 
 def merge(

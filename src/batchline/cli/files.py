@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from batchline.cli.batches import refuse_existing
-from batchline.cli.messages import tell
+from batchline.cli.messages import show_json, tell
 from batchline.cli.option_groups import takes_options
-from batchline.cli.service_options import ServiceOptions, print_json
+from batchline.cli.service_options import ServiceOptions
 from batchline.cli.service_text import show_file, show_files, size_text
 from batchline.errors import InputUnreadable
 
@@ -54,7 +54,7 @@ def list_files(
     """List the newest files."""
     found = options.call(lambda service: service.files(purpose=purpose, limit=limit))
     if options.as_json:
-        print_json({"object": "list", "data": [file.raw for file in found]})
+        show_json({"object": "list", "data": [file.raw for file in found]})
     elif found:
         show_files(found)
     else:
@@ -88,7 +88,7 @@ def download(
 
     size = options.call(fetch)
     if options.as_json:
-        print_json({"id": file_id, "path": str(target), "bytes": size})
+        show_json({"id": file_id, "path": str(target), "bytes": size})
     else:
         tell(f"{target}  {size_text(size)}", is_whole=True)
 
@@ -110,11 +110,11 @@ def delete(
 
     answers = options.call(remove)
     if options.as_json:
-        print_json(answers)
+        show_json(answers)
 
 
 def _print_file(options: ServiceOptions, file: FileObject) -> None:
     if options.as_json:
-        print_json(file.raw)
+        show_json(file.raw)
     else:
         show_file(file)

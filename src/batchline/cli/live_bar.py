@@ -21,6 +21,7 @@ from rich.text import Text
 from batchline.batch.progress import Progress
 from batchline.cli.messages import Level, log
 from batchline.cli.progress_text import GAP, bar_text, duration
+from batchline.printable import printable
 
 _STYLES: dict[Level, str] = {"info": "dim", "warning": "yellow", "error": "red"}
 _MIN_BAR, _MAX_BAR = 10, 40
@@ -136,4 +137,4 @@ class _Line:
 
 
 def _one_line(text: str, room: int) -> Text:
-    return Text(text[:room], no_wrap=True, overflow="crop")
+    return Text(printable(text)[:room], no_wrap=True, overflow="crop")

@@ -1,5 +1,7 @@
 """The only place that prints a command's messages: to standard error, as text, as JSON objects, or only errors.
 
+What terminals would obey, such as an escape sequence in a name, is printed as an escape.
+
 Standard output may be the result file. If standard error is closed or full, messages are dropped without an error. On a
 terminal, text is wrapped at word ends; what people copy (paths, commands, anything in quotes) is never broken.
 """
@@ -10,7 +12,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -18,6 +20,8 @@ from typing import Annotated, Any, Literal, Protocol, TextIO
 
 import orjson
 import typer
+
+from batchline.printable import printable, printable_json
 
 LogFormat = Literal["text", "json"]
 Level = Literal["info", "warning", "error"]
@@ -98,7 +102,19 @@ def tell(text: str, level: Level = "info", *, is_result: bool = False, is_whole:
 
 def show(text: str, *, is_whole: bool = False) -> None:
     """A line of a report, on standard output. is_whole: never wrapped."""
+    text = printable(text, keep="\n")
     typer.echo(text if is_whole else wrapped(text, sys.stdout))
+
+
+def show_row(cells: Iterable[str]) -> None:
+    """A row of a table for programs, on standard output: cells behind tabs."""
+    typer.echo("\t".join(map(printable, cells)))
+
+
+def show_json(value: Any, *, is_indented: bool = True) -> None:
+    """A JSON value for programs, on standard output."""
+    option = orjson.OPT_INDENT_2 if is_indented else 0
+    typer.echo(printable_json(orjson.dumps(value, default=str, option=option).decode()))
 
 
 def last_words(text: str) -> None:
@@ -123,7 +139,7 @@ def log_formatter() -> logging.Formatter:
     """A formatter for handlers that write to another stream."""
     if _output.log_format == "json":
         return _JsonFormatter()
-    return logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", TIME_FORMAT)
+    return _TextFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s", TIME_FORMAT)
 
 
 def wrapped(text: str, stream: TextIO | None) -> str:
@@ -168,6 +184,7 @@ def _line(line: str, text: str, level: Level, fields: Mapping[str, Any], *, is_w
     """What is printed: the line, or an object with the text and the fields."""
     if _output.log_format == "json":
         return _json_line(datetime.now(timezone.utc), level, text, fields)
+    line = printable(line, keep="\n")
     return line if is_whole else wrapped(line, sys.stderr)
 
 
@@ -182,7 +199,15 @@ def _print(line: str, text: str, level: Level, fields: Mapping[str, Any], *, is_
 
 def _json_line(time: datetime, level: str, message: str, fields: Mapping[str, Any]) -> str:
     content = {"time": time, "level": level, "message": message, **fields}
-    return orjson.dumps(content, default=str, option=orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY).decode()
+    option = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
+    return printable_json(orjson.dumps(content, default=str, option=option).decode())
+
+
+class _TextFormatter(logging.Formatter):
+    """Formats log records as text. Their further lines are indented, so that none of them looks like a record."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record), keep="\n").replace("\n", "\n  ")
 
 
 class _JsonFormatter(logging.Formatter):

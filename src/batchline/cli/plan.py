@@ -6,14 +6,14 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import orjson
 import typer
 
-from batchline.cli.messages import show
+from batchline.cli.messages import show, show_json
 from batchline.cli.model_options import ModelOptions, refuse_without_model
 from batchline.cli.option_groups import takes_options
 from batchline.cli.progress_text import duration
 from batchline.errors import counted
+from batchline.printable import printable
 
 if TYPE_CHECKING:
     from batchline.backends.model_memory import MemoryNeed
@@ -85,7 +85,7 @@ def plan(
         return
     _print_numbers(overview, estimate, counter.counts, model)
     for sentence in media.sentences():
-        typer.echo(sentence)
+        show(sentence)
     if engine is not None:
         for line in _memory_lines(memory) if memory is not None else [f"Memory         unknown: {problem}"]:
             show(line)
@@ -93,7 +93,7 @@ def plan(
         shared = f"{counted(group.prefix_chars, 'character')} shared" if group.prefix_chars else "no shared prefix"
         if group.prefix_tokens is not None:
             shared += f", about {counted(group.prefix_tokens, 'token')}"
-        show(f"{group.num_requests:>12,}  {group.url}  {group.model}  ({shared})")
+        show(f"{group.num_requests:>12,}  {printable(group.url)}  {printable(group.model)}  ({shared})")
         if group.prefix:
             show(f"              {' '.join(group.prefix.split())[:100]}")
 
@@ -186,7 +186,7 @@ def _print_json(
         "media": media.to_dict(),
         "memory": None if memory is None else dataclasses.asdict(memory) | {"fits": memory.fits},
     }
-    typer.echo(orjson.dumps(result, option=orjson.OPT_INDENT_2))
+    show_json(result)
 
 
 def _print_numbers(overview: PlanOverview, estimate: Estimate, counts: TokenCounts, model: str | None) -> None:

@@ -9,7 +9,7 @@ import asyncio
 import os
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 from urllib.parse import urlsplit
 
 import typer
@@ -73,13 +73,6 @@ def parse_metadata(given: list[str]) -> dict[str, str]:
         if not (name and separator):
             raise UsageError(f"--metadata: {name + separator + value!r} is not NAME=VALUE.")
     return {name: value for name, _, value in pairs}
-
-
-def print_json(value: Any) -> None:
-    """One JSON value, for programs."""
-    import orjson
-
-    typer.echo(orjson.dumps(value, option=orjson.OPT_INDENT_2).decode())
 
 
 def _first_of(variables: tuple[str, ...]) -> str:

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-import typer
-
-from batchline.cli.messages import show
+from batchline.cli.messages import show, show_row
 from batchline.cli.progress_text import duration, short_number
+from batchline.printable import printable
 
 if TYPE_CHECKING:
     from batchline.client.objects import BatchObject, FileObject
@@ -108,7 +107,7 @@ def show_batch(batch: BatchObject) -> None:
     errors = batch.errors.data if batch.errors else []
     for error in errors[:10]:
         where = f"line {error.line}: " if error.line is not None else ""
-        show(plain(f"- {where}{error.message or error.code or 'an error without a message'}"))
+        show(printable(f"- {where}{error.message or error.code or 'an error without a message'}"))
     num_errors = max(len(errors), (batch.errors.total or 0) if batch.errors else 0)
     if num_errors > 10:
         show(f"- and {num_errors - 10:,} more; --json shows all that the service lists")
@@ -155,11 +154,6 @@ def size_text(num_bytes: int | None) -> str:
     return f"{num_bytes} B"
 
 
-def plain(text: str) -> str:
-    """A service's text without what would move the cursor or forge a line."""
-    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
-
-
 def _over(batch: BatchObject) -> int:
     return batch.counts.completed + batch.counts.failed
 
@@ -174,17 +168,17 @@ def _tokens(usage: dict[str, Any]) -> str:
 def _show_fields(fields: Sequence[tuple[str, str | None]]) -> None:
     for name, value in fields:
         if value:
-            show(f"{name:<14}{plain(value)}")
+            show(f"{name:<14}{printable(value)}")
 
 
 def _show_table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
-    rows = [[plain(text) for text in row] for row in rows]
+    rows = [[printable(text) for text in row] for row in rows]
     if sys.stdout is None or not sys.stdout.isatty():
         for row in ([column.name for column in columns], *rows):
-            typer.echo("\t".join(row))
+            show_row(row)
         return
     for line in table_lines(columns, rows, shutil.get_terminal_size().columns):
-        typer.echo(line)
+        show(line, is_whole=True)
 
 
 def table_lines(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int) -> list[str]:

@@ -12,12 +12,12 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import orjson
 import typer
 
-from batchline.cli.messages import show, wrapped
+from batchline.cli.messages import show, show_json, wrapped
 from batchline.cli.progress_text import duration
 from batchline.errors import UsageError, counted
+from batchline.printable import printable
 
 if TYPE_CHECKING:
     from batchline.batch.status import KnownRun
@@ -95,7 +95,7 @@ def _later(runs: list[KnownRun], read: Read) -> Iterator[list[KnownRun]]:
 
 def _print(runs: Sequence[KnownRun], *, as_json: bool) -> None:
     if as_json:
-        typer.echo(orjson.dumps({"runs": [dataclasses.asdict(run) for run in runs]}, default=str))
+        show_json({"runs": [dataclasses.asdict(run) for run in runs]}, is_indented=False)
         return
     for line in _lines(runs):
         show(line)
@@ -110,7 +110,7 @@ def _lines(runs: Sequence[KnownRun]) -> list[str]:
         if number and (run.state != "finished" or runs[number - 1].state != "finished"):
             lines.append("")
         lines += _finished(run, now) if run.state == "finished" else _unfinished(run, now)
-    return ["".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in line) for line in lines]
+    return [printable(line) for line in lines]
 
 
 def _finished(run: KnownRun, now: datetime) -> list[str]:

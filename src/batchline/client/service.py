@@ -27,6 +27,7 @@ from batchline.batch.locations import Location
 from batchline.client.objects import BatchObject, FileObject, parse_object
 from batchline.errors import InputUnreadable, ServiceRefused, ServiceUnreachable, UsageError
 from batchline.media.fetching import requested_wait_s
+from batchline.printable import printable
 
 logger = logging.getLogger(__name__)
 
@@ -415,4 +416,4 @@ def _error_of(content: bytes) -> tuple[str, str | None, str | None]:
     message = error.get("message") or value.get("detail")
     code, param = (found if isinstance(found := error.get(name), str) else None for name in ("code", "param"))
     text = " ".join(message.split())[:_MAX_REASON_CHARS] if isinstance(message, str) else ""
-    return "".join(c for c in text if c.isprintable()), code, param
+    return printable(text), code, param
