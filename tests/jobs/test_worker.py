@@ -8,13 +8,15 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 from batchline.backends.base import running
+from batchline.batch import run, sink
 from batchline.errors import NotFound
-from batchline.jobs import worker
+from batchline.jobs import service, worker
 from batchline.jobs.line import Line
 from batchline.jobs.options import JobsOptions
 from batchline.jobs.service import Jobs
@@ -234,3 +236,51 @@ async def test_batches_that_wait_for_a_place_do_not_make_the_server_read_the_lin
 
 def test_a_look_that_takes_long_is_followed_by_a_longer_pause() -> None:
     assert [worker.pause_after(look_s) for look_s in (0.0, 0.01, 0.5, 40.0)] == [1.0, 1.0, 5.0, 10.0]
+
+
+async def test_checks_of_files_keep_no_look_up_and_no_renewal_waiting(
+    state: JobsState, options: JobsOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: they shared a few threads, so a batch's lease ended while clients checked large files."""
+    goes_on, has_begun = threading.Event(), threading.Event()
+
+    def wait(*_arguments: object, **_named: object) -> None:
+        has_begun.set()
+        goes_on.wait(60)
+
+    monkeypatch.setattr(service, "check_input", wait)
+    async with running(FakeBackend()) as backend:
+        jobs = Jobs(state, backend, options)
+        file_id = await upload(jobs)
+        checks = [asyncio.create_task(jobs.check_input(file_id, "me")) for _ in range(40)]
+        try:
+            async with asyncio.timeout(30):
+                await asyncio.to_thread(has_begun.wait, 30)
+                assert (await jobs.file(file_id, "me")).id == file_id
+        finally:
+            goes_on.set()
+            await asyncio.gather(*checks)
+
+
+async def test_a_batch_reads_and_writes_whole_files_on_threads_for_that(
+    state: JobsState, options: JobsOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: dict[str, str] = {}
+
+    def noted(module: ModuleType, name: str) -> None:
+        function = getattr(module, name)
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            threads[name] = threading.current_thread().name
+            return function(*arguments, **named)
+
+        monkeypatch.setattr(module, name, call)
+
+    noted(run, "check_file")
+    noted(sink, "write_results")
+    async with running(FakeBackend()) as backend:
+        jobs = Jobs(state, backend, options)
+        async with jobs.working():
+            await over(state, await create(jobs, await upload(jobs)))
+    assert sorted(threads) == ["check_file", "write_results"]
+    assert all(name.startswith("batchline-files") for name in threads.values())

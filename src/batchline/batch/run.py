@@ -31,6 +31,7 @@ from batchline.batch.commit import GroupCommit
 from batchline.batch.crashes import InFlight, alternate_stacks, suspects_turn, watched
 from batchline.batch.failures import record_failed_lines, record_lethal_requests, record_unrun_lines
 from batchline.batch.feeder import Feeder
+from batchline.batch.file_threads import in_file_thread
 from batchline.batch.files import RunFiles
 from batchline.batch.finished import FinishedRuns
 from batchline.batch.index import LineIndex, LineReader
@@ -205,7 +206,7 @@ class BatchRun:
             if not checked.report.num_lines and not self._options.overwrite and retry is None:
                 await refuse_to_empty(self._files)
             self._tell_findings(checked.report)
-            state = self._state = await asyncio.to_thread(
+            state = self._state = await in_file_thread(
                 resume,
                 self._options,
                 checked.report,
@@ -271,7 +272,7 @@ class BatchRun:
         planner = Planner(scratch, dedup=options.dedup)
         self._open_files.callback(planner.close)
         judges = _judges(options)
-        report = await asyncio.to_thread(
+        report = await in_file_thread(
             check_file,
             path,
             index,
@@ -306,7 +307,7 @@ class BatchRun:
         if not (options.strict and options.text and self._finished_runs.has_record) or options.limits != Limits():
             return None
         await self._read_settings()
-        digest, num_bytes = await asyncio.to_thread(file_digest, path)
+        digest, num_bytes = await in_file_thread(file_digest, path)
         return await self._already_complete(run_identity(self._options, digest, num_bytes))
 
     async def _already_complete(self, identity: Mapping[str, str]) -> RunSummary | None:
@@ -332,7 +333,7 @@ class BatchRun:
         reader = LineReader(checked.path, checked.index, self._options.default_model)
         self._open_files.callback(reader.close)
         try:
-            num_kept, failures = await asyncio.to_thread(
+            num_kept, failures = await in_file_thread(
                 keep_results, staged, checked.report, reader, state, retry, scratch
             )
         except OSError as exc:
@@ -348,7 +349,7 @@ class BatchRun:
 
     async def _summary(self, checked: CheckedInput, state: RunState) -> RunSummary:
         models = self._watch.models.values()
-        return await asyncio.to_thread(summarize, state, checked.index, self._files, self._pace, models)
+        return await in_file_thread(summarize, state, checked.index, self._files, self._pace, models)
 
     def _tell_findings(self, report: CheckReport) -> None:
         """Warn of what will fail. Raises: UsageError under `strict`."""
@@ -444,7 +445,7 @@ class BatchRun:
 
     async def _plan(self, checked: CheckedInput) -> Plan:
         try:
-            return await asyncio.to_thread(checked.planner.plan, skip=checked.report.bad)
+            return await in_file_thread(checked.planner.plan, skip=checked.report.bad)
         except OSError as exc:
             raise RunFailed(f"The plan cannot be written: {exc.strerror or exc}.") from exc
 

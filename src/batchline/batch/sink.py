@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
+from batchline.batch.file_threads import in_file_thread
 from batchline.batch.files import RunFiles
 from batchline.batch.index import PositionSet
 from batchline.batch.journal import Journal, Note
@@ -48,7 +49,7 @@ async def deliver_results(
         return
     reporter.phase(f"Writing {' and '.join(target.display for target in missing)}")
     try:
-        await asyncio.to_thread(
+        await in_file_thread(
             write_results,
             state.journal,
             num_lines=state.tally.total,

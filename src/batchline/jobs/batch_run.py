@@ -24,6 +24,7 @@ from typing import Any
 from batchline.backends.base import Backend, models_by_name
 from batchline.batch.capacity import Capacity, Claim
 from batchline.batch.check import CheckReport
+from batchline.batch.file_threads import in_file_thread
 from batchline.batch.files import RunFiles
 from batchline.batch.history import History
 from batchline.batch.locations import Location
@@ -134,7 +135,7 @@ class BatchRun:
         self._names = {name: model.name for name, model in served.items()}
         if self.record.output_file_id is None:  # it has not begun, even if it was cancelled meanwhile
             self._judge = LineJudge(self.record.endpoint, served, takes_many_models=self._options.takes_many_models)
-        await asyncio.to_thread(adopt_job_folder, self._folder, self.record)
+        await in_file_thread(adopt_job_folder, self._folder, self.record)
         output, errors = self._targets
         files = RunFiles(
             input=Location(str(source), "path", source),
@@ -170,7 +171,7 @@ class BatchRun:
         had_expired = file is not None and file.expires_at is not None and file.expires_at <= self.record.created_at
         if file is not None and file.content is not None and not had_expired:
             with contextlib.suppress(FileNotFoundError):
-                return await asyncio.to_thread(self._contents.fetch, file.content, self._input_copy)
+                return await in_file_thread(self._contents.fetch, file.content, self._input_copy)
         message = f"The input file {self.record.input_file_id!r} does not exist."
         raise one_error("invalid_request", message, "file_id")
 

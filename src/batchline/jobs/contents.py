@@ -7,7 +7,6 @@ crash, and is removed when a server starts.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import os
 import re
@@ -20,6 +19,7 @@ from time import time
 from typing import BinaryIO
 
 from batchline.batch.compression import MAGIC_BYTES
+from batchline.batch.file_threads import in_file_thread
 from batchline.batch.targets import ResultTarget
 from batchline.disk import move_into_place, sync_folder
 from batchline.errors import BadRequest
@@ -235,7 +235,7 @@ class StoredResults(ResultTarget):
     async def commit(self) -> None:
         """Put the results in their place. Without any, there is no content."""
         if self.content.num_bytes:
-            await asyncio.to_thread(self.content.store)
+            await in_file_thread(self.content.store)
         else:
             self.content.discard()
 

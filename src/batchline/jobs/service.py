@@ -21,6 +21,7 @@ from typing import BinaryIO
 import orjson
 
 from batchline.backends.base import Backend, models_by_name
+from batchline.batch.file_threads import in_file_thread
 from batchline.batch.history import History
 from batchline.batch.journal import saved_results
 from batchline.batch.lines import readable_custom_id
@@ -106,7 +107,7 @@ class Jobs:
             content.store()
             self._store.add_file(file)
 
-        await asyncio.to_thread(store)
+        await in_file_thread(store)
         return file
 
     async def file(self, file_id: str, owner: str) -> FileRecord:
@@ -204,7 +205,7 @@ class Jobs:
                 self._contents.remove(part_id)
                 raise
 
-        await asyncio.to_thread(store)
+        await in_file_thread(store)
         return part
 
     async def complete_upload(
@@ -243,7 +244,7 @@ class Jobs:
                 self._contents.remove(part_id)
             return finished
 
-        return await asyncio.to_thread(complete), file
+        return await in_file_thread(complete), file
 
     async def cancel_upload(self, upload_id: str, owner: str) -> UploadRecord:
         """Raises: NotFound, Conflict."""
@@ -277,7 +278,7 @@ class Jobs:
                     text=self._options.text,
                 )
 
-        return await asyncio.to_thread(check)
+        return await in_file_thread(check)
 
     # Batches
 
@@ -345,7 +346,7 @@ class Jobs:
             return self._store.add_batch(retry, new_input=file)
 
         try:
-            stored = await asyncio.to_thread(store)
+            stored = await in_file_thread(store)
         finally:
             await asyncio.to_thread(content.discard)
         self._worker.notice()
@@ -418,7 +419,7 @@ class Jobs:
         """Remove files that have expired."""
         while True:
             try:
-                await asyncio.to_thread(self._clean_up)
+                await in_file_thread(self._clean_up)
             except Exception:  # the database may be away for a while
                 logger.exception("expired files cannot be removed; trying again")
             await asyncio.sleep(CLEAN_UP_S)
