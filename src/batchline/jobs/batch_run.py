@@ -18,7 +18,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from time import time
+from time import monotonic, time
 from typing import Any
 
 from batchline.backends.base import Backend, models_by_name
@@ -226,7 +226,7 @@ class BatchRun:
     def note_progress(self, progress: Progress) -> None:
         """Called about twice a second while requests run."""
         self.progress = progress
-        self.history.add_progress(progress, self._clock())
+        self.history.add_progress(progress, monotonic())
         if (pace := self._pace) is not None:
             totals = (
                 progress.answered_requests,
