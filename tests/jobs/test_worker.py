@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -15,12 +16,12 @@ import pytest
 
 from batchline.backends.base import running
 from batchline.batch import run, sink
-from batchline.errors import NotFound
+from batchline.errors import NotFound, StorageUnavailable
 from batchline.jobs import service, worker
 from batchline.jobs.line import Line
 from batchline.jobs.options import JobsOptions
 from batchline.jobs.service import Jobs
-from batchline.jobs.state_folder import JobsState, state_in
+from batchline.jobs.state_folder import LEFTOVER_AGE_S, JobsState, state_in
 from batchline.jobs.tables import BatchRecord
 from batchline.openai_api.batches import CreateBatchRequest
 from batchline.testing import FakeBackend
@@ -284,3 +285,59 @@ async def test_a_batch_reads_and_writes_whole_files_on_threads_for_that(
             await over(state, await create(jobs, await upload(jobs)))
     assert sorted(threads) == ["check_file", "write_results"]
     assert all(name.startswith("batchline-files") for name in threads.values())
+
+
+async def test_a_clock_that_is_set_back_changes_no_rates(state: JobsState, options: JobsOptions, clock: Clock) -> None:
+    """Bug: a rate over a time of less than nothing was shown as 10 billion requests a second."""
+
+    async def set_back(_request: object) -> None:
+        clock.now -= 3600
+
+    async with running(FakeBackend(before_answer=set_back)) as backend:
+        jobs = Jobs(state, backend, options)
+        async with jobs.working():
+            batch = await create(jobs, await upload(jobs))
+            await over(state, batch)
+            await until(lambda: jobs.progress_of(batch) is None)
+        history = jobs.history_of(batch)
+    assert history is not None
+    times = [sample.at for sample in history.samples]
+    assert len(times) > 1
+    assert times == sorted(times)
+
+
+@pytest.mark.parametrize(("error", "stays"), [(RuntimeError("no"), False), (StorageUnavailable("away"), True)])
+async def test_a_content_whose_record_is_refused_is_removed(
+    state: JobsState, options: JobsOptions, monkeypatch: pytest.MonkeyPatch, error: Exception, stays: bool
+) -> None:
+    """Bug: it stayed until a restart. While the database is away, its record may have been stored after all."""
+
+    def refuse(*_arguments: object) -> None:
+        raise error
+
+    monkeypatch.setattr(state.store, "add_file", refuse)
+    async with running(FakeBackend()) as backend:
+        with pytest.raises(type(error)):
+            await upload(Jobs(state, backend, options))
+    assert bool([name for name, _ in state.contents.stored() if name.startswith("file-")]) == stays
+
+
+async def test_contents_without_records_are_removed_while_the_server_runs(
+    state: JobsState, options: JobsOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: they were removed only when a server started."""
+    monkeypatch.setattr(service, "LEFTOVERS_S", 0.0)
+    old, young = (state.contents.path("file-" + digit * 32) for digit in "01")
+    assert old is not None
+    assert young is not None
+    for path in (old, young):
+        path.write_bytes(b"x")
+    os.utime(old, times=(0, old.stat().st_mtime - LEFTOVER_AGE_S - 1))
+    async with running(FakeBackend()) as backend:
+        jobs = Jobs(state, backend, options)
+        kept = state.store.file(await upload(jobs), "me")
+        async with jobs.working():
+            await until(lambda: not old.exists())
+        with jobs.open(kept) as file:
+            assert file.read() == LINE % CHAT.encode()
+    assert young.exists(), "another server may be storing it"

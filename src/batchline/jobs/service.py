@@ -26,12 +26,12 @@ from batchline.batch.history import History
 from batchline.batch.journal import saved_results
 from batchline.batch.lines import readable_custom_id
 from batchline.batch.progress import Progress
-from batchline.errors import BadRequest, BatchStateConflict, NotFound, PayloadTooLarge
+from batchline.errors import BadRequest, BatchStateConflict, NotFound, PayloadTooLarge, StorageUnavailable
 from batchline.jobs.batch_run import is_locked
 from batchline.jobs.contents import ArrivingContent, new_id
 from batchline.jobs.input_check import InputCheck, check_input
 from batchline.jobs.options import JobsOptions
-from batchline.jobs.state_folder import JobsState
+from batchline.jobs.state_folder import LEFTOVER_AGE_S, JobsState
 from batchline.jobs.states import RUNNING, BatchStatus
 from batchline.jobs.store import Order
 from batchline.jobs.tables import BatchRecord, FileRecord, PartRecord, UploadRecord
@@ -52,6 +52,9 @@ from batchline.openai_api.endpoint_table import is_batch_url, path_here
 logger = logging.getLogger(__name__)
 
 CLEAN_UP_S = 60.0
+LEFTOVERS_S = 6 * 3600.0
+"""How often contents without records are looked for. That lists all contents."""
+
 UPLOAD_LIFETIME_S = 3600
 NOTHING_FAILED = ", because none of its requests failed"
 BATCH_INPUT = "batch"
@@ -72,6 +75,7 @@ class Jobs:
         self._backend = backend
         self._options = options
         self._runs = state.runs
+        self._leftovers_due_at = monotonic() + LEFTOVERS_S
 
     @asynccontextmanager
     async def working(self) -> AsyncIterator[None]:
@@ -105,10 +109,25 @@ class Jobs:
 
         def store() -> None:
             content.store()
-            self._store.add_file(file)
+            with self._removed_on_error(content):
+                self._store.add_file(file)
 
         await in_file_thread(store)
         return file
+
+    @contextlib.contextmanager
+    def _removed_on_error(self, content: ArrivingContent) -> Iterator[None]:
+        """Remove a stored content if the block cannot store its record.
+
+        While the database is away, nobody knows whether it has the record: then the regular clean-up looks later.
+        """
+        try:
+            yield
+        except StorageUnavailable:
+            raise
+        except BaseException:
+            self._contents.remove(content.name)
+            raise
 
     async def file(self, file_id: str, owner: str) -> FileRecord:
         """Raises: NotFound."""
@@ -199,11 +218,8 @@ class Jobs:
 
         def store() -> None:
             content.store()
-            try:
+            with self._removed_on_error(content):
                 self._store.add_part(part, owner, now)
-            except BaseException:
-                self._contents.remove(part_id)
-                raise
 
         await in_file_thread(store)
         return part
@@ -343,7 +359,8 @@ class Jobs:
             self._write_failed_lines(source, errors, content)
             file = _new_file(owner, file_id, content, retry_filename(source.filename), BATCH_INPUT, int(self._clock()))
             content.store()
-            return self._store.add_batch(retry, new_input=file)
+            with self._removed_on_error(content):
+                return self._store.add_batch(retry, new_input=file)
 
         try:
             stored = await in_file_thread(store)
@@ -432,6 +449,16 @@ class Jobs:
         for part in self._store.expire_uploads(self._clock()):
             self._contents.remove(part.id)
         self._remove_old_runs()
+        self._remove_leftovers()
+
+    def _remove_leftovers(self) -> None:
+        """Remove contents whose records could not be stored. Rarely, because all of them are listed for that.
+
+        Raises: OSError, StorageUnavailable.
+        """
+        if monotonic() >= self._leftovers_due_at:
+            self._leftovers_due_at = monotonic() + LEFTOVERS_S
+            self._contents.remove_leftovers(lambda: set(self._store.contents()), LEFTOVER_AGE_S)
 
     def _remove_old_runs(self) -> None:
         """Remove what is left of batches that are over, because their worker was killed or lost its lease."""
