@@ -374,9 +374,21 @@ async def test_an_operator_may_forbid_webhooks_of_requests(store: Store) -> None
             webhooks.check(BatchWebhook(url="https://hook.example/", secret=SECRET))
 
 
-async def test_without_the_operators_webhook_what_was_noted_for_it_is_dropped(store: Store) -> None:
+async def test_a_server_without_the_operators_webhook_leaves_it_to_others_for_a_day(
+    store: Store, receiver: Receiver
+) -> None:
+    """Bug: of two servers on one database, the one without `--webhook-url` discarded the other's webhooks."""
     clock = Clock()
     ended(store, clock)
-    async with sender(store, clock) as webhooks:
-        await webhooks.deliver_due()
+    async with sender(store, clock) as without:
+        await without.deliver_due()
+        async with sender(store, clock, receiver) as webhooks:
+            await webhooks.deliver_due()
+        assert len(receiver.got) == 1
+        ended(store, clock, 1)
+        clock.now += LIFETIME_S
+        await without.deliver_due()
+        assert num_noted(store) == 1
+        clock.now += 1
+        await without.deliver_due()
     assert num_noted(store) == 0

@@ -147,11 +147,20 @@ class Webhooks:
         due = await asyncio.to_thread(self._store.due_webhooks, self._clock(), 2 * MAX_AT_ONCE, MAX_OF_OWNER)
         num_of = Counter(webhook.owner for webhook, _ in self._tries.values())
         for webhook in due:
+            if webhook.url is None and self._operator is None:
+                await self._leave_to_others(webhook)
+                continue
             if len(self._tries) >= MAX_AT_ONCE:
                 return
             if webhook.id not in self._tries and num_of[webhook.owner] < MAX_OF_OWNER:
                 num_of[webhook.owner] += 1
                 self._tries[webhook.id] = webhook, asyncio.create_task(self._try(webhook), name=webhook.id)
+
+    async def _leave_to_others(self, webhook: WebhookRecord) -> None:
+        """Another server of the database may have the operator's URL, or this one when it is started again."""
+        if self._clock() > webhook.created_at + LIFETIME_S:
+            await asyncio.to_thread(self._store.end_webhook, webhook.id)
+            logger.error("webhook %s for %s is dropped: no server has a --webhook-url", webhook.id, webhook.batch_id)
 
     async def _try(self, webhook: DueWebhook) -> None:
         try:
@@ -184,8 +193,7 @@ class Webhooks:
         """The status of the answer. Raises: any exception of the client; BadRequest for a URL that is not allowed."""
         url, secret = webhook.url, webhook.secret
         if url is None or secret is None:
-            if self._operator is None:
-                return GONE  # the server was started again without the operator's webhook
+            assert self._operator is not None  # see `_leave_to_others`
             url, secret = self._operator.url, self._operator.secret
         else:
             self._rules.checked_url(url)
