@@ -32,7 +32,13 @@ def check(
     path = tmp_path / "in.jsonl"
     path.write_text("\n" + "".join(json.dumps(one) + "\n" for one in lines))
     return check_input(
-        path, {"a", "b"}, {CHAT}, takes_many_models=takes_many_models, max_requests=max_requests, text=text
+        path,
+        {"a", "b"},
+        {CHAT},
+        scratch=tmp_path,
+        takes_many_models=takes_many_models,
+        max_requests=max_requests,
+        text=text,
     )
 
 
@@ -120,7 +126,7 @@ def test_a_file_of_another_format_gets_the_sentence_of_the_check_command(
     """A batch of it failed with `The stored input file is damaged.`, and the page blamed single lines."""
     path = tmp_path / "file-0123"
     path.write_bytes(content)
-    [error] = check_input(path, {"a"}, {CHAT}, takes_many_models=True, max_requests=10).errors
+    [error] = check_input(path, {"a"}, {CHAT}, scratch=tmp_path, takes_many_models=True, max_requests=10).errors
     assert (error["code"], error["line"]) == ("invalid_file_format", None)
     assert said in error["message"]
     assert path.name not in error["message"]

@@ -341,3 +341,24 @@ async def test_contents_without_records_are_removed_while_the_server_runs(
         with jobs.open(kept) as file:
             assert file.read() == LINE % CHAT.encode()
     assert young.exists(), "another server may be storing it"
+
+
+async def test_the_check_of_a_file_ends_when_nobody_waits_for_it(
+    state: JobsState, options: JobsOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: a check that was cancelled read its file to the end, and a server could not end before."""
+    has_begun, has_ended = threading.Event(), threading.Event()
+
+    def read(*_arguments: object, should_stop: Callable[[], bool], **_named: object) -> None:
+        has_begun.set()
+        while not should_stop():
+            has_ended.wait(0.001)
+        has_ended.set()
+
+    monkeypatch.setattr(service, "check_input", read)
+    async with running(FakeBackend()) as backend:
+        jobs = Jobs(state, backend, options)
+        check = asyncio.create_task(jobs.check_input(await upload(jobs), "me"))
+        await asyncio.to_thread(has_begun.wait, 30)
+        check.cancel()
+        assert await asyncio.to_thread(has_ended.wait, 30)

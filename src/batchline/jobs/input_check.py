@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import tempfile
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -100,19 +99,20 @@ def check_input(
     served: Collection[str],
     endpoints: Collection[str],
     *,
+    scratch: Path,
     takes_many_models: bool,
     max_requests: int,
     text: TextConfig | None = None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> InputCheck:
-    """Read a file and judge it. served: the names of the models; endpoints: those that a batch may have. text: by which
-    the models judge bodies; None if that is not known. Constraints are not compiled, because that may take minutes.
+    """Read a file and judge it. served: the names of the models; endpoints: those that a batch may have. scratch: a
+    folder for working files. text: by which the models judge bodies; None if that is not known. Constraints are not
+    compiled, because that may take minutes.
 
     Raises: RunFailed on a full disk, RunInterrupted when `should_stop`.
     """
     observer = _Observer(served, text, takes_many_models=takes_many_models)
     with contextlib.ExitStack() as stack:
-        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="batchline-")))
         index = stack.enter_context(contextlib.closing(LineIndex(scratch / "index")))
         try:
             refuse_compressed(path)

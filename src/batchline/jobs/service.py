@@ -11,6 +11,7 @@ import hashlib
 import logging
 import shutil
 import tempfile
+import threading
 from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from math import inf
@@ -275,7 +276,10 @@ class Jobs:
         return await asyncio.to_thread(cancel)  # all of it, even if the client disconnects
 
     async def check_input(self, file_id: str, owner: str) -> InputCheck:
-        """What a batch of a file would find in it. Raises: NotFound, RunFailed, StorageUnavailable."""
+        """What a batch of a file would find in it. The check ends early if this is cancelled.
+
+        Raises: NotFound, RunFailed, StorageUnavailable.
+        """
         file = await self.file(file_id, owner)
         content = file.content
         if content is None:
@@ -283,18 +287,26 @@ class Jobs:
         served = models_by_name(await self._backend.models())
         endpoints = await self._endpoints()
 
+        is_over = threading.Event()
+
         def check() -> InputCheck:
             with tempfile.TemporaryDirectory(prefix="batchline-") as folder:
+                scratch = Path(folder)
                 return check_input(
-                    self._contents.fetch(content, Path(folder) / "input"),
+                    self._contents.fetch(content, scratch / "input"),
                     served,
                     endpoints,
+                    scratch=scratch,
                     takes_many_models=self._options.takes_many_models,
                     max_requests=self._options.max_requests,
                     text=self._options.text,
+                    should_stop=is_over.is_set,
                 )
 
-        return await in_file_thread(check)
+        try:
+            return await in_file_thread(check)
+        finally:
+            is_over.set()
 
     # Batches
 
