@@ -11,13 +11,15 @@ from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
 from batchline.backends.base import running
 from batchline.batch import run, sink
 from batchline.errors import NotFound, StorageUnavailable
-from batchline.jobs import service, worker
+from batchline.jobs import batch_run, service, worker
+from batchline.jobs.batch_run import BatchRun
 from batchline.jobs.line import Line
 from batchline.jobs.options import JobsOptions
 from batchline.jobs.service import Jobs
@@ -362,3 +364,95 @@ async def test_the_check_of_a_file_ends_when_nobody_waits_for_it(
         await asyncio.to_thread(has_begun.wait, 30)
         check.cancel()
         assert await asyncio.to_thread(has_ended.wait, 30)
+
+
+async def test_a_batch_that_was_given_back_is_no_lost_lease(
+    state: JobsState, options: JobsOptions, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Bug: if another worker took it at once, this one said that it had lost it."""
+    monkeypatch.setattr(worker, "LEASE_S", 0.15)
+    monkeypatch.setattr(BatchRun, "_run", AsyncMock(side_effect=OSError("the disk is full")))
+    release = state.store.release
+    is_taken, goes_on, num_renewed = threading.Event(), threading.Event(), 0
+
+    def slow(record: BatchRecord, *_retry_at: float) -> None:
+        release(record)
+        state.store.claim(record, "another worker", 0.0, state.store.now() + 30)
+        is_taken.set()
+        goes_on.wait(30)
+
+    renew = state.store.renew
+
+    def counted(*arguments: Any) -> BatchRecord:
+        nonlocal num_renewed
+        num_renewed += is_taken.is_set()
+        return renew(*arguments)
+
+    monkeypatch.setattr(state.store, "release", slow)
+    monkeypatch.setattr(state.store, "renew", counted)
+    async with running(FakeBackend()) as backend:
+        jobs = Jobs(state, backend, options)
+        with caplog.at_level(logging.WARNING):
+            async with jobs.working():
+                await create(jobs, await upload(jobs))
+                await until(lambda: num_renewed > 1)
+                goes_on.set()
+    assert "the disk is full" in caplog.text
+    assert "Another worker" not in caplog.text
+
+
+async def test_a_batch_that_meets_an_error_of_the_program_is_tried_again_later(
+    state: JobsState, options: JobsOptions, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Bug: its lease ended by itself, so it was tried again every 30 s for ever."""
+    monkeypatch.setattr(BatchRun, "_run", AsyncMock(side_effect=TypeError("a fault")))
+    async with running(FakeBackend()) as backend:
+        jobs = Jobs(state, backend, options)
+        batch = await create(jobs, await upload(jobs))
+        async with jobs.working():
+            await until(lambda: "a fault" in caplog.text)
+    found = state.store.batch(batch.id, "me")
+    assert (found.status, found.worker, found.lease_ends_at) == ("validating", None, 0.0)
+    assert found.retry_at == state.store.now() + worker.RETRY_S
+    assert "Traceback" in caplog.text
+
+
+async def test_a_batch_that_cannot_continue_fails_a_day_after_its_window(
+    state: JobsState, options: JobsOptions, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: it was tried for ever."""
+    monkeypatch.setattr(worker, "RETRY_S", 0.0)
+    fail = AsyncMock(side_effect=OSError("the disk is full"))
+    monkeypatch.setattr(BatchRun, "_run", fail)
+    async with running(FakeBackend()) as backend:
+        jobs = Jobs(state, backend, options)
+        batch = await create(jobs, await upload(jobs))
+        clock.now = batch.expires_at + worker.GIVE_UP_S - 1
+        async with jobs.working():
+            await until(lambda: fail.await_count > worker.MIN_TRIES)
+            assert state.store.batch(batch.id, "me").status == "validating"
+            clock.now += 1
+            failed = await over(state, batch)
+    assert failed.status == "failed"
+    assert failed.errors is not None
+    assert [(error["code"], "server's log" in error["message"]) for error in failed.errors] == [("server_error", True)]
+
+
+async def test_the_files_of_a_run_are_removed_on_a_thread(
+    state: JobsState, options: JobsOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: the server answered nobody while it removed a large journal."""
+    threads: dict[str, threading.Thread] = {}
+    remove = batch_run.shutil.rmtree
+
+    def noted(path: Path, **named: Any) -> None:
+        threads[path.name] = threading.current_thread()
+        remove(path, **named)
+
+    monkeypatch.setattr(batch_run.shutil, "rmtree", noted)
+    async with running(FakeBackend()) as backend:
+        jobs = Jobs(state, backend, options)
+        async with jobs.working():
+            batch = await create(jobs, await upload(jobs))
+            await until(lambda: f"{batch.id}.1" in threads)
+    assert threads[f"{batch.id}.1"] is not threading.current_thread()

@@ -52,8 +52,9 @@ logger = logging.getLogger(__name__)
 class BatchRun:
     """Runs one batch that this process has claimed.
 
-    record: its latest state, which the worker renews. progress, history: how far the run is, and how fast it went.
-    claim: to the places at the backend. only_checks: give the batch back once its file is checked.
+    record: its state as this run last wrote it; renewals and cancellations do not change it. progress, history: how far
+    the run is, and how fast it went. claim: to the places at the backend. only_checks: give the batch back once its
+    file is checked. is_given_back: another worker may have the batch from now on.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class BatchRun:
         self.record = record
         self._clock = clock
         self.only_checks = only_checks
+        self.is_given_back = False
         self.claim = Claim(record.owner)
         self.stop = Stop()
         self.progress: Progress | None = None
@@ -124,6 +126,9 @@ class BatchRun:
             expiry.cancel()
             for target in self._targets:
                 target.discard()
+        await asyncio.to_thread(self._remove_working_files)
+
+    def _remove_working_files(self) -> None:
         shutil.rmtree(self._job_folder, ignore_errors=True)
         self._input_copy.unlink(missing_ok=True)
 

@@ -47,6 +47,12 @@ RETRY_S = 5.0
 MAX_CHECKS = 2
 """Batches that are checked at once while they wait for a place."""
 
+MIN_TRIES = 5
+GIVE_UP_S = 24 * 3600.0
+"""How long after its window a batch that cannot continue is still tried. A day to mend a full disk, for example."""
+
+GAVE_UP = "An error of the server went on for a day after the completion window. The server's log describes it."
+
 MAX_HISTORIES = 100
 """Of batches that have ended in this process."""
 
@@ -208,14 +214,42 @@ class Worker:
         except LeaseLost:
             raise
         except RunInterrupted:
-            await asyncio.to_thread(self._store.release, batch.record)
+            await self._give_back(batch)
             if self._is_closing:
                 logger.info("batch %s stops here, and the next server continues it", batch.record.id)
-        except (BatchlineError, OSError) as exc:
-            self._failures[batch.record.id] += 1
-            delay_s = min(LONGEST_RETRY_S, RETRY_S * 2 ** min(10, self._failures[batch.record.id] - 1))
-            logger.error("batch %s cannot continue now; the next try is in %.0f s: %s", batch.record.id, delay_s, exc)
-            await asyncio.to_thread(lambda: self._store.release(batch.record, self._store.now() + delay_s))
+        except Exception as exc:  # also an error of this program: it must not end the worker
+            await self._try_later(batch, exc)
+
+    async def _try_later(self, batch: BatchRun, exc: Exception) -> None:
+        """Give a batch back for a while, or end it if it has failed for long. Raises: LeaseLost."""
+        record = batch.record
+        self._failures[record.id] += 1
+        num_failures = self._failures[record.id]
+        trace = None if isinstance(exc, BatchlineError | OSError) else exc
+        is_late = self._clock() >= record.expires_at + GIVE_UP_S
+        if is_late and num_failures >= MIN_TRIES and not isinstance(exc, StorageUnavailable):
+            logger.error("batch %s has failed: %s", record.id, exc, exc_info=trace)
+            await asyncio.to_thread(self._refuse, record)
+            del self._failures[record.id]
+            return
+        delay_s = min(LONGEST_RETRY_S, RETRY_S * 2 ** min(10, num_failures - 1))
+        message = "batch %s cannot continue now; the next try is in %.0f s: %s"
+        logger.error(message, record.id, delay_s, exc, exc_info=trace)
+        await self._give_back(batch, delay_s)
+
+    def _refuse(self, record: BatchRecord) -> None:
+        error = {"code": "server_error", "message": GAVE_UP, "param": None, "line": None}
+        tells_operator = self._options.webhook is not None
+        self._store.refuse(record, self._clock(), [error], 1, tells_operator=tells_operator)
+
+    async def _give_back(self, batch: BatchRun, delay_s: float | None = None) -> None:
+        """delay_s: after which a worker may take it again. Raises: LeaseLost."""
+        batch.is_given_back = True
+
+        def release() -> None:
+            self._store.release(batch.record, 0.0 if delay_s is None else self._store.now() + delay_s)
+
+        await asyncio.to_thread(release)
 
     async def _renew_for_ever(self) -> None:
         while True:
@@ -237,7 +271,7 @@ class Worker:
         try:
             await self._renew_lease(batch, line)
         except LeaseLost as exc:
-            if await self._was_lost(batch):
+            if not batch.is_given_back and await self._was_lost(batch):
                 logger.warning("%s", exc)
                 task.cancel()
         except Exception:  # the database may be away for a while
