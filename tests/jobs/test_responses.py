@@ -15,6 +15,7 @@ from batchline.errors import BadRequest, NotFound, Overloaded
 from batchline.jobs.options import DAY_S, ResponseLimits
 from batchline.jobs.responses import RUNNING_S, FinalState, KeptResponse, ResponseStore, final_state
 from batchline.jobs.store import Store
+from batchline.server import kept_responses
 from batchline.server.kept_responses import KeptResponses
 
 OpenStore = Callable[..., ResponseStore]
@@ -335,6 +336,22 @@ async def test_the_database_is_never_used_on_the_event_loop() -> None:
         await asyncio.sleep(0)
     assert threads
     assert threading.get_ident() not in threads
+
+
+async def test_a_large_response_that_is_cancelled_is_encoded_on_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: the server answered nobody else meanwhile."""
+    threads: list[threading.Thread] = []
+
+    def noted(kept: KeptResponse) -> FinalState:
+        threads.append(threading.current_thread())
+        return final_state(kept)
+
+    monkeypatch.setattr(kept_responses, "final_state", noted)
+    kept = KeptResponses(ResponseStore())
+    await kept.begin_in_background(a_response("a", "x" * 1_000_000, "queued", background=True), 0, 10)
+    assert (await kept.cancel("a", ""))["status"] == "cancelled"
+    assert len(threads) == 1
+    assert threads[0] is not threading.current_thread()
 
 
 async def test_a_response_that_cannot_be_written_harms_no_other_one() -> None:

@@ -24,9 +24,13 @@ from threaded_server import ClientOf, Serve, ThreadedServer
 from batchline.backends.base import Answer, EndpointRequest
 from batchline.errors import StorageUnavailable
 from batchline.jobs.batch_run import BatchRun
+from batchline.jobs.objects import file_object
 from batchline.jobs.options import JobsOptions, OperatorWebhook
+from batchline.jobs.service import Jobs
 from batchline.jobs.store import Store
+from batchline.jobs.tables import BatchRecord, FileRecord
 from batchline.openai_api.batches import window_s
+from batchline.server import jobs_api
 from batchline.testing import FakeBackend
 
 CHAT = "/v1/chat/completions"
@@ -466,6 +470,98 @@ def test_failed_requests_are_run_again_by_a_new_batch(start: Callable[..., opena
     assert client.files.retrieve(over.input_file_id).filename == "in.retry-1.jsonl"
     with pytest.raises(openai.ConflictError, match="none of its requests failed"):
         client.post(f"/batches/{over.id}/retry", cast_to=openai.types.Batch)
+
+
+def test_a_retry_with_the_same_key_makes_one_batch(start: Callable[..., openai.OpenAI]) -> None:
+    """Bug: the key was ignored, and a request that was sent again made another batch."""
+
+    def retry(batch_id: str) -> str:
+        headers = {"Idempotency-Key": "again-1"}
+        path = f"/batches/{batch_id}/retry"
+        return client.post(path, cast_to=openai.types.Batch, options={"headers": headers}).id
+
+    client = start(FakeBackend(before_answer=fail_some))
+    batch, other = failed_batch(client), failed_batch(client)
+    first = retry(batch.id)
+    files = {file.id for file in client.files.list()}
+    assert retry(batch.id) == first
+    assert {file.id for file in client.files.list()} >= files
+    assert len(list(client.batches.list())) == 3
+    with pytest.raises(openai.ConflictError):
+        retry(other.id)
+
+
+def test_retries_with_the_same_key_at_once_make_one_batch(
+    start: Callable[..., openai.OpenAI], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Neither finds the key at first. The later one stores no file."""
+    client = start(FakeBackend(before_answer=fail_some))
+    batch = failed_batch(client)
+    headers = {"Idempotency-Key": "again-1"}
+    path = f"/batches/{batch.id}/retry"
+    first = client.post(path, cast_to=openai.types.Batch, options={"headers": headers})
+    until_over(client, first.id)
+    find, keys = Store.batch_of_key, list[str]()
+
+    def late(self: Store, key: str, owner: str, request: str) -> BatchRecord | None:
+        keys.append(key)
+        return None if len(keys) == 1 else find(self, key, owner, request)
+
+    monkeypatch.setattr(Store, "batch_of_key", late)
+    second = client.post(path, cast_to=openai.types.Batch, options={"headers": headers})
+    assert second.id == first.id
+    assert keys == ["again-1"] * 2
+    contents = {path.name.partition(".")[0] for path in (tmp_path / "state" / "files").glob("file-*")}
+    assert contents == {file.id for file in client.files.list()}
+
+
+def test_results_that_are_read_while_their_batch_ends_are_all_of_them(
+    start: Callable[..., openai.OpenAI], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: the answer was empty if the batch ended after its record was read and before its journal was."""
+    goes_on = False
+
+    async def wait(_request: EndpointRequest) -> None:
+        while not goes_on:  # noqa: ASYNC110 # another thread sets it
+            await asyncio.sleep(0.01)
+
+    client = start(FakeBackend(before_answer=wait))
+    batch = create(client, upload(client, jsonl(line(1), line(2))))
+    wait_for(lambda: client.batches.retrieve(batch.id).output_file_id is not None)
+    read = Jobs.results_so_far
+
+    async def late(self: Jobs, file: FileRecord, *more: float) -> Iterator[bytes]:
+        nonlocal goes_on
+        goes_on = True
+        await asyncio.to_thread(until_over, client, batch.id)
+        while any(self._runs.iterdir()):  # noqa: ASYNC110 # nobody tells
+            await asyncio.sleep(0.01)
+        return await read(self, file, *more)
+
+    monkeypatch.setattr(Jobs, "results_so_far", late)
+    answer = client.files.content(client.batches.retrieve(batch.id).output_file_id)
+    assert sorted(json.loads(one)["custom_id"] for one in answer.text.splitlines()) == ["r1", "r2"]
+    assert "x-incomplete" not in answer.response.headers
+
+
+def test_a_long_list_of_files_is_written_on_a_thread(
+    start: Callable[..., openai.OpenAI], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: the server answered nobody else while it wrote 10,000 files."""
+    client = start()
+    file_id = upload(client, jsonl(line(1)))
+    is_on_loop = []
+
+    def noted(file: FileRecord) -> dict[str, Any]:
+        try:
+            is_on_loop.append(asyncio.get_running_loop().is_running())
+        except RuntimeError:
+            is_on_loop.append(False)
+        return file_object(file)
+
+    monkeypatch.setattr(jobs_api, "file_object", noted)
+    assert [file.id for file in client.files.list()] == [file_id]
+    assert is_on_loop == [False]
 
 
 def test_an_upload_of_any_size_is_refused_over_the_limit(start: Callable[..., openai.OpenAI]) -> None:

@@ -126,7 +126,7 @@ class BatchRun:
             expiry.cancel()
             for target in self._targets:
                 target.discard()
-        await asyncio.to_thread(self._remove_working_files)
+        await in_file_thread(self._remove_working_files)
 
     def _remove_working_files(self) -> None:
         shutil.rmtree(self._job_folder, ignore_errors=True)

@@ -14,6 +14,7 @@ import tempfile
 import threading
 from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from itertools import chain
 from math import inf
 from pathlib import Path
 from time import monotonic
@@ -34,7 +35,7 @@ from batchline.jobs.input_check import InputCheck, check_input
 from batchline.jobs.options import JobsOptions
 from batchline.jobs.state_folder import LEFTOVER_AGE_S, JobsState
 from batchline.jobs.states import RUNNING, BatchStatus
-from batchline.jobs.store import Order
+from batchline.jobs.store import Order, check_pending
 from batchline.jobs.tables import BatchRecord, FileRecord, PartRecord, UploadRecord
 from batchline.jobs.validation import compressed
 from batchline.jobs.webhooks import Webhooks
@@ -172,14 +173,17 @@ class Jobs:
     async def results_so_far(self, file: FileRecord, max_s: float = inf) -> Iterator[bytes]:
         """The result lines that a running batch has for one of its files, in the order in which they were done.
 
-        max_s: how long they are read at most.
+        max_s: how long they are read at most. If the batch ends meanwhile, it can be that there are none: read the
+        file's record again.
         """
         batch = await asyncio.to_thread(self._store.batch_writing, file.id)
         if batch is None:
             return iter(())
         wants_failures = file.id == batch.error_file_id
         journal = self._runs / f"{batch.id}.{batch.fence}" / "journal"
-        return _lines_in(journal, wants_failures=wants_failures, max_s=max_s)
+        lines = _lines_in(journal, wants_failures=wants_failures, max_s=max_s)
+        first = await in_file_thread(next, lines, None)  # now the journal is open, and stays readable
+        return iter(()) if first is None else chain((first,), lines)
 
     # Uploads
 
@@ -229,8 +233,9 @@ class Jobs:
         self, upload_id: str, owner: str, request: CompleteUploadRequest
     ) -> tuple[UploadRecord, FileRecord]:
         """Join the parts to the file. Raises: NotFound, Conflict, BadRequest."""
-        upload = await self.upload(upload_id, owner)
+        # before its status: another request may complete it meanwhile
         parts = {part.id: part for part in await asyncio.to_thread(self._store.parts, upload_id)}
+        upload = await self.upload(upload_id, owner)
         if upload.status == "pending":
             _check_parts(upload, parts, request.part_ids)
         file_id, content = self.arriving_file()
@@ -252,12 +257,14 @@ class Jobs:
                 if upload.status == "pending":
                     self._contents.join(request.part_ids, content, request.md5)
                     _check_format(upload.purpose, content)
-                finished = self._store.finish_upload(upload_id, owner, now, file)
-            except BaseException:
+                finished, part_ids = self._store.finish_upload(upload_id, owner, now, file)
+            except BaseException as exc:
                 content.discard()
                 self._contents.remove(content.name)
+                if isinstance(exc, FileNotFoundError):  # another request has completed it and removed the parts
+                    check_pending(self._store.upload(upload_id, owner), now)
                 raise
-            for part_id in parts:
+            for part_id in part_ids:
                 self._contents.remove(part_id)
             return finished
 
@@ -267,10 +274,9 @@ class Jobs:
         """Raises: NotFound, Conflict."""
 
         def cancel() -> UploadRecord:
-            parts = self._store.parts(upload_id)
-            cancelled = self._store.finish_upload(upload_id, owner, self._clock(), None)
-            for part in parts:
-                self._contents.remove(part.id)
+            cancelled, part_ids = self._store.finish_upload(upload_id, owner, self._clock(), None)
+            for part_id in part_ids:
+                self._contents.remove(part_id)
             return cancelled
 
         return await asyncio.to_thread(cancel)  # all of it, even if the client disconnects
@@ -358,8 +364,16 @@ class Jobs:
             webhook=None if request.webhook is None else request.webhook.model_dump(),
         )
 
-    async def retry_batch(self, batch_id: str, owner: str) -> BatchRecord:
-        """A new batch with the requests that have failed or were not run. Raises: NotFound, BatchStateConflict."""
+    async def retry_batch(self, batch_id: str, owner: str, *, key: str | None = None) -> BatchRecord:
+        """A new batch with the requests that have failed or were not run. key: the client's `Idempotency-Key`.
+
+        Raises: NotFound, Conflict.
+        """
+        digest = hashlib.sha256(f"retry {batch_id}".encode()).hexdigest()
+        if key is not None:
+            first = await asyncio.to_thread(self._store.batch_of_key, key, owner, digest)
+            if first is not None:
+                return first
         batch = await self.batch(batch_id, owner)
         if batch.status in RUNNING or batch.error_file_id is None:
             raise BatchStateConflict(batch_id, batch.status, "retry", "" if batch.status in RUNNING else NOTHING_FAILED)
@@ -372,7 +386,10 @@ class Jobs:
             file = _new_file(owner, file_id, content, retry_filename(source.filename), BATCH_INPUT, int(self._clock()))
             content.store()
             with self._removed_on_error(content):
-                return self._store.add_batch(retry, new_input=file)
+                stored = self._store.add_batch(retry, key, digest, new_input=file)
+            if stored.id != retry.id:  # another request with the key was faster
+                self._contents.remove(content.name)
+            return stored
 
         try:
             stored = await in_file_thread(store)
@@ -434,7 +451,10 @@ class Jobs:
         if batch.error_file_id is None:
             return iter(())
         file = await self.file(batch.error_file_id, batch.owner)
-        return await self.results_so_far(file, max_s) if file.content is None else self._lines_of(file)
+        if file.content is None:
+            lines = await self.results_so_far(file, max_s)
+            file = await self.file(file.id, batch.owner)
+        return lines if file.content is None else self._lines_of(file)
 
     def _lines_of(self, file: FileRecord) -> Iterator[bytes]:
         with self.open(file) as lines:

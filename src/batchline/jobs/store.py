@@ -196,14 +196,24 @@ class Store:
                 connection.execute(insert(batches).values(asdict(batch)))
                 return batch
         except IntegrityError:
-            if key is None:
+            first = None if key is None else self.batch_of_key(key, batch.owner, request)
+            if first is None:
                 raise
+            return first
+
+    def batch_of_key(self, key: str, owner: str, request: str) -> BatchRecord | None:
+        """The batch of the first request with a key; None if there was none. request: as in `add_batch`.
+
+        Raises: Conflict for another request with the same key.
+        """
         with self._engine.connect() as connection:
-            first = select(idempotency).where(idempotency.c.owner == batch.owner, idempotency.c.key == key)
-            found = connection.execute(first).mappings().one()
+            first = select(idempotency).where(idempotency.c.owner == owner, idempotency.c.key == key)
+            found = connection.execute(first).mappings().first()
+        if found is None:
+            return None
         if found["request"] != request:
             raise Conflict("The Idempotency-Key was used for another request", code="idempotency_key_reused")
-        return self.batch(found["batch_id"], batch.owner)
+        return self.batch(found["batch_id"], owner)
 
     def batch(self, batch_id: str, owner: str) -> BatchRecord:
         """Raises: NotFound."""
@@ -273,7 +283,7 @@ class Store:
         with self._engine.begin() as connection:
             _hold(connection, uploads, part.upload_id)
             upload = _upload_of(_row(connection, uploads, part.upload_id, owner, "upload"))
-            _check_pending(upload, now)
+            check_pending(upload, now)
             total = select(func.coalesce(func.sum(upload_parts.c.bytes), 0)).where(
                 upload_parts.c.upload_id == part.upload_id
             )
@@ -281,18 +291,24 @@ class Store:
                 raise BadRequest(f"The parts have more than the announced {upload.bytes:,} bytes", param="data")
             connection.execute(insert(upload_parts).values(asdict(part)))
 
-    def finish_upload(self, upload_id: str, owner: str, now: float, file: FileRecord | None) -> UploadRecord:
-        """Complete an upload with its file, or cancel it (None). Raises: NotFound, Conflict."""
+    def finish_upload(
+        self, upload_id: str, owner: str, now: float, file: FileRecord | None
+    ) -> tuple[UploadRecord, list[str]]:
+        """Complete an upload with its file, or cancel it (None). Raises: NotFound, Conflict.
+
+        Returns the ids of its parts too, which are no longer needed.
+        """
         status: UploadStatus = "cancelled" if file is None else "completed"
         with self._engine.begin() as connection:
             _hold(connection, uploads, upload_id)
-            _check_pending(_upload_of(_row(connection, uploads, upload_id, owner, "upload")), now)
+            check_pending(_upload_of(_row(connection, uploads, upload_id, owner, "upload")), now)
             change = update(uploads).where(uploads.c.id == upload_id)
             connection.execute(change.values(status=status, file_id=None if file is None else file.id))
             if file is not None:
                 connection.execute(insert(files).values(asdict(file)))
-            connection.execute(delete(upload_parts).where(upload_parts.c.upload_id == upload_id))
-            return _upload_of(_row(connection, uploads, upload_id, owner, "upload"))
+            parts = delete(upload_parts).where(upload_parts.c.upload_id == upload_id).returning(upload_parts.c.id)
+            part_ids = list(connection.scalars(parts))
+            return _upload_of(_row(connection, uploads, upload_id, owner, "upload")), part_ids
 
     def expire_uploads(self, now: float) -> list[PartRecord]:
         """End the uploads that were not completed in time. Returns their parts, which are no longer needed."""
@@ -608,8 +624,8 @@ def _hold(connection: Connection, table: Table, object_id: str) -> None:
     connection.execute(update(table).where(table.c.id == object_id).values(id=table.c.id))
 
 
-def _check_pending(upload: UploadRecord, now: float) -> None:
-    """Raises: Conflict."""
+def check_pending(upload: UploadRecord, now: float) -> None:
+    """Raises: Conflict for an upload that is over."""
     status = "expired" if upload.status == "pending" and upload.expires_at <= now else upload.status
     if status != "pending":
         raise Conflict(f"The upload has the status '{status}'", code="invalid_upload_status")

@@ -91,7 +91,11 @@ class FilesApi:
         limit, order, after = _page_of(request, MAX_FILES_PAGE, MAX_FILES_PAGE)
         purpose = request.query_params.get("purpose")
         found = await self._jobs.files(owner_of(request), limit=limit + 1, order=order, after=after, purpose=purpose)
-        return JsonResponse(list_object([file_object(file) for file in found[:limit]], has_more=len(found) > limit))
+
+        def answer() -> Response:
+            return JsonResponse(list_object([file_object(file) for file in found[:limit]], has_more=len(found) > limit))
+
+        return await asyncio.to_thread(answer)  # a page may have 10,000 files
 
     async def retrieve(self, request: Request) -> Response:
         """One file. Raises: NotFound."""
@@ -114,9 +118,12 @@ class FilesApi:
             "X-Content-Type-Options": "nosniff",
         }
         media_type = "application/octet-stream"
+        lines: Iterator[bytes] = iter(())
+        if file.content is None and request.method != "HEAD":
+            lines = await self._jobs.results_so_far(file)
+            file = await self._jobs.file(file.id, file.owner)  # the batch may have ended meanwhile
         if file.content is None:
             headers["X-Incomplete"] = "true"
-            lines = iter(()) if request.method == "HEAD" else await self._jobs.results_so_far(file)
             return StreamingResponse(_in_pieces(lines), media_type=media_type, headers=headers)
         path = self._jobs.path_of(file)
         try:
@@ -185,14 +192,13 @@ class BatchesApi:
         """Start a batch. Raises: BadRequest."""
         body, _ = await read_json_object(request, MAX_BODY_BYTES)
         given = parse_body(CreateBatchRequest, body, strict=self._strict)
-        key = request.headers.get("idempotency-key")
-        if key is not None and not 0 < len(key) <= MAX_KEY:
-            raise BadRequest(f"Idempotency-Key: it must have 1 to {MAX_KEY} characters", param="Idempotency-Key")
-        return JsonResponse(batch_object(await self._jobs.create_batch(given, owner_of(request), key=key)))
+        batch = await self._jobs.create_batch(given, owner_of(request), key=_key_of(request))
+        return JsonResponse(batch_object(batch))
 
     async def retry(self, request: Request) -> Response:
-        """Run the failed requests of a batch again, as a new batch. Raises: NotFound, BatchStateConflict."""
-        batch = await self._jobs.retry_batch(request.path_params["batch_id"], owner_of(request))
+        """Run the failed requests of a batch again, as a new batch. Raises: BadRequest, NotFound, Conflict."""
+        batch_id = request.path_params["batch_id"]
+        batch = await self._jobs.retry_batch(batch_id, owner_of(request), key=_key_of(request))
         return JsonResponse(batch_object(batch))
 
     async def list(self, request: Request) -> Response:
@@ -209,6 +215,14 @@ class BatchesApi:
         """Ask for the end of a batch. Raises: NotFound, BatchStateConflict."""
         batch = await self._jobs.cancel_batch(request.path_params["batch_id"], owner_of(request))
         return JsonResponse(batch_object(batch))
+
+
+def _key_of(request: Request) -> str | None:
+    """The `Idempotency-Key`. Raises: BadRequest."""
+    key = request.headers.get("idempotency-key")
+    if key is not None and not 0 < len(key) <= MAX_KEY:
+        raise BadRequest(f"Idempotency-Key: it must have 1 to {MAX_KEY} characters", param="Idempotency-Key")
+    return key
 
 
 def _in_pieces(lines: Iterator[bytes]) -> Iterator[bytes]:

@@ -79,8 +79,7 @@ class KeptResponses:
 
     async def finish(self, kept: KeptResponse) -> None:
         """Store the final state of a response, unless it was deleted meanwhile. It is durable when this returns."""
-        both = {"response": kept.response, "input": kept.input_items}
-        self._finished.append(await off_loop_if_large(both, partial(final_state, kept)))
+        self._finished.append(await _final_state(kept))
         if self._next_write is None:
             self._next_write = asyncio.create_task(self._write())
         await asyncio.shield(self._next_write)
@@ -137,7 +136,7 @@ class KeptResponses:
             if not kept.is_running:
                 return kept.response
             cancelled = replace(kept, response=kept.response | {"status": "cancelled"})
-            await asyncio.to_thread(self._store.finish, [final_state(cancelled)], time())
+            await asyncio.to_thread(self._store.finish, [await _final_state(cancelled)], time())
             self._stop(response_id)
         return (await self.get(response_id, owner)).response
 
@@ -162,3 +161,9 @@ class KeptResponses:
             except Exception:  # the database may be away for a while
                 logger.exception("the stored responses cannot be updated; trying again")
             await asyncio.sleep(RUNNING_S / 3)
+
+
+async def _final_state(kept: KeptResponse) -> FinalState:
+    """What is stored of a response that is over. A large one is encoded on a thread."""
+    both = {"response": kept.response, "input": kept.input_items}
+    return await off_loop_if_large(both, partial(final_state, kept))
