@@ -35,7 +35,7 @@ def test_failures_are_grouped_by_code() -> None:
 def test_samples_of_failures_have_no_characters_that_change_how_a_page_is_shown() -> None:
     line = b'{"custom_id":"\\u202eid\\u001b[31m","response":{"status_code":500,"body":"a\\nb\\u0007"},"error":null}\n'
     (kind,) = figures.failure_kinds([line])
-    assert kind.samples == [("\ufffdid\ufffd[31m", None, "a\nb\ufffd")]
+    assert kind.samples == [(r"\u202eid\x1b[31m", None, "a\nb\\x07")]
 
 
 def test_numbers_are_short_and_exact_enough() -> None:

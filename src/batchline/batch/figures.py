@@ -18,6 +18,7 @@ from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 
 from batchline.batch.history import History, Sample, range_of, rates_over_time
 from batchline.batch.plots import STYLES, Column, histogram_plot, line_plot, number_text
+from batchline.printable import printable
 
 MAX_SAMPLES_OF_CODE = 5
 MAX_CODES = 50
@@ -145,9 +146,8 @@ def _failure(line: bytes) -> tuple[str, tuple[str, int | None, str]]:
 
 
 def _shown(text: object) -> str:
-    """A client's text, not too long, without characters that change how others are shown, such as escape sequences."""
-    characters = (char if char.isprintable() or char == "\n" else "\ufffd" for char in str(text)[:_MAX_TEXT])
-    return "".join(characters)
+    """A client's text for the page, not too long."""
+    return printable(str(text)[:_MAX_TEXT], keep="\n")
 
 
 def span_text(seconds: float) -> str:
