@@ -12,6 +12,7 @@ import sqlalchemy
 
 from batchline.errors import StorageUnavailable, StoreUnusable
 from batchline.jobs import database as module
+from batchline.jobs.database import log_failure
 from batchline.jobs.options import JobsOptions
 from batchline.jobs.store import Store
 
@@ -145,3 +146,16 @@ def test_a_server_that_was_killed_while_it_made_the_tables_is_started_again(tmp_
     store = Store(url)
     assert store.line() == []
     store.close()
+
+
+@pytest.mark.parametrize(("error", "has_traceback"), [(StorageUnavailable("away"), False), (RuntimeError("odd"), True)])
+def test_an_outage_is_logged_without_tracebacks(
+    caplog: pytest.LogCaptureFixture, error: Exception, has_traceback: bool
+) -> None:
+    """Bug: 40 s without the database made 1,200 lines of log, though one of them said all."""
+    try:
+        raise error
+    except Exception:
+        log_failure(logging.getLogger("batchline.test"), "no %s", "luck")
+    (record,) = caplog.records
+    assert (record.getMessage(), record.levelname, bool(record.exc_info)) == ("no luck", "ERROR", has_traceback)

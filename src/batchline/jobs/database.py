@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -101,6 +102,11 @@ def time_of(engine: Engine, clock: Callable[[], float]) -> float:
         return clock()
     with engine.connect() as connection:
         return float(connection.execute(select(extract("epoch", func.clock_timestamp()))).scalar_one())
+
+
+def log_failure(log: logging.Logger, text: str, *arguments: object) -> None:
+    """Log the exception that is being handled. If the storage is away, which is logged already, without a traceback."""
+    log.error(text, *arguments, exc_info=not isinstance(sys.exc_info()[1], StorageUnavailable))
 
 
 def _engine_of(url: URL) -> Engine:

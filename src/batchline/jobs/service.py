@@ -31,6 +31,7 @@ from batchline.batch.progress import Progress
 from batchline.errors import BadRequest, BatchStateConflict, NotFound, PayloadTooLarge, StorageUnavailable
 from batchline.jobs.batch_run import is_locked
 from batchline.jobs.contents import ArrivingContent, new_id
+from batchline.jobs.database import log_failure
 from batchline.jobs.input_check import InputCheck, check_input
 from batchline.jobs.options import JobsOptions
 from batchline.jobs.state_folder import LEFTOVER_AGE_S, JobsState
@@ -470,7 +471,7 @@ class Jobs:
             try:
                 await in_file_thread(self._clean_up)
             except Exception:  # the database may be away for a while
-                logger.exception("expired files cannot be removed; trying again")
+                log_failure(logger, "expired files cannot be removed; trying again")
             await asyncio.sleep(CLEAN_UP_S)
 
     def _clean_up(self) -> None:

@@ -25,6 +25,7 @@ import orjson
 from aiohttp.abc import AbstractResolver
 
 from batchline.errors import BadRequest
+from batchline.jobs.database import log_failure
 from batchline.jobs.options import SECRET_FORM, SECRET_PREFIX, JobsOptions, is_webhook_secret
 from batchline.jobs.store import Store
 from batchline.jobs.tables import DueWebhook, WebhookRecord
@@ -132,7 +133,7 @@ class Webhooks:
             try:
                 await self.deliver_due()
             except Exception:  # the database may be away for a while
-                logger.exception("webhooks cannot be sent; trying again")
+                log_failure(logger, "webhooks cannot be sent; trying again")
             await self._news()
 
     async def _news(self) -> None:
@@ -167,7 +168,7 @@ class Webhooks:
             await self._deliver(webhook)
             self._has_news.set()
         except Exception:  # the database may be away for a while
-            logger.exception("webhook %s cannot be sent; trying again", webhook.id)
+            log_failure(logger, "webhook %s cannot be sent; trying again", webhook.id)
         finally:
             del self._tries[webhook.id]
 

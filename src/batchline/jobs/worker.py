@@ -27,6 +27,7 @@ from batchline.batch.history import History
 from batchline.errors import BatchlineError, LeaseLost, RunInterrupted, StorageUnavailable
 from batchline.jobs.batch_run import BatchRun, columns_of
 from batchline.jobs.contents import Contents
+from batchline.jobs.database import log_failure
 from batchline.jobs.estimates import Paces
 from batchline.jobs.line import Line, next_to_check, next_to_start
 from batchline.jobs.options import JobsOptions
@@ -138,7 +139,7 @@ class Worker:
             try:
                 await self._claim()
             except Exception:  # the database may be away for a while
-                logger.exception("batches cannot be claimed; trying again")
+                log_failure(logger, "batches cannot be claimed; trying again")
             if not self._is_closing:
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(self._has_news.wait(), self._pause_s)
@@ -195,7 +196,7 @@ class Worker:
         except LeaseLost as exc:
             logger.warning("%s", exc)
         except Exception:  # the database is away: the lease ends by itself
-            logger.exception("batch %s cannot continue", batch_id)
+            log_failure(logger, "batch %s cannot continue", batch_id)
         finally:
             del self._running[batch_id]
             self._on_end()
@@ -263,7 +264,7 @@ class Worker:
         try:
             return await asyncio.to_thread(self._line.read) if self._running else Line((), self._clock())
         except Exception:
-            logger.exception("the waiting batches cannot be read")
+            log_failure(logger, "the waiting batches cannot be read")
             return Line((), self._clock())
 
     async def _renew(self, batch: BatchRun, task: asyncio.Task[None], line: Line) -> None:
@@ -275,7 +276,7 @@ class Worker:
                 logger.warning("%s", exc)
                 task.cancel()
         except Exception:  # the database may be away for a while
-            logger.exception("the lease of batch %s cannot be renewed", batch.record.id)
+            log_failure(logger, "the lease of batch %s cannot be renewed", batch.record.id)
 
     async def _was_lost(self, batch: BatchRun) -> bool:
         """Whether another worker has the batch, and it has not just ended here or been given back."""

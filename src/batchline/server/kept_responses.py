@@ -16,6 +16,7 @@ from time import time
 
 from batchline.endpoints.pooling_limits import off_loop_if_large
 from batchline.errors import BadRequest
+from batchline.jobs.database import log_failure
 from batchline.jobs.responses import (
     RUNNING_S,
     FinalState,
@@ -159,7 +160,7 @@ class KeptResponses:
                 for response_id in await asyncio.to_thread(self._store.keep_up, list(self._tasks), time()):
                     self._stop(response_id)
             except Exception:  # the database may be away for a while
-                logger.exception("the stored responses cannot be updated; trying again")
+                log_failure(logger, "the stored responses cannot be updated; trying again")
             await asyncio.sleep(RUNNING_S / 3)
 
 
