@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from batchline.backends.base import running
-from batchline.errors import Conflict
+from batchline.errors import Conflict, StorageUnavailable
 from batchline.jobs.options import JobsOptions
 from batchline.jobs.service import Jobs
 from batchline.jobs.state_folder import JobsState, state_in
@@ -90,3 +90,21 @@ async def test_a_part_that_comes_while_its_upload_is_completed_is_removed(
         monkeypatch.setattr(state.contents, "join", late)
         _, file = await jobs.complete_upload(upload_id, "me", request)
     assert stored(state) == [file.id]
+
+
+@pytest.mark.parametrize(("error", "stays"), [(RuntimeError("no"), False), (StorageUnavailable("away"), True)])
+async def test_the_content_of_an_upload_whose_record_is_refused_is_removed(
+    state: JobsState, options: JobsOptions, monkeypatch: pytest.MonkeyPatch, error: Exception, stays: bool
+) -> None:
+    """Bug: it was removed, too, while the database was away, which may have stored the record after all."""
+
+    def refuse(*_arguments: object) -> None:
+        raise error
+
+    async with running(FakeBackend()) as backend:
+        jobs = Jobs(state, backend, options)
+        upload_id, request = await begin_upload(jobs)
+        monkeypatch.setattr(state.store, "finish_upload", refuse)
+        with pytest.raises(type(error)):
+            await jobs.complete_upload(upload_id, "me", request)
+    assert any(name.startswith("file-") for name in stored(state)) == stays

@@ -258,13 +258,14 @@ class Jobs:
                 if upload.status == "pending":
                     self._contents.join(request.part_ids, content, request.md5)
                     _check_format(upload.purpose, content)
-                finished, part_ids = self._store.finish_upload(upload_id, owner, now, file)
             except BaseException as exc:
                 content.discard()
                 self._contents.remove(content.name)
                 if isinstance(exc, FileNotFoundError):  # another request has completed it and removed the parts
                     check_pending(self._store.upload(upload_id, owner), now)
                 raise
+            with self._removed_on_error(content):
+                finished, part_ids = self._store.finish_upload(upload_id, owner, now, file)
             for part_id in part_ids:
                 self._contents.remove(part_id)
             return finished
