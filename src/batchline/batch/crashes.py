@@ -11,7 +11,7 @@ An engine that ends for good ends the run but not the process. The run itself no
 
 A request that was in flight at a crash is a suspect. Suspects run before all others: in small groups after one crash,
 alone after two. After the third crash a request gets an error as its answer. If some of these were kills for lack of
-memory, it must also have been alone at the last `LETHAL_STARVED_ALONE` deaths, without a result in between.
+memory, no other request may have been in flight at the last `LETHAL_STARVED_ALONE` deaths, and no result in between.
 
 A kill without a known cause is weak evidence. A user may have sent it, but a container that ran out of memory leaves no
 other trace. The first such kill makes no suspects, and a kill after a request to stop counts for nothing. Many requests

@@ -204,7 +204,7 @@ def _json_line(time: datetime, level: str, message: str, fields: Mapping[str, An
 
 
 class _TextFormatter(logging.Formatter):
-    """Formats log records as text. Their further lines are indented, so that none of them looks like a record."""
+    """Formats log records as text. Their further lines are indented, so that they do not look like records."""
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record), keep="\n").replace("\n", "\n  ")
