@@ -1,0 +1,1 @@
+"""The HTTP backend: OpenAI-compatible servers that run elsewhere answer the requests."""

@@ -1,0 +1,231 @@
+"""The attempts at one request, until it has its final answer. The backend owns all retries: the runner sends nothing
+again, because no answer from here is transient.
+
+| what happened | what follows |
+|---|---|
+| no connection; the server died | the server gets nothing until it is back; the request goes elsewhere |
+| 429, 503, 529 | the server rests; the request waits for another turn |
+| 401, 402; the account has no credit | the server gets nothing more; the request goes elsewhere |
+| 408, other 5xx, no JSON, time-out, connection cut while the server lives | counted; another try after a pause |
+| any other status | the answer |
+
+Only counted failures use up the request's retries. The last failure becomes the answer. Pauses have full jitter.
+Requests that a server may have stored (`/v1/responses` with `store`) are never sent again after a server may have taken
+them. A request for which somebody waits (of a server here) gets one more try at another server, and no pauses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+from batchline.backends.base import Answer
+from batchline.backends.http.calls import Call
+from batchline.backends.http.config import HttpConfig
+from batchline.backends.http.connection import (
+    AnswerInvalid,
+    AnswerTooLarge,
+    ConnectFailed,
+    EventReply,
+    ExchangeFailed,
+    ExchangeTimedOut,
+    Reply,
+)
+from batchline.backends.http.pool import ServerPool, Want
+from batchline.backends.http.rate_limits import exhausted_wait_s, requested_wait_s
+from batchline.backends.http.replies import (
+    InvalidReply,
+    answer_of,
+    error_code_of,
+    failure_answer,
+    message_of,
+    without_key,
+)
+from batchline.backends.http.server import Server
+from batchline.callers import EngineProgress
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
+"""Before a counted failure is tried again: a random part of this, doubled each time."""
+
+MAX_CUTS = 3
+"""A request whose connection was cut at so many tries, while its servers lived, is not sent again."""
+
+MIN_REJECTIONS = 10
+"""A request that was rejected so often and for longer than the patience, while others were answered, is answered with
+the rejection."""
+
+REJECTIONS = frozenset({429, 503, 529})
+_COUNTED_4XX = frozenset({408})
+_FINAL_5XX = frozenset({501, 505, 511})
+_NO_CREDIT = frozenset({"insufficient_quota", "billing_hard_limit_reached", "billing_not_active"})
+
+
+class Attempts:
+    """The attempts at one call. want: its wish for a place. progress: shows whether the request only waits."""
+
+    def __init__(
+        self, pool: ServerPool, config: HttpConfig, call: Call, want: Want, progress: EngineProgress | None
+    ) -> None:
+        self._pool = pool
+        self._config = config
+        self._call = call
+        self._want = want
+        self._progress = progress or EngineProgress()
+        self._progress.is_queued = True
+        self._loop = asyncio.get_running_loop()
+        self._num_failures = self._num_cuts = self._num_rejections = 0
+        self._first_rejection_at = 0.0
+        self._pause_s = 0.0
+
+    async def answer(self) -> Answer:
+        """The final answer. Raises: BackendUnavailable."""
+        found = await self.first_reply(wants_events=False)
+        assert isinstance(found, Answer)
+        return found
+
+    async def first_reply(self, *, wants_events: bool) -> Answer | tuple[Server, EventReply]:
+        """The final answer, or a stream, whose server the caller gives back. Raises: BackendUnavailable."""
+        while True:
+            found = await self._attempt(wants_events)
+            if found is not None:
+                return found
+            self._progress.has_started = False
+            if self._pause_s:
+                pause_s, self._pause_s = self._pause_s, 0.0
+                await asyncio.sleep(pause_s)
+
+    async def _attempt(self, wants_events: bool) -> Answer | tuple[Server, EventReply] | None:
+        """One attempt; None if there is to be another one."""
+        server = await self._pool.place(self._want)
+        self._progress.has_started = True
+        is_streaming = False
+        began_at = self._loop.time()
+        try:
+            reply = await self._call.send(
+                server.client, server.address, self._config.request_timeout_s, wants_events=wants_events
+            )
+            if isinstance(reply, EventReply):
+                is_streaming = True
+                return server, reply
+            answer = self._judged(server, reply, self._loop.time() - began_at)
+        except ExchangeFailed as exc:
+            failure = exc
+        else:
+            return answer
+        finally:
+            if not is_streaming:
+                self._pool.give_back(server, self._want)
+        return await self._after_failure(server, failure)
+
+    # Replies
+
+    def _judged(self, server: Server, reply: Reply, latency_s: float) -> Answer | None:
+        """What a reply means. None if there is to be another attempt."""
+        reply = without_key(reply, server.address.api_key)
+        status = reply.status
+        if status in REJECTIONS:
+            return self._rejected(server, reply)
+        if status == 401:
+            wanted = "refuses the API key" if server.address.api_key else "needs an API key"
+            self._pool.refused(server, f"{wanted}: {message_of(reply)}")
+            return None
+        if status == 402:
+            self._pool.refused(server, f"has no credit left for this account: {message_of(reply)}")
+            return None
+        self._pool.answered(server, latency_s, self._config.request_timeout_s)
+        wait_s = exhausted_wait_s(reply.headers)
+        if wait_s:
+            self._pool.rest(server, wait_s)
+        try:
+            answer = answer_of(reply, self._call.url, self._call.request_id)
+        except InvalidReply as exc:
+            answer = self._failure(502, f"The server {exc}.", "invalid_answer")
+            return answer if 300 <= status < 400 else self._counted(server, answer)
+        if (status >= 500 and status not in _FINAL_5XX) or status in _COUNTED_4XX:
+            return self._counted(server, answer)
+        return answer
+
+    def _rejected(self, server: Server, reply: Reply) -> Answer | None:
+        reason = f"answers HTTP {reply.status}: {message_of(reply)}"
+        if reply.status == 429 and error_code_of(reply) in _NO_CREDIT:
+            self._pool.refused(server, reason)
+            return None
+        wait_s = requested_wait_s(reply.headers) or exhausted_wait_s(reply.headers)
+        self._pool.rejected(server, wait_s, reason)
+        now = self._loop.time()
+        self._num_rejections += 1
+        if self._num_rejections == 1:
+            self._first_rejection_at = now
+        is_old = now - self._first_rejection_at > self._config.patience_s
+        others_go_on = self._pool.last_answer_at > self._first_rejection_at
+        if self._want.waits:
+            is_final = is_old and others_go_on and self._num_rejections >= MIN_REJECTIONS
+        else:
+            self._want.failed_at.add(server)
+            is_final = not self._another_lives()
+        return answer_of(reply, self._call.url, self._call.request_id) if is_final else None
+
+    # Failures
+
+    async def _after_failure(self, server: Server, failure: ExchangeFailed) -> Answer | None:
+        """What an exchange without a reply means. None if there is to be another attempt."""
+        if isinstance(failure, ConnectFailed):
+            self._pool.unreachable(server, failure.reason, is_final=failure.is_final)
+            return None
+        if not failure.was_sent:
+            return None
+        if isinstance(failure, AnswerTooLarge):
+            return self._failure(502, f"The server {failure.reason}.", "answer_too_large")
+        server.num_failures += 1
+        has_timed_out = isinstance(failure, ExchangeTimedOut)
+        if has_timed_out:
+            self._pool.timed_out(server)
+            limit_s = self._config.request_timeout_s
+            answer = self._failure(504, f"The server did not answer within {limit_s:g} s.", "timeout")
+        elif isinstance(failure, AnswerInvalid):
+            return self._counted(server, self._failure(502, f"The server {failure.reason}.", "invalid_answer"))
+        else:
+            answer = self._failure(502, f"The server {failure.reason}.", "connection_broken")
+        lives = await self._pool.lives(server)
+        if not self._call.is_safe:
+            return self._not_repeated(answer)
+        if not lives:
+            return self._after_death()
+        self._num_cuts += not has_timed_out
+        return answer if self._num_cuts >= MAX_CUTS else self._counted(server, answer)
+
+    def _after_death(self) -> Answer | None:
+        """The server died while it had the request, perhaps because of it."""
+        self._want.num_deaths += 1
+        if self._want.num_deaths < MAX_CUTS or not self._want.was_alone:
+            return None
+        message = f"The server died {self._want.num_deaths} times while it answered this request."
+        return self._failure(502, message, "server_died")
+
+    def _counted(self, server: Server, answer: Answer) -> Answer | None:
+        """Count a failure that may be the request's fault. Returns the answer if it is the last one."""
+        self._num_failures += 1
+        self._want.failed_at.add(server)
+        if not self._call.is_safe:
+            return answer
+        if not self._want.waits:
+            return None if self._num_failures == 1 and self._another_lives() else answer
+        if self._num_failures > self._config.max_retries:
+            return answer
+        longest_s = min(FIRST_PAUSE_S * 2.0 ** (self._num_failures - 1), LONGEST_PAUSE_S)
+        self._pause_s = random.uniform(0.0, longest_s)
+        return None
+
+    def _another_lives(self) -> bool:
+        """Whether there is a server where the request has not failed."""
+        return any(not server.is_dead and server not in self._want.failed_at for server in self._want.among)
+
+    def _not_repeated(self, answer: Answer) -> Answer:
+        message = (
+            f"{answer.parsed_body()['error']['message']} The server may have stored a response, so the request was not "
+            "sent again."
+        )
+        return self._failure(answer.status_code, message, answer.parsed_body()["error"]["code"])
+
+    def _failure(self, status: int, message: str, code: str) -> Answer:
+        return failure_answer(status, message, self._call.url, self._call.request_id, code=code)

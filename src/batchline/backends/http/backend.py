@@ -1,0 +1,314 @@
+"""A backend whose requests are answered by OpenAI-compatible servers over HTTP.
+
+Finds the servers' models, sends each request to a server that serves its model (`pool`), and repeats what failed
+(`attempts`). Knows no batch files, and nothing about who started the servers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from typing import Any
+
+from batchline.backends.base import (
+    Answer,
+    BackendStats,
+    EndpointRequest,
+    ServedModel,
+    find_model,
+    models_by_name,
+    unknown_path,
+)
+from batchline.backends.http.attempts import Attempts
+from batchline.backends.http.calls import call_of, form_call, is_form, plain_call
+from batchline.backends.http.client import HttpClient
+from batchline.backends.http.concurrency import AdaptiveLimit
+from batchline.backends.http.config import MAX_IN_ALL, MAX_PER_SERVER, HttpConfig, ServerAddress
+from batchline.backends.http.connection import HELD_BODY_BYTES, ExchangeFailed, LargeBodies, ReplyLimits
+from batchline.backends.http.events import events_of
+from batchline.backends.http.pool import ServerPool, Want
+from batchline.backends.http.replies import usage_counts
+from batchline.backends.http.server import POSSIBLE_ENDPOINTS, Health, Probe, Server, probe
+from batchline.callers import engine_progress, kind_of
+from batchline.errors import BackendUnavailable, PeerError, RequestError, UsageError
+from batchline.openai_api.endpoint_table import ENDPOINTS, error_body
+
+logger = logging.getLogger(__name__)
+
+LARGE_BODY_BYTES = 512 << 20
+"""Memory for the answers in progress that are larger than `HELD_BODY_BYTES`."""
+
+_START_POLL_S = 1.0
+_FILES_FOR_OTHERS = 256
+
+
+class HttpBackend:
+    """Sends each request to one of the servers, and returns its answer."""
+
+    wants_raw_bodies = True
+
+    def __init__(self, config: HttpConfig) -> None:
+        """Raises: UsageError for two servers with the same base URL."""
+        urls = [server.base_url for server in config.servers]
+        if repeated := sorted({url for url in urls if urls.count(url) > 1}):
+            raise UsageError(f"--base-url {repeated[0]} is given more than once.")
+        self._config = config
+        self._known: tuple[ServedModel, ...] = ()
+        self._may_serve_others = True
+        self._pool: ServerPool | None = None
+        self._is_closed = False
+        self._among: dict[str, tuple[Server, ...]] = {}
+        self._prompt_tokens = self._cached_tokens = self._output_tokens = 0
+
+    @property
+    def may_serve_other_models(self) -> bool:
+        """Whether a server does not list its models, or could not be asked, so that any name may be served."""
+        return self._may_serve_others
+
+    def serves(self, model: str) -> bool:
+        """Whether a server lists a model, or may serve models that are not listed."""
+        return self._may_serve_others or any(model == known.name for known in self._known)
+
+    async def start(self) -> None:
+        """Connect to the servers. At least one of them answers. Raises: UsageError, BackendUnavailable."""
+        found = await self._found()
+        limit = _files_per_server(len(self._config.servers), self._config.max_inflight)
+        bodies = LargeBodies(max(1, LARGE_BODY_BYTES // max(self._config.max_answer_bytes, HELD_BODY_BYTES)))
+        limits = ReplyLimits(self._config.max_answer_bytes, bodies)
+        servers = [
+            _server(address, limits, limit, self._config.first_inflight, found[address])
+            for address in self._config.servers
+        ]
+        self._pool = ServerPool(servers, self._config.patience_s)
+        self._pool.start()
+        self._is_closed = False
+
+    async def models(self) -> Sequence[ServedModel]:
+        """The models that the servers list, and the one of requests that name none.
+
+        Raises: UsageError, BackendUnavailable if it is not started and no server answers.
+        """
+        if self._pool is None and not self._is_closed:
+            if self._config.default_model is None:
+                await self._found()
+            else:
+                with contextlib.suppress(BackendUnavailable):
+                    await self._found()
+        elif self._pool is not None:
+            self._note_models([server.models for server in self._pool.servers])
+        default = self._config.default_model
+        if default is not None and self._may_serve_others and all(default != model.name for model in self._known):
+            return (ServedModel(name=default, endpoints=POSSIBLE_ENDPOINTS), *self._known)
+        return self._known
+
+    def identity(self) -> Mapping[str, str]:
+        """The model of requests that name none, if it is set. A run may move to other servers with the same models."""
+        default = self._config.default_model
+        return {} if default is None else {"--model": default}
+
+    def concurrency(self) -> int:
+        """The most requests that it takes: those beyond the servers' own limits wait for the next free place."""
+        limit = min(MAX_PER_SERVER * len(self._config.servers), MAX_IN_ALL)
+        return limit if self._config.max_inflight is None else self._config.max_inflight
+
+    async def check(self, request: EndpointRequest) -> None:
+        """Find out whether a server may answer the path and the model. Raises: RequestError."""
+        self._servers_for(self._opened(), request)
+
+    async def answer(self, request: EndpointRequest) -> Answer:
+        """A server's answer, after retries. Raises: BackendUnavailable."""
+        pool = self._opened()
+        try:
+            want = Want(among=self._servers_for(pool, request), waits=kind_of(request.priority) > 0)
+            call = await form_call(request) if is_form(request) else plain_call(request)
+        except RequestError as error:
+            body = error_body(request.url, error.body())
+            return Answer(status_code=error.status_code, body=body, request_id=request.request_id)
+        want.prefix = call.prefix
+        answer = await Attempts(pool, self._config, call, want, engine_progress.get()).answer()
+        if answer.values is not None:
+            self._count(answer.values)
+        return answer
+
+    async def stream(self, request: EndpointRequest) -> AsyncGenerator[Mapping[str, Any], None]:
+        """A server's events. Closing the stream cancels the request there. Raises: RequestError, BackendUnavailable."""
+        pool = self._opened()
+        want = Want(among=self._servers_for(pool, request), waits=kind_of(request.priority) > 0)
+        call = await call_of(request)
+        want.prefix = call.prefix
+        began_at = time.monotonic()
+        found = await Attempts(pool, self._config, call, want, engine_progress.get()).first_reply(wants_events=True)
+        if isinstance(found, Answer):
+            raise _error_instead_of_stream(found)
+        server, reply = found
+        try:
+            async with contextlib.aclosing(_timed(reply.chunks, self._config.request_timeout_s)) as chunks:
+                async for event in events_of(chunks):
+                    self._count(event)
+                    yield event
+            pool.answered(server, time.monotonic() - began_at, self._config.request_timeout_s)
+        except (ExchangeFailed, asyncio.TimeoutError) as exc:
+            reason = exc.reason if isinstance(exc, ExchangeFailed) else "does not continue its answer in time"
+            server.num_failures += 1
+            yield {"error": {"message": f"The server {reason}.", "type": "BadGatewayError", "param": None, "code": 502}}
+        finally:
+            pool.give_back(server, want)
+
+    def is_alive(self) -> bool:
+        """Whether any server can be reached, as far as is known."""
+        return self._pool is not None and any(not server.is_dead for server in self._pool.servers)
+
+    def stats(self) -> BackendStats:
+        """The tokens that the servers have reported."""
+        servers = self._pool.servers if self._pool is not None else ()
+        return BackendStats(
+            prompt_tokens=self._prompt_tokens,
+            cached_tokens=self._cached_tokens,
+            output_tokens=self._output_tokens,
+            by_member={server.name: server.gauges() for server in servers},
+        )
+
+    async def close(self) -> None:
+        """Close all connections. Idempotent."""
+        self._is_closed = True
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            await pool.close()
+
+    # Models
+
+    async def _found(self) -> Mapping[ServerAddress, Probe]:
+        """What each server is, once at least one of them is ready. Raises: UsageError, BackendUnavailable."""
+        ends_at = time.monotonic() + self._config.start_patience_s
+        is_waiting = False
+        while True:
+            probes = await _probed(self._config)
+            self._note_models([found.models if found.health is Health.READY else None for found in probes.values()])
+            problems = "; ".join(
+                f"the server at {address.base_url} {found.reason}"
+                for address, found in probes.items()
+                if found.health is not Health.READY
+            )
+            sentence = f"{problems[:1].upper()}{problems[1:]}."
+            if any(found.health is Health.READY for found in probes.values()):
+                return probes
+            if all(found.health is Health.WRONG for found in probes.values()):
+                raise UsageError(sentence)
+            if time.monotonic() >= ends_at:
+                raise BackendUnavailable(f"{sentence} Start it, or correct --base-url; --patience waits for it.")
+            if not is_waiting:
+                logger.warning("%s Waiting up to %.0f s.", sentence, self._config.start_patience_s)
+                is_waiting = True
+            await asyncio.sleep(_START_POLL_S)
+
+    def _note_models(self, listed: Sequence[tuple[ServedModel, ...] | None]) -> None:
+        known = {model.name: model for models in listed for model in models or ()}
+        may_serve_others = any(models is None for models in listed)
+        if known != {model.name: model for model in self._known} or may_serve_others != self._may_serve_others:
+            self._known, self._may_serve_others = tuple(known.values()), may_serve_others
+            self._among.clear()
+
+    def _default_name(self) -> str | None:
+        if self._config.default_model is not None:
+            return self._config.default_model
+        return self._known[0].name if len(self._known) == 1 and not self._may_serve_others else None
+
+    def _servers_for(self, pool: ServerPool, request: EndpointRequest) -> tuple[Server, ...]:
+        """The servers that may answer a request. Raises: NotFound, BadRequest."""
+        if request.url not in ENDPOINTS:
+            raise unknown_path(request.url, self._known)
+        name = request.body.get("model")
+        if name is None:
+            name = self._default_name()
+        known = self._among.get(name) if isinstance(name, str) else None
+        if known is not None:
+            return known
+        among = tuple(server for server in pool.servers if isinstance(name, str) and server.serves(name))
+        if not among or name is None:
+            find_model(models_by_name(self._known), name)  # raises
+        if isinstance(name, str) and len(self._among) < _MAX_NAMES:
+            self._among[name] = among
+        return among
+
+    def _opened(self) -> ServerPool:
+        if self._pool is None:
+            raise BackendUnavailable("The connections to the servers are closed.")
+        return self._pool
+
+    def _count(self, values: Mapping[str, Any] | list[Any]) -> None:
+        prompt, cached, output = usage_counts(values)
+        self._prompt_tokens += prompt
+        self._cached_tokens += cached
+        self._output_tokens += output
+
+
+_MAX_NAMES = 10_000
+
+
+async def _probed(config: HttpConfig) -> Mapping[ServerAddress, Probe]:
+    """What each server is, all at once. Works on any event loop. Raises: UsageError."""
+    limits = ReplyLimits(config.max_answer_bytes, LargeBodies(1))
+
+    async def found(address: ServerAddress) -> Probe:
+        with contextlib.closing(HttpClient(address, limits)) as client:
+            return await probe(client, address)
+
+    probes = await asyncio.gather(*map(found, config.servers))
+    return dict(zip(config.servers, probes, strict=True))
+
+
+def _server(address: ServerAddress, limits: ReplyLimits, max_limit: int, first_limit: int, found: Probe) -> Server:
+    concurrency = AdaptiveLimit(max_limit, first_limit)
+    server = Server(
+        name=address.base_url,
+        limit=concurrency.limit,
+        address=address,
+        client=HttpClient(address, limits),
+        concurrency=concurrency,
+        is_dead=found.health is not Health.READY,
+        wrong=found.reason if found.health is Health.WRONG else "",
+        last_problem=found.reason,
+        unavailable_since=None if found.health is Health.READY else asyncio.get_running_loop().time(),
+    )
+    server.take_models(found.models)
+    if server.is_dead:
+        logger.warning("The server at %s %s.", server.name, found.reason)
+    return server
+
+
+def _files_per_server(num_servers: int, max_inflight: int | None) -> int:
+    """How many connections one server may have, after the process's limit of open files is raised if it can be."""
+    wanted = min(MAX_PER_SERVER, max_inflight or MAX_PER_SERVER)
+    try:
+        import resource  # Unix only
+    except ImportError:
+        return wanted
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = wanted * num_servers + _FILES_FOR_OTHERS
+    if soft < needed:
+        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max(1, min(wanted, (soft - _FILES_FOR_OTHERS) // num_servers))
+
+
+async def _timed(chunks: AsyncIterator[bytes], timeout_s: float) -> AsyncGenerator[bytes, None]:
+    """The same chunks. Raises: asyncio.TimeoutError if the next one takes too long."""
+    try:
+        while chunk := await asyncio.wait_for(anext(chunks, b""), timeout_s):
+            yield chunk
+    finally:
+        if isinstance(chunks, AsyncGenerator):
+            await chunks.aclose()
+
+
+def _error_instead_of_stream(answer: Answer) -> RequestError:
+    """What to raise for a whole answer to a request that wanted a stream."""
+    if answer.is_error:
+        return PeerError(answer.status_code, answer.parsed_body())
+    message = "The server does not stream its answers: leave 'stream' out."
+    return PeerError(502, {"error": {"message": message, "type": "BadGatewayError", "param": "stream", "code": 502}})

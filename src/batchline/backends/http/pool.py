@@ -1,0 +1,386 @@
+"""Gives each request a place at a server, and finds out which servers can be used.
+
+Requests wait here, not at the servers, so that another server can take them at once. A server that refuses requests
+(429, 503) rests; one that cannot be reached is dead until a probe finds it again. If none of the servers that could
+answer a request has answered anything for `patience_s`, the request fails with `BackendUnavailable`.
+
+A request that was in flight when its server died twice is a suspect. Only one suspect is in flight at a time, so that
+the next death shows whether it is the cause.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from batchline.backends.balancing import Balancer
+from batchline.backends.http.config import MAX_PER_SERVER
+from batchline.backends.http.server import Health, Probe, Server, probe
+from batchline.errors import BackendUnavailable
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 0.25
+IDLE_PROBE_S = 5.0
+"""How often a server is probed that has no requests, so that it is known whether it lives."""
+
+FIRST_REVIVAL_S, LONGEST_REVIVAL_S = 0.5, 15.0
+"""Pauses between the probes of a dead server."""
+
+FIRST_REST_S, LONGEST_REST_S = 0.5, 30.0
+"""How long a server rests that refuses a request and does not say for how long. Doubled each time, with full jitter."""
+
+REJECTIONS_OF_ALL = 5
+"""So many rejections without an answer in between mean that the server took nothing at all for a while."""
+
+_LOOK_BEHIND = 32
+"""How many requests that no server can take are passed by, so that others behind them can go first."""
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Want:
+    """A request's wish for a place. among: the servers that can answer it. prefix: see `Balancer.choose`. failed_at:
+    the servers where it has failed. waits: whether it waits for servers to come back, and for its turn to be tried
+    again. num_deaths: how many servers died while they had it."""
+
+    among: tuple[Server, ...]
+    prefix: object = None
+    waits: bool = True
+    failed_at: set[Server] = field(default_factory=set)
+    num_deaths: int = 0
+    was_alone: bool = False
+    """Whether it was the only suspect in flight the last time."""
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether it may be the cause that servers die."""
+        return self.num_deaths >= 2
+
+
+@dataclass(eq=False, slots=True)
+class _Waiter:
+    want: Want
+    place: asyncio.Future[Server]
+
+
+class ServerPool:
+    """The servers of a backend, for one event loop."""
+
+    def __init__(self, servers: Sequence[Server], patience_s: float) -> None:
+        self.servers = tuple(servers)
+        self._balancer: Balancer[Server] = Balancer(list(servers))
+        self._patience_s = patience_s
+        self._lines: dict[tuple[Server, ...], deque[_Waiter]] = {}
+        self._suspect: Want | None = None
+        self._is_paused = False
+        self.last_answer_at = 0.0
+        self._loop = asyncio.get_running_loop()
+        self._ticker: asyncio.Task[None] | None = None
+        self._revivals: dict[Server, asyncio.Task[None]] = {}
+        self._wake: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        """Begin to watch the servers."""
+        self._ticker = asyncio.create_task(self._tick(), name="servers")
+        for server in self.servers:
+            if server.is_dead and not server.wrong:
+                self._begin_revival(server)
+
+    async def close(self) -> None:
+        """End all connections. Idempotent."""
+        for server in self.servers:
+            server.client.close()
+        self._fail_waiters(BackendUnavailable("The connections to the servers are closed."))
+        if self._wake is not None:
+            self._wake.cancel()
+        every = (self._ticker, *self._revivals.values(), *(server.probing for server in self.servers))
+        tasks = [task for task in every if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # Places
+
+    async def place(self, want: Want) -> Server:
+        """Wait for a place at a server; the caller gives it back. Raises: BackendUnavailable."""
+        self._refuse_hopeless(want)
+        line = self._lines.get(want.among)
+        if line is None:
+            line = self._lines[want.among] = deque()
+        if not line or not want.waits:
+            server = self._choose(want) or (None if want.waits else self._over_limit(want))
+            if server is not None:
+                self._take(server, want)
+                return server
+        waiter = _Waiter(want, self._loop.create_future())
+        if want.failed_at or want.num_deaths:
+            line.appendleft(waiter)  # it has waited before
+        else:
+            line.append(waiter)
+        self._wake_after_rest()
+        try:
+            return await waiter.place
+        except asyncio.CancelledError:
+            if waiter.place.done() and not waiter.place.cancelled() and waiter.place.exception() is None:
+                self.give_back(waiter.place.result(), want)
+            raise
+
+    def give_back(self, server: Server, want: Want) -> None:
+        """A request has left its server, in any way."""
+        self._balancer.give_back(server)
+        if self._suspect is want:
+            self._suspect = None
+        self._pump()
+
+    def _choose(self, want: Want) -> Server | None:
+        if want.is_suspect and self._suspect is not None:
+            return None
+        return self._balancer.choose(self._loop.time(), want.prefix, among=want.among, avoid=want.failed_at)
+
+    def _over_limit(self, want: Want) -> Server | None:
+        """A server for a request that does not wait: somebody does, so it goes beyond the limits of batch work."""
+        living = [server for server in want.among if not server.is_dead]
+        fresh = [server for server in living if server not in want.failed_at] or living
+        rested = [server for server in fresh if not server.is_resting(self._loop.time())] or fresh
+        least = min(rested, key=lambda server: server.num_in_flight, default=None)
+        return None if least is None or least.num_in_flight >= MAX_PER_SERVER else least
+
+    def _take(self, server: Server, want: Want) -> None:
+        self._balancer.take(server)
+        want.was_alone = want.is_suspect
+        if want.is_suspect:
+            self._suspect = want
+
+    def _pump(self) -> None:
+        """Give free places to waiting requests."""
+        for line in self._lines.values():
+            passed_by: list[_Waiter] = []
+            while line:
+                waiter = line[0]
+                server = None if waiter.place.done() else self._choose(waiter.want)
+                if server is not None:
+                    self._take(server, waiter.want)
+                    waiter.place.set_result(server)
+                elif not waiter.place.done():
+                    is_special = waiter.want.failed_at or waiter.want.is_suspect
+                    if not is_special or len(passed_by) == _LOOK_BEHIND:
+                        break
+                    passed_by.append(waiter)
+                line.popleft()
+            line.extendleft(reversed(passed_by))
+
+    # What the backend learns
+
+    def answered(self, server: Server, latency_s: float, timeout_s: float) -> None:
+        """A server has answered a request, which is still in flight for the pool."""
+        now = self._loop.time()
+        self.last_answer_at = now
+        server.num_answers += 1
+        if server.rejections_in_a_row >= REJECTIONS_OF_ALL:
+            server.concurrency.restart()
+        server.rejections_in_a_row = 0
+        server.unavailable_since = None
+        if latency_s > timeout_s / 2:
+            server.concurrency.on_overload(now, server.num_in_flight - 1)
+        else:
+            server.concurrency.on_answer(now, server.num_in_flight - 1)
+        server.limit = server.concurrency.limit
+
+    def rejected(self, server: Server, requested_s: float, reason: str) -> None:
+        """A server has refused a request because it is overloaded. requested_s: how long it asks to wait, or 0."""
+        server.num_rejections += 1
+        server.rejections_in_a_row += 1
+        self._overloaded(server, reason)
+        own_s = min(FIRST_REST_S * 2.0 ** min(server.rejections_in_a_row - 1, 20), LONGEST_REST_S)
+        self.rest(server, requested_s * random.uniform(1.0, 1.1) if requested_s else own_s * random.random())
+
+    def rest(self, server: Server, seconds: float) -> None:
+        """Send a server nothing for some seconds."""
+        now = self._loop.time()
+        server.resting_until = max(server.resting_until, now + seconds)
+        if server.unavailable_since is None:
+            server.unavailable_since = now
+        self._wake_after_rest()
+
+    def timed_out(self, server: Server) -> None:
+        """A server has not answered in time."""
+        server.num_failures += 1
+        self._overloaded(server, "does not answer in time")
+
+    def refused(self, server: Server, reason: str) -> None:
+        """A server refuses everything, such as a wrong key: it gets no more requests."""
+        if not server.wrong:
+            logger.warning("The server at %s %s.", server.name, reason)
+        server.wrong = server.last_problem = reason
+        server.is_dead = True
+        self._check_lines()
+
+    async def lives(self, server: Server) -> bool:
+        """Whether a server is still there after a connection to it broke. If not, it is dead from now on. Requests that
+        ask at the same time share one probe."""
+        if server.is_dead:
+            return False
+        if server.probing is None:
+            server.probing = asyncio.create_task(self._examine(server))
+        return await asyncio.shield(server.probing)
+
+    def unreachable(self, server: Server, reason: str, *, is_final: bool = False) -> None:
+        """There is no connection to a server: it is dead until a probe finds it."""
+        if server.is_dead:
+            return
+        server.is_dead = True
+        server.last_problem = reason
+        if server.unavailable_since is None:
+            server.unavailable_since = self._loop.time()
+        if is_final:
+            server.wrong = reason
+        others = "" if not self._balancer.has_living() else " Its requests go to the other servers."
+        logger.warning("The server at %s %s.%s", server.name, reason, others)
+        if not is_final:
+            self._begin_revival(server)
+        self._pump()  # requests that avoided the others may go to them now
+
+    def _overloaded(self, server: Server, reason: str) -> None:
+        now = self._loop.time()
+        server.last_problem = reason
+        if server.unavailable_since is None:
+            server.unavailable_since = now
+        server.concurrency.on_overload(now, server.num_in_flight - 1)
+        server.limit = server.concurrency.limit
+
+    async def _examine(self, server: Server) -> bool:
+        try:
+            found = await probe(server.client, server.address)
+        except Exception:  # it answers, even if it is another server now: the next request shows that
+            return True
+        finally:
+            server.probing = None
+        if found.health is Health.READY:
+            return True
+        self.unreachable(server, found.reason, is_final=found.health is Health.WRONG)
+        return False
+
+    # Dead servers
+
+    def _begin_revival(self, server: Server) -> None:
+        self._revivals[server] = asyncio.create_task(self._revive(server), name=f"probes of {server.name}")
+
+    async def _revive(self, server: Server) -> None:
+        """Probe a dead server until it is there again."""
+        pause_s = FIRST_REVIVAL_S
+        while True:
+            await asyncio.sleep(pause_s * random.uniform(0.7, 1.0))
+            pause_s = min(2 * pause_s, LONGEST_REVIVAL_S)
+            try:
+                found = await probe(server.client, server.address)
+            except Exception as exc:  # something else listens there
+                found = Probe(Health.AWAY, "is not an OpenAI-compatible server now")
+                logger.debug("probe of %s", server.name, exc_info=exc)
+            if found.health is Health.WRONG:
+                self.refused(server, found.reason)
+                return
+            if found.health is Health.READY:
+                break
+            server.last_problem = found.reason
+        del self._revivals[server]
+        logger.warning("The server at %s answers again.", server.name)
+        server.take_models(found.models if found.models is not None else server.models)
+        server.concurrency.restart()
+        server.limit = server.concurrency.limit
+        server.is_dead = False
+        server.resting_until = 0.0
+        self._pump()
+
+    # Patience
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            self._check_lines()
+            self._pump()
+            self._probe_idle_servers()
+
+    def _probe_idle_servers(self) -> None:
+        now = self._loop.time()
+        for server in self.servers:
+            if server.num_in_flight:
+                server.idle_since = now
+            elif not server.is_dead and server.probing is None and now - server.idle_since > IDLE_PROBE_S:
+                server.idle_since = now
+                server.probing = asyncio.create_task(self._examine(server))
+
+    def _check_lines(self) -> None:
+        """Give up the waiting requests that no server has been able to answer for too long."""
+        now = self._loop.time()
+        is_paused = False
+        for among, line in self._lines.items():
+            while line and line[0].place.done():
+                line.popleft()
+            since = _stalled_since(among) if line else None
+            if since is None:
+                continue
+            is_paused = True
+            is_hopeless = all(server.wrong for server in among)
+            if is_hopeless or now - since >= self._patience_s:
+                self._fail_waiters(_nobody_answers(among, 0 if is_hopeless else now - since), [line])
+            elif not self._is_paused:
+                logger.warning(
+                    "Paused: no server can answer now (%s). Waiting up to %.0f s.", _problems(among), self._patience_s
+                )
+        if self._is_paused and not is_paused:
+            logger.warning("The run goes on.")
+        self._is_paused = is_paused
+
+    def _refuse_hopeless(self, want: Want) -> None:
+        """Raises: BackendUnavailable if no server can answer the request, now or ever."""
+        for server in want.among:
+            if not server.is_dead:
+                return
+        if not want.waits or all(server.wrong for server in want.among):
+            raise _nobody_answers(want.among, 0)
+
+    def _fail_waiters(self, error: BackendUnavailable, lines: Iterable[deque[_Waiter]] | None = None) -> None:
+        for line in list(self._lines.values() if lines is None else lines):
+            while line:
+                waiter = line.popleft()
+                if not waiter.place.done():
+                    waiter.place.set_exception(error)
+
+    def _wake_after_rest(self) -> None:
+        """Give out places when the first resting server may get requests again."""
+        ends_at = self._balancer.next_end_of_rest(self._loop.time())
+        if ends_at is None:
+            return
+        if self._wake is not None:
+            if self._loop.time() < self._wake.when() <= ends_at and not self._wake.cancelled():
+                return
+            self._wake.cancel()
+        self._wake = self._loop.call_at(ends_at, self._end_rest)
+
+    def _end_rest(self) -> None:
+        self._wake = None
+        self._pump()
+        self._wake_after_rest()
+
+
+def _stalled_since(among: Iterable[Server]) -> float | None:
+    """Since when none of the servers has answered; None if one of them works, or may be about to answer."""
+    since = 0.0
+    for server in among:
+        if server.unavailable_since is None or (server.num_in_flight and not server.is_dead):
+            return None
+        since = max(since, server.unavailable_since)
+    return since
+
+
+def _problems(among: Iterable[Server]) -> str:
+    return "; ".join(f"{server.name} {server.last_problem or 'is resting'}" for server in among)
+
+
+def _nobody_answers(among: Sequence[Server], waited_s: float) -> BackendUnavailable:
+    waited = f" for {waited_s:.0f} s" if waited_s else ""
+    return BackendUnavailable(f"No server could answer{waited}: {_problems(among)}.")

@@ -1,0 +1,198 @@
+"""Turns what a server replied into an `Answer`: the body as it came, or an error in OpenAI's format.
+
+A successful answer must be JSON (or a text, for transcriptions); anything else, such as a proxy's page, is invalid and
+becomes an error. An error of a server stays as it is if it is in OpenAI's format; other formats are translated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from http import HTTPStatus
+from typing import Any
+from urllib.parse import urlsplit
+
+import orjson
+
+from batchline.backends.base import Answer
+from batchline.backends.http.connection import Reply
+from batchline.openai_api.endpoint_table import TRANSCRIPTIONS, TRANSLATIONS, error_body
+from batchline.printable import printable
+
+MAX_EXCERPT_CHARS = 200
+
+_ERROR_TYPES = {
+    400: "BadRequestError",
+    401: "AuthenticationError",
+    402: "PaymentRequiredError",
+    403: "PermissionDeniedError",
+    404: "NotFoundError",
+    408: "RequestTimeoutError",
+    413: "PayloadTooLargeError",
+    422: "UnprocessableEntityError",
+    429: "RateLimitError",
+    500: "InternalServerError",
+    502: "BadGatewayError",
+    503: "ServiceUnavailableError",
+    504: "GatewayTimeoutError",
+}
+
+
+_RESULTS = frozenset({"choices", "content", "data", "embeddings", "output", "results", "text"})
+"""The fields of answers that have results."""
+
+
+class InvalidReply(Exception):
+    """A reply that cannot be an answer. Its text completes a sentence that begins with "the server"."""
+
+
+def answer_of(reply: Reply, url: str, request_id: str) -> Answer:
+    """The answer in a reply. url: the endpoint's path. Raises: InvalidReply."""
+    if reply.status >= 400:
+        return _error_answer(reply, url, request_id)
+    if reply.status >= 300:
+        raise InvalidReply(f"redirects the request{_redirected_to(reply)}; correct its base URL")
+    if url in (TRANSCRIPTIONS, TRANSLATIONS) and not _is_json(reply):
+        return Answer(status_code=200, body=reply.body.decode("utf-8", "replace"), request_id=request_id)
+    try:
+        values = orjson.loads(reply.body)
+    except orjson.JSONDecodeError:
+        raise InvalidReply(f"answers with HTTP {reply.status}, but not with JSON{_excerpt(reply)}") from None
+    if not isinstance(values, dict | list):
+        raise InvalidReply(f"answers with JSON that is not an object{_excerpt(reply)}")
+    if isinstance(values, dict) and (not values or (values.get("error") and _RESULTS.isdisjoint(values))):
+        told = _found_message(values)  # some gateways report the errors of others in this way
+        raise InvalidReply(f"answers with HTTP {reply.status}, but without a result" + (f": {told}" if told else ""))
+    return Answer(status_code=reply.status, body=reply.body, request_id=request_id, values=values)
+
+
+def without_key(reply: Reply, api_key: str | None) -> Reply:
+    """An error reply without the API key, which some servers repeat; a successful one stays as it is."""
+    if not api_key or reply.status < 400 or api_key.encode() not in reply.body:
+        return reply
+    return replace(reply, body=reply.body.replace(api_key.encode(), b"***"))
+
+
+def failure_answer(
+    status: int, message: str, url: str, request_id: str, *, code: str | int | None = None, is_transient: bool = False
+) -> Answer:
+    """An error of our own, such as of a request that timed out. message: a sentence."""
+    error = {"message": message, "type": _type_of(status), "param": None, "code": status if code is None else code}
+    body = error_body(url, {"error": error})
+    return Answer(status_code=status, body=body, request_id=request_id, is_transient=is_transient)
+
+
+def message_of(reply: Reply) -> str:
+    """What an error reply says, in one line; or its status."""
+    values = _values_of(reply)
+    return _found_message(values) or f"HTTP {reply.status} {_phrase(reply.status)}".strip() + _excerpt(reply)
+
+
+def error_code_of(reply: Reply) -> str | None:
+    """The `code` or `type` of an error reply in OpenAI's format, such as `insufficient_quota`."""
+    values = _values_of(reply)
+    error = values.get("error") if isinstance(values, dict) else None
+    if not isinstance(error, dict):
+        return None
+    return next((text for name in ("code", "type") if isinstance(text := error.get(name), str)), None)
+
+
+def _error_answer(reply: Reply, url: str, request_id: str) -> Answer:
+    """The error as it came, if its format is OpenAI's (or Anthropic's, which has the same fields)."""
+    values = _values_of(reply)
+    error = values.get("error") if isinstance(values, dict) else None
+    if isinstance(error, dict) and isinstance(error.get("message"), str):
+        return Answer(status_code=reply.status, body=reply.body, request_id=request_id, values=values)
+    found = values if isinstance(values, dict) else {}
+    if isinstance(error, dict):
+        found = {**found, **error}
+    given_type = next((text for name in ("type", "error_type") if isinstance(text := found.get(name), str)), None)
+    code = found.get("code", found.get("status"))
+    translated = {
+        "message": message_of(reply),
+        "type": given_type or _type_of(reply.status),
+        "param": found.get("param") if isinstance(found.get("param"), str) else None,
+        "code": code if isinstance(code, str | int) else reply.status,
+    }
+    body = error_body(url, {"error": translated})
+    return Answer(status_code=reply.status, body=body, request_id=request_id)
+
+
+def _values_of(reply: Reply) -> Any:
+    try:
+        return orjson.loads(reply.body)
+    except orjson.JSONDecodeError:
+        return None
+
+
+def _found_message(values: Any) -> str:
+    """The message in an error body: of OpenAI, `{"detail": ...}`, `{"object": "error", "message": ...}`,
+    `{"error": "text"}`. Empty if there is none."""
+    if not isinstance(values, dict):
+        return ""
+    error = values.get("error")
+    candidates = [error.get("message"), error.get("detail")] if isinstance(error, dict) else [error]
+    candidates += [values.get("message"), values.get("detail"), values.get("errors")]
+    for found in candidates:
+        if isinstance(found, list | dict) and found:
+            found = orjson.dumps(found).decode()
+        if isinstance(found, str) and found.strip():
+            return printable(" ".join(found.split())[:2000])
+    return ""
+
+
+def _excerpt(reply: Reply) -> str:
+    """The beginning of a body, to be added to a message: its text, printable, without the tags of a page."""
+    text = reply.body[:4096].decode("utf-8", "replace")
+    if "<" in text[:200] and "html" in text[:500].lower():
+        text = _title_of(text)
+    text = printable(" ".join(text.split())[:MAX_EXCERPT_CHARS])
+    return f": {text}" if text else ""
+
+
+def _title_of(page: str) -> str:
+    begin = page.lower().find("<title>")
+    end = page.lower().find("</title>", begin)
+    return page[begin + len("<title>") : end] if 0 <= begin < end else "a page of HTML"
+
+
+def _redirected_to(reply: Reply) -> str:
+    """The host only: the rest of the location may hold a secret."""
+    try:
+        host = urlsplit(reply.headers.get("location", "")).netloc.rpartition("@")[2]
+    except ValueError:
+        host = ""
+    return f" to {printable(host[:MAX_EXCERPT_CHARS])}" if host else ""
+
+
+def _is_json(reply: Reply) -> bool:
+    return "json" in reply.headers.get("content-type", "application/json").lower()
+
+
+def _type_of(status: int) -> str:
+    return _ERROR_TYPES.get(status, "InternalServerError" if status >= 500 else "BadRequestError")
+
+
+def _phrase(status: int) -> str:
+    try:
+        return HTTPStatus(status).phrase
+    except ValueError:
+        return ""
+
+
+def usage_counts(values: Mapping[str, Any] | list[Any]) -> tuple[int, int, int]:
+    """(prompt, cached, output) tokens for the progress; zeros if they are not plausible."""
+    usage = values.get("usage") if isinstance(values, dict) else None
+    if not isinstance(usage, dict):
+        return 0, 0, 0
+    details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details")
+    cached = details.get("cached_tokens") if isinstance(details, dict) else 0
+    prompt, output = (usage.get(f"{a}_tokens") or usage.get(f"{b}_tokens") for a, b in _USAGE_NAMES)
+    return _count(prompt), _count(cached), _count(output)
+
+
+_USAGE_NAMES = (("prompt", "input"), ("completion", "output"))
+
+
+def _count(value: object) -> int:
+    return value if type(value) is int and 0 <= value < 2**53 else 0

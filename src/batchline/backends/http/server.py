@@ -1,0 +1,153 @@
+"""One server of the pool: its connections, its models, and what is known about its state."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import orjson
+
+from batchline.backends.balancing import Member
+from batchline.backends.base import ServedModel
+from batchline.backends.http.client import HttpClient
+from batchline.backends.http.concurrency import AdaptiveLimit
+from batchline.backends.http.config import ServerAddress
+from batchline.backends.http.connection import ConnectFailed, ExchangeFailed, Reply
+from batchline.backends.http.replies import InvalidReply, message_of, without_key
+from batchline.errors import UsageError
+from batchline.openai_api.endpoint_table import ENDPOINTS, is_batch_url
+
+PROBE_TIMEOUT_S = 10.0
+
+_LISTS_NO_MODELS = frozenset({400, 404, 405, 410, 501})
+_KEY_REFUSED = frozenset({401, 403})
+_MAX_MODELS = 100_000
+
+POSSIBLE_ENDPOINTS = tuple(filter(is_batch_url, ENDPOINTS))
+"""What a model of a server may answer that does not say so."""
+
+
+class Health(Enum):
+    """What a probe has found. WRONG: waiting does not help (a refused key, a certificate that is not valid)."""
+
+    READY = "ready"
+    AWAY = "away"
+    WRONG = "wrong"
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What a request for a server's models has found.
+
+    reason: completes a sentence that begins with "the server"; empty if it is ready. models: None if it does not list
+    them, so that it may serve any.
+    """
+
+    health: Health
+    reason: str = ""
+    models: tuple[ServedModel, ...] | None = None
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Server(Member):
+    """One server, as a member of the pool.
+
+    models: what it lists; None if it may serve any model. wrong: why it gets no requests for the rest of the run.
+    unavailable_since: when it began to answer nothing but refusals; None if its last request was answered.
+    probing: the probe in progress. idle_since: when it last had requests, or was probed.
+    """
+
+    address: ServerAddress
+    client: HttpClient
+    concurrency: AdaptiveLimit
+    models: tuple[ServedModel, ...] | None = None
+    wrong: str = ""
+    unavailable_since: float | None = None
+    last_problem: str = ""
+    probing: asyncio.Task[bool] | None = None
+    idle_since: float = 0.0
+    num_answers: int = 0
+    num_rejections: int = 0
+    num_failures: int = 0
+    rejections_in_a_row: int = 0
+    names: frozenset[str] = field(default_factory=frozenset)
+
+    def serves(self, model: str) -> bool:
+        """Whether it may answer requests to a model."""
+        return self.models is None or model in self.names
+
+    def take_models(self, models: tuple[ServedModel, ...] | None) -> None:
+        """Remember what it lists."""
+        self.models = models
+        self.names = frozenset(model.name for model in models or ())
+
+    def gauges(self) -> Mapping[str, float]:
+        """Its numbers for the metrics."""
+        return {
+            "up": float(not self.is_dead),
+            "in_flight": self.num_in_flight,
+            "limit": self.limit,
+            "answers": self.num_answers,
+            "rejections": self.num_rejections,
+            "failures": self.num_failures,
+        }
+
+
+async def probe(client: HttpClient, address: ServerAddress) -> Probe:
+    """Ask a server for its models, to see whether it is there. Raises: UsageError if it is no server of this kind."""
+    try:
+        reply = await client.get(address.path("/v1/models"), PROBE_TIMEOUT_S)
+    except ConnectFailed as exc:
+        return Probe(Health.WRONG if exc.is_final else Health.AWAY, exc.reason)
+    except ExchangeFailed as exc:
+        return Probe(Health.AWAY, exc.reason)
+    reply = without_key(reply, address.api_key)
+    if reply.status in _KEY_REFUSED:
+        wanted = "refuses the API key" if address.api_key else "needs an API key"
+        return Probe(Health.WRONG, f"{wanted}: {message_of(reply)}")
+    if reply.status in _LISTS_NO_MODELS:
+        return Probe(Health.READY)
+    if reply.status >= 400:
+        return Probe(Health.AWAY, f"is not ready: {message_of(reply)}")
+    try:
+        return Probe(Health.READY, models=_listed_models(reply))
+    except InvalidReply as exc:
+        raise UsageError(
+            f"The server at {address.base_url} {exc}. A base URL is that of an OpenAI-compatible API and usually ends "
+            "with /v1."
+        ) from exc
+
+
+def _listed_models(reply: Reply) -> tuple[ServedModel, ...] | None:
+    """The models of an answer to `/v1/models`; None if it lists none, or a name is a
+    pattern, as of a router. Raises: InvalidReply."""
+    if reply.status >= 300:
+        raise InvalidReply("redirects to another address")
+    try:
+        values = orjson.loads(reply.body)
+    except orjson.JSONDecodeError:
+        raise InvalidReply("lists its models in another format than JSON") from None
+    data = values.get("data") if isinstance(values, dict) else values  # some servers leave out the object around it
+    if not isinstance(data, list):
+        raise InvalidReply("does not list its models as OpenAI's API does")
+    found = [
+        one for one in data[:_MAX_MODELS] if isinstance(one, dict) and isinstance(one.get("id"), str) and one["id"]
+    ]
+    if data and not found:
+        raise InvalidReply("does not list its models as OpenAI's API does")
+    if not data or any("*" in one["id"] for one in found):
+        return None
+    return tuple({one["id"]: _served_model(one) for one in found}.values())
+
+
+def _served_model(listed: Mapping[str, Any]) -> ServedModel:
+    length, endpoints = listed.get("max_model_len"), listed.get("endpoints")
+    told = tuple(path for path in endpoints if isinstance(path, str)) if isinstance(endpoints, list) else ()
+    return ServedModel(
+        name=listed["id"],
+        max_model_len=length if type(length) is int and length > 0 else None,
+        endpoints=tuple(filter(is_batch_url, told)) or POSSIBLE_ENDPOINTS,
+    )

@@ -1,0 +1,115 @@
+"""Stops a run before it costs more than its limit.
+
+A request is only sent if the dollars spent so far, plus the most that all requests in flight can still cost, plus the
+most that it can cost itself, stay within the limit. When it does not fit, it waits for those in flight, which usually
+cost less than their bounds. If nothing is in flight and it still does not fit, the run takes no more requests.
+
+Spent dollars are computed from the usage in answers. An answer without usage counts as its bound; a failed one as
+nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import orjson
+
+from batchline.backends.base import EndpointRequest
+from batchline.batch.index import LineReader
+from batchline.batch.journal import JournalResult, Outcome
+from batchline.batch.prices import Prices
+from batchline.errors import counted
+
+
+@dataclass(frozen=True, slots=True)
+class CostOptions:
+    """prices: of the models. max_usd: the limit; None only counts."""
+
+    prices: Prices
+    max_usd: float | None = None
+
+
+class Budget:
+    """The dollars of one run. `spent` grows while it lasts."""
+
+    def __init__(self, options: CostOptions, spent: float = 0.0) -> None:
+        """spent: by earlier processes of the run."""
+        self.spent = spent
+        self.is_exhausted = False
+        self._options = options
+        self._bounds: dict[str, float] = {}
+        self._reserved = 0.0
+        self._has_changed = asyncio.Event()
+
+    async def admit(self, request: EndpointRequest) -> bool:
+        """Wait until the request fits, and reserve its bound until `settle`. Returns whether it fits; once it does not,
+        no other request does."""
+        if self._options.max_usd is None:
+            return True
+        bound = self._bound(request)
+        while not self.is_exhausted and self.spent + self._reserved + bound > self._options.max_usd:
+            if not self._bounds:
+                self.is_exhausted = True
+                break
+            self._has_changed.clear()
+            await self._has_changed.wait()
+        if self.is_exhausted:
+            return False
+        self._bounds[request.request_id] = bound
+        self._reserved += bound
+        return True
+
+    def settle(self, request: EndpointRequest, outcome: Outcome | None) -> None:
+        """A request has ended. outcome: None if it got no answer."""
+        bound = self._bounds.pop(request.request_id, None)
+        self._reserved = sum(self._bounds.values()) if len(self._bounds) < 2 else self._reserved - (bound or 0.0)
+        if outcome is not None and not outcome.is_failure:
+            cost = self._cost(str(request.body.get("model")), outcome)
+            has_usage = outcome.prompt_tokens or outcome.output_tokens
+            self.spent += cost if has_usage else self._bound(request) if bound is None else bound
+        self._has_changed.set()
+
+    def sentence(self, num_left: int) -> str:
+        """What to tell the user once it is exhausted."""
+        limit = self._options.max_usd or 0.0
+        return (
+            f"Stopped before the cost exceeds --max-cost: ${self.spent:,.4f} of ${limit:,.4f} are spent, "
+            "and the next request might not fit (its max_tokens limits what it may cost). "
+            f"{counted(num_left, 'request')} left: run the same command again with a higher --max-cost."
+        )
+
+    def _bound(self, request: EndpointRequest) -> float:
+        price = self._options.prices.of(str(request.body.get("model")))
+        written = orjson.dumps(request.body) if request.raw_body is None else request.raw_body
+        return 0.0 if price is None else price.bound(request.url, request.body, written)
+
+    def _cost(self, model: str, outcome: Outcome) -> float:
+        price = self._options.prices.of(model)
+        if price is None:
+            return 0.0
+        return price.cost(outcome.prompt_tokens, outcome.cached_tokens, outcome.output_tokens)
+
+
+def spent_before(
+    options: CostOptions, models: list[str], results: Iterable[JournalResult], reader: LineReader
+) -> float:
+    """The dollars of earlier processes' results. models: all models in the file. Raises: InputChanged, OSError."""
+    price = options.prices.of(models[0]) if models else None
+    has_one_price = all(options.prices.of(model) == price for model in models)
+    spent = 0.0
+    for result in results:
+        outcome = result.outcome
+        if outcome.is_failure or outcome.is_copy:
+            continue
+        line = None if has_one_price else reader.batch_line(outcome.position)[0]
+        found = price if line is None else options.prices.of(line.model)
+        if found is None:
+            continue
+        cost = found.cost(outcome.prompt_tokens, outcome.cached_tokens, outcome.output_tokens)
+        if not (outcome.prompt_tokens or outcome.output_tokens):
+            line = line or reader.batch_line(outcome.position)[0]
+            cost = found.bound(line.url, line.body, orjson.dumps(line.body))
+        spent += cost
+    return spent

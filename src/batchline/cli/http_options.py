@@ -1,0 +1,179 @@
+"""The options for OpenAI-compatible servers that already run elsewhere and answer the requests (`--base-url`).
+
+Keys are only read from the environment: an option would show them to every user of the machine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+import typer
+
+from batchline.backends.http.config import (
+    API_KEY_VARIABLES,
+    DEFAULT_MAX_ANSWER_BYTES,
+    DEFAULT_MAX_RETRIES,
+    DEFAULT_PATIENCE_S,
+    DEFAULT_REQUEST_TIMEOUT_S,
+    key_of_environment,
+)
+from batchline.cli.run_options import RunFileOptions
+from batchline.cli.values import size_option
+from batchline.errors import UsageError
+
+if TYPE_CHECKING:
+    from batchline.backends.base import Backend
+    from batchline.backends.http.config import HttpConfig
+    from batchline.batch.options import RunOptions
+
+_PANEL = "Other servers"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpOptions:
+    """Which servers answer the requests, and how. A `answering.Way`."""
+
+    option: ClassVar[str] = "--base-url"
+    who: ClassVar[str] = "another server"
+    takes: ClassVar[frozenset[str]] = frozenset({"model"})
+    ignores: ClassVar[frozenset[str]] = frozenset()
+
+    base_url: Annotated[
+        list[str],
+        typer.Option(
+            metavar="URL",
+            help="Base URL of a running OpenAI-compatible server that answers the requests, instead of a model here, "
+            "e.g. http://127.0.0.1:8000/v1. Repeatable.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = dataclasses.field(default_factory=list)
+    api_key_env: Annotated[
+        list[str],
+        typer.Option(
+            metavar="NAME",
+            help="Environment variable with the API key. Repeat it for each --base-url. Default: BATCHLINE_API_KEY "
+            "(not for `serve`) or OPENAI_API_KEY, for all of them.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = dataclasses.field(default_factory=list)
+    request_timeout: Annotated[
+        float,
+        typer.Option(
+            min=0.1, metavar="SECONDS", help="How long one answer of a server may take.", rich_help_panel=_PANEL
+        ),
+    ] = DEFAULT_REQUEST_TIMEOUT_S
+    max_retries: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            max=100,
+            help="How often a request is sent again after a failure that may be its own fault: HTTP 500 or 502, a "
+            "time-out, a broken connection. Refusals of an overloaded server (429, 503) do not count.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = DEFAULT_MAX_RETRIES
+    patience: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            metavar="SECONDS",
+            help="How long a run waits while no server, or no replica of --ray, can answer, before it ends and can be "
+            f"resumed. Default: {DEFAULT_PATIENCE_S:g}, but none at the start of --base-url.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = None
+    max_answer_size: Annotated[
+        int, size_option(DEFAULT_MAX_ANSWER_BYTES, "Largest answer of a server; a larger one is an error.", _PANEL)
+    ] = DEFAULT_MAX_ANSWER_BYTES
+
+    prices: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            dir_okay=False,
+            help="YAML or JSON file with the dollars per million tokens of each model: input, cached_input, output. "
+            "The summary then shows the cost.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = None
+    max_cost: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            metavar="USD",
+            help="Stop the run before its answers cost more, by the table in --prices. The run can be resumed.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = None
+
+    @property
+    def is_chosen(self) -> bool:
+        """Whether other servers answer the requests."""
+        return bool(self.base_url)
+
+    def prepared(self, run_file: RunFileOptions, models: list[str]) -> tuple[RunOptions, Backend]:
+        """Raises: UsageError, BackendUnavailable."""
+        from batchline.batch.api import for_http_servers  # an HTTP client: not for --help
+        from batchline.batch.budget import CostOptions
+        from batchline.batch.prices import read_prices
+
+        if self.max_cost is not None and self.prices is None:
+            raise UsageError("--max-cost requires --prices: a file with the prices of the models.")
+        options, config = run_file.run_options(), self.config(models, run_file.max_inflight)
+        if self.prices is not None:
+            options = dataclasses.replace(options, cost=CostOptions(read_prices(self.prices), self.max_cost))
+        return for_http_servers(options, config)
+
+    def served(self, models: Sequence[str]) -> Backend:
+        """What a server here passes its requests to. models: as for `config`. Raises: UsageError.
+
+        BATCHLINE_API_KEY has the keys of the server's own clients, so the other servers never get it.
+        """
+        from batchline.backends.http.backend import HttpBackend  # an HTTP client: not for --help
+
+        return HttpBackend(self.config(models, keys_from=("OPENAI_API_KEY",)))
+
+    def config(
+        self, models: Sequence[str], max_inflight: int | None = None, keys_from: Sequence[str] = API_KEY_VARIABLES
+    ) -> HttpConfig:
+        """models: at most one, for requests that name none. keys_from: the variables that may have the key, if none is
+        named. Raises: UsageError."""
+        from batchline.backends.http.config import HttpConfig, server_addresses
+
+        if len(models) > 1:
+            raise UsageError("With --base-url, use at most one --model: the one for requests that name none.")
+        return HttpConfig(
+            servers=server_addresses(self.base_url, self._keys(keys_from)),
+            default_model=models[0] if models else None,
+            request_timeout_s=self.request_timeout,
+            max_retries=self.max_retries,
+            patience_s=DEFAULT_PATIENCE_S if self.patience is None else self.patience,
+            start_patience_s=self.patience or 0.0,
+            max_inflight=max_inflight,
+            max_answer_bytes=self.max_answer_size,
+        )
+
+    def _keys(self, variables: Sequence[str]) -> list[str | None]:
+        """The key of each server, or one for all of them. Raises: UsageError."""
+        if not self.api_key_env:
+            return [key_of_environment(variables)]
+        if len(self.api_key_env) not in (1, len(self.base_url)):
+            raise UsageError(
+                f"--api-key-env is given {len(self.api_key_env)} times for {len(self.base_url)} servers; give it once, "
+                "or once for each --base-url."
+            )
+        return [_key_in(name) for name in self.api_key_env]
+
+
+def _key_in(name: str) -> str:
+    """Raises: UsageError."""
+    key = os.environ.get(name, "").strip()
+    if not key:
+        shown = f" {name}" if name.isidentifier() and len(name) < 64 else " of the given name"
+        raise UsageError(f"--api-key-env: there is no variable{shown}. Pass the name of the variable, not the key.")
+    return key

@@ -1,0 +1,83 @@
+"""How many requests a server gets at once, found out by its throughput (`backends/http/concurrency.py`)."""
+
+from __future__ import annotations
+
+import pytest
+
+from batchline.backends.http.concurrency import AdaptiveLimit
+
+FIRST = 8
+
+
+def driven(limit: AdaptiveLimit, capacity: int, seconds: float, *, latency_s: float = 0.5, now: float = 0.0) -> float:
+    """Keep a server busy that computes `capacity` requests at once, each in `latency_s`. Returns the time after it."""
+    end = now + seconds
+    while now < end:
+        num_together = limit.limit
+        for number in range(num_together):
+            now += latency_s / min(num_together, capacity)
+            limit.on_answer(now, num_together - 1)
+            if limit.limit != num_together and number:
+                break
+    return now
+
+
+@pytest.mark.parametrize("capacity", [16, 64, 256, 1000])
+def test_it_finds_what_a_server_computes_at_once(capacity: int) -> None:
+    limit = AdaptiveLimit(2048, FIRST)
+    driven(limit, capacity, 120)
+    assert capacity <= limit.limit <= 4 * capacity
+
+
+def test_it_stays_where_it_is_when_more_does_not_help() -> None:
+    limit = AdaptiveLimit(2048, FIRST)
+    now = driven(limit, 64, 100)
+    for _ in range(20):
+        now = driven(limit, 64, 50, now=now)
+        assert 64 <= limit.limit <= 256
+
+
+def test_a_small_server_is_not_flooded() -> None:
+    limit = AdaptiveLimit(2048, FIRST)
+    driven(limit, 1, 600)
+    assert limit.limit <= 2 * FIRST
+
+
+def test_an_overload_counts_once_for_the_requests_that_were_in_flight_together() -> None:
+    limit = AdaptiveLimit(2048, 100)
+    for left in range(99, 49, -1):
+        limit.on_overload(1.0, left)
+    assert limit.limit == 70
+
+
+def test_it_recovers_slowly_after_an_overload() -> None:
+    limit = AdaptiveLimit(2048, FIRST)
+    now = driven(limit, 64, 100)
+    limit.on_overload(now, limit.limit - 1)
+    lowered = limit.limit
+    driven(limit, 64, 100, now=now)
+    assert limit.limit > lowered
+
+
+def test_it_never_leaves_its_bounds() -> None:
+    limit = AdaptiveLimit(4, FIRST)
+    assert limit.limit == 4
+    driven(limit, 64, 100)
+    assert limit.limit == 4
+    for number in range(50):
+        limit.on_overload(float(number), 0)
+    assert limit.limit == 1
+
+
+def test_it_does_not_grow_while_few_requests_come() -> None:
+    limit = AdaptiveLimit(2048, FIRST)
+    for number in range(10_000):
+        limit.on_answer(number / 10, 2)
+    assert limit.limit == FIRST
+
+
+def test_a_server_that_was_away_begins_with_few_requests() -> None:
+    limit = AdaptiveLimit(2048, FIRST)
+    driven(limit, 256, 100)
+    limit.restart()
+    assert limit.limit == FIRST

@@ -1,0 +1,209 @@
+"""What the HTTP backend makes of each way in which a server can answer badly. The others' answers are untouched."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import orjson
+import pytest
+import pytest_asyncio
+from hostile_server import SHAPES, chat_answer, hostile_server
+
+from batchline.backends.base import BATCH_PRIORITY, Answer, EndpointRequest, running
+from batchline.backends.http import attempts
+from batchline.backends.http.backend import HttpBackend
+from batchline.backends.http.config import HttpConfig, server_addresses
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+CHAT = "/v1/chat/completions"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _short_pauses() -> Iterator[None]:
+    patch = pytest.MonkeyPatch()
+    patch.setattr(attempts, "FIRST_PAUSE_S", 0.01)
+    yield
+    patch.undo()
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with hostile_server() as (_, port):
+        yield f"http://127.0.0.1:{port}"
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def backend(url: str) -> AsyncIterator[HttpBackend]:
+    config = HttpConfig(servers=server_addresses([url]), max_retries=2, request_timeout_s=3.0, max_answer_bytes=4 << 20)
+    async with running(HttpBackend(config)) as started:
+        assert isinstance(started, HttpBackend)
+        yield started
+
+
+def chat(text: str, **body: Any) -> EndpointRequest:
+    body = {"model": "fake", "messages": [{"role": "user", "content": text}], **body}
+    return EndpointRequest(url=CHAT, body=body, request_id="r", priority=BATCH_PRIORITY)
+
+
+async def told(backend: HttpBackend, text: str) -> tuple[int, dict[str, Any]]:
+    """The status and the error of the answer; its code and message at least."""
+    answer = await backend.answer(chat(text))
+    assert not answer.is_transient, "the backend has made all attempts"
+    error = answer.parsed_body()["error"]
+    assert {"message", "type", "param", "code"} <= error.keys()
+    assert error["message"].isprintable()
+    return answer.status_code, error
+
+
+def content(answer: Answer) -> str:
+    return str(answer.parsed_body()["choices"][0]["message"]["content"])
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "message"),
+    [
+        ("cut", "connection_broken", "closed the connection without an answer"),
+        ("half", "connection_broken", "in the middle of its answer"),
+        ("half-chunked", "connection_broken", "in the middle of its answer"),
+        ("big 8", "answer_too_large", "more than 4,194,304 bytes"),
+        ("announced 300", "answer_too_large", "more than 4,194,304 bytes"),
+        ("gzip-bomb", "answer_too_large", "more than 4,194,304 bytes"),
+        ("gzip-damaged", "invalid_answer", "compressed answer that is"),
+        ("brotli", "invalid_answer", "not requested"),
+        ("headers", "answer_too_large", "headers of more than"),
+        ("tiny-chunks", "answer_too_large", "headers of more than"),
+        ("garbage", "invalid_answer", "valid HTTP"),
+        ("two-lengths", "invalid_answer", "valid HTTP"),
+        ("upgrade", "invalid_answer", "another protocol"),
+        ("page", "invalid_answer", "not with JSON: 502 Bad Gateway"),
+        ("empty", "invalid_answer", "not with JSON"),
+        ("redirect", "invalid_answer", "redirects the request to evil.example; correct its base URL"),
+        ('raw {"a":', "invalid_answer", 'not with JSON: {"a":'),
+        ("raw 17", "invalid_answer", "not an object"),
+        ("raw NaN", "invalid_answer", "not with JSON"),
+        ("raw {}", "invalid_answer", "without a result"),
+        ('raw {"error": {"message": "Provider is away", "code": 502}}', "invalid_answer", "Provider is away"),
+        ("raw " + "[" * 5000, "invalid_answer", "not with JSON"),
+    ],
+)
+async def test_a_bad_answer_becomes_an_error_of_that_request(
+    backend: HttpBackend, text: str, code: str, message: str
+) -> None:
+    bad, good = await asyncio.gather(told(backend, text), backend.answer(chat(f"beside {text}")))
+    assert bad[0] == 502
+    assert bad[1]["code"] == code
+    assert message in bad[1]["message"]
+    assert "secret" not in bad[1]["message"]
+    assert content(good) == f"beside {text}"
+
+
+@pytest.mark.parametrize("text", ["never", "drip"])
+async def test_an_answer_that_takes_too_long_is_a_timeout(url: str, text: str) -> None:
+    config = HttpConfig(servers=server_addresses([url]), max_retries=0, request_timeout_s=0.3)
+    async with running(HttpBackend(config)) as backend:
+        assert isinstance(backend, HttpBackend)
+        status, error = await told(backend, text)
+    assert (status, error["code"]) == (504, "timeout")
+    assert error["message"] == "The server did not answer within 0.3 s."
+
+
+async def test_an_answer_passes_through_byte_for_byte(backend: HttpBackend) -> None:
+    raw = '{"a":  1.50,\n "choices":[{"message":{"content":"\\u00e9"}}], "b":12345678901234567890123}'
+    answer = await backend.answer(chat(f"raw {raw}"))
+    assert answer.body == raw.encode()
+
+
+@pytest.mark.parametrize("text", ["gzip", "until-close", "continue", "two-answers"])
+async def test_unusual_but_valid_answers_are_understood(backend: HttpBackend, text: str) -> None:
+    for _ in range(2):
+        assert content(await backend.answer(chat(text))) == text
+
+
+async def test_a_list_is_an_answer(backend: HttpBackend) -> None:
+    """Text Embeddings Inference answers with one."""
+    assert (await backend.answer(chat("raw [[0.5, 1]]"))).body == b"[[0.5, 1]]"
+
+
+@pytest.mark.parametrize("usage", ['"many"', "[]", '{"prompt_tokens": -5}', '{"prompt_tokens": 1e400}', "17"])
+async def test_odd_usage_changes_nothing(backend: HttpBackend, usage: str) -> None:
+    before = backend.stats().prompt_tokens
+    answer = await backend.answer(chat(f'raw {{"usage": {usage}}}'))
+    assert (answer.status_code in (200, 502), backend.stats().prompt_tokens) == (True, before)
+
+
+@pytest.mark.parametrize(
+    ("shape", "message", "kind"),
+    [
+        ("detail", "fastapi says no", "BadRequestError"),
+        ("details", '[{"loc":["body","model"],"msg":"field required"}]', "BadRequestError"),
+        ("vllm", "vllm says no", "BadRequestError"),
+        ("tgi", "tgi says no", "validation"),
+        ("message", "somebody says no", "BadRequestError"),
+        ("list", 'HTTP 400 Bad Request: ["no"]', "BadRequestError"),
+        ("nothing", "HTTP 400 Bad Request: {}", "BadRequestError"),
+    ],
+)
+async def test_errors_in_other_formats_are_translated(
+    backend: HttpBackend, shape: str, message: str, kind: str
+) -> None:
+    status, error = await told(backend, f"shape {shape}")
+    assert (status, error["message"], error["type"]) == (400, message, kind)
+    assert error["code"] == 400
+
+
+async def test_an_error_in_openais_format_stays_as_it_is(backend: HttpBackend) -> None:
+    answer = await backend.answer(chat("shape openai"))
+    assert isinstance(answer.body, bytes)
+    assert orjson.loads(answer.body) == SHAPES["openai"]
+
+
+async def test_a_proxys_page_becomes_an_error_with_its_title(backend: HttpBackend) -> None:
+    status, error = await told(backend, "html")
+    assert (status, error["message"]) == (502, "HTTP 502 Bad Gateway: 502 Bad Gateway")
+
+
+@pytest.mark.parametrize("failure", ["status 500", "status 502", "status 504", "cut", "page", "half"])
+async def test_what_may_pass_is_tried_again(backend: HttpBackend, failure: str) -> None:
+    assert content(await backend.answer(chat(f"{failure} 2 then it works"))) == "it works"
+
+
+@pytest.mark.parametrize("status", [429, 503, 529])
+async def test_refusals_use_up_no_retries(backend: HttpBackend, status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("batchline.backends.http.pool.FIRST_REST_S", 0.001)
+    assert content(await backend.answer(chat(f"status {status} 6 then it works"))) == "it works"
+
+
+@pytest.mark.parametrize("status", [400, 404, 409, 413, 422, 501])
+async def test_errors_that_are_final_are_not_tried_again(backend: HttpBackend, status: int) -> None:
+    assert (await backend.answer(chat(f"status {status} 1 then it works"))).status_code == status
+
+
+async def test_the_last_failure_is_the_answer(backend: HttpBackend) -> None:
+    answer = await backend.answer(chat("status 500"))
+    assert answer.status_code == 500
+    assert answer.parsed_body()["error"]["message"] == "this is 500"
+
+
+async def test_the_memory_stays_flat_when_many_servers_send_too_much(backend: HttpBackend) -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    await asyncio.gather(*(told(backend, f"big {300 + number}") for number in range(8)))
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000, "KiB"
+
+
+async def test_a_stored_response_is_not_sent_twice(backend: HttpBackend) -> None:
+    body = {"model": "fake", "input": "x", "messages": [{"role": "user", "content": "cut 1 then stored"}]}
+    request = EndpointRequest(url="/v1/responses", body=body, request_id="r", priority=BATCH_PRIORITY)
+    answer = await backend.answer(request)
+    assert answer.status_code == 502
+    assert "was not sent again" in answer.parsed_body()["error"]["message"]
+    assert (await backend.answer(request)).parsed_body()["choices"] == chat_answer("stored")["choices"]
+
+
+async def test_a_response_that_is_not_stored_is_sent_again(backend: HttpBackend) -> None:
+    body = {"model": "fake", "store": False, "messages": [{"role": "user", "content": "cut 1 then not stored"}]}
+    request = EndpointRequest(url="/v1/responses", body=body, request_id="r", priority=BATCH_PRIORITY)
+    assert content(await backend.answer(request)) == "not stored"

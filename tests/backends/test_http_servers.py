@@ -1,0 +1,457 @@
+"""Several servers behind the HTTP backend: models, keys, servers that die, return, refuse or are slow."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack, closing, contextmanager
+from typing import Any
+
+import orjson
+import pytest
+from hostile_server import MODELS, Script, chat_answer, hostile_server, reply, scripted
+
+from batchline.backends.base import BATCH_PRIORITY, Answer, EndpointRequest, running
+from batchline.backends.http import attempts, pool
+from batchline.backends.http.backend import HttpBackend
+from batchline.backends.http.client import HttpClient
+from batchline.backends.http.config import HttpConfig, server_address, server_addresses
+from batchline.backends.http.connection import ExchangeFailed, LargeBodies, ReplyLimits
+from batchline.callers import EngineProgress, engine_progress
+from batchline.errors import BackendUnavailable, PeerError, UsageError
+
+CHAT = "/v1/chat/completions"
+GOOD = reply(200, chat_answer("good"))
+NOBODY = "http://127.0.0.1:9/v1"
+
+
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attempts, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(pool, "FIRST_REST_S", 0.01)
+    monkeypatch.setattr(pool, "FIRST_REVIVAL_S", 0.05)
+
+
+def chat(text: str = "hello", *, priority: int = BATCH_PRIORITY, **body: Any) -> EndpointRequest:
+    body = {"model": "fake", "messages": [{"role": "user", "content": text}], **body}
+    return EndpointRequest(url=CHAT, body=body, request_id="r", priority=priority)
+
+
+def backend_of(*urls: str, **settings: Any) -> HttpBackend:
+    keys = settings.pop("keys", ())
+    return HttpBackend(HttpConfig(servers=server_addresses(urls, keys), **settings))
+
+
+def content(answer: Answer) -> str:
+    return str(answer.parsed_body()["choices"][0]["message"]["content"])
+
+
+def models_of(*names: str) -> bytes:
+    return reply(200, {"data": [{"id": name} for name in names]})
+
+
+def serving(answer: Callable[[], bytes | None] | bytes | None, models: bytes = MODELS) -> Callable[[str, bytes], Any]:
+    """A script that lists models and gives one answer."""
+
+    def script(head: str, body: bytes) -> bytes | None:
+        if head.startswith("GET"):
+            return models
+        return answer() if callable(answer) else answer
+
+    return script
+
+
+async def until(is_true: Callable[[], object]) -> None:
+    while not is_true():  # noqa: ASYNC110 - what it waits for sets no event
+        await asyncio.sleep(0.005)
+
+
+# Addresses and keys
+
+
+@pytest.mark.parametrize(
+    ("given", "url", "chat_path", "other_path"),
+    [
+        ("http://host:8000", "http://host:8000/v1", "/v1/chat/completions", "/tokenize"),
+        ("http://host:8000/", "http://host:8000/v1", "/v1/chat/completions", "/tokenize"),
+        ("HTTP://host/v1/", "http://host/v1", "/v1/chat/completions", "/tokenize"),
+        ("https://host/prefix/v1", "https://host/prefix/v1", "/prefix/v1/chat/completions", "/prefix/tokenize"),
+        (
+            "https://host/v1beta/openai",
+            "https://host/v1beta/openai",
+            "/v1beta/openai/chat/completions",
+            "/v1beta/openai/tokenize",
+        ),
+        ("http://[::1]:80/v1", "http://[::1]:80/v1", "/v1/chat/completions", "/tokenize"),
+    ],
+)
+def test_base_urls_are_written_in_several_ways(given: str, url: str, chat_path: str, other_path: str) -> None:
+    address = server_address(given)
+    assert (address.base_url, address.path(CHAT), address.path("/tokenize")) == (url, chat_path, other_path)
+
+
+@pytest.mark.parametrize(
+    "wrong", ["", "host:8000", "ftp://host", "http://", "http://h/v1?key=1", "http://h:x/", "http://h/#a"]
+)
+def test_what_is_no_base_url_is_refused(wrong: str) -> None:
+    with pytest.raises(UsageError, match="base URL"):
+        server_address(wrong)
+
+
+def test_a_key_in_a_url_is_taken_out_and_never_shown() -> None:
+    address = server_address("http://user:sk-secret@host/v1")
+    assert (address.base_url, address.api_key) == ("http://host/v1", "sk-secret")
+    assert "secret" not in repr(address)
+    with pytest.raises(UsageError) as refused:
+        server_address("http://user:sk-secret@host/v1?token=hidden")
+    assert "secret" not in str(refused.value)
+    assert "hidden" not in str(refused.value)
+
+
+async def test_each_server_gets_its_own_key_and_a_redirect_gets_none() -> None:
+    seen: list[str] = []
+
+    def script(head: str, body: bytes) -> bytes:
+        seen.append(head)
+        return MODELS if head.startswith("GET") else reply(307, {}, Location="http://other.example/v1")
+
+    async with scripted(script) as url, running(backend_of(url, keys=["sk-1"])) as backend:
+        answer = await backend.answer(chat())
+    assert answer.status_code == 502
+    assert "redirects the request to other.example" in answer.parsed_body()["error"]["message"]
+    assert all("Authorization: Bearer sk-1\r\n" in head for head in seen)
+    assert len(seen) == 2
+
+
+async def test_a_refused_key_ends_the_start_and_a_run(caplog: pytest.LogCaptureFixture) -> None:
+    refusal = reply(401, {"error": {"message": "wrong key", "type": "a", "code": "b"}})
+    async with scripted(lambda head, body: refusal) as url:
+        with pytest.raises(UsageError, match="refuses the API key: wrong key"):
+            await backend_of(url, keys=["sk-secret"]).start()
+        with pytest.raises(UsageError, match="needs an API key"):
+            await backend_of(url).start()
+    async with scripted(serving(refusal)) as url, running(backend_of(url, keys=["sk-secret"])) as backend:
+        with pytest.raises(BackendUnavailable, match="refuses the API key"):
+            await backend.answer(chat())
+    assert "secret" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    "key_in", ['{"error": {"message": "bad %s", "type": "a", "code": 403}}', '{"detail": "bad %s"}']
+)
+async def test_a_key_that_a_server_repeats_is_not_in_the_answer(key_in: str) -> None:
+    refusal = reply(403, orjson.loads(key_in % "Bearer sk-secret"))
+    async with scripted(serving(refusal)) as url, running(backend_of(url, keys=["sk-secret"])) as backend:
+        answer = await backend.answer(chat())
+    assert answer.status_code == 403
+    assert answer.parsed_body()["error"]["message"] == "bad Bearer ***"
+
+
+async def test_a_server_that_lists_no_models_gets_requests_for_any() -> None:
+    async with (
+        scripted(serving(reply(200, chat_answer("hi")), models_of())) as url,
+        running(backend_of(url)) as backend,
+    ):
+        assert content(await backend.answer(chat(model="any"))) == "hi"
+
+
+@pytest.mark.parametrize(("status", "code"), [(429, "insufficient_quota"), (402, "402")])
+async def test_an_account_without_credit_ends_the_run(status: int, code: str) -> None:
+    refusal = reply(status, {"error": {"message": "pay first", "code": code}})
+    async with scripted(serving(refusal)) as url, running(backend_of(url)) as backend:
+        with pytest.raises(BackendUnavailable, match="pay first"):
+            await backend.answer(chat())
+
+
+# Models
+
+
+async def test_a_request_goes_to_a_server_that_lists_its_model() -> None:
+    async with AsyncExitStack() as stack:
+        urls = [
+            await stack.enter_async_context(scripted(serving(reply(200, chat_answer(name)), models_of(name))))
+            for name in ("a", "b")
+        ]
+        backend = await stack.enter_async_context(running(backend_of(*urls)))
+        assert [model.name for model in await backend.models()] == ["a", "b"]
+        for name in ("a", "b", "a"):
+            assert content(await backend.answer(chat(model=name))) == name
+        unknown = await backend.answer(chat(model="c"))
+        unnamed = await backend.answer(chat(model=None))
+        assert (unknown.status_code, unnamed.status_code) == (404, 400)
+
+
+@pytest.mark.parametrize("status", [404, 405, 501])
+async def test_a_server_without_a_list_of_models_may_serve_any(status: int) -> None:
+    async with scripted(serving(GOOD, reply(status, {}))) as url, running(backend_of(url)) as backend:
+        assert await backend.models() == ()
+        assert content(await backend.answer(chat(model="whatever"))) == "good"
+        assert (await backend.answer(chat(model=None))).status_code == 400
+
+
+async def test_a_pattern_in_the_list_of_models_may_be_any_model() -> None:
+    async with scripted(serving(GOOD, models_of("openai/*"))) as url, running(backend_of(url)) as backend:
+        assert content(await backend.answer(chat(model="openai/gpt"))) == "good"
+
+
+async def test_what_is_no_api_is_refused_at_the_start() -> None:
+    page = reply(200, b"<html>hello</html>", Content_Type="text/html")
+    async with scripted(lambda head, body: page) as url:
+        with pytest.raises(UsageError, match="lists its models in another format"):
+            await backend_of(url).start()
+
+
+async def test_a_server_that_is_not_there_ends_the_start() -> None:
+    with pytest.raises(BackendUnavailable, match=r"The server at http://127.0.0.1:9/v1 cannot be reached: Connection"):
+        await backend_of(NOBODY).start()
+
+
+# Failures
+
+
+async def test_the_requests_of_a_server_that_is_away_go_to_the_others() -> None:
+    async with scripted(serving(GOOD)) as url, running(backend_of(NOBODY, url)) as backend:
+        assert backend.is_alive()
+        assert {content(await backend.answer(chat(str(n)))) for n in range(20)} == {"good"}
+        assert backend.stats().by_member[NOBODY]["up"] == 0
+
+
+async def test_a_counted_failure_is_tried_at_another_server() -> None:
+    async with AsyncExitStack() as stack:
+        failing = await stack.enter_async_context(scripted(serving(reply(500, {"detail": "no"}))))
+        good = await stack.enter_async_context(scripted(serving(GOOD)))
+        backend = await stack.enter_async_context(running(backend_of(failing, good, max_retries=1)))
+        answers = await asyncio.gather(*(backend.answer(chat(str(n))) for n in range(30)))
+        assert {answer.status_code for answer in answers} == {200}
+
+
+async def test_a_request_that_breaks_its_server_is_answered_with_an_error_and_the_others_go_on() -> None:
+    with hostile_server() as (_, port):
+        async with running(backend_of(f"http://127.0.0.1:{port}", max_retries=9)) as backend:
+            bad, *others = await asyncio.gather(
+                backend.answer(chat("cut")), *(backend.answer(chat(f"good {n}")) for n in range(30))
+            )
+    assert bad.status_code == 502
+    assert "closed the connection without an answer" in bad.parsed_body()["error"]["message"]
+    assert {content(answer) for answer in others} == {f"good {n}" for n in range(30)}
+
+
+@contextmanager
+def restarted_forever(port: int) -> Iterator[None]:
+    """Keeps a server on a port: what dies is started again."""
+    stopping = False
+
+    async def keep() -> None:
+        while not stopping:
+            with hostile_server("--port", str(port)) as (process, _):
+                await until(lambda: stopping or process.poll() is not None)
+
+    task = asyncio.ensure_future(keep())
+    try:
+        yield
+    finally:
+        stopping = True
+        task.cancel()
+
+
+async def test_a_request_that_kills_its_server_is_found_and_costs_no_other_its_answer() -> None:
+    with hostile_server() as (_, port):
+        pass
+    with restarted_forever(port):
+        backend = backend_of(f"http://127.0.0.1:{port}", start_patience_s=20)
+        async with running(backend):
+            lethal, *others = await asyncio.gather(
+                backend.answer(chat("die")), *(backend.answer(chat(f"good {n}")) for n in range(40))
+            )
+    # a server that is back before it is probed counts as one that lives
+    assert lethal.parsed_body()["error"]["code"] in ("server_died", "connection_broken")
+    assert {content(answer) for answer in others} == {f"good {n}" for n in range(40)}
+
+
+async def test_a_server_that_dies_over_a_used_connection_may_have_taken_the_request() -> None:
+    """Bug: the connection seemed to have been closed while it was idle, so that a request that killed its server was
+    sent again without end."""
+    loop = asyncio.get_running_loop()
+    server: asyncio.Server | None = None
+
+    def script(head: str, body: bytes) -> bytes | None:
+        if body != b"die":
+            return GOOD
+        assert server is not None
+        server.close()
+        return None
+
+    opened: set[Script] = set()
+    server = await loop.create_server(lambda: Script(script, opened), "127.0.0.1", 0)
+    address = server_address(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    with closing(HttpClient(address, ReplyLimits(1 << 20, LargeBodies(1)))) as client:
+        await client.post(CHAT, b"live", 10.0)
+        with pytest.raises(ExchangeFailed, match="without an answer") as failed:
+            await client.post(CHAT, b"die", 10.0)
+    assert failed.value.was_sent
+
+
+async def test_a_server_that_was_killed_and_comes_back_gets_requests_again() -> None:
+    with hostile_server() as (process, port):
+        backend = backend_of(f"http://127.0.0.1:{port}")
+        async with running(backend):
+            assert content(await backend.answer(chat())) == "hello"
+            process.kill()
+            process.wait()
+            waiting = asyncio.create_task(backend.answer(chat("later")))
+            await until(lambda: not backend.is_alive())
+            with hostile_server("--port", str(port)):
+                assert content(await waiting) == "later"
+            assert backend.is_alive()
+
+
+async def test_when_nobody_answers_the_run_pauses_and_then_ends(caplog: pytest.LogCaptureFixture) -> None:
+    with hostile_server() as (process, port):
+        backend = backend_of(f"http://127.0.0.1:{port}", patience_s=0.6)
+        async with running(backend):
+            process.kill()
+            process.wait()
+            with (
+                caplog.at_level(logging.WARNING),
+                pytest.raises(BackendUnavailable, match="No server could answer for"),
+            ):
+                await backend.answer(chat())
+    assert re.search(r"Paused: no server can answer now \(http://127.0.0.1:\d+/v1 cannot be reached", caplog.text)
+
+
+async def test_a_server_that_refuses_for_a_while_costs_no_line_its_answer() -> None:
+    with hostile_server("--reject-for", "1.5") as (_, port):
+        async with running(backend_of(f"http://127.0.0.1:{port}", max_retries=0)) as backend:
+            answers = await asyncio.gather(*(backend.answer(chat(f"good {n}")) for n in range(50)))
+            rejections = next(iter(backend.stats().by_member.values()))["rejections"]
+    assert Counter(map(content, answers)) == Counter(f"good {n}" for n in range(50))
+    assert 0 < rejections < 60, "it rests, instead of being asked again and again"
+
+
+async def test_refusals_without_end_exhaust_the_patience() -> None:
+    refusal = reply(503, {"error": "busy"}, Retry_After="0.05")
+    async with scripted(serving(refusal)) as url, running(backend_of(url, patience_s=0.5)) as backend:
+        with pytest.raises(BackendUnavailable, match="answers HTTP 503: busy"):
+            await backend.answer(chat())
+
+
+async def test_a_limit_that_is_used_up_makes_the_server_rest() -> None:
+    times: list[float] = []
+
+    def limited() -> bytes:
+        times.append(asyncio.get_running_loop().time())
+        used_up = {"x-ratelimit-remaining-requests": "0", "x-ratelimit-reset-requests": "300ms"}
+        return reply(200, chat_answer("good"), **used_up)
+
+    async with scripted(serving(limited)) as url, running(backend_of(url, max_inflight=1)) as backend:
+        for _ in range(2):
+            await backend.answer(chat())
+    assert times[1] - times[0] >= 0.29
+
+
+async def test_the_fast_server_gets_more_requests_than_the_slow_one() -> None:
+    with hostile_server() as (_, fast), hostile_server("--delay", "0.3") as (_, slow):
+        async with running(backend_of(f"http://127.0.0.1:{fast}", f"http://127.0.0.1:{slow}")) as backend:
+            await asyncio.gather(*(backend.answer(chat(f"{n}")) for n in range(400)))
+            by_member = backend.stats().by_member
+    assert by_member[f"http://127.0.0.1:{fast}/v1"]["answers"] > 4 * by_member[f"http://127.0.0.1:{slow}/v1"]["answers"]
+
+
+async def test_a_cancelled_request_is_cancelled_at_the_server() -> None:
+    connections: set[Script] = set()
+    async with scripted(serving(b""), connections) as url, running(backend_of(url)) as backend:
+        progress = EngineProgress()
+        engine_progress.set(progress)
+        asking = asyncio.create_task(backend.answer(chat()))
+        await until(lambda: connections and progress.has_started)
+        asking.cancel()
+        await until(lambda: not connections)
+        assert next(iter(backend.stats().by_member.values()))["in_flight"] == 0
+
+
+async def test_a_request_that_waits_for_a_place_only_waits() -> None:
+    """A run that is being stopped drops such requests."""
+    async with scripted(serving(reply(503, {}, Retry_After="30"))) as url, running(backend_of(url)) as backend:
+        progress = EngineProgress()
+        engine_progress.set(progress)
+        asking = asyncio.create_task(backend.answer(chat()))
+        await until(lambda: next(iter(backend.stats().by_member.values()))["rejections"])
+        await until(lambda: progress.only_waits)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+
+
+# Requests that somebody waits for
+
+
+async def test_an_interactive_request_gets_the_refusal_at_once() -> None:
+    refusal = reply(429, {"error": {"message": "slow down"}})
+    async with scripted(serving(refusal)) as url, running(backend_of(url)) as backend:
+        answer = await backend.answer(chat(priority=0))
+    assert (answer.status_code, answer.parsed_body()["error"]["message"]) == (429, "slow down")
+
+
+async def test_an_interactive_request_is_tried_once_more_at_another_server() -> None:
+    async with AsyncExitStack() as stack:
+        urls = [
+            await stack.enter_async_context(scripted(serving(one)))
+            for one in (reply(500, {"error": {"message": "no"}}), GOOD, reply(503, {"error": {"message": "busy"}}))
+        ]
+        backend = await stack.enter_async_context(running(backend_of(*urls)))
+        assert {content(await backend.answer(chat(priority=0))) for _ in range(6)} == {"good"}
+
+
+async def test_an_interactive_request_does_not_wait_for_servers_that_are_away() -> None:
+    with hostile_server() as (process, port):
+        async with running(backend_of(f"http://127.0.0.1:{port}")) as backend:
+            process.kill()
+            process.wait()
+            for _ in range(2):
+                with pytest.raises(BackendUnavailable):
+                    await backend.answer(chat(priority=0))
+
+
+def events(*values: object) -> bytes:
+    body = b"".join(b"data: %b\n\n" % (value if isinstance(value, bytes) else orjson.dumps(value)) for value in values)
+    return reply(200, body, Content_Type="text/event-stream; charset=utf-8")
+
+
+async def streamed(answer: bytes | None) -> list[Any]:
+    async with scripted(serving(answer)) as url, running(backend_of(url)) as backend:
+        return [chunk async for chunk in backend.stream(chat(stream=True, priority=0))]
+
+
+async def test_events_pass_through_as_they_come() -> None:
+    assert await streamed(events({"a": 1}, {"b": [2]}, b"[DONE]", {"never": "seen"})) == [{"a": 1}, {"b": [2]}]
+    assert await streamed(events(b'{"a":\ndata: 1}')) == [{"a": 1}]
+    crlf = b': comment\r\nevent: x\r\nid: 7\r\ndata: {"a": 1}\r\n\r\n'
+    assert await streamed(reply(200, crlf, Content_Type="text/event-stream")) == [{"a": 1}]
+
+
+async def test_a_damaged_stream_ends_with_an_error() -> None:
+    *_, last = await streamed(events({"a": 1}, b"not json"))
+    assert last["error"]["message"] == "The server sends an event that is not JSON."
+    *_, last = await streamed(events({"a": 1}).replace(b"Content-Length: ", b"Connection: close\r\nContent-Length: 9"))
+    assert last["error"]["message"] == "The server closed the connection in the middle of its answer."
+
+
+async def test_an_error_before_the_stream_is_raised() -> None:
+    with pytest.raises(PeerError) as refused:
+        await streamed(reply(422, {"error": {"message": "no", "type": "t", "param": None, "code": 1}}))
+    assert (refused.value.status_code, refused.value.body()["error"]["type"]) == (422, "t")
+    with pytest.raises(PeerError, match="does not stream"):
+        await streamed(GOOD)
+
+
+async def test_a_stream_that_is_left_is_cancelled_at_the_server() -> None:
+    begun = b'HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\ndata: {"a": 1}\n\n'
+    connections: set[Script] = set()
+    async with scripted(serving(begun), connections) as url, running(backend_of(url)) as backend:
+        stream = backend.stream(chat(stream=True, priority=0))
+        assert await anext(stream) == {"a": 1}
+        await stream.aclose()  # type: ignore[attr-defined] # it is a generator
+        await until(lambda: not connections)
+        assert next(iter(backend.stats().by_member.values()))["in_flight"] == 0

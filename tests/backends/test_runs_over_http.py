@@ -1,0 +1,197 @@
+"""`run-batch --base-url` and `run_batch(base_url=...)` as users meet them: bad servers, stops, kills, resuming."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from batch_files import chat_line, contents, read_lines, write_lines
+from hostile_server import hostile_server
+
+from batchline import run_batch
+from batchline.errors import UsageError
+
+NOBODY = "http://127.0.0.1:9/v1"
+
+
+def batch_of(folder: Path, texts: Sequence[str], **body: Any) -> Path:
+    return write_lines(folder / "in.jsonl", [chat_line(f"r{n}", text, **body) for n, text in enumerate(texts)])
+
+
+def command(folder: Path, *options: str, **environment: str) -> list[Any]:
+    return [sys.executable, "-m", "batchline", "run-batch", "-i", folder / "in.jsonl", "-o", folder / "out", *options]
+
+
+def run(folder: Path, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    clean = {name: value for name, value in os.environ.items() if "API_KEY" not in name} | environment
+    return subprocess.run(command(folder, *options), env=clean, capture_output=True, text=True, check=False)
+
+
+def url_of(port: int) -> str:
+    return f"http://127.0.0.1:{port}/v1"
+
+
+def seen_by(port: int) -> Counter[str]:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/seen") as answer:
+        return Counter(json.load(answer)["seen"])
+
+
+def test_a_run_takes_the_models_from_the_servers(tmp_path: Path) -> None:
+    write_lines(tmp_path / "in.jsonl", [chat_line("named"), chat_line("unnamed", model=None)])
+    with hostile_server() as (_, port):
+        ended = run(tmp_path, "--base-url", url_of(port))
+        assert ended.returncode == 0, ended.stderr
+        again = run(tmp_path, "--base-url", url_of(port))
+    assert contents(read_lines(tmp_path / "out")) == {"named": "hello", "unnamed": "hello"}
+    assert "Connecting to the servers" in ended.stderr
+    assert "Already complete" in again.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "said"),
+    [
+        (["--base-url", NOBODY], 1, f"The server at {NOBODY} cannot be reached: Connection refused. Start it, or"),
+        (["--base-url", "nonsense"], 2, "'nonsense' is not the base URL of a server"),
+        (["--base-url", "http://me:sk-secret@h/v1?a=b"], 2, "has a query or a fragment"),
+        (["--base-url", NOBODY, "--base-url", NOBODY + "/"], 2, "is given more than once"),
+        (["--base-url", NOBODY, "--model", "a", "--model", "b"], 2, "at most one --model"),
+        (["--base-url", NOBODY, "--dtype", "float32"], 2, "so these have no effect: --dtype"),
+        (["--base-url", NOBODY, "--via", NOBODY], 2, "--via and --base-url exclude each other"),
+        (["--base-url", NOBODY, "--api-key-env", "NO_SUCH_KEY"], 2, "there is no variable NO_SUCH_KEY"),
+        (["--base-url", NOBODY, "--api-key-env", "sk-secret"], 2, "there is no variable of the given name"),
+        (["--model", "a", "--patience", "3", "--max-retries", "1"], 2, "--max-retries, --patience requires --base-url"),
+    ],
+)
+def test_wrong_options_are_refused_and_nothing_is_run(tmp_path: Path, options: list[str], code: int, said: str) -> None:
+    batch_of(tmp_path, ["a"])
+    ended = run(tmp_path, *options)
+    assert (ended.returncode, said in ended.stderr) == (code, True), ended.stderr
+    assert "secret" not in ended.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+def test_a_model_that_no_server_lists_is_refused(tmp_path: Path) -> None:
+    batch_of(tmp_path, ["a"])
+    with hostile_server() as (_, port):
+        typed = run(tmp_path, "--base-url", url_of(port), "--model", "fike")
+        batch_of(tmp_path, ["a"], model="other")
+        named = run(tmp_path, "--base-url", url_of(port))
+    assert (typed.returncode, named.returncode) == (2, 2)
+    assert "No server lists the model 'fike' of --model. They list: fake." in typed.stderr
+    assert "No request names a served model." in named.stderr
+    assert "--served-model-name" not in named.stderr, "it has no effect on other servers"
+
+
+def test_three_servers_of_which_one_dies_one_is_slow_and_one_refuses_answer_every_line_once(tmp_path: Path) -> None:
+    texts = [f"text {n}" for n in range(1500)]
+    batch_of(tmp_path, texts)
+    with ExitStack() as stack:
+        mortal, dying = stack.enter_context(hostile_server("--delay", "0.05"))
+        _, slow = stack.enter_context(hostile_server("--delay", "0.5"))
+        _, refusing = stack.enter_context(hostile_server("--delay", "0.01", "--reject-for", "3"))
+        urls = [word for port in (dying, slow, refusing) for word in ("--base-url", url_of(port))]
+        with subprocess.Popen(
+            command(tmp_path, *urls, "--max-retries", "0"), stderr=subprocess.PIPE, text=True
+        ) as going:
+            while sum(seen_by(dying).values()) < 20:
+                time.sleep(0.02)
+            mortal.kill()
+            _, said = going.communicate()
+        answered = seen_by(slow) + seen_by(refusing)
+    assert going.returncode == 0, said
+    results = read_lines(tmp_path / "out")
+    assert [result["custom_id"] for result in results] == [f"r{n}" for n in range(len(texts))]
+    assert list(contents(results).values()) == texts
+    assert f"The server at {url_of(dying)} cannot be reached" in said
+    assert max(answered.values()) == 1, "no line was computed twice by servers that lived"
+
+
+def test_a_run_whose_servers_all_die_ends_and_is_resumed_at_another_server(tmp_path: Path) -> None:
+    batch_of(tmp_path, [f"text {n}" for n in range(300)])
+    with hostile_server("--delay", "0.1") as (server, port):
+        options = ["--base-url", url_of(port), "--patience", "0.5"]
+        with subprocess.Popen(command(tmp_path, *options), stderr=subprocess.PIPE, text=True) as going:
+            while sum(seen_by(port).values()) < 100:
+                time.sleep(0.02)
+            server.kill()
+            _, said = going.communicate()
+    assert going.returncode == 1
+    assert "Paused: no server can answer now" in said
+    assert "No server could answer for" in said
+    with hostile_server() as (_, other):
+        ended = run(tmp_path, "--base-url", url_of(other))
+        num_again = len(seen_by(other))
+    assert (ended.returncode, 0 < num_again < 300) == (0, True), ended.stderr
+    assert len(contents(read_lines(tmp_path / "out"))) == 300
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_stopped_or_killed_run_is_resumed_and_asks_for_nothing_twice(tmp_path: Path, number: int) -> None:
+    batch_of(tmp_path, [f"text {n}" for n in range(300)])
+    with hostile_server("--delay", "0.1") as (_, port):
+        arguments = command(tmp_path, "--base-url", url_of(port), "--max-inflight", "8")
+        with subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True) as going:
+            while len(seen_by(port)) < 60:
+                time.sleep(0.02)
+            going.send_signal(number)
+            going.communicate()
+        assert going.returncode == (130 if number == signal.SIGINT else -signal.SIGKILL)
+        num_before = len(seen_by(port))
+        assert num_before < 300
+        assert run(tmp_path, "--base-url", url_of(port)).returncode == 0
+        asked = seen_by(port)
+    assert len(contents(read_lines(tmp_path / "out"))) == 300
+    num_repeated = sum(asked.values()) - len(asked)
+    assert num_repeated == 0 if number == signal.SIGINT else num_repeated <= 24
+
+
+def test_a_key_of_the_environment_reaches_neither_a_message_nor_a_file(tmp_path: Path) -> None:
+    batch_of(tmp_path, ["a", "status 400", "cut", "redirect"])
+    with hostile_server() as (_, port):
+        ended = run(tmp_path, "--base-url", url_of(port), "--max-retries", "0", OPENAI_API_KEY="sk-secret")
+    assert ended.returncode == 0
+    assert "sk-secret" not in ended.stdout + ended.stderr
+    assert all(b"sk-secret" not in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+
+
+def test_python_takes_base_urls(tmp_path: Path) -> None:
+    batch_of(tmp_path, ["a", "b"])
+    with hostile_server() as (_, first), hostile_server() as (_, second):
+        summary = run_batch(tmp_path / "in.jsonl", tmp_path / "out", base_url=[url_of(first), url_of(second)])
+        assert (summary.succeeded, summary.failed) == (2, 0)
+        other = run_batch(tmp_path / "in.jsonl", tmp_path / "out-2", base_url=url_of(first), model="fake")
+        assert other.succeeded == 2
+    for wrong in (
+        {"api_key": "k", "model": "m"},
+        {"base_url": NOBODY, "backend": "x"},
+        {"base_url": NOBODY, "model": ["a", "b"]},
+    ):
+        with pytest.raises(UsageError):
+            run_batch(tmp_path / "in.jsonl", tmp_path / "out-3", **wrong)  # type: ignore[arg-type]
+
+
+def test_a_run_stops_before_it_costs_too_much(tmp_path: Path) -> None:
+    batch_of(tmp_path, [f"text {n}" for n in range(40)], max_tokens=100)
+    (tmp_path / "prices.yaml").write_text("fake: {input: 100, output: 10000}\n")
+    prices = ["--prices", str(tmp_path / "prices.yaml")]
+    with hostile_server() as (_, port):
+        stopped = run(tmp_path, "--base-url", url_of(port), *prices, "--max-cost", "1.5")
+        num_asked = len(seen_by(port))
+        ended = run(tmp_path, "--base-url", url_of(port), *prices, "--max-cost", "10")
+        refused = run(tmp_path, "--base-url", url_of(port), "--max-cost", "10")
+    assert (stopped.returncode, ended.returncode, refused.returncode) == (1, 0, 2)
+    assert "Stopped before the cost exceeds --max-cost" in stopped.stderr
+    assert 0 < num_asked < 40, "an answer costs 2 cents"
+    assert "Cost           $0.8120" in ended.stderr
+    assert "--max-cost requires --prices" in refused.stderr

@@ -1,0 +1,181 @@
+"""`--max-cost` and `--prices`: what answers cost, and a run that stops before it costs more than its limit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from batch_files import chat_line, read_lines, write_lines
+
+from batchline.backends.base import EndpointRequest
+from batchline.batch.api import for_backend, run_blocking
+from batchline.batch.budget import CostOptions
+from batchline.batch.files import RunFiles
+from batchline.batch.options import RunOptions
+from batchline.batch.prices import ModelPrice, Prices, read_prices
+from batchline.batch.progress import SilentReporter
+from batchline.batch.summary import RunSummary
+from batchline.errors import RunFailed, UsageError
+from batchline.testing import FakeBackend
+
+CHAT = "/v1/chat/completions"
+PRICE = ModelPrice(input=10.0, output=1000.0)
+"""So that the fake's answers, of some words, cost cents."""
+
+
+def table(tmp_path: Path, text: str) -> Prices:
+    path = tmp_path / "prices.yaml"
+    path.write_text(text)
+    return read_prices(path)
+
+
+def test_prices_are_found_by_name_then_by_the_longest_pattern(tmp_path: Path) -> None:
+    prices = table(tmp_path, "gpt: {input: 1}\n'g*': {input: 2}\n'gp*': {input: 3}\n")
+    assert [price and price.input for price in map(prices.of, ("gpt", "gpx", "gx", "x"))] == [1, 3, 2, None]
+    with pytest.raises(UsageError, match="has no price for 'x'"):
+        prices.refuse_unknown(["gpt", "x"])
+
+
+def test_a_table_may_be_json(tmp_path: Path) -> None:
+    assert table(tmp_path, '{"m": {"input": 0.15, "cached_input": 0.075, "output": 0.6}}').of("m") == ModelPrice(
+        input=0.15, cached_input=0.075, output=0.6
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "has no table of prices"),
+        ("- a", "has no table of prices"),
+        ("m: 3", "must be a mapping with `input`"),
+        ("m: {output: 3}", "must be a mapping with `input`"),
+        ("m: {input: -3}", "input must be a number of at least 0, not -3"),
+        ("m: {input: .inf}", "must be a number"),
+        ("m: {input: true}", "must be a number"),
+        ("m: {input: 1, max_output_tokens: 1.5}", "max_output_tokens must be"),
+        ("m: {input: 1, outptu: 2}", "unknown field 'outptu'"),
+        ("m: {input: [", "not valid YAML or JSON"),
+    ],
+)
+def test_a_wrong_table_is_refused(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        table(tmp_path, text)
+
+
+def test_cached_tokens_have_their_own_price() -> None:
+    price = ModelPrice(input=2.0, cached_input=0.5, output=8.0)
+    assert price.cost(1_000_000, 400_000, 100_000) == pytest.approx(1.2 + 0.2 + 0.8)
+    assert ModelPrice(input=2.0).cost(1_000_000, 400_000, 5) == pytest.approx(2.0)
+
+
+def bound(**body: Any) -> float:
+    body = {"model": "fake", "messages": [{"role": "user", "content": "hi"}], **body}
+    return ModelPrice(input=0.0, output=1_000_000.0, max_output_tokens=77).bound(CHAT, body, orjson.dumps(body))
+
+
+@pytest.mark.parametrize(
+    ("fields", "output_tokens"),
+    [
+        ({"max_tokens": 5}, 5),
+        ({"max_completion_tokens": 7, "n": 3}, 21),
+        ({}, 77),
+        ({"n": 2}, 154),
+    ],
+)
+def test_the_bound_of_the_output_is_the_limit_of_every_choice(fields: dict[str, Any], output_tokens: int) -> None:
+    assert bound(**fields) == pytest.approx(output_tokens)
+
+
+def test_the_bound_of_the_prompt_covers_one_token_per_byte_and_media_by_url() -> None:
+    price = ModelPrice(input=1_000_000.0)
+    text = {"messages": [{"role": "user", "content": "é" * 500}], "max_tokens": 1}
+    assert price.bound(CHAT, text, orjson.dumps(text)) > len("é".encode()) * 500
+    part = {"type": "image_url", "image_url": {"url": "http://a/b.png"}}
+    image = {"messages": [{"role": "user", "content": [part]}], "max_tokens": 1}
+    assert price.bound(CHAT, image, orjson.dumps(image)) > 16_000
+    assert price.bound("/v1/embeddings", {"input": "x" * 50}, b"x" * 50) < 2000
+
+
+Limited = Callable[..., RunSummary]
+
+
+@pytest.fixture
+def limited(tmp_path: Path) -> Limited:
+    """Runs the file with a limit. asked: gets the requests that are sent."""
+
+    def run(
+        max_usd: float | None, asked: list[str] | None = None, price: ModelPrice = PRICE, at_once: int = 4
+    ) -> RunSummary:
+        async def note(request: EndpointRequest) -> None:
+            if asked is not None:
+                asked.append(request.body["messages"][-1]["content"])
+
+        backend = FakeBackend(before_answer=note)
+        options = RunOptions(
+            max_inflight=at_once, cost=CostOptions(Prices({"fake": price}, "prices.yaml"), max_usd), dedup=False
+        )
+        files = RunFiles.named(str(tmp_path / "in"), str(tmp_path / "out"))
+        return run_blocking(files, for_backend(options, backend, None), backend, SilentReporter())
+
+    return run
+
+
+def three_words_each(tmp_path: Path, count: int) -> None:
+    write_lines(tmp_path / "in", [chat_line(f"r{n}", f"text number {n}", max_tokens=8) for n in range(count)])
+
+
+COST_OF_ONE = PRICE.cost(3, 0, 3)
+
+
+def test_a_run_within_its_limit_ends_and_says_what_it_cost(tmp_path: Path, limited: Limited) -> None:
+    three_words_each(tmp_path, 10)
+    assert limited(10.0).cost_usd == pytest.approx(10 * COST_OF_ONE)
+
+
+def test_without_a_limit_costs_are_only_counted(tmp_path: Path, limited: Limited) -> None:
+    three_words_each(tmp_path, 10)
+    assert limited(None).cost_usd == pytest.approx(10 * COST_OF_ONE)
+
+
+def test_a_run_stops_before_its_limit_and_goes_on_with_a_higher_one(tmp_path: Path, limited: Limited) -> None:
+    three_words_each(tmp_path, 50)
+    asked: list[str] = []
+    max_usd = 30 * COST_OF_ONE
+    with pytest.raises(RunFailed, match=r"Stopped before the cost exceeds --max-cost: .* run the same command again"):
+        limited(max_usd, asked)
+    num_first = len(asked)
+    assert 0 < num_first * COST_OF_ONE <= max_usd
+    assert num_first >= 20, "bounds of requests that are answered are given back"
+    with pytest.raises(RunFailed):
+        limited(max_usd, asked)
+    assert len(asked) == num_first, "what an earlier process has spent counts"
+    assert limited(1.0, asked).cost_usd == pytest.approx(50 * COST_OF_ONE)
+    assert len(set(asked)) == len(asked) == 50
+    assert len(read_lines(tmp_path / "out")) == 50
+
+
+def test_a_limit_below_the_first_request_sends_nothing(tmp_path: Path, limited: Limited) -> None:
+    three_words_each(tmp_path, 3)
+    asked: list[str] = []
+    with pytest.raises(RunFailed, match=r"\$0.0000 of \$0.0001 are spent"):
+        limited(0.0001, asked)
+    assert asked == []
+
+
+def test_failures_cost_nothing(tmp_path: Path, limited: Limited) -> None:
+    write_lines(tmp_path / "in", [chat_line("a", "a b c", max_tokens=8), chat_line("b", model="fake2", max_tokens=8)])
+    prices = Prices({"*": PRICE}, "prices.yaml")
+    backend = FakeBackend()
+    options = RunOptions(cost=CostOptions(prices, 1.0))
+    files = RunFiles.named(str(tmp_path / "in"), str(tmp_path / "out"))
+    summary = run_blocking(files, for_backend(options, backend, None), backend, SilentReporter())
+    assert (summary.failed, summary.cost_usd) == (1, pytest.approx(COST_OF_ONE))
+
+
+def test_a_model_without_a_price_is_refused_before_anything_is_sent(tmp_path: Path, limited: Limited) -> None:
+    write_lines(tmp_path / "in", [chat_line("a", model="other")])
+    with pytest.raises(UsageError, match="has no price for 'other'"):
+        limited(1.0)

@@ -1,0 +1,161 @@
+"""`serve --base-url`: our server in front of another one. Streams, errors, health, metrics, batches and recordings."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import orjson
+import pytest
+from hostile_server import MODELS, hostile_server, reply, scripted
+from threaded_server import ThreadedServer
+
+from batchline.backends.base import EndpointRequest
+from batchline.backends.http import pool
+from batchline.backends.http.backend import HttpBackend
+from batchline.backends.http.config import HttpConfig, server_addresses
+from batchline.cli.http_options import HttpOptions
+from batchline.jobs.options import JobsOptions
+from batchline.testing import FakeBackend
+
+BODY = {"model": "fake", "messages": [{"role": "user", "content": "one two three"}]}
+
+
+def front_of(*urls: str, **options: object) -> ThreadedServer:
+    return ThreadedServer(HttpBackend(HttpConfig(servers=server_addresses(urls))), **options)
+
+
+@pytest.fixture(scope="module")
+def front() -> Iterator[str]:
+    with ThreadedServer(FakeBackend()) as behind, front_of(behind.url) as server:
+        yield server.url
+
+
+def test_answers_and_streams_pass_through(front: str) -> None:
+    client = openai.OpenAI(base_url=f"{front}/v1", api_key="unused", max_retries=0)
+    whole = client.chat.completions.create(**BODY)  # type: ignore[call-overload]
+    assert whole.choices[0].message.content == "one two three"
+    chunks = list(client.chat.completions.create(**BODY, stream=True))  # type: ignore[call-overload]
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "one two three"
+    assert chunks[-1].choices[0].finish_reason == "stop"
+    assert [model.id for model in client.models.list()] == ["fake"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "said"),
+    [
+        ("/v1/chat/completions", {**BODY, "model": "nobody"}, 404, "does not exist"),
+        ("/v1/chat/completions", {**BODY, "model": "nobody", "stream": True}, 404, "does not exist"),
+        ("/v1/embeddings", {"model": "fake", "input": "x", "stream": True}, 400, "cannot stream"),
+        ("/v1/nothing", BODY, 404, "Unknown path"),
+        ("/tokenize", {"model": "fake", "prompt": "x"}, 404, "Unknown path /tokenize"),
+    ],
+)
+def test_errors_keep_their_status_and_format(
+    front: str, path: str, body: dict[str, object], status: int, said: str
+) -> None:
+    answer = httpx.post(f"{front}{path}", json=body)
+    assert answer.status_code == status
+    assert said in answer.json()["error"]["message"]
+
+
+def test_a_client_that_hangs_up_cancels_the_request_behind() -> None:
+    begun, ended = threading.Event(), threading.Event()
+
+    async def wait(_request: EndpointRequest) -> None:
+        begun.set()
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.set()
+
+    with ThreadedServer(FakeBackend(between_chunks=wait)) as behind, front_of(behind.url) as server:
+        with httpx.stream("POST", f"{server.url}/v1/chat/completions", json={**BODY, "stream": True}) as answer:
+            assert next(answer.iter_lines()).startswith("data: ")
+            assert begun.wait(10)
+        assert ended.wait(10)
+
+
+def test_health_follows_the_servers_behind_and_metrics_show_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "IDLE_PROBE_S", 0.1)
+    with hostile_server() as (process, port), front_of(f"http://127.0.0.1:{port}") as server:
+        assert httpx.get(f"{server.url}/health").status_code == 200
+        metrics = httpx.get(f"{server.url}/metrics").text
+        assert f'batchline_member_up{{member="http://127.0.0.1:{port}/v1"}} 1.0' in metrics
+        process.kill()
+        process.wait()
+        while httpx.get(f"{server.url}/health").status_code == 200:
+            pass
+        assert httpx.post(f"{server.url}/v1/chat/completions", json=BODY).status_code == 503
+        with hostile_server("--port", str(port)):
+            while httpx.get(f"{server.url}/health").status_code == 503:
+                pass
+            assert httpx.post(f"{server.url}/v1/chat/completions", json=BODY).status_code == 200
+
+
+def test_batches_run_in_front_of_a_server_that_has_none(tmp_path: Path) -> None:
+    jobs = JobsOptions(state_dir=tmp_path / "state")
+    line = orjson.dumps({"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": BODY}) + b"\n"
+    with hostile_server() as (_, port), front_of(f"http://127.0.0.1:{port}", jobs=jobs) as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused")
+        file = client.files.create(file=("in.jsonl", line), purpose="batch")
+        batch = client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
+        while batch.status not in ("completed", "failed"):
+            batch = client.batches.retrieve(batch.id)
+        assert batch.output_file_id is not None
+        assert '"content":' in client.files.content(batch.output_file_id).text
+
+
+def test_a_recording_is_passed_on_as_a_form() -> None:
+    """Other servers do not take the base64 of our JSON."""
+    seen: list[tuple[str, bytes]] = []
+
+    def script(head: str, body: bytes) -> bytes:
+        if head.startswith("GET"):
+            return MODELS
+        seen.append((head, body))
+        return reply(200, b"WEBVTT\n\nhello", Content_Type="text/vtt")
+
+    class Behind:
+        url = ""
+
+    async def answer() -> None:
+        async with scripted(script) as url:
+            Behind.url = url
+            is_up.set()
+            await asyncio.get_running_loop().run_in_executor(None, is_over.wait)
+
+    is_up, is_over = threading.Event(), threading.Event()
+    thread = threading.Thread(target=lambda: asyncio.run(answer()))
+    thread.start()
+    assert is_up.wait(10)
+    try:
+        with front_of(Behind.url) as server:
+            fields = {"model": "fake", "response_format": "vtt", "temperature": "0.5"}
+            answered = httpx.post(
+                f"{server.url}/v1/audio/transcriptions", data=fields, files={"file": ("a.wav", b"\x00RIFF\r\n")}
+            )
+    finally:
+        is_over.set()
+        thread.join()
+    assert (answered.status_code, answered.text) == (200, "WEBVTT\n\nhello")
+    ((head, body),) = seen
+    assert "Content-Type: multipart/form-data; boundary=" in head
+    assert b'name="file"; filename="recording"\r\n\r\n\x00RIFF\r\n\r\n--' in body
+    assert b'name="response_format"\r\n\r\nvtt\r\n' in body
+
+
+def test_the_keys_of_our_own_clients_never_go_to_the_servers_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BATCHLINE_API_KEY", "ours")
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    backend = HttpOptions(base_url=["http://127.0.0.1:9"]).served([])
+    assert isinstance(backend, HttpBackend)
+    assert [address.api_key for address in backend._config.servers] == [None]
+    monkeypatch.setenv("OPENAI_API_KEY", "theirs")
+    backend = HttpOptions(base_url=["http://127.0.0.1:9"]).served([])
+    assert isinstance(backend, HttpBackend)
+    assert [address.api_key for address in backend._config.servers] == ["theirs"]
