@@ -1,0 +1,187 @@
+"""What Batchline knows about another project's engine: a table for each, in a file of its own.
+
+A table says how the engine is started, which of its arguments do what options of Batchline do, and how its commonest
+failures look in its log. `arguments_of` turns a model's settings into arguments. An option that an engine does not have
+is refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from batchline.backends.processes.settings import Setting
+from batchline.config import Task
+from batchline.errors import UsageError
+
+ToArguments = Callable[[Any], Sequence[str]]
+"""The arguments for an option's value. Raises: Unsupported for a value that the engine does not have."""
+
+
+class Unsupported(Exception):
+    """The engine has the option, but not with this value. Its text says what the engine can do instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A failure that is recognized in the log. sentence: may use the pattern's groups, as `{0}`.
+
+    is_command_wrong: whether another command is needed, so that starting the engine again is useless.
+    """
+
+    pattern: re.Pattern[str]
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engine:
+    """One kind of engine.
+
+    name, title: in commands, and in sentences. packages: names under which it is installed, the usual one first; empty
+    if it is not a Python program. install: how to get it.
+    module: what follows `python` to start it. executable: its command. model_argument: what precedes the model. names:
+    the arguments for the names that requests may use.
+    fixed: arguments that it always gets. arguments: by option of ours. combined: the arguments for several options
+    together. reserved: its arguments that Batchline sets, with what to do instead ("" for nothing). speed_only: its
+    arguments that do not change answers.
+    key_variable: the environment variable with its API key; None if a file must have it. key_file: that file's content.
+    tasks: the arguments for each task. endpoints: the paths that it serves for each task. lists_paths: whether
+    `/openapi.json` has exactly the paths that it serves. max_num_seqs: how many requests it runs at once by default.
+    failures: the commonest ones, the most specific first.
+    """
+
+    name: str
+    title: str
+    packages: tuple[str, ...]
+    module: tuple[str, ...]
+    executable: tuple[str, ...]
+    model_argument: tuple[str, ...]
+    names: Callable[[Sequence[str]], Sequence[str]]
+    fixed: tuple[str, ...]
+    arguments: Mapping[str, ToArguments]
+    reserved: Mapping[str, str]
+    speed_only: Collection[str]
+    key_variable: str | None
+    key_file: Callable[[str], str] | None = None
+    tensor_parallel_argument: str | None
+    combined: Callable[[Mapping[str, Any]], Sequence[str]] = lambda values: ()
+    tasks: Mapping[Task, Sequence[str]]
+    endpoints: Mapping[Task, Sequence[str]]
+    lists_paths: bool
+    max_num_seqs: int
+    failures: Sequence[Failure]
+    install: str
+
+    def arguments_of(self, settings: Sequence[Setting]) -> list[str]:
+        """The arguments for these settings. Raises: UsageError that names every option that it does not have."""
+        arguments: list[str] = []
+        unknown: list[str] = []
+        reasons: list[str] = []
+        for setting in settings:
+            convert = self.arguments.get(setting.option)
+            if convert is not None:
+                try:
+                    arguments += convert(setting.value)
+                except Unsupported as exc:
+                    reasons.append(f"{setting.option}: {exc}")
+            elif not setting.is_default:
+                unknown.append(setting.option)
+        if unknown:
+            reasons.insert(
+                0,
+                f"{self.title} has nothing that does the same as {', '.join(unknown)}. Leave it out, or set "
+                f"{self.title}'s own arguments with --engine-arg.",
+            )
+        if reasons:
+            raise UsageError("\n".join(reasons))
+        return [*arguments, *self.combined({setting.option: setting.value for setting in settings})]
+
+    def own_arguments(self, given: Sequence[str]) -> list[str]:
+        """The arguments of `--engine-arg`, as the engine takes them. Raises: UsageError."""
+        arguments: list[str] = []
+        for text in given:
+            parts = _parts(text)
+            name = argument_name(parts[0])
+            if name in self.reserved:
+                instead = self.reserved[name] or "leave it out"
+                raise UsageError(f"--engine-arg {_shown(text)}: Batchline sets {self.title}'s --{name}; {instead}.")
+            arguments += parts
+        return arguments
+
+    def changes_answers(self, argument: str) -> bool:
+        """Whether an argument of `--engine-arg` may change answers."""
+        return argument_name(argument) not in self.speed_only
+
+
+def argument_name(argument: str) -> str:
+    """`tensor-parallel-size` for `--tensor_parallel_size=2`."""
+    return argument.lstrip("-").partition("=")[0].partition(" ")[0].replace("_", "-")
+
+
+def _parts(text: str) -> list[str]:
+    """The arguments that one `--engine-arg` stands for: `NAME=VALUE`, `--flag`, or `--name value ...`.
+
+    Raises: UsageError.
+    """
+    if not text.startswith("-"):
+        name, separator, _ = text.partition("=")
+        if not name or not separator or " " in name:
+            raise UsageError(f"--engine-arg: {_shown(text)!r} is neither NAME=VALUE nor --flag.")
+        return [f"--{text}"]
+    match = re.match(r"(-[^\s=]+)\s+(.*)", text, re.DOTALL)
+    if match is None:
+        return [text]
+    try:
+        return [match[1], *shlex.split(match[2])]
+    except ValueError as exc:
+        raise UsageError(f"--engine-arg: {_shown(text)!r} has a quote that does not end.") from exc
+
+
+def _shown(text: str) -> str:
+    """An argument without its value, which may be a secret."""
+    name, separator, _ = text.partition("=")
+    return f"{name}=..." if separator else name.partition(" ")[0]
+
+
+def value(argument: str) -> ToArguments:
+    """The value itself behind the argument."""
+    return lambda given: [f"{argument}={given}"]
+
+
+def json_value(argument: str) -> ToArguments:
+    """The value as JSON."""
+    return lambda given: [f"{argument}={json.dumps(dict(given))}"] if given else []
+
+
+def when(wanted: object, *arguments: str, otherwise: str = "") -> ToArguments:
+    """The arguments if the option has this value. otherwise: for its other value, what the engine can do instead; empty
+    if that is what the engine does anyway."""
+
+    def convert(given: object) -> Sequence[str]:
+        if given == wanted:
+            return arguments
+        if otherwise:
+            raise Unsupported(otherwise)
+        return ()
+
+    return convert
+
+
+def one_of(allowed: Mapping[Any, Sequence[str]], otherwise: str) -> ToArguments:
+    """The arguments by value; all other values are unsupported. otherwise: what the engine can do instead."""
+
+    def convert(given: Any) -> Sequence[str]:
+        if given not in allowed:
+            raise Unsupported(otherwise)
+        return allowed[given]
+
+    return convert
+
+
+def failure(pattern: str, sentence: str) -> Failure:
+    """A failure. pattern: a regular expression, searched in the end of the log."""
+    return Failure(re.compile(pattern, re.IGNORECASE), sentence)

@@ -1,0 +1,248 @@
+"""One life of an engine: from the start of its process to its end.
+
+A life begins when the engine's health path answers 200. It ends when its process does, or when it is stuck: when
+neither its health path nor any request has been answered for too long. A stuck engine is killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import socket
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from batchline.backends.processes.child import Child, Launch
+from batchline.backends.processes.config import ProcessConfig
+from batchline.backends.processes.failures import PORT_IN_USE, explanation, last_lines
+from batchline.backends.processes.peer import HOST, Peer
+from batchline.backends.supervision import Company
+from batchline.errors import BackendUnavailable, ModelLoadError
+
+logger = logging.getLogger(__name__)
+
+HEALTH = "/health"
+POLL_S = 0.2
+"""Between two looks at an engine that starts or ends."""
+
+PROBE_S = 5.0
+"""Between two looks at an engine that runs."""
+
+PROBE_TIMEOUT_S = 30.0
+"""SGLang's health check generates a token, and takes up to 20 seconds to give up."""
+
+DYING_S = 30.0
+"""How long an engine that has failed a request, and is not healthy, may take to end by itself."""
+
+FIRST_NOTICE_S = 60.0
+"""After this, and again each time it has doubled, the log says that an engine is still starting."""
+
+MAX_PORT_ATTEMPTS = 3
+
+
+@dataclass(eq=False, slots=True)
+class Life:
+    """One life. company: decides which of its requests run together. paths: the endpoints that it lists; None if it
+    lists none. max_model_len: the context length that it reports. last_output: when it last answered anything, on the
+    monotonic clock."""
+
+    config: ProcessConfig
+    child: Child
+    peer: Peer
+    company: Company = field(default_factory=Company)
+    paths: frozenset[str] | None = None
+    max_model_len: int | None = None
+    last_output: float = field(default_factory=time.monotonic)
+    _is_condemned: bool = False
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it takes requests."""
+        return not (self._is_condemned or self.child.ended.is_set())
+
+    def note_output(self) -> None:
+        """It has answered something."""
+        self.last_output = time.monotonic()
+
+    async def ended(self) -> str:
+        """Wait until it has ended or is stuck. Returns what completes a sentence that begins with the engine's name."""
+        watch = asyncio.create_task(self._until_stuck())
+        ended = asyncio.create_task(self.child.ended.wait())
+        try:
+            await asyncio.wait([watch, ended], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            watch.cancel()
+            ended.cancel()
+        return self.child.how_it_ended() if self.child.ended.is_set() else "stopped answering"
+
+    async def is_dying(self) -> bool:
+        """Whether it has ended or is about to; called after a request has failed. An engine that is not healthy, and
+        does not end by itself, is condemned."""
+        ends_at = time.monotonic() + DYING_S
+        while self.is_alive and time.monotonic() < ends_at:
+            if await self._is_healthy():
+                return not self.is_alive
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self.child.ended.wait(), POLL_S)
+        self._is_condemned = True
+        return True
+
+    async def close(self) -> None:
+        """End it, and wait until all its processes are gone, also if the caller is cancelled. Idempotent."""
+        self._is_condemned = True
+        self.peer.close()
+        closing = asyncio.create_task(self.child.stop())
+        try:
+            await asyncio.shield(closing)
+        except asyncio.CancelledError:
+            await closing
+            raise
+
+    async def learn(self) -> None:
+        """Read what it says about its model."""
+        for model in (await self.peer.listing("/v1/models")).get("data") or ():
+            length = model.get("max_model_len") if isinstance(model, dict) else None
+            if type(length) is int and length > 0:
+                self.max_model_len = length
+        if self.config.kind.lists_paths:
+            paths = (await self.peer.listing("/openapi.json")).get("paths")
+            if isinstance(paths, dict):
+                self.paths = frozenset(paths)
+
+    async def _until_stuck(self) -> None:
+        failing_since: float | None = None
+        while not self._is_condemned:
+            await asyncio.sleep(PROBE_S)
+            if await self._is_healthy():
+                failing_since = None
+                continue
+            now = time.monotonic()
+            failing_since = failing_since or now
+            if now - max(failing_since, self.last_output) >= self.config.hang_timeout_s:
+                self._is_condemned = True
+
+    async def _is_healthy(self) -> bool:
+        return await self.peer.status(HEALTH, PROBE_TIMEOUT_S) == 200
+
+
+class _NotReady(Exception):
+    """The engine ended, or took too long, before it was ready. reason: completes a sentence about it."""
+
+    def __init__(self, reason: str, child: Child) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.log = child.log_tail()
+
+
+async def begin_life(config: ProcessConfig, number: int, folder: Path) -> Life:
+    """Start an engine, and wait until it is ready. number: of the process, from 0. folder: for its log, private.
+
+    Raises: ModelLoadError.
+    """
+    log = folder / (f"{config.engine}.log" if config.num_replicas == 1 else f"{config.engine}-{number}.log")
+    model = config.model.model.model
+    num_attempts = 0
+    while True:
+        num_attempts += 1
+        try:
+            return await _attempt(config, number, log)
+        except BackendUnavailable as exc:
+            raise ModelLoadError(model, str(exc)) from exc
+        except OSError as exc:
+            where = f" ({exc.filename})" if exc.filename else ""
+            raise ModelLoadError(
+                model, f"{config.kind.title} could not be started: {exc.strerror or exc}{where}."
+            ) from exc
+        except _NotReady as failed:
+            if num_attempts >= MAX_PORT_ATTEMPTS or not PORT_IN_USE.pattern.search(failed.log):
+                raise ModelLoadError(model, _why(config, failed, log)) from failed
+
+
+async def _attempt(config: ProcessConfig, number: int, log: Path) -> Life:
+    """Raises: BackendUnavailable if the command cannot be run; _NotReady."""
+    await asyncio.to_thread(_keep_earlier, log)
+    api_key = secrets.token_urlsafe(24)
+    port = _free_port()
+    launch = await asyncio.to_thread(_launch, config, number, port, api_key, log)
+    child = await Child.started(launch)
+    peer = Peer(port, api_key)
+    life = Life(config, child, peer)
+    try:
+        await _until_ready(life)
+        await life.learn()
+    except BaseException:
+        await life.close()
+        raise
+    finally:
+        await asyncio.to_thread(_key_file(log).unlink, missing_ok=True)
+    return life
+
+
+def _launch(config: ProcessConfig, number: int, port: int, api_key: str, log: Path) -> Launch:
+    kind = config.kind
+    command = [*config.found.command, *config.arguments, "--host", HOST, "--port", str(port)]
+    environment = config.environment(number)
+    if kind.key_variable is not None:
+        environment[kind.key_variable] = api_key
+    elif kind.key_file is not None:
+        path = _key_file(log)
+        path.unlink(missing_ok=True)
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(kind.key_file(api_key))
+        command += ["--config", str(path)]
+    return Launch(command=command, environment=environment, log=log, secrets=(api_key,))
+
+
+def _keep_earlier(log: Path) -> None:
+    """Make room for the log of a new process."""
+    with suppress(FileNotFoundError):
+        log.replace(log.with_suffix(".earlier.log"))
+
+
+def _key_file(log: Path) -> Path:
+    return log.with_suffix(".key.yaml")
+
+
+async def _until_ready(life: Life) -> None:
+    """Wait, and say from time to time that it takes long. Raises: _NotReady."""
+    began_at = time.monotonic()
+    ends_at = began_at + life.config.start_timeout_s
+    notice_at = began_at + FIRST_NOTICE_S
+    ended = life.child.ended
+    while not ended.is_set():
+        if await life.peer.status(HEALTH, PROBE_TIMEOUT_S) == 200 and not ended.is_set():
+            life.note_output()
+            return
+        if time.monotonic() > ends_at:
+            raise _NotReady(f"was not ready after {life.config.start_timeout_s:g} seconds", life.child)
+        if time.monotonic() > notice_at:
+            notice_at += notice_at - began_at
+            _say_that_it_starts(life, time.monotonic() - began_at)
+        with suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(ended.wait(), POLL_S)
+    raise _NotReady(f"{life.child.how_it_ended()} before it was ready", life.child)
+
+
+def _say_that_it_starts(life: Life, duration_s: float) -> None:
+    last = last_lines(life.child.log_tail())[-1:]
+    what = f"the last line of its log: {last[0]}" if last else "its log is empty"
+    logger.warning("%s has been starting for %.0f seconds; %s", life.config.kind.title, duration_s, what)
+
+
+def _why(config: ProcessConfig, failed: _NotReady, log: Path) -> str:
+    """Everything that a user needs to know about a failed start."""
+    sentence = explanation(failed.log, config.kind.failures)
+    lines = last_lines(failed.log)
+    shown = "\n".join(["The end of its log:", *(f"  {line}" for line in lines)]) if lines else "Its log is empty."
+    return f"{config.kind.title} {failed.reason}. {f'{sentence} ' if sentence else ''}Its log is {log}\n{shown}"
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        port: int = probe.getsockname()[1]
+        return port

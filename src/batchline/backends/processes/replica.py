@@ -1,0 +1,164 @@
+"""One engine process that is started again when it ends, with growing pauses, until that is pointless.
+
+Knows nothing about requests. It counts the ends that no good answer came between: an engine that only ends is given up
+for a while, and so is one that cannot be started again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+
+from batchline.backends.processes.life import Life
+from batchline.errors import BatchlineError, EngineLost, ModelLoadError
+
+logger = logging.getLogger(__name__)
+
+RESTART_DELAYS_S = (0.0, 1.0, 5.0, 15.0, 30.0)
+"""The pause before an engine is started again, by the number of ends without a good answer in between."""
+
+NUM_START_ATTEMPTS = 3
+"""How often an engine that has run before is started until it is given up: a shortage may be temporary."""
+
+MAX_FRUITLESS_ENDS = 6
+"""How often an engine may end without a good answer in between. A request that ends it is not tried more than three
+times, so this many ends mean that it ends on any request. An end that finds a culprit does not count."""
+
+MAX_CULPRITS = 100
+"""How many requests in a row may be found guilty without a good answer; more mean that it ends on any request."""
+
+REFUSAL_S = 60.0
+"""How long after it was given up an engine is started again. A run has ended by then; a server goes on."""
+
+
+class Replica:
+    """An engine process and its successors. begin: starts one, and waits until it is ready."""
+
+    def __init__(self, title: str, begin: Callable[[], Awaitable[Life]]) -> None:
+        self._title = title
+        self._begin = begin
+        self._life: Life | None = None
+        self._refusal: BatchlineError | None = None
+        self._closed = asyncio.Event()
+        self._has_run = False
+        self._num_fruitless = 0
+        self._num_culprits = 0
+        self._change = asyncio.Event()
+        self._keeper: asyncio.Task[None] | None = None
+
+    @property
+    def current(self) -> Life | None:
+        """The engine, if it is ready."""
+        return self._life if self._life is not None and self._life.is_alive else None
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether it was given up, and has not been started again since."""
+        return self._refusal is not None
+
+    async def start(self) -> None:
+        """Start the engine, and keep it running until `close`. Raises: ModelLoadError."""
+        self._keeper = asyncio.create_task(self._guarded())
+        await self.life()
+
+    async def life(self) -> Life:
+        """The engine, as soon as it is ready. Raises: ModelLoadError, EngineLost if it was given up."""
+        while True:
+            change = self._change
+            if self.current is not None:
+                return self.current
+            if self._refusal is not None:
+                raise self._refusal.with_traceback(None)
+            await change.wait()
+
+    def note_good_answer(self) -> None:
+        """It gave a good answer: earlier ends no longer count against it."""
+        self._num_fruitless = self._num_culprits = 0
+
+    def note_culprit(self) -> None:
+        """A request ended it while nothing else ran on it. It is not tried again."""
+        self._num_fruitless -= 1
+        self._num_culprits += 1
+
+    async def close(self) -> None:
+        """End the engine for good. Idempotent."""
+        self._closed.set()  # before Python 3.12, `wait_for` may ignore that it is cancelled
+        self._refusal = EngineLost("it is closed")
+        if self._keeper is not None:
+            self._keeper.cancel()
+            with suppress(asyncio.CancelledError, BatchlineError):
+                await self._keeper
+        self._announce()
+
+    async def _guarded(self) -> None:
+        """As `_keep`. A fault of ours must not leave requests waiting."""
+        try:
+            await self._keep()
+        except Exception as exc:
+            logger.exception("%s is no longer kept running", self._title)
+            self._refuse(EngineLost(f"it is no longer kept running: {type(exc).__name__}: {exc}"))
+
+    async def _keep(self) -> None:
+        """Start the engine again and again, until `close`. Returns earlier only if the first start fails."""
+        while not self._closed.is_set():
+            life = await self._started()
+            if life is None:
+                if self._closed.is_set() or not self._has_run:
+                    return
+                await asyncio.sleep(REFUSAL_S)
+                continue
+            try:
+                if self._closed.is_set():
+                    return
+                self._has_run, self._life, self._refusal = True, life, None
+                self._announce()
+                reason = await life.ended()
+            finally:
+                self._life = None
+                await life.close()
+            if self._closed.is_set():
+                return
+            await self._pause_after_end(reason)
+
+    async def _started(self) -> Life | None:
+        """A new life; None if the engine is given up or closed."""
+        for attempt in range(NUM_START_ATTEMPTS if self._has_run else 1):
+            if attempt:
+                await asyncio.sleep(RESTART_DELAYS_S[attempt])
+            try:
+                return await self._begin()
+            except ModelLoadError as exc:
+                exc.ran_before = self._has_run
+                error: BatchlineError = exc
+            except Exception as exc:  # a fault of ours: it must not leave requests waiting
+                logger.exception("a start of %s failed", self._title)
+                error = EngineLost(f"it could not be started: {type(exc).__name__}: {exc}")
+            if self._closed.is_set():
+                return None
+            if self._has_run:
+                logger.warning("%s could not be started again: %s", self._title, error)
+        self._refuse(error)
+        return None
+
+    async def _pause_after_end(self, reason: str) -> None:
+        self._num_fruitless += 1
+        if self._num_fruitless >= MAX_FRUITLESS_ENDS or self._num_culprits >= MAX_CULPRITS:
+            self._num_fruitless = self._num_culprits = 0
+            self._refuse(EngineLost(f"{self._title} {reason}, again and again without a good answer in between"))
+            await asyncio.sleep(REFUSAL_S)
+            return
+        delay_s = RESTART_DELAYS_S[min(max(self._num_fruitless - 1, 0), len(RESTART_DELAYS_S) - 1)]
+        logger.warning("%s %s; it is started again", self._title, reason)
+        await asyncio.sleep(delay_s)
+
+    def _refuse(self, error: BatchlineError) -> None:
+        if not self._closed.is_set():
+            self._refusal = error
+        self._announce()
+
+    def _announce(self) -> None:
+        """Wake everybody who waits for a change."""
+        change, self._change = self._change, asyncio.Event()
+        change.set()

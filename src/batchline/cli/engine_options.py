@@ -1,0 +1,149 @@
+"""The options of a run or server whose requests another project's engine answers, as child processes (`--engine`)."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+import typer
+
+from batchline.cli.media_options import MediaOptions
+from batchline.cli.model_options import ModelOptions
+from batchline.config import EngineConfig
+from batchline.errors import UsageError
+
+if TYPE_CHECKING:
+    from batchline.backends.processes.backend import ProcessBackend
+    from batchline.backends.processes.config import ProcessConfig
+
+_PANEL = "Other engines"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """Which engine answers the requests, and how it is started."""
+
+    option: ClassVar[str] = "--engine"
+    who: ClassVar[str] = "another engine"
+    takes: ClassVar[frozenset[str]] = frozenset(
+        field.name for group in (ModelOptions, MediaOptions) for field in dataclasses.fields(group)
+    )
+    ignores: ClassVar[frozenset[str]] = frozenset({"max_batch_delay"})
+
+    engine: Annotated[
+        Literal["vllm", "sglang", "llama-server"] | None,
+        typer.Option(
+            help="Engine of another project that runs the model instead of Batchline's own. It is started as a child "
+            "process, started again if it ends, and stopped with the command.",
+            rich_help_panel=_PANEL,
+            show_default=False,
+        ),
+    ] = None
+    engine_python: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Python of the environment in which the engine is installed, e.g. VENV/bin/python. Default: the "
+            "engine on the PATH, or the one in Batchline's own environment.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = None
+    engine_command: Annotated[
+        str | None,
+        typer.Option(
+            metavar="COMMAND",
+            help="Command that starts the engine, without the model and its arguments, e.g. 'numactl -N0 vllm serve'.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = None
+    engine_arg: Annotated[
+        list[str],
+        typer.Option(
+            metavar="NAME=VALUE",
+            help="Argument of the engine, passed on as it is; for a flag, --engine-arg=--flag. Repeatable.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = dataclasses.field(default_factory=list)
+    engine_replicas: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            max=64,
+            help="Number of processes of the engine. Each has the whole model and its share of the GPUs.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = 1
+    tensor_parallel_size: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Number of GPUs that one process of the engine divides the model among. Default: all that it may use.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = None
+    engine_start_timeout: Annotated[
+        float,
+        typer.Option(min=1.0, help="Seconds until the engine must be ready.", rich_help_panel=_PANEL),
+    ] = 1800.0
+    engine_hang_timeout: Annotated[
+        float,
+        typer.Option(
+            min=1.0,
+            help="Seconds without any answer after which an engine that is not healthy either is started again.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = 600.0
+
+    @property
+    def harmless(self) -> frozenset[str]:
+        """The fields that may be given without `--engine`: one GPU is what the embedded engine uses."""
+        return frozenset({"tensor_parallel_size"} if self.tensor_parallel_size == 1 else ())
+
+    @property
+    def is_chosen(self) -> bool:
+        """Whether another engine answers the requests."""
+        return self.engine is not None
+
+    def backend(
+        self, engines: Sequence[EngineConfig], given: Collection[str], log_folder: Path | None = None
+    ) -> ProcessBackend:
+        """The backend, not started. given: the options that the user gave. Raises: UsageError."""
+        from batchline.backends.processes.backend import ProcessBackend  # an HTTP client: not for --help
+
+        return ProcessBackend(self.config(engines, given, log_folder))
+
+    def config(
+        self, engines: Sequence[EngineConfig], given: Collection[str], log_folder: Path | None = None
+    ) -> ProcessConfig:
+        """The settings of the backend. Raises: UsageError."""
+        from batchline.backends.processes.config import ProcessConfig  # as above
+
+        if len(engines) != 1:
+            raise UsageError(f"--engine {self.engine} runs one model: name it with --model.")
+        return ProcessConfig(
+            engine=str(self.engine),
+            model=engines[0],
+            given=frozenset(given),
+            python=self.engine_python,
+            program=self._command(),
+            own_arguments=tuple(self.engine_arg),
+            tensor_parallel_size=self.tensor_parallel_size,
+            num_replicas=self.engine_replicas,
+            start_timeout_s=self.engine_start_timeout,
+            hang_timeout_s=self.engine_hang_timeout,
+            log_folder=log_folder,
+        )
+
+    def _command(self) -> Sequence[str]:
+        """Raises: UsageError."""
+        try:
+            words = shlex.split(self.engine_command or "")
+        except ValueError as exc:
+            raise UsageError("--engine-command has a quote that does not end.") from exc
+        if self.engine_command is not None and not words:
+            raise UsageError("--engine-command is empty.")
+        return words
