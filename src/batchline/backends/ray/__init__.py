@@ -1,0 +1,1 @@
+"""Replicas as actors of a Ray cluster. Nothing else imports Ray."""

@@ -1,0 +1,245 @@
+"""Starts replicas as Ray actors, and calls them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+import platform
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from batchline.backends.base import Backend
+from batchline.backends.ray.cluster import Demand, RayCluster
+from batchline.backends.ray.config import RayConfig
+from batchline.backends.ray.failures import TRANSIENT, not_started, replica_lost
+from batchline.backends.ray.shipping import Shipping
+from batchline.backends.replicas.host import BackendHost
+from batchline.backends.replicas.messages import Call, Delivery, Description, Host, PackedError, packed, unpacked
+from batchline.errors import BatchlineError, UsageError
+
+logger = logging.getLogger(__name__)
+
+MAX_CALLS_AT_ONCE = 8
+"""`max_concurrency` of an actor: one message in each direction, and a few others."""
+
+REPEAT_FOR_S = 30.0
+"""How long a message is repeated while an actor cannot be reached."""
+
+MAX_SILENCE_S = 180.0
+"""An actor that does not answer a message for this long is given up: even without results, it answers in seconds."""
+
+PLACING_S = 5.0
+"""A replica that is not placed after this time is looked into, and again each time it has passed."""
+
+UNCERTAIN_CHECKS = 3
+"""From this check on, a full cluster is reported even if all that is in use may be our own replicas."""
+
+CLOSE_S = 5.0
+
+MakeBackend = Callable[[Mapping[str, str]], Backend]
+"""Makes a replica's backend on its machine. It is pickled. Its argument says where folders of the driver are there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where an actor runs. node_id: Ray's."""
+
+    node_id: str
+    host: str
+    pid: int
+
+    def __str__(self) -> str:
+        return f"{self.host} (process {self.pid})"
+
+
+class ReplicaActor:
+    """A replica in a process of its own: a `Host` whose exceptions cross as values."""
+
+    def __init__(self) -> None:
+        self._host: BackendHost | None = None
+        self._place = Place(ray.get_runtime_context().get_node_id(), platform.node(), os.getpid())
+
+    async def place(self) -> Place:
+        """Where it runs."""
+        return self._place
+
+    async def start(self, make_backend: MakeBackend, paths: Mapping[str, str]) -> Description | PackedError:
+        """Make and start the backend."""
+        try:
+            host = BackendHost(make_backend(paths), str(self._place))
+            description = await host.start()
+        except BatchlineError as exc:
+            logger.exception("the backend cannot be started")
+            return packed(exc)
+        self._host = host
+        return description
+
+    async def send(self, number: int, calls: Sequence[Call], cancelled: Sequence[int]) -> None:
+        """See `Host`."""
+        assert self._host is not None
+        await self._host.send(number, calls, cancelled)
+
+    async def receive(self, number: int, window_s: float, max_wait_s: float) -> Delivery:
+        """See `Host`."""
+        assert self._host is not None
+        return await self._host.receive(number, window_s, max_wait_s)
+
+    async def close(self) -> None:
+        """See `Host`."""
+        if self._host is not None:
+            await self._host.close()
+
+
+class ActorHost:
+    """A `Host` that is an actor."""
+
+    def __init__(self, actor: Any, on_end: Callable[[], None]) -> None:
+        """on_end: called when it is closed."""
+        self._actor = actor
+        self._on_end = on_end
+
+    async def send(self, number: int, calls: Sequence[Call], cancelled: Sequence[int]) -> None:
+        """See `Host`."""
+        await self._call("send", number, calls, cancelled)
+
+    async def receive(self, number: int, window_s: float, max_wait_s: float) -> Delivery:
+        """See `Host`."""
+        delivery = await self._call("receive", number, window_s, max_wait_s)
+        assert isinstance(delivery, Delivery)
+        return delivery
+
+    async def close(self) -> None:
+        """See `Host`."""
+        self._on_end()
+        await _end(self._actor)
+
+    async def _call(self, method: str, *arguments: Any) -> Any:
+        loop = asyncio.get_running_loop()
+        repeat_until = loop.time() + REPEAT_FOR_S
+        while True:
+            try:
+                return await asyncio.wait_for(_called(self._actor, method, *arguments), MAX_SILENCE_S)
+            except Exception as exc:  # Ray's, all of which are mapped
+                if not isinstance(exc, TRANSIENT) or loop.time() >= repeat_until:
+                    raise replica_lost(exc) from exc
+                logger.info("%s cannot be called now: %s", self._actor, exc)
+            await asyncio.sleep(1)
+
+
+class ActorLauncher:
+    """A `fleet.Launcher` whose replicas are actors."""
+
+    def __init__(self, make_backend: MakeBackend, config: RayConfig, folders: Sequence[str]) -> None:
+        """folders: of models, which every machine needs."""
+        self._make_backend = make_backend
+        self._config = config
+        self._cluster = RayCluster(config.address)
+        self._shipping = Shipping(self._cluster, folders)
+        self._demand: Demand = {}
+        self._num_actors = 0
+
+    async def open(self) -> None:
+        """See `Launcher`."""
+        await self._cluster.connect()
+        num_gpus = self._config.num_gpus
+        if num_gpus is None:
+            num_gpus = 1.0 if await self._cluster.has_gpus() else 0.0
+        demand = {"CPU": self._config.num_cpus, "GPU": num_gpus, **self._config.resources}
+        self._demand = {name: amount for name, amount in demand.items() if amount}
+        if self._cluster.is_new and (missing := await self._cluster.missing(self._demand, sys.maxsize)):
+            raise UsageError(f"The new Ray cluster on this machine cannot hold a replica: {missing}.")
+
+    async def close(self) -> None:
+        """See `Launcher`."""
+        await self._shipping.close()
+        await self._cluster.close()
+
+    async def room(self) -> int:
+        """See `Launcher`."""
+        try:
+            return await self._cluster.room(self._demand)
+        except Exception as exc:  # Ray's: the cluster cannot be asked at this moment
+            logger.info("the room in the cluster is unknown: %s", exc)
+            return 0
+
+    async def launch(self, number: int, note: Callable[[str], None]) -> tuple[Host, Description]:
+        """See `Launcher`."""
+        actor = None
+        self._num_actors += 1
+        try:
+            actor = await self._cluster.run(self._create)
+            return ActorHost(actor, self._count_end), await self._started(actor, note)
+        except BaseException as exc:
+            self._num_actors -= 1
+            _kill(actor)
+            if isinstance(exc, BatchlineError | asyncio.CancelledError):
+                raise
+            raise not_started(exc) from exc
+
+    def _count_end(self) -> None:
+        self._num_actors -= 1
+
+    def _create(self) -> Any:
+        others = {name: amount for name, amount in self._demand.items() if name not in ("CPU", "GPU")}
+        return (
+            ray.remote(ReplicaActor)
+            .options(
+                num_cpus=self._demand.get("CPU", 0),
+                num_gpus=self._demand.get("GPU", 0),
+                resources=others or None,
+                max_concurrency=MAX_CALLS_AT_ONCE,
+                max_restarts=0,
+                scheduling_strategy="SPREAD",
+            )
+            .remote()
+        )
+
+    async def _started(self, actor: Any, note: Callable[[str], None]) -> Description:
+        place = await self._placed(actor, note)
+        paths = await self._shipping.paths_on(place.node_id)
+        description = await _called(actor, "start", self._make_backend, paths)
+        if isinstance(description, PackedError):
+            raise unpacked(description)
+        assert isinstance(description, Description)
+        return description
+
+    async def _placed(self, actor: Any, note: Callable[[str], None]) -> Place:
+        placing = asyncio.ensure_future(_called(actor, "place"))
+        try:
+            for num_checks in itertools.count(1):
+                if (await asyncio.wait({placing}, timeout=PLACING_S))[0]:
+                    break
+                is_certain = num_checks < UNCERTAIN_CHECKS
+                if missing := await self._cluster.missing(
+                    self._demand, self._num_actors if is_certain else sys.maxsize
+                ):
+                    note(missing)
+            place = placing.result()
+        finally:
+            placing.cancel()
+        assert isinstance(place, Place)
+        return place
+
+
+async def _called(actor: Any, method: str, *arguments: Any) -> Any:
+    """The result of an actor's method."""
+    return await getattr(actor, method).remote(*arguments)
+
+
+async def _end(actor: Any) -> None:
+    """End an actor, with its backend first if that is quick. Raises nothing."""
+    with contextlib.suppress(Exception):  # it may have ended, and so may Ray
+        await asyncio.wait_for(_called(actor, "close"), CLOSE_S)
+    _kill(actor)
+
+
+def _kill(actor: Any) -> None:
+    with contextlib.suppress(Exception):  # as above
+        ray.kill(actor, no_restart=True)

@@ -1,0 +1,111 @@
+"""The options of a run whose models are replicas on a Ray cluster (`run-batch --ray`)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+import typer
+
+from batchline.cli.media_options import MediaOptions
+from batchline.cli.model_options import ModelOptions
+from batchline.cli.values import JSON, parse_json_object, together
+from batchline.errors import UsageError
+
+if TYPE_CHECKING:
+    from batchline.backends.base import Backend
+    from batchline.backends.ray.config import RayConfig
+    from batchline.config import EngineConfig
+
+_PANEL = "Many machines"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RayOptions:
+    """Where the replicas run, how many there are, and what each reserves."""
+
+    option: ClassVar[str] = "--ray"
+    who: ClassVar[str] = "a replica on the Ray cluster"
+    takes: ClassVar[frozenset[str]] = frozenset(
+        field.name for group in (ModelOptions, MediaOptions) for field in dataclasses.fields(group)
+    )
+    ignores: ClassVar[frozenset[str]] = frozenset()
+    shares: ClassVar[frozenset[str]] = frozenset({"patience"})
+    """Options of other ways that have an effect with this one too."""
+
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            metavar="[ADDRESS]",
+            help="Run replicas of the model on a Ray cluster. ADDRESS: host:port of its head. Without it: the cluster "
+            "of RAY_ADDRESS or of this machine, or else a new one on this machine for this run.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = None
+    replicas: Annotated[
+        str,
+        typer.Option(
+            metavar="N|MIN:MAX",
+            help="Number of replicas, or its bounds: more are started while requests wait and the cluster has room.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = "1"
+    replica_cpus: Annotated[
+        float, typer.Option(min=0, help="CPUs that each replica reserves.", rich_help_panel=_PANEL)
+    ] = 1.0
+    replica_gpus: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            help="GPUs that each replica reserves. Default: 1 if the cluster has any, unless --device is cpu.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = None
+    replica_resources: Annotated[
+        dict[str, Any] | None,
+        typer.Option(
+            parser=parse_json_object,
+            metavar=JSON,
+            help="Other Ray resources that each replica reserves, e.g. '{\"big_memory\": 1}'.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = None
+
+    @property
+    def is_chosen(self) -> bool:
+        """Whether replicas answer the requests."""
+        return self.ray is not None
+
+    def config(self, patience_s: float | None = None) -> RayConfig:
+        """patience_s: None for the default. Raises: UsageError."""
+        from batchline.backends.ray.config import RayConfig
+        from batchline.backends.replicas.autoscaling import PoolSize
+        from batchline.backends.replicas.fleet import DEFAULT_PATIENCE_S
+
+        together(partial(PoolSize.of, self.replicas), self._resources)
+        return RayConfig(
+            patience_s=DEFAULT_PATIENCE_S if patience_s is None else patience_s,
+            address=self.ray or "",
+            size=PoolSize.of(self.replicas),
+            num_cpus=self.replica_cpus,
+            num_gpus=self.replica_gpus,
+            resources=self._resources(),
+        )
+
+    def make(self, engines: Sequence[EngineConfig], patience_s: float | None = None) -> Backend:
+        """The backend, not started. patience_s: as for `config`. Raises: UsageError."""
+        from batchline.backends.registry import make_ray_backend
+
+        return make_ray_backend(engines, self.config(patience_s))
+
+    def _resources(self) -> dict[str, float]:
+        given = self.replica_resources or {}
+        for name, amount in given.items():
+            if name in ("CPU", "GPU"):
+                raise UsageError(f"--replica-resources: use --replica-{name.lower()}s for {name}.")
+            if isinstance(amount, bool) or not isinstance(amount, int | float) or not amount > 0:
+                raise UsageError(f"--replica-resources: the amount of {name!r} must be a number above 0.")
+        return {name: float(amount) for name, amount in given.items()}
