@@ -1,0 +1,205 @@
+"""The options of a run whose input is a table: what each row asks, and which columns the answers get."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from batchline.cli.model_options import given_options
+from batchline.cli.run_options import RunFileOptions
+from batchline.cli.values import JSON, parse_json_object
+from batchline.errors import UsageError
+
+if TYPE_CHECKING:
+    from batchline.batch.files import RunFiles
+    from batchline.tables.requests import RowPrompts
+    from batchline.tables.run_files import TableOptions
+
+_PANEL = "Tables"
+_WANTED = "--prompt-template, --prompt-column, --messages-column or --embed-column"
+_SOURCES = ("prompt_template", "prompt_column", "messages_column", "embed_column")
+
+Format = Literal["parquet", "csv", "tsv", "jsonl", "dataset", "parquet-folder"]
+Compression = Literal["zstd", "snappy", "gzip", "none"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowOptions:
+    """What each row of a table asks."""
+
+    prompt_template: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Ask one request for each row of the input, a table: the prompt's Jinja template (a file, or the "
+            "template itself), whose variables are the columns.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = None
+    prompt_column: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The same, with a column's text.", rich_help_panel=_PANEL)
+    ] = None
+    messages_column: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="The same, with a column of chat messages: a list of structs, or JSON.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = None
+    embed_column: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="Compute the embedding of a column's text for each row.", rich_help_panel=_PANEL
+        ),
+    ] = None
+    system: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TEXT", help="System message of every row's request; a template, too.", rich_help_panel=_PANEL
+        ),
+    ] = None
+    schema: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="JSON Schema of the answers, an object: its properties become typed columns.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = None
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Maximum number of tokens of a row's answer.", rich_help_panel=_PANEL)
+    ] = None
+    temperature: Annotated[
+        float | None, typer.Option(min=0, help="Temperature of every row's request.", rich_help_panel=_PANEL)
+    ] = None
+    body: Annotated[
+        Any,
+        typer.Option(
+            parser=parse_json_object,
+            metavar=JSON,
+            help='Further fields of every row\'s request, e.g. {"top_p": 0.9}.',
+            rich_help_panel=_PANEL,
+        ),
+    ] = None
+    input_format: Annotated[
+        Format | None,
+        typer.Option(help="Format of the table. Default: what its name shows.", rich_help_panel=_PANEL),
+    ] = None
+
+    @property
+    def is_chosen(self) -> bool:
+        """Whether the input is a table."""
+        return any(getattr(self, name) is not None for name in _SOURCES)
+
+    def refuse_without_source(self) -> None:
+        """Raises: UsageError if nothing says what a row asks."""
+        if not self.is_chosen:
+            raise UsageError(f"Say what each row of the table asks with {_WANTED}.")
+
+    def prompts(self, seed: int | None) -> RowPrompts:
+        """What each row asks. seed: the value of `--seed`. Raises: UsageError."""
+        from batchline.tables.requests import RowPrompts, read_schema
+        from batchline.text.chat_template import read_template
+
+        template = None if self.prompt_template is None else read_template(self.prompt_template)
+        return RowPrompts(
+            prompt_template=template,
+            prompt_column=self.prompt_column,
+            messages_column=self.messages_column,
+            embed_column=self.embed_column,
+            system=self.system,
+            schema=None if self.schema is None else read_schema(self.schema),
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            seed=seed,
+            body=self.body or {},
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableRunOptions(RowOptions):
+    """What each row of a table asks, and how the answers are written."""
+
+    answer_column: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Name of the column with the answers. Default: answer, or embedding.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = None
+    column_prefix: Annotated[
+        str,
+        typer.Option(
+            metavar="TEXT", help="Put before the names of all columns that are added.", rich_help_panel=_PANEL
+        ),
+    ] = ""
+    output_format: Annotated[
+        Format | None,
+        typer.Option(help="Format of the output. Default: what its name shows.", rich_help_panel=_PANEL),
+    ] = None
+    parquet_compression: Annotated[
+        Compression, typer.Option(help="Compression of Parquet output.", rich_help_panel=_PANEL)
+    ] = "zstd"
+
+    def run_files(self, context: typer.Context, run_file: RunFileOptions, seed: int | None) -> RunFiles:
+        """The files of a run of a table, or of a batch file. Raises: UsageError."""
+        if not self.is_chosen:
+            self._refuse_without_rows(context, run_file)
+            return run_file.run_files()
+        if run_file.output_order != "input":
+            raise UsageError("A table's rows are written in the order of the input: leave --output-order out.")
+        from batchline.tables.run_files import table_files
+
+        return table_files(
+            run_file.input_file,
+            run_file.output_file,
+            self.table_options(seed),
+            run_file.error_file,
+            run_file.output_tmp_dir,
+        )
+
+    def table_options(self, seed: int | None) -> TableOptions:
+        """How the table is read, asked and written. Raises: UsageError."""
+        from batchline.tables.answers import ColumnNames
+        from batchline.tables.run_files import TableOptions
+
+        return TableOptions(
+            prompts=self.prompts(seed),
+            names=ColumnNames(answer=self.answer_column, prefix=self.column_prefix),
+            input_format=self.input_format,
+            output_format=self.output_format,
+            compression=self.parquet_compression,
+        )
+
+    def _refuse_without_rows(self, context: typer.Context, run_file: RunFileOptions) -> None:
+        """Raises: UsageError for options that have a meaning only with a table, or a table without what to ask."""
+        if given := given_options(context, {field.name for field in dataclasses.fields(self)}):
+            raise UsageError(f"{', '.join(given)} requires a table to ask: pass {_WANTED}.")
+        if _names_a_table(run_file.input_file):
+            raise UsageError(f"{run_file.input_file!r} is a table. Say what each of its rows asks with {_WANTED}.")
+
+
+def refuse_table(input_file: str) -> None:
+    """Raises: UsageError for a table as the input of a retry."""
+    if _names_a_table(input_file):
+        raise UsageError(
+            "The failed rows of a table are not retried in place. Run them as a table of their own: run-batch "
+            "--error-file NAME writes them to a second table instead of the output."
+        )
+
+
+def _names_a_table(name: str) -> bool:
+    """Whether the input can only be a table: `.jsonl` may be a batch file, and so may any other name."""
+    from batchline.batch.locations import parse_location
+    from batchline.tables.formats import format_by_name, is_table_folder
+
+    location = parse_location(name)
+    if location.path is not None and is_table_folder(location.path):
+        return True
+    return format_by_name(location.name) in ("parquet", "csv", "tsv")

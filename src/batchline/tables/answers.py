@@ -1,0 +1,192 @@
+"""The columns that a run adds to a table, and their values for one row from its result line."""
+
+from __future__ import annotations
+
+import base64
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import orjson
+
+from batchline.errors import UsageError
+from batchline.tables.requests import RowPrompts
+from batchline.tables.typed_columns import INTEGER, STRING, ColumnType, WrongType, columns_of_schema
+
+_TRUNCATED = " It was cut off at --max-tokens or at the model's context."
+_MAX_ERROR_CHARS = 2000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ColumnNames:
+    """answer: the name of the answer's (or embedding's) column; None is `answer` or `embedding`. prefix: put before the
+    names of all other added columns, and before the answer's if it has no name of its own."""
+
+    answer: str | None = None
+    prefix: str = ""
+
+
+class AnswerColumns:
+    """The added columns. types: their names and types in order; the type of embeddings is known after `set_length`."""
+
+    def __init__(self, prompts: RowPrompts, names: ColumnNames) -> None:
+        """Raises: UsageError for a schema without columns, or two added columns with one name."""
+        self._is_embedding = prompts.is_embedding
+        prefix = names.prefix
+        self._answer = names.answer or prefix + ("embedding" if prompts.is_embedding else "answer")
+        self._error = f"{prefix}error"
+        self._finish = f"{prefix}finish_reason"
+        self._prompt_tokens = f"{prefix}prompt_tokens"
+        self._completion_tokens = f"{prefix}completion_tokens"
+        typed = {} if prompts.schema is None else columns_of_schema(prompts.schema)
+        self._typed = {prefix + name: (name, kind) for name, kind in typed.items()}
+        vector = ColumnType("list", item=ColumnType("float32"))
+        columns = [(self._answer, vector if prompts.is_embedding else STRING)]
+        columns += [(name, kind) for name, (_, kind) in self._typed.items()]
+        if not prompts.is_embedding:
+            columns += [(self._finish, STRING)]
+        columns += [(self._prompt_tokens, INTEGER)]
+        if not prompts.is_embedding:
+            columns += [(self._completion_tokens, INTEGER)]
+        columns += [(self._error, STRING)]
+        self.types = dict(columns)
+        if len(self.types) < len(columns):
+            doubled = next(name for name, _ in columns if [n for n, _ in columns].count(name) > 1)
+            raise UsageError(
+                f"Two of the columns with answers would be called {doubled!r}. Rename the property in the schema, or "
+                "pass --answer-column NAME."
+            )
+
+    @property
+    def layout(self) -> str:
+        """Changes with the columns. The length of embeddings is left out: it is not known before the answers are."""
+        types = [(name, repr(replace(kind, length=None))) for name, kind in self.types.items()]
+        return orjson.dumps(types).decode()
+
+    @property
+    def has_embeddings(self) -> bool:
+        """Whether the answers are vectors."""
+        return self._is_embedding
+
+    def refuse_taken_names(self, columns: tuple[str, ...]) -> None:
+        """Raises: UsageError if the table has columns of these names already."""
+        taken = [name for name in self.types if name in columns]
+        if taken:
+            shown = ", ".join(map(repr, taken))
+            raise UsageError(
+                f"The table already has the column{'s' if len(taken) > 1 else ''} {shown}, where the answers would go. "
+                "--column-prefix PREFIX renames all columns that are added, --answer-column NAME only the answer's."
+            )
+
+    def set_length(self, length: int) -> None:
+        """The number of dimensions of all embeddings."""
+        self.types[self._answer] = ColumnType("list", item=ColumnType("float32"), length=length)
+
+    def values(self, result: Mapping[str, Any]) -> dict[str, Any]:
+        """The value of every added column. result: a parsed result line."""
+        row: dict[str, Any] = dict.fromkeys(self.types)
+        response = result.get("response")
+        body = response.get("body") if isinstance(response, dict) else None
+        if not isinstance(response, dict) or not isinstance(body, dict):
+            row[self._error] = _error_text(result.get("error"), "no_answer")
+            return row
+        usage = body.get("usage")
+        if isinstance(usage, dict):
+            row[self._prompt_tokens] = _count(usage.get("prompt_tokens"))
+        status = response.get("status_code")
+        if not isinstance(status, int) or status >= 400:
+            row[self._error] = _error_text(body.get("error", body), str(status))
+            return row
+        try:
+            if self._is_embedding:
+                row[self._answer] = self._vector(body)
+            else:
+                self._fill_answer(row, body)
+        except WrongType as exc:
+            row[self._error] = f"invalid_answer: {exc}"[:_MAX_ERROR_CHARS]
+        return row
+
+    def _fill_answer(self, row: dict[str, Any], body: Mapping[str, Any]) -> None:
+        """Raises: WrongType; the typed columns are untouched then."""
+        usage = body.get("usage")
+        if isinstance(usage, dict):
+            row[self._completion_tokens] = _count(usage.get("completion_tokens"))
+        choices = body.get("choices")
+        choice = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
+        message = choice.get("message")
+        if not isinstance(message, dict):
+            raise WrongType("The answer has no message.")
+        finish, content = choice.get("finish_reason"), message.get("content")
+        row[self._finish] = finish if isinstance(finish, str) else None
+        if isinstance(message.get("refusal"), str):
+            raise WrongType(f"The model refused: {message['refusal']}")
+        row[self._answer] = content if isinstance(content, str) else None
+        if content is not None and not isinstance(content, str):
+            raise WrongType("The content of the answer is not text.")
+        if message.get("tool_calls") or message.get("function_call"):
+            raise WrongType("The model called a tool, which a table has no column for.")
+        if self._typed:
+            row |= self._typed_values(content, _TRUNCATED if finish == "length" else "")
+
+    def _typed_values(self, content: Any, hint: str) -> dict[str, Any]:
+        try:
+            value = orjson.loads(content if isinstance(content, str) else "")
+        except orjson.JSONDecodeError as exc:
+            raise WrongType(f"The answer is not JSON.{hint}") from exc
+        if not isinstance(value, dict):
+            raise WrongType("The answer is JSON, but not an object.")
+        return {column: kind.value(value.get(name), name) for column, (name, kind) in self._typed.items()}
+
+    def _vector(self, body: Mapping[str, Any]) -> list[float]:
+        vector = _vector_in(body)
+        length = self.types[self._answer].length
+        if vector is None:
+            raise WrongType("The answer has no embedding.")
+        if length is not None and len(vector) != length:
+            raise WrongType(f"The embedding has {len(vector):,} numbers, and those of other rows have {length:,}.")
+        return vector
+
+
+def _vector_in(body: Any) -> list[float] | None:
+    """The embedding in a response's body; None if it has none."""
+    data = body.get("data") if isinstance(body, dict) else None
+    first = data[0] if isinstance(data, list) and data else None
+    return vector_of(first.get("embedding")) if isinstance(first, dict) else None
+
+
+def vector_of(given: Any) -> list[float] | None:
+    """The numbers of an embedding in a response: a list, or float32 in base64."""
+    if isinstance(given, str):
+        try:
+            raw = base64.b64decode(given, validate=True)
+            return list(struct.unpack(f"<{len(raw) // 4}f", raw))
+        except (ValueError, struct.error):  # not base64; not a whole number of floats
+            return None
+    if isinstance(given, list) and given and all(isinstance(number, int | float) for number in given):
+        return [float(number) for number in given]
+    return None
+
+
+def embedding_length(result: Mapping[str, Any]) -> int | None:
+    """The number of dimensions of the embedding in a result line; None if it has none."""
+    response = result.get("response")
+    body = response.get("body") if isinstance(response, dict) else None
+    vector = _vector_in(body)
+    return None if not vector else len(vector)
+
+
+def _error_text(error: Any, code: str) -> str:
+    """`code: message`, without line ends."""
+    if isinstance(error, dict):
+        if isinstance(error.get("code"), str) and not code.isdigit():
+            code = error["code"]
+        message = error.get("message")
+    else:
+        message = error
+    words = " ".join(str(message).split()) if message is not None else ""
+    return f"{code}: {words}"[:_MAX_ERROR_CHARS] if words else code
+
+
+def _count(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63 else None

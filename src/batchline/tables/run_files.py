@@ -1,0 +1,113 @@
+"""The files of a run of a table: what a user names, as `RunFiles`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from batchline.batch.files import RunFiles, are_same, job_folder_for, refuse_unwritable
+from batchline.batch.location_targets import target_at
+from batchline.batch.locations import Location, parse_location
+from batchline.batch.source import refuse_unreadable
+from batchline.batch.targets import ResultTarget
+from batchline.errors import OutputUnwritable, UsageError
+from batchline.tables.answers import AnswerColumns, ColumnNames
+from batchline.tables.folders import FolderTarget, refuse_equal_names, refuse_unwritable_folder
+from batchline.tables.formats import FOLDER_FORMATS, TableFormat, input_format, output_format, require_extra
+from batchline.tables.requests import RowPrompts
+from batchline.tables.rows import Table
+from batchline.tables.staging import TableInput, refusal_of
+from batchline.tables.targets import Joined, TableTarget
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableOptions:
+    """How a table is read, asked and written. input_format, output_format: None is what the names show.
+
+    compression: of Parquet files.
+    """
+
+    prompts: RowPrompts
+    names: ColumnNames = field(default_factory=ColumnNames)
+    input_format: TableFormat | None = None
+    output_format: TableFormat | None = None
+    compression: str = "zstd"
+
+
+def table_files(
+    input_file: str | Table,
+    output_file: str,
+    options: TableOptions,
+    error_file: str | None = None,
+    tmp_dir: Path | None = None,
+) -> RunFiles:
+    """The files of a run: paths, `-`, or URLs, as for batch files. input_file: also a table in memory.
+
+    Raises: UsageError for what can never work.
+    """
+    options.prompts.refuse_conflicts()
+    columns = AnswerColumns(options.prompts, options.names)
+    if isinstance(input_file, str):
+        source, given = parse_location(input_file), None
+        refuse_unreadable_table(source)
+        in_format = input_format(source, options.input_format)
+    else:
+        source, given, in_format = Location("the given table", "path"), input_file, "parquet"
+    outputs = [parse_location(text) for text in (output_file, error_file) if text is not None]
+    formats = [output_format(location, options.output_format, in_format) for location in outputs]
+    for table_format in (in_format, *formats):
+        require_extra(table_format)
+    for location, table_format in zip(outputs, formats, strict=True):
+        if table_format in FOLDER_FORMATS:
+            refuse_unwritable_folder(location, source)
+        else:
+            refuse_within_input(location, source)
+            refuse_unwritable(location, source)
+    if len(outputs) == 2 and are_same(*outputs):
+        raise UsageError("--error-file names the same place as the output.")
+    job_folder = job_folder_for(outputs[0], source, tmp_dir)
+    table = TableInput(source, in_format, options.prompts, partial(_refuse, columns, formats), given)
+    joined = Joined(source=table, columns=columns, job_folder=job_folder, compression=options.compression)
+    targets = [_target(location, table_format, joined) for location, table_format in zip(outputs, formats, strict=True)]
+    output, *errors = targets
+    return RunFiles(
+        input=source,
+        output=output,
+        error_output=errors[0] if errors else None,
+        job_folder=job_folder,
+        requests=table,
+    )
+
+
+def _target(location: Location, table_format: TableFormat, joined: Joined) -> ResultTarget:
+    if table_format in FOLDER_FORMATS:
+        return FolderTarget(location, table_format, joined)
+    return TableTarget(target_at(location, joined.job_folder), table_format, joined)
+
+
+def refuse_unreadable_table(location: Location) -> None:
+    """As `refuse_unreadable`, but a folder may be a table. Raises: InputUnreadable, UsageError."""
+    if location.path is None or not location.path.is_dir():
+        refuse_unreadable(location)
+
+
+def refuse_within_input(location: Location, source: Location) -> None:
+    """Raises: OutputUnwritable for a file in the folder that is the input, because that must not change."""
+    if location.path is None or source.path is None or not source.path.is_dir():
+        return
+    if Path(os.path.realpath(source.path)) in Path(os.path.realpath(location.path)).parents:
+        raise OutputUnwritable(location.text, "it is in the folder that is the input. Name a file in another folder.")
+
+
+def _refuse(columns: AnswerColumns, formats: Sequence[TableFormat], table: Table) -> None:
+    """Raises: UsageError for a table that does not fit its output."""
+    refusal_of(table, columns, formats)
+    for folder_format in FOLDER_FORMATS.intersection(formats):
+        refuse_equal_names(table.parts, folder_format)
+    splits = dict.fromkeys(part.split for part in table.parts)
+    if len(splits) > 1 and not FOLDER_FORMATS.issuperset(formats):
+        names = ", ".join(str(split) for split in splits)
+        raise UsageError(f"The table has the splits {names}: write a folder (-o NAME/), or read one of them.")

@@ -1,0 +1,193 @@
+"""The table of a run: opened when the run starts, turned into a batch file, and read once more for the output.
+
+The batch file is in the job folder's scratch and is made again by each process of a run. It has one line for each row,
+with the row's number (from 0) as `custom_id`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from batchline.batch.file_threads import in_file_thread
+from batchline.batch.locations import Location
+from batchline.batch.options import RunOptions
+from batchline.batch.source import StagedRequests, input_failure, stage_bytes
+from batchline.errors import InputUnreadable, RunFailed, RunInterrupted, UsageError
+from batchline.tables.answers import AnswerColumns
+from batchline.tables.formats import TableFormat, open_table
+from batchline.tables.requests import RequestMaker, RowPrompts
+from batchline.tables.rows import BLOCK_ROWS, Table, TableDamaged, refuse_ambiguous_columns
+
+_WRITE_BUFFER = 1 << 20
+_SAVED = "All results are saved."
+
+
+class TableInput:
+    """A table that is the input of a run. A `RequestSource`.
+
+    refuse: called with the open table before any request is made; raises what makes the run impossible.
+    """
+
+    def __init__(
+        self,
+        location: Location,
+        table_format: TableFormat,
+        prompts: RowPrompts,
+        refuse: Callable[[Table], None] = lambda _: None,
+        table: Table | None = None,
+    ) -> None:
+        """table: one that is in memory already, instead of the one at the location."""
+        self.location = location
+        self.prompts = prompts
+        self._format = table_format
+        self._refuse = refuse
+        self._table = table
+        self._is_given = table is not None
+        self._path: Path | None = None
+        self._stamp: object = None
+        self._digest = ""
+
+    async def stage(self, folder: Path, options: RunOptions, should_stop: Callable[[], bool]) -> StagedRequests:
+        """As `RequestSource`. Raises also: UsageError for options that do not fit the table."""
+        if options.default_model is None and "model" not in self.prompts.body:
+            raise _no_model([names[0] for names in options.served_models or ()])
+        await self.open(folder, should_stop)
+        target = folder / "requests.jsonl"
+        await in_file_thread(self._write_requests, target, should_stop)
+        return StagedRequests(target, {"input": self._digest, **self.prompts.identity()})
+
+    @property
+    def table(self) -> Table:
+        """The open table. Raises: RunFailed before `stage`."""
+        if self._table is None:
+            raise RunFailed("The table has not been read.")
+        return self._table
+
+    def requests(self) -> Iterator[tuple[bytes, str | None]]:
+        """(batch line without its end, why it is no request) of each row of the open table.
+
+        Raises: UsageError for options that do not fit the table, or if no row has a request; TableDamaged, OSError.
+        """
+        table = self.table
+        if not table.are_columns_known:
+            return
+        maker = RequestMaker(self.prompts, table.columns)
+        refuse_ambiguous_columns(table.columns, maker.columns)
+        num_rows = num_refused = 0
+        first = ""
+        for block in table.blocks():
+            for line, problem in maker.lines(block, num_rows):
+                if problem is not None:
+                    first = first or f"row {num_rows + 1:,}: {problem}"
+                    num_refused += 1
+                num_rows += 1
+                yield line, problem
+        if num_rows and num_refused == num_rows:
+            raise UsageError(f"No request can be made from any row of the table; {first}")
+
+    async def open(self, folder: Path, should_stop: Callable[[], bool]) -> None:
+        """Open the table. folder: for a copy of one that is not a plain local file. Raises: UsageError, RunFailed."""
+        if not self._is_given:
+            self._path = await self._local_path(folder, should_stop)
+        await in_file_thread(self._open)
+
+    def refuse_if_changed(self) -> None:
+        """Raises: RunFailed if the table is not the one that the requests were made from."""
+        if self._path is None or self._stamp == _stamp(self._path):
+            return
+        if self.table.digest() != self._digest:
+            raise RunFailed(
+                f"The table {self.location.display} has changed during the run, so that its rows may not fit their "
+                f"answers. {_SAVED} Restore it and run the same command again, or pass --no-resume to start over."
+            )
+
+    @contextmanager
+    def reading_again(self) -> Iterator[None]:
+        """Damage that is found in the block was not there when the run began. Raises: RunFailed."""
+        try:
+            yield
+        except TableDamaged as exc:
+            raise RunFailed(
+                f"The table {self.location.display} cannot be read again: {exc} {_SAVED} Restore it and run the same "
+                "command again."
+            ) from exc
+
+    async def _local_path(self, folder: Path, should_stop: Callable[[], bool]) -> Path:
+        path = self.location.path
+        if path is not None and await asyncio.to_thread(path.is_dir):
+            return path
+        return await stage_bytes(self.location, folder, should_stop)
+
+    def _open(self) -> None:
+        with self.reading():
+            if self._path is not None:
+                self._stamp = _stamp(self._path)
+                self._table = open_table(self._path, self._format)
+            self._refuse(self.table)
+
+    def _write_requests(self, target: Path, should_stop: Callable[[], bool]) -> None:
+        with self.reading(), target.open("wb", buffering=_WRITE_BUFFER) as file:
+            self._digest = self.table.digest()
+            for number, (line, _) in enumerate(self.requests()):
+                file.write(line + b"\n")
+                if number % BLOCK_ROWS == 0 and should_stop():
+                    raise RunInterrupted("Interrupted while making the requests.")
+        if self._path is not None and self._stamp != _stamp(self._path):
+            raise InputUnreadable(self.location.display, "it changed while it was being read; run it again.")
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Raises: InputUnreadable, RunFailed for what cannot be read in the block."""
+        try:
+            yield
+        except TableDamaged as exc:
+            raise InputUnreadable(self.location.display, str(exc)) from exc
+        except OSError as exc:
+            raise input_failure(self.location.display, exc) from exc
+
+
+def _no_model(served: Sequence[str]) -> UsageError:
+    hint = f" Served here: {', '.join(served)}." if served else ""
+    return UsageError(
+        "Which model do the rows ask? Pass one --model, or name it in the requests: "
+        f'--body \'{{"model": "NAME"}}\'.{hint}'
+    )
+
+
+def refusal_of(table: Table, columns: AnswerColumns, outputs: Sequence[TableFormat]) -> None:
+    """Refuse at once what the output could not hold. Raises: UsageError, TableDamaged."""
+    columns.refuse_taken_names(table.columns)
+    for output in outputs:
+        if output == "jsonl":
+            refuse_ambiguous_columns(table.columns, table.columns)
+        if output in ("csv", "tsv", "jsonl"):
+            _refuse_bytes(table, output)
+        else:
+            from batchline.tables.arrow_writers import refuse_unwritable_types  # pyarrow, an extra
+
+            is_parquet = output in ("parquet", "parquet-folder")
+            refuse_unwritable_types(table.arrow_schema(), columns.types, is_parquet=is_parquet)
+
+
+def _refuse_bytes(table: Table, output: TableFormat) -> None:
+    name = table.binary_column()
+    if name is not None:
+        kind = "JSON lines" if output == "jsonl" else output.upper()
+        raise UsageError(f"The column {name!r} holds bytes, which {kind} cannot hold. Write a Parquet file instead.")
+
+
+def _stamp(path: Path) -> object:
+    """Changes when somebody writes to the file, or to a file in the folder."""
+    if path.is_dir():
+        files = sorted(entry for entry in path.rglob("*") if entry.is_file())
+        return [(str(entry), *_file_stamp(entry)) for entry in files]
+    return _file_stamp(path)
+
+
+def _file_stamp(path: Path) -> tuple[int, int, int]:
+    found = os.stat(path)
+    return found.st_ino, found.st_size, found.st_mtime_ns

@@ -1,0 +1,137 @@
+"""Result targets that are tables: they get result lines like any other, and write the rows with their answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, cast
+
+import orjson
+
+from batchline.batch.job_folder import journal_in
+from batchline.batch.journal import saved_results
+from batchline.batch.location_targets import LocationTarget
+from batchline.batch.targets import ResultTarget, Stamp
+from batchline.tables.answers import AnswerColumns, embedding_length
+from batchline.tables.formats import TableFormat
+from batchline.tables.joining import Joiner, WriterFor
+from batchline.tables.rows import Block
+from batchline.tables.staging import TableInput
+from batchline.tables.writers import CsvWriter, JsonLinesWriter, RowWriter
+
+_LAYOUT = "columns"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joined:
+    """What every table of results is made from. compression: of Parquet files."""
+
+    source: TableInput
+    columns: AnswerColumns
+    job_folder: Path
+    compression: str = "zstd"
+
+    @contextmanager
+    def joining(self, writer_for: WriterFor, *, in_one_file: bool) -> Iterator[Joiner]:
+        """Takes result lines in the block, and has written the table after it. Raises: RunFailed, OSError."""
+        self.source.refuse_if_changed()
+        self._measure_embeddings()
+        with self.source.reading_again():
+            joiner = Joiner(self._blocks(in_one_file), self.columns, writer_for)
+            try:
+                yield joiner
+                joiner.finish()
+            except BaseException:
+                joiner.abandon()
+                raise
+        self.source.refuse_if_changed()
+
+    def _blocks(self, in_one_file: bool) -> Iterator[Block]:
+        for block in self.source.table.blocks():
+            if in_one_file:
+                block.part = 0
+            yield block
+
+    def _measure_embeddings(self) -> None:
+        """Find the dimensions of embeddings in the journal, because a table's types come before its rows."""
+        if not self.columns.has_embeddings:
+            return
+        for outcome, line in saved_results(journal_in(self.job_folder)):
+            length = None if outcome.is_failure else embedding_length(orjson.loads(line))
+            if length is not None:
+                self.columns.set_length(length)
+                return
+
+    def writer(self, file: BinaryIO, table_format: TableFormat) -> RowWriter:
+        """A writer of one file. Raises: RunFailed."""
+        table, added = self.source.table, list(self.columns.types)
+        if table_format == "jsonl":
+            return JsonLinesWriter(file, table.columns)
+        if table_format in ("csv", "tsv"):
+            delimiter = "\t" if table_format == "tsv" else table.delimiter
+            return CsvWriter(file, table.columns, added, delimiter=delimiter, has_bom=table.has_bom)
+        from batchline.tables import arrow_writers  # pyarrow, an extra
+
+        joiner = arrow_writers.ArrowJoiner(table.arrow_schema(), self.columns.types)
+        if table_format == "dataset":
+            return arrow_writers.ArrowStreamWriter(file, joiner)
+        return arrow_writers.ParquetRowWriter(file, joiner, self.compression)
+
+
+class TableTarget(ResultTarget):
+    """One file at any location. Everything but its content is as for a file of result lines."""
+
+    def __init__(self, place: LocationTarget, table_format: TableFormat, joined: Joined) -> None:
+        self.display = place.display
+        self.tag = place.tag
+        self.notes_commit = place.notes_commit
+        self.tells_if_it_exists = place.tells_if_it_exists
+        self._place = place
+        self._format = table_format
+        self._joined = joined
+
+    @contextmanager
+    def open(self) -> Iterator[BinaryIO]:
+        """A writer that takes one result line at a time. Raises also: RunFailed."""
+        with self._place.open() as file:
+
+            def writer_for(_: int) -> RowWriter:
+                return self._joined.writer(file, self._format)
+
+            with self._joined.joining(writer_for, in_one_file=True) as joiner:
+                yield cast(BinaryIO, joiner)
+
+    async def commit(self) -> None:
+        """As at the location."""
+        await self._place.commit()
+
+    def discard(self) -> None:
+        """As at the location."""
+        self._place.discard()
+
+    async def exists(self) -> bool | None:
+        """As at the location."""
+        return await self._place.exists()
+
+    async def is_empty(self) -> bool:
+        """As at the location."""
+        return await self._place.is_empty()
+
+    async def holds_staged(self) -> bool:
+        """As at the location."""
+        return await self._place.holds_staged()
+
+    async def stamp(self) -> Stamp | None:
+        """Also of the columns: the same answers under other names are another table."""
+        found = await self._place.stamp()
+        return None if found is None else {**found, _LAYOUT: self._layout}
+
+    async def is_unchanged(self, before: Stamp) -> bool:
+        """Whether the content and the columns are the same."""
+        return before.get(_LAYOUT) == self._layout and await self._place.is_unchanged(before)
+
+    @property
+    def _layout(self) -> str:
+        return f"{self._format} {self._joined.compression} {self._joined.columns.layout}"

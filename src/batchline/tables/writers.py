@@ -1,0 +1,130 @@
+"""Writes rows with their answers: the interface of all writers, and tables of text."""
+
+from __future__ import annotations
+
+import csv
+import io
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
+from typing import Any, BinaryIO
+
+import orjson
+
+from batchline.errors import RunFailed
+from batchline.tables.rows import Block, Row
+from batchline.tables.text_rows import JsonBlock
+
+_NUL_SIGN = "\ufffd"
+"""Replaces a NUL character, which CSV readers refuse."""
+
+
+class RowWriter(ABC):
+    """Writes a table block by block."""
+
+    @abstractmethod
+    def write(self, block: Block, added: Sequence[Row]) -> None:
+        """Write the rows of a block. added: the values of the added columns, one mapping for each row.
+
+        Raises: OSError, RunFailed.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Write the end. The caller closes the file. Raises: OSError, RunFailed."""
+
+    def abandon(self) -> None:
+        """Release what is open, for an output that is dropped."""
+        with suppress(OSError, RunFailed, ValueError):
+            self.close()
+
+
+class CsvWriter(RowWriter):
+    """CSV or TSV: quotes only where they are needed, lines that end with a newline character."""
+
+    def __init__(
+        self, file: BinaryIO, columns: Sequence[str], added: Sequence[str], *, delimiter: str, has_bom: bool
+    ) -> None:
+        self._columns = columns
+        self._added = added
+        self._text = io.TextIOWrapper(file, "utf-8-sig" if has_bom else "utf-8", newline="")
+        self._writer = csv.writer(_NewlineEnds(self._text), delimiter=delimiter, lineterminator="\r\n")
+        self._write_row([*columns, *added])
+
+    def write(self, block: Block, added: Sequence[Row]) -> None:
+        """Text for every value; a null is an empty cell."""
+        for own, answers in zip(block.cells(self._columns), added, strict=True):
+            self._write_row([*own, *(answers[name] for name in self._added)])
+
+    def close(self) -> None:
+        """Flush, and leave the file open."""
+        self._text.flush()
+        self._text.detach()
+
+    def _write_row(self, values: Sequence[Any]) -> None:
+        try:
+            self._writer.writerow([cell_text(value).replace("\x00", _NUL_SIGN) for value in values])
+        except csv.Error as exc:
+            raise RunFailed(f"A row cannot be written as CSV: {exc}. All results are saved.") from exc
+
+
+class _NewlineEnds:
+    """Replaces the CRLF at the end of each row by a newline. The csv module quotes a carriage return in a cell only if
+    its line ends contain one."""
+
+    def __init__(self, text: io.TextIOWrapper) -> None:
+        self._text = text
+
+    def write(self, row: str) -> int:
+        return self._text.write(row.removesuffix("\r\n") + "\n")
+
+
+class JsonLinesWriter(RowWriter):
+    """One JSON object per row. Rows that were JSON keep their exact text."""
+
+    def __init__(self, file: BinaryIO, columns: Sequence[str]) -> None:
+        self._file = file
+        self._columns = columns
+
+    def write(self, block: Block, added: Sequence[Row]) -> None:
+        """The row's values, then the added ones; a null is `null`."""
+        if isinstance(block, JsonBlock):
+            texts = block.lines
+        else:
+            texts = [orjson.dumps(plain_value(row)) for row in block.rows(self._columns)]
+        for text, answers in zip(texts, added, strict=True):
+            head = text[:-1].rstrip()
+            self._file.write(head + (b"" if head == b"{" else b",") + orjson.dumps(answers)[1:] + b"\n")
+
+    def close(self) -> None:
+        """Nothing is left to write."""
+
+
+def cell_text(value: Any) -> str:
+    """A value as the text of a cell."""
+    if isinstance(value, str):
+        return value
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, list | dict):
+        return orjson.dumps(plain_value(value)).decode()
+    return str(plain_value(value))
+
+
+def plain_value(value: Any) -> Any:
+    """A value of a row in JSON's types: times in ISO 8601, decimals as text, so that no digit is lost."""
+    if isinstance(value, Mapping):
+        return {str(key): plain_value(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_value(item) for item in value]
+    if isinstance(value, datetime | date | time):
+        return value.isoformat()
+    if isinstance(value, Decimal | timedelta):
+        return str(value)
+    if isinstance(value, int) and not isinstance(value, bool) and not -(2**63) <= value < 2**64:
+        return str(value)
+    return value

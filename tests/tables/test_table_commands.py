@@ -1,0 +1,216 @@
+"""Tables as users meet them: `run-batch`, `make-requests` and `run_table`, with good and bad input."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pandas as pd
+import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from batchline import run_table
+from batchline.cli.main import main
+from batchline.errors import UsageError
+from batchline.testing import FakeBackend
+
+PLUGIN = """
+from batchline.backends.registry import register_backend
+from batchline.testing import FakeBackend
+
+class Named(FakeBackend):
+    def identity(self):
+        return {"backend": "fake"}
+
+register_backend("instant")(lambda engines, options: Named())
+"""
+
+
+class Cli:
+    """`cli(...)`: a command in this process, with a fake backend for runs. Returns (exit code, its output)."""
+
+    def __init__(self, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+        (folder / "plugin.py").write_text(PLUGIN)
+        self._capfd = capfd
+
+    def __call__(self, name: str, *arguments: str) -> tuple[int, str]:
+        own = ("--backend-plugin", "plugin.py", "--backend", "instant") if name in ("run-batch", "retry") else ()
+        with pytest.raises(SystemExit) as ended:
+            main([name, *own, *arguments])
+        shown = self._capfd.readouterr()
+        return int(ended.value.code or 0), shown.out + shown.err
+
+
+@pytest.fixture
+def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Cli:
+    monkeypatch.chdir(tmp_path)
+    pq.write_table(pa.table({"text": ["a", "b", None], "n": [1, 2, 3]}), "in.parquet")
+    return Cli(tmp_path, capfd)
+
+
+def test_run_batch_asks_the_rows_of_a_table(cli: Cli) -> None:
+    Path("prompt.jinja").write_text("Say {{ text or 'nothing' }}\n")
+    Path("schema.json").write_text('{"type": "object", "properties": {"x": {"type": "string"}}}')
+    common = ("-i", "in.parquet", "-o", "out.jsonl", "--prompt-template", "prompt.jinja", "--system", "Row {{ n }}")
+    code, shown = cli("run-batch", *common, "--temperature", "0", "--seed", "1", "--body.top_p", "0.9")
+    assert (code, "Output         out.jsonl" in shown) == (0, True)
+    rows = [orjson.loads(line) for line in Path("out.jsonl").read_bytes().splitlines()]
+    assert [row["answer"] for row in rows] == ["Say a", "Say b", "Say nothing"]
+    assert (
+        cli("run-batch", *common, "--temperature", "0", "--seed", "1", "--body.top_p", "0.9")[1].count("Already") == 1
+    )
+    shown = cli("run-batch", "-i", "in.parquet", "-o", "out.csv", "--prompt-column", "text")[1]
+    assert "1 bad row, the first being row 3: The column 'text' is empty." in " ".join(shown.split())
+    code, shown = cli("run-batch", *common, "--schema", "schema.json")
+    assert (code, orjson.loads(Path("out.jsonl").read_bytes().splitlines()[0])["x"]) == (0, None)
+
+
+def test_make_requests_writes_what_a_run_would_ask(cli: Cli) -> None:
+    code, shown = cli(
+        *("make-requests", "-i", "in.parquet", "-o", "requests.jsonl", "--prompt-column", "text", "--model", "fake"),
+        *("--max-tokens", "5", "--seed", "7", "--body", '{"top_p": 0.5}'),
+    )
+    assert code == 0
+    assert "1 row left out, the first being row 3: The column 'text' is empty." in shown
+    assert "2 requests in requests.jsonl" in shown
+    lines = [json.loads(line) for line in Path("requests.jsonl").read_text().splitlines()]
+    assert lines[1] == {
+        "custom_id": "1",
+        "method": "POST",
+        "url": "/v1/chat/completions",
+        "body": {
+            "messages": [{"role": "user", "content": "b"}],
+            "max_tokens": 5,
+            "seed": 7,
+            "model": "fake",
+            "top_p": 0.5,
+        },
+    }
+    assert cli("check", "requests.jsonl")[0] == 0
+    assert cli("run-batch", "-i", "requests.jsonl", "-o", "results.jsonl")[0] == 0
+
+
+def test_a_batch_file_that_cannot_be_written_is_an_error_that_names_no_removed_file(cli: Cli) -> None:
+    code, shown = cli("make-requests", "-i", "in.parquet", "-o", "/dev/full", "--prompt-column", "text")
+    shown = " ".join(shown.split())
+    assert (code, "The requests cannot be written to /dev/full: No space left on device." in shown) == (1, True), shown
+    assert "complete in" not in shown
+
+
+ONE_OF = "--prompt-template, --prompt-column, --messages-column or --embed-column"
+
+
+@pytest.mark.parametrize(
+    ("command", "sentence"),
+    [
+        (
+            "run-batch -i in.parquet -o out.parquet",
+            f"'in.parquet' is a table. Say what each of its rows asks with {ONE_OF}",
+        ),
+        ("run-batch -i in.jsonl -o out.jsonl --max-tokens 3", f"--max-tokens requires a table to ask: pass {ONE_OF}"),
+        ("run-batch -i in.parquet -o out.x --prompt-column text", "does not show a table's format"),
+        ("run-batch -i - -o - --prompt-column text", "Pass --input-format, such as --input-format csv"),
+        ("run-batch -i in.parquet -o - --prompt-column text", "Pass --output-format"),
+        ("run-batch -i in.parquet -o in.parquet --prompt-column text", "it is the same file as the input"),
+        ("run-batch -i in.parquet -o out.xlsx --prompt-column text", "is a spreadsheet. Save it as CSV or Parquet"),
+        ("run-batch -i in.parquet -o out.csv --prompt-column text --embed-column n", "pass one of --prompt-column and"),
+        ("run-batch -i in.parquet -o out.csv --embed-column text --system x", "--system has no effect on embeddings"),
+        ("run-batch -i in.parquet -o out.csv --prompt-column text --body.n 2", "a row has one answer; leave 'n' out"),
+        (
+            "run-batch -i in.parquet -o out.csv --prompt-column text --body.logprobs true",
+            "a table has no column for what 'logprobs' adds",
+        ),
+        (
+            "run-batch -i in.parquet -o out.csv --prompt-column text --max-tokens 1 --body.max_tokens 2",
+            "'max_tokens' is set by --max-tokens",
+        ),
+        (
+            "run-batch -i in.parquet -o out.csv --prompt-column text --output-order completion",
+            "leave --output-order out",
+        ),
+        ("run-batch -i in.parquet -o out.csv --prompt-column text --schema none.json", "cannot be read: No such file"),
+        ("run-batch -i in.parquet -o out.csv --prompt-template {{x", "--prompt-template is not a valid template"),
+        (
+            "run-batch -i in.parquet -o s3://bucket/out/ --output-format dataset --prompt-column text",
+            "only be written to",
+        ),
+        ("retry -i in.parquet -o out.parquet", "The failed rows of a table are not retried in place"),
+        ("check in.parquet", "make-requests writes them as a batch file"),
+        ("plan in.parquet", "make-requests writes them as a batch file"),
+        ("make-requests -i in.parquet -o out.jsonl", f"Say what each row of the table asks with {ONE_OF}"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_a_sentence(cli: Cli, command: str, sentence: str) -> None:
+    code, shown = cli(*command.split())
+    assert (code, sentence in " ".join(shown.split())) == (2, True), shown
+    assert not Path("out.parquet.partial").exists()
+
+
+def test_a_missing_pyarrow_is_a_sentence_that_names_the_extra(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "pyarrow"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    code, shown = cli("run-batch", "-i", "in.parquet", "-o", "out.csv", "--prompt-column", "text")
+    assert (code, "pip install 'batchline[tables]'" in shown) == (2, True)
+    Path("in.csv").write_text("text\nhi\n")
+    assert cli("run-batch", "-i", "in.csv", "-o", "out.csv", "--prompt-column", "text")[0] == 0
+
+
+def test_csv_comes_from_standard_input_and_goes_to_standard_output(tmp_path: Path) -> None:
+    (tmp_path / "plugin.py").write_text(PLUGIN)
+    command = "run-batch --backend-plugin plugin.py --backend instant -i - -o - --input-format csv --prompt-column text"
+    finished = subprocess.run(
+        [sys.executable, "-m", "batchline", *command.split()],
+        input="text;n\nhi;1\n",
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        check=False,
+    )
+    assert finished.stdout.splitlines()[1:] == ["hi;1;hi;stop;1;1;"], finished.stderr
+
+
+def test_data_frames_go_in_and_a_pyarrow_table_comes_back() -> None:
+    def ask(table: Any) -> pa.Table:
+        return run_table(table, prompt_template="{{ text }}!", backend=FakeBackend(), show_progress=False)
+
+    frame = pd.DataFrame({"text": ["a", None], "kind": pd.Categorical(["x", "y"])}, index=["i", "j"])
+    back = ask(frame).to_pandas()
+    assert list(back.index) == ["i", "j"]
+    assert str(back.kind.dtype) == "category"
+    assert list(back.answer) == ["a!", "!"]
+    back = pl.from_arrow(ask(pl.DataFrame({"text": ["a"], "list": [[1, 2]]})))
+    assert isinstance(back, pl.DataFrame)
+    assert back.select("text", "list", "answer").rows() == [("a", [1, 2], "a!")]
+    assert ask(pa.table({"text": ["a"]})).column("answer").to_pylist() == ["a!"]
+    with pytest.raises(UsageError, match="An object of type int cannot be used as a table"):
+        ask(3)
+
+
+def test_run_table_reads_and_writes_files_and_resumes(tmp_path: Path) -> None:
+    pd.DataFrame({"text": ["a", "b"]}).to_parquet(tmp_path / "in.parquet")
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "object", "properties": {"x": {"type": "integer"}}}')
+    backend = FakeBackend()
+    for source in (tmp_path / "in.parquet", pd.read_parquet(tmp_path / "in.parquet")):
+        summary = run_table(
+            source,
+            tmp_path / "out.parquet",
+            prompt_column="text",
+            schema=schema,
+            backend=backend,
+            state_dir=tmp_path / "state",
+            show_progress=False,
+        )
+        assert (summary.requests, summary.failed) == (2, 0)
+    assert list(pd.read_parquet(tmp_path / "out.parquet").columns)[:3] == ["text", "answer", "x"]
+    with pytest.raises(UsageError, match="retry_failed and output_order are for batch files only"):
+        run_table(tmp_path / "in.parquet", "out.csv", prompt_column="text", backend=backend, retry_failed=True)
+    with pytest.raises(UsageError, match="Pass either a model or a backend"):
+        run_table(tmp_path / "in.parquet", "out.csv", prompt_column="text")

@@ -1,0 +1,185 @@
+"""CSV, TSV and JSON lines: what goes in comes out unchanged, and a damaged file is refused with its line."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from run_tables import RunTable
+
+from batchline.errors import InputUnreadable, UsageError
+from batchline.tables import text_rows
+from batchline.testing import FakeBackend
+
+ADDED = "answer,finish_reason,prompt_tokens,completion_tokens,error"
+
+
+def test_cells_keep_their_text_and_are_quoted_where_they_must(run_table: RunTable, tmp_path: Path) -> None:
+    (tmp_path / "in.csv").write_bytes(b'\xef\xbb\xbfid,text\r\n007,"a\nb"\r\n1.50,"say ""hi"", you"\r\n')
+    run_table(tmp_path / "in.csv", tmp_path / "out.csv", prompt_column="text")
+    assert (tmp_path / "out.csv").read_bytes() == (
+        b"\xef\xbb\xbfid,text," + ADDED.encode() + b"\n"
+        b'007,"a\nb","a\nb",stop,2,2,\n'
+        b'1.50,"say ""hi"", you","say ""hi"", you",stop,3,3,\n'
+    )
+
+
+def test_the_header_shows_the_delimiter_and_tsv_has_tabs(run_table: RunTable, tmp_path: Path) -> None:
+    (tmp_path / "in.csv").write_text('id;"a, b";text\n1;2;x,y\n')
+    run_table(tmp_path / "in.csv", tmp_path / "out.csv", prompt_column="text")
+    assert (tmp_path / "out.csv").read_text().splitlines()[1] == "1;2;x,y;x,y;stop;1;1;"
+    run_table(tmp_path / "in.csv", tmp_path / "out.tsv", prompt_column="text")
+    assert (tmp_path / "out.tsv").read_text().splitlines()[1].split("\t")[:4] == ["1", "2", "x,y", "x,y"]
+
+
+def test_two_columns_may_have_one_name_unless_it_is_used(run_table: RunTable, tmp_path: Path) -> None:
+    (tmp_path / "in.csv").write_text(",,text\n1,2,a\n")
+    for output in ("out.csv", "out.parquet"):
+        run_table(tmp_path / "in.csv", tmp_path / output, prompt_column="text")
+    assert (tmp_path / "out.csv").read_text().splitlines()[1] == "1,2,a,a,stop,1,1,"
+    run_table(tmp_path / "out.parquet", tmp_path / "again.csv", prompt_column="text", column_prefix="x_")
+    assert (tmp_path / "again.csv").read_text().splitlines()[1].startswith("1,2,a,a,stop,1,1,,a,stop,")
+    with pytest.raises(UsageError, match="2 columns ''; rename all but one"):
+        run_table(tmp_path / "in.csv", tmp_path / "out.jsonl", prompt_column="text")
+    (tmp_path / "in.csv").write_text("text,text\n1,2\n")
+    with pytest.raises(UsageError, match="2 columns 'text'"):
+        run_table(tmp_path / "in.csv", tmp_path / "out.csv", prompt_column="text")
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (b'text,b\n"a\nb",1\nx\n', "the row on line 4 has 1 cell, and the header has 2."),
+        (b'text,b\n"a,1\nx,2\n', "the row on line 2 is not valid CSV: unexpected end of data."),
+        ("text\na\ncafé\n".encode("latin-1"), "line 3 is not UTF-8 text. If the file is Latin-1"),
+        ("text,b\na,1\n".encode("utf-16"), "it is UTF-16LE text, and a table of text is UTF-8. Convert it: iconv"),
+        (b"", "it is empty; the first line of a CSV file has the names of its columns."),
+        (b"PAR1\0\0", "it is binary data, not a table of text."),
+    ],
+)
+def test_a_damaged_csv_file_is_refused_with_its_line(
+    run_table: RunTable, tmp_path: Path, content: bytes, sentence: str
+) -> None:
+    (tmp_path / "in.csv").write_bytes(content)
+    with pytest.raises(InputUnreadable) as refused:
+        run_table(tmp_path / "in.csv", tmp_path / "out.csv", prompt_column="text")
+    assert sentence in str(refused.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["in.csv"]
+
+
+def test_rows_of_json_keep_their_exact_text(run_table: RunTable, tmp_path: Path) -> None:
+    rows = '{"text": "a", "big": 123456789012345678901234567890}\n\n{"text":"b","n":1.0 }\n{}\n'
+    (tmp_path / "in.jsonl").write_text(rows)
+    run_table(tmp_path / "in.jsonl", tmp_path / "out.jsonl.gz", prompt_column="text")
+    first, second, third = gzip.decompress((tmp_path / "out.jsonl.gz").read_bytes()).decode().splitlines()
+    assert first.startswith('{"text": "a", "big": 123456789012345678901234567890,"answer":"a",')
+    assert second.startswith('{"text":"b","n":1.0,"answer":"b",')
+    assert third.startswith('{"answer":null,')
+    assert third.endswith("""\"error":"invalid_row: The column 'text' is empty."}""")
+
+
+def test_json_rows_become_columns_of_the_types_that_fit_all_rows(run_table: RunTable, tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text('{"text":"a","n":1}\n{"text":"b","n":2.5,"tags":["x"]}\n')
+    run_table(tmp_path / "in.jsonl", tmp_path / "out.parquet", prompt_column="text")
+    result = pq.read_table(tmp_path / "out.parquet")
+    assert result.schema.field("n").type == pa.float64()
+    assert result.column("tags").to_pylist() == [None, ["x"]]
+    (tmp_path / "in.jsonl").write_text('{"text":"a","n":1}\n{"text":"b","n":"x"}\n')
+    with pytest.raises(UsageError, match=r"The values of 'n' have no common type.*-o NAME\.jsonl"):
+        run_table(tmp_path / "in.jsonl", tmp_path / "out2.parquet", prompt_column="text")
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ('{"text":"a"}\n[1]\n', "line 2 is JSON, but not an object with the values of a row."),
+        ('{"text":"a"}\n{"text":\n', "line 2 is not valid JSON: "),
+        ('{"custom_id":"1","method":"POST","url":"/v1/chat/completions","body":{}}\n', "It is a batch file"),
+    ],
+)
+def test_lines_that_are_no_rows_are_refused(run_table: RunTable, tmp_path: Path, content: str, sentence: str) -> None:
+    (tmp_path / "in.jsonl").write_text(content)
+    with pytest.raises(UsageError) as refused:
+        run_table(tmp_path / "in.jsonl", tmp_path / "out.jsonl", prompt_column="text")
+    assert sentence in str(refused.value)
+
+
+def test_tables_without_rows_give_tables_without_rows(run_table: RunTable, tmp_path: Path) -> None:
+    (tmp_path / "in.csv").write_text("text\n")
+    run_table(tmp_path / "in.csv", tmp_path / "out.parquet", prompt_column="text")
+    assert pq.read_table(tmp_path / "out.parquet").column_names == ["text", *ADDED.split(",")]
+    run_table(tmp_path / "out.parquet", tmp_path / "out.csv", prompt_column="text", column_prefix="x_")
+    assert (tmp_path / "out.csv").read_text().count("\n") == 1
+    (tmp_path / "in.jsonl").write_text("")
+    run_table(tmp_path / "in.jsonl", tmp_path / "out.jsonl", prompt_column="text")
+    assert (tmp_path / "out.jsonl").read_text() == ""
+
+
+def test_an_integer_that_a_float_cannot_hold_is_refused_before_anything_runs(
+    run_table: RunTable, tmp_path: Path
+) -> None:
+    whole = '{"text":"a","v":9007199254740993}\n' * 4096  # a block, so that the float is in another one
+    (tmp_path / "in.jsonl").write_text(whole + '{"text":"b","v":1.5}\n')
+    backend = FakeBackend()
+    with pytest.raises(UsageError, match=r"The values of 'v' have no common type.*-o NAME\.jsonl"):
+        run_table(tmp_path / "in.jsonl", tmp_path / "out.parquet", backend=backend, prompt_column="text")
+    assert backend.requests == []
+
+
+def test_integers_beyond_64_bits_keep_their_digits(run_table: RunTable, tmp_path: Path) -> None:
+    digits = "123456789012345678901234567890"
+    (tmp_path / "in.jsonl").write_text(f'{{"text":"a","id":{digits},"n":-9223372036854775808}}\n')
+    run_table(tmp_path / "in.jsonl", tmp_path / "out.csv", prompt_template="{{ id }}")
+    assert (tmp_path / "out.csv").read_text().splitlines()[1].startswith(f"a,{digits},-9223372036854775808,{digits},")
+    run_table(tmp_path / "in.jsonl", tmp_path / "out.parquet", prompt_column="text")
+    assert pq.read_table(tmp_path / "out.parquet").column("id").to_pylist() == [digits]
+
+
+def test_json_rows_are_parsed_for_each_pass_only_once(
+    run_table: RunTable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "in.jsonl").write_text('{"text":"a"}\n')
+    parsed: list[int] = []
+    parse = text_rows._object
+
+    def counted(text: bytes, number: int) -> dict[str, Any]:
+        parsed.append(number)
+        return parse(text, number)
+
+    monkeypatch.setattr(text_rows, "_object", counted)
+    failed = str(tmp_path / "failed.parquet")
+    run_table(tmp_path / "in.jsonl", tmp_path / "out.parquet", prompt_column="text", error_file=failed)
+    assert len(parsed) == 6  # columns, types, values in these types, requests, two outputs
+
+
+def test_a_carriage_return_in_a_cell_is_quoted(run_table: RunTable, tmp_path: Path) -> None:
+    (tmp_path / "in.csv").write_bytes(b'id,text\n1,"a\rb"\n2,c\n')
+    run_table(tmp_path / "in.csv", tmp_path / "out.csv", prompt_column="text")
+    assert (tmp_path / "out.csv").read_bytes().split(b"\n", 1)[1] == (b'1,"a\rb","a\rb",stop,2,2,\n2,c,c,stop,1,1,\n')
+
+
+def test_a_nul_character_never_reaches_a_csv_file(run_table: RunTable, tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text('{"text":"a\\u0000b"}\n')
+    run_table(tmp_path / "in.jsonl", tmp_path / "out.csv", prompt_column="text")
+    assert (tmp_path / "out.csv").read_text().splitlines()[1].startswith("a\ufffdb,a\ufffdb,")
+    (tmp_path / "in.csv").write_text("text\n" + "a\n" * 40_000 + "a\0b\n")
+    with pytest.raises(InputUnreadable, match="the row on line 40,002 "):
+        run_table(tmp_path / "in.csv", tmp_path / "out.csv", prompt_column="text")
+
+
+def test_a_csv_file_made_from_tsv_has_commas(run_table: RunTable, tmp_path: Path) -> None:
+    (tmp_path / "in.tsv").write_text("id\ttext\n1\ta\n")
+    run_table(tmp_path / "in.tsv", tmp_path / "out.csv", prompt_column="text")
+    assert (tmp_path / "out.csv").read_text() == f"id,text,{ADDED}\n1,a,a,stop,1,1,\n"
+
+
+def test_reading_csv_leaves_the_limit_of_the_csv_module_alone(run_table: RunTable, tmp_path: Path) -> None:
+    before = csv.field_size_limit()
+    (tmp_path / "in.csv").write_text("text\n" + "x" * (before + 1) + "\n")
+    run_table(tmp_path / "in.csv", tmp_path / "out.jsonl", prompt_column="text")
+    assert csv.field_size_limit() == before
