@@ -1,6 +1,7 @@
-"""What `--quantization int8` gains and what it loses.
+"""What `--quantization` gains and what it loses.
 
-    python benchmarks/quantization.py [--workload chat] [--num-requests N] [--runs 3] [--dtype bfloat16]
+    python benchmarks/quantization.py [--quantization int8|int4] [--workload chat] [--num-requests N] [--runs 3]
+        [--dtype bfloat16]
 
 Gain: the requests of a workload through `run-batch`, without and with the option in turn, since the rate of a
 shared machine drifts; the ratio is of the medians, steady (after the model is loaded) and end to end.
@@ -40,7 +41,6 @@ UNSEEN_LENGTH = 512
 """Tokens of a piece of the unseen text."""
 
 LONGEST_ANSWER = 128
-KINDS: tuple[Quantization | None, ...] = (None, *get_args(Quantization))
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,18 +70,19 @@ class Examination:
 def main() -> None:
     """Measure both and print."""
     options = _parse()
+    kinds: tuple[Quantization | None, ...] = (None, options.quantization)
     files = make_workload(WORKLOADS[options.workload], Path(options.folder), options.num_requests)
-    runs: dict[str, list[Run]] = {str(kind): [] for kind in KINDS}
+    runs: dict[str, list[Run]] = {str(kind): [] for kind in kinds}
     for _ in range(options.runs):
-        for kind in KINDS:
+        for kind in kinds:
             more = ["--dtype", options.dtype, *(() if kind is None else ("--quantization", kind))]
             runs[str(kind)].append(run_command(files, more))
-    examinations = {str(kind): _examine(kind, options.dtype) for kind in KINDS}
-    base, quantized = (str(kind) for kind in KINDS)
+    examinations = {str(kind): _examine(kind, options.dtype) for kind in kinds}
+    base, quantized = map(str, kinds)
     result = {
         **vars(options),
-        **_gain(runs[base], runs[quantized]),
-        **_loss(examinations[base], examinations[quantized]),
+        **_gain(quantized, runs[base], runs[quantized]),
+        **_loss(quantized, examinations[base], examinations[quantized]),
     }
     for name, value in result.items():
         print(f"{name:34} {value}")
@@ -91,6 +92,7 @@ def main() -> None:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quantization", choices=get_args(Quantization), default="int8")
     parser.add_argument("--workload", choices=sorted(WORKLOADS), default="chat")
     parser.add_argument("--num-requests", type=int, help="the first so many of the workload; all without")
     parser.add_argument("--runs", type=int, default=3)
@@ -99,19 +101,19 @@ def _parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _gain(without: Sequence[Run], quantized: Sequence[Run]) -> dict[str, Any]:
+def _gain(kind: str, without: Sequence[Run], quantized: Sequence[Run]) -> dict[str, Any]:
     steady = [statistics.median(run.run_s for run in runs) for runs in (without, quantized)]
     total = [statistics.median(run.total_s for run in runs) for runs in (without, quantized)]
     tokens = [statistics.median(run.output_tokens for run in runs) for runs in (without, quantized)]
     return {
         "run_s": round(steady[0], 2),
-        "int8_run_s": round(steady[1], 2),
+        f"{kind}_run_s": round(steady[1], 2),
         "output_tokens_per_s": round(tokens[0] / steady[0], 1),
-        "int8_output_tokens_per_s": round(tokens[1] / steady[1], 1),
+        f"{kind}_output_tokens_per_s": round(tokens[1] / steady[1], 1),
         "ratio": round(steady[0] / steady[1], 3),
         "ratio_end_to_end": round(total[0] / total[1], 3),
         "memory_mib": round(statistics.median(run.memory_mib for run in without)),
-        "int8_memory_mib": round(statistics.median(run.memory_mib for run in quantized)),
+        f"{kind}_memory_mib": round(statistics.median(run.memory_mib for run in quantized)),
     }
 
 
@@ -171,12 +173,12 @@ def _run(engine: Engine, prompts: Sequence[Sequence[int]], sampling: SamplingPar
     return outputs
 
 
-def _loss(without: Examination, quantized: Examination) -> dict[str, Any]:
+def _loss(kind: str, without: Examination, quantized: Examination) -> dict[str, Any]:
     """Perplexities, and shares of what stays the same."""
     result: dict[str, Any] = {}
     for text in ("known", "before", "unseen"):
         readings: tuple[Reading, Reading] = (getattr(without, text), getattr(quantized, text))
-        result[f"perplexity_{text}"], result[f"int8_perplexity_{text}"] = (
+        result[f"perplexity_{text}"], result[f"{kind}_perplexity_{text}"] = (
             float(f"{reading.perplexity:.6g}") for reading in readings
         )
         result[f"same_token_{text}"] = _agreement(*(reading.most_likely for reading in readings))

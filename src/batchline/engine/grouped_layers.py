@@ -1,0 +1,210 @@
+"""Layers with weights of 4 to 8 bits in groups: linear layers, the embedding table and the head.
+
+They hold weights only in the kernels' order, in every format of `native/grouped`. In plain torch, which is the
+reference for the kernels, a weight becomes floats whenever it is used. `--quantization int4` makes these layers from a
+loaded model (`quantize_to_int4`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from batchline.engine.linear_layers import AnyLinear, FloatFormat, LinearLayer, plain_linears
+from batchline.errors import UnsupportedModel
+from batchline.native.grouped import (
+    GroupedFormat,
+    GroupedKernels,
+    PackedGrouped,
+    dequantized,
+    joined,
+    pack_grouped,
+    pack_grouped_gated,
+    quantized,
+    rounded_groups,
+)
+
+LARGEST_WEIGHT = 4e5
+"""The scale of a group with larger numbers may be no finite float16."""
+
+
+class GroupedLinear(nn.Module):
+    """A linear layer in plain torch: the reference for the kernels.
+
+    With bfloat16 rows, each group of a row is rounded to bytes, as in the kernels. Other rows are not rounded.
+    """
+
+    def __init__(self, weight: PackedGrouped) -> None:
+        super().__init__()
+        self.weight = weight
+        self.in_features, self.out_features = weight.num_inputs, weight.num_outputs
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: (..., inputs). Returns (..., outputs), of x's dtype."""
+        rows = x.reshape(-1, self.in_features)
+        rows = rounded_groups(rows) if x.dtype is torch.bfloat16 else rows.float()
+        bias = None if self.weight.bias is None else self.weight.bias[: self.out_features]
+        out = nn.functional.linear(rows, dequantized(self.weight), bias)
+        return out.to(x.dtype).view(*x.shape[:-1], self.out_features)
+
+
+class NativeGroupedLinear(nn.Module):
+    """The same layer on the native kernels."""
+
+    def __init__(self, weight: PackedGrouped, kernels: GroupedKernels) -> None:
+        super().__init__()
+        self.weight = weight
+        self._kernels = kernels
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: (..., inputs), float32 or bfloat16. Returns (..., outputs)."""
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
+        out = rows.new_empty(len(rows), self.weight.num_outputs)
+        self._kernels.linear(rows, self.weight, out)
+        return out.view(*x.shape[:-1], self.weight.num_outputs)
+
+
+class GroupedEmbedding(nn.Embedding):
+    """An embedding table whose rows become floats when they are looked up. Its weight may also be that of the head.
+
+    scale: what some families multiply embeddings with, or None.
+    """
+
+    def __init__(self, weight: PackedGrouped, dtype: torch.dtype, scale: torch.Tensor | None = None) -> None:
+        nn.Module.__init__(self)  # there is no float table
+        self.num_embeddings, self.embedding_dim = weight.num_outputs, weight.num_inputs
+        self.packed = weight
+        self._dtype = dtype
+        self._scale = scale
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """token_ids: (...). Returns (..., hidden). Raises: IndexError for ids outside the table."""
+        rows = dequantized(self.packed, token_ids.flatten()).to(self._dtype)
+        if self._scale is not None:
+            rows = rows * self._scale.to(self._dtype)
+        return rows.view(*token_ids.shape, self.embedding_dim)
+
+    def zero_rows(self) -> torch.Tensor:
+        """The numbers of rows of zeros."""
+        is_zero = (self.packed.scales == 0).all(1).flatten()[: self.num_embeddings]
+        candidates = is_zero.nonzero()[:, 0]
+        return candidates[(dequantized(self.packed, candidates) == 0).all(1)]
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedLayer:
+    """Layers of different formats side by side (see `AnyLinear`)."""
+
+    parts: Sequence[LinearLayer[Any]]
+
+    @property
+    def num_outputs(self) -> int:
+        """Columns of all parts."""
+        return sum(part.num_outputs for part in self.parts)
+
+    def __call__(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """See `AnyLinear`."""
+        first = 0
+        for part in self.parts:
+            part(x, out[:, first : first + part.num_outputs])
+            first += part.num_outputs
+
+
+@dataclass(frozen=True, slots=True)
+class GatedLayer:
+    """Gate and up projections of different formats (see `AnyLinear`)."""
+
+    gate: LinearLayer[Any]
+    up: LinearLayer[Any]
+
+    @property
+    def num_outputs(self) -> int:
+        """Columns of one of the two."""
+        return self.up.num_outputs
+
+    def __call__(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """See `AnyLinear`."""
+        gate = torch.empty_like(out)
+        self.gate(x, gate)
+        self.up(x, out)
+        out.mul_(nn.functional.silu(gate))
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedLayers:
+    """The format of fused layers whose modules are `GroupedLinear`, or `nn.Linear` for some (see `LinearFormat`)."""
+
+    kernels: GroupedKernels
+    floats: FloatFormat
+
+    def join(self, *linears: GroupedLinear | nn.Linear) -> AnyLinear:
+        """See `LinearFormat`."""
+        weights = [linear.weight for linear in linears if isinstance(linear, GroupedLinear)]
+        whole = joined(weights) if len(weights) == len(linears) else None
+        if whole is not None:
+            return LinearLayer(self.kernels, whole)
+        if len(linears) == 1:
+            return self._single(linears[0])
+        return JoinedLayer([self._single(linear) for linear in linears])
+
+    def gate(self, gate: GroupedLinear | nn.Linear, up: GroupedLinear | nn.Linear) -> AnyLinear:
+        """See `LinearFormat`."""
+        if isinstance(gate, GroupedLinear) and isinstance(up, GroupedLinear):
+            if gate.weight.format is up.weight.format and (gate.weight.bias is None) == (up.weight.bias is None):
+                return LinearLayer(self.kernels, pack_grouped_gated(gate.weight, up.weight))
+        elif isinstance(gate, nn.Linear) and isinstance(up, nn.Linear):
+            return self.floats.gate(gate, up)
+        return GatedLayer(self._single(gate), self._single(up))
+
+    def _single(self, linear: GroupedLinear | nn.Linear) -> LinearLayer[Any]:
+        if isinstance(linear, GroupedLinear):
+            return LinearLayer(self.kernels, linear.weight)
+        return self.floats.join(linear)
+
+
+def quantize_to_int4(name: str, model: Any) -> None:
+    """Replace the model's linear layers by layers of 4 bits, and its embedding table and head, which lose more by
+    rounding, by layers of 6 bits. In place. Raises: UnsupportedModel, before any change.
+    """
+    linears = plain_linears(name, "int4", model)
+    head, table = model.get_output_embeddings(), model.get_input_embeddings()
+    for path, parameter in model.named_parameters():
+        if parameter.ndim > 1 and not bool(parameter.abs().amax() < LARGEST_WEIGHT):
+            raise UnsupportedModel(name, f"{path} has numbers that are not finite, or too large for 4 bits")
+    dtype = table.weight.dtype
+    paths = {module: path for path, module in model.named_modules()}
+    is_tied = table.weight is head.weight
+    packed_head = None
+    if type(head) is nn.Linear:
+        packed_head = _packed(head, GroupedFormat.Q6_0)
+        model.set_submodule(paths[head], GroupedLinear(packed_head))
+    if isinstance(table, nn.Embedding) and (packed_head is not None or not is_tied):
+        weight = packed_head if is_tied else None
+        weight = weight or pack_grouped(quantized(table.weight, GroupedFormat.Q6_0))
+        scale = getattr(table, "embed_scale", None)
+        model.set_submodule(paths[table], GroupedEmbedding(weight, dtype, scale))
+    for path, linear in linears:
+        model.set_submodule(path, GroupedLinear(_packed(linear, GroupedFormat.Q4_0)))
+
+
+def _packed(linear: nn.Linear | Conv1D, form: GroupedFormat) -> PackedGrouped:
+    # the weight of GPT-2's Conv1D is transposed
+    weight = linear.weight.T.contiguous() if isinstance(linear, Conv1D) else linear.weight
+    return pack_grouped(quantized(weight, form), linear.bias)
+
+
+def has_grouped_layers(model: nn.Module) -> bool:
+    """Whether any linear layer of the model has weights in groups, and runs on torch."""
+    return any(isinstance(module, GroupedLinear) for module in model.modules())
+
+
+def use_grouped_kernels(model: Any, kernels: GroupedKernels) -> None:
+    """Run every `GroupedLinear` that is left in the model on the kernels, in place."""
+    linears = [(path, module) for path, module in model.named_modules() if isinstance(module, GroupedLinear)]
+    for path, linear in linears:
+        model.set_submodule(path, NativeGroupedLinear(linear.weight, kernels))

@@ -1,0 +1,80 @@
+// Linear layers with weights of 4 to 8 bits in groups: the kernels' arguments, and the table of kernels that each
+// instruction set provides.
+//
+// A *group* is 32 neighbouring inputs of an output, whose weights share a scale. The formats are those of GGUF, with the
+// same numbers in another order: panels of kPanel outputs, for each group of inputs its fours (see `int8_kernels.h`). With
+// bfloat16 rows, each group of a row becomes bytes with a scale, and products are sums of integers within a group. With
+// float32 rows, weights become floats, the same as GGUF's definition gives, and nothing else is rounded.
+#pragma once
+
+#include "int8_kernels.h"
+
+namespace batchline {
+
+constexpr int kGroup = 32;
+constexpr int kGroupFours = kGroup / kFour;
+constexpr int kSuperGroups = 8;  // groups of a K format that share a coarse scale
+
+// Weights are: scale * (nibble - 8); scale * (byte - 128); scale * fine * nibble - minimum * fine_minimum; with a fine scale
+// for each half of a group, scale * fine * (six bits - 32); and, not in GGUF, scale * (six bits - 32).
+enum GroupedFormat : int64_t { kQ4_0, kQ8_0, kQ4_K, kQ6_K, kQ6_0 };
+
+// out = x * weight^T + bias. Gated: as `LinearArgs`. Each array begins with (panels, groups of inputs, ...), or, for scale
+// and minimum of a K format, (panels, groups / kSuperGroups, ...). Inputs are padded with weights of zero.
+struct GroupedLinearArgs {
+  const void* x;
+  const uint8_t* values;         // (..., bytes per group of a panel): see `Values` in grouped_linear.inc.h
+  const uint16_t* scales;        // (..., kPanel) float16, finite
+  const uint16_t* minima;        // (..., kPanel) float16; only Q4_K
+  const uint8_t* fine_scales;    // (..., kPanel) of Q4_K; (..., 2, kPanel) of Q6_K, with a sign
+  const uint8_t* fine_minima;    // (..., kPanel); only Q4_K
+  const float* bias;             // null: none
+  void* out;
+  int64_t rows, inputs, outputs;  // outputs: columns of out
+  int64_t x_stride, out_stride;
+  int64_t is_gated;
+  int64_t format;
+
+  int64_t num_groups() const { return divide_up(inputs, kGroup); }
+  int64_t num_panels() const { return divide_up(outputs, kPanel) * (is_gated ? 2 : 1); }
+};
+
+// Some rows of x, from first_row on, as bytes. For each group: its scale; what the integer sums of its two halves (or of
+// all of it, in the first place) start at; and the sum of its numbers, which minima are multiplied with.
+struct GroupedRows {
+  int8_t* bytes;
+  float* scales;
+  int32_t* starts;
+  float* sums;
+  int64_t first_row, stride, num_groups;  // stride: bytes from row to row
+
+  int8_t* row(int64_t row) const { return bytes + (row - first_row) * stride; }
+  int64_t group(int64_t row, int64_t group) const { return (row - first_row) * num_groups + group; }
+};
+
+// Rounds a weight to Q4_0 or Q6_0: whole numbers from -lowest to lowest - 1, stored with lowest added, times a scale for
+// each group. factors: what the scale that just reaches a group's largest magnitude is divided by; of all these scales, each
+// group uses the one with the smallest sum of squared errors. Inputs after the last one count as zeros.
+struct GroupedRoundingArgs {
+  const float* weight;  // (outputs, inputs), finite
+  const float* factors;
+  uint8_t* values;   // (outputs, inputs)
+  uint16_t* scales;  // (outputs, groups) float16
+  int64_t outputs, inputs, num_factors, lowest;
+};
+
+struct GroupedKernels {
+  void (*quantize)(const GroupedLinearArgs&, const GroupedRows&, int64_t first_row, int64_t end_row);
+  void (*bfloat16)(const GroupedLinearArgs&, const GroupedRows&, const LinearItem&);
+  void (*float32)(const GroupedLinearArgs&, const LinearItem&);
+  void (*round)(const GroupedRoundingArgs&, int64_t first_output, int64_t end_output);
+};
+
+extern const GroupedKernels kGroupedPortableKernels;
+#if defined(__x86_64__)
+extern const GroupedKernels kGroupedAvx2Kernels;
+extern const GroupedKernels kGroupedAvxVnniKernels;
+extern const GroupedKernels kGroupedAvx512VnniKernels;
+#endif
+
+}  // namespace batchline

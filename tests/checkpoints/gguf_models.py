@@ -1,0 +1,178 @@
+"""Writes GGUF files of small models, as llama.cpp's converter does, with the `gguf` package."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import AutoModelForCausalLM
+
+TYPES = gguf.GGMLQuantizationType
+NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def write_gguf(
+    model_dir: Path,
+    path: Path,
+    kinds: Mapping[str, str],
+    *,
+    parts: int = 1,
+    more: Mapping[str, NDArray[np.float32]] | None = None,
+) -> Any:
+    """Write a model of `transformers` as a GGUF file. kinds: the type of tensors whose GGUF name contains the key; the
+    first that fits, and F32 for all others. more: further tensors.
+
+    Returns the model in float32 with the numbers that the file holds.
+    """
+    model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).requires_grad_(False)
+    architecture = "llama" if model.config.model_type == "mistral" else model.config.model_type
+    tensors = {}
+    for name, parameter in model.named_parameters():
+        stored = _gguf_name(name)
+        kind = next((kind for key, kind in kinds.items() if key in stored), "F32") if parameter.ndim > 1 else "F32"
+        permuted = _permuted(parameter, stored, model.config) if architecture == "llama" else parameter
+        raw, numbers = quantize(permuted.numpy(), kind)
+        tensors[stored] = (raw, kind)
+        held = torch.from_numpy(numbers).view(parameter.shape)
+        parameter.copy_(_unpermuted(held, stored, model.config) if architecture == "llama" else held)
+    tensors |= {name: (numbers, "F32") for name, numbers in (more or {}).items()}
+    names = list(tensors)
+    for number in range(parts):
+        own = names[number * len(names) // parts : (number + 1) * len(names) // parts]
+        to = path if parts == 1 else path.with_name(f"{path.stem}-{number + 1:05}-of-{parts:05}.gguf")
+        writer = gguf.GGUFWriter(to, architecture)
+        if number == 0:
+            _add_metadata(writer, model.config)
+            _add_tokenizer(writer, model_dir)
+        for name in own:
+            raw, kind = tensors[name]
+            writer.add_tensor(name, raw, raw_dtype=TYPES[kind])
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    return model
+
+
+def quantize(numbers: NDArray[np.float32], kind: str) -> tuple[NDArray[Any], NDArray[np.float32]]:
+    """(what the file holds, its numbers). The gguf package cannot quantize to K formats: their blocks are random, with
+    scales that make numbers of about the same size."""
+    if kind in ("Q4_K", "Q6_K"):
+        raw = random_blocks(kind, numbers.shape, float(numbers.std()))
+    else:
+        raw = gguf.quantize(numbers, TYPES[kind])
+    return raw, gguf.dequantize(raw, TYPES[kind]).astype(np.float32)
+
+
+def random_blocks(kind: str, shape: tuple[int, ...], std: float) -> NDArray[np.uint8]:
+    """(outputs, bytes)."""
+    generator = np.random.default_rng(shape[0])
+    size = {"Q4_K": 144, "Q6_K": 210}[kind]
+    blocks = generator.integers(0, 256, (shape[0], shape[1] // 256, size), dtype=np.uint8)
+
+    def put(start: int, mean: float) -> None:
+        scales = (mean * generator.uniform(0.5, 1.5, blocks.shape[:2])).astype(np.float16)
+        blocks[..., start : start + 2] = scales[..., None].view(np.uint8)
+
+    if kind == "Q6_K":
+        put(208, std / 1000)
+    else:
+        put(0, std / 150)
+        put(2, std / 20)
+    return blocks.reshape(shape[0], -1)
+
+
+def _gguf_name(name: str) -> str:
+    base, _, kind = name.rpartition(".")
+    if base in NAMES:
+        return f"{NAMES[base]}.{kind}"
+    _, _, number, part = base.split(".", 3)
+    return f"blk.{number}.{NAMES[part]}.{kind}"
+
+
+def _heads(name: str, config: Any) -> int | None:
+    part = name.split(".")[-2]
+    return {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(part)
+
+
+def _permuted(weight: torch.Tensor, name: str, config: Any) -> torch.Tensor:
+    """As convert_hf_to_gguf.py does."""
+    heads = _heads(name, config)
+    if heads is None:
+        return weight
+    return weight.view(heads, 2, len(weight) // heads // 2, -1).swapaxes(1, 2).reshape(weight.shape).contiguous()
+
+
+def _unpermuted(weight: torch.Tensor, name: str, config: Any) -> torch.Tensor:
+    heads = _heads(name, config)
+    if heads is None:
+        return weight
+    return weight.view(heads, len(weight) // heads // 2, 2, -1).swapaxes(1, 2).reshape(weight.shape)
+
+
+def _add_metadata(writer: gguf.GGUFWriter, config: Any) -> None:
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_key_length(head_dim)
+    writer.add_rope_dimension_count(head_dim)
+
+
+def _add_tokenizer(writer: gguf.GGUFWriter, model_dir: Path) -> None:
+    """Of a byte-level tokenizer.json; nothing if the folder has none."""
+    path = model_dir / "tokenizer.json"
+    if not path.is_file():
+        writer.add_tokenizer_model("gpt2")
+        vocab = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))["vocab_size"]
+        writer.add_token_list(["a", "b", "ab", *(f"t{number}" for number in range(3, vocab))])
+        writer.add_token_types([1] * vocab)
+        writer.add_token_merges(["a b"])
+        return
+    tokenizer = json.loads(path.read_text(encoding="utf-8"))
+    settings = json.loads((model_dir / "tokenizer_config.json").read_text(encoding="utf-8"))
+    vocab = dict(tokenizer["model"]["vocab"])
+    special = {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
+    by_id = {number: token for token, number in (vocab | special).items()}
+    tokens = [by_id[number] for number in range(len(by_id))]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3 if token in special else 1 for token in tokens])
+    writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in tokenizer["model"]["merges"]])
+    for name, add in (
+        ("bos_token", writer.add_bos_token_id),
+        ("eos_token", writer.add_eos_token_id),
+        ("pad_token", writer.add_pad_token_id),
+    ):
+        if settings.get(name) is not None:
+            add(special[settings[name]])
+    writer.add_add_bos_token(tokenizer["post_processor"] is not None)
+    template = model_dir / "chat_template.jinja"
+    writer.add_chat_template(settings.get("chat_template") or template.read_text(encoding="utf-8"))

@@ -1,0 +1,298 @@
+"""GGUF files run as they are: tokens, tokenizers, templates and formats against transformers and the `gguf` package."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from families import VOCAB, make_model
+from gguf_models import TYPES, random_blocks, write_gguf
+from transformers import AutoTokenizer
+
+from batchline.backends.base import EndpointRequest, running
+from batchline.backends.identity import result_settings
+from batchline.backends.model_memory import memory_need, weight_bytes
+from batchline.backends.registry import make_backend
+from batchline.checkpoints.gguf_file import TYPES as READABLE
+from batchline.checkpoints.gguf_file import GgufTensor
+from batchline.checkpoints.gguf_folder import with_folder
+from batchline.config import CacheConfig, CpuKernels, EngineConfig, ModelConfig
+from batchline.engine.core import Engine
+from batchline.engine.fusion import FusedStack
+from batchline.engine.gguf_model import FLOATS, KEPT, _floats, grouped_weight
+from batchline.engine.grouped_layers import GroupedEmbedding, GroupedLinear
+from batchline.engine.model_loader import load_model
+from batchline.engine.request import GenerationOutput, GenerationRequest, SamplingParams
+from batchline.errors import ModelLoadError, UnsupportedModel, UsageError
+from batchline.native.grouped import GroupedKernels, dequantized, pack_grouped
+from batchline.native.int8 import supported_isas
+from batchline.native.library import open_kernels
+
+has_kernels = pytest.mark.skipif(not supported_isas(), reason="the native kernels were not built: no C++ compiler")
+
+TINY_CHAT = Path(__file__).parents[2] / "examples" / "models" / "tiny-chat"
+WIDE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512}
+K_TYPES = {"token_embd": "Q6_K", "output.": "Q6_K", "ffn_down": "Q6_K", "attn_v": "Q8_0", "blk": "Q4_K"}
+MAX_TOKENS = 10
+
+
+@pytest.fixture(autouse=True)
+def state_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("BATCHLINE_STATE_DIR", str(tmp_path / "state"))
+    return tmp_path / "state"
+
+
+def engine_config(path: Path, **settings: Any) -> EngineConfig:
+    model = ModelConfig(**{"model": str(path), "dtype": "float32", "device": "cpu", "max_model_len": 128, **settings})
+    return with_folder(EngineConfig(model=model, cache=CacheConfig(num_bytes=4 << 20)))
+
+
+def engine_tokens(config: EngineConfig, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+    engine = Engine(config)
+    for index, prompt in enumerate(prompts):
+        sampling = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0)
+        engine.add(GenerationRequest(request_id=str(index), prompt_token_ids=tuple(prompt), sampling=sampling))
+    tokens: dict[str, list[int]] = {}
+    while engine.has_work:
+        for output in engine.step():
+            assert isinstance(output, GenerationOutput)
+            tokens[output.request_id] = list(output.token_ids)
+    return [tokens[str(index)] for index in range(len(prompts))]
+
+
+def oracle_tokens(model: Any, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+    model.generation_config.eos_token_id = None
+    found = []
+    for prompt in prompts:
+        ids = torch.tensor([list(prompt)])
+        mask = torch.ones_like(ids)
+        out = model.generate(ids, attention_mask=mask, max_new_tokens=MAX_TOKENS, do_sample=False, pad_token_id=0)
+        found.append(out[0, len(prompt) :].tolist())
+    return found
+
+
+def make_prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in (1, 7, 20, 41)]
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q5_0", "Q8_0", "Q4_K", "Q6_K"])
+def test_a_format_has_the_numbers_that_the_gguf_package_gives(kind: str, tmp_path: Path) -> None:
+    generator = np.random.default_rng(0)
+    if kind in ("Q4_K", "Q6_K"):
+        raw = random_blocks(kind, (37, 512), 1.0)
+    else:
+        raw = gguf.quantize(generator.normal(size=(37, 512)).astype(np.float32), TYPES[kind])
+    (tmp_path / "raw").write_bytes(b"before" + raw.tobytes())
+    tensor = GgufTensor("x", kind, (37, 512), tmp_path / "raw", 6, raw.nbytes)
+    packed = pack_grouped(grouped_weight("model", tensor))
+    assert torch.equal(dequantized(packed), torch.from_numpy(gguf.dequantize(raw, TYPES[kind]).astype(np.float32)))
+
+
+@pytest.mark.parametrize("cpu_kernels", ["off", "auto"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("kinds", [{"blk": "Q4_0", ".": "Q8_0"}, K_TYPES], ids=["Q4_0", "K"])
+@pytest.mark.sample(3)
+def test_float32_tokens_are_those_of_transformers_on_the_same_numbers(
+    family: str, cpu_kernels: CpuKernels, kinds: dict[str, str], tmp_path: Path
+) -> None:
+    others = {"mistral": {"sliding_window": None}, "qwen3": {"head_dim": 64}}.get(family, {})
+    folder = make_model(family, tmp_path / "model", **WIDE, **others)
+    model = write_gguf(folder, tmp_path / "model.gguf", kinds)
+    prompts = make_prompts()
+    config = engine_config(tmp_path / "model.gguf", cpu_kernels=cpu_kernels)
+    assert engine_tokens(config, prompts) == oracle_tokens(model, prompts)
+
+
+@has_kernels
+def test_weights_stay_quantized_and_run_on_the_kernels(tmp_path: Path) -> None:
+    write_gguf(make_model("llama", tmp_path / "model", **WIDE), tmp_path / "model.gguf", K_TYPES)
+    config = engine_config(tmp_path / "model.gguf", dtype="bfloat16")
+    loaded = load_model(config.model, open_kernels("auto"))
+    assert loaded.execution.is_fused
+    assert loaded.execution.quantization == "GGUF Q4_K Q6_K Q8_0"
+    assert any(isinstance(module, FusedStack) for module in loaded.model.modules())
+    assert all(parameter.ndim == 1 for parameter in loaded.model.parameters())
+    table: Any = loaded.model.get_input_embeddings()  # type: ignore[operator]
+    assert isinstance(table, GroupedEmbedding)
+    assert table.packed is loaded.model.get_output_embeddings().weight  # type: ignore[operator]
+    assert Engine(config).facts.quantization == "GGUF Q4_K Q6_K Q8_0"
+
+
+def test_other_types_become_floats_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = make_model("qwen2", tmp_path / "model", **WIDE)
+    floats = {"attn_q": "F16", "attn_k": "BF16", "ffn_up": "Q5_1", "ffn_down": "Q4_1"}
+    model = write_gguf(folder, tmp_path / "model.gguf", {**floats, "ffn_gate": "Q5_0", ".": "Q8_0"})
+    assert engine_tokens(engine_config(tmp_path / "model.gguf"), make_prompts()) == oracle_tokens(model, make_prompts())
+    assert "weights of type Q4_1, Q5_1 are stored as torch.float32" in caplog.text
+
+
+def test_frequency_factors_change_the_rotation(tmp_path: Path) -> None:
+    factors = torch.linspace(1, 8, 32)
+    folder = make_model("llama", tmp_path / "model", **WIDE)
+    model = write_gguf(folder, tmp_path / "model.gguf", {".": "Q8_0"}, more={"rope_freqs.weight": factors.numpy()})
+    without = oracle_tokens(model, make_prompts())
+    model.model.rotary_emb.inv_freq /= factors
+    expected = oracle_tokens(model, make_prompts())
+    assert engine_tokens(engine_config(tmp_path / "model.gguf"), make_prompts()) == expected != without
+
+
+def test_parts_are_one_model(tmp_path: Path) -> None:
+    folder = make_model("llama", tmp_path / "model", **WIDE)
+    model = write_gguf(folder, tmp_path / "model.gguf", {".": "Q8_0"}, parts=3)
+    expected = oracle_tokens(model, make_prompts())
+    assert engine_tokens(engine_config(tmp_path / "model-00002-of-00003.gguf"), make_prompts()) == expected
+    assert with_folder(EngineConfig(model=ModelConfig(model=str(tmp_path)))).model.model != str(tmp_path)
+    (tmp_path / "model-00002-of-00003.gguf").unlink()
+    with pytest.raises(ModelLoadError, match=r"model-00002-of-00003\.gguf is missing beside .*; download all 3 parts"):
+        engine_config(tmp_path / "model-00001-of-00003.gguf")
+
+
+def test_the_tokenizer_and_the_template_are_those_of_the_original(tmp_path: Path) -> None:
+    write_gguf(TINY_CHAT, tmp_path / "tiny.gguf", {".": "Q8_0"})
+    config = engine_config(tmp_path / "tiny.gguf")
+    own, made = (AutoTokenizer.from_pretrained(folder) for folder in (TINY_CHAT, config.model.model))
+    texts = [
+        (TINY_CHAT.parents[2] / "LICENSE").read_text(encoding="utf-8")[:5000],
+        "Hello  wörld\n\n\t日本語 🙂 <|im_end|> 1234567 don't",
+        "",
+    ]
+    for text in texts:
+        for adds_special in (False, True):
+            assert made.encode(text, add_special_tokens=adds_special) == own.encode(
+                text, add_special_tokens=adds_special
+            )
+        assert made.decode(made.encode(text)) == own.decode(own.encode(text))
+    messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi!"}]
+    for generates in (False, True):
+        rendered = [
+            t.apply_chat_template(messages, tokenize=False, add_generation_prompt=generates) for t in (own, made)
+        ]
+        assert rendered[0] == rendered[1]
+    assert (made.bos_token, made.eos_token, made.pad_token) == (own.bos_token, own.eos_token, own.pad_token)
+
+
+async def test_a_chat_gets_the_answer_of_the_original_model(tmp_path: Path) -> None:
+    """End tokens, template and names included. 8 bits do not change the answers that tiny-chat knows."""
+    write_gguf(TINY_CHAT, tmp_path / "tiny.gguf", {".": "Q8_0"})
+    answers = []
+    for path in (TINY_CHAT, tmp_path / "tiny.gguf"):
+        model = ModelConfig(model=str(path), dtype="float32", device="cpu")
+        engine = EngineConfig(model=model, cache=CacheConfig(num_bytes=4 << 20))
+        async with running(make_backend("embedded", [engine], {})) as backend:
+            messages = [{"role": "user", "content": "What is the capital of France?"}]
+            body = {"model": str(path), "messages": messages, "temperature": 0, "max_tokens": 60}
+            answer = await asyncio.wait_for(
+                backend.answer(EndpointRequest(request_id="1", url="/v1/chat/completions", body=body)), 120
+            )
+        assert answer.status_code == 200, answer.body
+        answers.append((answer.body["choices"][0]["message"]["content"], answer.body["choices"][0]["finish_reason"]))
+    assert answers[0] == answers[1]
+    assert answers[0][1] == "stop"
+
+
+def test_a_run_is_known_by_the_bytes_of_the_file(tmp_path: Path) -> None:
+    for name, kind in (("a", "Q8_0"), ("b", "Q8_0"), ("c", "Q4_0")):
+        write_gguf(TINY_CHAT, tmp_path / f"{name}.gguf", {".": kind})
+    a, b, c = (
+        result_settings([EngineConfig(model=ModelConfig(model=str(tmp_path / f"{name}.gguf"), served_names=("m",)))])
+        for name in "abc"
+    )
+    assert a == b
+    assert a["--model"] != c["--model"]
+    assert a["--model"].startswith("a file with digest")
+
+
+def test_a_changed_file_is_read_anew(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write_gguf(make_model("llama", tmp_path / "one", **WIDE), path, {".": "Q8_0"})
+    first = engine_config(path).model.model
+    assert engine_config(path).model.model == first
+    write_gguf(make_model("qwen3", tmp_path / "two", **WIDE), path, {".": "Q8_0"})
+    assert engine_config(path).model.model != first
+
+
+def test_a_plan_counts_the_weights_as_they_are_stored(tmp_path: Path) -> None:
+    write_gguf(make_model("llama", tmp_path / "model", **WIDE), tmp_path / "model.gguf", K_TYPES)
+    config = engine_config(tmp_path / "model.gguf", dtype="bfloat16")
+    loaded = load_model(replace(config.model, cpu_kernels="off")).model
+    packed = {id(m.weight): m.weight.num_bytes for m in loaded.modules() if isinstance(m, GroupedLinear)}
+    resident = sum(packed.values()) + sum(2 * p.numel() for p in loaded.parameters())
+    assert weight_bytes(config.model, "generate") == resident
+    need = memory_need(config, "generate")
+    assert need is not None
+    assert need.cache is not None
+    assert need.cache.num_bytes == Engine(config).facts.cache_bytes
+
+
+class WrongKernels(GroupedKernels):
+    """Kernels on a processor that multiplies wrongly."""
+
+    def linear(self, x: torch.Tensor, weight: Any, out: torch.Tensor) -> None:
+        out.zero_()
+
+
+@has_kernels
+def test_a_model_that_the_kernels_get_wrong_runs_on_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GroupedKernels, "linear", WrongKernels.linear)
+    write_gguf(make_model("llama", tmp_path / "model", **WIDE), tmp_path / "model.gguf", {".": "Q8_0"})
+    loaded = load_model(engine_config(tmp_path / "model.gguf", dtype="bfloat16").model, open_kernels("auto"))
+    assert loaded.kernels is None
+    assert loaded.execution.reason is not None
+    assert "kernels do not reproduce" in loaded.execution.reason
+
+
+@pytest.mark.parametrize("kind", [name for name, _, _ in READABLE.values() if name not in (*KEPT, *FLOATS)])
+def test_every_other_type_has_the_numbers_that_the_gguf_package_gives(kind: str, tmp_path: Path) -> None:
+    block_size, block_bytes = gguf.GGML_QUANT_SIZES[TYPES[kind]]
+    blocks = np.random.default_rng(0).integers(0, 120, (6, 512 // block_size * block_bytes), dtype=np.uint8)
+    (tmp_path / "raw").write_bytes(blocks.tobytes())
+    numbers = _floats(GgufTensor("x", kind, (6, 512), tmp_path / "raw", 0, blocks.nbytes), torch.float32)
+    expected = torch.from_numpy(gguf.dequantize(blocks, TYPES[kind]).astype(np.float32))
+    torch.testing.assert_close(numbers, expected, rtol=1e-6, atol=0)
+
+
+def test_another_architecture_and_quantization_are_refused_by_a_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write_gguf(make_model("llama", tmp_path / "model", **WIDE), path, {".": "Q8_0"})
+    with pytest.raises(UsageError, match="is a GGUF file, whose weights are quantized; leave out --quantization"):
+        engine_config(path, quantization="int4")
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b"llama", b"llamb"))
+    with pytest.raises(UnsupportedModel, match="architecture 'llamb'; Batchline reads llama, qwen2, qwen3"):
+        engine_config(path)
+
+
+@pytest.mark.parametrize("key", ["block_count", "embedding_length", "attention.head_count"])
+def test_metadata_that_does_not_fit_the_weights_is_refused_before_a_model_is_made(key: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write_gguf(make_model("llama", tmp_path / "model", **WIDE), path, {".": "Q8_0"})
+    content, name = path.read_bytes(), f"llama.{key}".encode()
+    at = content.index(name) + len(name) + 4  # a uint32 follows the value's type
+    path.write_bytes(content[:at] + (2**31).to_bytes(4, "little") + content[at + 4 :])
+    with pytest.raises(ModelLoadError, match=f"its llama.{key} does not fit its weights"):
+        engine_config(path)
+
+
+def test_missing_and_surplus_weights_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write_gguf(make_model("llama", tmp_path / "model", **WIDE), path, {".": "Q8_0"})
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b"blk.1.attn_v.weight", b"blk.1.attn_w.weight"))
+    with pytest.raises(ModelLoadError, match=r"lacks weights: model\.layers\.1\.self_attn\.v_proj\.weight"):
+        load_model(engine_config(path).model)
+
+
+def test_scales_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    blocks = random_blocks("Q6_K", (4, 256), 1.0)
+    blocks[2, 208:210] = np.array([np.inf], np.float16).view(np.uint8)
+    (tmp_path / "raw").write_bytes(blocks.tobytes())
+    with pytest.raises(ModelLoadError, match=r"not finite .*: blk\.x is damaged"):
+        grouped_weight("model", GgufTensor("blk.x", "Q6_K", (4, 256), tmp_path / "raw", 0, blocks.nbytes))

@@ -1,0 +1,281 @@
+"""Linear layers with weights in groups, in every instruction set that this processor has, against their definition."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchline.native.grouped import (
+    GROUP,
+    GroupedFormat,
+    GroupedKernels,
+    GroupedWeight,
+    PackedGrouped,
+    dequantized,
+    joined,
+    open_grouped_kernels,
+    pack_grouped,
+    pack_grouped_gated,
+    quantized,
+    rounded_groups,
+)
+from batchline.native.int8 import Int8Isa, supported_isas
+from batchline.native.library import load_library
+
+SUPPORTED = supported_isas()
+has_kernels = pytest.mark.skipif(not SUPPORTED, reason="the native kernels were not built: no C++ compiler")
+
+SHAPES = [(1, 256, 16), (2, 512, 100), (7, 768, 40), (100, 256, 70), (600, 256, 33)]
+"""(rows, inputs, outputs) for all formats."""
+
+NUM_VALUES = {
+    GroupedFormat.Q4_0: 16,
+    GroupedFormat.Q8_0: 256,
+    GroupedFormat.Q4_K: 16,
+    GroupedFormat.Q6_K: 64,
+    GroupedFormat.Q6_0: 64,
+}
+
+
+@pytest.fixture(params=SUPPORTED, ids=lambda isa: isa.name.lower())
+def kernels(request: pytest.FixtureRequest) -> GroupedKernels:
+    return opened(request.param)
+
+
+def opened(isa: Int8Isa) -> GroupedKernels:
+    assert open_grouped_kernels("auto") is not None
+    library = load_library()
+    assert library is not None
+    return GroupedKernels(library, isa)
+
+
+def random_weight(form: GroupedFormat, outputs: int, inputs: int, *, are_powers: bool = False) -> GroupedWeight:
+    """are_powers: the scales are powers of two, so that sums of products are exact in float32."""
+    values = torch.randint(0, NUM_VALUES[form], (outputs, inputs), dtype=torch.uint8)
+    groups = -(-inputs // GROUP)
+
+    def halves(count: int) -> torch.Tensor:
+        exponents = torch.randint(-6, -2, (outputs, count)).float().exp2()
+        return exponents.half() if are_powers else (exponents * torch.randn(outputs, count)).half()
+
+    if form is GroupedFormat.Q4_K:
+        fine, fine_minima = (torch.randint(0, 64, (outputs, groups), dtype=torch.uint8) for _ in range(2))
+        return GroupedWeight(form, values, halves(groups // 8), fine, halves(groups // 8), fine_minima)
+    if form is GroupedFormat.Q6_K:
+        fine = torch.randint(-128, 128, (outputs, 2 * groups), dtype=torch.int8)
+        return GroupedWeight(form, values, halves(groups // 8), fine)
+    return GroupedWeight(form, values, halves(groups))
+
+
+def by_definition(weight: GroupedWeight) -> torch.Tensor:
+    """The numbers of a weight, number by number, in float32."""
+    outputs, inputs = weight.values.shape
+    numbers = torch.empty(outputs, inputs)
+    for i in range(inputs):
+        value = weight.values[:, i].float() - weight.format.offset
+        if weight.format.is_super:
+            assert weight.fine_scales is not None
+            fine = weight.fine_scales[:, i // (16 if weight.format is GroupedFormat.Q6_K else 32)].float()
+            numbers[:, i] = weight.scales[:, i // 256].float() * fine * value
+            if weight.minima is not None and weight.fine_minima is not None:
+                numbers[:, i] -= weight.minima[:, i // 256].float() * weight.fine_minima[:, i // 32].float()
+        else:
+            numbers[:, i] = weight.scales[:, i // 32].float() * value
+    return numbers
+
+
+@pytest.mark.parametrize("form", GroupedFormat)
+def test_a_packed_weight_has_the_numbers_of_its_definition(form: GroupedFormat) -> None:
+    torch.manual_seed(0)
+    weight = random_weight(form, 37, 512)
+    packed = pack_grouped(weight)
+    expected = by_definition(weight)
+    assert torch.equal(dequantized(packed), expected)
+    rows = torch.tensor([36, 0, 16, 15, 0])
+    assert torch.equal(dequantized(packed, rows), expected[rows])
+    assert len(dequantized(packed, rows[:0])) == 0
+
+
+@pytest.mark.parametrize(
+    ("form", "most"), [("Q4_0", 0.5625), ("Q6_0", 0.8125), ("Q8_0", 1.0625), ("Q4_K", 0.5782), ("Q6_K", 0.8282)]
+)
+def test_a_weight_takes_as_much_memory_as_its_format_promises(form: str, most: float) -> None:
+    packed = pack_grouped(random_weight(GroupedFormat[form], 64, 512))
+    assert packed.num_bytes / (64 * 512) <= most
+
+
+@has_kernels
+@pytest.mark.parametrize("form", GroupedFormat)
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), SHAPES)
+def test_float32_rows_are_multiplied_with_exactly_these_numbers(
+    kernels: GroupedKernels, form: GroupedFormat, rows: int, inputs: int, outputs: int
+) -> None:
+    torch.manual_seed(rows)
+    weight, bias = random_weight(form, outputs, inputs, are_powers=True), torch.randint(-9, 9, (outputs,)).float()
+    x = torch.randint(-3, 4, (rows, inputs)).float()
+    out = torch.full((rows + 1, outputs + 3), 7.0)
+    kernels.linear(x, pack_grouped(weight, bias), out[:rows, :outputs])
+    expected = x.double() @ by_definition(weight).double().T + bias
+    torch.testing.assert_close(out[:rows, :outputs].double(), expected, rtol=1e-5, atol=1e-4)
+    assert (out[rows:] == 7).all()
+    assert (out[:, outputs:] == 7).all()
+
+
+@has_kernels
+@pytest.mark.parametrize("form", GroupedFormat)
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), SHAPES)
+def test_bfloat16_rows_are_rounded_to_bytes_and_summed_as_integers(
+    kernels: GroupedKernels, form: GroupedFormat, rows: int, inputs: int, outputs: int
+) -> None:
+    torch.manual_seed(rows)
+    weight = random_weight(form, outputs, inputs)
+    x = torch.randn(rows, inputs).bfloat16()
+    out = torch.full((rows + 1, outputs + 3), 7.0, dtype=torch.bfloat16)
+    kernels.linear(x, pack_grouped(weight), out[:rows, :outputs])
+    expected = rounded_groups(x).double() @ by_definition(weight).double().T
+    scale = float(expected.abs().mean())
+    torch.testing.assert_close(out[:rows, :outputs].double(), expected, rtol=2**-8, atol=2e-5 * scale)
+    assert (out[rows:] == 7).all()
+    assert (out[:, outputs:] == 7).all()
+
+
+@has_kernels
+def test_integers_are_exact_at_their_limits(kernels: GroupedKernels) -> None:
+    """One group of one row: the sum of 32 products of the largest numbers, and its scales are powers of two."""
+    for form, lowest, highest in (("Q4_0", -8, 7), ("Q8_0", -128, 127), ("Q6_0", -32, 31)):
+        for value in (lowest, highest):
+            for sign in (1, -1):
+                values = torch.full((16, GROUP), value + GroupedFormat[form].offset, dtype=torch.uint8)
+                weight = GroupedWeight(GroupedFormat[form], values, torch.full((16, 1), 2.0**-12).half())
+                out = torch.empty(1, 16, dtype=torch.bfloat16)
+                kernels.linear(torch.full((1, GROUP), 127.0 * sign).bfloat16(), pack_grouped(weight), out)
+                expected = torch.tensor(GROUP * 127 * sign * value * 2.0**-12)
+                assert torch.equal(out, expected.bfloat16().expand(1, 16))
+
+
+@has_kernels
+@settings(deadline=None, max_examples=60)
+@given(
+    isa=st.sampled_from(SUPPORTED or [Int8Isa.PORTABLE]),
+    form=st.sampled_from([GroupedFormat.Q4_0, GroupedFormat.Q8_0, GroupedFormat.Q6_0]),
+    rows=st.integers(1, 40),
+    inputs=st.integers(1, 200),
+    outputs=st.integers(1, 80),
+    seed=st.integers(0, 2**32),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_any_shape_gives_the_product(
+    isa: Int8Isa, form: GroupedFormat, rows: int, inputs: int, outputs: int, seed: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(seed)
+    packed = pack_grouped(random_weight(form, outputs, inputs))
+    x = (torch.randn(rows, inputs) * torch.rand(rows, 1).exp2()).to(dtype)
+    out = torch.empty(rows, outputs, dtype=dtype)
+    opened(isa).linear(x, packed, out)
+    wide = x if dtype is torch.float32 else rounded_groups(x)
+    expected = wide.double() @ dequantized(packed).double().T
+    rtol = 1e-5 if dtype is torch.float32 else 2**-8
+    torch.testing.assert_close(out.double(), expected, rtol=rtol, atol=2e-5 * float(1 + expected.abs().max()))
+
+
+@has_kernels
+@pytest.mark.parametrize("form", GroupedFormat)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_has_the_same_bits_alone_and_with_any_number_of_threads(
+    kernels: GroupedKernels, form: GroupedFormat, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(3)
+    packed = pack_grouped(random_weight(form, 130, 512))
+    x = torch.randn(57, 512).to(dtype)
+    together, again, alone = (torch.empty(57, 130, dtype=dtype) for _ in range(3))
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        kernels.linear(x, packed, together)
+        torch.set_num_threads(1)
+        kernels.linear(x, packed, again)
+    finally:
+        torch.set_num_threads(before)
+    for row in range(57):
+        kernels.linear(x[row : row + 1], packed, alone[row : row + 1])
+    assert torch.equal(together, again)
+    assert torch.equal(together, alone)
+
+
+@has_kernels
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gated_pair_is_silu_of_one_times_the_other(
+    kernels: GroupedKernels, has_bias: bool, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(4)
+    pair = []
+    for _ in range(2):
+        bias = torch.randn(50) if has_bias else None
+        pair.append(pack_grouped(random_weight(GroupedFormat.Q4_K, 50, 256), bias))
+    x = torch.randn(9, 256).to(dtype)
+    out = torch.empty(9, 50, dtype=dtype)
+    kernels.linear(x, pack_grouped_gated(*pair), out)
+    wide = (x if dtype is torch.float32 else rounded_groups(x)).double()
+    gate, up = (wide @ dequantized(p).double().T + (0.0 if p.bias is None else p.bias[:50].double()) for p in pair)
+    expected = torch.nn.functional.silu(gate) * up
+    rtol = 1e-4 if dtype is torch.float32 else 2**-7
+    torch.testing.assert_close(out.double(), expected, rtol=rtol, atol=1e-4 * float(expected.abs().max()))
+
+
+@has_kernels
+def test_a_group_that_is_not_finite_makes_its_row_nan_and_no_other(kernels: GroupedKernels) -> None:
+    packed = pack_grouped(random_weight(GroupedFormat.Q4_0, 20, 96))
+    x = torch.randn(3, 96).bfloat16()
+    x[1, 40] = torch.inf
+    out = torch.empty(3, 20, dtype=torch.bfloat16)
+    kernels.linear(x, packed, out)
+    assert out[1].isnan().all()
+    assert out[[0, 2]].isfinite().all()
+
+
+def test_weights_are_joined_only_if_their_panels_stay_whole() -> None:
+    one, other = (pack_grouped(random_weight(GroupedFormat.Q4_0, outputs, 64)) for outputs in (32, 20))
+    together = joined([one, other])
+    assert together is not None
+    assert torch.equal(dequantized(together), torch.cat((dequantized(one), dequantized(other))))
+    assert joined([other, one]) is None
+    assert joined([one, pack_grouped(random_weight(GroupedFormat.Q8_0, 20, 64))]) is None
+
+
+def error_of(packed: PackedGrouped, weight: torch.Tensor) -> float:
+    return float((dequantized(packed) - weight).square().sum())
+
+
+@pytest.mark.parametrize(("form", "most"), [(GroupedFormat.Q4_0, 0.0075), (GroupedFormat.Q6_0, 0.0005)])
+@pytest.mark.parametrize("magnitude", [1.0, 1e-5, 1e3])
+def test_rounding_loses_a_known_share_of_normal_weights(form: GroupedFormat, most: float, magnitude: float) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(64, 512) * magnitude
+    packed = pack_grouped(quantized(weight, form))
+    assert error_of(packed, weight) < most * float(weight.square().sum()) * (4 if magnitude < 1e-4 else 1)
+
+
+def test_zeros_and_powers_are_rounded_to_themselves() -> None:
+    weight = torch.zeros(3, 70)
+    weight[1] = -0.5
+    weight[2, ::2] = 0.25
+    for form in (GroupedFormat.Q4_0, GroupedFormat.Q6_0):
+        assert torch.equal(dequantized(pack_grouped(quantized(weight, form))), weight)
+
+
+@has_kernels
+@pytest.mark.parametrize("form", [GroupedFormat.Q4_0, GroupedFormat.Q6_0])
+def test_native_rounding_is_as_good_as_torch(
+    kernels: GroupedKernels, form: GroupedFormat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(1)
+    weight = torch.randn(30, 70) * torch.randn(30, 1).mul(6).exp2()
+    values, scales = kernels.round(weight, form)
+    native = pack_grouped(GroupedWeight(form, values, scales))
+    monkeypatch.setattr("batchline.native.grouped.open_grouped_kernels", lambda _: None)
+    in_torch = quantized(weight, form)
+    assert (scales == in_torch.scales).float().mean() > 0.98
+    assert error_of(native, weight) <= 1.0001 * error_of(pack_grouped(in_torch), weight)
