@@ -35,7 +35,7 @@ from crash_lives import LIVES, Server, hurry
 from sqlalchemy import Engine, event
 from sqlalchemy.dialects.sqlite.pysqlite import SQLiteDialect_pysqlite
 
-from batchline.jobs import service
+from batchline.jobs import cleaning
 
 LIMIT_S = 60
 FILE_MOMENTS = frozenset({"os.rename", "os.remove"})
@@ -105,7 +105,7 @@ async def recover(server: Server, countdown: Countdown) -> None:
     """What the next server does by itself."""
     before = Snapshot.of(server)
     countdown.start()
-    service.CLEAN_UP_S = 0.05
+    cleaning.CLEAN_UP_S = 0.05
     server.gate.set()
     async with server.serving():
         store = server.state.store

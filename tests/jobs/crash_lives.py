@@ -16,7 +16,7 @@ from typing import Any
 
 from batchline.backends.base import EndpointRequest, running
 from batchline.errors import BadRequest
-from batchline.jobs import service, webhooks, worker
+from batchline.jobs import cleaning, webhooks, worker
 from batchline.jobs.contents import ArrivingContent
 from batchline.jobs.options import JobsOptions, OperatorWebhook
 from batchline.jobs.responses import KeptResponse, ResponseStore
@@ -230,7 +230,7 @@ async def is_refused(server: Server) -> None:
 
 async def expires(server: Server) -> None:
     """A batch's window ends, then its results and other files expire."""
-    service.CLEAN_UP_S = 0.2
+    cleaning.CLEAN_UP_S = 0.2
     await server.upload(b"x", expires_after=3600)
     file_id = await server.upload(lines("n", "bad o", "wait p", "wait q"))
     expiry = ExpiresAfter(anchor="created_at", seconds=3600)

@@ -28,14 +28,15 @@ from batchline.jobs.options import JobsOptions
 from batchline.jobs.service import Jobs
 from batchline.jobs.state_folder import state_in
 from batchline.jobs.states import EDGES, RUNNING, BatchStatus
-from batchline.jobs.store import LONGEST_LEASE_S, Store
+from batchline.jobs.store import Store
 from batchline.jobs.tables import BatchRecord
+from batchline.jobs.worker_store import LONGEST_LEASE_S
 from batchline.openai_api.batches import CreateBatchRequest, ExpiresAfter, window_s
 
 T = TypeVar("T")
 
 UNKNOWN = "file-" + "0" * 32
-LIMIT_S = 20.0
+LIMIT_S = 90.0
 """How long a rule waits for the workers, in real time."""
 
 LONG_S = 3600
@@ -244,7 +245,13 @@ class RandomCalls(RuleBasedStateMachine):
             assert not is_input or user.record.input_file_id == file_id
             return
         except NotFound:
-            assert not is_there
+            for batch in self.known_batches.values():
+                self._look(batch)
+            results = {
+                file for b in self.known_batches.values() for file in (b.record.output_file_id, b.record.error_file_id)
+            }
+            has_just_gone = not is_input and file_id not in results  # its batch ended meanwhile, without a line for it
+            assert has_just_gone or not is_there
             return
         assert is_there
         for batch in self.known_batches.values():

@@ -18,7 +18,7 @@ import pytest
 from batchline.backends.base import running
 from batchline.batch import run, sink
 from batchline.errors import NotFound, StorageUnavailable
-from batchline.jobs import batch_run, service, worker
+from batchline.jobs import batch_run, cleaning, service, worker
 from batchline.jobs.batch_run import BatchRun
 from batchline.jobs.line import Line
 from batchline.jobs.options import JobsOptions
@@ -328,7 +328,7 @@ async def test_contents_without_records_are_removed_while_the_server_runs(
     state: JobsState, options: JobsOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bug: they were removed only when a server started."""
-    monkeypatch.setattr(service, "LEFTOVERS_S", 0.0)
+    monkeypatch.setattr(cleaning, "LEFTOVERS_S", 0.0)
     old, young = (state.contents.path("file-" + digit * 32) for digit in "01")
     assert old is not None
     assert young is not None
@@ -456,3 +456,53 @@ async def test_the_files_of_a_run_are_removed_on_a_thread(
             batch = await create(jobs, await upload(jobs))
             await until(lambda: f"{batch.id}.1" in threads)
     assert threads[f"{batch.id}.1"] is not threading.current_thread()
+
+
+async def test_a_batch_goes_on_soon_after_an_outage_of_the_database(
+    state: JobsState, options: JobsOptions, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Bugs: it waited for the end of its lease, and the log said that none of its requests was done."""
+    monkeypatch.setattr(worker, "RENEWALS", 1000)
+    monkeypatch.setattr(worker, "RETRY_S", 0.0)
+    outage = iter([True] * 5)
+
+    def away(name: str) -> None:
+        function = getattr(state.store, name)
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            if next(outage, False):
+                raise StorageUnavailable("the server closed the connection")
+            return function(*arguments, **named)
+
+        monkeypatch.setattr(state.store, name, call)
+
+    for name in ("finalize", "release", "count"):
+        away(name)
+    async with running(FakeBackend()) as backend:
+        jobs = Jobs(state, backend, options)
+        with caplog.at_level(logging.INFO, logger="batchline"):
+            async with jobs.working():
+                batch = await create(jobs, await upload(jobs))
+                assert (await over(state, batch)).status == "completed"
+    assert len(backend.requests) == 1
+    assert f"batch {batch.id} continues: 1 of 1 requests are done" in caplog.text
+
+
+async def test_no_thread_cleans_up_in_a_state_that_is_closed(
+    state: JobsState, options: JobsOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: a server that stopped could remove files while the next one used their folder."""
+    has_begun, may_go_on, has_ended = threading.Event(), threading.Event(), threading.Event()
+
+    def slow(_now: float) -> list[Any]:
+        has_begun.set()
+        may_go_on.wait(30)
+        has_ended.set()
+        return []
+
+    monkeypatch.setattr(state.store, "remove_expired_files", slow)
+    async with running(FakeBackend()) as backend:
+        async with Jobs(state, backend, options).working():
+            await asyncio.to_thread(has_begun.wait, 30)
+            asyncio.get_running_loop().call_later(0.05, may_go_on.set)
+        assert has_ended.is_set()

@@ -141,6 +141,12 @@ def test_work_that_is_due_before_it_puts_a_batch_in_danger_and_later_work_does_n
     assert line_of(batch, half_done).expected_at(batch) == NOW + 10 + 22.5
 
 
+def test_a_batch_that_was_estimated_after_the_line_was_read_has_an_expected_end() -> None:
+    """Bug: while it ran, its expected end was unknown for some seconds."""
+    batch = a_batch("a", estimated_s=None)
+    assert line_of(batch).expected_at(replace(batch, estimated_s=10.0)) == NOW + 10
+
+
 def test_work_that_is_late_anyway_takes_no_time_from_others() -> None:
     batch, hopeless = a_batch("a1", expires_at=NOW + 60), a_batch("b1", expires_at=NOW + 50, estimated_s=5000.0)
     assert line_of(batch, hopeless).expected_at(batch) == NOW + 10

@@ -268,6 +268,28 @@ async def finishing(kept: KeptResponses, *response_ids: str) -> list[asyncio.Tas
     return tasks
 
 
+async def test_a_server_soon_stops_a_response_that_another_server_has_cancelled(
+    shared_store: tuple[Store, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: on a shared database, it noticed that only when it next reported the response, after up to a minute."""
+    monkeypatch.setattr("batchline.server.kept_responses.LOOK_S", 0.01)
+    store = ResponseStore(shared_store[0].database)
+    async with KeptResponses(store).working() as making, KeptResponses(store).working() as cancelling:
+        for response_id in ("kept", "cancelled", "deleted"):
+            await making.begin_in_background(a_response(response_id, status="queued", background=True), 0, 100)
+        tasks = {name: asyncio.create_task(asyncio.Event().wait()) for name in ("kept", "cancelled", "deleted")}
+        for name, task in tasks.items():
+            making.follow(await making.get(name, ""), task)  # type: ignore[arg-type]
+        assert (await cancelling.cancel("cancelled", ""))["status"] == "cancelled"
+        await cancelling.forget("deleted", "")
+        await asyncio.wait([tasks["cancelled"], tasks["deleted"]], timeout=30)
+        assert {name: task.cancelled() for name, task in tasks.items()} == {
+            "kept": False,
+            "cancelled": True,
+            "deleted": True,
+        }
+
+
 async def test_what_is_finished_during_a_write_is_written_together() -> None:
     """Each response waits for the disk: a hundred at once would wait for a hundred writes."""
     store = SlowStore()

@@ -14,8 +14,9 @@ from sqlalchemy.exc import IntegrityError
 
 from batchline.errors import BadRequest, BatchStateConflict, Conflict, FileInUse, LeaseLost, NotFound, RequestError
 from batchline.jobs.states import EDGES, RUNNING, BatchStatus
-from batchline.jobs.store import LONGEST_RETRY_S, Store
+from batchline.jobs.store import Store
 from batchline.jobs.tables import BatchRecord, FileRecord, PartRecord, UploadRecord
+from batchline.jobs.worker_store import LONGEST_RETRY_S
 
 STATUSES: tuple[BatchStatus, ...] = get_args(BatchStatus)
 COUNTS = {"completed": 2, "failed": 1, "prompt_tokens": 10, "cached_tokens": 4, "output_tokens": 6}

@@ -27,6 +27,7 @@ from batchline.jobs.states import BatchStatus
 from batchline.jobs.store import LONGEST_WEBHOOK_WAIT_S, Store
 from batchline.jobs.tables import BatchRecord
 from batchline.jobs.webhooks import FIRST_DELAY_S, LIFETIME_S, LONGEST_DELAY_S, MAX_OF_OWNER, TRY_S, Webhooks, delay_s
+from batchline.media.addresses import NO_PUBLIC_ADDRESS
 from batchline.openai_api.batches import BatchWebhook
 
 SECRET = "whsec_" + "QmF0Y2hsaW5lIHNpZ25zIGl0cyB3ZWJob29rcyE="
@@ -297,8 +298,9 @@ async def test_of_two_servers_one_makes_a_try(store: Store, receiver: Receiver) 
 
 
 async def test_a_receiver_that_does_not_answer_is_given_up_for_this_time(
-    store: Store, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+    store: Store, receiver: Receiver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Bug: the log gave the name of an exception as the reason."""
     monkeypatch.setattr(module, "TRY_S", 0.01)
     clock = Clock()
     ended(store, clock)
@@ -308,6 +310,38 @@ async def test_a_receiver_that_does_not_answer_is_given_up_for_this_time(
     receiver.holds.set()
     (noted,) = store.due_webhooks(float("inf"), 10)
     assert (noted.attempts, noted.next_at > clock.now) == (1, True)
+    assert "its receiver cannot be reached: it did not answer within 0.01 seconds; next try in" in caplog.text
+
+
+async def test_the_log_says_in_words_why_a_receiver_cannot_be_reached(
+    store: Store, receiver: Receiver, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Bug: it gave the name of an exception, such as `_NotPublic`."""
+    clock, port = Clock(), receiver.url.rpartition(":")[2]
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        urls = [
+            f"http://hook.example:{port}",  # a private address
+            f"http://127.0.0.1:{unused.getsockname()[1]}/",
+            f"https://127.0.0.1:{port.partition('/')[0]}/",
+            "file:///etc/passwd",
+        ]
+        for number, url in enumerate(urls):
+            ended(store, clock, number, url=url)
+        for networks in ((), ("127.0.0.0/8",)):
+            async with sender(store, clock, resolver=Resolver(), allowed_networks=networks) as webhooks:
+                await webhooks.deliver_due()
+            clock.now += 2 * FIRST_DELAY_S
+    reasons = {
+        number: {
+            text.partition("reached: ")[2].partition("; next")[0] for text in caplog.messages if f"_{number}:" in text
+        }
+        for number in range(4)
+    }
+    assert NO_PUBLIC_ADDRESS in reasons[0]
+    assert reasons[1] == {NO_PUBLIC_ADDRESS, "Connection refused"}
+    assert reasons[2] == {NO_PUBLIC_ADDRESS, "it has no valid TLS certificate"}
+    assert reasons[3] == {"only http and https URLs are fetched"}
 
 
 async def test_an_owners_receivers_that_do_not_answer_delay_no_other_owners_webhooks(

@@ -90,6 +90,7 @@ class BatchRun:
         self._measure = FileMeasure()
         self._paces = paces
         self._names: dict[str, str] = {}
+        self._has_facts = False
         self._results: tuple[FileRecord, FileRecord] = (
             _result_file(record, "output", clock()),
             _result_file(record, "error", clock()),
@@ -138,6 +139,7 @@ class BatchRun:
         await asyncio.to_thread(refuse_compressed, source)
         served = models_by_name(await self._backend.models())
         self._names = {name: model.name for name, model in served.items()}
+        self._has_facts = any(model.facts is not None for model in served.values())
         if self.record.output_file_id is None:  # it has not begun, even if it was cancelled meanwhile
             self._judge = LineJudge(self.record.endpoint, served, takes_many_models=self._options.takes_many_models)
         await in_file_thread(adopt_job_folder, self._folder, self.record)
@@ -217,6 +219,13 @@ class BatchRun:
         if self.only_checks:
             raise RunInterrupted("The batch waits for its turn.")
 
+    def resumed(self, tally: Tally) -> None:
+        """Logged. The record may know fewer requests: its counts are a few seconds old, or older after an outage."""
+        if tally.done:
+            logger.info("batch %s continues: %d of %d requests are done", self.record.id, tally.done, tally.total)
+        elif self.record.completed + self.record.failed:
+            logger.warning("batch %s starts again: the journal of its earlier worker is not here", self.record.id)
+
     @property
     def _pace(self) -> Pace | None:
         """The pace of the batch's only model."""
@@ -224,21 +233,23 @@ class BatchRun:
         return None if model is None else self._paces.of(self._names.get(model, model))
 
     def estimate(self) -> Estimate:
-        """What the batch takes, once its file is checked."""
+        """What the batch takes, once its file is checked. Its own answers make it better."""
         pace = self._pace
-        return Estimate() if pace is None else pace.estimate(self._measure.counts)
+        return Estimate() if pace is None else pace.estimate(self._measure, self.record.id)
 
     def note_progress(self, progress: Progress) -> None:
         """Called about twice a second while requests run."""
         self.progress = progress
         self.history.add_progress(progress, monotonic())
-        if (pace := self._pace) is not None:
-            totals = (
-                progress.answered_requests,
-                progress.answered_prompt_tokens,
-                progress.answered_output_tokens,
-            )
-            pace.note_totals(self.record.id, totals, self._paces.clock())
+        if (pace := self._pace) is None or self.stop.is_set() or self._is_loading(progress):
+            return
+        totals = progress.answered_requests, progress.answered_prompt_tokens, progress.answered_output_tokens
+        pace.note_totals(self.record.id, totals, self._measure, self._paces.clock(), progress.num_running)
+
+    def _is_loading(self, progress: Progress) -> bool:
+        """Whether the batch still waits for its only model. Not every backend reports facts of its models."""
+        model = self._measure.model or ""
+        return self._has_facts and self._names.get(model, model) not in {facts.name for facts in progress.models}
 
     async def answered(self, tally: Tally) -> None:
         """Raises: LeaseLost."""

@@ -1,6 +1,6 @@
 """Connects to the database: a SQLite file, or PostgreSQL, which several servers may share.
 
-Everything that differs between the two is here; `store.py` uses what both have. No message shows a password.
+Everything that differs between the two is here; the store uses what both have. No message shows a password.
 """
 
 from __future__ import annotations

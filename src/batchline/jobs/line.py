@@ -83,8 +83,9 @@ class Line:
         return own_s <= left_s < SAFETY * (expected_at - self._now)
 
     def _entry_of(self, batch: BatchRecord) -> Entry:
-        """Its entry, which may be newer than the record."""
-        return self._by_id.get(batch.id) or Entry.of(batch)
+        """Its entry, which may be newer than the record, but may also be from before its check."""
+        entry = self._by_id.get(batch.id)
+        return Entry.of(batch) if entry is None or entry.estimated_s is None else entry
 
 
 def next_to_start(

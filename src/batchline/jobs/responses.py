@@ -19,6 +19,7 @@ from typing import Any
 
 import orjson
 from sqlalchemy import (
+    ColumnElement,
     Connection,
     Engine,
     QueuePool,
@@ -32,6 +33,7 @@ from sqlalchemy import (
 )
 
 from batchline.errors import NotFound, Overloaded
+from batchline.jobs.database import is_shared
 from batchline.jobs.options import ResponseLimits
 from batchline.jobs.tables import metadata, response_items, responses
 
@@ -96,13 +98,17 @@ class FinalState:
 
 
 class ResponseStore:
-    """The stored responses. The newest finished one is kept whatever its size."""
+    """The stored responses. The newest finished one is kept whatever its size.
+
+    is_shared: whether other servers may use the database at the same time.
+    """
 
     def __init__(self, database: Engine | None = None, limits: ResponseLimits | None = None) -> None:
         """database: the store's; None is one in memory."""
         self._limits = limits or ResponseLimits()
         self._is_in_memory = database is None
         self._database = _in_memory() if database is None else database
+        self.is_shared = is_shared(self._database)
 
     def close(self) -> None:
         """Drop the responses that are only in memory."""
@@ -178,16 +184,20 @@ class ResponseStore:
 
         Returns those that are no longer wanted: another process has cancelled or deleted them.
         """
-        wanted: set[str] = set()
         with self._database.begin() as connection:
             for some in _portions(running):
-                own = responses.c.id.in_(some), responses.c.running_until.is_not(None)
-                connection.execute(update(responses).where(*own).values(running_until=now + RUNNING_S))
-                wanted.update(connection.scalars(select(responses.c.id).where(*own)))
+                own = update(responses).where(*_are_made(some))
+                connection.execute(own.values(running_until=now + RUNNING_S))
+            unwanted = _unwanted(connection, running)
             is_old = responses.c.stored_at <= now - self._limits.max_age_s
             is_over = or_(responses.c.running_until.is_(None), responses.c.running_until <= now)
             _drop(connection, connection.scalars(select(responses.c.id).where(is_old, is_over)).all())
-        return set(running) - wanted
+        return unwanted
+
+    def unwanted(self, running: Collection[str]) -> set[str]:
+        """Those of the responses that another process has cancelled or deleted. Cheap: changes nothing."""
+        with self._database.connect() as connection:
+            return _unwanted(connection, running)
 
     def _make_room(self, connection: Connection, now: float) -> None:
         """Drop finished responses until the limits hold."""
@@ -240,6 +250,19 @@ def _end(connection: Connection, state: FinalState, now: float) -> bool:
     still_running = responses.c.id == state.id, responses.c.running_until.is_not(None)
     change = update(responses).where(*still_running).values(**state.row, stored_at=now, running_until=None)
     return connection.execute(change).rowcount == 1
+
+
+def _are_made(response_ids: Sequence[str]) -> list[ColumnElement[bool]]:
+    """The condition for those of the responses that are in progress."""
+    return [responses.c.id.in_(response_ids), responses.c.running_until.is_not(None)]
+
+
+def _unwanted(connection: Connection, running: Collection[str]) -> set[str]:
+    """See `ResponseStore.unwanted`."""
+    wanted: set[str] = set()
+    for some in _portions(running):
+        wanted.update(connection.scalars(select(responses.c.id).where(*_are_made(some))))
+    return set(running) - wanted
 
 
 def _drop(connection: Connection, response_ids: Sequence[str]) -> None:

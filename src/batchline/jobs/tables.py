@@ -45,17 +45,39 @@ class ClientText(TypeDecorator[str]):
         return None if value is None else value.replace("\0", "\ufffd")
 
 
+def _number() -> Column[int]:
+    """The order in which the rows were made."""
+    return Column("number", _COUNT, primary_key=True, autoincrement=True)
+
+
+def _owned_object() -> list[Column[Any]]:
+    """The columns of what clients name by an id, and only its owner sees."""
+    return [
+        _number(),
+        Column("id", ClientText(64), nullable=False, unique=True),
+        Column("owner", String(64), nullable=False),
+    ]
+
+
+def _count(name: str, **settings: Any) -> Column[int]:
+    """A number that every row has: of things, of bytes, or of seconds since 1970."""
+    return Column(name, BigInteger, nullable=False, **settings)
+
+
+def _time(name: str) -> Column[int]:
+    """A time that a row may not have."""
+    return Column(name, BigInteger)
+
+
 files = Table(
     "files",
     metadata,
-    Column("number", _COUNT, primary_key=True, autoincrement=True),
-    Column("id", ClientText(64), nullable=False, unique=True),
-    Column("owner", String(64), nullable=False),
+    *_owned_object(),
     Column("filename", ClientText, nullable=False),
     Column("purpose", ClientText(64), nullable=False),
-    Column("bytes", BigInteger, nullable=False),
-    Column("created_at", BigInteger, nullable=False),
-    Column("expires_at", BigInteger),
+    _count("bytes"),
+    _count("created_at"),
+    _time("expires_at"),
     Column("content", String(128)),
     Index("files_by_owner", "owner", "number"),
     Index("files_by_purpose", "owner", "purpose", "number"),
@@ -65,15 +87,13 @@ files = Table(
 uploads = Table(
     "uploads",
     metadata,
-    Column("number", _COUNT, primary_key=True, autoincrement=True),
-    Column("id", ClientText(64), nullable=False, unique=True),
-    Column("owner", String(64), nullable=False),
+    *_owned_object(),
     Column("filename", ClientText, nullable=False),
     Column("purpose", ClientText(64), nullable=False),
-    Column("bytes", BigInteger, nullable=False),
+    _count("bytes"),
     Column("status", String(16), nullable=False),
-    Column("created_at", BigInteger, nullable=False),
-    Column("expires_at", BigInteger, nullable=False),
+    _count("created_at"),
+    _count("expires_at"),
     Column("file_expires_after", BigInteger),
     Column("file_id", String(64)),
     Index("uploads_by_status", "status", "expires_at"),
@@ -82,11 +102,11 @@ uploads = Table(
 upload_parts = Table(
     "upload_parts",
     metadata,
-    Column("number", _COUNT, primary_key=True, autoincrement=True),
+    _number(),
     Column("id", ClientText(64), nullable=False, unique=True),
     Column("upload_id", String(64), nullable=False),
-    Column("bytes", BigInteger, nullable=False),
-    Column("created_at", BigInteger, nullable=False),
+    _count("bytes"),
+    _count("created_at"),
     Index("upload_parts_by_upload", "upload_id"),
 )
 
@@ -97,7 +117,7 @@ idempotency = Table(
     Column("key", ClientText(255), primary_key=True),
     Column("request", String(64), nullable=False),
     Column("batch_id", String(64), nullable=False),
-    Column("created_at", BigInteger, nullable=False),
+    _count("created_at"),
     Index("idempotency_by_age", "created_at"),
 )
 
@@ -107,9 +127,7 @@ facts = Table("facts", metadata, Column("name", String(64), primary_key=True), C
 batches = Table(
     "batches",
     metadata,
-    Column("number", _COUNT, primary_key=True, autoincrement=True),
-    Column("id", ClientText(64), nullable=False, unique=True),
-    Column("owner", String(64), nullable=False),
+    *_owned_object(),
     Column("status", String(16), nullable=False),
     Column("endpoint", Text, nullable=False),
     Column("input_file_id", ClientText, nullable=False),
@@ -117,35 +135,32 @@ batches = Table(
     Column("model", Text),
     Column("metadata", JSON),
     Column("errors", JSON),
-    Column("num_errors", BigInteger, nullable=False, default=0),
+    _count("num_errors", default=0),
     Column("output_file_id", String(64)),
     Column("error_file_id", String(64)),
     Column("output_expires_after", BigInteger),
-    Column("total", BigInteger, nullable=False, default=0),
-    Column("completed", BigInteger, nullable=False, default=0),
-    Column("failed", BigInteger, nullable=False, default=0),
+    _count("total", default=0),
+    _count("completed", default=0),
+    _count("failed", default=0),
     Column("failures_by_code", JSON),
     Column("estimated_input_tokens", BigInteger),
     Column("estimated_output_tokens", BigInteger),
     Column("estimated_s", Float),
     Column("expected_at", Float),
-    Column("prompt_tokens", BigInteger, nullable=False, default=0),
-    Column("cached_tokens", BigInteger, nullable=False, default=0),
-    Column("output_tokens", BigInteger, nullable=False, default=0),
-    Column("reasoning_tokens", BigInteger, nullable=False, default=0),
-    Column("created_at", BigInteger, nullable=False),
-    Column("expires_at", BigInteger, nullable=False),
-    Column("in_progress_at", BigInteger),
-    Column("finalizing_at", BigInteger),
-    Column("completed_at", BigInteger),
-    Column("failed_at", BigInteger),
-    Column("expired_at", BigInteger),
-    Column("cancelling_at", BigInteger),
-    Column("cancelled_at", BigInteger),
+    _count("prompt_tokens", default=0),
+    _count("cached_tokens", default=0),
+    _count("output_tokens", default=0),
+    _count("reasoning_tokens", default=0),
+    _count("created_at"),
+    _count("expires_at"),
+    *map(
+        _time,
+        ("in_progress_at", "finalizing_at", "completed_at", "failed_at", "expired_at", "cancelling_at", "cancelled_at"),
+    ),
     Column("worker", String(64)),
     Column("retry_of", String(64)),
     Column("webhook", JSON),
-    Column("fence", BigInteger, nullable=False, default=0),
+    _count("fence", default=0),
     Column("lease_ends_at", Float, nullable=False, default=0.0),
     Column("retry_at", Float, nullable=False, default=0.0),
     Index("batches_by_owner", "owner", "number"),
@@ -158,11 +173,9 @@ batches = Table(
 responses = Table(
     "responses",
     metadata,
-    Column("number", _COUNT, primary_key=True, autoincrement=True),
-    Column("id", ClientText(64), nullable=False, unique=True),
-    Column("owner", String(64), nullable=False),
+    *_owned_object(),
     Column("is_background", Boolean, nullable=False),
-    Column("num_bytes", BigInteger, nullable=False),
+    _count("num_bytes"),
     Column("stored_at", Float, nullable=False),
     Column("running_until", Float),
     Column("response", LargeBinary, nullable=False),
@@ -174,7 +187,7 @@ running_until: see `RUNNING_S`; NULL once it is finished."""
 response_items = Table(
     "response_items",
     metadata,
-    Column("number", _COUNT, primary_key=True, autoincrement=True),
+    _number(),
     Column("id", ClientText, nullable=False),
     Column("owner", String(64), nullable=False),
     Column("response_id", String(64), nullable=False),
@@ -187,13 +200,13 @@ response_items = Table(
 webhooks = Table(
     "webhooks",
     metadata,
-    Column("number", _COUNT, primary_key=True, autoincrement=True),
+    _number(),
     Column("id", String(64), nullable=False, unique=True),
     Column("batch_id", String(64), nullable=False),
     Column("type", String(64), nullable=False),
     Column("url", Text),
     Column("secret", Text),
-    Column("created_at", BigInteger, nullable=False),
+    _count("created_at"),
     Column("attempts", Integer, nullable=False),
     Column("next_at", Float, nullable=False),
     Index("webhooks_by_time", "next_at"),

@@ -14,6 +14,7 @@ import contextlib
 import hashlib
 import hmac
 import logging
+import os
 import random
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -29,8 +30,8 @@ from batchline.jobs.database import log_failure
 from batchline.jobs.options import SECRET_FORM, SECRET_PREFIX, JobsOptions, is_webhook_secret
 from batchline.jobs.store import Store
 from batchline.jobs.tables import DueWebhook, WebhookRecord
-from batchline.media.addresses import FetchRules
-from batchline.media.fetching import CheckedResolver
+from batchline.media.addresses import NO_PUBLIC_ADDRESS, FetchRules
+from batchline.media.fetching import CheckedResolver, NotPublic, Transient
 from batchline.openai_api.batches import BatchWebhook
 
 logger = logging.getLogger(__name__)
@@ -181,7 +182,7 @@ class Webhooks:
             status = await asyncio.wait_for(self._post(webhook, int(now)), TRY_S)
             outcome = f"its receiver has answered with status {status}"
         except Exception as exc:  # whatever the receiver, its host or its network do: the next try may succeed
-            status, outcome = 0, f"its receiver cannot be reached ({type(exc).__name__})"
+            status, outcome = 0, f"its receiver cannot be reached: {_reason(exc)}"
         is_taken = 200 <= status < 300
         is_last = is_taken or status == GONE or now + pause_s > webhook.created_at + LIFETIME_S
         if is_last:
@@ -204,6 +205,27 @@ class Webhooks:
         session = self._sessions[webhook.url is None]
         async with session.post(url, data=body, headers=headers, allow_redirects=False) as response:
             return response.status
+
+
+def _reason(exc: Exception) -> str:
+    """Why a try has failed, for the operator."""
+    match exc:
+        case BadRequest():
+            return exc.message
+        case NotPublic() | Transient() | aiohttp.ClientConnectorDNSError():
+            return NO_PUBLIC_ADDRESS
+        case asyncio.TimeoutError():
+            return f"it did not answer within {TRY_S:g} seconds"
+        case aiohttp.ClientSSLError() | aiohttp.ClientConnectorCertificateError():
+            return "it has no valid TLS certificate"
+        case aiohttp.ClientConnectorError():
+            return os.strerror(exc.os_error.errno) if exc.os_error.errno else "no connection is possible"
+        case aiohttp.ClientConnectionError() | ConnectionError():
+            return "the connection broke"
+        case aiohttp.ClientError():
+            return "its answer is not valid HTTP"
+    logger.warning("a webhook has met an unexpected error", exc_info=exc)
+    return "an unexpected error"
 
 
 def event_body(webhook: WebhookRecord) -> bytes:

@@ -31,12 +31,16 @@ from batchline.jobs.database import log_failure
 from batchline.jobs.estimates import Paces
 from batchline.jobs.line import Line, next_to_check, next_to_start
 from batchline.jobs.options import JobsOptions
-from batchline.jobs.store import LONGEST_RETRY_S, Store
+from batchline.jobs.store import Store
 from batchline.jobs.tables import BatchRecord
+from batchline.jobs.worker_store import LONGEST_RETRY_S
 
 logger = logging.getLogger(__name__)
 
 LEASE_S = 30.0
+RENEWALS = 15
+"""How often a lease is renewed in its time."""
+
 POLL_S, LONGEST_POLL_S = 1.0, 10.0
 LINE_S = 5.0
 """How long the line is used before it is read again, unless a batch has come, ended or been cancelled here."""
@@ -84,7 +88,7 @@ class Worker:
         self._running: dict[str, tuple[BatchRun, asyncio.Task[None]]] = {}
         self._ended: dict[str, History] = {}
         self._failures: Counter[str] = Counter()
-        self._paces = Paces()
+        self._paces = Paces(num_places=self._capacity.num_places)
         self._line = _LatestLine(store)
         self._pause_s = POLL_S
         self._has_news = asyncio.Event()
@@ -173,8 +177,6 @@ class Worker:
             self._start(claimed, only_checks=only_checks)
 
     def _start(self, record: BatchRecord, *, only_checks: bool) -> None:
-        if num_done := record.completed + record.failed:
-            logger.info("batch %s continues: %d of %d requests are done", record.id, num_done, record.total)
         batch = BatchRun(
             record,
             store=self._store,
@@ -244,17 +246,29 @@ class Worker:
         self._store.refuse(record, self._clock(), [error], 1, tells_operator=tells_operator)
 
     async def _give_back(self, batch: BatchRun, delay_s: float | None = None) -> None:
-        """delay_s: after which a worker may take it again. Raises: LeaseLost."""
+        """delay_s: after which a worker may take it again. Waits while the database is away: otherwise, no worker
+        could take the batch before its lease ends.
+
+        Raises: LeaseLost; StorageUnavailable if this worker stops.
+        """
         batch.is_given_back = True
 
         def release() -> None:
             self._store.release(batch.record, 0.0 if delay_s is None else self._store.now() + delay_s)
 
-        await asyncio.to_thread(release)
+        pause_s = LEASE_S / RENEWALS
+        while True:
+            try:
+                return await asyncio.to_thread(release)
+            except StorageUnavailable:
+                if self._is_closing:
+                    raise
+            await asyncio.sleep(pause_s)
+            delay_s = None if delay_s is None else max(0.0, delay_s - pause_s)
 
     async def _renew_for_ever(self) -> None:
         while True:
-            await asyncio.sleep(LEASE_S / 15)
+            await asyncio.sleep(LEASE_S / RENEWALS)
             line = await self._line_now()
             for batch, task in list(self._running.values()):
                 await self._renew(batch, task, line)
@@ -295,8 +309,10 @@ class Worker:
             batch.stop.end("batch_expired")
         batch.claim.due_at = record.expires_at if line.is_in_danger(record) else None
         if batch.progress is not None and record.status in ("in_progress", "cancelling"):
+            estimate = batch.estimate()
+            is_better = estimate.seconds is not None or record.estimated_s is None
             counts = {
-                **({} if record.estimated_s is not None else columns_of(batch.estimate())),
+                **(columns_of(estimate) if is_better else {}),
                 "expected_at": line.expected_at(record),
                 "completed": batch.progress.done - batch.progress.failed,
                 "failed": batch.progress.failed,

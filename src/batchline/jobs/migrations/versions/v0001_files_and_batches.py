@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import sqlalchemy as sa
 from alembic import op
 
@@ -19,13 +21,35 @@ def _time(name: str) -> sa.Column[int]:
     return sa.Column(name, sa.BigInteger)
 
 
+def _number() -> sa.Column[int]:
+    return sa.Column("number", _NUMBER, primary_key=True, autoincrement=True)
+
+
+def _id() -> sa.Column[str]:
+    return sa.Column("id", sa.String(64), nullable=False, unique=True)
+
+
+def _owned_object() -> list[sa.Column[Any]]:
+    return [_number(), _id(), sa.Column("owner", sa.String(64), nullable=False)]
+
+
 def upgrade() -> None:
     """Create them."""
+    _create_files()
+    _create_batches()
+    _create_uploads()
+    _create_upload_parts()
+    _create_idempotency()
+    _create_responses()
+    _create_response_items()
+    _create_webhooks()
+    _create_facts()
+
+
+def _create_files() -> None:
     op.create_table(
         "files",
-        sa.Column("number", _NUMBER, primary_key=True, autoincrement=True),
-        sa.Column("id", sa.String(64), nullable=False, unique=True),
-        sa.Column("owner", sa.String(64), nullable=False),
+        *_owned_object(),
         sa.Column("filename", sa.Text, nullable=False),
         sa.Column("purpose", sa.String(64), nullable=False),
         _count("bytes"),
@@ -36,11 +60,12 @@ def upgrade() -> None:
     op.create_index("files_by_owner", "files", ["owner", "number"])
     op.create_index("files_by_purpose", "files", ["owner", "purpose", "number"])
     op.create_index("files_by_expiry", "files", ["expires_at"])
+
+
+def _create_batches() -> None:
     op.create_table(
         "batches",
-        sa.Column("number", _NUMBER, primary_key=True, autoincrement=True),
-        sa.Column("id", sa.String(64), nullable=False, unique=True),
-        sa.Column("owner", sa.String(64), nullable=False),
+        *_owned_object(),
         sa.Column("status", sa.String(16), nullable=False),
         sa.Column("endpoint", sa.Text, nullable=False),
         sa.Column("input_file_id", sa.Text, nullable=False),
@@ -74,11 +99,12 @@ def upgrade() -> None:
     op.create_index("batches_by_input", "batches", ["input_file_id"])
     op.create_index("batches_by_output", "batches", ["output_file_id"])
     op.create_index("batches_by_errors", "batches", ["error_file_id"])
+
+
+def _create_uploads() -> None:
     op.create_table(
         "uploads",
-        sa.Column("number", _NUMBER, primary_key=True, autoincrement=True),
-        sa.Column("id", sa.String(64), nullable=False, unique=True),
-        sa.Column("owner", sa.String(64), nullable=False),
+        *_owned_object(),
         sa.Column("filename", sa.Text, nullable=False),
         sa.Column("purpose", sa.String(64), nullable=False),
         _count("bytes"),
@@ -89,15 +115,21 @@ def upgrade() -> None:
         sa.Column("file_id", sa.String(64)),
     )
     op.create_index("uploads_by_status", "uploads", ["status", "expires_at"])
+
+
+def _create_upload_parts() -> None:
     op.create_table(
         "upload_parts",
-        sa.Column("number", _NUMBER, primary_key=True, autoincrement=True),
-        sa.Column("id", sa.String(64), nullable=False, unique=True),
+        _number(),
+        _id(),
         sa.Column("upload_id", sa.String(64), nullable=False),
         _count("bytes"),
         _count("created_at"),
     )
     op.create_index("upload_parts_by_upload", "upload_parts", ["upload_id"])
+
+
+def _create_idempotency() -> None:
     op.create_table(
         "idempotency",
         sa.Column("owner", sa.String(64), primary_key=True),
@@ -107,11 +139,12 @@ def upgrade() -> None:
         _count("created_at"),
     )
     op.create_index("idempotency_by_age", "idempotency", ["created_at"])
+
+
+def _create_responses() -> None:
     op.create_table(
         "responses",
-        sa.Column("number", _NUMBER, primary_key=True, autoincrement=True),
-        sa.Column("id", sa.String(64), nullable=False, unique=True),
-        sa.Column("owner", sa.String(64), nullable=False),
+        *_owned_object(),
         sa.Column("is_background", sa.Boolean, nullable=False),
         _count("num_bytes"),
         sa.Column("stored_at", sa.Float, nullable=False),
@@ -119,9 +152,12 @@ def upgrade() -> None:
         sa.Column("response", sa.LargeBinary, nullable=False),
         sa.Column("input_items", sa.LargeBinary, nullable=False),
     )
+
+
+def _create_response_items() -> None:
     op.create_table(
         "response_items",
-        sa.Column("number", _NUMBER, primary_key=True, autoincrement=True),
+        _number(),
         sa.Column("id", sa.Text, nullable=False),
         sa.Column("owner", sa.String(64), nullable=False),
         sa.Column("response_id", sa.String(64), nullable=False),
@@ -129,10 +165,13 @@ def upgrade() -> None:
     )
     op.create_index("response_items_by_id", "response_items", ["id"])
     op.create_index("response_items_by_response", "response_items", ["response_id"])
+
+
+def _create_webhooks() -> None:
     op.create_table(
         "webhooks",
-        sa.Column("number", _NUMBER, primary_key=True, autoincrement=True),
-        sa.Column("id", sa.String(64), nullable=False, unique=True),
+        _number(),
+        _id(),
         sa.Column("batch_id", sa.String(64), nullable=False),
         sa.Column("type", sa.String(64), nullable=False),
         sa.Column("url", sa.Text),
@@ -142,6 +181,9 @@ def upgrade() -> None:
         sa.Column("next_at", sa.Float, nullable=False),
     )
     op.create_index("webhooks_by_time", "webhooks", ["next_at"])
+
+
+def _create_facts() -> None:
     op.create_table(
         "facts",
         sa.Column("name", sa.String(64), primary_key=True),
