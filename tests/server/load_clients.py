@@ -170,11 +170,15 @@ class Crowd:
 
     async def _connect(self, behaviour: Behaviour) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         connection = socket.socket()
-        if behaviour == "reads slowly":
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        connection.setblocking(False)
-        await asyncio.get_running_loop().sock_connect(connection, self._address)
-        return await asyncio.open_connection(sock=connection, limit=4096)
+        try:
+            if behaviour == "reads slowly":
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.setblocking(False)
+            await asyncio.get_running_loop().sock_connect(connection, self._address)
+            return await asyncio.open_connection(sock=connection, limit=4096)
+        except BaseException:  # the server refuses, or the load is over
+            connection.close()
+            raise
 
     async def _read(self, reader: asyncio.StreamReader, visit: Visit) -> None:
         if visit.behaviour == "leaves at a byte":

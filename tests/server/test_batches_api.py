@@ -213,9 +213,6 @@ def test_compressed_input_is_refused(start: Callable[..., openai.OpenAI]) -> Non
     with pytest.raises(openai.BadRequestError, match="the file is gzip data"):
         client.uploads.complete(parts.id, part_ids=[part.id])
     assert list(client.files.list()) == []
-    other = client.files.create(file=("in", content), purpose="user_data")
-    batch = until_over(client, create(client, other.id).id)
-    assert [(error.code, error.param) for error in batch.errors.data] == [("invalid_file_format", "input_file_id")]
 
 
 class Held:
@@ -365,11 +362,21 @@ def test_a_batch_may_name_a_webhook_of_its_own_whose_secret_nobody_reads_back(
         ({**webhook, "url": "http://127.0.0.1:1/"}, "webhook.url"),
         ({**webhook, "secret": "whsec_c2hvcnQ="}, "webhook.secret"),
         ({"url": webhook["url"]}, "webhook.secret"),
+        ({**webhook, "events": ["batch.failed"]}, "webhook.events"),
     ):
         with pytest.raises(openai.BadRequestError) as refused:
             create(client, file_id, extra_body={"webhook": wrong})
         assert refused.value.param == param
         assert "c2hvcnQ" not in refused.value.response.text
+
+
+def test_a_file_of_another_purpose_is_no_batchs_input(start: Callable[..., openai.OpenAI]) -> None:
+    """Bug: a file for fine-tuning was run."""
+    client = start()
+    file = client.files.create(file=("in.jsonl", jsonl(line(1))), purpose="fine-tune")
+    with pytest.raises(openai.BadRequestError, match="has the purpose 'fine-tune'") as refused:
+        create(client, file.id)
+    assert refused.value.param == "input_file_id"
 
 
 def test_keys_see_only_their_own_objects(serve: Serve, client_of: ClientOf, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import struct
 import threading
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
@@ -222,3 +223,23 @@ async def test_vanishing_clients_leave_nothing_in_the_engine(tiny: ThreadedServe
                 break
         else:
             pytest.fail("sequences are left over")
+
+
+def test_what_is_written_to_a_client_that_has_left_is_not_logged(
+    serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Bug: asyncio logged "socket.send() raised exception." for each chunk, as often as clients left in mid-stream."""
+    has_begun, has_left = threading.Event(), threading.Event()
+
+    async def keep_the_loop(_request: EndpointRequest) -> None:
+        has_begun.set()
+        has_left.wait(30)  # all further chunks are written before the loop runs again
+
+    server = serve(FakeBackend(between_chunks=keep_the_loop))
+    connection = send(server, body("word " * 100, stream=True))
+    assert has_begun.wait(30)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.close()
+    has_left.set()
+    assert httpx.get(f"{server.url}/health").status_code == 200
+    assert "socket.send() raised exception" not in caplog.text

@@ -29,6 +29,7 @@ VLLM_NAMES = [
     ),
     *("vllm:prompt_tokens_total", "vllm:generation_tokens_total", "vllm:num_preemptions_total"),
     *("vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total", "vllm:request_success_total"),
+    *("vllm:gpu_prefix_cache_queries_total", "vllm:gpu_prefix_cache_hits_total"),
     *("vllm:time_to_first_token_seconds_bucket", "vllm:time_per_output_token_seconds_bucket"),
     *("vllm:inter_token_latency_seconds_bucket", "vllm:e2e_request_latency_seconds_bucket"),
     *("vllm:e2e_request_latency_seconds_sum", "vllm:e2e_request_latency_seconds_count"),

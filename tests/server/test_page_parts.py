@@ -105,8 +105,8 @@ def test_a_running_batch_shows_what_its_worker_knows() -> None:
         done=4, total=10, failed=1, resumed=0, eta_s=75, answered_output_tokens=30, failures_by_code={"500": 1}
     )
     shown = views.view_of(RECORD, 1100, "in.jsonl", progress, None)
-    assert (shown.done, shown.failed, shown.percent, shown.output_tokens) == (4, 1, 40, 30)
-    assert (shown.good_share, shown.failed_share) == (30, 10)
+    assert (shown.done, shown.failed, shown.shares.percent, shown.output_tokens) == (4, 1, 40, 30)
+    assert (shown.shares.good, shown.shares.bad) == (30, 10)
     assert (shown.word, shown.time_text, shown.failures) == ("running", "1 min 15 s left", (("500", 1),))
     elsewhere = views.view_of(replace(RECORD, completed=2), 1100, None, None, None)
     assert (elsewhere.done, elsewhere.time_text, elsewhere.tokens_per_s) == (2, "", None), "it runs in another process"
@@ -126,11 +126,11 @@ def test_a_cancelled_batch_shows_how_far_it_got() -> None:
     over = replace(RECORD, status="cancelled", cancelled_at=1020, completed=3, failed=7)
     over = replace(over, failures_by_code={"500": 1, "batch_cancelled": 6}, error_file_id="file-2")
     shown = views.view_of(over, 5000, None, None, None)
-    assert (shown.done, shown.failed, shown.num_unrun, shown.percent) == (4, 1, 6, 40)
-    assert (shown.good_share, shown.failed_share, shown.tone) == (30, 10, "quiet")
+    assert (shown.done, shown.failed, shown.num_unrun, shown.shares.percent) == (4, 1, 6, 40)
+    assert (shown.shares.good, shown.shares.bad, shown.tone) == (30, 10, "quiet")
     assert shown.requests_per_s == 0.4
     expired = replace(over, status="expired", expired_at=1020, failures_by_code={"500": 1, "batch_expired": 6})
-    assert views.view_of(expired, 5000, None, None, None).percent == 40
+    assert views.view_of(expired, 5000, None, None, None).shares.percent == 40
 
 
 @pytest.mark.parametrize(
@@ -154,5 +154,5 @@ def test_a_finished_batch_shows_what_it_took() -> None:
     over = replace(over, failures_by_code={"429": 1, "500": 1}, error_file_id="file-2")
     shown = views.view_of(over, 5000, None, None, None)
     assert (shown.tokens_per_s, shown.requests_per_s, shown.time_text) == (2, 0.05, "took 3 min 20 s")
-    assert (shown.percent, shown.can_cancel, shown.can_retry, shown.tone) == (100, False, True, "good")
+    assert (shown.shares.percent, shown.can_cancel, shown.can_retry, shown.tone) == (100, False, True, "good")
     assert views.view_of(replace(over, completed=0, failed=10), 5000, None, None, None).tone == "bad"

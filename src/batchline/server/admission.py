@@ -17,8 +17,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from batchline.errors import BadRequest, Overloaded
 from batchline.openai_api.endpoint_table import ENDPOINTS, answering_path
 from batchline.openai_api.parsing import num_sequences, num_texts
+from batchline.server.boundary import route_path
 from batchline.server.metrics import Metrics
-from batchline.server.request_path import route_path
 
 LONGEST_RETRY_S = 60
 

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from batchline.callers import current_caller
 from batchline.errors import Unauthorized
-from batchline.server.request_path import route_path
+from batchline.server.boundary import route_path
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/", "/docs"})
 """The page at /docs is the same for every server. It requests its contents with the key that the user enters."""

@@ -20,8 +20,7 @@ from batchline.jobs.service import Jobs
 from batchline.openai_api.endpoint_table import ENDPOINTS, INPUT_TOKENS, REQUEST_SCHEMAS, RESPONSES
 from batchline.server.admission import Admission, WorkRate
 from batchline.server.api_keys import OPEN_PATHS, PAGE_PREFIX, ApiKeys
-from batchline.server.boundary import RequestBoundary
-from batchline.server.errors import error_response, unrouted
+from batchline.server.boundary import PlainPath, RequestBoundary, error_response, unrouted
 from batchline.server.incoming_body import Bodies
 from batchline.server.inference import Inference
 from batchline.server.jobs_api import routes as jobs_routes
@@ -32,7 +31,6 @@ from batchline.server.options import CorsOptions, ServerOptions
 from batchline.server.other_sites import OtherSites
 from batchline.server.page.load import LoadWatch
 from batchline.server.page.routes import Page
-from batchline.server.request_path import PlainPath
 from batchline.server.responses_api import ResponsesApi
 from batchline.server.service import Service
 

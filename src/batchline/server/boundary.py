@@ -1,7 +1,9 @@
-"""Wraps every request: sets its id, counts it in the metrics, limits its body, and answers any exception inside.
+"""The outermost layers of the application, and the only place that turns errors into HTTP responses.
 
-The outermost part of the application except for CORS. No exception passes it, so every error has the API's envelope,
-and none shows a traceback.
+`PlainPath` gives each path one form, so that all other layers (keys, admission, routes, metrics) see the same path.
+`RequestBoundary` sets a request's id, counts it in the metrics, limits its body, and answers any exception inside. Only
+CORS is between the two. No exception passes the boundary, so every error has the API's envelope, and none shows a
+traceback.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 from time import perf_counter
 from typing import Any
 from urllib.parse import quote
@@ -17,18 +19,29 @@ from uuid import uuid4
 
 from fastapi.routing import APIRoute
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.requests import ClientDisconnect
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from batchline.callers import EngineProgress, engine_progress
 from batchline.endpoints.reporting import StreamUsage, streams_of_request
-from batchline.errors import BadRequest, RequestError, request_error
-from batchline.server.errors import SHUTTING_DOWN, error_response
+from batchline.errors import (
+    BadRequest,
+    Conflict,
+    InternalServerError,
+    MethodNotAllowed,
+    NotFound,
+    Overloaded,
+    RequestError,
+    ServiceUnavailable,
+    Unauthorized,
+    request_error,
+)
+from batchline.openai_api.endpoint_table import error_body, path_here, unknown_path_text
 from batchline.server.incoming_body import Bodies, IncomingBody
+from batchline.server.json_body import JsonResponse
 from batchline.server.metrics import Metrics
-from batchline.server.request_path import route_path
 
-logger = logging.getLogger(__name__)
 MAX_LOGGED_PATH = 1000
 """Characters of a path in the access log. Anyone may send longer ones."""
 
@@ -37,7 +50,39 @@ access_logger = logging.getLogger("batchline.access")
 CLIENT_GONE = 499
 """The status that counts requests whose client disconnected; no client receives it."""
 
+SHUTTING_DOWN = ServiceUnavailable("The server is shutting down")
+
 _VALID_ID = re.compile(r"[!-~]{1,256}")
+
+
+def route_path(scope: Scope) -> str:
+    """The request's path without the prefix."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
+
+
+class PlainPath:
+    """Gives every path one form: with the prefix, without a slash at its end, and as it is called here if it is another
+    service's. The model that such a path names is left in the request's state (`model_of_path`). ASGI middleware.
+
+    The router and `route_path` leave the prefix out. A proxy may strip it from requests or not.
+    """
+
+    def __init__(self, app: ASGIApp, prefix: str) -> None:
+        """prefix: `/api`, without a slash at its end; may be empty."""
+        self._app = app
+        self._prefix = prefix
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on."""
+        if scope["type"] == "http":
+            path: str = scope["path"].removesuffix("/")
+            if path == self._prefix or path.startswith(f"{self._prefix}/"):
+                path = path.removeprefix(self._prefix)
+            path, model = path_here(path or "/")
+            state = {**scope.get("state", {}), "model_of_path": model}
+            scope = {**scope, "root_path": self._prefix, "path": self._prefix + path, "state": state}
+        await self._app(scope, receive, send)
 
 
 class RequestBoundary:
@@ -166,3 +211,32 @@ class _Sender:
             if not self._body.is_whole:
                 headers["Connection"] = "close"
         await self._send(message)
+
+
+def error_response(error: RequestError, path: str = "") -> JsonResponse:
+    """The envelope in the form of the path's API, with the error's status and headers."""
+    headers = {}
+    if isinstance(error, Unauthorized):
+        headers["WWW-Authenticate"] = "Bearer"
+    elif isinstance(error, MethodNotAllowed):
+        headers["Allow"] = error.allowed
+    elif isinstance(error, Conflict):
+        headers["X-Should-Retry"] = "false"  # OpenAI's clients try a 409 again otherwise
+    elif isinstance(error, Overloaded):
+        headers["Retry-After"] = str(error.retry_after_s)
+    return JsonResponse(error_body(path, error.body()), status_code=error.status_code, headers=headers)
+
+
+def unrouted(request: Request, exc: HTTPException, served: Iterable[str], methods: Iterable[str]) -> RequestError:
+    """The error of the router: an unknown path, or a method other than `methods`."""
+    if exc.status_code == MethodNotAllowed.status_code:
+        allowed = ", ".join(methods)
+        return MethodNotAllowed(f"{request.method} is not allowed here; allowed: {allowed}", allowed=allowed)
+    if exc.status_code == NotFound.status_code:
+        return NotFound(unknown_path_text(_shown(route_path(request.scope)), set(served)))
+    return InternalServerError("Internal server error")
+
+
+def _shown(path: str) -> str:
+    """An untrusted path, cut and escaped."""
+    return ascii(path[:200])[1:-1]

@@ -363,8 +363,14 @@ class _CycleTransport:
         self._protocol = protocol
 
     def write(self, data: bytes) -> None:
-        """In pieces, because over TLS the limits on unread answers only see what was not yet passed on."""
+        """In pieces, because over TLS the limits on unread answers only see what was not yet passed on.
+
+        A write can find that the client has left. The application only learns that when the loop runs again; asyncio
+        would log each of its writes until then.
+        """
         for start in range(0, len(data), _PIECE_BYTES):
+            if self._protocol.transport.is_closing():
+                return
             self._protocol.transport.write(data[start : start + _PIECE_BYTES])
         self._protocol.count_unread()
 

@@ -22,11 +22,10 @@ from batchline.errors import request_error
 from batchline.openai_api.endpoint_table import ENDPOINTS
 from batchline.openai_api.parsing import is_small
 from batchline.server.admission import num_places
-from batchline.server.errors import SHUTTING_DOWN
+from batchline.server.boundary import SHUTTING_DOWN, route_path
 from batchline.server.form_body import in_json, is_form, read_form
 from batchline.server.json_body import SMALL_BODY, json_in_parts, read_json_object, written
 from batchline.server.metrics import Metrics
-from batchline.server.request_path import route_path
 
 T = TypeVar("T")
 

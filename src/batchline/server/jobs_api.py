@@ -12,8 +12,9 @@ from starlette.responses import FileResponse, Response, StreamingResponse
 
 from batchline.errors import BadRequest, NotFound, PayloadTooLarge
 from batchline.jobs.objects import batch_object, file_object, list_object, part_object, upload_object
-from batchline.jobs.service import Jobs, file_too_large
-from batchline.jobs.store import Order
+from batchline.jobs.service import Jobs
+from batchline.jobs.store_base import Order
+from batchline.jobs.stored_files import file_too_large
 from batchline.jobs.tables import FileRecord
 from batchline.openai_api.batches import (
     MAX_EXPIRY_S,

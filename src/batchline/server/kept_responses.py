@@ -29,6 +29,9 @@ from batchline.jobs.responses import (
 
 logger = logging.getLogger(__name__)
 
+LOOK_S = 2.0
+"""How often a server that shares its database looks for responses that were cancelled at another one. One query, by
+ids."""
 
 CONTINUABLE = ("completed", "incomplete")
 """The statuses of responses that have an answer, so that `previous_response_id` may name them."""
@@ -49,11 +52,13 @@ class KeptResponses:
     async def working(self) -> AsyncIterator[KeptResponses]:
         """Keep up the responses in progress, and drop old ones, while the block runs. Those that are then still being
         made in the background have failed."""
-        keeping_up = asyncio.create_task(self._keep_up_for_ever())
+        looking = [asyncio.create_task(self._keep_up_for_ever())]
+        if self._store.is_shared:
+            looking.append(asyncio.create_task(self._look_for_ever()))
         try:
             yield self
         finally:
-            ending = [keeping_up, *self._tasks.values()]
+            ending = [*looking, *self._tasks.values()]
             for task in ending:
                 task.cancel()
             await asyncio.gather(*ending, return_exceptions=True)
@@ -162,6 +167,17 @@ class KeptResponses:
             except Exception:  # the database may be away for a while
                 log_failure(logger, "the stored responses cannot be updated; trying again")
             await asyncio.sleep(RUNNING_S / 3)
+
+    async def _look_for_ever(self) -> None:
+        """Stop making responses soon after another server of the database has cancelled or deleted them."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            if self._tasks:
+                try:
+                    for response_id in await asyncio.to_thread(self._store.unwanted, list(self._tasks)):
+                        self._stop(response_id)
+                except Exception:  # the database may be away for a while
+                    log_failure(logger, "cancelled responses cannot be looked for; trying again")
 
 
 async def _final_state(kept: KeptResponse) -> FinalState:

@@ -1,18 +1,22 @@
-"""The metrics for Prometheus: requests and times measured by the server, tokens and queues counted by the backend."""
+"""The metrics for Prometheus: requests and times measured by the server, tokens and queues counted by the backend.
+
+The backend's numbers have Batchline's names, and vLLM's names as well.
+"""
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
 from time import perf_counter
 from typing import Any, Literal, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from batchline.backends.base import BackendStats, ServedModel
 from batchline.model_facts import ModelFacts
-from batchline.server.vllm_metrics import histogram_family, vllm_metrics
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 """The content type of Prometheus' text format."""
@@ -34,6 +38,38 @@ _SEQUENCE_HISTOGRAMS: Mapping[str, str] = {
     "output_token_seconds": "Between two tokens of a sequence, each counted with the sequence's mean",
 }
 """What each histogram of `BackendStats.sequences` measures."""
+
+_VLLM_LABELS = ["model_name", "engine"]
+_ENGINE = "0"
+
+_VLLM_GAUGES: Mapping[str, str] = {
+    "num_requests_running": "running",
+    "num_requests_waiting": "waiting",
+    "kv_cache_usage_perc": "kv_cache_usage",
+    "gpu_cache_usage_perc": "kv_cache_usage",  # its name in earlier versions
+}
+_VLLM_COUNTERS: Mapping[str, str] = {
+    "prompt_tokens": "prompt_tokens",
+    "generation_tokens": "output_tokens",
+    "num_preemptions": "preemptions",
+    "prefix_cache_queries": "prompt_tokens",
+    "prefix_cache_hits": "cached_tokens",
+    "gpu_prefix_cache_queries": "prompt_tokens",  # these two had this name in earlier versions
+    "gpu_prefix_cache_hits": "cached_tokens",
+}
+_VLLM_HISTOGRAMS: Mapping[str, str] = {
+    "request_prompt_tokens": "prompt_tokens",
+    "request_generation_tokens": "output_tokens",
+    "request_queue_time_seconds": "queue_seconds",
+    "request_prefill_time_seconds": "prefill_seconds",
+    "request_decode_time_seconds": "decode_seconds",
+    "request_inference_time_seconds": "run_seconds",
+    "time_to_first_token_seconds": "first_token_seconds",
+    "e2e_request_latency_seconds": "total_seconds",
+    "inter_token_latency_seconds": "output_token_seconds",
+    "time_per_output_token_seconds": "output_token_seconds",  # its name in earlier versions
+}
+"""vLLM's names, and the names in `BackendStats` and its parts."""
 
 
 class Metrics:
@@ -162,8 +198,24 @@ class _BackendCollector(Collector):
         for name, value in stats.gauges.items():
             yield GaugeMetricFamily(f"batchline_{name}", f"The backend's {name.replace('_', ' ')}", value)
         yield from _sequence_metrics(stats.by_model)
-        yield from vllm_metrics(stats.by_model)
+        yield from _member_metrics(stats.by_member)
+        yield from _vllm_metrics(stats.by_model)
         yield _model_info(model.facts for model in self.models if model.facts is not None)
+
+
+def _member_metrics(by_member: Mapping[str, Mapping[str, float]]) -> Iterable[Metric]:
+    """The numbers of each server or replica behind the backend."""
+    names = dict.fromkeys(name for gauges in by_member.values() for name in gauges)
+    for name in names:
+        family = GaugeMetricFamily(
+            f"batchline_member_{name}",
+            f"{name.replace('_', ' ').capitalize()} of a server or replica",
+            labels=["member"],
+        )
+        for member, gauges in by_member.items():
+            if name in gauges:
+                family.add_metric([member], gauges[name])
+        yield family
 
 
 def _sequence_metrics(by_model: Mapping[str, BackendStats]) -> Iterable[Metric]:
@@ -176,7 +228,47 @@ def _sequence_metrics(by_model: Mapping[str, BackendStats]) -> Iterable[Metric]:
             finished.add_metric([model, reason], number)
     yield finished
     for name, text in _SEQUENCE_HISTOGRAMS.items():
-        yield histogram_family(f"batchline_sequence_{name}", text, name, ["model"], by_model)
+        yield _histogram_family(f"batchline_sequence_{name}", text, name, ["model"], by_model)
+
+
+def _vllm_metrics(by_model: Mapping[str, BackendStats]) -> Iterable[Metric]:
+    """The backend's numbers under vLLM's names and labels: dashboards and autoscalers made for vLLM work here."""
+    for name, ours in _VLLM_GAUGES.items():
+        gauge = GaugeMetricFamily(f"vllm:{name}", f"The same as batchline_{ours}", labels=_VLLM_LABELS)
+        for model, stats in by_model.items():
+            if ours in stats.gauges:
+                gauge.add_metric([model, _ENGINE], stats.gauges[ours])
+        yield gauge
+    for name, ours in _VLLM_COUNTERS.items():
+        counter = CounterMetricFamily(f"vllm:{name}", f"{ours.replace('_', ' ').capitalize()}", labels=_VLLM_LABELS)
+        for model, stats in by_model.items():
+            counter.add_metric([model, _ENGINE], getattr(stats, ours))
+        yield counter
+    success = CounterMetricFamily(
+        "vllm:request_success",
+        "The same as batchline_sequences_finished_total",
+        labels=[*_VLLM_LABELS, "finished_reason"],
+    )
+    for model, stats in by_model.items():
+        for reason, number in stats.sequences.finished.items():
+            success.add_metric([model, _ENGINE, reason], number)
+    yield success
+    for name, ours in _VLLM_HISTOGRAMS.items():
+        yield _histogram_family(f"vllm:{name}", f"The same as batchline_sequence_{ours}", ours, _VLLM_LABELS, by_model)
+
+
+def _histogram_family(
+    name: str, text: str, histogram: str, labels: list[str], by_model: Mapping[str, BackendStats]
+) -> Metric:
+    """A histogram of sequences by model. labels: names for the model and, if there are two, for its engine."""
+    family = HistogramMetricFamily(name, text, labels=labels)
+    for model, stats in by_model.items():
+        counted = stats.sequences.histograms.get(histogram)
+        if counted is not None:
+            bounds = [*map(floatToGoString, counted.bounds), "+Inf"]
+            buckets = list(zip(bounds, accumulate(counted.counts), strict=True))
+            family.add_metric([model, _ENGINE][: len(labels)], buckets, counted.sum)
+    return family
 
 
 def _model_info(models: Iterable[ModelFacts]) -> Metric:

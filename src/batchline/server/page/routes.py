@@ -19,12 +19,13 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response
 from batchline.batch.figures import failure_kinds, plots_of
 from batchline.errors import BadRequest, Forbidden, NotFound, RequestError, UnsupportedMediaType, request_error
 from batchline.jobs.input_check import InputCheck
-from batchline.jobs.service import BATCH_INPUT, Jobs
-from batchline.jobs.store import Order
+from batchline.jobs.service import Jobs
+from batchline.jobs.store_base import Order
 from batchline.jobs.tables import BatchRecord, FileRecord
-from batchline.openai_api.batches import CreateBatchRequest
+from batchline.openai_api.batches import BATCH_INPUT, CreateBatchRequest
 from batchline.openai_api.parsing import parse_body
 from batchline.server.api_keys import KnownKeys
+from batchline.server.boundary import route_path
 from batchline.server.jobs_api import FilesApi
 from batchline.server.json_body import read_parts
 from batchline.server.page.assets import HEADERS, static_files, templates
@@ -39,7 +40,6 @@ from batchline.server.page.visits import (
     comes_without_cookie,
     refuse_other_sites,
 )
-from batchline.server.request_path import route_path
 
 ROWS = 50
 MAX_FORM_BYTES = 1 << 16

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from batchline.batch.figures import span_text
+from batchline.batch.figures import Shares, span_text
 from batchline.batch.history import Rates
 from batchline.batch.progress import Progress
 from batchline.batch.stopping import END_REASONS
@@ -47,7 +47,7 @@ class BatchView:
     """A batch as the page shows it. description: what the client's metadata say about it.
 
     done: requests that ran; failed: those of them that failed. num_unrun: requests that were not run, because the batch
-    was cancelled or has expired. good_share, failed_share: percent of all.
+    was cancelled or has expired.
     prompt_tokens, output_tokens: of the results so far. tokens_per_s: of both, over the last minute or, at the end,
     over the whole run. time_text: what is left, or what it took. failures: the most frequent codes first. warnings:
     sentences.
@@ -62,8 +62,6 @@ class BatchView:
     done: int
     failed: int
     num_unrun: int
-    good_share: float
-    failed_share: float
     prompt_tokens: int
     output_tokens: int
     requests_per_s: float | None
@@ -73,9 +71,9 @@ class BatchView:
     warnings: tuple[str, ...]
 
     @property
-    def percent(self) -> int:
-        """How much has run, rounded down: 100 means all."""
-        return 100 * self.done // self.record.total if self.record.total else 0
+    def shares(self) -> Shares:
+        """How much has run."""
+        return Shares(self.done, self.failed, self.record.total)
 
     @property
     def can_cancel(self) -> bool:
@@ -101,7 +99,6 @@ def view_of(
         prompt_tokens, output_tokens = progress.answered_prompt_tokens, progress.answered_output_tokens
     num_unrun = _num_unrun(failures)
     done, failed = done - num_unrun, failed - num_unrun
-    total = max(record.total, 1)
     word, tone = _WORDS[record.status]
     if record.status == "completed" and failed:
         tone = "bad" if failed == done else "good"
@@ -119,8 +116,6 @@ def view_of(
         done=done,
         failed=failed,
         num_unrun=num_unrun,
-        good_share=100 * (done - failed) / total,
-        failed_share=100 * failed / total,
         prompt_tokens=prompt_tokens,
         output_tokens=output_tokens,
         requests_per_s=None if rates is None else rates.requests_per_s,
