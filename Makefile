@@ -9,6 +9,8 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.t
 CLIENTS := .venv-clients
 CLIENT_PINS := tests/server/clients/requirements.txt
 NPM_PINS := $(wildcard tests/server/clients/package*.json)
+VLLM := .venv-vllm
+VLLM_PINS := tests/backends/vllm_requirements.txt
 OUT := out
 BUILD := .venv-build
 MINUTES := 5
@@ -17,7 +19,7 @@ MINUTES := 5
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: setup clients browser run serve-demo test check unit thorough soak sanitize bench docs docs-site wheels lock clean
+.PHONY: setup clients browser run serve-demo test check unit thorough test-vllm soak sanitize bench docs docs-site wheels lock clean
 
 setup: $(STAMP)
 
@@ -77,6 +79,17 @@ unit: setup clients
 
 thorough: setup clients  ## the whole suite with every case of its longest tests, of which `make test` takes a sample
 	$(BIN)/python -m pytest -n 2 --dist loadfile --thorough
+
+test-vllm: setup $(VLLM)/.installed  ## tests with the real vLLM on the CPU: 3 GB, once, and some minutes
+	$(BIN)/python -m pytest -m vllm tests/backends
+
+# vLLM's build for CPUs beside torch's. The torch packages for media come as builds for CUDA and break its import.
+$(VLLM)/.installed: $(VLLM_PINS)
+	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check -r $(VLLM_PINS)
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check ./benchmarks/peers/vllm_metadata
+	touch $@
 
 soak: setup  ## the server's load check for minutes instead of seconds
 	$(BIN)/python -m pytest -s tests/server/test_load.py --load-minutes $(MINUTES)

@@ -1,6 +1,7 @@
 """Output tokens a second against the number of sequences that run together, beside what the machine allows.
 
     python benchmarks/batch_sizes.py [--workload chat] [--sizes 1 2 4 ... 256] [--context 256] [--steps 24]
+        [--quantization int8|int4]
 
 So many sequences are given their prompts and then decode together, a token each a step, through the engine alone. The
 ceiling of a step is the larger of two times: reading all weights once and every sequence's keys and values at the
@@ -57,6 +58,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=256, help="prompt tokens of each sequence")
     parser.add_argument("--steps", type=int, default=24, help="measured decode steps of each size")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument("--quantization", choices=["int8", "int4"])
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--folder", default=str(Path(tempfile.gettempdir()) / "batchline-benchmarks"))
     return parser.parse_args()
@@ -66,7 +68,13 @@ def _engine(model: str, options: argparse.Namespace) -> Engine:
     """One engine for all sizes: what runs together is decided by how many requests there are."""
     return Engine(
         EngineConfig(
-            model=ModelConfig(model=model, dtype=options.dtype, device="cpu", num_threads=options.threads),
+            model=ModelConfig(
+                model=model,
+                dtype=options.dtype,
+                device="cpu",
+                num_threads=options.threads,
+                quantization=options.quantization,
+            ),
             cache=CacheConfig(num_bytes=CACHE_BYTES, enable_prefix_caching=False),
             scheduler=SchedulerConfig(max_num_seqs=max(options.sizes)),
         )
@@ -78,7 +86,7 @@ def _rate(engine: Engine, num_seqs: int, vocab: int, options: argparse.Namespace
     rng = random.Random(num_seqs)
     for number in range(num_seqs):
         prompt = tuple(rng.randrange(vocab) for _ in range(options.context))
-        sampling = SamplingParams(max_tokens=10_000, temperature=0.0)
+        sampling = SamplingParams(max_tokens=1_000, temperature=0.0)
         engine.add(GenerationRequest(request_id=str(number), prompt_token_ids=prompt, sampling=sampling))
     while any(s.num_uncomputed_tokens > 1 for s in engine.scheduler.running) or engine.scheduler.num_waiting:
         engine.step()
@@ -97,7 +105,7 @@ def _point(
     num_seqs: int, rate: float, shape: ModelShape, itemsize: int, ceiling: Ceiling, options: argparse.Namespace
 ) -> dict[str, Any]:
     context = options.context + options.steps / 2
-    reading_s, arithmetic_s = decode_step_seconds(shape, num_seqs, context, itemsize, ceiling)
+    reading_s, arithmetic_s = decode_step_seconds(shape, num_seqs, context, itemsize, ceiling, options.quantization)
     allowed = num_seqs / max(reading_s, arithmetic_s)
     return {
         "num_seqs": num_seqs,

@@ -19,6 +19,9 @@ import torch
 ROWS = 1024
 """Rows of the measured products: a large step's."""
 
+QUANTIZED_SIZES = {"int8": (1.0, 0.0), "int4": (18 / 32, 26 / 32)}
+"""Bytes of a weight of linear layers and of the head; 0: that one is not quantized."""
+
 READ_BYTES = 512 * 1024 * 1024
 
 
@@ -90,9 +93,10 @@ class ModelShape:
         """Linear work of one sampled token in the language-model head."""
         return 2 * self.hidden * self.vocab
 
-    def weight_bytes(self, itemsize: int) -> int:
+    def weight_bytes(self, itemsize: int, quantization: str | None = None) -> int:
         """What a step reads of the weights, at least."""
-        return (self.layer_flops + self.head_flops) // 2 * itemsize
+        linear, head = QUANTIZED_SIZES.get(quantization or "", (itemsize, itemsize))
+        return int(self.layer_flops // 2 * linear + self.head_flops // 2 * (head or itemsize))
 
     def kv_bytes(self, itemsize: int) -> int:
         """Keys and values of one token in all layers."""
@@ -122,11 +126,16 @@ def limit_seconds(shape: ModelShape, requests: Sequence[Request], itemsize: int,
 
 
 def decode_step_seconds(
-    shape: ModelShape, num_seqs: int, context: float, itemsize: int, ceiling: Ceiling
+    shape: ModelShape,
+    num_seqs: int,
+    context: float,
+    itemsize: int,
+    ceiling: Ceiling,
+    quantization: str | None = None,
 ) -> tuple[float, float]:
     """The least time of a step that adds one token to each of so many sequences with so long a context on average: of
     its reading (all weights, each sequence's keys and values), and of its arithmetic. The larger one binds."""
-    read = shape.weight_bytes(itemsize) + num_seqs * context * shape.kv_bytes(itemsize)
+    read = shape.weight_bytes(itemsize, quantization) + num_seqs * context * shape.kv_bytes(itemsize)
     flops = num_seqs * (shape.layer_flops + shape.head_flops)
     return read / ceiling.read_bytes, flops / ceiling.matrix_flops
 

@@ -32,6 +32,10 @@ SHOWN: Mapping[str, tuple[str, ...]] = {
         *("ratio", "ratio_end_to_end", "memory_mib", "int8_memory_mib", "perplexity_unseen"),
         *("int8_perplexity_unseen", "same_token_unseen", "same_answer_tokens"),
     ),
+    "int4": (
+        *("ratio", "ratio_end_to_end", "memory_mib", "int4_memory_mib", "perplexity_unseen"),
+        *("int4_perplexity_unseen", "same_token_unseen", "same_answer_tokens"),
+    ),
     "server": ("share_of_offline", "tokens_per_chunk", "first_chunk_s"),
     "batch-layer": ("whole_run_lines_per_s", "check_cpu_x_bare", "check_and_plan_cpu_x_bare", "whole_run_mib"),
     "structured-output": ("ratio",),
@@ -40,6 +44,10 @@ SHOWN: Mapping[str, tuple[str, ...]] = {
         *("share_of_possible", "encoder_share_of_limit"),
     ),
     "transcription": ("sound_s_per_s", "peer_sound_s_per_s", "ratio", "share_of_limit"),
+    "http-backend": (
+        *("instant_run_per_s", "instant_run_per_cpu_s", "instant_share", "wide_run_per_s", "wide_run_mib"),
+        "failing_share",
+    ),
     "journal": ("ratio", "share_inside_journal_calls"),
 }
 """Figures of benchmarks that are no workloads; of one that is not named here, all single numbers are shown."""

@@ -32,7 +32,7 @@ FOLDER = Path(tempfile.gettempdir()) / "batchline-benchmarks"
 
 HEADLINE = "chat"
 TO_BE_SURE_OF = (HEADLINE, "mixed_sampling", "mixed_sampling_greedy")
-"""Workloads with a figure to reach: run at least three times, as are pooling models and int8."""
+"""Workloads with a figure to reach: run at least three times, as are pooling models and quantized ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,14 @@ def benchmarks(runs: int, vllm: str | None) -> list[Benchmark]:
     found += [
         _pooling("embed", at_least_three),
         _pooling("score", at_least_three),
-        Benchmark("int8", ("quantization.py", "--runs", at_least_three), ("--num-requests", "4", "--runs", "1")),
+        *(
+            Benchmark(
+                kind,
+                ("quantization.py", "--quantization", kind, "--runs", at_least_three),
+                ("--num-requests", "4", "--runs", "1"),
+            )
+            for kind in ("int8", "int4")
+        ),
         Benchmark("batch-layer", ("runner_overhead.py", "--lines", "200000", "--repeat", times), ("--lines", "2000")),
         Benchmark(
             "structured-output",
@@ -89,6 +96,11 @@ def benchmarks(runs: int, vllm: str | None) -> list[Benchmark]:
         ),
         Benchmark("journal", ("journal_overhead.py", "--runs", str(max(runs, 2))), ("--requests", "4", "--runs", "1")),
         Benchmark("server", ("server_load.py", "--runs", times), ("--workload", "tiny", "--concurrency", "8")),
+        Benchmark(
+            "http-backend",
+            ("http_backend.py", "--repeat", times),
+            ("--lines", "500", "--repeat", "1", "--reject-for", "1"),
+        ),
         Benchmark("stored-batches", ("stored_batches.py",), ("--batches", "20", "--requests", "2")),
     ]
     if vllm is None:

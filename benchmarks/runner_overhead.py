@@ -67,7 +67,7 @@ def check_and_plan(path: Path) -> None:
     """What a run does before its first request."""
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch, closing(LineIndex(Path(scratch) / "index")) as index:
         planner = Planner(Path(scratch))
-        report = check_file(path, index, scratch=Path(scratch), observer=planner.add)
+        report = check_file(path, index, scratch=Path(scratch), planner=planner)
         planner.plan(skip=report.bad)
 
 

@@ -40,6 +40,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if "vllm" not in config.getoption("markexpr"):
+        left_out = {item for item in items if item.get_closest_marker("vllm")}
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]
     if not config.getoption("--thorough"):
         left_out = {item for item in items if item.get_closest_marker("thorough")} | set(_beside_samples(items))
         config.hook.pytest_deselected(items=list(left_out))
@@ -109,6 +113,31 @@ def s3(s3_server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
     yield boto3.client("s3")
     httpx.post(f"{s3_server}/moto-api/reset").raise_for_status()
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[None]:
+    """A Ray cluster of this session. Backends on Ray find that the process is connected to it, and leave it open.
+
+    One for the whole session, because a cluster takes seconds to start.
+    """
+    from batchline.backends.ray.cluster import RayCluster
+
+    async def until_closed() -> None:
+        cluster = RayCluster("local")
+        await cluster.connect()
+        connected.set()
+        await asyncio.to_thread(is_over.wait)
+        await cluster.close()
+
+    connected, is_over = threading.Event(), threading.Event()
+    thread = threading.Thread(target=lambda: asyncio.run(until_closed()))
+    thread.start()
+    while not connected.wait(0.1):
+        assert thread.is_alive(), "the cluster could not be started"
+    yield
+    is_over.set()
+    thread.join()
 
 
 @pytest.fixture

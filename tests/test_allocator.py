@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from batchline import allocator
+from batchline import process_memory
 from batchline.config import ModelConfig
 from batchline.pooling.embedding import load_embedding_model
 from batchline.text.tokenizer import LONG_TEXT, load_tokenizer
@@ -19,14 +19,14 @@ def resident_bytes() -> int:
     return int(line.split()[1]) << 10
 
 
-@pytest.mark.skipif(allocator._trim() is None, reason="only glibc keeps memory like this")
+@pytest.mark.skipif(process_memory._trim() is None, reason="only glibc keeps memory like this")
 def test_freed_memory_goes_back_to_the_system() -> None:
     """Bug: a prompt of 7.5 MB left the process 800 MB larger for good."""
     blocks = [bytearray(2000) for _ in range(100_000)]
     pins = blocks[::50]  # the C library cannot give back what is below them by itself
     blocks.clear()
     before = resident_bytes()
-    allocator.release_memory()
+    process_memory.release_memory()
     assert resident_bytes() < before - 100_000_000
     assert len(pins) == 2000
 
@@ -35,8 +35,8 @@ def test_freed_memory_goes_back_to_the_system() -> None:
 def released(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows when memory is given back; texts are huge if they have more than a few thousand characters."""
     calls: list[int] = []
-    monkeypatch.setattr(allocator, "HUGE_TEXT", LONG_TEXT)
-    monkeypatch.setattr(allocator, "_trim", lambda: calls.append)
+    monkeypatch.setattr(process_memory, "HUGE_TEXT", LONG_TEXT)
+    monkeypatch.setattr(process_memory, "_trim", lambda: calls.append)
     return calls
 
 

@@ -154,7 +154,10 @@ GUIDES = sorted((ROOT / "docs" / "howto").glob("*.md"))
 
 @pytest.mark.parametrize(
     "guide",
-    [pytest.param(path, id=path.stem, marks=[pytest.mark.thorough] * (path.stem == "evaluate")) for path in GUIDES],
+    [
+        pytest.param(path, id=path.stem, marks=[pytest.mark.thorough] * (path.stem in ("evaluate", "many-machines")))
+        for path in GUIDES
+    ],
 )
 def test_a_guide_works_from_its_first_block_to_its_last(guide: Path, folder: Path) -> None:
     """A server that a guide starts runs until the guide's end, on a free port in place of the guide's 8000."""

@@ -11,7 +11,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "src" / "batchline"
 LAYERS = [
-    {"allocator", "config", "control_group", "errors", "model_facts", "printable"},
+    {"config", "errors", "model_facts", "printable", "process_memory"},
     {"disk", "callers"},
     {"user_state", "model_thread"},
     {"native", "checkpoints", "plugins"},
@@ -19,7 +19,7 @@ LAYERS = [
     {"endpoints"},
     {"backends"},
     {"batch"},
-    {"jobs", "client"},
+    {"jobs", "client", "tables"},
     {"server"},
     {"cli"},
 ]
@@ -33,6 +33,7 @@ ALLOWED_OWNERS = {
     "prometheus_client": {"server"},
     "ray": {"backends"},
     "sqlalchemy": {"jobs"},
+    "pyarrow": {"tables"},
     "llguidance": {"text"},
     "typer": {"cli"},
     "rich": {"cli", "batch"},

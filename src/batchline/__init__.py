@@ -1,8 +1,8 @@
 """Batchline: a file of LLM requests in, an answer for every line out.
 
-The Python API is `run_batch` with the types of its arguments and results. It is loaded on first use: importing this
-package loads neither torch nor transformers. Its exceptions are in `batchline.errors`. The module `run_batch` is for
-the command `python -m batchline.run_batch`, not for importing.
+The Python API is `run_batch` and `run_table` with the types of their arguments and results. It is loaded on first use:
+importing this package loads neither torch nor transformers. Its exceptions are in `batchline.errors`. The module
+`run_batch` is for the command `python -m batchline.run_batch`, not for importing.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from batchline.backends.ray.config import RayConfig
+    from batchline.backends.replicas.autoscaling import PoolSize
     from batchline.batch.api import run_batch
     from batchline.batch.options import Limits
     from batchline.batch.progress import Progress
@@ -24,14 +26,18 @@ if TYPE_CHECKING:
         SchedulerConfig,
         TextConfig,
     )
+    from batchline.tables.api import run_table
 
 __version__ = "0.1.0"
 
 _MODULES = {
     "run_batch": "batchline.batch.api",
+    "run_table": "batchline.tables.api",
     "Limits": "batchline.batch.options",
     "Progress": "batchline.batch.progress",
     "RunSummary": "batchline.batch.summary",
+    "RayConfig": "batchline.backends.ray.config",
+    "PoolSize": "batchline.backends.replicas.autoscaling",
     "CacheConfig": "batchline.config",
     "EngineConfig": "batchline.config",
     "MediaConfig": "batchline.config",
@@ -47,13 +53,16 @@ __all__ = [
     "Limits",
     "MediaConfig",
     "ModelConfig",
+    "PoolSize",
     "Progress",
+    "RayConfig",
     "RequestLimits",
     "RunSummary",
     "SchedulerConfig",
     "TextConfig",
     "__version__",
     "run_batch",
+    "run_table",
 ]
 
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Task = Literal["auto", "generate", "embed", "score", "classify", "transcribe"]
-Quantization = Literal["int8"]
+Quantization = Literal["int8", "int4"]
 Scoring = Literal["auto", "similarity", "yes-no"]
 CpuKernels = Literal["auto", "off", "portable", "avx2", "avx512", "avx512_bf16"]
 ContentFormat = Literal["auto", "string", "openai"]
@@ -28,7 +28,8 @@ class ModelConfig:
     unlisted_names: further names that requests may use, and that nobody is shown.
     scoring: how a generative model scores pairs: `similarity` of their vectors, or its `yes-no` answer, as in
         Qwen3-Reranker; `auto` decides by the model's files and name.
-    quantization: `int8` stores the weights of linear layers in 8 bits, on CPUs; None stores them as `dtype`.
+    quantization: `int8` stores the weights of linear layers in 8 bits, on CPUs, and `int4` in 4 bits, those of the
+        embedding table and the head in 6; None stores them as `dtype`.
     max_model_len: context length in tokens; None uses the model's own.
     num_threads: CPU threads for the forward pass; None uses every core of this process.
     cpu_kernels: which of the engine's native kernels run on a CPU; `auto` uses the best that the processor supports,

@@ -43,6 +43,7 @@
     │   ├── HeadTooLarge            431
     │   ├── InternalServerError     500
     │   ├── InsufficientStorage     507
+    │   ├── PeerError               the error of another server, which answers instead of a model here
     │   └── ServiceUnavailable      503
     │       ├── Overloaded          503; the client should retry
     │       └── StorageUnavailable  503; the database or the file contents cannot be reached now
@@ -65,6 +66,7 @@ from __future__ import annotations
 import errno
 import logging
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, ClassVar
@@ -508,6 +510,21 @@ class InsufficientStorage(RequestError):
     def __init__(self) -> None:
         message = "The server's disk is full: delete files that you no longer need, or ask the server's operator"
         super().__init__(message, code="insufficient_storage")
+
+
+class PeerError(RequestError):
+    """The error of another server, with its status and its body."""
+
+    def __init__(self, status_code: int, body: Mapping[str, Any]) -> None:
+        error = body.get("error")
+        message = error.get("message") if isinstance(error, dict) else None
+        super().__init__(message if isinstance(message, str) else f"HTTP {status_code}", code=status_code)
+        self.status_code = status_code  # type: ignore[misc] # of this instance
+        self._body = dict(body)
+
+    def body(self) -> dict[str, Any]:
+        """The body as it came."""
+        return self._body
 
 
 class Overloaded(ServiceUnavailable):

@@ -1,5 +1,7 @@
 """What every backend promises (`backends/base.py`), held over each that ships: the fake, the same with raw JSON bodies,
-the example of the documents, and the embedded engine on the example model.
+the example of the documents, the embedded engine on the example model, the fake and the engine as Ray actors, and the
+HTTP backend over our own server with the fake and with the embedded engine behind it, and engine processes (a fake of
+vLLM, SGLang and llama-server).
 
 The runner's side of it is `tests/batch/test_hostile_backends.py`.
 """
@@ -8,18 +10,28 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Callable, Mapping
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import nullcontext
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import orjson
 import pytest
 import pytest_asyncio
+from engine_backends import fake_backend
+from ray import cloudpickle
+from threaded_server import ThreadedServer
 
 from batchline.backends.base import Answer, Backend, BackendStats, EndpointRequest, running
+from batchline.backends.http.backend import HttpBackend
+from batchline.backends.http.config import HttpConfig, server_addresses
 from batchline.backends.in_process import InProcessBackend
+from batchline.backends.ray.backend import RayBackend, replicated
+from batchline.backends.ray.config import RayConfig
+from batchline.backends.replicas.autoscaling import PoolSize
 from batchline.batch.files import RunFiles
 from batchline.batch.options import RunOptions
 from batchline.batch.progress import SilentReporter
@@ -51,16 +63,63 @@ def documented() -> Backend:
     return backend
 
 
+RAY = RayConfig(size=PoolSize(2, 2), num_cpus=0.01)
+
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # actors cannot import a test
+
+
+def fake(paths: Mapping[str, str]) -> FakeBackend:
+    return FakeBackend()
+
+
+def embedded_on_ray() -> Backend:
+    model = ModelConfig(model=str(TINY_CHAT), served_names=("fake",), dtype="float32", num_threads=1)
+    config = EngineConfig(model=model, cache=CacheConfig(num_bytes=16 << 20))
+    return replicated([config], replace(RAY, size=PoolSize(1, 1)))
+
+
+_SERVERS: dict[str, ThreadedServer] = {}
+"""Those behind the HTTP backend, which run until the end of the module."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _servers_end_with_the_module() -> Iterator[None]:
+    yield
+    while _SERVERS:
+        _SERVERS.popitem()[1].__exit__(None, None, None)
+
+
+def over_http(name: str, behind: Callable[[], Backend]) -> Callable[[], Backend]:
+    """Makes backends over one server of our own, which is started when the first one is made."""
+
+    def make() -> Backend:
+        if name not in _SERVERS:
+            _SERVERS[name] = ThreadedServer(behind()).__enter__()
+        return HttpBackend(HttpConfig(servers=server_addresses([_SERVERS[name].url])))
+
+    return make
+
+
 MAKERS: dict[str, Callable[[], Backend]] = {
     "documented": documented,
     "fake": FakeBackend,
     "fake with raw bodies": lambda: FakeBackend(wants_raw_bodies=True),
     "embedded": embedded,
+    "fake on Ray": lambda: RayBackend(fake, RAY),
+    "embedded on Ray": embedded_on_ray,
+    "http": over_http("http", FakeBackend),
+    "http, raw bodies": over_http("http, raw bodies", lambda: FakeBackend(wants_raw_bodies=True)),
+    "http, embedded": over_http("http, embedded", embedded),
+    "engine process": fake_backend,
+    "two engine processes": lambda: fake_backend("sglang", num_replicas=2),
 }
 
 
 @pytest.fixture(scope="module", params=MAKERS.values(), ids=MAKERS)
 def make(request: pytest.FixtureRequest) -> Callable[[], Backend]:
+    if "Ray" in request.node.name:
+        request.getfixturevalue("ray_cluster")
     return request.param
 
 

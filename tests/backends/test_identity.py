@@ -242,7 +242,7 @@ def test_several_models_have_settings_of_their_own() -> None:
     ("settings", "shown"),
     [
         ({"model": ModelConfig(model="m", dtype="fp16")}, "ModelConfig.dtype must be one of auto, float32"),  # type: ignore[arg-type]
-        ({"model": ModelConfig(model="m", quantization="int4")}, "ModelConfig.quantization must be one of int8"),  # type: ignore[arg-type]
+        ({"model": ModelConfig(model="m", quantization="int2")}, "ModelConfig.quantization must be one of int8, int4"),  # type: ignore[arg-type]
         (
             {"model": ModelConfig(model="m"), "text": TextConfig(special_tokens_in_content="Refuse")},  # type: ignore[arg-type]
             "TextConfig.special_tokens_in_content must be one of allow, escape, refuse, not 'Refuse'",

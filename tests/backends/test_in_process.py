@@ -344,6 +344,33 @@ async def test_models_of_every_kind_answer_side_by_side_and_their_tokens_add_up(
         await backend.close()
 
 
+async def test_invocations_are_answered_by_the_endpoint_that_the_model_has() -> None:
+    """Bug: messages to an embedding model were taken for a chat, and input to a classifier for embeddings, as if every
+    model could generate."""
+    models = [
+        ModelConfig(model=str(TINY_CHAT.with_name(name)), served_names=(name,), num_threads=1)
+        for name in ("tiny-embed", "tiny-rerank")
+    ]
+    text = TextConfig(chat_template="{% for m in messages %}{{ m.content }}{% endfor %}")
+    backend = InProcessBackend([EngineConfig(model=model, text=text) for model in models])
+    message = {"role": "user", "content": "Paris"}
+    await backend.start()
+    try:
+        bodies = [
+            {"model": "tiny-embed", "messages": [message]},
+            {"model": "tiny-embed", "input": "Paris"},
+            {"model": "tiny-rerank", "input": "Paris"},
+        ]
+        answers = [
+            await backend.answer(EndpointRequest(url="/invocations", body=body, request_id="r")) for body in bodies
+        ]
+    finally:
+        await backend.close()
+    assert [answer.status_code for answer in answers] == [200, 200, 200], answers
+    kinds = [next(iter(answer.parsed_body()["data"][0].keys() & {"embedding", "probs"})) for answer in answers]
+    assert kinds == ["embedding", "embedding", "probs"]
+
+
 async def test_a_model_that_makes_room_for_another_leaves_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("batchline.backends.model_memory.free_bytes", lambda device: 0)
     modules = weakref.WeakSet[Any]()

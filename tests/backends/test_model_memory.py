@@ -21,6 +21,7 @@ from batchline.backends.model_memory import (
 )
 from batchline.config import CacheConfig, Device, DType, EngineConfig, ModelConfig, SchedulerConfig
 from batchline.engine.core import Engine
+from batchline.engine.grouped_layers import GroupedLinear
 from batchline.engine.kv_cache import by_layer
 from batchline.engine.model_loader import load_model
 
@@ -150,8 +151,11 @@ def test_a_configuration_describes_the_cache_that_the_running_model_has(family: 
         EngineConfig(
             model=ModelConfig(model=TINY_CHAT, quantization="int8"), scheduler=SchedulerConfig(max_num_seqs=4)
         ),
+        EngineConfig(
+            model=ModelConfig(model=TINY_CHAT, quantization="int4"), scheduler=SchedulerConfig(max_num_seqs=4)
+        ),
     ],
-    ids=["defaults", "bfloat16", "asked", "torch", "int8"],
+    ids=["defaults", "bfloat16", "asked", "torch", "int8", "int4"],
 )
 def test_the_cache_is_the_one_that_the_engine_reports_when_it_starts(config: EngineConfig) -> None:
     """A plan named the memory of the weights only."""
@@ -184,3 +188,11 @@ def test_quantized_weights_count_as_they_are_loaded_and_as_they_stay() -> None:
     resident = sum(part.numel() * part.element_size() for part in parts)
     assert weight_bytes(config, "generate", is_loaded=True) == resident
     assert weight_bytes(config, "generate") == weight_bytes(ModelConfig(model=TINY_CHAT, dtype="float32"), "generate")
+
+
+def test_weights_of_4_bits_count_with_their_scales() -> None:
+    config = ModelConfig(model=TINY_CHAT, dtype="float32", quantization="int4", cpu_kernels="off")
+    model = load_model(config).model
+    packed = {id(m.weight): m.weight.num_bytes for m in model.modules() if isinstance(m, GroupedLinear)}
+    resident = sum(packed.values()) + sum(p.numel() * p.element_size() for p in model.parameters())
+    assert weight_bytes(config, "generate", is_loaded=True) == resident

@@ -20,7 +20,7 @@ from typing import Any
 
 from batch_files import RecordingReporter
 
-from batchline import control_group
+from batchline import process_memory
 from batchline.backends.base import EndpointRequest
 from batchline.batch.api import run_blocking
 from batchline.batch.files import RunFiles
@@ -89,7 +89,7 @@ def child(files: RunFiles) -> dict[str, Any]:
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
-    control_group.MOUNT, control_group.OWN_GROUPS = folder, folder / "cgroup"
+    process_memory.MOUNT, process_memory.OWN_GROUPS = folder, folder / "cgroup"
     asked: list[str] = []
     run_files = RunFiles.named(str(folder / "in.jsonl"), str(folder / "out.jsonl"))
     children: list[dict[str, Any]] = []

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from batch_files import chat_line, contents, read_lines, write_lines
 
-from batchline import control_group
+from batchline import process_memory
 from batchline.backends.base import EndpointRequest, ServedModel
 from batchline.batch.crashes import InFlight, Suspects, alternate_stacks, last_crash, suspects_turn, watched
 from batchline.batch.journal import Note
@@ -163,8 +163,8 @@ def test_a_request_that_takes_all_memory_is_answered_with_an_error_after_the_thi
 def test_without_evidence_that_memory_lacked_a_kill_has_no_known_cause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    monkeypatch.setattr(control_group, "MOUNT", tmp_path)
-    monkeypatch.setattr(control_group, "OWN_GROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(process_memory, "MOUNT", tmp_path)
+    monkeypatch.setattr(process_memory, "OWN_GROUPS", tmp_path / "cgroup")
     events = make_control_group(tmp_path)
     if what == "unreadable then":
         events.unlink()

@@ -155,7 +155,7 @@ def test_where_several_models_are_served_a_request_must_name_one(tmp_path: Path,
     run_file(path, tmp_path / "out", served_models=(("fake",), ("other",)))
     error = read_lines(tmp_path / "out")[0]["error"]
     assert (error["code"], error["param"]) == ("invalid_request", "body.model")
-    assert error["message"].endswith("It may be left out only if one model is served.")
+    assert error["message"].endswith("Only `run-batch` with one model fills it in.")
 
 
 def test_run_batch_knows_the_only_model_of_a_backend(tmp_path: Path) -> None:

@@ -364,10 +364,11 @@ def test_large_lines_are_not_all_in_flight_at_once(
     in_flight = most = num_given = answered = most_held = 0
     next_request = Feeder.next
 
-    async def count(feeder: Feeder) -> ReadyRequest | None:
+    async def count(feeder: Feeder, lane: int = 0) -> ReadyRequest | None:
         nonlocal num_given
-        num_given += 1
-        return await next_request(feeder)
+        item = await next_request(feeder, lane)
+        num_given += item is not None
+        return item
 
     async def before_answer(_request: EndpointRequest) -> None:
         nonlocal in_flight, most, answered, most_held

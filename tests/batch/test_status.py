@@ -109,6 +109,10 @@ async def kill_at_the_third(_request):
     if len(backend.requests) == 3:
         while not any(run.done for run in status.known_runs(status.Path(sys.argv[3]))):
             await __import__("asyncio").sleep(0.01)
+        status.replace_record = lambda path, content: None  # the record is older than the journal
+    if len(backend.requests) == 5:
+        while len(open(sys.argv[2] + ".partial/journal", "rb").readlines()) < 5:
+            await __import__("asyncio").sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
 
 backend = FakeBackend(before_answer=kill_at_the_third)
@@ -122,7 +126,7 @@ def test_a_killed_process_is_recognised_and_its_run_can_be_resumed(batch: Path, 
     assert ended.returncode == -signal.SIGKILL
     (run,) = known_runs(state)
     assert (run.state, run.pid, run.total) == ("interrupted", None, 6)
-    assert run.done
+    assert (run.done, run.failed) == (4, 0), "Bug: results of its last second were not counted"
 
 
 @pytest.mark.parametrize("how", ["a file where the folder should be", "a full disk"])

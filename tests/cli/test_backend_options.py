@@ -154,3 +154,24 @@ def test_a_later_registration_replaces_the_embedded_engine(plugins: None, packag
 def test_options_need_the_name_of_the_backend_that_they_are_for(package: Path) -> None:
     with pytest.raises(UsageError, match="backend_options requires the name of a backend"):
         run_batch(package / "in.jsonl", package / "out", backend=FakeBackend(), backend_options={"a": "b"})
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["--ray", "--replicas", "0"], "replicas: '0' is neither a number such as 4 nor bounds such as 2:8"),
+        (["--ray", "--replicas", "4:2"], "'4:2' is neither"),
+        (["--replicas", "2"], "--replicas requires --ray."),
+        (["--ray", "--via", "http://x/v1"], "--via and --ray exclude each other"),
+        (["--ray", "--backend", "foo"], "no effect: --backend"),
+        (["--ray", "--replica-resources", '{"CPU": 1}'], "use --replica-cpus for CPU"),
+        (["--ray", "--replica-resources", '{"x": 0}'], "the amount of 'x' must be a number above 0"),
+        (["--patience", "3"], "--patience requires --base-url."),
+    ],
+)
+def test_options_of_ray_are_checked_before_anything_runs(options: list[str], text: str, tmp_path: Path) -> None:
+    model = str(Path(__file__).parents[2] / "examples/models/tiny-chat")
+    (tmp_path / "in").write_text("")
+    arguments = ["run-batch", "-i", str(tmp_path / "in"), "-o", str(tmp_path / "out"), "--model", model, *options]
+    with pytest.raises(UsageError, match=re.escape(text)):
+        app(arguments, standalone_mode=False)

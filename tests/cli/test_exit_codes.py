@@ -329,7 +329,7 @@ def test_check_lets_requests_leave_the_model_out_unless_several_are_served(comma
     ended = command("check", path)
     assert (ended.code, "(no model named)" in ended.out) == (0, True)
     ended = command("check", path, "--model", "m", "--model", "n")
-    assert (ended.code, "It may be left out only if one model is served." in ended.out) == (3, True)
+    assert (ended.code, "Only `run-batch` with one model fills it in." in ended.out) == (3, True)
 
 
 def test_check_names_requests_over_a_limit_which_an_option_changes(command: Command, tmp_path: Path) -> None:
@@ -650,7 +650,7 @@ def test_weights_that_do_not_fit_are_reported_once_and_not_as_harmless(command: 
     [
         (("run",), "There is no command 'run'. Did you mean run-batch?"),
         (("srve", "m"), "There is no command 'srve'. Did you mean serve?"),
-        (("nonsense",), "The commands are run-batch, retry, serve, check"),
+        (("nonsense",), "The commands are run-batch, retry, make-requests, serve, check"),
         (("help", "nonsense"), "There is no command 'nonsense'."),
     ],
 )

@@ -84,6 +84,15 @@ def test_failed_lines_are_run_again_and_their_results_merged(
     assert "Nothing to retry: no line failed" in text
 
 
+@pytest.mark.usefixtures("backends")
+def test_a_code_with_which_no_line_failed_is_named(command: Command, files: list[object]) -> None:
+    """Bug: a mistyped code beside a right one was ignored."""
+    command("run-batch", *files)
+    code, text = command("retry", *files, "--only", "500,batch_expird")
+    assert code == 0
+    assert "No line failed with batch_expird. The failures are 1 x 400, 1 x 500." in text
+
+
 def test_a_retry_of_lines_that_fail_again_says_so(
     command: Command, backends: list[FakeBackend], files: list[object]
 ) -> None:
@@ -98,6 +107,7 @@ def test_a_retry_of_lines_that_fail_again_says_so(
     [
         ((), "No such file"),
         (("--only", "500,,"), "--only takes codes separated by commas"),
+        (("--only", "500,5xx,50"), "--only: no line fails with the status 50."),
         (("--overwrite",), "--overwrite is an option of batchline run-batch"),
     ],
 )

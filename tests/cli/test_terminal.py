@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from batchline.backends.base import MemberProgress, PoolProgress
 from batchline.batch.progress import Progress
 from batchline.cli import progress_text, terminal
 from batchline.cli.live_bar import LiveBar
@@ -92,3 +93,22 @@ def test_a_bar_says_the_most_important_first_at_any_width() -> None:
 )
 def test_short_numbers_have_four_characters(number: int, text: str) -> None:
     assert progress_text.short_number(number) == text
+
+
+def test_the_members_of_a_pool_are_shown_as_far_as_there_is_room() -> None:
+    members = (MemberProgress(1, 16, 412), MemberProgress(3, 15, 12_398))
+    progress = Progress(done=12_810, total=20_000, failed=0, resumed=0, pool=PoolProgress("replica", members, 1))
+    text = "2 of 3 replicas ready (1: 412 done, 16 running; 3: 12,398 done, 15 running)"
+    assert progress_text.progress_text(progress).endswith(text)
+    wide = progress_text.bar_text(progress, 100)
+    assert wide == "12,810/20,000  64%  0.0 req/s  2/3 replicas: 412+16 12k+15"
+    assert progress_text.bar_shows_pool(progress, 100)
+    assert progress_text.bar_text(progress, 40) == "12,810/20,000  64%  0.0 req/s"
+    assert not progress_text.bar_shows_pool(progress, 40)
+
+
+def test_of_a_large_pool_the_range_is_shown() -> None:
+    members = tuple(MemberProgress(number, 2, 100 + number) for number in range(1, 65))
+    progress = Progress(done=1, total=2, failed=0, resumed=0, pool=PoolProgress("replica", members))
+    assert "64 of 64 replicas ready (101 to 164 done by each, 128 running)" in progress_text.progress_text(progress)
+    assert "64/64 replicas: 101-164 each" in progress_text.bar_text(progress, 80)

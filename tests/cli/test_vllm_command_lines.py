@@ -160,6 +160,12 @@ ACCEPTED: list[tuple[str, Callable[[Any, Any], Any], Any, str]] = [
         "-O, --compilation-config, --cudagraph-capture-sizes, --no-async-scheduling",
     ),
     (
+        "serve M --structured-outputs-config.backend xgrammar --compilation-config.level=3",
+        lambda e, _: e.model.task,
+        "auto",
+        "--compilation-config",
+    ),
+    (
         "run-batch -i - -o out.jsonl --model M --disable-log-stats --uvicorn-log-level info "
         "--max-parallel-loading-workers 2 --enforce-eager",
         lambda e, _: e.model.enforce_eager,
@@ -199,15 +205,15 @@ def test_the_warning_of_options_without_effect_obeys_the_options_of_the_log(
 REFUSED = [
     ("--enable-lora", "--enable-lora: LoRA adapters are not supported"),
     ("--lora-modules sql=a b=c --max-loras 4", "--lora-modules, --max-loras: LoRA adapters are not supported"),
-    ("-tp 2", "-tp 2: A model runs on one device"),
-    ("--tensor_parallel_size=2", "--tensor-parallel-size 2: A model runs on one device"),
+    ("-tp 2", "--tensor-parallel-size requires --engine"),
+    ("--tensor_parallel_size=2", "--tensor-parallel-size requires --engine"),
     ("-pp 2 --data-parallel-size 2", "-pp 2, --data-parallel-size 2: A model runs on one device"),
     ("--kv-cache-dtype fp8", "FP8 caches are not supported"),
     ('--speculative-config \'{"method": "ngram"}\'', "Speculative decoding is not supported"),
     ("--speculative-config.method ngram", "Speculative decoding is not supported"),
-    ("--quantization awq", "'awq' is not supported. int8 quantizes ordinary weights"),
+    ("--quantization awq", "'awq' is not supported. int8 and int4 quantize ordinary weights"),
     ("-q gptq_marlin", "'gptq_marlin' is not supported"),
-    ("--quantization-config '{\"a\": 1}'", "The only quantization is --quantization int8"),
+    ("--quantization-config '{\"a\": 1}'", "Use --quantization int8 or int4"),
     ("--max-inflight 8", "--max-inflight is an option of batchline run-batch."),
     ("--language-model-only", "set --limit-mm-per-prompt image=0,audio=0,video=0"),
     ("--media-io-kwargs {}", "Set --max-video-frames instead"),
@@ -263,10 +269,10 @@ def test_help_has_its_usual_short_form(capfd: pytest.CaptureFixture[str]) -> Non
 
 def test_every_problem_of_a_line_is_reported_at_once() -> None:
     """Each used to need a try of its own."""
-    message = refusal("serve model -tp 2 --enable-lora --prot 8 --port x --max_num_seqs none --dtype int4")
+    message = refusal("serve model -pp 2 --enable-lora --prot 8 --port x --max_num_seqs none --dtype int4")
     lines = message.splitlines()
     assert lines[0] == "6 problems with the arguments:"
-    for part in ("--prot. Did you mean --port?", "LoRA", "-tp 2:", "'--port'", "'--max-num-seqs'", "'--dtype'"):
+    for part in ("--prot. Did you mean --port?", "LoRA", "-pp 2:", "'--port'", "'--max-num-seqs'", "'--dtype'"):
         assert sum(part in line for line in lines[1:7]) == 1
 
 
@@ -331,9 +337,9 @@ def test_a_flag_that_the_line_sets_to_false_overrides_the_configuration_file(
 
 def test_a_configuration_files_unsupported_options_are_refused_with_its_name(tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
-    config.write_text("tensor-parallel-size: 4\nenable-lora: true\n", encoding="utf-8")
+    config.write_text("pipeline-parallel-size: 4\nenable-lora: true\n", encoding="utf-8")
     message = refusal(f"serve model --config {config} --prot 8")
-    for part in (f"{config}: --tensor-parallel-size 4: A model", f"{config}: --enable-lora: LoRA", "--prot"):
+    for part in (f"{config}: --pipeline-parallel-size 4: A model", f"{config}: --enable-lora: LoRA", "--prot"):
         assert part in message
 
 

@@ -163,3 +163,15 @@ def test_ctrl_c_leaves_the_batches_running(service: FakeService, batch: Path, tm
     assert subprocess.run(command, check=False, capture_output=True).returncode == 0
     assert contents(read_lines(tmp_path / "out.jsonl")) == TEXTS
     assert sorted(service.paid) == sorted(TEXTS)
+
+
+def test_the_rows_of_a_table_at_our_own_server(command: Command, ours: str, tmp_path: Path) -> None:
+    (tmp_path / "in.csv").write_text("text,n\nhello,1\n,2\nbad,3\n")
+    asked = ("run-batch", "--via", ours, "-i", tmp_path / "in.csv", "-o", tmp_path / "out.csv", "--model", "fake")
+    ended = command(*asked, "--prompt-column", "text", "--seed", "1")
+    assert ended.code == 0, ended.err
+    assert (tmp_path / "out.csv").read_text().splitlines()[1:] == [
+        "hello,1,hello,stop,1,1,",
+        ",2,,,,,invalid_row: The column 'text' is empty.",
+        "bad,3,,,,,400: a bad text",
+    ]

@@ -100,6 +100,22 @@ def test_failed_lines_have_a_file_of_their_own_and_can_be_sent_again(
     assert (nothing.code, "nothing to send again" in nothing.err) == (0, True)
 
 
+def test_a_retry_whose_answer_is_lost_is_asked_for_again_with_the_same_key(
+    command: Command, service: FakeService, batch_file: Path
+) -> None:
+    """Bug: it had no key, so the command had to give up, and the next one made a second batch."""
+    service.failing = {"r1"}
+    batch_id = created(command, batch_file)
+    command("batches", "watch", batch_id)
+    path = f"/v1/batches/{batch_id}/retry"
+    service.drops_answer = lambda method, asked: asked == path and service.requests.count((method, asked)) == 1
+    assert command("batches", "retry", batch_id).code == 0
+    asked = zip(service.requests, service.headers, strict=True)
+    keys = [headers["idempotency-key"] for request, headers in asked if request == ("POST", path)]
+    assert len(keys) == 2
+    assert len(set(keys)) == 1
+
+
 def test_failed_lines_of_a_compressed_file_are_sent_again(
     command: Command, service: FakeService, batch_file: Path
 ) -> None:

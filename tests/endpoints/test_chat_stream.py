@@ -76,9 +76,17 @@ async def test_usage_comes_in_a_last_chunk_without_choices() -> None:
 
 
 async def test_usage_can_be_told_in_every_chunk() -> None:
+    """The first chunk has only the role. Bug: it counted the first token, which the next chunk brings."""
     chunks = await chunks_of(scripted_model("Hi"), stream_options={"continuous_usage_stats": True})
-    assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 1, 2, 3]
+    assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [0, 1, 2, 3]
     assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {19}
+
+
+async def test_no_chunk_has_usage_if_the_request_turns_it_off() -> None:
+    """Bug: continuous_usage_stats overrode include_usage: false."""
+    options = {"include_usage": False, "continuous_usage_stats": True}
+    chunks = await chunks_of(scripted_model("Hi"), stream_options=options)
+    assert not any("usage" in chunk for chunk in chunks)
 
 
 async def test_choices_come_interleaved_each_with_its_role_first() -> None:

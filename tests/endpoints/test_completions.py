@@ -9,6 +9,7 @@ from scripted_models import engine_of, scripted_model
 
 from batchline.config import TextConfig
 from batchline.endpoints.completions import completion
+from batchline.endpoints.engine_input import SMALL_VOCABULARY
 from batchline.endpoints.model import GenerationDefaults, GenerativeModel
 from batchline.engine.request import GenerationRequest
 from batchline.errors import BadRequest
@@ -204,6 +205,23 @@ async def test_logprobs_are_capped(field: str) -> None:
         with pytest.raises(BadRequest, match=f"{field}: at most 20 log-probabilities"):
             await complete(**{field: wanted})
     await complete(scripted_model(config=TextConfig(max_logprobs=-1)), **{field: -1})
+
+
+@pytest.mark.parametrize("field", ["logprobs", "prompt_logprobs"])
+async def test_a_cap_of_the_whole_vocabulary_allows_all_of_it(field: str) -> None:
+    """Bug: -1 was refused with a --max-logprobs as large as the vocabulary, which vLLM's guides recommend."""
+    size = scripted_model().engine.vocab_size
+    assert size >= SMALL_VOCABULARY
+    await complete(scripted_model(config=TextConfig(max_logprobs=size)), **{field: -1})
+    with pytest.raises(BadRequest, match=f"^{field}: at most {size - 1} log-probabilities"):
+        await complete(scripted_model(config=TextConfig(max_logprobs=size - 1)), **{field: -1})
+
+
+async def test_an_empty_list_of_prompt_embeddings_requests_nothing() -> None:
+    """Bug: clients that write every field of vLLM were refused."""
+    assert (await complete(prompt_embeds=[]))["choices"][0]["text"] == "Hello"
+    with pytest.raises(BadRequest, match="prompt_embeds: a prompt of embeddings is not supported"):
+        await complete(prompt_embeds=["AAAA"])
 
 
 async def test_chosen_logprobs_are_capped() -> None:

@@ -12,7 +12,7 @@ import psutil
 import pytest
 import torch
 
-from batchline import control_group
+from batchline import process_memory
 from batchline.config import CacheConfig
 from batchline.engine import memory
 from batchline.engine.kv_cache import CacheGroup, CacheShape, KVCache, choose_num_blocks
@@ -38,8 +38,8 @@ def _empty_ledger(monkeypatch: pytest.MonkeyPatch) -> None:
 def container(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Container:
     """Makes the control group in which this process then is; in a container, it appears as the root."""
     is_first = "memory" in request.param
-    monkeypatch.setattr(control_group, "MOUNT", tmp_path)
-    monkeypatch.setattr(control_group, "OWN_GROUPS", tmp_path / "own")
+    monkeypatch.setattr(process_memory, "MOUNT", tmp_path)
+    monkeypatch.setattr(process_memory, "OWN_GROUPS", tmp_path / "own")
     (tmp_path / "own").write_text(request.param)
     folder = tmp_path / "memory" if is_first else tmp_path
     folder.mkdir(exist_ok=True)

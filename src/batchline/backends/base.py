@@ -17,6 +17,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import orjson
 
 from batchline.checkpoints.digests import OnRead
+from batchline.engine import sequence_metrics
 from batchline.engine.sequence_metrics import SequenceCounts
 from batchline.errors import BadRequest, InvalidAnswer, NotFound
 from batchline.model_facts import MachineRate, ModelFacts
@@ -39,6 +40,8 @@ class EndpointRequest:
 
     priority: a smaller number runs first, and preempts a running request with a larger one; 0 for interactive requests.
     raw_body: the JSON of `body` as it was written, for a backend that forwards it; None if it was not kept.
+    num_bytes: the length of its line, if it is known. lane: requests with the same number share a prefix, or follow one
+    another for another reason, so that one member of a pool should get them; None if that is not known.
     """
 
     url: str
@@ -46,6 +49,8 @@ class EndpointRequest:
     request_id: str
     priority: int = 0
     raw_body: bytes | None = None
+    num_bytes: int = 0
+    lane: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +59,7 @@ class Answer:
 
     body: a mapping, a plain text (such as subtitles), a list (as in Text Embeddings Inference), or an object's JSON as
     bytes, which go to the output unchanged.
+    values: what the JSON in `body` stands for, if the backend has parsed its bytes already.
     is_transient: whether the same request may soon get a better answer (no memory now, too many requests). A run sends
     the request again a few times before it keeps such an answer; a server passes it on.
     """
@@ -62,9 +68,12 @@ class Answer:
     body: Mapping[str, Any] | list[Any] | bytes | str
     request_id: str
     is_transient: bool = False
+    values: Mapping[str, Any] | list[Any] | None = None
 
     def parsed_body(self) -> Mapping[str, Any]:
         """The body's values; none of a text or a list. Raises: InvalidAnswer for bytes that are not a JSON object."""
+        if self.values is not None:
+            return self.values if isinstance(self.values, Mapping) else {}
         if not isinstance(self.body, bytes):
             return self.body if isinstance(self.body, Mapping) else {}
         try:
@@ -138,6 +147,26 @@ def unknown_path(url: str, models: Iterable[ServedModel]) -> NotFound:
     return NotFound(unknown_path_text(url[:MAX_SHOWN_NAME], served), param="url")
 
 
+@dataclass(frozen=True, slots=True)
+class MemberProgress:
+    """One member of a pool that can answer. number: counts the pool's members, from 1."""
+
+    number: int
+    num_running: int
+    num_answered: int
+
+
+@dataclass(frozen=True, slots=True)
+class PoolProgress:
+    """The members of a pool. kind: what they are, such as "replica". num_starting: those that cannot answer yet.
+    num_waiting: requests without a place at any member."""
+
+    kind: str
+    members: tuple[MemberProgress, ...]
+    num_starting: int = 0
+    num_waiting: int = 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendStats:
     """Counters since the start, for progress and summaries.
@@ -145,7 +174,8 @@ class BackendStats:
     cached_tokens: prompt tokens from the prefix cache. encoded_media: images, and windows of recordings, that were
     encoded. audio_s: seconds of recordings that were transcribed. preemptions: how often a sequence was preempted.
     gauges: backend-specific numbers (queue, cache use). sequences: counters of generating sequences.
-    by_model: the same counters by model name; empty if the backend does not count by model.
+    by_model: the same counters by model name; empty if the backend does not count by model. pool: the members, of a
+    pool. by_member: numbers of each member for the metrics, by its name.
     """
 
     prompt_tokens: int = 0
@@ -157,6 +187,38 @@ class BackendStats:
     gauges: Mapping[str, float] = field(default_factory=dict)
     sequences: SequenceCounts = field(default_factory=SequenceCounts)
     by_model: Mapping[str, BackendStats] = field(default_factory=dict)
+    pool: PoolProgress | None = None
+    by_member: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+
+
+def total_stats(parts: Iterable[BackendStats]) -> BackendStats:
+    """The sums of the counters, for each model too. Of gauges, the largest cache usage, because each model has a
+    separate cache, and the sums of all others."""
+    total = BackendStats()
+    for part in parts:
+        models = {name: total.by_model.get(name, BackendStats()) for name in {**total.by_model, **part.by_model}}
+        total = BackendStats(
+            prompt_tokens=total.prompt_tokens + part.prompt_tokens,
+            cached_tokens=total.cached_tokens + part.cached_tokens,
+            output_tokens=total.output_tokens + part.output_tokens,
+            encoded_media=total.encoded_media + part.encoded_media,
+            audio_s=total.audio_s + part.audio_s,
+            preemptions=total.preemptions + part.preemptions,
+            gauges=_total_gauges(total.gauges, part.gauges),
+            sequences=sequence_metrics.total(total.sequences, part.sequences),
+            by_model={
+                name: total_stats([stats, part.by_model[name]]) if name in part.by_model else stats
+                for name, stats in models.items()
+            },
+        )
+    return total
+
+
+def _total_gauges(first: Mapping[str, float], second: Mapping[str, float]) -> dict[str, float]:
+    gauges = {name: first.get(name, 0) + second.get(name, 0) for name in {**first, **second}}
+    if "kv_cache_usage" in gauges:
+        gauges["kv_cache_usage"] = max(first.get("kv_cache_usage", 0), second.get("kv_cache_usage", 0))
+    return gauges
 
 
 class Backend(Protocol):
@@ -231,6 +293,15 @@ class WatchedIdentity(Protocol):
 
     def watched_identity(self, on_read: OnRead) -> Mapping[str, str]:
         """As `Backend.identity`. Raises: ModelLoadError, and what `on_read` raises."""
+
+
+@runtime_checkable
+class WithLanes(Protocol):
+    """A pool, whose members each have a prefix cache of their own."""
+
+    def num_lanes(self) -> int:
+        """In how many lanes a run should send its requests (`EndpointRequest.lane`): as many as the pool has members
+        at most. At least 1; may be called once the backend has started."""
 
 
 RunningBackend = AbstractAsyncContextManager[Backend]

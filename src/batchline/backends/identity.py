@@ -15,8 +15,9 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from batchline.checkpoints.digests import OnRead, folder_digest
+from batchline.checkpoints.digests import OnRead, files_digest, folder_digest
 from batchline.checkpoints.files import hub_commit
+from batchline.checkpoints.gguf_file import gguf_files
 from batchline.config import EngineConfig, ModelConfig, RequestLimits, TextConfig
 from batchline.errors import ModelLoadError, UsageError
 from batchline.plugins import REASONING_PARSERS, TOOL_PARSERS, installed
@@ -118,15 +119,18 @@ def _changed_limits(limits: RequestLimits) -> str:
 
 
 def model_stamp(model: str, revision: str | None = None, on_read: OnRead | None = None) -> str:
-    """A local folder's digest, so that a copy of it is the same model; a hub id with its commit, if that is known.
+    """The digest of a local folder or file, so that a copy of it is the same model; a hub id with its commit, if known.
 
     on_read: sees large files being read. Raises: ModelLoadError, and what `on_read` raises.
     """
-    if os.path.isdir(model):
-        try:
+    files = gguf_files(model) or ([Path(model)] if os.path.isfile(model) else [])
+    try:
+        if files:
+            return f"a file with digest {files_digest(files, user_state_dir(), on_read)[:12]}"
+        if os.path.isdir(model):
             return f"a folder with digest {folder_digest(Path(model), user_state_dir(), on_read)[:12]}"
-        except OSError as exc:
-            raise ModelLoadError(model, f"its files cannot be read: {exc.strerror}") from exc
+    except OSError as exc:
+        raise ModelLoadError(model, f"its files cannot be read: {exc.strerror}") from exc
     commit = hub_commit(model, revision)
     return model if commit is None else f"{model} at commit {commit}"
 

@@ -9,7 +9,7 @@ import asyncio
 import gc
 import logging
 import os
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -21,6 +21,7 @@ from batchline.backends.base import (
     EndpointRequest,
     ServedModel,
     find_model,
+    total_stats,
     unknown_path,
     unsupported_path,
 )
@@ -31,8 +32,8 @@ from batchline.backends.supervision import Attempts
 from batchline.callers import current_kind, kind_of
 from batchline.checkpoints.digests import OnRead
 from batchline.checkpoints.formats import refuse_foreign_format
+from batchline.checkpoints.model_code import import_model_code
 from batchline.config import EngineConfig, MediaConfig, Task, TextConfig
-from batchline.engine import sequence_metrics
 from batchline.engine.memory import cache_memory_ahead
 from batchline.errors import (
     BadRequest,
@@ -44,7 +45,7 @@ from batchline.errors import (
     request_error,
 )
 from batchline.model_facts import MachineRate
-from batchline.openai_api.endpoint_table import ENDPOINTS, answering_path, endpoints_of, error_body
+from batchline.openai_api.endpoint_table import ENDPOINTS, INVOCATIONS, answering_path, endpoints_of, error_body
 from batchline.pooling.detection import detect_context, refuse_longer_context, task_of
 
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ class InProcessBackend:
 
         Raises: RequestError, EngineLost, ModelLoadError.
         """
-        asked = _as_answered(request)
+        asked = self._as_answered(request)
         loadable = self._loadable(asked)
         await self._check_before_load(asked, loadable)
         async with self._residency.use(loadable) as model:
@@ -129,7 +130,7 @@ class InProcessBackend:
         Raises: EngineLost, ModelLoadError.
         """
         try:
-            asked = _as_answered(request)
+            asked = self._as_answered(request)
             attempts = await self._attempts(asked)
             while True:
                 async with attempts.turn() as model:
@@ -153,7 +154,7 @@ class InProcessBackend:
         """
         attempts: Attempts[ResidentModel] | None = None
         try:
-            asked = _as_answered(request)
+            asked = self._as_answered(request)
             attempts = await self._attempts(asked)
             while True:
                 async with attempts.turn() as model, aclosing(_chunks(model, asked)) as chunks:
@@ -177,8 +178,8 @@ class InProcessBackend:
         """Counters of all models since the start, whether they are still in memory or not."""
         by_model = dict(self._unloaded)
         for model in self._residency.resident_models():
-            by_model[model.facts.name] = _sum([by_model.get(model.facts.name, BackendStats()), model.stats()])
-        return replace(_sum(by_model.values()), by_model=by_model)
+            by_model[model.facts.name] = total_stats([by_model.get(model.facts.name, BackendStats()), model.stats()])
+        return replace(total_stats(by_model.values()), by_model=by_model)
 
     async def machine_rate(self, name: str) -> MachineRate | None:
         """See `MeasuresMachine`."""
@@ -229,6 +230,7 @@ class InProcessBackend:
         logger.info("loading %s", name)
         collections = nullcontext() if self._has_loaded else _few_collections()
         with collections, cache_memory_ahead() if task == "generate" else nullcontext() as memory:
+            import_model_code()
             from batchline.backends.resident_models import load  # imports torch and transformers, which takes seconds
 
             try:
@@ -257,7 +259,9 @@ class InProcessBackend:
     def _keep_counts(self, model: ResidentModel) -> None:
         """Keep the counts of a model that was unloaded."""
         name = model.facts.name
-        self._unloaded[name] = _sum([self._unloaded.get(name, BackendStats()), replace(model.stats(), gauges={})])
+        self._unloaded[name] = total_stats(
+            [self._unloaded.get(name, BackendStats()), replace(model.stats(), gauges={})]
+        )
 
     def _served_models(self) -> list[ServedModel]:
         return [self._served(config) for config in self._engines]
@@ -290,14 +294,28 @@ class InProcessBackend:
             text = self._by_name[loadable.name].text
             await asyncio.to_thread(_check_before_load, request, text)
 
+    def _as_answered(self, request: EndpointRequest) -> EndpointRequest:
+        """The request with the path of the endpoint that answers it; what is done for it in this context has its kind.
+
+        Raises: BadRequest, NotFound.
+        """
+        current_kind.set(kind_of(request.priority))
+        task = self._task(self._config(request)) if request.url == INVOCATIONS else None
+        path = answering_path(request.url, request.body, task)
+        return request if path == request.url else replace(request, url=path)
+
+    def _config(self, request: EndpointRequest) -> EngineConfig:
+        """The model that a request names. Raises: NotFound, BadRequest."""
+        name = request.body.get("model")
+        unlisted = self._unlisted.get(name) if isinstance(name, str) and name not in self._by_name else None
+        return unlisted or find_model(self._by_name, name)
+
     def _loadable(self, request: EndpointRequest) -> Loadable[ResidentModel]:
         """The request's model. Raises: NotFound, BadRequest."""
         endpoint = ENDPOINTS.get(request.url)
         if endpoint is None:
             raise unknown_path(request.url, self._served_models())
-        given = request.body.get("model")
-        unlisted = self._unlisted.get(given) if isinstance(given, str) and given not in self._by_name else None
-        config = unlisted or find_model(self._by_name, given)
+        given, config = request.body.get("model"), self._config(request)
         name, task = config.model.names[0], self._task(config)
         if task not in endpoint.tasks:
             raise unsupported_path(request.url, given or name, endpoints_of(task))
@@ -332,43 +350,9 @@ def _check_before_load(request: EndpointRequest, text: TextConfig) -> None:
     check_before_load(request.url, request.body, text)
 
 
-def _as_answered(request: EndpointRequest) -> EndpointRequest:
-    """The request with the path of the endpoint that answers it; what is done for it in this context has its kind.
-
-    Raises: BadRequest.
-    """
-    current_kind.set(kind_of(request.priority))
-    path = answering_path(request.url, request.body)
-    return request if path == request.url else replace(request, url=path)
-
-
 def _chunks(model: ResidentModel, request: EndpointRequest) -> AsyncGenerator[dict[str, Any], None]:
     """Raises: BadRequest if the endpoint cannot stream."""
     endpoint = model.streams.get(request.url)
     if endpoint is None:
         raise BadRequest(f"stream: {request.url} cannot stream its answers", param="stream")
     return endpoint(request)
-
-
-def _sum(parts: Iterable[BackendStats]) -> BackendStats:
-    total = BackendStats()
-    for part in parts:
-        total = BackendStats(
-            prompt_tokens=total.prompt_tokens + part.prompt_tokens,
-            cached_tokens=total.cached_tokens + part.cached_tokens,
-            output_tokens=total.output_tokens + part.output_tokens,
-            encoded_media=total.encoded_media + part.encoded_media,
-            audio_s=total.audio_s + part.audio_s,
-            preemptions=total.preemptions + part.preemptions,
-            gauges=_sum_of_gauges(total.gauges, part.gauges),
-            sequences=sequence_metrics.total(total.sequences, part.sequences),
-        )
-    return total
-
-
-def _sum_of_gauges(first: Mapping[str, float], second: Mapping[str, float]) -> dict[str, float]:
-    """The sums of the counts, and the largest cache usage, because each model has a separate cache."""
-    gauges = {name: first.get(name, 0) + second.get(name, 0) for name in {**first, **second}}
-    if "kv_cache_usage" in gauges:
-        gauges["kv_cache_usage"] = max(first.get("kv_cache_usage", 0), second.get("kv_cache_usage", 0))
-    return gauges

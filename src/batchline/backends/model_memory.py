@@ -19,8 +19,10 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from safetensors import SafetensorError, safe_open
 
 from batchline.checkpoints.files import CONFIG_UNUSABLE, reading
+from batchline.checkpoints.gguf_file import GgufModel, read_gguf
+from batchline.checkpoints.gguf_folder import linked_files
 from batchline.checkpoints.overrides import config_arguments
-from batchline.config import EngineConfig, ModelConfig, Task
+from batchline.config import EngineConfig, ModelConfig, Quantization, Task
 from batchline.engine.memory import cache_allowance, free_bytes
 
 if TYPE_CHECKING:
@@ -38,7 +40,17 @@ TASKS_WITH_CACHE = ("generate", "transcribe")
 ITEM_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 _EMBEDDINGS = re.compile("embed|wte|wpe|lm_head")
-"""Matches the names of tables that quantization does not change."""
+"""Matches the names of the embedding tables and the head, which int8 does not change."""
+
+KEPT_SIZES = {"Q4_0": 18 / 32, "Q5_0": 26 / 32, "Q8_0": 34 / 32, "Q4_K": 148 / 256, "Q6_K": 210 / 256}
+"""Bytes of a weight in memory, of the formats of GGUF that stay as they are."""
+
+_POSITIONS = re.compile("wpe|embed_positions|position_embeddings")
+"""Matches the names of tables that int4 does not change either."""
+
+GROUP = 32
+GROUP_BYTES = {"int4": (18, 26)}
+"""By quantization: the bytes of a group of 32 weights with its scale, of linear layers and of tables."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,9 +130,12 @@ def weight_bytes(model: ModelConfig, task: Task, *, is_loaded: bool = False) -> 
     if folder is None:
         return None
     item_size = ITEM_SIZES[_dtype(model, task)]
-    linear_size = 1 if is_loaded and model.quantization is not None else item_size
+    gguf = linked_files(str(folder))
+    if gguf:
+        return _gguf_bytes(read_gguf(model.model, gguf), item_size)
+    quantization = model.quantization if is_loaded else None
     paths = [path for part in _parts(folder) for path in _weight_files(part)]
-    return sum(_file_bytes(path, item_size, linear_size) for path in paths)
+    return sum(_file_bytes(path, item_size, quantization) for path in paths)
 
 
 def _cache_need(config: EngineConfig, room: int) -> CacheNeed | None:
@@ -245,11 +260,9 @@ def _names_in(index: Path) -> set[str]:
         return set()  # the load will say what is wrong with it
 
 
-def _file_bytes(path: Path, item_size: int, linear_size: int) -> int:
-    """Elements of a safetensors file times their size in memory; for other formats, the size of the file.
-
-    linear_size: the size of an element of linear layers.
-    """
+def _file_bytes(path: Path, item_size: int, quantization: Quantization | None) -> int:
+    """The size in memory of a safetensors file's tensors; for other formats, the size of the file. item_size: of a
+    number that is not quantized."""
     if path.suffix != ".safetensors":
         return path.stat().st_size
     try:
@@ -257,10 +270,26 @@ def _file_bytes(path: Path, item_size: int, linear_size: int) -> int:
             shapes: dict[str, list[int]] = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError):
         return path.stat().st_size  # the load will say what is wrong with it
+    return sum(_tensor_bytes(name, shape, item_size, quantization) for name, shape in shapes.items())
+
+
+def _gguf_bytes(gguf: GgufModel, item_size: int) -> int:
+    """The weights of GGUF files stay as they are, if they have one of the usual formats."""
     return sum(
-        prod(shape) * (linear_size if len(shape) == 2 and not _EMBEDDINGS.search(name) else item_size)
-        for name, shape in shapes.items()
+        int(prod(tensor.shape) * KEPT_SIZES.get(tensor.type, item_size))
+        for name, tensor in gguf.tensors.items()
+        if len(tensor.shape) == 2 or tensor.type not in KEPT_SIZES
     )
+
+
+def _tensor_bytes(name: str, shape: list[int], item_size: int, quantization: Quantization | None) -> int:
+    is_table = _EMBEDDINGS.search(name) is not None
+    if quantization is None or len(shape) != 2 or (is_table and quantization == "int8") or _POSITIONS.search(name):
+        return prod(shape) * item_size
+    if quantization == "int8":
+        return prod(shape)
+    linear, table = GROUP_BYTES[quantization]
+    return shape[0] * -(-shape[1] // GROUP) * (table if is_table else linear)
 
 
 def _dtype(model: ModelConfig, task: Task) -> str:

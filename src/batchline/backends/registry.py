@@ -7,11 +7,16 @@ factory only reads these: `Backend.start` reads weights and opens connections.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from batchline.backends.base import Backend
 from batchline.config import EngineConfig
 from batchline.errors import BatchlineError, PluginLoadError, UsageError
 from batchline.plugins import Registry
+
+if TYPE_CHECKING:
+    from batchline.backends.processes.config import ProcessConfig
+    from batchline.backends.ray.config import RayConfig
 
 EMBEDDED = "embedded"
 
@@ -40,6 +45,19 @@ def make_backend(name: str, engines: Sequence[EngineConfig], options: Mapping[st
         raise PluginLoadError(f"{name} (a backend)", f"{type(exc).__name__}: {exc}") from exc
 
 
+def make_ray_backend(engines: Sequence[EngineConfig] | ProcessConfig, config: RayConfig) -> Backend:
+    """A backend with replicas of the embedded engine, or of another project's, not started. Raises: UsageError."""
+    try:
+        from batchline.backends.ray import backend  # Ray: an optional package, only for runs that use it
+    except ImportError as exc:
+        if exc.name is None or exc.name.partition(".")[0] != "ray":
+            raise
+        raise UsageError(
+            "--ray requires Ray, which is not installed here: pip install 'batchline[ray]' (the cluster's version)."
+        ) from exc
+    return backend.replicated(engines, config) if isinstance(engines, Sequence) else backend.on_engines(engines, config)
+
+
 @register_backend(EMBEDDED)
 def _embedded(engines: Sequence[EngineConfig], options: Mapping[str, str]) -> Backend:
     if not engines:
@@ -47,5 +65,6 @@ def _embedded(engines: Sequence[EngineConfig], options: Mapping[str, str]) -> Ba
     if options:
         raise UsageError(f"The backend {EMBEDDED!r} has no option {next(iter(options))!r}.")
     from batchline.backends.in_process import InProcessBackend  # the engine: only for a run that uses it
+    from batchline.checkpoints.gguf_folder import with_folder
 
-    return InProcessBackend(engines)
+    return InProcessBackend([with_folder(engine) for engine in engines])

@@ -42,14 +42,23 @@ class Company:
     @asynccontextmanager
     async def join(self, num_ends: int) -> AsyncIterator[None]:
         """A turn together with others that have seen as many engine ends. The block is the turn."""
+        await self.enter(num_ends)
+        try:
+            yield
+        finally:
+            self.leave()
+
+    async def enter(self, num_ends: int) -> None:
+        """Wait for a turn, as in `join`, which `leave` ends."""
         if any(self._waiting) or not self._has_place(num_ends):
             await self._wait(num_ends)
         else:
             self._admit(num_ends)
-        try:
-            yield
-        finally:
-            self._leave()
+
+    def leave(self) -> None:
+        """End a turn."""
+        self._num_running -= 1
+        self._admit_waiting()
 
     def _has_place(self, num_ends: int) -> bool:
         if not self._num_running:
@@ -70,16 +79,12 @@ class Company:
             await turn
         except asyncio.CancelledError:
             if not turn.cancelled():  # it was admitted, and cancelled before it could begin
-                self._leave()
+                self.leave()
             else:
                 with contextlib.suppress(ValueError):  # others may have dropped it already
                     self._waiting[num_ends].remove(turn)
                 self._admit_waiting()
             raise
-
-    def _leave(self) -> None:
-        self._num_running -= 1
-        self._admit_waiting()
 
     def _admit_waiting(self) -> None:
         """Admit waiting requests; no request overtakes one that has seen more engine ends."""

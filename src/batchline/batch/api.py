@@ -9,13 +9,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from batchline.backends.base import Backend, ServedModel, WatchedIdentity, running
 from batchline.backends.identity import refuse_missing_folder
-from batchline.backends.registry import EMBEDDED, make_backend
+from batchline.backends.ray.config import RayConfig
+from batchline.backends.registry import EMBEDDED, make_backend, make_ray_backend
+from batchline.backends.replicas.autoscaling import PoolSize
 from batchline.batch.bulk import BulkService
 from batchline.batch.files import RunFiles
-from batchline.batch.job_folder import media_folder
+from batchline.batch.job_folder import engine_folder, media_folder
 from batchline.batch.journal import Disk
 from batchline.batch.options import DEFAULT_GRACE_PERIOD_S, Limits, OutputOrder, Retry, RunOptions
 from batchline.batch.progress import Progress, Reporter
@@ -30,6 +33,9 @@ from batchline.errors import UsageError
 from batchline.openai_api.endpoint_table import endpoints_of
 from batchline.user_state import user_state_dir
 
+if TYPE_CHECKING:
+    from batchline.backends.http.config import HttpConfig
+
 
 def run_batch(
     input_file: str | os.PathLike[str],
@@ -39,6 +45,14 @@ def run_batch(
     served_model_name: str | Sequence[str] = (),
     backend: Backend | str | None = None,
     backend_options: Mapping[str, str] | None = None,
+    base_url: str | Sequence[str] = (),
+    api_key: str | None = None,
+    ray: str | RayConfig | None = None,
+    replicas: int | str | None = None,
+    engine: str | None = None,
+    engine_args: Sequence[str] = (),
+    engine_python: str | os.PathLike[str] | None = None,
+    engine_replicas: int = 1,
     error_file: str | os.PathLike[str] | None = None,
     tmp_dir: str | os.PathLike[str] | None = None,
     max_inflight: int | None = None,
@@ -61,6 +75,14 @@ def run_batch(
     model: a folder, a hub id, an `EngineConfig`, or several of them.
     backend: the name of a backend (by default the embedded engine), or, instead of a model, a backend object, which is
     started for the run and closed after it. backend_options: options of the named backend.
+    base_url: instead, running OpenAI-compatible servers, such as "http://127.0.0.1:8000/v1"; `model` is then the
+    model of requests that name none. api_key: theirs; by default, BATCHLINE_API_KEY or OPENAI_API_KEY in the
+    environment.
+    ray: runs replicas of the models on a Ray cluster: `host:port` of its head, or "auto" for the cluster of RAY_ADDRESS
+    or of this machine, or else a new one for this run; or a `RayConfig`. replicas: how many, or bounds such as "2:8".
+    engine: another project's engine that runs the model: "vllm", "sglang" or "llama-server". engine_args: its own
+    arguments, such as "max-model-len=8192" or "--enforce-eager". engine_python: the Python of its environment.
+    engine_replicas: how many processes of it run.
     served_model_name: for each model, in the same order, the name that requests use for it, or several names separated
     by commas. Without it, a model's name is its folder or id as given.
     retry_failed: run only the lines again that failed in the output of an earlier run, and keep its other results.
@@ -77,18 +99,91 @@ def run_batch(
 
     Raises: UsageError (nothing was run), ModelLoadError, RunFailed and RunInterrupted (the same call resumes).
     """
-    engines = _engines(model, served_model_name)
-    _backend(backend, engines, backend_options or {})  # refuses wrong options before the input is looked at
-    files = RunFiles.named(
-        os.fspath(input_file),
-        os.fspath(output_file),
-        None if error_file is None else os.fspath(error_file),
-        _path(tmp_dir),
+    return run_files(
+        partial(
+            RunFiles.named,
+            os.fspath(input_file),
+            os.fspath(output_file),
+            None if error_file is None else os.fspath(error_file),
+            _path(tmp_dir),
+        ),
+        model=model,
+        served_model_name=served_model_name,
+        backend=backend,
+        backend_options=backend_options,
+        base_url=base_url,
+        api_key=api_key,
+        ray=ray,
+        replicas=replicas,
+        engine=engine,
+        engine_args=engine_args,
+        engine_python=engine_python,
+        engine_replicas=engine_replicas,
+        max_inflight=max_inflight,
+        output_order=output_order,
+        resume=resume,
+        overwrite=overwrite,
+        retry_failed=retry_failed,
+        report=report,
+        state_dir=state_dir,
+        strict=strict,
+        dedup=dedup,
+        grace_period_s=grace_period_s,
+        limits=limits,
+        show_progress=show_progress,
+        on_progress=on_progress,
+        reporter=reporter,
     )
+
+
+def run_files(
+    make_files: Callable[[], RunFiles],
+    *,
+    model: str | EngineConfig | Sequence[str | EngineConfig] = (),
+    served_model_name: str | Sequence[str] = (),
+    backend: Backend | str | None = None,
+    backend_options: Mapping[str, str] | None = None,
+    base_url: str | Sequence[str] = (),
+    api_key: str | None = None,
+    ray: str | RayConfig | None = None,
+    replicas: int | str | None = None,
+    engine: str | None = None,
+    engine_args: Sequence[str] = (),
+    engine_python: str | os.PathLike[str] | None = None,
+    engine_replicas: int = 1,
+    max_inflight: int | None = None,
+    output_order: OutputOrder = "input",
+    resume: bool = True,
+    overwrite: bool | None = None,
+    retry_failed: bool = False,
+    report: str | os.PathLike[str] | None = None,
+    state_dir: str | os.PathLike[str] | None = None,
+    strict: bool = False,
+    dedup: bool = True,
+    grace_period_s: float = DEFAULT_GRACE_PERIOD_S,
+    limits: Limits | None = None,
+    show_progress: bool | None = None,
+    on_progress: Callable[[Progress], None] | None = None,
+    reporter: Reporter | None = None,
+) -> RunSummary:
+    """As `run_batch`, for files of any kind. make_files: called when what answers is known to be usable."""
+    servers = _servers(base_url, api_key, model, max_inflight)
+    engines = [] if servers is not None else _engines(model, served_model_name)
+    make: Callable[..., tuple[Backend, str | None]]
+    make = partial(_backend, backend, options=backend_options or {}, ray=_ray_config(ray, replicas))
+    if servers is not None and (served_model_name or any((backend, backend_options, ray, replicas, engine))):
+        raise UsageError("Pass either base_url, or a backend, an engine or ray.")
+    if engine is not None:
+        if backend is not None or backend_options or ray is not None or replicas is not None:
+            raise UsageError("Pass either an engine, or a backend or ray.")
+        make = partial(_engine_backend, engine, engine_args, _path(engine_python), engine_replicas)
+    elif engine_args or engine_python is not None or engine_replicas != 1:
+        raise UsageError("engine_args, engine_python and engine_replicas require engine.")
+    if servers is None:
+        make(engines)  # refuses wrong options before the input is looked at
+    files = make_files()
     if retry_failed:
         refuse_unreadable_results(files)
-    engines = keeping_media(engines, files)
-    answering, name = _backend(backend, engines, backend_options or {})
     options = RunOptions(
         max_inflight=max_inflight,
         output_order=output_order,
@@ -96,14 +191,21 @@ def run_batch(
         overwrite=overwrite,
         report=_path(report),
         retry=Retry() if retry_failed else None,
-        state_dir=user_state_dir() if state_dir is None and name is not None else _path(state_dir),
+        state_dir=user_state_dir() if state_dir is None and _has_name(backend) else _path(state_dir),
         strict=strict,
         dedup=dedup,
         grace_period_s=grace_period_s,
         limits=limits or Limits(),
     )
+    if servers is not None:
+        options, answering = for_http_servers(options, servers)
+    else:
+        engines = keeping_media(engines, files)
+        logs: dict[str, Any] = {"log_folder": engine_folder(files.job_folder)} if engine is not None else {}
+        answering, name = make(engines, **logs)
+        options = for_backend(options, answering, name, engines)
     with shown_progress(show_progress, on_progress, reporter) as shown:
-        return run_blocking(files, for_backend(options, answering, name, engines), answering, shown)
+        return run_blocking(files, options, answering, shown)
 
 
 def keeping_media(engines: Sequence[EngineConfig], files: RunFiles) -> list[EngineConfig]:
@@ -134,6 +236,30 @@ def for_backend(
         default_model=names[0][0] if len(names) == 1 else None,
         text={engine.model.names: engine.text for engine in engines} if name == EMBEDDED else None,
     )
+
+
+def for_http_servers(options: RunOptions, config: HttpConfig) -> tuple[RunOptions, Backend]:
+    """A run that OpenAI-compatible servers answer. Raises: UsageError, BackendUnavailable if it must know their models
+    and no server answers."""
+    from batchline.backends.http.backend import HttpBackend  # an HTTP client: only for runs that use it
+
+    backend = HttpBackend(config)
+    options = for_backend(options, backend, "http")
+    served = [name for names in options.served_models or () for name in names if name != config.default_model]
+    if config.default_model is not None and not backend.serves(config.default_model):
+        raise UsageError(
+            f"No server lists the model {config.default_model!r} of --model. They list: {', '.join(served[:20])}."
+        )
+    default = config.default_model or (None if backend.may_serve_other_models else options.default_model)
+    options = replace(
+        options,
+        default_model=default,
+        settings={**options.settings, **({} if default is None else {"--model": default})},
+        served_models=None if backend.may_serve_other_models else options.served_models,
+        can_rename=False,
+        start_phase="Connecting to the servers",
+    )
+    return options, backend
 
 
 def _identity(backend: Backend, on_read: OnRead) -> Mapping[str, str]:
@@ -191,10 +317,25 @@ def _is_in_event_loop() -> bool:
     return True
 
 
+def _ray_config(ray: str | RayConfig | None, replicas: int | str | None) -> RayConfig | None:
+    """Raises: UsageError."""
+    if ray is None and replicas is not None:
+        raise UsageError('replicas requires ray, such as ray="auto".')
+    if isinstance(ray, str):
+        return RayConfig(address=ray, size=PoolSize.of(1 if replicas is None else replicas))
+    if ray is not None and replicas is not None:
+        raise UsageError("Pass the number of replicas either in the RayConfig or as replicas.")
+    return ray
+
+
 def _backend(
-    given: Backend | str | None, engines: Sequence[EngineConfig], options: Mapping[str, str]
+    given: Backend | str | None, engines: Sequence[EngineConfig], options: Mapping[str, str], ray: RayConfig | None
 ) -> tuple[Backend, str | None]:
     """The backend, and its name; None for a backend object. Raises: UsageError."""
+    if ray is not None:
+        if given is not None or options or not engines:
+            raise UsageError("With ray, pass a model, and no backend.")
+        return make_ray_backend(engines, ray), EMBEDDED
     if isinstance(given, str) or (given is None and engines):
         name = given or EMBEDDED
         return make_backend(name, engines, options), name
@@ -203,6 +344,61 @@ def _backend(
     if options:
         raise UsageError("backend_options requires the name of a backend.")
     return given, None
+
+
+def _engine_backend(
+    engine: str,
+    own_arguments: Sequence[str],
+    python: Path | None,
+    num_replicas: int,
+    engines: Sequence[EngineConfig],
+    log_folder: Path | None = None,
+) -> tuple[Backend, str]:
+    """The backend on another project's engine, and its name. Raises: UsageError."""
+    from batchline.backends.processes.backend import ProcessBackend  # an HTTP client: only for a run that uses it
+    from batchline.backends.processes.config import ProcessConfig
+
+    if len(engines) != 1:
+        raise UsageError(f"The engine {engine} runs one model: pass one.")
+    config = ProcessConfig(
+        engine=engine,
+        model=engines[0],
+        python=None if python is None else str(python),
+        own_arguments=tuple(own_arguments),
+        num_replicas=num_replicas,
+        log_folder=log_folder,
+    )
+    return ProcessBackend(config), engine
+
+
+def _servers(
+    base_url: str | Sequence[str],
+    api_key: str | None,
+    model: str | EngineConfig | Sequence[str | EngineConfig],
+    max_inflight: int | None,
+) -> HttpConfig | None:
+    """The settings of running servers; None if there is no base_url. Raises: UsageError."""
+    if not base_url:
+        if api_key is not None:
+            raise UsageError("api_key requires base_url.")
+        return None
+    from batchline.backends.http.config import HttpConfig, key_of_environment, server_addresses
+
+    models = [model] if isinstance(model, str | EngineConfig) else list(model)
+    if len(models) > 1 or not all(isinstance(one, str) for one in models):
+        raise UsageError("With base_url, model is the name of one model: the one of requests that name none.")
+    return HttpConfig(
+        servers=server_addresses(
+            [base_url] if isinstance(base_url, str) else base_url, [api_key or key_of_environment()]
+        ),
+        default_model=str(models[0]) if models else None,
+        max_inflight=max_inflight,
+    )
+
+
+def _has_name(backend: Backend | str | None) -> bool:
+    """Whether a backend is chosen by its name, or by a model or servers, so that records of its runs are kept."""
+    return backend is None or isinstance(backend, str)
 
 
 def _engines(

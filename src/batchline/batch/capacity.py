@@ -62,8 +62,28 @@ class Capacity:
             has_bytes = not used_bytes or used_bytes + share.next_bytes <= self._num_bytes
             if not (has_places and has_bytes):
                 return
-            self._num_grants += 1
-            share.admit(self._num_grants)
+            share.admit(self.next_grant())
+
+    def grant_freed(self) -> None:
+        """`grant` after a request has ended, which has nothing to do if no request waits."""
+        if any(share.is_waiting() or share.is_over for share in self._shares):
+            self.grant()
+
+    def admits(self, num_bytes: int, num_places: int) -> bool:
+        """Whether there is room for a request, and no other one waits."""
+        used_places = used_bytes = 0
+        for share in self._shares:
+            if share.is_waiting():
+                return False
+            used_places += share.num_held * share.places_per_request
+            used_bytes += share.held_bytes
+        has_bytes = not used_bytes or used_bytes + num_bytes <= self._num_bytes
+        return used_places + num_places <= self.num_places and has_bytes
+
+    def next_grant(self) -> int:
+        """The number of one more grant."""
+        self._num_grants += 1
+        return self._num_grants
 
     def _next(self, waiting: list[Share]) -> Share:
         """Whose turn it is."""
@@ -111,6 +131,9 @@ class Share:
         """Wait for a place for a request. Returns whether it got one, which is False once the share is closed."""
         if self._is_closed:
             return False
+        if self._capacity.admits(num_bytes, self.places_per_request):
+            self._hold(num_bytes, self._capacity.next_grant())
+            return True
         place: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._waiting.append((num_bytes, place))
         self._capacity.grant()
@@ -125,16 +148,19 @@ class Share:
     def admit(self, number: int) -> None:
         """Give a place to the request that has waited longest. number: counts all grants of the capacity."""
         num_bytes, place = self._waiting.popleft()
+        self._hold(num_bytes, number)
+        place.set_result(True)
+
+    def _hold(self, num_bytes: int, number: int) -> None:
         self.num_held += 1
         self.held_bytes += num_bytes
         self.last_grant = number
-        place.set_result(True)
 
     def give_back(self, num_bytes: int) -> None:
         """Free the place of a request."""
         self.num_held -= 1
         self.held_bytes -= num_bytes
-        self._capacity.grant()
+        self._capacity.grant_freed()
 
     def close(self) -> None:
         """Take no more places; requests that wait get none. Idempotent."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
+import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,11 +22,14 @@ import numpy as np
 from batchline.backends.base import MAX_SHOWN_NAME
 from batchline.batch import lines
 from batchline.batch.index import LineIndex, LineReader, PositionSet, open_regular
+from batchline.batch.line_forms import LineForms
 from batchline.batch.options import Limits
+from batchline.batch.plan import Planner
 from batchline.batch.sorting import RowSorter, column
 from batchline.batch.source import input_failure
 from batchline.batch.unknown_fields import UnknownFields
 from batchline.errors import InputTooLarge, LineError, RunInterrupted, counted
+from batchline.native.batch_lines import BLANK_LINE, OTHER_LINE
 from batchline.openai_api.endpoint_table import is_batch_url
 
 MAX_FAULTS_KEPT = 1000
@@ -34,6 +38,12 @@ MAX_GROUPS_KEPT = 10_000
 LineObserver: TypeAlias = Callable[[int, str, dict[str, Any]], None]
 """Called with (position, url, body) of each good line, duplicates included. A line for which it raises `LineError` is
 bad."""
+
+MIN_BYTES_FOR_FORMS = 1 << 20
+"""In a smaller file, lines are not recognized by their forms: parsing them takes less time than loading the library."""
+
+_FIRST_BLOCK_BYTES = 1 << 16
+_BLOCK_BYTES = 1 << 20
 
 MAX_KINDS_KEPT = 1000
 SHOWN_LINES = 5
@@ -124,6 +134,15 @@ class CheckReport:
         if len(kind.line_numbers) < SHOWN_LINES:
             kind.line_numbers.append(line_number)
 
+    def add_requests(self, model: str, url: str, line_number: int | None, count: int = 1) -> None:
+        """Count requests. line_number: None if an earlier line was counted for the same model and endpoint."""
+        self.num_requests += count
+        group = self.groups.get((model, url))
+        if group is None and line_number is not None and len(self.groups) < MAX_GROUPS_KEPT:
+            group = self.groups[model, url] = RequestGroup(model, url, line_number)
+        if group is not None:
+            group.count += count
+
     def unknown_endpoints(self) -> list[RequestGroup]:
         """Groups whose endpoint no backend serves; their requests will be answered with a 404."""
         return [group for group in self.groups.values() if not is_batch_url(group.url)]
@@ -139,21 +158,27 @@ def check_file(
     *,
     scratch: Path,
     default_model: str | None = None,
+    planner: Planner | None = None,
     observer: LineObserver | None = None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> CheckReport:
     """Check the plain-bytes file at `path` and fill `index`.
 
     scratch: an existing folder for temporary files. default_model: the model of requests that name none; if it is None,
-    such a line is bad.
+    such a line is bad. planner: takes each good line, before the observer.
     Raises: InputUnreadable, RunFailed on a full disk, RunInterrupted when `should_stop`.
     """
     sorter = RowSorter(scratch, "custom-ids", width=24)
     try:
-        check = _CheckPass(index, sorter, default_model, observer)
-        with open_regular(path) as raw_file:
+        with open_regular(path) as raw_file, contextlib.ExitStack() as stack:
+            forms = None
+            if observer is None and os.fstat(raw_file.fileno()).st_size >= MIN_BYTES_FOR_FORMS:
+                forms = LineForms.open(planner)
+            if forms is not None:
+                stack.callback(forms.close)
+            check = _CheckPass(index, sorter, default_model, planner, observer, forms)
             source = _DigestingReader(raw_file)
-            check.read(io.BufferedReader(source, buffer_size=1 << 20), should_stop)
+            check.read(io.BufferedReader(source, buffer_size=_BLOCK_BYTES), should_stop)
         index.flush()
         check.report.digest = source.hexdigest()
         with contextlib.closing(LineReader(path, index)) as reader:
@@ -186,13 +211,16 @@ def refuse_over_limits(report: CheckReport, limits: Limits) -> None:
         raise InputTooLarge(report.num_bytes, limits.max_file_bytes, "byte")
 
 
-def findings_of(report: CheckReport, served_models: Sequence[str] | None) -> list[str]:
-    """The expected failures, in sentences: bad lines, unknown endpoints, models not in `served_models` (None: any)."""
+def findings_of(report: CheckReport, served_models: Sequence[str] | None, *, line: str = "line") -> list[str]:
+    """The expected failures, in sentences: bad lines, unknown endpoints, models not in `served_models` (None: any).
+
+    line: what a line of the batch file is to the user.
+    """
     found = []
     if report.num_faults:
         first = report.faults[0]
-        bad_lines = counted(report.num_faults, "bad line")
-        found.append(f"{bad_lines}, the first being line {first.line_number}: {first.message}")
+        bad_lines = counted(report.num_faults, f"bad {line}")
+        found.append(f"{bad_lines}, the first being {line} {first.line_number}: {first.message}")
     found += [
         f"{counted(group.count, 'request')} to the unknown endpoint {group.url[:MAX_SHOWN_NAME]}, first on line "
         f"{group.first_line}."
@@ -208,39 +236,80 @@ def findings_of(report: CheckReport, served_models: Sequence[str] | None) -> lis
 
 class _CheckPass:
     def __init__(
-        self, index: LineIndex, sorter: RowSorter, default_model: str | None, observer: LineObserver | None
+        self,
+        index: LineIndex,
+        sorter: RowSorter,
+        default_model: str | None,
+        planner: Planner | None,
+        observer: LineObserver | None,
+        forms: LineForms | None,
     ) -> None:
         self.report = CheckReport()
         self._index = index
         self._sorter = sorter
         self._default_model = default_model
+        self._planner = planner
         self._observer = observer
+        self._forms = forms
+        self._line_number = 0
 
     def read(self, file: io.BufferedReader, should_stop: Callable[[], bool]) -> None:
         """Every line of `file`, once."""
-        offset = line_number = 0
         read_line = partial(file.readline, lines.MAX_LINE_BYTES)
+        block_bytes = _FIRST_BLOCK_BYTES  # small at first, so that the forms are known early
         while raw := read_line():
-            line_number += 1
-            start, length = offset, len(raw)
-            if raw[-1] != 10 and length == lines.MAX_LINE_BYTES:
-                length += _skip_line(file)
-                self._add_too_long(start, length, line_number, raw)
-            else:
-                if start == 0 and raw.startswith(_BOM):
-                    raw, start = raw[len(_BOM) :], len(_BOM)
-                if not raw.isspace() and raw:
-                    self._add_line(raw, start, line_number)
-            offset += length
-            if should_stop():  # at each line, because the observer may compile a constraint for seconds
-                raise RunInterrupted("Interrupted while checking the input.")
-        self.report.num_bytes = offset
+            self._read_line(raw, file)
+            _stop_if(should_stop)  # at each line, because the observer may compile a constraint for seconds
+            if self._forms is not None:
+                while block := _whole_lines(file, block_bytes):
+                    self._read_block(block, self._forms, should_stop)
+                    block_bytes = min(2 * block_bytes, _BLOCK_BYTES)
+        self._add_recognized()
 
-    def _add_line(self, raw: bytes, start: int, line_number: int) -> None:
+    def _read_line(self, raw: bytes, file: io.BufferedReader) -> None:
+        """One line, of which `raw` is all or, if it is too long, the beginning."""
         report = self.report
-        position = report.num_lines
-        report.num_lines += 1
-        self._index.append(start, len(raw), line_number, raw)
+        start, length = report.num_bytes, len(raw)
+        self._line_number += 1
+        if raw[-1] != 10 and length == lines.MAX_LINE_BYTES:
+            length += _skip_line(file)
+            self._add_too_long(start, length, self._line_number, raw)
+        else:
+            if start == 0 and raw.startswith(_BOM):
+                raw, start = raw[len(_BOM) :], len(_BOM)
+            if not raw.isspace() and raw:
+                self._index.append(start, len(raw), self._line_number, raw)
+                self._add_line(raw, report.num_lines, self._line_number)
+                report.num_lines += 1
+        report.num_bytes += length
+
+    def _read_block(self, block: bytes, forms: LineForms, should_stop: Callable[[], bool]) -> None:
+        """Whole lines: first those of a known form together, then the others one by one."""
+        while block:
+            scanned = forms.scan(block)
+            ends = np.cumsum(scanned.lengths)
+            starts = ends - scanned.lengths
+            is_line = scanned.forms != BLANK_LINE
+            positions = self.report.num_lines + np.cumsum(is_line) - 1
+            line_numbers = self._line_number + 1 + np.arange(len(ends))
+            raw_lines = [block[start:end] for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]
+            hashes = np.fromiter(map(hash, raw_lines), np.int64, len(raw_lines))
+            entries = self.report.num_bytes + starts, scanned.lengths, line_numbers, hashes
+            self._index.append_lines(*(column[is_line] for column in entries))
+            self.report.num_lines += int(is_line.sum())
+            self.report.num_bytes += int(ends[-1])
+            self._line_number += len(ends)
+            is_recognized = scanned.forms >= 0
+            forms.take(scanned, is_recognized, positions[is_recognized])
+            self._add_id_hashes(scanned.id_hashes[is_recognized], positions[is_recognized])
+            for line in np.flatnonzero(scanned.forms == OTHER_LINE).tolist():
+                self._add_line(raw_lines[line], int(positions[line]), int(line_numbers[line]))
+                _stop_if(should_stop)
+            _stop_if(should_stop)
+            block = block[int(ends[-1]) :]
+
+    def _add_line(self, raw: bytes, position: int, line_number: int) -> None:
+        report = self.report
         value: object = None
         try:
             value = lines.load_json(raw)
@@ -252,8 +321,12 @@ class _CheckPass:
                 self._add_custom_id(position, custom_id_or_none)
             return
         self._add_custom_id(position, custom_id)
-        self._count(body["model"], url, line_number)
-        report.unknown_fields.add(url, body, line_number, custom_id)
+        report.add_requests(body["model"], url, line_number)
+        unknown_fields = report.unknown_fields.add(url, body, line_number, custom_id)
+        if self._planner is not None:
+            self._planner.add(position, url, body)
+        if self._forms is not None:
+            self._forms.learn(raw, url, body, unknown_fields)
         if self._observer is not None:
             try:
                 self._observer(position, url, body)
@@ -264,15 +337,17 @@ class _CheckPass:
         digest = hashlib.blake2b(custom_id.encode(), digest_size=16).digest()
         self._sorter.add(digest + position.to_bytes(8, "big"))
 
-    def _count(self, model: str, url: str, line_number: int) -> None:
-        self.report.num_requests += 1
-        groups = self.report.groups
-        group = groups.get((model, url))
-        if group is None:
-            group = RequestGroup(model, url, line_number)
-            if len(groups) < MAX_GROUPS_KEPT:
-                groups[model, url] = group
-        group.count += 1
+    def _add_id_hashes(self, hashes: np.ndarray[Any, Any], positions: np.ndarray[Any, Any]) -> None:
+        rows = np.empty((len(hashes), 24), np.uint8)
+        rows[:, :16] = hashes
+        rows[:, 16:] = positions.astype(">u8").view(np.uint8).reshape(-1, 8)
+        self._sorter.add(rows.tobytes())
+
+    def _add_recognized(self) -> None:
+        """Count the lines that were recognized by their forms."""
+        for form in self._forms.forms if self._forms is not None else ():
+            self.report.add_requests(form.model, form.url, None, form.num_recognized)
+            self.report.unknown_fields.add_more(form.unknown_fields, form.num_recognized)
 
     def _add_too_long(self, start: int, length: int, line_number: int, raw: bytes) -> None:
         position = self.report.num_lines
@@ -300,6 +375,16 @@ class _CheckPass:
         raw, span = reader.read(position)
         custom_id = lines.readable_custom_id(raw) if len(self.report.faults) < MAX_FAULTS_KEPT else None
         self.report.add_fault(position, span.line_number, custom_id, lines.duplicate_error(custom_id))
+
+
+def _stop_if(should_stop: Callable[[], bool]) -> None:
+    if should_stop():
+        raise RunInterrupted("Interrupted while checking the input.")
+
+
+def _whole_lines(file: io.BufferedReader, max_bytes: int) -> bytes:
+    """The lines that are in the reader's memory as a whole, up to about `max_bytes` of them."""
+    return file.read(file.peek().rfind(b"\n", 0, max_bytes) + 1)
 
 
 def _skip_line(file: io.BufferedReader) -> int:

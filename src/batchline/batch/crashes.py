@@ -39,7 +39,7 @@ from typing import Any, TextIO
 
 from batchline.batch.journal import Note
 from batchline.batch.plan import WorkItem
-from batchline.control_group import oom_kills
+from batchline.process_memory import oom_kills
 
 LETHAL_CRASHES = 3
 """A request that was in flight at this many crashes, the last time alone, is not tried again."""

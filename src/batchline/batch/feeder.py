@@ -1,11 +1,15 @@
-"""Reads the requests of a plan from the input, a little ahead of the workers that run them, off the event loop."""
+"""Reads the requests of a plan from the input, a little ahead of the workers that run them, off the event loop.
+
+While the workers take the requests of one piece, the next one is read.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Protocol
 
 from batchline.backends.base import EndpointRequest
 from batchline.batch import lines
@@ -14,7 +18,8 @@ from batchline.batch.plan import WorkItem
 from batchline.errors import LineError, RunFailed
 
 READ_AHEAD_LINES = 256
-READ_AHEAD_BYTES = 32 * 1024 * 1024
+READ_AHEAD_BYTES = 16 * 1024 * 1024
+"""One piece ends with the first line that exceeds these. Up to two pieces are in memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +34,16 @@ class ReadyRequest:
     served: tuple[tuple[int, str], ...]
 
 
+class Feeding(Protocol):
+    """Gives workers their requests. Workers may have lanes, see `batch/lanes.py`."""
+
+    async def next(self, lane: int = 0) -> ReadyRequest | None:
+        """The lane's next request; None at its end. Raises: RunFailed."""
+
+    async def close(self) -> None:
+        """Wait until nothing is being read. No more requests can be taken. Idempotent."""
+
+
 class Feeder:
     """Gives workers the next request, read and parsed a little ahead of them, off the event loop."""
 
@@ -38,22 +53,38 @@ class Feeder:
         self._items = items
         self._reader = reader
         self._ahead: deque[ReadyRequest] = deque()
+        self._next_piece: asyncio.Task[list[ReadyRequest]] | None = None
         self._lock = asyncio.Lock()
 
-    async def next(self) -> ReadyRequest | None:
-        """The next request; None at the end. Raises: RunFailed."""
+    async def next(self, lane: int = 0) -> ReadyRequest | None:
+        """The next request, whatever the lane; None at the end. Raises: RunFailed."""
         if not self._ahead:
             async with self._lock:
                 if not self._ahead:
-                    self._ahead.extend(await asyncio.to_thread(self._read_ahead))
+                    await self._take_next_piece()
         return self._ahead.popleft() if self._ahead else None
+
+    async def close(self) -> None:
+        """Wait until nothing is being read. No more requests can be taken. Idempotent."""
+        piece, self._next_piece = self._next_piece, None
+        if piece is not None:
+            await asyncio.gather(piece, return_exceptions=True)
+
+    async def _take_next_piece(self) -> None:
+        """Wait for the next piece, and begin to read the one after it. Raises: RunFailed."""
+        piece = self._next_piece or self._reading()
+        self._ahead.extend(await asyncio.shield(piece))
+        self._next_piece = self._reading() if self._ahead else None
+
+    def _reading(self) -> asyncio.Task[list[ReadyRequest]]:
+        return asyncio.create_task(asyncio.to_thread(self._read_ahead), name="reading ahead")
 
     def _read_ahead(self) -> list[ReadyRequest]:
         ready: list[ReadyRequest] = []
         num_bytes = 0
         try:
             for item in self._items:
-                ready.append(self._ready(item))
+                ready.append(ready_request(item, self._reader, keeps_raw=self._keeps_raw))
                 num_bytes += ready[-1].num_bytes
                 if len(ready) >= READ_AHEAD_LINES or num_bytes >= READ_AHEAD_BYTES:
                     break
@@ -61,11 +92,11 @@ class Feeder:
             raise RunFailed(f"The input can no longer be read: {exc}.") from exc
         return ready
 
-    def _ready(self, item: WorkItem) -> ReadyRequest:
-        line, span = self._reader.batch_line(item.position)
-        copies = ((position, self._reader.batch_line(position)[0].custom_id) for position in item.copies)
-        request = line.request(lines.new_id())
-        if self._keeps_raw:
-            raw, _ = self._reader.read(item.position)
-            request = replace(request, raw_body=lines.raw_body(raw, line.body))
-        return ReadyRequest(request, span.length, ((item.position, line.custom_id), *copies))
+
+def ready_request(item: WorkItem, reader: LineReader, *, keeps_raw: bool) -> ReadyRequest:
+    """The request of an item of the plan, and the lines that it serves. Raises: LineError, OSError."""
+    raw, span = reader.read(item.position)
+    line = reader.parsed(raw)
+    copies = ((position, reader.batch_line(position)[0].custom_id) for position in item.copies)
+    request = line.request(lines.new_id(), lines.raw_body(raw, line.body) if keeps_raw else None)
+    return ReadyRequest(request, span.length, ((item.position, line.custom_id), *copies))

@@ -27,6 +27,30 @@ _MAX_TEXT = 2000
 _PACKAGE = "batchline.batch"
 
 
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """How much of a run's lines is done. done: failed ones included."""
+
+    done: int
+    failed: int
+    total: int
+
+    @property
+    def percent(self) -> int:
+        """How much is done, rounded down: 100 means all."""
+        return 100 * self.done // max(self.total, 1)
+
+    @property
+    def good(self) -> float:
+        """Percent of all lines that succeeded."""
+        return 100 * (self.done - self.failed) / max(self.total, 1)
+
+    @property
+    def bad(self) -> float:
+        """Percent of all lines that failed."""
+        return 100 * self.failed / max(self.total, 1)
+
+
 def style_sheet() -> str:
     """The styles of the page and of reports, those of plots included."""
     return (files(_PACKAGE) / "templates" / "page.css").read_text(encoding="utf-8") + STYLES

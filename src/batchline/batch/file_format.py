@@ -26,20 +26,24 @@ from batchline.openai_api.endpoint_table import CHAT, COMPLETIONS, EMBEDDINGS
 
 SAMPLE_BYTES = 64 * 1024
 
-_ROWS = "write one JSON request for each of its rows"
+_ROWS = (
+    "run-batch asks one request for each of its rows with --prompt-template or --prompt-column, and make-requests "
+    "writes them as a batch file"
+)
+_OTHER_TABLE = "save it as a Parquet or CSV file, each of whose rows run-batch can ask one request"
 _UNPACK = "unpack it and use the .jsonl file inside"
 _ZIP = b"PK\x03\x04"
 _BINARY: tuple[tuple[re.Pattern[bytes], str, str], ...] = (
-    (re.compile(_ZIP + rb".*?(xl/|\[Content_Types\]\.xml)", re.DOTALL), "an Excel workbook", _ROWS),
-    (re.compile(_ZIP + rb".{26}mimetypeapplication/vnd\.oasis", re.DOTALL), "an OpenDocument file", _ROWS),
+    (re.compile(_ZIP + rb".*?(xl/|\[Content_Types\]\.xml)", re.DOTALL), "an Excel workbook", _OTHER_TABLE),
+    (re.compile(_ZIP + rb".{26}mimetypeapplication/vnd\.oasis", re.DOTALL), "an OpenDocument file", _OTHER_TABLE),
     (re.compile(rb"PK(\x03\x04|\x05\x06)"), "a zip archive", _UNPACK),
-    (re.compile(rb"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1"), "an old Excel or Word file", _ROWS),
+    (re.compile(rb"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1"), "an old Excel or Word file", _OTHER_TABLE),
     (re.compile(rb"PAR1[^ -~\s]"), "a Parquet file", _ROWS),
-    (re.compile(rb"ARROW1\x00|FEA1[^ -~\s]"), "an Arrow or Feather file", _ROWS),
-    (re.compile(rb"ORC[^ -~\s]"), "an ORC file", _ROWS),
-    (re.compile(rb"Obj\x01"), "an Avro file", _ROWS),
-    (re.compile(rb"SQLite format 3\x00"), "an SQLite database", _ROWS),
-    (re.compile(rb"\x93NUMPY"), "a NumPy array", _ROWS),
+    (re.compile(rb"ARROW1\x00|FEA1[^ -~\s]"), "an Arrow or Feather file", _OTHER_TABLE),
+    (re.compile(rb"ORC[^ -~\s]"), "an ORC file", _OTHER_TABLE),
+    (re.compile(rb"Obj\x01"), "an Avro file", _OTHER_TABLE),
+    (re.compile(rb"SQLite format 3\x00"), "an SQLite database", _OTHER_TABLE),
+    (re.compile(rb"\x93NUMPY"), "a NumPy array", _OTHER_TABLE),
     (re.compile(rb"%PDF-"), "a PDF file", "extract its text and write JSON requests with it"),
     (re.compile(rb"7z\xbc\xaf\x27\x1c"), "a 7z archive", _UNPACK),
     (re.compile(rb"Rar!\x1a\x07"), "a RAR archive", _UNPACK),
@@ -135,9 +139,14 @@ def _foreign_lines(lines: list[bytes], name: str) -> str | None:
     return None
 
 
-def _encoding(sample: bytes, name: str) -> str | None:
+def foreign_encoding(sample: bytes) -> str | None:
+    """The encoding of a text that is certainly not UTF-8: UTF-16 or UTF-32."""
     found = next((encoding for bom, encoding in _UTF_BOMS.items() if sample.startswith(bom)), None)
-    found = found or next((encoding for start, encoding in _UTF_WITHOUT_BOM.items() if start.match(sample)), None)
+    return found or next((encoding for start, encoding in _UTF_WITHOUT_BOM.items() if start.match(sample)), None)
+
+
+def _encoding(sample: bytes, name: str) -> str | None:
+    found = foreign_encoding(sample)
     if found is None:
         return None
     return f"it is {found} text, and a batch file is UTF-8; convert it: iconv -f {found} -t UTF-8 {name} > utf8.jsonl"
@@ -216,10 +225,7 @@ def _table(text: str, is_whole: bool) -> str | None:
             continue
         complete = rows if is_whole or len(rows) == _COMPARED_ROWS else rows[:-1]
         if len(complete) > 1 and len(complete[0]) > 1 and _are_equally_long(complete):
-            return (
-                f"it is a table with {name}s between its cells (CSV), not a batch file; {_ROWS} "
-                '(documentation: "Classify the rows of a table")'
-            )
+            return f"it is a table with {name}s between its cells (CSV), not a batch file; {_ROWS}"
     return None
 
 

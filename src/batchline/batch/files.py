@@ -13,7 +13,7 @@ from pathlib import Path
 from batchline.batch.location_targets import is_special, target_at
 from batchline.batch.locations import Location, parse_location
 from batchline.batch.remote import file_system, refuse_unknown_host
-from batchline.batch.source import refuse_unreadable
+from batchline.batch.source import RequestSource, refuse_unreadable
 from batchline.batch.targets import ResultTarget
 from batchline.errors import OutputUnwritable, UsageError
 
@@ -27,12 +27,14 @@ class RunFiles:
 
     input: the batch file. output: gets the results. error_output: gets the failed lines, if it is given. job_folder:
     holds the journal and temporary files until the results are delivered; the run makes, locks and removes it.
+    requests: makes the batch file from the input, if the input is none.
     """
 
     input: Location
     output: ResultTarget
     error_output: ResultTarget | None = None
     job_folder: Path
+    requests: RequestSource | None = None
 
     @classmethod
     def named(
@@ -47,7 +49,7 @@ class RunFiles:
         refuse_unreadable(source)
         for location in outputs:
             refuse_unwritable(location, source)
-        if len(outputs) == 2 and _are_same(*outputs):
+        if len(outputs) == 2 and are_same(*outputs):
             raise UsageError("--error-file names the same place as the output.")
         job_folder = job_folder_for(outputs[0], source, tmp_dir)
         output, *errors = [target_at(location, job_folder) for location in outputs]
@@ -109,7 +111,8 @@ def _refuse_unwritable_path(location: Location, path: Path, source: Location) ->
         raise OutputUnwritable(location.text, "it is the same file as the input.")
 
 
-def _are_same(first: Location, second: Location) -> bool:
+def are_same(first: Location, second: Location) -> bool:
+    """Whether two locations are one place."""
     if first.path is not None and second.path is not None:
         is_one_name = os.path.realpath(first.path) == os.path.realpath(second.path)
         # a hard link, or a name in another case on a file system that ignores case

@@ -11,9 +11,12 @@ import io
 import os
 import stat
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
 
 from batchline.batch.lines import MAX_LINE_BYTES, BatchLine, parse_line
 from batchline.disk import refuse_windows
@@ -21,6 +24,12 @@ from batchline.errors import InputChanged
 
 _ENTRY = struct.Struct("<QIIq")
 """Offset, length, line number, and Python's 64-bit hash of the line. Only this process compares the hashes."""
+
+_ENTRY_ARRAY = np.dtype([("offset", "<u8"), ("length", "<u4"), ("line_number", "<u4"), ("hash", "<i8")])
+"""The same as numpy stores it."""
+
+Numbers: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
+"""(number of lines,)."""
 
 _FLUSH_BYTES = 1 << 20
 
@@ -80,6 +89,16 @@ class LineIndex:
         if len(self._pending) >= _FLUSH_BYTES:
             self.flush()
 
+    def append_lines(self, offsets: Numbers, lengths: Numbers, line_numbers: Numbers, hashes: Sequence[int]) -> None:
+        """Add several positions. hashes: of the lines, as in `append`."""
+        entries = np.empty(len(offsets), _ENTRY_ARRAY)
+        for name, column in zip(_ENTRY_ARRAY.fields or (), (offsets, lengths, line_numbers, hashes), strict=True):
+            entries[name] = column
+        self._pending += entries.tobytes()
+        self._count += len(entries)
+        if len(self._pending) >= _FLUSH_BYTES:
+            self.flush()
+
     def flush(self) -> None:
         """Write the buffered entries, so that they can be read."""
         while self._pending:
@@ -130,7 +149,11 @@ class LineReader:
     def batch_line(self, position: int) -> tuple[BatchLine, LineSpan]:
         """The line as a request. Raises: InputChanged; LineError for a bad one."""
         raw, span = self.read(position)
-        return parse_line(raw, self._default_model), span
+        return self.parsed(raw), span
+
+    def parsed(self, raw: bytes) -> BatchLine:
+        """A line that was read, as a request. Raises: LineError for a bad one."""
+        return parse_line(raw, self._default_model)
 
     def close(self) -> None:
         """Close the input."""

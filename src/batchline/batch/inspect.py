@@ -144,11 +144,15 @@ def _line_error(raw: bytes, position: int, checked: InputFile, judge: RequestJud
 
 @contextmanager
 def checked_input(
-    input_file: str, *, default_model: str | None = NO_MODEL_NAMED, observer: LineObserver | None = None
+    input_file: str,
+    *,
+    default_model: str | None = NO_MODEL_NAMED,
+    planner: Planner | None = None,
+    observer: LineObserver | None = None,
 ) -> Iterator[InputFile]:
     """Check an input of any kind; its plain bytes exist until the block ends.
 
-    default_model: as for `check_file`. Raises: UsageError.
+    default_model, planner, observer: as for `check_file`. Raises: UsageError.
     """
     location = parse_location(input_file)
     refuse_unreadable(location)
@@ -157,7 +161,9 @@ def checked_input(
         path = asyncio.run(stage_input(location, scratch, should_stop=lambda: False))
         index = LineIndex(scratch / "index")
         stack.callback(index.close)
-        report = check_file(path, index, scratch=scratch, default_model=default_model, observer=observer)
+        report = check_file(
+            path, index, scratch=scratch, default_model=default_model, planner=planner, observer=observer
+        )
         yield InputFile(path, index, report, default_model)
 
 
@@ -175,13 +181,7 @@ def plan_overview(
     with tempfile.TemporaryDirectory(prefix="batchline-") as scratch, ExitStack() as stack:
         planner = Planner(Path(scratch), dedup=dedup)
         stack.callback(planner.close)
-
-        def observe(position: int, url: str, body: dict[str, Any]) -> None:
-            planner.add(position, url, body)
-            if observer is not None:
-                observer(position, url, body)
-
-        checked = stack.enter_context(checked_input(input_file, observer=observe))
+        checked = stack.enter_context(checked_input(input_file, planner=planner, observer=observer))
         plan = planner.plan(skip=checked.report.bad)
         reader = LineReader(checked.path, checked.index, NO_MODEL_NAMED)
         stack.callback(reader.close)

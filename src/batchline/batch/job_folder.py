@@ -34,6 +34,11 @@ def media_folder(job_folder: Path) -> Path:
     return job_folder / "media"
 
 
+def engine_folder(job_folder: Path) -> Path:
+    """Where the logs of a run's engine processes are, until it ends well."""
+    return job_folder / "engine"
+
+
 def part_lines_path(job_folder: Path, number: int) -> Path:
     """Where a run keeps which lines are in a part that it has given to a service."""
     return job_folder / _PART_LINES.format(f"{number:05}")
@@ -88,7 +93,7 @@ class JobFolder:
         if self.journal_path.exists():
             shutil.rmtree(self.scratch, ignore_errors=True)
         elif self._is_current():  # otherwise it was removed, and another run may have created it again
-            self.remove()
+            self.remove(keeps_logs=True)
         self._unlock()
 
     def start_over(self) -> None:
@@ -99,15 +104,26 @@ class JobFolder:
         for path in self.path.glob(_PART_LINES.format("*") + "*"):  # also one that was not written whole
             path.unlink(missing_ok=True)
 
-    def remove(self) -> None:
-        """Delete the folder of a finished run. Files that do not belong to a run stay, and so does the folder then."""
+    def remove(self, *, keeps_logs: bool = False) -> None:
+        """Delete the folder of a finished run. Files that do not belong to a run stay, and so does the folder then.
+
+        keeps_logs: of engines that could not be started, which a message has named.
+        """
         self.start_over()
         shutil.rmtree(self.scratch, ignore_errors=True)
         for path in filter(Path.is_file, self.path.glob(STAGED_RESULTS)):
             path.unlink(missing_ok=True)
+        if not keeps_logs:
+            self._remove_logs()
         with contextlib.suppress(OSError):
             (self.path / _LOCK).unlink(missing_ok=True)  # from here on, another run may use the folder
             self.path.rmdir()
+
+    def _remove_logs(self) -> None:
+        for path in engine_folder(self.path).glob("*.log"):
+            path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            engine_folder(self.path).rmdir()
 
     def _lock(self) -> None:
         refuse_windows()

@@ -206,6 +206,17 @@ def saved_results(path: Path) -> Iterator[tuple[Outcome, bytes]]:
             offset += len(line)
 
 
+def saved_statuses(path: Path) -> Iterator[tuple[int, str]]:
+    """Position and status of the results in a journal. Checks no checksums, which makes it several times as fast as
+    `saved_results`. A position may come twice. Raises: OSError."""
+    with path.open("rb", buffering=1 << 20) as file:
+        file.readline(_MAX_HEADER_BYTES)
+        for line in file:
+            words = line.split(b" ", 3)
+            if len(words) == 4 and words[1].isdigit() and line.endswith(b"\n"):
+                yield int(words[1]), words[2].decode("ascii", "replace")
+
+
 def has_service_notes(path: Path) -> bool:
     """Whether requests of the journal were sent to a service. Raises: OSError."""
     with suppress(FileNotFoundError), path.open("rb", buffering=1 << 20) as file:

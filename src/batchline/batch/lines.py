@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from json import JSONDecoder
-from typing import Any
+from typing import Any, BinaryIO
 from urllib.parse import urlsplit
 
 import orjson
@@ -24,6 +24,7 @@ MAX_LINE_BYTES = 256 * 1024 * 1024
 """A longer line gets an error, and is never in memory as a whole."""
 
 _REQUIRED = ("custom_id", "method", "url", "body")
+_REFUSAL = "invalid_row"
 _TRUE_WORDS = frozenset({"true", "t", "1", "yes", "y", "on"})
 _JSON = JSONDecoder(parse_int=str, parse_float=str)  # only where values end matters
 _BETWEEN_TOKENS = re.compile(r"[ \t\n\r,:]*")
@@ -43,9 +44,11 @@ class BatchLine:
         """The model that the body names."""
         return str(self.body["model"])
 
-    def request(self, request_id: str) -> EndpointRequest:
-        """The request a backend answers."""
-        return EndpointRequest(url=self.url, body=self.body, request_id=request_id, priority=BATCH_PRIORITY)
+    def request(self, request_id: str, raw_body: bytes | None = None) -> EndpointRequest:
+        """The request a backend answers. raw_body: the body as it was written, see `raw_body`."""
+        return EndpointRequest(
+            url=self.url, body=self.body, request_id=request_id, priority=BATCH_PRIORITY, raw_body=raw_body
+        )
 
 
 def parse_line(raw: bytes, default_model: str | None = None) -> BatchLine:
@@ -108,20 +111,60 @@ def check_fields(value: object, default_model: str | None = None) -> tuple[str, 
 
 def raw_body(raw: bytes, body: Mapping[str, Any]) -> bytes | None:
     """The exact bytes of the body in a valid batch line; None if `body` differs from them (by a default model)."""
+    if (found := _last_body(raw)) is not None and _stands_for(found, body):
+        return found
     text = raw.decode()
-    found = None
-    position = _skipped(text, text.index("{") + 1)
     try:
-        while text[position] != "}":
-            name, position = _JSON.raw_decode(text, position)
-            start = _skipped(text, position)
-            _, end = _JSON.raw_decode(text, start)
-            if name == "body":
-                found = text[start:end].encode()
-            position = _skipped(text, end)
+        start, end = _members(text, text.index("{"))["body"]
     except RecursionError:  # nested deeper than this parser goes
         return None
-    return found if found is not None and orjson.loads(found) == body else None
+    found = text[start:end].encode()
+    return found if _stands_for(found, body) else None
+
+
+def _last_body(raw: bytes) -> bytes | None:
+    """What is between the first `"body":` and the line's last brace: the body's bytes, if it is the last field. May be
+    anything else."""
+    _, name, rest = raw.partition(b'"body":')
+    end = rest.rfind(b"}")
+    return rest[:end].strip() if name and end > 0 else None
+
+
+def _stands_for(text: bytes, body: Mapping[str, Any]) -> bool:
+    try:
+        return bool(orjson.loads(text) == body)
+    except orjson.JSONDecodeError:
+        return False
+
+
+def around_messages(raw: bytes) -> tuple[bytes, bytes, bytes] | None:
+    """What a valid batch line has before its `custom_id`'s characters, between them and its messages, and after these.
+
+    None if the messages come first, or if the line is nested very deeply. The line must have messages.
+    """
+    text = raw.decode()
+    try:
+        fields = _members(text, text.index("{"))
+        start, end = _members(text, fields["body"][0])["messages"]
+    except RecursionError:
+        return None
+    id_start, id_end = fields["custom_id"]
+    if id_end > start:
+        return None
+    return text[: id_start + 1].encode(), text[id_end - 1 : start].encode(), text[end:].encode()
+
+
+def _members(text: str, start: int) -> dict[str, tuple[int, int]]:
+    """Where the value of each member of the object at `start` begins and ends. Raises: RecursionError."""
+    members = {}
+    position = _skipped(text, start + 1)
+    while text[position] != "}":
+        name, position = _JSON.raw_decode(text, position)
+        value_start = _skipped(text, position)
+        _, value_end = _JSON.raw_decode(text, value_start)
+        members[name] = value_start, value_end
+        position = _skipped(text, value_end)
+    return members
 
 
 def _skipped(text: str, position: int) -> int:
@@ -148,6 +191,16 @@ def readable_custom_id(raw: bytes) -> str | None:
     except orjson.JSONDecodeError:
         return _custom_id_by_look(raw)
     return custom_id_of(value)
+
+
+def selected_lines(file: BinaryIO, is_selected: Callable[[str | None], bool]) -> Iterator[bytes]:
+    """The lines of a batch file whose `custom_id` is selected (None: it cannot be read), each with a line end.
+
+    Blank lines never are. Raises: OSError.
+    """
+    while raw := file.readline(MAX_LINE_BYTES):
+        if not raw.isspace() and is_selected(readable_custom_id(raw)):
+            yield raw.rstrip(b"\r\n") + b"\n"
 
 
 def custom_id_of(value: object) -> str | None:
@@ -209,7 +262,7 @@ def _readable(value: Any) -> Any:
 def _check_body(body: dict[str, Any], url: str) -> None:
     model = body.get("model")
     if model is None:
-        message = "The request's model is missing: 'body.model'. It may be left out only if one model is served."
+        message = "The request's model is missing: 'body.model'. Only `run-batch` with one model fills it in."
         raise LineError("invalid_request", message, param="body.model")
     if type(model) is not str or not model:
         message = "The request's model must be a non-empty string: 'body.model'."
@@ -242,8 +295,16 @@ def _field_error(value: dict[str, Any], field: str, expected: str) -> LineError:
     return LineError("invalid_type", message, param=field)
 
 
+def refused_line(custom_id: str, message: str) -> bytes:
+    """A line in place of a request that could not be made from its row. Its result is the error `invalid_row`."""
+    return orjson.dumps({"custom_id": custom_id, _REFUSAL: message})
+
+
 def _method_error(value: dict[str, Any]) -> LineError:
     method = value.get("method")
+    refusal = value.get(_REFUSAL)
+    if method is None and isinstance(refusal, str):
+        return LineError("invalid_row", refusal)
     if not isinstance(method, str) or not method:
         return _field_error(value, "method", "'POST'")
     message = f"Invalid 'method': expected 'POST', but got {_shortened(method)!r}."

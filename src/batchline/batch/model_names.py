@@ -51,19 +51,21 @@ def unserved_models(report: CheckReport, served: ServedNames) -> list[UnservedMo
     return sorted(unserved, key=lambda model: (-model.count, model.first_line))
 
 
-def refuse_unserved_file(report: CheckReport, served: ServedNames) -> None:
-    """Raises: NoModelServed if there are requests, but no request names a served model."""
+def refuse_unserved_file(report: CheckReport, served: ServedNames, *, can_rename: bool = True) -> None:
+    """can_rename: whether an option can give a model further names.
+
+    Raises: NoModelServed if there are requests, but no request names a served model."""
     unserved = unserved_models(report, served)
     if unserved and sum(model.count for model in unserved) == report.num_requests:
         raise NoModelServed(
             requested=[str(model) for model in unserved[:_SHOWN_NAMES]],
             num_more=max(0, len(unserved) - _SHOWN_NAMES),
             served=[name for names in served for name in names],
-            option=_option([[model.name for model in unserved], *served[1:]]),
+            option=_option([[model.name for model in unserved], *served[1:]]) if can_rename else None,
         )
 
 
-def unserved_warning(report: CheckReport, served: ServedNames) -> str | None:
+def unserved_warning(report: CheckReport, served: ServedNames, *, can_rename: bool = True) -> str | None:
     """The warning that some requests name a model which is not served, with the option that serves them too."""
     unserved = unserved_models(report, served)
     if not unserved:
@@ -76,7 +78,7 @@ def unserved_warning(report: CheckReport, served: ServedNames) -> str | None:
     warning = (
         f"{num_requests:,} of {counted(report.num_requests, 'request')} {verb} a model that is not served: {shown}."
     )
-    option = _option([[*served[0], *(model.name for model in unserved)], *served[1:]])
+    option = _option([[*served[0], *(model.name for model in unserved)], *served[1:]]) if can_rename else None
     if option is not None:
         warning += f" To run all of them, use `{option}`"
     return warning

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from batchline.checkpoints.digests import OnRead
 from batchline.config import TextConfig
+
+if TYPE_CHECKING:
+    from batchline.batch.budget import CostOptions
 
 OutputOrder = Literal["input", "completion"]
 
@@ -61,6 +64,9 @@ class RunOptions:
     settings: named settings that change results; a run is only resumed with equal ones. read_settings: provides more of
     them; it may read the model's files for a minute.
     served_models: the names of each model, as far as they are known before the backend exists.
+    can_rename: whether an option can give a served model further names (`--served-model-name`).
+    cost: the prices of the models, and the limit of what the run may cost; None does not count costs.
+    start_phase: the message while the backend starts.
     served_endpoints: the known paths that each served name answers.
     default_model: the model that answers requests that name none; if it is None, they are errors.
     """
@@ -80,5 +86,8 @@ class RunOptions:
     settings: Mapping[str, str] = field(default_factory=dict)
     read_settings: Callable[[OnRead], Mapping[str, str]] | None = None
     served_models: tuple[tuple[str, ...], ...] | None = None
+    can_rename: bool = True
+    cost: CostOptions | None = None
+    start_phase: str = "Loading the model"
     served_endpoints: Mapping[str, Sequence[str]] = field(default_factory=dict)
     default_model: str | None = None

@@ -13,12 +13,13 @@ import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from batchline.batch.index import PositionSet
 from batchline.batch.request_traits import (
+    MAX_DECODE,
     NOT_DEDUPLICABLE,
     PREFIX_LENGTHS,
     expected_decode,
@@ -43,12 +44,35 @@ _REQUEST = slice(_DECODE.stop, _DECODE.stop + 16)
 _POSITION = slice(_REQUEST.stop, _REQUEST.stop + 8)
 _KEY = struct.Struct(f">HB{len(PREFIX_LENGTHS)}II16sQ")
 KEY_WIDTH = _KEY.size
+KEY_ARRAY = np.dtype(
+    [
+        *(("model", ">u2"), ("endpoint", "u1"), ("prefixes", ">u4", (len(PREFIX_LENGTHS),)), ("decode", ">u4")),
+        *(("request", "u1", (16,)), ("position", ">u8")),
+    ]
+)
+"""The same key as numpy stores it."""
 
-# An entry of the plan on disk: a position, and in the highest bits whether the one before it answers it too,
-# and whether a new group of requests with a shared prefix starts with it.
+# An entry of the plan on disk: a position, and in the highest bits whether the one before it answers it too, whether a
+# new group of requests with a shared prefix starts with it, and whether a new section (model and endpoint) does.
 _COPY_BIT = 1 << 63
 _START_BIT = 1 << 62
-_POSITION_BITS = _START_BIT - 1
+_SECTION_BIT = 1 << 61
+_POSITION_BITS = _SECTION_BIT - 1
+
+Entries = np.ndarray[Any, np.dtype[np.uint64]]
+"""The entries of a plan, or a part of them."""
+
+
+class KeyParts(NamedTuple):
+    """The parts of a planning key that do not depend on the prompt.
+
+    decode: as in `expected_decode`. may_be_copy: whether the key has a hash of the request.
+    """
+
+    model: int
+    endpoint: int
+    decode: int | None
+    may_be_copy: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +103,23 @@ class Planner:
         self._endpoints: dict[str, int] = {}
 
     def add(self, position: int, url: str, body: dict[str, Any]) -> None:
-        """Take one good line; a `check.LineObserver`."""
+        """Take one good line."""
+        model, endpoint, decode, may_be_copy = self.key_parts(url, body)
+        prompt = prompt_bytes(body)
+        if decode is None:
+            decode = min(len(prompt), MAX_DECODE)
+        request = request_hash(url, body) if may_be_copy else NOT_DEDUPLICABLE
+        self._sorter.add(_KEY.pack(model, endpoint, *prefix_hashes(prompt), 0xFFFFFFFF - decode, request, position))
+
+    def key_parts(self, url: str, body: dict[str, Any]) -> KeyParts:
+        """The parts of a good line's key that do not depend on its prompt."""
         model = _number(self._models, body["model"], 0xFFFF)
         endpoint = _number(self._endpoints, url, 0xFF)
-        prompt = prompt_bytes(body)
-        decode = expected_decode(url, body, prompt)
-        request = request_hash(url, body) if self._dedup and is_deterministic(url, body) else NOT_DEDUPLICABLE
-        self._sorter.add(_KEY.pack(model, endpoint, *prefix_hashes(prompt), 0xFFFFFFFF - decode, request, position))
+        return KeyParts(model, endpoint, expected_decode(url, body), self._dedup and is_deterministic(url, body))
+
+    def add_keys(self, keys: np.ndarray[Any, Any]) -> None:
+        """Take the keys of several good lines, as `KEY_ARRAY`."""
+        self._sorter.add(keys.tobytes())
 
     def plan(self, *, skip: PositionSet) -> Plan:
         """Write the order of all lines taken, except those in `skip`. Call only once. Raises: OSError."""
@@ -99,8 +133,9 @@ class Planner:
             for rows in by_group.sorted_blocks():
                 window = np.concatenate([previous, rows])
                 previous = rows[-1:]
-                is_copy, is_start = _is_copy(window), _is_group_start(window)
+                is_copy, is_start = _is_copy(window), _starts(window, _PREFIX.stop)
                 entries = _positions(rows) | is_copy * np.uint64(_COPY_BIT) | is_start * np.uint64(_START_BIT)
+                entries |= _starts(window, _PREFIX.start) * np.uint64(_SECTION_BIT)
                 file.write(entries.data)
                 num_requests += len(rows)
                 num_copies += int(is_copy.sum())
@@ -145,6 +180,49 @@ class Plan:
                 samples.append(entry & _POSITION_BITS)
         if num_requests:
             yield PlannedGroup(tuple(samples), num_requests, num_copies)
+
+    def entries(self) -> Entries:
+        """All entries, mapped into memory."""
+        return np.memmap(self.path, np.uint64, "r") if self.num_requests else np.zeros(0, np.uint64)
+
+    def group_starts(self, min_size: int) -> tuple[np.ndarray[Any, np.dtype[np.int64]], ...]:
+        """The first entry of each group, and the number of its section. Neighbours of one section that begin within the
+        same `min_size` entries count as one group."""
+        starts, sections = [], []
+        offset = num_sections = 0
+        for block in _blocks(self.path):
+            is_section = (block & np.uint64(_SECTION_BIT)) != 0
+            is_start = is_section | ((block & np.uint64(_START_BIT)) != 0)
+            is_start[0] |= offset == 0
+            found = np.flatnonzero(is_start)
+            starts.append(found + offset)
+            sections.append(num_sections + np.cumsum(is_section)[found])
+            offset += len(block)
+            num_sections += int(is_section.sum())
+        first, section = np.concatenate(starts), np.concatenate(sections)
+        is_kept = np.ones(len(first), dtype=bool)
+        is_kept[1:] = (np.diff(first // min_size) != 0) | (np.diff(section) != 0)
+        return first[is_kept], section[is_kept]
+
+
+def item_at(entries: Entries, start: int, end: int, done: PositionSet) -> tuple[WorkItem | None, int]:
+    """The request that begins at an entry, None if all its lines are done, and the entry behind it.
+
+    end: where the part of the plan ends; it is at least `start + 1`.
+    """
+    positions = [int(entries[start]) & _POSITION_BITS]
+    position = start + 1
+    while position < end and len(positions) <= MAX_COPIES and (entry := int(entries[position])) & _COPY_BIT:
+        positions.append(entry & _POSITION_BITS)
+        position += 1
+    left = [one for one in positions if one not in done]
+    return (WorkItem(left[0], tuple(left[1:])) if left else None), position
+
+
+def next_request(entries: Entries, start: int, end: int) -> int:
+    """The first entry from `start` on that begins a request; `end` if there is none nearby."""
+    nearby = np.flatnonzero(entries[start : min(end, start + 4096)] < np.uint64(_COPY_BIT))
+    return start + int(nearby[0]) if len(nearby) else end
 
 
 def _number(numbers: dict[str, int], name: str, highest: int) -> int:
@@ -195,28 +273,38 @@ def _keep_shared_prefixes(before: Rows, rows: Rows, firsts: np.ndarray[Any, np.d
     """A copy of `rows` in which hashes that a request shares with no neighbour are zero. firsts: where each request
     starts; before, after: (1, KEY_WIDTH), the requests around the rows."""
     requests = np.concatenate([before, rows[firsts], after])
-    equals_next = requests[1:] == requests[:-1]
     lengths = np.diff(firsts, append=len(rows))
+    same = _repeats(requests, slice(0, _PREFIX.start))
     kept: Rows = rows.copy()
-    for level in range(len(PREFIX_LENGTHS)):
-        end = _PREFIX.start + 4 * (level + 1)
-        same = equals_next[:, :end].all(axis=1)
-        kept[np.repeat(~(same[1:] | same[:-1]), lengths), end - 4 : end] = 0
+    for start in range(_PREFIX.start, _PREFIX.stop, 4):
+        same = same & _repeats(requests, slice(start, start + 4))
+        kept[np.repeat(~(same[1:] | same[:-1]), lengths), start : start + 4] = 0
     return kept
+
+
+def _fields(rows: Rows, part: slice) -> np.ndarray[Any, np.dtype[np.bytes_]]:
+    """These bytes of each row: (num_rows,)."""
+    return np.ascontiguousarray(rows[:, part]).view(f"S{part.stop - part.start}").ravel()
+
+
+def _repeats(rows: Rows, part: slice) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """For all rows but the first: whether these bytes equal those of the row before it."""
+    fields = _fields(rows, part)
+    repeats: np.ndarray[Any, np.dtype[np.bool_]] = fields[1:] == fields[:-1]
+    return repeats
 
 
 def _is_copy(rows: Rows) -> np.ndarray[Any, np.dtype[np.bool_]]:
     """For all rows but the first: whether the row's request equals the one before it."""
-    requests = rows[:, _REQUEST]
-    is_copy: np.ndarray[Any, np.dtype[np.bool_]] = (requests[1:] == requests[:-1]).all(axis=1)
-    return is_copy & requests[1:].any(axis=1)
+    return _repeats(rows, _REQUEST) & (
+        column(rows[1:], _REQUEST.start, 8) | column(rows[1:], _REQUEST.start + 8, 8) > 0
+    )
 
 
-def _is_group_start(rows: Rows) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """For all rows but the first: whether its model, endpoint or shared prefix differs from the one before it."""
-    groups = rows[:, : _PREFIX.stop]
-    is_start: np.ndarray[Any, np.dtype[np.bool_]] = (groups[1:] != groups[:-1]).any(axis=1)
-    return is_start
+def _starts(rows: Rows, end: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """For all rows but the first: whether it differs from the one before it in the first `end` bytes of its key, which
+    are its model and endpoint, and then its shared prefix."""
+    return ~_repeats(rows, slice(0, end))
 
 
 def _work_items(entries: Iterable[int], done: PositionSet) -> Iterator[WorkItem]:

@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
-from batchline.backends.base import Backend, BackendStats, ServedModel
+from batchline.backends.base import Backend, BackendStats, PoolProgress, ServedModel
 from batchline.batch.history import Distribution
 from batchline.batch.journal import Outcome
 from batchline.errors import RunInterrupted
@@ -40,7 +40,7 @@ class Progress:
     answered_output_tokens: those of this run's results, without failures and copies. failures_by_code: how many lines
     failed with each HTTP status or error code. distributions: how many requests succeeded in how many seconds
     (`latency_s`, only of this process), and with how many `prompt_tokens` and `output_tokens`, by the ranges of
-    `history.range_of`.
+    `history.range_of`. pool: the members of a pool that answers.
     """
 
     done: int
@@ -64,6 +64,7 @@ class Progress:
     answered_output_tokens: int = 0
     failures_by_code: Mapping[str, int] = field(default_factory=dict)
     distributions: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
+    pool: PoolProgress | None = None
 
 
 class Reporter(Protocol):
@@ -211,6 +212,7 @@ class Tally:
             answered_output_tokens=self.output_tokens,
             failures_by_code=dict(self.failures_by_code),
             distributions={name: distribution.counts() for name, distribution in self.distributions.items()},
+            pool=stats.pool,
         )
 
     def _eta_s(self, now: float, rate: float, num_running: int) -> float | None:

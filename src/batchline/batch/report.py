@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from batchline.batch.figures import FailureKind, failure_kinds, plots_of, style_sheet, templates
+from batchline.batch.figures import FailureKind, Shares, failure_kinds, plots_of, style_sheet, templates
 from batchline.batch.files import RunFiles, refuse_unwritable
 from batchline.batch.history import History, Rates, mean_rates
 from batchline.batch.journal import Journal
@@ -77,19 +77,9 @@ class RunView:
     failures: list[FailureKind]
 
     @property
-    def percent(self) -> int:
-        """How much is done, rounded down."""
-        return 100 * self.tally.done // max(self.tally.total, 1)
-
-    @property
-    def good_share(self) -> float:
-        """Percent of all lines that succeeded."""
-        return 100 * (self.tally.done - self.tally.failed) / max(self.tally.total, 1)
-
-    @property
-    def failed_share(self) -> float:
-        """Percent of all lines that failed."""
-        return 100 * self.tally.failed / max(self.tally.total, 1)
+    def shares(self) -> Shares:
+        """How much is done."""
+        return Shares(self.tally.done, self.tally.failed, self.tally.total)
 
 
 def refuse_unwritable_report(path: Path, files: RunFiles) -> None:

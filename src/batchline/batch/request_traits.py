@@ -21,7 +21,8 @@ MAX_LIMIT = 2**53
 
 _LEADING_FIELDS = ("tools", "instructions", "system")
 _PROMPT_FIELDS = ("prompt", "input", "query", "texts", "inputs", "text_1", "queries", "data_1")
-_UNKNOWN_DECODE = 2**31
+MAX_DECODE = 2**31
+"""The expected decode of a request whose output has no limit. Larger ones count as this one."""
 
 
 def prompt_bytes(body: dict[str, Any]) -> bytes:
@@ -84,12 +85,13 @@ def prefix_hashes(prompt: bytes) -> list[int]:
     return hashes
 
 
-def expected_decode(url: str, body: dict[str, Any], prompt: bytes) -> int:
-    """How much work follows the prefix: the most output tokens, or input bytes if the request generates nothing."""
+def expected_decode(url: str, body: dict[str, Any]) -> int | None:
+    """How much work follows the prefix: the most output tokens. None if the request generates nothing: then it is the
+    number of the prompt's bytes."""
     if not generates(url):
-        return min(len(prompt), _UNKNOWN_DECODE)
+        return None
     limit = output_limit(url, body)
-    return _UNKNOWN_DECODE if limit is None else min(limit, _UNKNOWN_DECODE)
+    return MAX_DECODE if limit is None else min(limit, MAX_DECODE)
 
 
 def output_limit(url: str, body: dict[str, Any]) -> int | None:
@@ -113,8 +115,13 @@ def is_deterministic(url: str, body: dict[str, Any]) -> bool:
 
 def request_hash(url: str, body: dict[str, Any]) -> bytes:
     """128 bits of the URL path and body. Equal requests have equal hashes; the order of their keys does not matter."""
+    text = request_text(url, body)
+    return NOT_DEDUPLICABLE if text is None else hashlib.blake2b(text, digest_size=16).digest()
+
+
+def request_text(url: str, body: dict[str, Any]) -> bytes | None:
+    """The text that `request_hash` is the hash of; None if the body is nested too deeply for the writer."""
     try:
-        canonical = orjson.dumps(body, option=orjson.OPT_SORT_KEYS)
+        return b"%b\n%b" % (url.encode(), orjson.dumps(body, option=orjson.OPT_SORT_KEYS))
     except TypeError:
-        return NOT_DEDUPLICABLE
-    return hashlib.blake2b(b"%b\n%b" % (url.encode(), canonical), digest_size=16).digest()
+        return None

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
-from batchline.batch.check import CheckReport
 from batchline.batch.crashes import (
     LETHAL_CRASHES,
     LETHAL_KILLS_ALONE,
@@ -26,6 +25,9 @@ from batchline.batch.progress import Reporter, Tally
 from batchline.errors import ResumeRefused, RunFailed, SavedResults, counted
 
 _INPUT = "input"
+_REQUESTS = "requests"
+"""The batch file that was made from another input, which is then the `_INPUT`."""
+_REQUESTS_CHANGED = "its requests have changed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +93,15 @@ class RunState:
 
 def resume(
     options: RunOptions,
-    report: CheckReport,
+    identity: Mapping[str, str],
+    num_lines: int,
     job_folder: JobFolder,
     reporter: Reporter,
     open_files: ExitStack,
     disk: Disk | None = None,
 ) -> RunState:
-    """Open the journal and count its records. open_files: closes it later. Raises: ResumeRefused, RunFailed."""
+    """Open the journal and count its records. identity: see `run_identity`. num_lines: of the input. open_files: closes
+    the journal later. Raises: ResumeRefused, RunFailed."""
     if not options.resume or not job_folder.journal_path.exists():
         if has_service_notes(job_folder.journal_path):
             reporter.warn(
@@ -105,14 +109,13 @@ def resume(
                 "`batchline batches list` shows them, and `batchline batches cancel` ends one."
             )
         job_folder.start_over()
-    identity = run_identity(options, report.digest, report.num_bytes)
     if options.retry is not None:
-        identity |= options.retry.identity
+        identity = {**identity, **options.retry.identity}
 
     def open_state() -> RunState:
         journal = Journal.open(job_folder.journal_path, identity, disk)
         open_files.callback(journal.close)
-        state = RunState(journal, Tally(report.num_lines))
+        state = RunState(journal, Tally(num_lines))
         state.read_journal()
         return state
 
@@ -162,9 +165,17 @@ def _count_last_crash(state: RunState, crash: Crash | None, reporter: Reporter) 
     )
 
 
-def run_identity(options: RunOptions, digest: str, num_bytes: int) -> dict[str, str]:
-    """Names and values that must be equal to resume a run: the input's digest and the settings that change results."""
-    return {_INPUT: f"sha256:{digest}, {num_bytes} bytes", **options.settings}
+def run_identity(
+    options: RunOptions, digest: str, num_bytes: int, requests: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """Names and values that must be equal to resume a run: the input's digest and the settings that change results.
+
+    digest, num_bytes: of the batch file. requests: see `StagedRequests`, if the batch file was made from another input.
+    """
+    batch_file = f"sha256:{digest}, {num_bytes} bytes"
+    if not requests:
+        return {_INPUT: batch_file, **options.settings}
+    return {**requests, _REQUESTS: batch_file, **options.settings}
 
 
 def _refuse_other_run(found: Mapping[str, str], wanted: Mapping[str, str], num_done: int) -> None:
@@ -174,6 +185,8 @@ def _refuse_other_run(found: Mapping[str, str], wanted: Mapping[str, str], num_d
         for name in {**found, **wanted}
         if (found.get(name) or None) != (wanted.get(name) or None)  # an older version does not know all settings
     ]
+    if len(changes) > 1 and _REQUESTS_CHANGED in changes:
+        changes.remove(_REQUESTS_CHANGED)  # the others are the reasons
     if changes:
         raise ResumeRefused(
             f"An unfinished run with {num_done:,} finished results is beside this output, but it differs: "
@@ -184,4 +197,6 @@ def _refuse_other_run(found: Mapping[str, str], wanted: Mapping[str, str], num_d
 def _change(name: str, before: str | None, now: str | None) -> str:
     if name == _INPUT:
         return "the input file has changed"
+    if name == _REQUESTS:
+        return _REQUESTS_CHANGED
     return f"{name} was {before or 'not set'}, is now {now or 'not set'}"

@@ -10,13 +10,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, get_args
 
-from batchline.backends.base import Backend, RunningBackend
+from batchline.backends.base import Backend, RunningBackend, WithLanes
 from batchline.batch import source
+from batchline.batch.budget import Budget, spent_before
 from batchline.batch.bulk import BulkService, BulkWork
 from batchline.batch.capacity import Capacity, Claim
 from batchline.batch.check import (
@@ -30,13 +31,14 @@ from batchline.batch.check import (
 from batchline.batch.commit import GroupCommit
 from batchline.batch.crashes import InFlight, alternate_stacks, suspects_turn, watched
 from batchline.batch.failures import record_failed_lines, record_lethal_requests, record_unrun_lines
-from batchline.batch.feeder import Feeder
+from batchline.batch.feeder import Feeder, Feeding
 from batchline.batch.file_threads import in_file_thread
 from batchline.batch.files import RunFiles
 from batchline.batch.finished import FinishedRuns
 from batchline.batch.index import LineIndex, LineReader
 from batchline.batch.job_folder import JobFolder
 from batchline.batch.journal import Disk
+from batchline.batch.lanes import LaneFeeder, Lanes
 from batchline.batch.machine_share import MachineShare, machine_share
 from batchline.batch.model_names import (
     endpoint_warnings,
@@ -46,7 +48,7 @@ from batchline.batch.model_names import (
     unserved_warning,
 )
 from batchline.batch.options import MAX_INFLIGHT, Limits, OutputOrder, Retry, RunOptions
-from batchline.batch.plan import Plan, Planner, WorkItem
+from batchline.batch.plan import Plan, Planner
 from batchline.batch.progress import (
     BackendWatch,
     GuardedReporter,
@@ -83,6 +85,9 @@ class RunOwner(Protocol):
 
     async def checked(self, report: CheckReport) -> None:
         """Every line was read and judged."""
+
+    def resumed(self, tally: Tally) -> None:
+        """What earlier processes have done is counted."""
 
     async def answered(self, tally: Tally) -> None:
         """Every line has its result. Also called if the run was cancelled or has expired."""
@@ -179,9 +184,11 @@ class BatchRun:
         self._stop = stop
         self._open_files = contextlib.ExitStack()
         self._state: RunState | None = None
+        self._request_identity: Mapping[str, str] = {}
         self._finished_runs = FinishedRuns(files, options)
         self._pace = Pace()
         self._share: MachineShare | None = None
+        self._budget: Budget | None = None
         self._watch = BackendWatch(reporter, stop, options.grace_period_s)
 
     @property
@@ -198,7 +205,7 @@ class BatchRun:
                 return summary
             checked = await self._check(path)
             await self._read_settings()
-            identity = run_identity(self._options, checked.report.digest, checked.report.num_bytes)
+            identity = self._identity(checked.report.digest, checked.report.num_bytes)
             summary = await self._already_complete(identity)
             if summary is not None:
                 return summary
@@ -209,12 +216,15 @@ class BatchRun:
             state = self._state = await in_file_thread(
                 resume,
                 self._options,
-                checked.report,
+                identity,
+                checked.report.num_lines,
                 self._job_folder,
                 self._reporter,
                 self._open_files,
                 self._disk,
             )
+            if self._owner is not None:
+                self._owner.resumed(state.tally)
             recorded: Mapping[str, str] | None = identity
             if retry is not None:
                 if not await self._keep_results(checked, state, retry):
@@ -261,8 +271,13 @@ class BatchRun:
     async def _stage(self) -> Path:
         location = self._files.input
         self._reporter.phase(f"Reading {'standard input' if location.kind == 'stdio' else location.display}")
-        work = source.stage_input(location, self._job_folder.scratch, self._stop.shutdown.is_set)
-        return await unless_stopped(work, self._stop.shutdown)
+        scratch, should_stop = self._job_folder.scratch, self._stop.shutdown.is_set
+        if self._files.requests is None:
+            return await unless_stopped(source.stage_input(location, scratch, should_stop), self._stop.shutdown)
+        staging = self._files.requests.stage(scratch, self._options, should_stop)
+        staged = await unless_stopped(staging, self._stop.shutdown)
+        self._request_identity = staged.identity
+        return staged.path
 
     async def _check(self, path: Path) -> CheckedInput:
         """Raises: InputUnreadable, InputTooLarge, NoModelServed, NoEndpointServed, RunInterrupted."""
@@ -278,7 +293,8 @@ class BatchRun:
             index,
             scratch=scratch,
             default_model=options.default_model,
-            observer=_observer(planner.add, judges, self._owner),
+            planner=planner,
+            observer=_observer(judges, self._owner),
             should_stop=self._stop.shutdown.is_set,
         )
         for warning in dict.fromkeys(warning for judge in judges.values() for warning in judge.warnings()):
@@ -288,8 +304,10 @@ class BatchRun:
         refuse_over_limits(report, options.limits)
         refuse_without_requests(report, path, self._files.input)
         if options.served_models:
-            refuse_unserved_file(report, options.served_models)
+            refuse_unserved_file(report, options.served_models, can_rename=options.can_rename)
         refuse_unserved_endpoints(report, options.served_endpoints)
+        if options.cost is not None:
+            options.cost.prices.refuse_unknown(list({group.model: None for group in report.groups.values()}))
         return CheckedInput(path, index, report, planner)
 
     async def _read_settings(self) -> None:
@@ -308,7 +326,10 @@ class BatchRun:
             return None
         await self._read_settings()
         digest, num_bytes = await in_file_thread(file_digest, path)
-        return await self._already_complete(run_identity(self._options, digest, num_bytes))
+        return await self._already_complete(self._identity(digest, num_bytes))
+
+    def _identity(self, digest: str, num_bytes: int) -> dict[str, str]:
+        return run_identity(self._options, digest, num_bytes, self._request_identity)
 
     async def _already_complete(self, identity: Mapping[str, str]) -> RunSummary | None:
         if self._options.retry is not None or self._job_folder.journal_path.exists():
@@ -339,23 +360,27 @@ class BatchRun:
         except OSError as exc:
             raise RunFailed(f"The results to keep cannot be saved: {exc.strerror or exc}.") from exc
         num_again = state.tally.total - num_kept
+        codes = ", ".join(f"{count:,} x {code}" for code, count in sorted(failures.items()))
+        if num_again and (unknown := [code for code in retry.codes if code not in failures]):
+            self._reporter.warn(f"No line failed with {' or '.join(unknown)}. The failures are {codes}.")
         if num_again:
             self._reporter.phase(f"Keeping {counted(num_kept, 'result')}, retrying {counted(num_again, 'request')}")
             return True
-        codes = ", ".join(f"{count:,} x {code}" for code, count in sorted(failures.items()))
         why = f"the failures are {codes}, and --only is {','.join(retry.codes)}" if failures else "no line failed"
         self._reporter.phase(f"Nothing to retry: {why}. The output is unchanged")
         return False
 
     async def _summary(self, checked: CheckedInput, state: RunState) -> RunSummary:
         models = self._watch.models.values()
-        return await in_file_thread(summarize, state, checked.index, self._files, self._pace, models)
+        summary = await in_file_thread(summarize, state, checked.index, self._files, self._pace, models)
+        return summary if self._budget is None else replace(summary, cost_usd=self._budget.spent)
 
     def _tell_findings(self, report: CheckReport) -> None:
         """Warn of what will fail. Raises: UsageError under `strict`."""
         served = self._options.served_models or ()
-        findings = findings_of(report, None)
-        if served and (warning := unserved_warning(report, served)) is not None:
+        line = "line" if self._files.requests is None else "row"
+        findings = findings_of(report, None, line=line)
+        if served and (warning := unserved_warning(report, served, can_rename=self._options.can_rename)) is not None:
             findings.append(warning)
         findings += endpoint_warnings(report, self._options.served_endpoints)
         findings += report.unknown_fields.warnings()
@@ -364,8 +389,8 @@ class BatchRun:
         if findings and self._options.strict:
             raise UsageError("Stopped by --strict before any request was run: " + findings[0])
         if not report.num_lines:
-            self._reporter.warn("The input has no lines; the output will be empty.")
-        self._reporter.phase(f"Checked {counted(report.num_lines, 'line')}")
+            self._reporter.warn(f"The input has no {line}s; the output will be empty.")
+        self._reporter.phase(f"Checked {counted(report.num_lines, line)}")
 
     def _tell_growth(self, checked: CheckedInput) -> None:
         """Warn of lines that were added to the input during the run."""
@@ -403,9 +428,10 @@ class BatchRun:
             await self._answer_in_bulk(backend, plan, reader, state)
             return
         await asyncio.to_thread(self._give_up_lethal_requests, plan, reader, state)
+        await self._open_budget(checked, state, reader)
         if next(plan.items(state.done), None) is None or self._stop.is_set():
             return
-        self._reporter.phase("Loading the model")
+        self._reporter.phase(self._options.start_phase)
         self._stop.notice = STOPPING_LOADING
         with watched(self._job_folder.path) as in_flight, self._stop.calling(in_flight.accuse_nobody):
             self._pace.begin_loading()
@@ -416,14 +442,26 @@ class BatchRun:
                 self._pace.begin_running(state.tally)
                 await self._watch.report_models(started)
                 self._reporter.phase(f"Running {counted(state.tally.total - state.tally.done, 'request')}")
-                for items, are_suspects in _in_groups(plan, state):
-                    feeder = Feeder(items, reader, keeps_raw=started.wants_raw_bodies)
-                    async with suspects_turn(self._stop) if are_suspects else contextlib.nullcontext():
-                        await self._run_requests(started, feeder, state, in_flight, are_suspects=are_suspects)
+                suspects = state.suspects
+                for group in suspects.groups(plan.items(state.done)) if suspects else ():
+                    feeder = Feeder(iter(group), reader, keeps_raw=started.wants_raw_bodies)
+                    async with suspects_turn(self._stop):
+                        await self._run_requests(started, feeder, state, in_flight, are_suspects=True)
+                num_lanes = started.num_lanes() if isinstance(started, WithLanes) else 1
+                others = _without_suspects(plan, state, reader, started, num_lanes)
+                await self._run_requests(started, others, state, in_flight, num_lanes=num_lanes)
                 self._pace.end(state.tally)
                 self._stop.notice = STOPPING_IDLE
                 if self._options.report is not None:
                     self._share = await machine_share(started, self._watch.models, before, self._pace.run_time_s)
+
+    async def _open_budget(self, checked: CheckedInput, state: RunState, reader: LineReader) -> None:
+        """Count what earlier processes have spent, if costs are counted."""
+        options = self._options.cost
+        if options is not None:
+            models = list({group.model: None for group in checked.report.groups.values()})
+            spent = await in_file_thread(spent_before, options, models, state.journal.results(), reader)
+            self._budget = Budget(options, spent)
 
     async def _answer_in_bulk(self, service: BulkService, plan: Plan, reader: LineReader, state: RunState) -> None:
         if state.tally.done == state.tally.total or self._stop.is_set():
@@ -459,7 +497,14 @@ class BatchRun:
             self._reporter.warn(sentence)
 
     async def _run_requests(
-        self, backend: Backend, feeder: Feeder, state: RunState, in_flight: InFlight, *, are_suspects: bool
+        self,
+        backend: Backend,
+        feeder: Feeding,
+        state: RunState,
+        in_flight: InFlight,
+        *,
+        are_suspects: bool = False,
+        num_lanes: int = 1,
     ) -> None:
         max_inflight = min(self._options.max_inflight or max(1, backend.concurrency()), MAX_INFLIGHT)
         capacity = self._capacity or Capacity(max_inflight)
@@ -471,15 +516,21 @@ class BatchRun:
             share=capacity.share(self._claim, is_exclusive=are_suspects and self._capacity is not None),
             max_inflight=min(max_inflight, capacity.num_places, state.tally.total - state.tally.done),
             in_flight=in_flight,
+            budget=self._budget,
+            num_lanes=num_lanes,
         )
         try:
             async with self._watch.reporting(backend, state.tally, in_flight):
                 await runner.run(self._stop, self._options.grace_period_s)
+            if self._budget is not None and self._budget.is_exhausted:
+                raise RunFailed(self._budget.sentence(state.tally.total - state.tally.done))
         except RunFailed as exc:
             if await _may_be_a_requests_fault(exc.__cause__, backend):
                 with contextlib.suppress(OSError):  # a full disk: the next run has no suspects
                     await asyncio.to_thread(note_crash, state, in_flight.crash(exc.reason))
             raise
+        finally:
+            await feeder.close()
 
 
 def _judges(options: RunOptions) -> dict[str, RequestJudge]:
@@ -495,15 +546,13 @@ def _judges(options: RunOptions) -> dict[str, RequestJudge]:
     return judges
 
 
-def _observer(observer: LineObserver, judges: Mapping[str, RequestJudge], owner: RunOwner | None) -> LineObserver:
-    """Calls `observer`, and then the judge of the line's model and the owner. Any judge refuses a model that is not
-    served."""
+def _observer(judges: Mapping[str, RequestJudge], owner: RunOwner | None) -> LineObserver | None:
+    """Calls the judge of the line's model, and the owner. Any judge refuses a model that is not served."""
     if not judges and owner is None:
-        return observer
+        return None
     any_judge = next(iter(judges.values()), None)
 
     def observe(position: int, url: str, body: dict[str, Any]) -> None:
-        observer(position, url, body)
         judge = judges.get(body["model"], any_judge)
         if judge is not None:
             judge(position, url, body)
@@ -513,15 +562,14 @@ def _observer(observer: LineObserver, judges: Mapping[str, RequestJudge], owner:
     return observe
 
 
-def _in_groups(plan: Plan, state: RunState) -> Iterator[tuple[Iterator[WorkItem], bool]]:
-    """What is left to run, in groups: suspects, then all others. Each group ends before the next starts.
-
-    Yields each group, and whether it consists of suspects.
-    """
+def _without_suspects(plan: Plan, state: RunState, reader: LineReader, backend: Backend, num_lanes: int) -> Feeding:
+    """What is left to run, without the suspects, which have run before."""
     suspects = state.suspects
-    if suspects:
-        yield from ((iter(group), True) for group in suspects.groups(plan.items(state.done)))
-    yield (item for item in plan.items(state.done) if not suspects.weight(item.position)), False
+    if num_lanes == 1:
+        items = (item for item in plan.items(state.done) if not suspects.weight(item.position))
+        return Feeder(items, reader, keeps_raw=backend.wants_raw_bodies)
+    lanes = Lanes(plan, state.done, num_lanes, lambda item: bool(suspects.weight(item.position)))
+    return LaneFeeder(lanes, num_lanes, reader, keeps_raw=backend.wants_raw_bodies)
 
 
 async def _may_be_a_requests_fault(cause: BaseException | None, backend: Backend) -> bool:

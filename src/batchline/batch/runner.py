@@ -20,10 +20,11 @@ import orjson
 
 from batchline.backends.base import Answer, Backend, EndpointRequest, ask, unknown_path
 from batchline.batch import lines
+from batchline.batch.budget import Budget
 from batchline.batch.capacity import Share
 from batchline.batch.commit import GroupCommit
 from batchline.batch.crashes import InFlight
-from batchline.batch.feeder import Feeder, ReadyRequest
+from batchline.batch.feeder import Feeding, ReadyRequest
 from batchline.batch.journal import Outcome
 from batchline.callers import EngineProgress, engine_progress
 from batchline.errors import (
@@ -61,20 +62,25 @@ class Runner:
     def __init__(
         self,
         *,
-        feeder: Feeder,
+        feeder: Feeding,
         backend: Backend,
         commit: GroupCommit,
         share: Share,
         max_inflight: int,
         in_flight: InFlight,
+        budget: Budget | None = None,
+        num_lanes: int = 1,
     ) -> None:
-        """share: of the backend's capacity; closed by `run`. max_inflight: of this run's requests."""
+        """share: of the backend's capacity; closed by `run`. max_inflight: of this run's requests. num_lanes: of the
+        feeder; each gets as many workers as the others."""
+        self._num_lanes = num_lanes
         self._feeder = feeder
         self._share = share
         self._in_flight = in_flight
         self._backend = backend
         self._commit = commit
         self._max_inflight = max_inflight
+        self._budget = budget
         self._taking = asyncio.Lock()
         self._lead_is_over = asyncio.Event()
         self._has_warned_of_usage = False
@@ -89,7 +95,10 @@ class Runner:
         """
         commit_task = asyncio.create_task(self._commit.run(), name="journal commit")
         workers = [asyncio.create_task(self._work(stop), name="worker 0")]
-        workers += [asyncio.create_task(self._follow(stop), name=f"worker {n}") for n in range(1, self._max_inflight)]
+        workers += [
+            asyncio.create_task(self._follow(stop, n % self._num_lanes), name=f"worker {n}")
+            for n in range(1, self._max_inflight)
+        ]
         lead = asyncio.get_running_loop().call_later(MAX_LEAD_S, self._lead_is_over.set)
         try:
             await _until_stopped_or_failed(workers, commit_task, stop, grace_period_s, drop_waiting=self._drop_waiting)
@@ -112,11 +121,11 @@ class Runner:
                 worker.cancel()
                 self._in_flight.leave(position)
 
-    async def _work(self, stop: asyncio.Event) -> None:
+    async def _work(self, stop: asyncio.Event, lane: int = 0) -> None:
         task = asyncio.current_task()
         assert task is not None
         while not stop.is_set():
-            item = await self._take()
+            item = await self._take(lane)
             if item is None:
                 break
             try:
@@ -134,18 +143,20 @@ class Runner:
                 self._lead_is_over.set()
         self._lead_is_over.set()
 
-    async def _take(self) -> ReadyRequest | None:
+    async def _take(self, lane: int) -> ReadyRequest | None:
         """The next request and a place for it; None if there is no request, or the share is closed.
 
         Only one worker at a time has a request without a place, so that the limit on bytes covers all requests.
         """
         async with self._taking:
-            item = await self._feeder.next()
+            item = await self._feeder.next(lane)
+            if item is not None and self._budget is not None and not await self._budget.admit(item.request):
+                return None
             return item if item is not None and await self._share.take(item.num_bytes) else None
 
-    async def _follow(self, stop: asyncio.Event) -> None:
+    async def _follow(self, stop: asyncio.Event, lane: int) -> None:
         await self._lead_is_over.wait()
-        await self._work(stop)
+        await self._work(stop, lane)
 
     async def _answer(self, item: ReadyRequest, progress: EngineProgress, stop: asyncio.Event) -> None:
         asked_at = time.monotonic()
@@ -153,6 +164,7 @@ class Runner:
         latency_s = time.monotonic() - asked_at
         self._in_flight.leave(item.served[0][0])
         if asked is None:
+            self._settle(item.request, None)
             return  # the next run sends it again
         answer, body = asked
         usage = self._counted_usage(answer)
@@ -164,8 +176,24 @@ class Runner:
                 hex_id = lines.new_id()
                 given, written = copied(answer, body, item.request, hex_id)
             status = str(answer.status_code)
-            outcome = Outcome(position, status, is_copy=number > 0, latency_s=latency_s, **usage._asdict())
+            outcome = Outcome(
+                position,
+                status,
+                usage.prompt_tokens,
+                usage.cached_tokens,
+                usage.output_tokens,
+                number > 0,
+                usage.audio_s,
+                usage.reasoning_tokens,
+                latency_s,
+            )
+            if number == 0:
+                self._settle(item.request, outcome)
             await self._commit.put(outcome, lines.answer_line(hex_id, custom_id, given, written))
+
+    def _settle(self, request: EndpointRequest, outcome: Outcome | None) -> None:
+        if self._budget is not None:
+            self._budget.settle(request, outcome)
 
     async def _ask_until_final(self, request: EndpointRequest, stop: asyncio.Event) -> tuple[Answer, bytes] | None:
         """The first answer that is not transient, or the last one; None if the run was stopped between two attempts."""
@@ -220,7 +248,8 @@ def _checked(answer: Answer, request_id: str) -> tuple[Answer, bytes]:
         raise InvalidAnswer(f"its status code is {answer.status_code!r}")
     body = answer.body
     if isinstance(body, bytes):
-        answer = replace(answer, body=answer.parsed_body())
+        if answer.values is None:
+            answer = replace(answer, body=answer.parsed_body())
         body = body.replace(b"\n", b" ").replace(b"\r", b" ")  # white space: JSON has neither inside strings
     elif isinstance(body, Mapping | list | str):
         body = lines.encode_body(body)
@@ -330,6 +359,8 @@ def usage_of(body: Mapping[str, Any]) -> AnswerUsage:
 
 
 def _of(value: Any, name: str) -> Any:
+    if type(value) is dict:  # nearly always, and much faster than the check of an abstract class
+        return value.get(name)
     if not isinstance(value, Mapping):
         raise InvalidAnswer(f"a value of type {type(value).__name__}")
     return value.get(name)

@@ -12,10 +12,13 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from batchline.native.batch_lines import load_batch_lines, sort_rows
+
 Rows: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
 """(num_rows, width) uint8."""
 
 DEFAULT_MEMORY_BYTES = 48 * 1024 * 1024
+_BLOCK_ROWS = 65536
 
 
 class RowSorter:
@@ -58,8 +61,7 @@ class RowSorter:
     def _spill(self) -> None:
         directory, name = self._paths
         path = directory / f"{name}.{len(self._runs)}.run"
-        rows = np.frombuffer(self._buffer, dtype=self._dtype)
-        rows.sort()
+        rows = _sorted(np.frombuffer(self._buffer, dtype=self._dtype))
         path.write_bytes(rows.data)  # not numpy's own writer: its errors do not say that a disk is full
         del rows
         self._buffer = bytearray()
@@ -67,10 +69,8 @@ class RowSorter:
 
     def _sorted_buffer_blocks(self) -> Iterator[Rows]:
         buffer, self._buffer = self._buffer, bytearray()
-        rows = np.frombuffer(buffer, dtype=self._dtype)
-        rows.sort()
-        for start in range(0, len(rows), 65536):
-            yield _as_rows(rows[start : start + 65536], self.width)
+        rows = _sorted(np.frombuffer(buffer, dtype=self._dtype))
+        yield from self._in_blocks(rows)
 
     def _merged_blocks(self) -> Iterator[Rows]:
         share = max(1, self._block_rows // len(self._runs))
@@ -83,8 +83,14 @@ class RowSorter:
             unfinished = [bytes(run.buffer[-1]) for run in runs if not run.is_exhausted]
             parts = [run.take_through(min(unfinished) if unfinished else None) for run in runs]
             merged = np.concatenate(parts)
-            merged.sort()
-            yield _as_rows(merged, self.width)
+            merged.sort(kind="stable")  # the method that finds the sorted parts, and only merges them
+            del parts
+            yield from self._in_blocks(merged)
+
+    def _in_blocks(self, rows: np.ndarray[Any, np.dtype[np.bytes_]]) -> Iterator[Rows]:
+        """Small blocks, because callers need several times the memory of one."""
+        for start in range(0, len(rows), _BLOCK_ROWS):
+            yield _as_rows(rows[start : start + _BLOCK_ROWS], self.width)
 
 
 class _Run:
@@ -110,6 +116,16 @@ class _Run:
         count = len(self.buffer) if bound is None else int(np.searchsorted(self.buffer, np.bytes_(bound), side="right"))
         taken, self.buffer = self.buffer[:count], self.buffer[count:]
         return taken
+
+
+def _sorted(rows: np.ndarray[Any, np.dtype[np.bytes_]]) -> np.ndarray[Any, np.dtype[np.bytes_]]:
+    """Sort in place, and return the same array."""
+    library = load_batch_lines()
+    if library is None:
+        rows.sort()
+    else:
+        sort_rows(library, rows)
+    return rows
 
 
 def column(rows: Rows, start: int, width: int) -> np.ndarray[Any, np.dtype[np.uint64]]:

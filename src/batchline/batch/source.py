@@ -12,20 +12,41 @@ import os
 import select
 import stat
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import BinaryIO, Protocol, cast
 
 from batchline.batch.compression import MAGIC_BYTES, codec_of_bytes, decompressed_chunks
 from batchline.batch.file_format import refuse_foreign_format
 from batchline.batch.index import open_regular
 from batchline.batch.locations import Location
+from batchline.batch.options import RunOptions
 from batchline.batch.remote import file_system, object_version
 from batchline.errors import BatchlineError, InputUnreadable, RunFailed, RunInterrupted
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _POLL_S = 0.2
 _CHANGED = "it changed while it was being read; run the same command again."
+
+
+@dataclass(frozen=True, slots=True)
+class StagedRequests:
+    """A batch file that a run has made from its input. identity: names and values of all that the lines depend on; a
+    run is only resumed with equal ones."""
+
+    path: Path
+    identity: Mapping[str, str] = field(default_factory=dict)
+
+
+class RequestSource(Protocol):
+    """Makes the batch file of a run whose input is something else, such as a table."""
+
+    async def stage(self, folder: Path, options: RunOptions, should_stop: Callable[[], bool]) -> StagedRequests:
+        """Write the batch file into `folder`, which exists. The same input gives the same bytes. options: of the run.
+
+        Raises: UsageError, RunFailed on a full disk, RunInterrupted.
+        """
 
 
 def refuse_unreadable(location: Location) -> None:
@@ -51,10 +72,18 @@ async def stage_input(location: Location, folder: Path, should_stop: Callable[[]
 
     Raises: InputUnreadable, also for a file of another format; UsageError, RunFailed on a full disk, RunInterrupted.
     """
+    path = await stage_bytes(location, folder, should_stop)
     try:
-        path = await _stage(location, folder, should_stop)
         await asyncio.to_thread(refuse_foreign_format, path, location)
-        return path
+    except OSError as exc:
+        raise input_failure(location.display, exc) from exc
+    return path
+
+
+async def stage_bytes(location: Location, folder: Path, should_stop: Callable[[], bool]) -> Path:
+    """As `stage_input`, for a file of any format."""
+    try:
+        return await _stage(location, folder, should_stop)
     except OSError as exc:
         raise input_failure(location.display, exc) from exc
 

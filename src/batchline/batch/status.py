@@ -13,10 +13,12 @@ import os
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta, timezone
+from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
@@ -27,11 +29,11 @@ from batchline.batch.files import RunFiles, job_folder_for
 from batchline.batch.finished import FinishedRun, finished_runs
 from batchline.batch.index import PositionSet
 from batchline.batch.job_folder import journal_in, lock_holder
-from batchline.batch.journal import saved_results
+from batchline.batch.journal import saved_statuses
 from batchline.batch.location_targets import target_at
 from batchline.batch.locations import STDIO, parse_location
 from batchline.batch.options import RunOptions
-from batchline.batch.progress import Progress, Reporter, Tally
+from batchline.batch.progress import Progress, Reporter
 from batchline.user_state import replace_record
 
 logger = logging.getLogger(__name__)
@@ -239,16 +241,17 @@ def _unfinished(record: RunRecord) -> KnownRun | None:
     )
     if is_running:
         run = replace(run, pid=record.pid, host=record.host, phase=record.phase)
-    if progress is None:
-        return run
-    run = replace(
-        run,
-        total=progress.total,
-        done=progress.done,
-        failed=progress.failed,
-        failures_by_code=dict(progress.failures_by_code),
-    )
-    if not is_running:
+    if progress is not None:
+        run = replace(
+            run,
+            total=progress.total,
+            done=progress.done,
+            failed=progress.failed,
+            failures_by_code=dict(progress.failures_by_code),
+        )
+    if not is_running and not record.has_ended:
+        return _counted(run)
+    if not is_running or progress is None:
         return run
     return replace(
         run,
@@ -280,24 +283,43 @@ def _finished(record: FinishedRun) -> KnownRun:
 
 def _unrecorded(output: str, job_folder: Path) -> KnownRun:
     """A run that has published nothing, such as one of a Python program, from its journal."""
-    tally, seen = Tally(0), PositionSet()
     journal = journal_in(job_folder)
     changed_at = datetime.fromtimestamp(journal.stat().st_mtime, timezone.utc)
-    for outcome, _ in saved_results(journal):
-        if seen.add(outcome.position):
-            tally.add(outcome)
     pid = lock_holder(job_folder)
     is_running = pid is not None and psutil.pid_exists(pid)
-    return KnownRun(
-        state="running" if is_running else "interrupted",
-        output=output,
-        pid=pid if is_running else None,
-        updated_at=changed_at,
-        job_folder=str(job_folder),
-        done=tally.done,
-        failed=tally.failed,
-        failures_by_code=tally.failures_by_code,
+    return _counted(
+        KnownRun(
+            state="running" if is_running else "interrupted",
+            output=output,
+            pid=pid if is_running else None,
+            updated_at=changed_at,
+            job_folder=str(job_folder),
+            failures_by_code={},
+        )
     )
+
+
+def _counted(run: KnownRun) -> KnownRun:
+    """The run with the counts of its journal. A process that is killed has published only what it had a second ago."""
+    journal = journal_in(Path(run.job_folder or ""))
+    try:
+        found = journal.stat()
+        counts = _counts_of(journal, found.st_size, found.st_mtime_ns)
+    except OSError as exc:  # it is being removed, for example
+        logger.debug("the journal %s cannot be counted: %s", journal, exc)
+        return run
+    failures = {status: count for status, count in counts.items() if not status.startswith("2")}
+    return replace(run, done=counts.total(), failed=sum(failures.values()), failures_by_code=failures)
+
+
+@lru_cache(maxsize=16)
+def _counts_of(journal: Path, _num_bytes: int, _changed_ns: int) -> Counter[str]:
+    """How many results of a journal have each status. Cached until it changes, because `--watch` asks each second.
+
+    Raises: OSError.
+    """
+    seen = PositionSet()
+    return Counter(status for position, status in saved_statuses(journal) if seen.add(position))
 
 
 def _is_running(record: RunRecord) -> bool:

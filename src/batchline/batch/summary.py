@@ -50,6 +50,7 @@ class RunSummary:
     that this saved. resumed: lines that an earlier run did. frequent_failures: the most frequent messages.
     load_time_s: time until the backend was ready. run_time_s: time from then until the last answer was saved. The rates
     are for this time, without lines of an earlier run; computed: requests in this time, without copies.
+    cost_usd: the dollars of all answers, if prices are known; None if not.
     models: a record of each model that this run loaded.
     finished_before: when an equal run finished whose results are unchanged, so that this run computed nothing.
     output, error_file: where the results are, as messages show it: without the secrets of a URL.
@@ -75,6 +76,7 @@ class RunSummary:
     output_tokens_per_s: float = 0.0
     audio_s_per_s: float = 0.0
     wall_time_s: float = 0.0
+    cost_usd: float | None = None
     models: tuple[ModelFacts, ...] = ()
     finished_before: datetime | None = None
     output: str = ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isinf
 from typing import Any
 
 from pydantic import BaseModel
@@ -82,12 +83,16 @@ class TokenCounts:
 
     def expected_output(self, usual: float | None) -> float | None:
         """The expected output tokens; None if they are not known. usual: the mean length of an answer in earlier runs,
-        unless a limit is lower, or `min_tokens` higher."""
+        unless a limit is lower, or `min_tokens` higher; infinite if limits alone have ended their answers."""
         num_open = self.num_limited + self.num_unlimited - self.num_fixed
-        if usual is None:
-            return None if num_open else self.fixed_output
-        limited = min(self.output_limit - self.fixed_output, (self.num_limited - self.num_fixed) * usual)
-        return self.fixed_output + max(self.least_output, limited + self.num_unlimited * usual)
+        if not num_open:
+            return self.fixed_output
+        if usual is None or (isinf(usual) and self.num_unlimited):
+            return None
+        num_limited = self.num_limited - self.num_fixed
+        limited = min(self.output_limit - self.fixed_output, num_limited * usual) if num_limited else 0
+        unlimited = self.num_unlimited * usual if self.num_unlimited else 0
+        return self.fixed_output + max(self.least_output, limited + unlimited)
 
 
 class CharacterCounter:

@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -46,13 +46,25 @@ def folder_digest(folder: Path, state_dir: Path | None, on_read: OnRead | None =
 
     Raises: OSError, and what `on_read` raises.
     """
+    names = {path: os.fsencode(path.relative_to(folder)) for path in sorted(model_files(folder))}
+    return _digest(names, state_dir, on_read)
+
+
+def files_digest(paths: Sequence[Path], state_dir: Path | None, on_read: OnRead | None = None) -> str:
+    """The digest of a model in one file, or a few, such as GGUF files: by their order, not by their names.
+
+    Arguments and errors as for `folder_digest`.
+    """
+    return _digest({path: b"%d" % index for index, path in enumerate(paths)}, state_dir, on_read)
+
+
+def _digest(names: Mapping[Path, bytes], state_dir: Path | None, on_read: OnRead | None) -> str:
     digest = hashlib.sha256()
-    files = [_File(path, state_dir) for path in sorted(_files(folder))]
+    files = [_File(path, state_dir) for path in names]
     reading = _Reading(sum(file.size for file in files if file.has_to_be_read), on_read)
     with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1), thread_name_prefix="batchline-digests") as pool:
         for file in files:
-            name = os.fsencode(file.path.relative_to(folder))
-            digest.update(b"%s\0%s\0" % (name, file.digest(pool, reading)))
+            digest.update(b"%s\0%s\0" % (names[file.path], file.digest(pool, reading)))
     return digest.hexdigest()
 
 
@@ -72,7 +84,7 @@ class _Reading:
                 self._on_read(self._num_read, self._total)
 
 
-def _files(folder: Path) -> Iterator[Path]:
+def model_files(folder: Path) -> Iterator[Path]:
     """The files that may change results. Hidden files, caches, documents, training checkpoints and other programs'
     weights do not; README.md does, because an embedding model's metadata is there."""
     for path in folder.rglob("*"):

@@ -49,8 +49,8 @@ def reading(model: str, fault: str = "the folder is not a usable Hugging Face mo
 
 
 def why_not_loaded(model: str, exc: BaseException, fault: str) -> str:
-    """Why a model could not be loaded, as text for the user. fault: see `reading`; only said of local folders."""
-    if os.path.isdir(model):
+    """Why a model could not be loaded, as text for the user. fault: see `reading`; only said of local files."""
+    if os.path.exists(model):
         return f"{fault} ({short_reason(exc)})"
     if os.path.sep in model and (model.startswith((".", "~", os.path.sep)) or model.count("/") > 1):
         return "no such folder"

@@ -58,6 +58,9 @@ FOREIGN_WEIGHTS = {
 }
 """Weight files that transformers does not load, and the name of their format."""
 
+GGUF_PART = "weights.gguf-part"
+"""Links to GGUF files begin with this, in a folder that `gguf_folder` has made."""
+
 OWN_WEIGHTS = ("*.safetensors", "*.bin")
 OTHER_TENSORS = ("adapter_*", "consolidated*", "training_args.bin", "optimizer.bin", "scheduler.bin")
 """Files that match `OWN_WEIGHTS`, but do not contain a model's weights."""
@@ -79,6 +82,8 @@ def refuse_foreign_format(model: str, revision: str | None = None) -> None:
         kind = "a GGUF file" if model.endswith(".gguf") else "a file"
         raise UnsupportedModel(model, f"it is {kind}; Batchline runs model folders in the Hugging Face format")
     if not os.path.isdir(model) and model.count("/") != 1:
+        return
+    if any(Path(model).glob(f"{GGUF_PART}*")):
         return
     config = read_json(model, "config.json", revision)
     if read_json(model, "adapter_config.json", revision) is not None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
@@ -15,8 +16,10 @@ from batchline.errors import OutputUnwritable, RunFailed, RunInterrupted, Servic
 from batchline.printable import printable
 
 if TYPE_CHECKING:
-    from batchline.client.objects import BatchObject
+    from batchline.client.objects import BatchObject, ServiceObject
     from batchline.client.service import Service
+
+Listed = TypeVar("Listed", bound="ServiceObject")
 
 BatchId = Annotated[str, typer.Argument(metavar="BATCH", help="Id of the batch.")]
 
@@ -70,12 +73,7 @@ def list_batches(
 ) -> None:
     """List the newest batches."""
     found = options.call(lambda service: service.batches(limit=limit))
-    if options.as_json:
-        show_json({"object": "list", "data": [batch.raw for batch in found]})
-    elif found:
-        show_batches(found)
-    else:
-        tell("There are no batches.")
+    print_list(options, found, show_batches, "There are no batches.")
 
 
 @takes_options("options", ServiceOptions)
@@ -219,6 +217,18 @@ class WatchingStopped(RunInterrupted):
 
     def __str__(self) -> str:
         return f"Stopped watching. The batch continues; watch it again with:\n  batchline batches watch {self.batch_id}"
+
+
+def print_list(
+    options: ServiceOptions, found: Sequence[Listed], show_all: Callable[[Sequence[Listed]], None], none: str
+) -> None:
+    """Show batches or files, or their JSON. none: the message if there are none."""
+    if options.as_json:
+        show_json({"object": "list", "data": [one.raw for one in found]})
+    elif found:
+        show_all(found)
+    else:
+        tell(none)
 
 
 def refuse_existing(path: Path, *, overwrite: bool) -> None:

@@ -32,6 +32,9 @@ _SEVERAL: Mapping[str, Callable[[list[str]], list[str]]] = {
 }
 """Options that take all values up to the next option, and the values to repeat the option with."""
 
+_OPTIONAL_VALUES = {"--ray": "auto"}
+"""Options that may be given without a value, and what that means."""
+
 _TRUTH = {"true": True, "false": False}
 
 
@@ -164,7 +167,8 @@ class ArgumentReader:
         elif option is not None and option.metavar == JSON:
             self._take_part(base, path, value if is_given else None)
         elif found is not None:
-            self._take_vllm(base, *found, value if is_given else None)
+            given = value if is_given else None
+            self._take_vllm(base, *found, self._dotted_value(name, path, given) if dot else given)
         else:
             self._refuse_unknown(name)
 
@@ -219,6 +223,12 @@ class ArgumentReader:
         if value is not None:
             self._parts.setdefault(name, []).append((path, value))
 
+    def _dotted_value(self, name: str, path: str, value: str | None) -> str | None:
+        """The JSON object that `--option.path value` stands for in vLLM."""
+        value = self._value(name, value)
+        target: dict[str, Any] = {}
+        return json.dumps(target) if value is not None and _put(target, path, value) else value
+
     def _take_vllm(self, name: str, option: VllmOption, is_negated: bool, value: str | None) -> None:
         values = self._values_of(name, option, value)
         if values is None:
@@ -241,7 +251,10 @@ class ArgumentReader:
         return [self._left.popleft().lower() if option.takes == "flag" else self._left.popleft()] if is_value else []
 
     def _value(self, name: str, value: str | None) -> str | None:
-        """The value, or the next token. If an option or nothing follows, None, and a problem is noted."""
+        """The value, or the next token. If an option or nothing follows: what the option means without a value, or None
+        with a problem noted."""
+        if value is None and name in _OPTIONAL_VALUES and (not self._left or self._left[0].startswith("-")):
+            return _OPTIONAL_VALUES[name]
         if value is None and (not self._left or self._is_option(self._left[0])):
             self.problems.append(f"{name}: it needs a value.")
             return None

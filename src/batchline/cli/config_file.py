@@ -151,8 +151,10 @@ def _closest(name: str, known: Iterable[str], prefix: str = "") -> str:
 
 
 def environment_settings(options: Mapping[str, Any], environment: Mapping[str, str]) -> list[Setting]:
-    """The variables that are set and not empty, for `options` by long name."""
-    variables = [(parameter, PREFIX + _shouted(name)) for name, parameter in options.items()]
+    """The variables that are set and not empty, for `options` by long name. BATCHLINE_BASE_URL is the service of the
+    commands that call one, and must not change who answers a run."""
+    names = [name for name in options if _shouted(name) not in _OTHERS]
+    variables = [(options[name], PREFIX + _shouted(name)) for name in names]
     keys: list[str] = [environment[_VLLM_API_KEY]] if environment.get(_VLLM_API_KEY) else []
     vllm = [Setting(options["api-key"], _VLLM_API_KEY, lambda: keys)] if keys and "api-key" in options else []
     return vllm + [

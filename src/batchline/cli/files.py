@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from batchline.cli.batches import refuse_existing
+from batchline.cli.batches import print_list, refuse_existing
 from batchline.cli.messages import show_json, tell
 from batchline.cli.option_groups import takes_options
 from batchline.cli.service_options import ServiceOptions
@@ -53,12 +53,7 @@ def list_files(
 ) -> None:
     """List the newest files."""
     found = options.call(lambda service: service.files(purpose=purpose, limit=limit))
-    if options.as_json:
-        show_json({"object": "list", "data": [file.raw for file in found]})
-    elif found:
-        show_files(found)
-    else:
-        tell("There are no files.")
+    print_list(options, found, show_files, "There are no files.")
 
 
 @takes_options("options", ServiceOptions)

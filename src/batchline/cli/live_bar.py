@@ -20,12 +20,15 @@ from rich.text import Text
 
 from batchline.batch.progress import Progress
 from batchline.cli.messages import Level, log
-from batchline.cli.progress_text import GAP, bar_text, duration
+from batchline.cli.progress_text import GAP, bar_shows_pool, bar_text, duration, pool_text
 from batchline.printable import printable
 
 _STYLES: dict[Level, str] = {"info": "dim", "warning": "yellow", "error": "red"}
 _MIN_BAR, _MAX_BAR = 10, 40
 _SPINNER_WIDTH = 2
+
+POOL_INTERVAL_S = 30.0
+"""How often a narrow terminal gets a line about the members of a pool."""
 
 
 class LiveBar:
@@ -34,6 +37,7 @@ class LiveBar:
     def __init__(self) -> None:
         self._console = _Console(stderr=True, highlight=False)
         self._line = _Line()
+        self._pool_line_at = 0.0
         self._live = Live(self._line, console=self._console, transient=True, redirect_stdout=False)
 
     def __enter__(self) -> LiveBar:
@@ -65,8 +69,13 @@ class LiveBar:
         self._line.detail = text
 
     def progress(self, progress: Progress) -> None:
-        """Update the bar."""
+        """Update the bar. If it is too narrow for the members of a pool, they get a line above it now and then."""
         self._line.latest = progress
+        now = time.monotonic()
+        if progress.pool is not None and now >= self._pool_line_at:
+            if not bar_shows_pool(progress, self._console.width - 1 - _SPINNER_WIDTH):
+                log(pool_text(progress.pool))
+            self._pool_line_at = now + POOL_INTERVAL_S
 
     def show(self, line: str, level: Level) -> None:
         """Print a line above the bar. The terminal wraps it, so that a path in it can be copied."""

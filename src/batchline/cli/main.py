@@ -25,6 +25,7 @@ from batchline.cli import batches, files
 from batchline.cli.check import check
 from batchline.cli.command_line import CheckedCommand, ModelCommand
 from batchline.cli.file_commands import merge, split, upload
+from batchline.cli.make_requests import make_requests
 from batchline.cli.messages import configure, tell
 from batchline.cli.plan import plan
 from batchline.cli.run_batch import retry, run_batch
@@ -83,6 +84,9 @@ app.command("run-batch", cls=ModelCommand, short_help="Run a batch file and writ
     run_batch
 )
 app.command("retry", cls=ModelCommand, short_help="Run failed lines again and keep the other results.")(retry)
+app.command("make-requests", cls=CheckedCommand, short_help="Write the requests of a table's rows as a batch file.")(
+    make_requests
+)
 app.command("serve", cls=ModelCommand)(serve)
 app.command("check", cls=CheckedCommand)(check)
 app.command("plan", cls=CheckedCommand, short_help="Show the tokens, time and memory a run would take.")(plan)

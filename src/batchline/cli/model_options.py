@@ -74,7 +74,7 @@ class ModelOptions:
 
     model: Annotated[
         list[str],
-        typer.Option("--model", help="Model folder or Hugging Face id. Repeatable.", rich_help_panel=_MODEL),
+        typer.Option("--model", help="Model folder, GGUF file or Hugging Face id. Repeatable.", rich_help_panel=_MODEL),
     ] = dataclasses.field(default_factory=list)
     served_model_name: Annotated[
         list[str],
@@ -125,8 +125,8 @@ class ModelOptions:
             "--quantization",
             "-q",
             parser=parse_quantization,
-            metavar="<int8>",
-            help="Run linear layers in int8: faster on CPUs, with a small loss of accuracy. Default: off.",
+            metavar="<int8|int4>",
+            help="Store weights in 8 or 4 bits, on CPUs: faster, with a loss of accuracy. Default: off.",
             rich_help_panel=_MODEL,
         ),
     ] = None
@@ -281,13 +281,17 @@ class ModelOptions:
         ),
     ] = dataclasses.field(default_factory=list)
 
-    def engines(self, *, strict: bool = False, media: MediaConfig | None = None) -> tuple[EngineConfig, ...]:
-        """One configuration for each model. strict: unknown request fields are errors. Raises: UsageError."""
+    def engines(
+        self, *, strict: bool = False, media: MediaConfig | None = None, is_elsewhere: bool = False
+    ) -> tuple[EngineConfig, ...]:
+        """One configuration for each model. strict: unknown request fields are errors. is_elsewhere: another project's
+        engine runs it, which has parsers of its own. Raises: UsageError."""
+        parser_checks = (self._refuse_unknown_tool_parser, self._refuse_unknown_reasoning_parser)
         together(
             *(partial(refuse_missing_folder, model) for model in self.model),
             self._served_names,
             *(partial(self._refuse_longer_context, model) for model in self.model),
-            *((self._refuse_unknown_tool_parser, self._refuse_unknown_reasoning_parser) if self.model else ()),
+            *(parser_checks if self.model and not is_elsewhere else ()),
             partial(_refuse_missing_template, self.chat_template),
             partial(parse_request_limits, self.request_limit),
             partial(check_generation_defaults, self.override_generation_config or {}),
@@ -378,9 +382,11 @@ class ModelOptions:
         )
 
 
-def refuse_without_model(context: typer.Context, *others: str) -> None:
-    """Raises: UsageError if options of a model are given without a model. others: further parameters."""
-    given = given_options(context, {*(option.name for option in dataclasses.fields(ModelOptions)), *others})
+def refuse_without_model(context: typer.Context, *others: str, but: frozenset[str] = frozenset()) -> None:
+    """Raises: UsageError if options of a model are given without a model. others: further parameters; but: some that
+    have another meaning, too."""
+    names = {*(option.name for option in dataclasses.fields(ModelOptions)), *others}
+    given = given_options(context, names - but)
     if given:
         raise UsageError(f"Without a model, these options cannot be used: {', '.join(given)}. Name one with --model.")
 

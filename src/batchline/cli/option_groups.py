@@ -50,6 +50,29 @@ def takes_options(
     return decorate
 
 
+def takes_groups(parameter: str, groups: type[Any]) -> Callable[[Command], Command]:
+    """A decorator: the command's `parameter` is a `groups`, a dataclass whose fields are groups of options."""
+    hints = get_type_hints(groups)
+    names = [field.name for field in dataclasses.fields(groups)]
+
+    def decorate(command: Command) -> Command:
+        @functools.wraps(command)
+        def gathered(**values: Any) -> None:
+            together = groups(**{name: values.pop(name) for name in names})
+            command(**values, **{parameter: together})
+
+        own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != parameter]
+        keyword_only = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own]
+        keyword_only += [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
+        gathered.__signature__ = inspect.Signature(keyword_only)  # type: ignore[attr-defined]
+        spread: Command = gathered
+        for name in names:
+            spread = takes_options(name, hints[name])(spread)
+        return spread
+
+    return decorate
+
+
 def _as_parameter(field: dataclasses.Field[Any], annotation: Any, defaults: dict[str, Any]) -> inspect.Parameter:
     default: Any = field.default
     if field.name in defaults:
@@ -102,8 +125,9 @@ def help_record(parameter: Any, ctx: Any) -> tuple[str, str] | None:
 
 
 GROUPS = (
-    *("Arguments", "Options", "Address", "Access", "Limits", "Batches", "Metrics"),
-    *("Service", "Backend", "Model", "Engine", "Chat templates and text", "Images and audio"),
+    *("Arguments", "Options", "Tables", "Address", "Access", "Limits", "Batches", "Metrics"),
+    *("Service", "Other servers", "Other engines", "Many machines", "Backend"),
+    *("Model", "Engine", "Chat templates and text", "Images and audio"),
 )
 """Every group of options, in the order of the help."""
 

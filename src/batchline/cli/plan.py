@@ -62,11 +62,12 @@ def plan(
     from batchline.batch.inspect import plan_overview
     from batchline.batch.media import MediaCounts
     from batchline.batch.tokens import CharacterCounter, TokenCounter
+    from batchline.checkpoints.gguf_folder import with_folder
 
     if model is None:
         refuse_without_model(context)
-    engine = None if model is None else dataclasses.replace(model_options, model=[model]).engines()[0]
-    counter = CharacterCounter() if model is None else TokenCounter(model, model_options.max_model_len)
+    engine = None if model is None else with_folder(dataclasses.replace(model_options, model=[model]).engines()[0])
+    counter = CharacterCounter() if engine is None else TokenCounter(engine.model.model, model_options.max_model_len)
     count_tokens = counter.num_text_tokens if isinstance(counter, TokenCounter) else None
     media = MediaCounts()
 

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from batchline.backends.base import PoolProgress
 from batchline.batch.progress import Progress
 from batchline.batch.progress_bar import stopping_text
+from batchline.errors import counted
 
 GAP = "  "
+
+MAX_MEMBERS = 8
+"""Of a larger pool, not each member is shown, but the least and the most that one has done."""
 
 
 def progress_text(progress: Progress) -> str:
@@ -25,7 +30,28 @@ def progress_text(progress: Progress) -> str:
         parts.append(stopping_text(progress))
     elif progress.eta_s is not None and progress.done < progress.total:
         parts.append(f"{duration(progress.eta_s)} left")
+    if progress.pool is not None:
+        parts.append(pool_text(progress.pool))
     return ", ".join(parts)
+
+
+def pool_text(pool: PoolProgress) -> str:
+    """`2 of 3 replicas ready (1: 412 done, 16 running; 2: 398 done, 15 running)`; of many members only the range."""
+    num_ready = len(pool.members)
+    text = f"{num_ready:,} of {counted(num_ready + pool.num_starting, pool.kind)} ready"
+    if not pool.members:
+        return text
+    if num_ready > MAX_MEMBERS:
+        done = sorted(member.num_answered for member in pool.members)
+        num_running = sum(member.num_running for member in pool.members)
+        return f"{text} ({done[0]:,} to {done[-1]:,} done by each, {num_running:,} running)"
+    each = (f"{one.number}: {one.num_answered:,} done, {one.num_running:,} running" for one in pool.members)
+    return f"{text} ({'; '.join(each)})"
+
+
+def bar_shows_pool(progress: Progress, width: int) -> bool:
+    """Whether `bar_text` has room for how far each member of the pool is."""
+    return progress.pool is None or _pool_parts(progress.pool)[0] in bar_text(progress, width)
 
 
 def bar_text(progress: Progress, width: int) -> str:
@@ -40,7 +66,21 @@ def bar_text(progress: Progress, width: int) -> str:
     if _counts_tokens(progress):
         rates.append(f"{progress.output_tokens_per_s:,.0f} output tok/s")
         rates.append(f"{progress.prompt_tokens_per_s:,.0f} prompt tok/s")
-    return GAP.join(_fitting([*first, *rates], width))
+    pool = [] if progress.pool is None else _pool_parts(progress.pool)
+    return GAP.join(_fitting([*first, *rates[:1], *pool, *rates[1:]], width))
+
+
+def _pool_parts(pool: PoolProgress) -> list[str]:
+    """`2/3 replicas: 412+16 398+15`: what each has done, and what it runs."""
+    num_ready = len(pool.members)
+    text = f"{num_ready}/{num_ready + pool.num_starting} {pool.kind}s"
+    if not pool.members:
+        return [text]
+    if num_ready > MAX_MEMBERS:
+        done = sorted(member.num_answered for member in pool.members)
+        return [f"{text}: {short_number(done[0])}-{short_number(done[-1])} each"]
+    each = (f"{short_number(one.num_answered)}+{short_number(one.num_running)}" for one in pool.members)
+    return [f"{text}: {' '.join(each)}"]
 
 
 def _counts_tokens(progress: Progress) -> bool:

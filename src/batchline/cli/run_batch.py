@@ -1,4 +1,4 @@
-"""`batchline run-batch`: one batch file in, one result file out; and `retry`, which runs failed lines again."""
+"""`batchline run-batch`: a batch file or a table in, its results out; and `retry`, which runs failed lines again."""
 
 from __future__ import annotations
 
@@ -9,17 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from batchline.cli.backend_options import BackendOptions
+from batchline.cli.answering import Answering
 from batchline.cli.config_file import takes_config_file
-from batchline.cli.media_options import MediaOptions
 from batchline.cli.messages import LogFormatOption, QuietOption, configure, last_words, log
-from batchline.cli.model_options import ModelOptions, refuse_without_model
-from batchline.cli.option_groups import takes_options
+from batchline.cli.option_groups import takes_groups, takes_options
 from batchline.cli.run_options import RetryFileOptions, RunFileOptions
 from batchline.cli.summary import print_summary
+from batchline.cli.table_options import TableRunOptions, refuse_table
 from batchline.cli.terminal import LineReporter, open_reporter
-from batchline.cli.values import together
-from batchline.cli.via_options import ViaOptions
 from batchline.errors import UsageError, counted
 
 if TYPE_CHECKING:
@@ -37,18 +34,14 @@ _RETRY_FIELDS = [field.name for field in dataclasses.fields(RetryFileOptions) if
 
 
 @takes_config_file
-@takes_options("model_options", ModelOptions)
-@takes_options("media_options", MediaOptions)
-@takes_options("backend_options", BackendOptions)
-@takes_options("via_options", ViaOptions)
+@takes_groups("answering", Answering)
+@takes_options("table_options", TableRunOptions)
 @takes_options("run_file", RunFileOptions)
 def run_batch(
     context: typer.Context,
     run_file: RunFileOptions,
-    model_options: ModelOptions,
-    media_options: MediaOptions,
-    backend_options: BackendOptions,
-    via_options: ViaOptions,
+    table_options: TableRunOptions,
+    answering: Answering,
     enable_metrics: Annotated[
         bool,
         typer.Option("--enable-metrics", help="Serve Prometheus metrics on /metrics.", rich_help_panel=_METRICS),
@@ -60,11 +53,15 @@ def run_batch(
     log_format: LogFormatOption = "text",
     quiet: QuietOption = False,
 ) -> None:
-    """Run every request of a batch file and write one result for each. Run it again to resume."""
+    """Run every request of a batch file, or one for each row of a table, and write the results. Run it again to
+    resume."""
     configure(log_format, quiet=quiet)
     if not enable_metrics and any(_is_given(context, name) for name in ("host", "port")):
         log("--host and --port have no effect without --enable-metrics.", "warning")
-    prepared = _prepared(context, run_file, model_options, media_options, backend_options, via_options)
+    seed = answering.model_options.seed
+    make_files = partial(table_options.run_files, context, run_file, seed)
+    also_takes = frozenset({"seed"}) if table_options.is_chosen else frozenset[str]()
+    prepared = answering.prepared(context, run_file, make_files, also_takes)
     with open_reporter() as shown:
         if not enable_metrics:
             summary = _run(*prepared, shown, shown)
@@ -77,18 +74,12 @@ def run_batch(
 
 
 @takes_config_file
-@takes_options("model_options", ModelOptions)
-@takes_options("media_options", MediaOptions)
-@takes_options("backend_options", BackendOptions)
-@takes_options("via_options", ViaOptions)
+@takes_groups("answering", Answering)
 @takes_options("run_file", RetryFileOptions, only=_RETRY_FIELDS)
 def retry(
     context: typer.Context,
     run_file: RetryFileOptions,
-    model_options: ModelOptions,
-    media_options: MediaOptions,
-    backend_options: BackendOptions,
-    via_options: ViaOptions,
+    answering: Answering,
     only: Annotated[
         str | None,
         typer.Option(
@@ -107,70 +98,35 @@ def retry(
     codes = () if only is None else tuple(sorted({code.strip() for code in only.split(",")}))
     if "" in codes:
         raise UsageError(f"--only takes codes separated by commas, such as 500,503, not {only!r}.")
-    files, options, answering = _prepared(context, run_file, model_options, media_options, backend_options, via_options)
+    for code in codes:
+        if code.isdecimal() and (len(code) != 3 or code[0] not in "345"):
+            raise UsageError(f"--only: no line fails with the status {code}. Use HTTP statuses from 300 to 599.")
+    refuse_table(run_file.input_file)
+    files, options, backend = answering.prepared(context, run_file)
     refuse_unreadable_results(files)
     options = dataclasses.replace(options, retry=Retry(codes))
     with open_reporter() as shown:
-        summary = _run(files, options, answering, shown, shown)
+        summary = _run(files, options, backend, shown, shown)
     _end(summary, run_file)
-
-
-def _prepared(
-    context: typer.Context,
-    run_file: RunFileOptions,
-    model_options: ModelOptions,
-    media_options: MediaOptions,
-    backend_options: BackendOptions,
-    via_options: ViaOptions,
-) -> tuple[RunFiles, RunOptions, Backend | BulkService]:
-    """A run, and what answers it. Raises: UsageError."""
-    via_options.refuse_conflicts(context)
-    if via_options.via is None:
-        return _run_here(context, run_file, model_options, media_options, backend_options)
-    answering = via_options.hosted_run(run_file)
-    options = via_options.run_options(run_file, model_options.model)
-    return run_file.run_files(), options, answering
 
 
 def _run(
     files: RunFiles,
     options: RunOptions,
-    answering: Backend | BulkService,
+    backend: Backend | BulkService,
     reporter: Reporter,
     shown: LiveBar | LineReporter,
 ) -> RunSummary:
     """shown: shows the progress, which the last message reports."""
     from batchline.batch.api import run_blocking  # numpy: not for --help
 
-    return run_blocking(files, options, answering, reporter, stop_at_once=partial(_stop_at_once, shown))
+    return run_blocking(files, options, backend, reporter, stop_at_once=partial(_stop_at_once, shown))
 
 
 def _end(summary: RunSummary, run_file: RunFileOptions) -> None:
     print_summary(summary)
     if summary.has_only_failures or (run_file.fail_on_error and summary.failed):
         raise typer.Exit(3)
-
-
-def _run_here(
-    context: typer.Context,
-    run_file: RunFileOptions,
-    model_options: ModelOptions,
-    media_options: MediaOptions,
-    backend_options: BackendOptions,
-) -> tuple[RunFiles, RunOptions, Backend]:
-    """A run that a backend of this process answers. Raises: UsageError."""
-    from batchline.batch.api import for_backend, keeping_media  # numpy: not for --help
-
-    make_engines = partial(model_options.engines, strict=run_file.strict, media=media_options.config())
-    together(make_engines, media_options.refuse_wrong_networks)
-    engines = make_engines()
-    backend_options.make(engines)  # refuses what is wrong with its options before the input is looked at
-    if not engines:
-        refuse_without_model(context, *(option.name for option in dataclasses.fields(MediaOptions)))
-    files = run_file.run_files()
-    engines = tuple(keeping_media(engines, files))
-    backend = backend_options.make(engines)
-    return files, for_backend(run_file.run_options(), backend, backend_options.backend, engines), backend
 
 
 def _is_given(context: typer.Context, name: str) -> bool:

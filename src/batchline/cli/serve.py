@@ -14,10 +14,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from batchline.backends.base import ServedModel, models_by_name, running
+from batchline.backends.base import Backend, ServedModel, models_by_name, running
 from batchline.backends.registry import EMBEDDED
+from batchline.cli.answering import names_given, refuse_conflicts
 from batchline.cli.backend_options import BackendOptions
 from batchline.cli.config_file import takes_config_file
+from batchline.cli.engine_options import EngineOptions
+from batchline.cli.http_options import HttpOptions
 from batchline.cli.media_options import MediaOptions
 from batchline.cli.messages import LogFormatOption, configure, log, log_formatter
 from batchline.cli.model_options import ModelOptions, refuse_without_model
@@ -25,7 +28,7 @@ from batchline.cli.option_groups import takes_options
 from batchline.cli.server_options import ServingOptions, refuse_without_batches
 from batchline.cli.values import together
 from batchline.config import EngineConfig
-from batchline.errors import UsageError
+from batchline.errors import UsageError, counted
 from batchline.model_facts import ModelFacts
 from batchline.server.connections import bind, check_certificate
 from batchline.server.log_lines import SparingHandler
@@ -35,15 +38,23 @@ if TYPE_CHECKING:
     from batchline.batch.rates import MeasuredRun
 
 
+_HTTP_FIELDS = [field.name for field in dataclasses.fields(HttpOptions) if field.name not in ("prices", "max_cost")]
+"""Costs are those of a run."""
+
+
 @takes_config_file
 @takes_options("model_options", ModelOptions)
 @takes_options("media_options", MediaOptions)
+@takes_options("http_options", HttpOptions, only=_HTTP_FIELDS)
+@takes_options("engine_options", EngineOptions)
 @takes_options("backend_options", BackendOptions)
 @takes_options("serving", ServingOptions)
 def serve(
     context: typer.Context,
     model_options: ModelOptions,
     media_options: MediaOptions,
+    http_options: HttpOptions,
+    engine_options: EngineOptions,
     backend_options: BackendOptions,
     serving: ServingOptions,
     model_argument: Annotated[
@@ -57,14 +68,24 @@ def serve(
     configure(log_format, quiet=quiet)
     if not serving.batches:
         refuse_without_batches(context)
-    is_embedded = backend_options.backend == EMBEDDED
+    refuse_conflicts(context, [http_options, engine_options])
+    is_engine, is_http = engine_options.is_chosen, http_options.is_chosen
+    is_embedded = backend_options.backend == EMBEDDED and not (is_engine or is_http)
     models = _models(context, model_argument, model_options.model)
-    if is_embedded and not models:
+    if (is_embedded or is_engine) and not models:
         raise UsageError("Which model? Name one: batchline serve MODEL")
     model_options = dataclasses.replace(model_options, model=models)
-    engines = partial(model_options.engines, strict=strict, media=media_options.config())
+    engines = partial(
+        model_options.engines, strict=strict, media=media_options.config(), is_elsewhere=is_engine or is_http
+    )
     together(engines, media_options.refuse_wrong_networks, partial(serving.server, max_running=1))
-    backend = backend_options.make([_served(engine, serving.max_batch_delay) for engine in engines()])
+    backend: Backend
+    if is_http:
+        backend = http_options.served(models)
+    elif is_engine:
+        backend = engine_options.backend([_without_path(engine) for engine in engines()], names_given(context))
+    else:
+        backend = backend_options.make([_served(engine, serving.max_batch_delay) for engine in engines()])
     if not models:
         refuse_without_model(context, "strict", *(option.name for option in dataclasses.fields(MediaOptions)))
     max_running = len(models) * model_options.max_num_seqs if is_embedded else backend.concurrency()
@@ -82,6 +103,10 @@ def serve(
     if is_embedded:
         first, *others = models
         log(f"Loading {first}" + (f"; on first use: {', '.join(others)}" if others else ""))
+    elif is_http:
+        log(f"Connecting to {counted(len(http_options.base_url), 'server')}")
+    elif is_engine:
+        log(f"Starting {engine_options.engine} with {models[0]}")
     else:
         log(f"Starting the backend {backend_options.backend}")
     from batchline.server.run import run
@@ -90,7 +115,7 @@ def serve(
         for model in models:
             if model.facts is not None:
                 _show(model.facts)
-        names = ", ".join(models_by_name(models))
+        names = ", ".join(models_by_name(models)) or "any model"
         log(f"Serving {names} at {url}", url=url)
 
     run(running(backend), options, say_ready)

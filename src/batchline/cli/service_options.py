@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 import typer
 
+from batchline.backends.http.config import key_of_environment
 from batchline.errors import RunInterrupted, UsageError
 
 if TYPE_CHECKING:
@@ -23,7 +24,6 @@ T = TypeVar("T")
 
 DEFAULT_BASE_URL = "http://127.0.0.1:8000/v1"
 BASE_URL_VARIABLES = ("BATCHLINE_BASE_URL", "OPENAI_BASE_URL")
-API_KEY_VARIABLES = ("BATCHLINE_API_KEY", "OPENAI_API_KEY")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,8 +62,7 @@ def service_at(base_url: str | None) -> Service:
             url = url.rstrip("/") + "/v1"
     except ValueError:
         raise UsageError(f"{url!r} is not a URL.") from None
-    keys = _first_of(API_KEY_VARIABLES).split()  # a server's variable may hold several
-    return Service(url, keys[0] if keys else None)
+    return Service(url, key_of_environment())
 
 
 def parse_metadata(given: list[str]) -> dict[str, str]:

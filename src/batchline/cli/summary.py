@@ -39,6 +39,8 @@ def summary_lines(summary: RunSummary) -> list[str]:
     if _has_tokens(summary):
         cached = f"{summary.prefix_cache_hit_rate:.1%} from the prefix cache"
         lines += [f"Prompt tokens  {summary.prompt_tokens:,} ({cached})", f"Output tokens  {summary.output_tokens:,}"]
+    if summary.cost_usd is not None:
+        lines.append(f"Cost           ${summary.cost_usd:,.4f}")
     if not is_complete:
         lines += _work_lines(summary)
     lines.append(f"Output         {summary.output}")

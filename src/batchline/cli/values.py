@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, cast, get_args
 
 import typer
 
@@ -138,14 +138,14 @@ def parse_seed(text: str | int) -> int:
 
 
 def parse_quantization(text: str) -> Quantization | None:
-    """`int8`, or `none`."""
+    """`int8`, `int4` or `none`."""
     method = text.strip().lower()
-    if method not in ("int8", "none"):
+    if method not in ("int8", "int4", "none"):
         raise typer.BadParameter(
-            f"{text!r} is not supported. int8 quantizes ordinary weights while they are loaded. Batchline cannot run "
-            "checkpoints that are already quantized (AWQ, GPTQ, FP8, GGUF, ...): use the original model."
+            f"{text!r} is not supported. int8 and int4 quantize ordinary weights while they are loaded. Batchline "
+            "cannot run checkpoints that are already quantized (AWQ, GPTQ, FP8, ...) except GGUF files."
         )
-    return "int8" if method == "int8" else None
+    return None if method == "none" else cast(Quantization, method)
 
 
 def parse_json_object(text: str) -> dict[str, Any]:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
-from batchline.cli.backend_options import BackendOptions
-from batchline.cli.media_options import MediaOptions
-from batchline.cli.model_options import ModelOptions, given_options
 from batchline.cli.run_options import RunFileOptions
 from batchline.cli.service_options import service_at
 from batchline.cli.values import limits_of
@@ -21,13 +18,16 @@ if TYPE_CHECKING:
     from batchline.client.hosted_run import HostedRun
 
 _PANEL = "Service"
-_ONLY_HERE = frozenset({"completion_window", "max_inflight_batches"})
-_NEVER_HERE = frozenset({"max_inflight", "limits"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ViaOptions:
-    """Which service answers the requests, and how."""
+    """Which service answers the requests, and how. A `answering.Way`."""
+
+    option: ClassVar[str] = "--via"
+    who: ClassVar[str] = "a service"
+    takes: ClassVar[frozenset[str]] = frozenset({"model"})
+    ignores: ClassVar[frozenset[str]] = frozenset({"max_inflight", "limits"})
 
     via: Annotated[
         str | None,
@@ -51,17 +51,15 @@ class ViaOptions:
         ),
     ] = 8
 
-    def refuse_conflicts(self, context: typer.Context) -> None:
-        """Raises: UsageError for options that have no meaning with, or without, a service."""
-        if self.via is None:
-            if given := given_options(context, _ONLY_HERE):
-                raise UsageError(f"{', '.join(given)} requires --via.")
-            return
-        of_models = {field.name for group in (ModelOptions, MediaOptions, BackendOptions) for field in _fields(group)}
-        if given := given_options(context, (of_models - {"model"}) | _NEVER_HERE):
-            raise UsageError(
-                f"With --via, a service answers the requests, so these have no effect: {', '.join(given)}."
-            )
+    @property
+    def is_chosen(self) -> bool:
+        """Whether a service answers the requests."""
+        return self.via is not None
+
+    def prepared(self, run_file: RunFileOptions, models: list[str]) -> tuple[RunOptions, HostedRun]:
+        """Raises: UsageError."""
+        hosted_run = self.hosted_run(run_file)
+        return self.run_options(run_file, models), hosted_run
 
     def hosted_run(self, run_file: RunFileOptions) -> HostedRun:
         """The service, as what answers a run. Raises: UsageError."""
@@ -88,7 +86,3 @@ class ViaOptions:
             settings=settings | ({"--model": models[0]} if models else {}),
             default_model=models[0] if models else None,
         )
-
-
-def _fields(group: type) -> tuple[dataclasses.Field[object], ...]:
-    return dataclasses.fields(group)

@@ -59,7 +59,10 @@ def _sets_only(*keys: str) -> Callable[[str], bool]:
 
 
 _LORA = "LoRA adapters are not supported. Merge the adapter into the model and use the merged model."
-_ONE_DEVICE = "A model runs on one device: there is no tensor, pipeline, data or context parallelism."
+_ONE_DEVICE = (
+    "A model runs on one device: there is no pipeline, data or context parallelism. With --engine vllm, use "
+    "--engine-arg."
+)
 _ONE_MACHINE = "Batchline runs a model in one process on one machine."
 _SPECULATIVE = "Speculative decoding is not supported. Without it, the answers are the same."
 _EMBEDS = "Images and audio are sent as files, not as embeddings."
@@ -193,12 +196,13 @@ VLLM_OPTIONS: Mapping[str, VllmOption] = {
         "value",
         refusal="Batchline uses the model's own config.json. Change its values with --hf-overrides.",
     ),
-    **_each("quantization-config", "value", refusal="The only quantization is --quantization int8."),
+    **_each("quantization-config", "value", refusal="Use --quantization int8 or int4."),
     **_each("rope-scaling", "value", refusal="""Write --hf-overrides '{"rope_scaling": {...}}' instead."""),
     **_each("rope-theta", "value", refusal="""Write --hf-overrides '{"rope_theta": ...}' instead."""),
     # one device
+    "-tp": VllmOption(takes="value", ours="--tensor-parallel-size"),
     **_each(
-        "tensor-parallel-size/-tp pipeline-parallel-size/-pp data-parallel-size/-dp data-parallel-size-local/-dpl "
+        "pipeline-parallel-size/-pp data-parallel-size/-dp data-parallel-size-local/-dpl "
         "decode-context-parallel-size/-dcp prefill-context-parallel-size/-pcp",
         "value",
         is_default=_any_of("1"),

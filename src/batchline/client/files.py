@@ -16,9 +16,8 @@ from batchline.client.objects import BatchObject
 from batchline.client.service import Service
 from batchline.disk import staged_file
 from batchline.errors import InputUnreadable, LineError, OutputUnwritable, ServiceRefused, UsageError
-from batchline.openai_api.batches import retry_filename
+from batchline.openai_api.batches import BATCH_INPUT, retry_filename
 
-BATCH_INPUT = "batch"
 _UTF8_MARK = b"\xef\xbb\xbf"
 
 
@@ -99,10 +98,9 @@ async def send_failed_again(
         count = 0
         plain = await stage_input(Location(name, "path", folder / "input"), folder, lambda: False)
         with plain.open("rb") as source, (folder / "failed.jsonl").open("wb") as failed:
-            for line in _each_line(source):
-                if not line.isspace() and lines.readable_custom_id(line) not in answered:
-                    failed.write(line.rstrip(b"\r\n") + b"\n")
-                    count += 1
+            for line in lines.selected_lines(source, lambda custom_id: custom_id not in answered):
+                failed.write(line)
+                count += 1
         if not count:
             return None
         stored = await service.upload(folder / "failed.jsonl", filename=retry_filename(name), purpose=BATCH_INPUT)

@@ -22,6 +22,7 @@ from batchline.client.parts import Part, PartFormer
 from batchline.client.results import write_errors
 from batchline.client.service import Polling, Service
 from batchline.errors import LineError, ServiceRefused, ServiceUnreachable, counted
+from batchline.openai_api.batches import BATCH_INPUT
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +75,7 @@ class Sender:
             if file is not None:
                 break
             try:
-                file = await self._service.upload(path, filename=name, purpose="batch")
+                file = await self._service.upload(path, filename=name, purpose=BATCH_INPUT)
                 break
             except (ServiceUnreachable, ServiceRefused) as exc:
                 failures += 1
@@ -86,7 +87,7 @@ class Sender:
     async def _stored_file(self, name: str, part: Part) -> FileObject | None:
         """The part's file, if an upload that broke off or was killed has stored it whole."""
         try:
-            files = await self._service.files(purpose="batch", limit=_SEARCHED_FILES)
+            files = await self._service.files(purpose=BATCH_INPUT, limit=_SEARCHED_FILES)
         except ServiceRefused as exc:
             logger.info("the service's files cannot be listed: %s", exc)
             return None

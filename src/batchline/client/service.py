@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 from urllib.parse import quote, urlsplit
+from uuid import uuid4
 
 import aiohttp
 import orjson
@@ -225,8 +226,10 @@ class Service:
     async def retry_batch(self, batch_id: str) -> BatchObject | None:
         """A new batch of the lines that failed; None if the service has no such request. Raises: ServiceError."""
         path = f"/batches/{_part(batch_id)}/retry"
+        headers = {"Idempotency-Key": uuid4().hex}  # services that have the request honour it
         try:
-            return parse_object(BatchObject, await self._repeated(lambda: self._send("POST", path), is_safe=False))
+            answer = await self._repeated(lambda: self._send("POST", path, headers=headers), is_safe=True)
+            return parse_object(BatchObject, answer)
         except ServiceRefused as exc:
             if exc.status_code not in _NO_SUCH_ROUTE:
                 raise

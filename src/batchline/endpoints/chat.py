@@ -381,10 +381,10 @@ class _ChatChunks:
 
     def _push_part(self, choice: int, delta: GeneratedText) -> Iterable[Chunk]:
         message = self._readers[choice].push(delta)
-        self._usage.count(message, prompt=0, choice=choice)
         if not self._is_open:
             self._is_open = True
             yield from self._opening()
+        self._usage.count(message, prompt=0, choice=choice)
         reports_tokens = self._request.logprobs or self._request.return_token_ids
         added = _added(message, self._request)
         if added or message.finish_reason is not None or (reports_tokens and message.token_ids):

@@ -15,7 +15,13 @@ from itertools import islice
 from typing import Generic, TypeVar
 
 from batchline.endpoints.beam_search import requested_beams
-from batchline.endpoints.engine_input import EncodedPrompt, check_min_tokens, choice_params, sampling_params
+from batchline.endpoints.engine_input import (
+    EncodedPrompt,
+    check_min_tokens,
+    check_whole_vocabulary,
+    choice_params,
+    sampling_params,
+)
 from batchline.endpoints.generation import (
     LONG_OUTPUT,
     GeneratedText,
@@ -83,6 +89,8 @@ def prompt_jobs(
     prompts: Sequence[EncodedPrompt], body: GenerationBody, model: GenerativeModel, logprobs: ReportedLogprobs
 ) -> list[PromptJob]:
     """The jobs to run. This does text work, so call it off the event loop. Raises: BadRequest."""
+    check_whole_vocabulary(logprobs.output, model, body.alternatives_field)
+    check_whole_vocabulary(logprobs.prompt, model, "prompt_logprobs")
     prompts = _with_room_for_logprobs(prompts, body, model, logprobs)
     first = sampling_params(
         body,

@@ -27,6 +27,9 @@ T = TypeVar("T")
 FAR_TOO_LONG = 4
 """A prompt of more than this many context lengths is refused before its tokens are counted exactly."""
 
+SMALL_VOCABULARY = 256
+"""Hardly a model has fewer tokens than there are bytes, so a smaller cap never allows a whole vocabulary."""
+
 GREEDY_BELOW = 1e-5
 """Lower temperatures count as 0, as in other engines."""
 
@@ -308,11 +311,23 @@ def _logit_bias(body: GenerationBody, model: GenerativeModel) -> dict[int, float
 
 
 def check_num_logprobs(wanted: int | None, config: TextConfig, field: str) -> None:
-    """Raises: BadRequest for more alternatives than the operator allows."""
+    """Raises: BadRequest for more alternatives than the operator allows.
+
+    -1 is the whole vocabulary, which may only be allowed by a large cap. `check_whole_vocabulary` knows its size.
+    """
     cap = config.max_logprobs
     if wanted is None or cap == -1:
         return
-    if wanted == -1 or wanted > cap:
-        raise BadRequest(
-            f"{field}: at most {cap} log-probabilities per token are allowed (--max-logprobs)", param=field
-        )
+    if wanted > cap or (wanted == -1 and cap < SMALL_VOCABULARY):
+        raise _too_many_logprobs(field, cap)
+
+
+def check_whole_vocabulary(wanted: int | None, model: GenerativeModel, field: str) -> None:
+    """Raises: BadRequest for a request of the whole vocabulary (-1) if the operator allows fewer alternatives."""
+    cap = model.config.max_logprobs
+    if wanted == -1 and -1 < cap < model.engine.vocab_size:
+        raise _too_many_logprobs(field, cap)
+
+
+def _too_many_logprobs(field: str, cap: int) -> BadRequest:
+    return BadRequest(f"{field}: at most {cap} log-probabilities per token are allowed (--max-logprobs)", param=field)

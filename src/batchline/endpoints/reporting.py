@@ -103,6 +103,7 @@ class StreamUsage:
     def __init__(self, options: StreamOptions | None, num_prompt_tokens: int) -> None:
         """num_prompt_tokens: the sum over all prompts."""
         self._options = options or StreamOptions()
+        self._is_in_every_chunk = self._options.is_usage_in_every_chunk
         self._num_prompt_tokens = num_prompt_tokens
         self._num_generated = 0
         self._num_reasoning_tokens = 0
@@ -129,7 +130,7 @@ class StreamUsage:
 
     def in_chunk(self, chunk: dict[str, Any]) -> dict[str, Any]:
         """The chunk, with the usage so far if each chunk has it, or with null if only the last one has it."""
-        if self._options.continuous_usage_stats:
+        if self._is_in_every_chunk:
             return chunk | {"usage": self.so_far.to_dict()}
         return chunk | {"usage": None} if self._options.include_usage else chunk
 

@@ -29,7 +29,7 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextModel
 
 from batchline.engine.attention import AttentionParams
 from batchline.engine.kv_cache import CacheGroup, by_layer
-from batchline.engine.linear_layers import LinearFormat, LinearLayer
+from batchline.engine.linear_layers import AnyLinear, LinearFormat
 from batchline.engine.native_cache import NativeLayout
 from batchline.native.library import NativeKernels
 
@@ -50,10 +50,10 @@ class FusedLayer:
     input_norm: torch.Tensor
     attention_norm: torch.Tensor
     head_norms: tuple[torch.Tensor, torch.Tensor, float] | None
-    qkv: LinearLayer[Any]
-    attention_out: LinearLayer[Any]
-    gate_up: LinearLayer[Any]
-    down: LinearLayer[Any]
+    qkv: AnyLinear
+    attention_out: AnyLinear
+    gate_up: AnyLinear
+    down: AnyLinear
 
 
 class Workspace:

@@ -43,6 +43,17 @@ class LinearKernels(Protocol[_Weight_contra]):
         """out = x @ weight^T + bias, or silu(gate) * up. x: (rows, inputs); out: (rows, num_outputs)."""
 
 
+class AnyLinear(Protocol):
+    """A linear layer, or several, that a fused layer runs as one."""
+
+    @property
+    def num_outputs(self) -> int:
+        """Columns of the result; for a gated pair, those of one of the two."""
+
+    def __call__(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """x: (rows, inputs); out: (rows, num_outputs), overwritten."""
+
+
 @dataclass(frozen=True, slots=True)
 class LinearLayer(Generic[Weight]):
     """A packed weight and its kernels."""
@@ -63,10 +74,10 @@ class LinearLayer(Generic[Weight]):
 class LinearFormat(Protocol):
     """Packs a model's linear modules. They are of one kind; all have a bias, or no bias."""
 
-    def join(self, *linears: Any) -> LinearLayer[Any]:
+    def join(self, *linears: Any) -> AnyLinear:
         """One layer with the concatenated outputs of all."""
 
-    def gate(self, gate: Any, up: Any) -> LinearLayer[Any]:
+    def gate(self, gate: Any, up: Any) -> AnyLinear:
         """One layer with the outputs silu(gate) * up."""
 
 
@@ -148,10 +159,13 @@ def _is_norm(module: nn.Module) -> bool:
     return type(module).__name__.endswith("Norm")
 
 
-def quantize_linears(name: str, model: Any) -> None:
-    """Replace the model's linear layers by `Int8Linear`, in place. Raises: UnsupportedModel, before any change."""
+def plain_linears(name: str, method: str, model: Any) -> list[tuple[str, nn.Linear | Conv1D]]:
+    """The linear layers between the embeddings and the head, by their paths. method: the quantization they are for.
+
+    Raises: UnsupportedModel if the model has weights of other kinds.
+    """
     kept = {id(parameter) for parameter in model.get_output_embeddings().parameters()}
-    plain = []
+    plain: list[tuple[str, nn.Linear | Conv1D]] = []
     for path, module in model.named_modules():
         is_kept = isinstance(module, nn.Embedding) or any(id(p) in kept for p in module.parameters(recurse=False))
         if type(module) in (nn.Linear, Conv1D) and not is_kept:
@@ -163,10 +177,15 @@ def quantize_linears(name: str, model: Any) -> None:
         ):
             raise UnsupportedModel(
                 name,
-                f"--quantization int8 needs plain linear layers, but {path} has weights of another kind "
+                f"--quantization {method} needs plain linear layers, but {path} has weights of another kind "
                 f"({type(module).__name__}); leave out the option",
             )
-    for path, linear in plain:
+    return plain
+
+
+def quantize_linears(name: str, model: Any) -> None:
+    """Replace the model's linear layers by `Int8Linear`, in place. Raises: UnsupportedModel, before any change."""
+    for path, linear in plain_linears(name, "int8", model):
         model.set_submodule(path, Int8Linear(linear))
 
 

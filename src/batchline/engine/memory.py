@@ -22,7 +22,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 import psutil
 
-from batchline.control_group import memory_room
+from batchline.process_memory import memory_room
 
 MAX_AHEAD_BYTES = 1536 * 1024**2
 """Bytes to touch at most, which is more than a few seconds suffice for."""

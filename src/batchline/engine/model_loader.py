@@ -10,6 +10,7 @@ import gc
 import logging
 import os
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,14 +28,32 @@ from transformers import (
 from batchline.checkpoints.device import choose_device, choose_dtype
 from batchline.checkpoints.files import CONFIG_UNUSABLE, reading
 from batchline.checkpoints.formats import refuse_foreign_format
+from batchline.checkpoints.gguf_folder import linked_files
+from batchline.checkpoints.model_code import without_compiler
 from batchline.checkpoints.overrides import config_arguments, writing_part
 from batchline.checkpoints.weights import refuse_damaged_bins, refuse_odd_numbers, refuse_wrong_weights, unused_weights
 from batchline.config import ModelConfig
 from batchline.engine.attention import PAGED_ATTENTION, give_row_positions
 from batchline.engine.ceiling import LinearWork, linear_work
 from batchline.engine.fusion import can_fuse, fuse, why_not_fused
+from batchline.engine.gguf_model import formats_of, load_gguf
+from batchline.engine.grouped_layers import (
+    GroupedLayers,
+    GroupedLinear,
+    NativeGroupedLinear,
+    has_grouped_layers,
+    quantize_to_int4,
+    use_grouped_kernels,
+)
 from batchline.engine.kv_cache import CacheGroup, CacheShape
-from batchline.engine.linear_layers import FloatFormat, Int8Format, quantize_linears, use_int8_kernels
+from batchline.engine.linear_layers import (
+    FloatFormat,
+    Int8Format,
+    Int8Linear,
+    LinearFormat,
+    quantize_linears,
+    use_int8_kernels,
+)
 from batchline.engine.media_encoders import FAMILIES
 from batchline.engine.multimodal import MediaModel, is_multimodal, text_part
 from batchline.engine.native_cache import MAX_KEY_DIM, can_hold
@@ -42,6 +61,7 @@ from batchline.engine.native_probe import first_layers_are_exact, whole_model_on
 from batchline.engine.probe import OWN_ATTENTION, Probe, own_hidden_states, probe_model
 from batchline.errors import ModelLoadError, UnsupportedModel
 from batchline.model_facts import NOT_BUILT
+from batchline.native.grouped import dequantized, open_grouped_kernels
 from batchline.native.int8 import open_int8_kernels
 from batchline.native.library import NativeKernels, load_library, open_kernels
 
@@ -102,7 +122,7 @@ class LoadedModel:
     def num_token_ids(self) -> int:
         """How many token ids, from 0 on, have an embedding and a logit."""
         embeddings: Any = self.model.get_input_embeddings()  # type: ignore[operator]
-        return min(self.vocab_size, len(embeddings.weight))
+        return min(self.vocab_size, int(embeddings.num_embeddings))
 
     def known_eos_token_ids(self) -> frozenset[int]:
         """The model's end tokens, without those outside its vocabulary, which some `generation_config.json` list."""
@@ -128,8 +148,12 @@ class LoadedModel:
         if scaled:
             raise UnsupportedModel(str(text_config.model_type), f"it cannot score by yes or no: it has {scaled[0]}")
         head = model.get_output_embeddings()
-        weight = head.weight[list(token_ids)].float().cpu()
-        bias = getattr(head, "bias", None)
+        if isinstance(head, GroupedLinear | NativeGroupedLinear):
+            weight = dequantized(head.weight, torch.tensor(token_ids))
+            bias = head.weight.bias
+        else:
+            weight = head.weight[list(token_ids)].float().cpu()
+            bias = getattr(head, "bias", None)
         column = torch.zeros(len(token_ids), 1) if bias is None else bias[list(token_ids), None].float().cpu()
         return np.asarray(torch.cat([weight, column], dim=1).numpy(), dtype=np.float32)
 
@@ -143,20 +167,27 @@ def load_model(config: ModelConfig, kernels: NativeKernels | None = None, refusa
         raise ModelLoadError(
             config.model, f"--quantization {config.quantization} runs on CPUs; leave it out on {device}"
         )
+    if linked_files(config.model) and device.type != "cpu":
+        raise ModelLoadError(config.model, f"GGUF models run on CPUs, and not on {device}; use the original model")
     whole, text_config, eos_token_ids = _read(config, dtype, warns=refusal is None)
     whole = whole.to(device).eval().requires_grad_(False)
     model, media = _parts(config, whole)
-    work = linear_work(model) if config.quantization is None else None
+    formats = formats_of(config.model)
+    work = linear_work(model) if config.quantization is None and formats is None else None
+    if config.quantization == "int4":  # before the probe, so that its reference has the same weights
+        quantize_to_int4(config.model, model)
     give_row_positions(model)
     probe = probe_model(config.model, model, text_config)
     reason = refusal or (why_no_kernels(config, device) if kernels is None else None)
     if kernels is not None:
-        kernels, reason = _usable(kernels, model, probe)
-    if config.quantization is not None:
+        kernels, reason = _usable(config, kernels, model, probe)
+    if config.quantization == "int8":
         quantize_linears(config.model, model)
     if kernels is not None and not _use_kernels(config, model, probe, kernels):
         reason = _refused(kernels, "the whole model")
-        if can_fuse(model, probe.groups) or config.quantization is not None:  # its weights were repacked
+        if (
+            can_fuse(model, probe.groups) or config.quantization is not None or formats is not None
+        ):  # its weights were repacked
             del model, whole, media, probe
             gc.collect()  # its parts refer to each other, and two models may not fit
             return load_model(config, refusal=reason)
@@ -175,7 +206,7 @@ def load_model(config: ModelConfig, kernels: NativeKernels | None = None, refusa
         execution=Execution(
             kernels=None if kernels is None else kernels.isa.name.lower(),
             reason=reason if kernels is None else why_not_fused(model, probe.groups),
-            quantization=config.quantization,
+            quantization=config.quantization or formats,
             is_fused=kernels is not None and can_fuse(model, probe.groups),
         ),
         work=work,
@@ -197,10 +228,13 @@ def _read(config: ModelConfig, dtype: torch.dtype, *, warns: bool) -> tuple[Any,
     length = getattr(hf_config.get_text_config(), "max_position_embeddings", None)
     if isinstance(length, int) and length < 1:
         raise ModelLoadError(config.model, f"{CONFIG_UNUSABLE} (max_position_embeddings is {length})")
+    if linked_files(config.model):
+        model = load_gguf(config.model, config.model, hf_config, dtype)
+        return model, hf_config, _eos_token_ids(config.model, _generation_config(config), hf_config)
     has_encoder = _loads_with_encoder(hf_config)
     auto_class = AutoModelForMultimodalLM if has_encoder else AutoModelForCausalLM
     try:
-        with reading(config.model):
+        with reading(config.model), nullcontext() if config.trust_remote_code else without_compiler():
             model, report = auto_class.from_pretrained(
                 config.model,
                 config=hf_config,
@@ -271,12 +305,14 @@ def why_no_kernels(config: ModelConfig, device: torch.device) -> str:
     return "the cache's block size is not a multiple of 16"
 
 
-def _usable(kernels: NativeKernels, model: Any, probe: Probe) -> tuple[NativeKernels | None, str | None]:
+def _usable(
+    config: ModelConfig, kernels: NativeKernels, model: Any, probe: Probe
+) -> tuple[NativeKernels | None, str | None]:
     """The kernels, or None and why they cannot be used for this model."""
     dtype = probe.own.dtype
     if not can_hold(probe.groups, dtype, probe.own.device):
         return None, f"they only support float32 and bfloat16, and heads of up to {MAX_KEY_DIM} numbers"
-    if not first_layers_are_exact(model, probe, kernels):
+    if not first_layers_are_exact(model, probe, kernels, _linear_format(config, model, kernels)):
         return None, _refused(kernels, "its first layers")
     return kernels, None
 
@@ -288,13 +324,28 @@ def _refused(kernels: NativeKernels, what: str) -> str:
 
 def _use_kernels(config: ModelConfig, model: Any, probe: Probe, kernels: NativeKernels) -> bool:
     """Fuse the model if it is known. False if its errors on the kernels are larger than on torch, fused or not."""
-    own = probe.own if config.quantization is None else own_hidden_states(model, probe)
-    int8_kernels = None if config.quantization is None else open_int8_kernels(config.cpu_kernels)
+    own = own_hidden_states(model, probe) if config.quantization == "int8" else probe.own
+    grouped_kernels = open_grouped_kernels(config.cpu_kernels) if has_grouped_layers(model) else None
+    int8_kernels = open_int8_kernels(config.cpu_kernels) if config.quantization == "int8" else None
     if can_fuse(model, probe.groups):
-        fuse(model, probe.groups, kernels, FloatFormat(kernels) if int8_kernels is None else Int8Format(int8_kernels))
+        fuse(model, probe.groups, kernels, _linear_format(config, model, kernels))
     elif int8_kernels is not None:
         use_int8_kernels(model, int8_kernels)
+    if grouped_kernels is not None:
+        use_grouped_kernels(model, grouped_kernels)
     return whole_model_only_rounds(model, probe, kernels, own)
+
+
+def _linear_format(config: ModelConfig, model: Any, kernels: NativeKernels) -> LinearFormat:
+    """The format of the model's linear layers as they are now."""
+    floats = FloatFormat(kernels)
+    if has_grouped_layers(model):
+        grouped_kernels = open_grouped_kernels(config.cpu_kernels)
+        return floats if grouped_kernels is None else GroupedLayers(grouped_kernels, floats)
+    if any(isinstance(module, Int8Linear) for module in model.modules()):
+        int8_kernels = open_int8_kernels(config.cpu_kernels)
+        return floats if int8_kernels is None else Int8Format(int8_kernels)
+    return floats
 
 
 def choose_max_model_len(config: ModelConfig, hf_config: Any) -> int:

@@ -18,7 +18,7 @@ from torch import nn
 
 from batchline.engine.fusion import FusedStack, can_fuse, fused_layer
 from batchline.engine.kv_cache import CacheShape, by_layer
-from batchline.engine.linear_layers import FloatFormat
+from batchline.engine.linear_layers import LinearFormat
 from batchline.engine.native_cache import NativeKVCache, NativeLayout
 from batchline.engine.probe import Probe, first_layers_in_float32, run_to_head
 from batchline.native.agreement import agree, row_errors
@@ -32,11 +32,12 @@ Part = tuple[int, int, int]
 
 
 @torch.inference_mode()
-def first_layers_are_exact(model: Any, probe: Probe, kernels: NativeKernels) -> bool:
-    """Whether the first layers give the same float32 numbers on the kernels as on torch. The model is not yet fused."""
+def first_layers_are_exact(model: Any, probe: Probe, kernels: NativeKernels, linear_format: LinearFormat) -> bool:
+    """Whether the first layers give the same float32 numbers on the kernels as on torch. The model is not yet fused.
+    linear_format: of its linear layers."""
     sequences = [probe.long, probe.short[1]]
     shape = CacheShape(probe.groups, PANEL, torch.float32)
-    with first_layers_in_float32(model, probe.num_first), _perhaps_fused(model, probe, kernels):
+    with first_layers_in_float32(model, probe.num_first), _perhaps_fused(model, probe, kernels, linear_format):
         hidden = _run_steps(model, shape, kernels, sequences, _steps(*map(len, sequences)))
     _log("first layers", hidden[0], probe.long_reference, probe.long_reference)
     return agree(hidden[0], probe.long_reference, probe.long_reference)
@@ -61,7 +62,7 @@ def _log(what: str, hidden: torch.Tensor, own: torch.Tensor, reference: torch.Te
 
 
 @contextmanager
-def _perhaps_fused(model: Any, probe: Probe, kernels: NativeKernels) -> Iterator[None]:
+def _perhaps_fused(model: Any, probe: Probe, kernels: NativeKernels, linear_format: LinearFormat) -> Iterator[None]:
     """Inside the block, the model's layers are fused if they can be."""
     if not can_fuse(model, probe.groups):
         yield
@@ -69,7 +70,7 @@ def _perhaps_fused(model: Any, probe: Probe, kernels: NativeKernels) -> Iterator
     decoder = model.model
     layers = decoder.layers
     wide = [copy.deepcopy(layer).float() for layer in layers]
-    fused = [fused_layer(*pair, FloatFormat(kernels)) for pair in zip(wide, by_layer(probe.groups), strict=False)]
+    fused = [fused_layer(*pair, linear_format) for pair in zip(wide, by_layer(probe.groups), strict=False)]
     decoder.layers = nn.ModuleList([FusedStack(kernels, fused)])
     try:
         yield

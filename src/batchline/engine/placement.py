@@ -104,7 +104,7 @@ def facts_of(config: EngineConfig, loaded: LoadedModel, cache_bytes: int, max_mo
         dtype=str(loaded.dtype).removeprefix("torch."),
         device=str(loaded.device),
         kernels=kernels,
-        quantization=config.model.quantization or "none",
+        quantization=loaded.execution.quantization or "none",
         num_threads=config.model.num_threads or torch.get_num_threads(),
         cache_bytes=cache_bytes,
         max_model_len=max_model_len,

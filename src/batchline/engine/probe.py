@@ -20,6 +20,7 @@ import torch
 from transformers import AttentionInterface
 
 from batchline.engine.attention import PAGED_ATTENTION, AttentionParams, prefill_attention
+from batchline.engine.grouped_layers import GroupedEmbedding
 from batchline.engine.kv_cache import CacheGroup, by_layer, grouped
 from batchline.errors import UnsupportedModel
 from batchline.native.agreement import agree, row_errors, widened, with_first_layers
@@ -264,7 +265,8 @@ def _short_sequences(model: Any, hf_config: Any) -> torch.Tensor:
     tokens = _spread_tokens(model, hf_config, NUM_SHORT * length).view(NUM_SHORT, length)
     padding = getattr(hf_config, "pad_token_id", None)
     tokens[0, 0] = padding if isinstance(padding, int) and 0 <= padding < int(hf_config.vocab_size) else 0
-    zero = zero_rows(model.get_input_embeddings().weight)
+    table = model.get_input_embeddings()
+    zero = table.zero_rows() if isinstance(table, GroupedEmbedding) else zero_rows(table.weight)
     if len(zero):
         tokens[1, length // 2] = zero[-1]
     return tokens

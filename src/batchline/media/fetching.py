@@ -57,7 +57,7 @@ _TRANSIENT_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504})
 _HEADERS = {"User-Agent": "batchline", "Accept": "*/*", "Accept-Encoding": "identity"}
 
 
-class _Transient(Exception):
+class Transient(Exception):
     """An attempt failed, and the next one may not. reason: completes a sentence that begins with "it".
 
     retry_after_s: how long the server asks to wait.
@@ -69,7 +69,7 @@ class _Transient(Exception):
         self.retry_after_s = retry_after_s
 
 
-class _NotPublic(Exception):
+class NotPublic(Exception):
     """A host without an address that may be connected to."""
 
 
@@ -154,7 +154,7 @@ class Fetcher:
         except UnprocessableEntity as exc:
             self._note_failure(url, exc, FAILURE_LIFETIME_S)
             raise
-        except _Transient as exc:
+        except Transient as exc:
             error = ServiceUnavailable(f"{exc.reason}; try again later")
             self._note_failure(url, error, TRANSIENT_LIFETIME_S)
             raise error from exc
@@ -166,7 +166,7 @@ class Fetcher:
             self._failures.popitem(last=False)
 
     async def _with_retries(self, url: str, checked: URL) -> None:
-        """Raises: _Transient after the last attempt, UnprocessableEntity."""
+        """Raises: Transient after the last attempt, UnprocessableEntity."""
         host = self._host(checked)
         delay_s = FIRST_DELAY_S
         for num_left in reversed(range(NUM_ATTEMPTS)):
@@ -175,7 +175,7 @@ class Fetcher:
                     await asyncio.sleep(max(0.0, host.resume_at - asyncio.get_running_loop().time()))
                     async with self._places:
                         return await self._attempt(url, checked)
-            except _Transient as exc:
+            except Transient as exc:
                 if not num_left or exc.retry_after_s > MAX_RETRY_AFTER_S:
                     raise
                 await asyncio.sleep(max(delay_s, exc.retry_after_s))
@@ -188,19 +188,19 @@ class Fetcher:
         return self._hosts.setdefault(url.raw_host or "", _Host(asyncio.Semaphore(num_places)))
 
     async def _attempt(self, url: str, checked: URL) -> None:
-        """Raises: _Transient, UnprocessableEntity; here the exceptions of the HTTP client become ours."""
+        """Raises: Transient, UnprocessableEntity; here the exceptions of the HTTP client become ours."""
         try:
             await asyncio.wait_for(self._download(url, checked), self._config.fetch_timeout_s)
         except FolderUnwritable as exc:
             raise _not_stored(exc) from exc
-        except _NotPublic as exc:
+        except NotPublic as exc:
             raise UnprocessableEntity(NO_PUBLIC_ADDRESS) from exc
         except asyncio.TimeoutError as exc:
-            raise _Transient(f"fetching it took more than {self._config.fetch_timeout_s:g} seconds") from exc
+            raise Transient(f"fetching it took more than {self._config.fetch_timeout_s:g} seconds") from exc
         except (aiohttp.ClientConnectorCertificateError, aiohttp.ClientConnectorSSLError) as exc:
             raise UnprocessableEntity("its server has no valid certificate") from exc
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError) as exc:
-            raise _Transient("the connection to its server failed") from exc
+            raise Transient("the connection to its server failed") from exc
         except (aiohttp.ClientError, ValueError) as exc:
             raise UnprocessableEntity("its server did not send a valid HTTP answer") from exc
 
@@ -229,7 +229,7 @@ class Fetcher:
             host = self._host(response.url)
             resume_at = asyncio.get_running_loop().time() + min(retry_after_s, MAX_RETRY_AFTER_S)
             host.resume_at = max(host.resume_at, resume_at)
-            raise _Transient(f"its server answered with status {response.status}", retry_after_s)
+            raise Transient(f"its server answered with status {response.status}", retry_after_s)
         if response.status != 200:
             raise UnprocessableEntity(f"its server answered with status {response.status}")
         if response.headers.get("Content-Encoding", "identity").lower() != "identity":
@@ -256,19 +256,19 @@ class CheckedResolver(AbstractResolver):
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
     ) -> list[ResolveResult]:
-        """Raises: _NotPublic, _Transient."""
+        """Raises: NotPublic, Transient."""
         try:
             found = await self._resolver.resolve(host, port, family)
         except OSError as exc:
             if isinstance(exc, socket.gaierror) and exc.errno == socket.EAI_AGAIN:
-                raise _Transient(NO_PUBLIC_ADDRESS) from exc
+                raise Transient(NO_PUBLIC_ADDRESS) from exc
             self._rules.log_refused(host, "the name cannot be resolved")
-            raise _NotPublic from exc
+            raise NotPublic from exc
         refused = [result["host"] for result in found if not self._rules.is_allowed(result["host"])]
         if refused or not found:
             where = f"{', '.join(refused)} (--allowed-media-networks)" if refused else "nothing"
             self._rules.log_refused(host, f"it resolves to {where}")
-            raise _NotPublic
+            raise NotPublic
         return found
 
     async def close(self) -> None:

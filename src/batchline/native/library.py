@@ -10,15 +10,14 @@ from __future__ import annotations
 import ctypes
 import enum
 import functools
-import importlib.util
 import logging
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from batchline.config import CpuKernels
 from batchline.errors import KernelsMissing
+from batchline.native import library_path
 from batchline.native.packing import PackedLinear
 
 logger = logging.getLogger(__name__)
@@ -243,11 +242,11 @@ def open_kernels(wanted: CpuKernels) -> NativeKernels | None:
 @functools.cache
 def load_library() -> ctypes.CDLL | None:
     """The compiled kernels; None if the package was installed without a compiler."""
-    spec = importlib.util.find_spec("batchline.native._kernels")
-    if spec is None or spec.origin is None or not Path(spec.origin).exists():
+    path = library_path()
+    if path is None:
         logger.info("the native kernels were not built; running on torch only")
         return None
-    library = ctypes.CDLL(spec.origin)
+    library = ctypes.CDLL(str(path))
     library.batchline_open.restype = ctypes.c_void_p
     library.batchline_open.argtypes = [ctypes.c_int, ctypes.c_void_p]
     for name in ("rms_norm", "linear", "rotary", "attention"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-from pydantic import Field, field_validator
+from pydantic import ConfigDict, Field, field_validator
 from pydantic_core import PydanticCustomError
 
 from batchline.errors import BadRequest
@@ -14,8 +14,11 @@ from batchline.openai_api.common import Metadata, WireModel
 MIN_EXPIRY_S, MAX_EXPIRY_S = 3600, 30 * 24 * 3600
 MAX_WINDOW_S = 365 * 24 * 3600
 
-PURPOSES = ("assistants", "batch", "evals", "fine-tune", "user_data", "vision")
-"""What OpenAI's API accepts. Only `batch` has a meaning here."""
+BATCH_INPUT = "batch"
+"""The purpose of a batch's input file."""
+
+PURPOSES = ("assistants", BATCH_INPUT, "evals", "fine-tune", "user_data", "vision")
+"""What OpenAI's API accepts. The others have no meaning here."""
 
 MAX_WEBHOOK_URL = 2000
 _MAX_STEM = 60
@@ -50,7 +53,10 @@ class CompleteUploadRequest(WireModel):
 
 
 class BatchWebhook(WireModel):
-    """Where the end of a batch is reported. secret: signs the report."""
+    """Where the end of a batch is reported. secret: signs the report. Other fields are refused: a client that sets one,
+    such as a list of events, would wait for what never comes."""
+
+    model_config = ConfigDict(extra="forbid")
 
     url: str = Field(min_length=1, max_length=MAX_WEBHOOK_URL)
     secret: str = Field(repr=False)

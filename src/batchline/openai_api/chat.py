@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
@@ -131,6 +131,8 @@ class ChatCompletionRequest(GenerationBody):
     tools: as the client sent them and as the template gets them. tool_list: the same, checked. functions and
     function_call: the older form, which `with_tools` turns into tools. function_list: the same, checked.
     """
+
+    alternatives_field: ClassVar[str] = "top_logprobs"
 
     messages: Annotated[list[JsonObject], Field(min_length=1), MESSAGES]
     max_tokens: MaxTokens | None = None

@@ -278,24 +278,27 @@ _INVOKED: tuple[tuple[tuple[str, ...], str], ...] = (
     (("query", "documents"), RERANK[0]),
     (("query", "texts"), RERANK[0]),
     (("input",), EMBEDDINGS),
+    (("messages",), EMBEDDINGS),
+    (("input",), CLASSIFY[0]),
     *(((field,), SCORE[0]) for field in dict.fromkeys(first for first, _ in SPELLINGS)),
 )
-"""The endpoint that a body is for, by the fields that it has."""
+"""The endpoint that a body is for, by the fields that it has: the first one that the model answers."""
 
 
-def answering_path(path: str, body: Mapping[str, Any]) -> str:
+def answering_path(path: str, body: Mapping[str, Any], task: Task | None = None) -> str:
     """The path whose endpoint answers the request. Raises: BadRequest if a body for `/invocations` fits none.
 
-    A score request with a `query` is answered as a rerank request, as the clients that write it expect.
+    A score request with a `query` is answered as a rerank request, as the clients that write it expect. task: the
+    model's, if it is known.
     """
     if path in SCORE and body.get("query") is not None:
         return RERANK[0]
     if path != INVOCATIONS:
         return path
-    for fields, found in _INVOKED:
-        if all(body.get(field) is not None for field in fields):
-            return found
-    known = ", ".join(" and ".join(fields) for fields, _ in _INVOKED)
+    fitting = [found for fields, found in _INVOKED if all(body.get(field) is not None for field in fields)]
+    if fitting:
+        return next((found for found in fitting if task in ENDPOINTS[found].tasks), fitting[0])
+    known = ", ".join(dict.fromkeys(" and ".join(fields) for fields, _ in _INVOKED))
     raise BadRequest(f"The body does not show which endpoint it is for: send one of {known}")
 
 

@@ -113,6 +113,11 @@ class StreamOptions(WireModel):
     continuous_usage_stats: bool = False
     include_obfuscation: bool = False
 
+    @property
+    def is_usage_in_every_chunk(self) -> bool:
+        """As in vLLM, an explicit `include_usage: false` turns off all reports."""
+        return self.continuous_usage_stats and (self.include_usage or "include_usage" not in self.model_fields_set)
+
 
 class RepetitionDetection(WireModel):
     """Ends an output in which a pattern of this size occurs `min_count` times in a row, as in vLLM.
@@ -136,9 +141,13 @@ class RepetitionDetection(WireModel):
 
 
 class GenerationBody(ConstrainedBody):
-    """The body of a request that generates text. random_seed is Mistral's name for seed."""
+    """The body of a request that generates text. random_seed is Mistral's name for seed.
+
+    alternatives_field: the field that sets how many alternatives of each output token are reported.
+    """
 
     other_names: ClassVar[Mapping[str, str]] = {"random_seed": "seed"}
+    alternatives_field: ClassVar[str] = "logprobs"
 
     model: str | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None

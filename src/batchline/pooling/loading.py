@@ -21,6 +21,7 @@ from transformers import AutoTokenizer
 from batchline.checkpoints.device import choose_device, choose_pooling_dtype
 from batchline.checkpoints.files import reading
 from batchline.checkpoints.formats import refuse_foreign_format
+from batchline.checkpoints.gguf_folder import linked_files
 from batchline.checkpoints.overrides import config_arguments
 from batchline.checkpoints.weights import LoadingReport, loading_reports, refuse_odd_numbers, refuse_wrong_weights
 from batchline.config import ModelConfig
@@ -127,6 +128,8 @@ def load_pooling_model(
     """Load, check and probe. Raises: ModelLoadError, UnsupportedModel."""
     if config.quantization is not None:
         raise ModelLoadError(config.model, "--quantization applies only to generative models; leave it out")
+    if linked_files(config.model):
+        raise ModelLoadError(config.model, "GGUF files run only as generative models; use the original model")
     device, dtype = choose_device(config), choose_pooling_dtype(config)
     module, tokenizer, reports = _from_pretrained(config, kind, device, dtype)
     transformer = _text_transformer(config.model, module)

@@ -10,9 +10,9 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
-from batchline.allocator import release_after
 from batchline.errors import BadRequest
 from batchline.pooling.batching import TokenSequence
+from batchline.process_memory import release_after
 
 Side = Literal["left", "right"]
 """Where a sequence that is too long is cut."""

@@ -23,9 +23,9 @@ from batchline.checkpoints.formats import refuse_foreign_format
 from batchline.checkpoints.overrides import config_arguments
 from batchline.checkpoints.weights import loading_reports, refuse_odd_numbers, refuse_wrong_weights
 from batchline.config import EngineConfig, ModelConfig
-from batchline.control_group import memory_room
 from batchline.errors import ModelLoadError
 from batchline.model_facts import ModelFacts
+from batchline.process_memory import memory_room
 from batchline.speech.features import LogMel
 from batchline.speech.tokens import SpeechTokens, read_tokens
 

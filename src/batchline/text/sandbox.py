@@ -11,6 +11,7 @@ rendered in this process. A template from a request runs in a child process too 
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -20,7 +21,7 @@ from functools import lru_cache, wraps
 from math import prod
 from typing import Any
 
-from jinja2 import nodes
+from jinja2 import StrictUndefined, nodes
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -203,3 +204,28 @@ def template_environment() -> BoundedEnvironment:
     filters = {name: _checked_filter(name, function) for name, function in original.filters.items()}
     environment.filters.update(filters, checked_items=_checked_items, checked_concat=_checked_concat)
     return environment
+
+
+@lru_cache(maxsize=1)
+def row_environment() -> BoundedEnvironment:
+    """The environment of templates that make a prompt from a table's row. A null prints as nothing, and a variable that
+    is not defined is an error."""
+    environment = BoundedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined, finalize=_row_output
+    )
+    del environment.globals["lipsum"]
+    filters = {name: _checked_filter(name, function) for name, function in environment.filters.items()}
+    filters["tojson"] = _checked_filter("tojson", _to_json)
+    environment.filters.update(filters, checked_items=_checked_items, checked_concat=_checked_concat)
+    return environment
+
+
+def _row_output(value: Any) -> Any:
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        raise TypeError("a value is bytes, not text")
+    return "" if value is None else _checked_output(value)
+
+
+def _to_json(value: Any, indent: int | None = None) -> str:
+    """As in chat templates: not escaped for HTML. Dates, decimals and the like become text."""
+    return json.dumps(value, ensure_ascii=False, indent=indent, default=str)

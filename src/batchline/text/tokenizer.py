@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from batchline.allocator import release_after
 from batchline.checkpoints.files import CONFIG_UNUSABLE, reading
 from batchline.errors import BadRequest, ModelLoadError, UnsupportedModel
+from batchline.process_memory import release_after
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as BackendTokenizer

@@ -7,18 +7,22 @@
 #include <cstdlib>
 #include <cstring>
 #include <random>
+#include <string>
 #include <thread>
 #include <vector>
 
 #include "../../../src/batchline/native/encoder_kernels.h"
+#include "../../../src/batchline/native/grouped_kernels.h"
 #include "../../../src/batchline/native/int8_kernels.h"
 #include "../../../src/batchline/native/kernels.h"
+#include "../../../src/batchline/native/line_forms.h"
 
 using namespace batchline;
 
 using RunParallel = void (*)(void (*function)(void*), void* data, unsigned num_threads, unsigned flags);
 struct Runtime;
 struct Int8Runtime;
+struct GroupedRuntime;
 
 extern "C" {
 int batchline_is_supported(int isa);
@@ -30,7 +34,15 @@ int batchline_attention(const Runtime*, int dtype, const AttentionArgs*, int num
 int batchline_int8_is_supported(int isa);
 const Int8Runtime* batchline_int8_open(int isa, RunParallel);
 int batchline_int8_linear(const Int8Runtime*, int dtype, const Int8LinearArgs*);
+const GroupedRuntime* batchline_grouped_open(int isa, RunParallel);
+int batchline_grouped_linear(const GroupedRuntime*, int is_bfloat16, const GroupedLinearArgs*);
+int batchline_grouped_round(const GroupedRuntime*, const GroupedRoundingArgs*);
 int batchline_encode(int isa, RunParallel, int is_bfloat16, const EncoderArgs*, int num_threads);
+void* batchline_line_forms_open();
+void batchline_line_forms_close(void* forms);
+int32_t batchline_line_forms_add(void* forms, const FormArgs*);
+int64_t batchline_line_forms_scan(void* forms, const ScanArgs*);
+void batchline_sort_rows(uint8_t* data, int64_t count, int64_t width);
 }
 
 namespace {
@@ -174,6 +186,41 @@ void try_int8(const Int8Runtime* runtime, int dtype) {
 }
 
 template <class T>
+void try_grouped(const GroupedRuntime* runtime, int is_bfloat16) {
+  const int64_t bytes_of_groups[] = {256, 512, 256, 384, 384};  // of a panel, by format
+  for (const auto& [rows, inputs, outputs] :
+       {std::array<int64_t, 3>{1, 1, 1}, {13, 33, 17}, {7, 512, 40}, {530, 256, 70}})
+    for (int64_t format = kQ4_0; format <= kQ6_0; ++format) {
+      const bool is_super = format == kQ4_K || format == kQ6_K;
+      if (is_super && inputs % (kGroup * kSuperGroups)) continue;
+      Numbers<T> x(rows * inputs), out(rows * outputs);
+      const int64_t panels = divide_up(outputs, kPanel), groups = panels * divide_up(inputs, kGroup);
+      const auto size = [](int64_t count) { return static_cast<size_t>(count); };
+      std::vector<uint8_t> values(size(groups * bytes_of_groups[format]), 0x5a);
+      std::vector<uint16_t> scales(size(groups / (is_super ? kSuperGroups : 1) * kPanel), 0x2c00), minima = scales;
+      std::vector<uint8_t> fine(size(groups * (format == kQ6_K ? 2 : 1) * kPanel), 3), fine_minima = fine;
+      Numbers<float> bias(panels * kPanel);
+      const GroupedLinearArgs a{x.get(),  values.data(), scales.data(), minima.data(), fine.data(), fine_minima.data(),
+                                bias.get(), out.get(),   rows,          inputs,        outputs,     inputs,
+                                outputs,  0,             format};
+      require(batchline_grouped_linear(runtime, is_bfloat16, &a) == 0, "grouped linear");
+      out.require_finite("grouped linear");
+    }
+}
+
+void try_rounding(const GroupedRuntime* runtime) {
+  for (const auto& [outputs, inputs] : {std::array<int64_t, 2>{1, 1}, {19, 70}}) {
+    Numbers<float> weight(outputs * inputs);
+    const float factors[] = {0.9f, 1.0f};
+    std::vector<uint8_t> values(static_cast<size_t>(outputs * inputs));
+    std::vector<uint16_t> scales(static_cast<size_t>(outputs * divide_up(inputs, kGroup)));
+    const GroupedRoundingArgs a{weight.get(), factors, values.data(), scales.data(), outputs, inputs, 2, 8};
+    require(batchline_grouped_round(runtime, &a) == 0, "rounding");
+    for (const uint8_t value : values) require(value < 16, "rounded value");
+  }
+}
+
+template <class T>
 void try_encoder(int isa, int dtype) {
   const int64_t hidden = 42, num_heads = 7, inner = 70, longest = 70, words = 30;
   struct Linear {
@@ -214,9 +261,68 @@ void try_encoder(int isa, int dtype) {
   }
 }
 
+Text text(const std::string& string) {
+  return {reinterpret_cast<const uint8_t*>(string.data()), static_cast<int64_t>(string.size())};
+}
+
+// Scans some whole lines, in memory of exactly their size. Returns the first one's form.
+int32_t scan(void* forms, const std::string& lines) {
+  constexpr int64_t kLines = 3, kLengths = 6;
+  const std::vector<uint8_t> data(lines.begin(), lines.end());
+  const std::vector<int64_t> prefix_lengths = {64, 256, 512, 1024, 2048, 4096};
+  std::vector<int64_t> lengths(kLines), sizes(kLines);
+  std::vector<int32_t> numbers(kLines, kOtherLine);
+  std::vector<uint8_t> id_hashes(kLines * 16), request_hashes(kLines * 16);
+  std::vector<uint32_t> prefix_hashes(kLines * kLengths);
+  const ScanArgs a{{data.data(), static_cast<int64_t>(data.size())}, kLines, prefix_lengths.data(), kLengths,
+                   lengths.data(), numbers.data(), id_hashes.data(), prefix_hashes.data(), sizes.data(),
+                   request_hashes.data()};
+  const int64_t count = batchline_line_forms_scan(forms, &a);
+  require(count >= 0 && count <= kLines, "scanned lines");
+  return numbers[0];
+}
+
+// Lines of a known form, whole, cut off at every byte, and damaged.
+void try_line_forms() {
+  void* const forms = batchline_line_forms_open();
+  const std::string before = "{\"custom_id\":\"", between = "\",\"body\":{\"messages\":", after = "}}\n", bracket = "[";
+  const FormArgs form{text(before),  text(between), text(after), text(bracket),
+                      text(bracket), text(before),  text(after), 1};
+  require(batchline_line_forms_add(forms, &form) == 0, "the first form");
+  const std::string messages =
+      "[ {\"role\":\"user\", \"content\":\"a\\n\\u00e9\\ud83d\\ude00\xc3\xa9\xe2\x82\xac\xf0\x9f\x98\x80\\\"\\u0001 0123456789\"},"
+      "[1,-20,true,null,{\"b\":{},\"a\":[[{}]]}]]";
+  const std::string line = before + "an id" + between + messages + after;
+  require(scan(forms, line) == 0, "a known form");
+  require(scan(forms, line + "\n" + line + line) == 0, "several lines");
+  std::minstd_rand random(1);
+  for (size_t length = 0; length < line.size(); ++length) scan(forms, line.substr(0, length));
+  for (int i = 0; i < 20000; ++i) {
+    std::string damaged = line;
+    for (int k = 0; k < 3; ++k) damaged[random() % damaged.size()] = "\"\\[]{},:u0\n\xf0\x80 "[random() % 15];
+    scan(forms, damaged);
+  }
+  batchline_line_forms_close(forms);
+}
+
+void try_sort_rows() {
+  std::minstd_rand random(1);
+  for (const int64_t width : {1, 7, 55}) {
+    for (const int64_t count : {0, 1, 24, 25, 3000}) {
+      std::vector<uint8_t> rows(static_cast<size_t>(width * count));
+      for (uint8_t& byte : rows) byte = static_cast<uint8_t>(random() % 4 == 0 ? random() : 0);
+      batchline_sort_rows(rows.data(), count, width);
+      for (int64_t i = 1; i < count; ++i)
+        require(std::memcmp(&rows[(i - 1) * width], &rows[i * width], static_cast<size_t>(width)) <= 0, "sorted rows");
+    }
+  }
+}
+
 }  // namespace
 
 int main() {
+  try_line_forms();
+  try_sort_rows();
   for (int isa = 0; isa < 4; ++isa) {
     if (!batchline_is_supported(isa)) continue;
     const Runtime *runtime = batchline_open(isa, run_on_threads), *serial = batchline_open(isa, nullptr);
@@ -233,6 +339,10 @@ int main() {
     const Int8Runtime* runtime = batchline_int8_open(isa, run_on_threads);
     try_int8<float>(runtime, 0);
     try_int8<BFloat16>(runtime, 1);
-    std::printf("int8 instruction set %d\n", isa);
+    const GroupedRuntime* grouped = batchline_grouped_open(isa, run_on_threads);
+    try_grouped<float>(grouped, 0);
+    try_grouped<BFloat16>(grouped, 1);
+    try_rounding(grouped);
+    std::printf("int8 and grouped instruction set %d\n", isa);
   }
 }

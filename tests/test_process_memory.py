@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from batchline import control_group
-from batchline.control_group import memory_room, oom_kills
+from batchline import process_memory
+from batchline.process_memory import memory_room, oom_kills
 
 
 @pytest.fixture(autouse=True)
 def mount(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(control_group, "MOUNT", tmp_path)
-    monkeypatch.setattr(control_group, "OWN_GROUPS", tmp_path / "own")
+    monkeypatch.setattr(process_memory, "MOUNT", tmp_path)
+    monkeypatch.setattr(process_memory, "OWN_GROUPS", tmp_path / "own")
     return tmp_path
 
 

@@ -1,0 +1,87 @@
+"""Imports the model code of `transformers` without what only compiled, trained or distributed models use.
+
+`transformers.modeling_utils` imports torch's compiler, its distributed tensors and scipy's optimizers. Together with
+sympy, which they import, these are half of everything that is imported to load a model. Batchline uses none of them. So
+they seem to be missing while the model code is imported, and only then. What stays different afterwards: the compiler
+does not know the few functions that were marked for it, losses of object detection cannot be computed, and
+`transformers` cannot spread a model over processes by itself.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+_COMPILER = "torch._dynamo"
+_DECORATORS = ("allow_in_graph", "assume_constant_result", "disable")
+"""What model code uses of the compiler while it is imported. They only mark functions for it."""
+
+_UNUSED = ("is_scipy_available", "is_torch_distributed_available")
+
+
+def import_model_code() -> None:
+    """Import what all models of `transformers` have in common. No effect if it is imported already."""
+    if "transformers.modeling_utils" in sys.modules:
+        return
+    with without_compiler(), _without_libraries():
+        importlib.import_module("transformers.modeling_utils")
+        importlib.import_module("transformers.masking_utils")
+
+
+@contextmanager
+def without_compiler() -> Iterator[None]:
+    """The compiler's package is empty, apart from decorators without effect, unless it is imported already.
+
+    torch asks for it in many places only to say that something is not to be compiled, also when a model is created. If
+    anything else is used of it, it is imported after all.
+    """
+    import torch  # heavy: only a model that is loaded needs it
+
+    spec = importlib.util.find_spec(_COMPILER)
+    if _COMPILER in sys.modules or spec is None:
+        yield
+        return
+    package = importlib.util.module_from_spec(spec)
+
+    def restore() -> None:
+        if sys.modules.get(_COMPILER) is package:
+            del sys.modules[_COMPILER]
+        if vars(torch).get("_dynamo") is package:
+            del vars(torch)["_dynamo"]  # torch imports it when it is asked for
+
+    def import_after_all(name: str) -> Any:
+        if name.startswith("__"):  # `inspect` asks every module for these
+            raise AttributeError(name)
+        restore()
+        return getattr(importlib.import_module(_COMPILER), name)
+
+    vars(package).update(dict.fromkeys(_DECORATORS, _unchanged), __getattr__=import_after_all)
+    sys.modules[_COMPILER] = package
+    vars(torch)["_dynamo"] = package
+    try:
+        yield
+    finally:
+        restore()
+
+
+@contextmanager
+def _without_libraries() -> Iterator[None]:
+    """`transformers` finds the libraries behind `_UNUSED` missing."""
+    modules = [importlib.import_module(name) for name in ("transformers.utils", "transformers.utils.import_utils")]
+    functions = [(module, name, getattr(module, name)) for module in modules for name in _UNUSED]
+    for module, name, _ in functions:
+        setattr(module, name, lambda: False)
+    try:
+        yield
+    finally:
+        for module, name, function in functions:
+            setattr(module, name, function)
+
+
+def _unchanged(function: Callable[..., Any] | None = None, *_args: object, **_options: object) -> Any:
+    """A decorator without effect, with or without arguments."""
+    return (lambda decorated: decorated) if function is None else function

@@ -1,0 +1,59 @@
+"""Backends on the fake engine (`fake_engine.py`), and the processes that it leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from batchline.backends.base import EndpointRequest
+from batchline.backends.processes.backend import ProcessBackend
+from batchline.backends.processes.config import ProcessConfig
+from batchline.config import EngineConfig, ModelConfig
+
+FAKE_ENGINE = Path(__file__).with_name("fake_engine.py")
+COMMAND = (sys.executable, "-S", str(FAKE_ENGINE))
+CHAT = "/v1/chat/completions"
+
+
+def config(engine: str = "vllm", model: str = "fake", **settings: Any) -> ProcessConfig:
+    """The settings of a backend on the fake engine."""
+    given = {"model": EngineConfig(model=ModelConfig(model=model)), "program": COMMAND, **settings}
+    return ProcessConfig(engine=engine, **given)
+
+
+def fake_backend(engine: str = "vllm", model: str = "fake", **settings: Any) -> ProcessBackend:
+    """A backend on the fake engine, not started."""
+    return ProcessBackend(config(engine, model, **settings))
+
+
+def chat(text: str, request_id: str = "r", **body: Any) -> EndpointRequest:
+    """A chat request, with its raw body."""
+    body = {"model": "fake", "messages": [{"role": "user", "content": text}], **body}
+    return EndpointRequest(url=CHAT, body=body, request_id=request_id, raw_body=orjson.dumps(body))
+
+
+def starts(record: Path) -> list[dict[str, Any]]:
+    """The starts of engines that were recorded in a folder."""
+    path = record / "starts"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def processes_of(record: Path) -> list[int]:
+    """The living processes of the engines that record in this folder, and their children, by their environment."""
+    wanted = os.fsencode(str(record))
+    found = []
+    for name in os.listdir("/proc"):
+        if name.isdigit() and int(name) != os.getpid():
+            try:
+                is_one = wanted in Path(f"/proc/{name}/environ").read_bytes()
+                is_zombie = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+            except OSError:
+                continue
+            if is_one and not is_zombie and b"guardian.py" not in Path(f"/proc/{name}/cmdline").read_bytes():
+                found.append(int(name))
+    return found
