@@ -276,3 +276,20 @@ def test_a_folder_that_does_not_exist_holds_no_results(tmp_path: Path) -> None:
     target = folder_target(tmp_path)
     target.discard()
     assert not asyncio.run(target.holds_staged())
+
+
+@pytest.mark.parametrize("output", ["out.parquet", "out/"])
+def test_views_of_text_can_be_split_and_sliced(
+    run_table: RunTable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: str
+) -> None:
+    monkeypatch.setattr("batchline.tables.arrow_rows.BLOCK_ROWS", 2)
+    texts = ["one", "", "two", "three", "four"]
+    structs = pa.array([{"x": text} for text in texts], pa.struct([("x", pa.string_view())]))
+    given = pa.table({"text": pa.array(texts, pa.string_view()), "struct": structs})
+    pq.write_table(given, tmp_path / "in.parquet")
+    failed = tmp_path / "failed.parquet"
+    run_table(tmp_path / "in.parquet", f"{tmp_path}/{output}", prompt_column="text", error_file=str(failed))
+    assert pq.read_table(failed).column("struct").to_pylist() == [{"x": ""}]
+    assert pq.read_schema(failed).field("struct").type == structs.type
+    answers = ask_table(given, prompt_column="text", backend=FakeBackend())
+    assert answers.column("answer").to_pylist() == ["one", None, "two", "three", "four"]

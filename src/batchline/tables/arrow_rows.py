@@ -54,7 +54,11 @@ class ArrowBlock(Block):
 
     def take(self, indices: Sequence[int]) -> ArrowBlock:
         """Some of its rows."""
-        return ArrowBlock(self.table.take(pa.array(indices, pa.int64())), self.part, ends_group=self.ends_group)
+        try:
+            taken = self.table.take(pa.array(indices, pa.int64()))
+        except pa.ArrowNotImplementedError:  # for views of text, and values that are run-end encoded
+            taken = pa.concat_tables([self.table.slice(index, 1) for index in indices]).combine_chunks()
+        return ArrowBlock(taken, self.part, ends_group=self.ends_group)
 
     def arrow(self, schema: Any) -> Any:
         """The table itself."""
