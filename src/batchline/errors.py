@@ -283,7 +283,8 @@ class UnsupportedModel(ModelLoadError):
 
 
 class LineError(BatchlineError):
-    """A batch line cannot be turned into a request. Codes: OpenAI's Batch API error codes."""
+    """A batch line cannot be turned into a request, or its answer cannot be used. Codes: OpenAI's Batch API error codes
+    and our own."""
 
     def __init__(self, code: str, message: str, *, param: str | None = None) -> None:
         super().__init__(message)

@@ -67,8 +67,24 @@ def test_run_batch_asks_the_rows_of_a_table(cli: Cli) -> None:
     )
     shown = cli("run-batch", "-i", "in.parquet", "-o", "out.csv", "--prompt-column", "text")[1]
     assert "1 bad row, the first being row 3: The column 'text' is empty." in " ".join(shown.split())
-    code, shown = cli("run-batch", *common, "--schema", "schema.json")
-    assert (code, orjson.loads(Path("out.jsonl").read_bytes().splitlines()[0])["x"]) == (0, None)
+
+
+def test_rows_whose_answers_do_not_fit_the_schema_count_as_failed(cli: Cli) -> None:
+    Path("schema.json").write_text('{"type": "object", "properties": {"x": {"type": "string"}}}')
+    Path("rows.csv").write_text('n,text\n1,"{""x"": ""a""}"\n2,no JSON\n3,no JSON\n')
+    common = ("-i", "rows.csv", "-o", "out.csv", "--prompt-column", "text", "--schema", "schema.json")
+    code, shown = cli("run-batch", *common, "--error-file", "failed.csv", "--fail-on-error")
+    assert code == 3
+    assert "Failed         2 (2 x invalid_answer)" in shown
+    assert "Rows           3\n" in shown
+    assert "Failed rows    failed.csv\n" in shown
+    assert "  2 x invalid_answer: The answer is not JSON. (rows 2, 3)\n" in shown
+    assert [line.partition(",")[0] for line in Path("out.csv").read_text().splitlines()] == ["n", "1"]
+    assert [line.partition(",")[0] for line in Path("failed.csv").read_text().splitlines()] == ["n", "2", "3"]
+    Path("rows.csv").write_text("n,text\n1,no JSON\n")
+    code, shown = cli("run-batch", *common)
+    assert (code, "Every row failed (exit code 3)." in shown) == (3, True)
+    assert orjson.loads(cli("run-batch", *common, "--log-format", "json")[1].splitlines()[-1])["unit"] == "row"
 
 
 def test_make_requests_writes_what_a_run_would_ask(cli: Cli) -> None:
@@ -194,7 +210,7 @@ def test_data_frames_go_in_and_a_pyarrow_table_comes_back() -> None:
 
 
 def test_run_table_reads_and_writes_files_and_resumes(tmp_path: Path) -> None:
-    pd.DataFrame({"text": ["a", "b"]}).to_parquet(tmp_path / "in.parquet")
+    pd.DataFrame({"text": ['{"x": 1}', "b"]}).to_parquet(tmp_path / "in.parquet")
     schema = tmp_path / "schema.json"
     schema.write_text('{"type": "object", "properties": {"x": {"type": "integer"}}}')
     backend = FakeBackend()
@@ -208,7 +224,7 @@ def test_run_table_reads_and_writes_files_and_resumes(tmp_path: Path) -> None:
             state_dir=tmp_path / "state",
             show_progress=False,
         )
-        assert (summary.requests, summary.failed) == (2, 0)
+        assert (summary.requests, summary.failed) == (2, 1)
     assert list(pd.read_parquet(tmp_path / "out.parquet").columns)[:3] == ["text", "answer", "x"]
     with pytest.raises(UsageError, match="retry_failed and output_order are for batch files only"):
         run_table(tmp_path / "in.parquet", "out.csv", prompt_column="text", backend=backend, retry_failed=True)

@@ -65,7 +65,7 @@ class Budget:
         """A request has ended. outcome: None if it got no answer."""
         bound = self._bounds.pop(request.request_id, None)
         self._reserved = sum(self._bounds.values()) if len(self._bounds) < 2 else self._reserved - (bound or 0.0)
-        if outcome is not None and not outcome.is_failure:
+        if outcome is not None and outcome.is_paid:
             cost = self._cost(str(request.body.get("model")), outcome)
             has_usage = outcome.prompt_tokens or outcome.output_tokens
             self.spent += cost if has_usage else self._bound(request) if bound is None else bound
@@ -101,7 +101,7 @@ def spent_before(
     spent = 0.0
     for result in results:
         outcome = result.outcome
-        if outcome.is_failure or outcome.is_copy:
+        if not outcome.is_paid or outcome.is_copy:
             continue
         line = None if has_one_price else reader.batch_line(outcome.position)[0]
         found = price if line is None else options.prices.of(line.model)

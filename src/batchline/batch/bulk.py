@@ -15,6 +15,7 @@ from batchline.batch.index import LineReader
 from batchline.batch.plan import Plan
 from batchline.batch.progress import Reporter
 from batchline.batch.resuming import RunState
+from batchline.batch.source import ProblemOf
 from batchline.batch.stopping import Stop
 
 
@@ -24,7 +25,7 @@ class BulkWork:
 
     plan: the requests and their order. reader: their lines. state: the journal, and what it holds. folder: the job
     folder. scratch: a folder in it for files that can be made again at any time. grace_period_s: how long a step that
-    has begun may take after a stop.
+    has begun may take after a stop. problem_of: as in `RunFiles`.
     """
 
     plan: Plan
@@ -35,6 +36,7 @@ class BulkWork:
     reporter: Reporter
     stop: Stop
     grace_period_s: float
+    problem_of: ProblemOf | None = None
 
 
 class BulkService(ABC):

@@ -13,7 +13,7 @@ from pathlib import Path
 from batchline.batch.location_targets import is_special, target_at
 from batchline.batch.locations import Location, parse_location
 from batchline.batch.remote import file_system, refuse_unknown_host
-from batchline.batch.source import RequestSource, refuse_unreadable
+from batchline.batch.source import ProblemOf, RequestSource, refuse_unreadable
 from batchline.batch.targets import ResultTarget
 from batchline.errors import OutputUnwritable, UsageError
 
@@ -27,7 +27,8 @@ class RunFiles:
 
     input: the batch file. output: gets the results. error_output: gets the failed lines, if it is given. job_folder:
     holds the journal and temporary files until the results are delivered; the run makes, locks and removes it.
-    requests: makes the batch file from the input, if the input is none.
+    requests: makes the batch file from a table, if the input is one. problem_of: why the body of a successful answer
+    does not fit the table's columns; None if it fits.
     """
 
     input: Location
@@ -35,6 +36,7 @@ class RunFiles:
     error_output: ResultTarget | None = None
     job_folder: Path
     requests: RequestSource | None = None
+    problem_of: ProblemOf | None = None
 
     @classmethod
     def named(
@@ -54,6 +56,11 @@ class RunFiles:
         job_folder = job_folder_for(outputs[0], source, tmp_dir)
         output, *errors = [target_at(location, job_folder) for location in outputs]
         return cls(input=source, output=output, error_output=errors[0] if errors else None, job_folder=job_folder)
+
+    @property
+    def unit(self) -> str:
+        """What one request is made from."""
+        return "line" if self.requests is None else "row"
 
     @property
     def targets(self) -> list[ResultTarget]:

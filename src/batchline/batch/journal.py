@@ -43,14 +43,18 @@ _OUTCOME = re.compile(
 _NOTE = re.compile(rb"(delivering|delivered|crashed|starved|killed|service|kept) ([ -~]*)")
 
 
+INVALID_ANSWER = "invalid_answer"
+"""The status of a successful answer that does not fit the row of a table."""
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """How one line ended, without its text.
 
-    status: the answer's HTTP status, or the error code of an invalid line. is_copy: whether another line's answer was
-    used; its tokens are those of that answer and were not computed again. audio_s: seconds of the recording that was
-    transcribed; the journal keeps milliseconds. reasoning_tokens: those of the output tokens that are reasoning.
-    latency_s: the time from sending the request to its answer; not in the journal, 0 if it is not known.
+    status: the answer's HTTP status, `INVALID_ANSWER`, or the error code of an invalid line. is_copy: whether another
+    line's answer was used; its tokens are those of that answer and were not computed again. audio_s: seconds of the
+    recording that was transcribed; the journal keeps milliseconds. reasoning_tokens: those of the output tokens that
+    are reasoning. latency_s: the time from sending the request to its answer; not in the journal, 0 if it is not known.
     """
 
     position: int
@@ -66,12 +70,17 @@ class Outcome:
     @property
     def is_answer(self) -> bool:
         """Whether a backend answered, even with an error."""
-        return self.status.isdigit()
+        return self.status.isdigit() or self.status == INVALID_ANSWER
 
     @property
     def is_failure(self) -> bool:
         """Whether the line has no successful answer."""
         return not self.status.startswith("2")
+
+    @property
+    def is_paid(self) -> bool:
+        """Whether a service charges for the answer."""
+        return not self.is_failure or self.status == INVALID_ANSWER
 
 
 @dataclass(frozen=True, slots=True)

@@ -233,10 +233,12 @@ def encode_body(body: Mapping[str, Any] | list[Any] | str) -> bytes:
         return orjson.dumps(_readable(body), option=orjson.OPT_SERIALIZE_NUMPY)
 
 
-def answer_line(hex_id: str, custom_id: str, answer: Answer, body: bytes) -> bytes:
-    """The result line, without a newline, of a request that was answered. body: `encode_body(answer.body)`."""
+def answer_line(hex_id: str, custom_id: str, answer: Answer, body: bytes, error: LineError | None = None) -> bytes:
+    """The result line, without a newline, of a request that was answered. body: `encode_body(answer.body)`. error: of
+    an answer that cannot be used."""
     response = {"status_code": answer.status_code, "request_id": answer.request_id, "body": orjson.Fragment(body)}
-    return orjson.dumps({"id": f"batch_req_{hex_id}", "custom_id": custom_id, "response": response, "error": None})
+    details = None if error is None else {"code": error.code, "message": error.message}
+    return orjson.dumps({"id": f"batch_req_{hex_id}", "custom_id": custom_id, "response": response, "error": details})
 
 
 def error_line(hex_id: str, custom_id: str | None, error: LineError, line_number: int) -> bytes:

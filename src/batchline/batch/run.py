@@ -378,7 +378,7 @@ class BatchRun:
     def _tell_findings(self, report: CheckReport) -> None:
         """Warn of what will fail. Raises: UsageError under `strict`."""
         served = self._options.served_models or ()
-        line = "line" if self._files.requests is None else "row"
+        line = self._files.unit
         findings = findings_of(report, None, line=line)
         if served and (warning := unserved_warning(report, served, can_rename=self._options.can_rename)) is not None:
             findings.append(warning)
@@ -477,6 +477,7 @@ class BatchRun:
             reporter=self._reporter,
             stop=self._stop,
             grace_period_s=self._options.grace_period_s,
+            problem_of=self._files.problem_of,
         )
         await service.answer_all(work)
         self._pace.end(state.tally)
@@ -518,6 +519,7 @@ class BatchRun:
             in_flight=in_flight,
             budget=self._budget,
             num_lanes=num_lanes,
+            problem_of=self._files.problem_of,
         )
         try:
             async with self._watch.reporting(backend, state.tally, in_flight):

@@ -26,6 +26,7 @@ from batchline.batch.commit import GroupCommit
 from batchline.batch.crashes import InFlight
 from batchline.batch.feeder import Feeding, ReadyRequest
 from batchline.batch.journal import Outcome
+from batchline.batch.source import ProblemOf
 from batchline.callers import EngineProgress, engine_progress
 from batchline.errors import (
     BackendUnavailable,
@@ -70,9 +71,10 @@ class Runner:
         in_flight: InFlight,
         budget: Budget | None = None,
         num_lanes: int = 1,
+        problem_of: ProblemOf | None = None,
     ) -> None:
         """share: of the backend's capacity; closed by `run`. max_inflight: of this run's requests. num_lanes: of the
-        feeder; each gets as many workers as the others."""
+        feeder; each gets as many workers as the others. problem_of: as in `RunFiles`."""
         self._num_lanes = num_lanes
         self._feeder = feeder
         self._share = share
@@ -81,6 +83,7 @@ class Runner:
         self._commit = commit
         self._max_inflight = max_inflight
         self._budget = budget
+        self._problem_of = problem_of
         self._taking = asyncio.Lock()
         self._lead_is_over = asyncio.Event()
         self._has_warned_of_usage = False
@@ -170,12 +173,13 @@ class Runner:
         usage = self._counted_usage(answer)
         if progress.audio_s and not answer.is_error:  # texts and subtitles have no usage
             usage = usage._replace(audio_s=progress.audio_s)
+        error = None if self._problem_of is None or answer.status_code >= 300 else self._problem_of(orjson.loads(body))
+        status = str(answer.status_code) if error is None else error.code
         for number, (position, custom_id) in enumerate(item.served):
             hex_id, given, written = item.request.request_id, answer, body
             if number > 0:
                 hex_id = lines.new_id()
                 given, written = copied(answer, body, item.request, hex_id)
-            status = str(answer.status_code)
             outcome = Outcome(
                 position,
                 status,
@@ -189,7 +193,7 @@ class Runner:
             )
             if number == 0:
                 self._settle(item.request, outcome)
-            await self._commit.put(outcome, lines.answer_line(hex_id, custom_id, given, written))
+            await self._commit.put(outcome, lines.answer_line(hex_id, custom_id, given, written, error))
 
     def _settle(self, request: EndpointRequest, outcome: Outcome | None) -> None:
         if self._budget is not None:

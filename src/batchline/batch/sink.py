@@ -158,7 +158,9 @@ async def refuse_to_empty(files: RunFiles) -> None:
     """Refuse to replace results with those of an empty input. Raises: OutputUnwritable."""
     for target in files.targets:
         if target.tells_if_it_exists and await target.exists() and not await target.is_empty():
-            reason = "the input has no lines, and the output would become empty. --overwrite replaces it anyway."
+            reason = (
+                f"the input has no {files.unit}s, and the output would become empty. --overwrite replaces it anyway."
+            )
             raise OutputUnwritable(target.display, reason)
 
 

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, Protocol, cast
+from typing import Any, BinaryIO, Protocol, cast
 
 from batchline.batch.compression import MAGIC_BYTES, codec_of_bytes, decompressed_chunks
 from batchline.batch.file_format import refuse_foreign_format
@@ -23,7 +23,7 @@ from batchline.batch.index import open_regular
 from batchline.batch.locations import Location
 from batchline.batch.options import RunOptions
 from batchline.batch.remote import file_system, object_version
-from batchline.errors import BatchlineError, InputUnreadable, RunFailed, RunInterrupted
+from batchline.errors import BatchlineError, InputUnreadable, LineError, RunFailed, RunInterrupted
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _POLL_S = 0.2
@@ -37,6 +37,10 @@ class StagedRequests:
 
     path: Path
     identity: Mapping[str, str] = field(default_factory=dict)
+
+
+ProblemOf = Callable[[Any], LineError | None]
+"""Says why the body of a successful answer, parsed from JSON, cannot be used; None if it can."""
 
 
 class RequestSource(Protocol):

@@ -54,6 +54,7 @@ class RunSummary:
     models: a record of each model that this run loaded.
     finished_before: when an equal run finished whose results are unchanged, so that this run computed nothing.
     output, error_file: where the results are, as messages show it: without the secrets of a URL.
+    unit: what a request is made from, a `line` or a `row`.
     """
 
     requests: int
@@ -81,6 +82,7 @@ class RunSummary:
     finished_before: datetime | None = None
     output: str = ""
     error_file: str | None = None
+    unit: str = "line"
 
     @property
     def prefix_cache_hit_rate(self) -> float:
@@ -121,6 +123,7 @@ def summarize(
         models=tuple(models),
         output=files.output.display,
         error_file=files.error_output.display if files.error_output else None,
+        unit=files.unit,
     )
 
 

@@ -17,10 +17,10 @@ def print_summary(summary: RunSummary) -> None:
     """Print a run's summary: for people, as one JSON object, or, with `--quiet`, as one line."""
     if is_plain_text():
         for line in summary_lines(summary):
-            tell(line, is_whole=line.startswith(("Output   ", "Failed lines")))
+            tell(line, is_whole=line.startswith(("Output   ", "Failed lines", "Failed rows")))
         return
     failed = f", {summary.failed:,} failed" if summary.failed else ""
-    text = f"{counted(summary.requests, 'request')}{failed}: {summary.output}"
+    text = f"{counted(summary.requests, 'row' if summary.unit == 'row' else 'request')}{failed}: {summary.output}"
     tell(text, is_result=True, **dataclasses.asdict(summary))
 
 
@@ -28,7 +28,7 @@ def summary_lines(summary: RunSummary) -> list[str]:
     """The summary's lines; zeros are left out."""
     codes = ", ".join(f"{count:,} x {code}" for code, count in summary.failures_by_code.items())
     lines = [
-        f"Requests       {summary.requests:,}",
+        f"{'Rows' if summary.unit == 'row' else 'Requests':<15}{summary.requests:,}",
         f"Succeeded      {summary.succeeded:,}",
         f"Failed         {summary.failed:,}" + (f" ({codes})" if codes else ""),
     ]
@@ -45,14 +45,14 @@ def summary_lines(summary: RunSummary) -> list[str]:
         lines += _work_lines(summary)
     lines.append(f"Output         {summary.output}")
     if summary.error_file:
-        lines.append(f"Failed lines   {summary.error_file}")
-    lines += map(_failure, summary.frequent_failures)
+        lines.append(f"{f'Failed {summary.unit}s':<15}{summary.error_file}")
+    lines += (_failure(failure, summary.unit) for failure in summary.frequent_failures)
     num_more = summary.failed - sum(failure.count for failure in summary.frequent_failures)
     if num_more and summary.frequent_failures:
-        where = "the file of failed lines" if summary.error_file else "the output"
+        where = f"the file of failed {summary.unit}s" if summary.error_file else "the output"
         lines.append(f"  and {num_more:,} more with other errors; {where} has all of them")
     if summary.has_only_failures:
-        lines.append("Every request failed (exit code 3).")
+        lines.append(f"Every {'row' if summary.unit == 'row' else 'request'} failed (exit code 3).")
     return lines
 
 
@@ -86,9 +86,9 @@ def _has_tokens(summary: RunSummary) -> bool:
     return not summary.audio_s or summary.prompt_tokens + summary.output_tokens > 0
 
 
-def _failure(failure: FailureMessage) -> str:
+def _failure(failure: FailureMessage, unit: str) -> str:
     """`3 x 400: temperature: Input should be ... (lines 1, 7, 12)`."""
     numbers = ", ".join(map(str, failure.line_numbers))
     more = ", ..." if failure.count > len(failure.line_numbers) else ""
-    lines = f"line{'' if failure.count == 1 else 's'} {numbers}{more}"
+    lines = f"{unit}{'' if failure.count == 1 else 's'} {numbers}{more}"
     return f"  {failure.count:,} x {failure.code}: {failure.message or 'without a message'} ({lines})"

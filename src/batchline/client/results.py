@@ -67,14 +67,20 @@ class PartWriter:
             return
         self.num_answers += 1
         usage = usage_in(value)
+        problem_of, error = self._work.problem_of, None
+        if problem_of is not None and status.startswith("2"):
+            error = problem_of(value["response"]["body"])
+        if error is not None:
+            status = error.code
+            raw = orjson.dumps({**value, "error": {"code": error.code, "message": error.message}})
         for number, position in enumerate((item.position, *item.copies)):
             if position in self._work.state.done:
                 continue
-            line = raw if number == 0 else self._copy(value, position)
+            line = raw if number == 0 else self._copy(value, position, error)
             self._writer.add(Outcome(position, status, is_copy=number > 0, **usage._asdict()), line)
             self._work.state.done.add(position)
 
-    def _copy(self, value: dict[str, Any], position: int) -> bytes:
+    def _copy(self, value: dict[str, Any], position: int, error: LineError | None) -> bytes:
         """The result line of another line with the same request, with new ids."""
         batch_line, _ = self._work.reader.batch_line(position)
         hex_id = lines.new_id()
@@ -86,7 +92,7 @@ class PartWriter:
         body = orjson.dumps(content)
         if isinstance(content, dict):
             given, body = copied(given, body, batch_line.request(given.request_id), hex_id)
-        return lines.answer_line(hex_id, batch_line.custom_id, given, body)
+        return lines.answer_line(hex_id, batch_line.custom_id, given, body, error)
 
 
 def write_errors(work: BulkWork, errors: Iterable[tuple[WorkItem, LineError]]) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 
 import orjson
 
-from batchline.errors import UsageError
+from batchline.batch.journal import INVALID_ANSWER
+from batchline.errors import LineError, UsageError
 from batchline.tables.requests import RowPrompts
 from batchline.tables.typed_columns import INTEGER, STRING, ColumnType, WrongType, columns_of_schema
 
@@ -28,7 +29,7 @@ class ColumnNames:
 
 
 class AnswerColumns:
-    """The added columns. types: their names and types in order; the type of embeddings is known after `set_length`."""
+    """The added columns. types: their names and types in order; the type of embeddings is known after `measure`."""
 
     def __init__(self, prompts: RowPrompts, names: ColumnNames) -> None:
         """Raises: UsageError for a schema without columns, or two added columns with one name."""
@@ -79,36 +80,58 @@ class AnswerColumns:
                 "--column-prefix PREFIX renames all columns that are added, --answer-column NAME only the answer's."
             )
 
-    def set_length(self, length: int) -> None:
-        """The number of dimensions of all embeddings."""
-        self.types[self._answer] = ColumnType("list", item=ColumnType("float32"), length=length)
+    @property
+    def has_length(self) -> bool:
+        """Whether the number of dimensions of all embeddings is known."""
+        return self.types[self._answer].length is not None
+
+    def measure(self, body: Any) -> bool:
+        """Take the number of dimensions from the first answer's body that has an embedding. Returns `has_length`."""
+        vector = vector_in(body)
+        if vector and not self.has_length:
+            self.types[self._answer] = ColumnType("list", item=ColumnType("float32"), length=len(vector))
+        return self.has_length
 
     def values(self, result: Mapping[str, Any]) -> dict[str, Any]:
         """The value of every added column. result: a parsed result line."""
         row: dict[str, Any] = dict.fromkeys(self.types)
         response = result.get("response")
-        body = response.get("body") if isinstance(response, dict) else None
-        if not isinstance(response, dict) or not isinstance(body, dict):
+        if not isinstance(response, dict):
             row[self._error] = _error_text(result.get("error"), "no_answer")
             return row
-        usage = body.get("usage")
+        body = response.get("body")
+        usage = body.get("usage") if isinstance(body, dict) else None
         if isinstance(usage, dict):
             row[self._prompt_tokens] = _count(usage.get("prompt_tokens"))
         status = response.get("status_code")
-        if not isinstance(status, int) or status >= 400:
-            row[self._error] = _error_text(body.get("error", body), str(status))
+        if not isinstance(status, int) or not 200 <= status < 300:
+            row[self._error] = _error_text(body.get("error", body) if isinstance(body, dict) else body, str(status))
             return row
         try:
-            if self._is_embedding:
-                row[self._answer] = self._vector(body)
-            else:
-                self._fill_answer(row, body)
+            self._fill(row, body)
         except WrongType as exc:
-            row[self._error] = f"invalid_answer: {exc}"[:_MAX_ERROR_CHARS]
+            row[self._error] = f"{INVALID_ANSWER}: {exc}"[:_MAX_ERROR_CHARS]
         return row
 
-    def _fill_answer(self, row: dict[str, Any], body: Mapping[str, Any]) -> None:
+    def problem_of(self, body: Any) -> LineError | None:
+        """Why the body of a successful answer does not fit the columns; None if it does."""
+        try:
+            self._fill(dict.fromkeys(self.types), body)
+        except WrongType as exc:
+            return LineError(INVALID_ANSWER, str(exc)[:_MAX_ERROR_CHARS])
+        return None
+
+    def _fill(self, row: dict[str, Any], body: Any) -> None:
         """Raises: WrongType; the typed columns are untouched then."""
+        if not isinstance(body, dict):
+            raise WrongType("The answer is not a JSON object.")
+        if self._is_embedding:
+            row[self._answer] = self._vector(body)
+        else:
+            self._fill_answer(row, body)
+
+    def _fill_answer(self, row: dict[str, Any], body: Mapping[str, Any]) -> None:
+        """As `_fill`, of a chat answer."""
         usage = body.get("usage")
         if isinstance(usage, dict):
             row[self._completion_tokens] = _count(usage.get("completion_tokens"))
@@ -139,7 +162,7 @@ class AnswerColumns:
         return {column: kind.value(value.get(name), name) for column, (name, kind) in self._typed.items()}
 
     def _vector(self, body: Mapping[str, Any]) -> list[float]:
-        vector = _vector_in(body)
+        vector = vector_in(body)
         length = self.types[self._answer].length
         if vector is None:
             raise WrongType("The answer has no embedding.")
@@ -148,7 +171,7 @@ class AnswerColumns:
         return vector
 
 
-def _vector_in(body: Any) -> list[float] | None:
+def vector_in(body: Any) -> list[float] | None:
     """The embedding in a response's body; None if it has none."""
     data = body.get("data") if isinstance(body, dict) else None
     first = data[0] if isinstance(data, list) and data else None
@@ -166,14 +189,6 @@ def vector_of(given: Any) -> list[float] | None:
     if isinstance(given, list) and given and all(isinstance(number, int | float) for number in given):
         return [float(number) for number in given]
     return None
-
-
-def embedding_length(result: Mapping[str, Any]) -> int | None:
-    """The number of dimensions of the embedding in a result line; None if it has none."""
-    response = result.get("response")
-    body = response.get("body") if isinstance(response, dict) else None
-    vector = _vector_in(body)
-    return None if not vector else len(vector)
 
 
 def _error_text(error: Any, code: str) -> str:

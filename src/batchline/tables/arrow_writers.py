@@ -100,7 +100,7 @@ class ParquetRowWriter(RowWriter):
     def __init__(self, file: BinaryIO, joiner: ArrowJoiner, compression: str) -> None:
         self._joiner = joiner
         self._has_dictionaries = any(pa.types.is_dictionary(field.type) for field in joiner.schema)
-        self._has_views_in_structs = any(pa.types.is_nested(kind) and "_view" in str(kind) for kind in joiner.schema.types)
+        self._has_views_within = any(pa.types.is_nested(kind) and "_view" in str(kind) for kind in joiner.schema.types)
         with _arrow_errors():
             self._writer = pq.ParquetWriter(file, joiner.schema, compression=compression)
         self._pending: list[Any] = []
@@ -125,7 +125,7 @@ class ParquetRowWriter(RowWriter):
         if self._num_rows:
             with _arrow_errors():
                 table = pa.concat_tables(self._pending)
-                if self._has_views_in_structs:  # pyarrow cannot write a slice of them; joined to another, it is a copy
+                if self._has_views_within:  # pyarrow cannot write a slice of them; joined to another, it is a copy
                     table = pa.concat_tables([table, table.slice(0, 0)]).combine_chunks()
                 table = table.unify_dictionaries() if self._has_dictionaries else table
                 self._writer.write_table(table, row_group_size=table.num_rows)

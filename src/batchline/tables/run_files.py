@@ -79,6 +79,7 @@ def table_files(
         error_output=errors[0] if errors else None,
         job_folder=job_folder,
         requests=table,
+        problem_of=joined.problem_of,
     )
 
 

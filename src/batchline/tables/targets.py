@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 import orjson
 
@@ -14,7 +14,8 @@ from batchline.batch.job_folder import journal_in
 from batchline.batch.journal import saved_results
 from batchline.batch.location_targets import LocationTarget
 from batchline.batch.targets import ResultTarget, Stamp
-from batchline.tables.answers import AnswerColumns, embedding_length
+from batchline.errors import LineError
+from batchline.tables.answers import AnswerColumns, vector_in
 from batchline.tables.formats import TableFormat
 from batchline.tables.joining import Joiner, WriterFor
 from batchline.tables.rows import Block
@@ -48,6 +49,13 @@ class Joined:
                 raise
         self.source.refuse_if_changed()
 
+    def problem_of(self, body: Any) -> LineError | None:
+        """Why the body of a successful answer does not fit the columns; None if it does."""
+        if self.columns.has_embeddings and not self.columns.has_length and vector_in(body):
+            self._measure_embeddings()  # of an earlier process
+            self.columns.measure(body)
+        return self.columns.problem_of(body)
+
     def _blocks(self, in_one_file: bool) -> Iterator[Block]:
         for block in self.source.table.blocks():
             if in_one_file:
@@ -56,12 +64,10 @@ class Joined:
 
     def _measure_embeddings(self) -> None:
         """Find the dimensions of embeddings in the journal, because a table's types come before its rows."""
-        if not self.columns.has_embeddings:
+        if not self.columns.has_embeddings or self.columns.has_length:
             return
         for outcome, line in saved_results(journal_in(self.job_folder)):
-            length = None if outcome.is_failure else embedding_length(orjson.loads(line))
-            if length is not None:
-                self.columns.set_length(length)
+            if not outcome.is_failure and self.columns.measure(orjson.loads(line)["response"]["body"]):
                 return
 
     def writer(self, file: BinaryIO, table_format: TableFormat) -> RowWriter:
