@@ -175,3 +175,8 @@ def test_the_rows_of_a_table_at_our_own_server(command: Command, ours: str, tmp_
         ",2,,,,,invalid_row: The column 'text' is empty.",
         "bad,3,,,,,400: a bad text",
     ]
+    (tmp_path / "in.csv").write_text("text\nhello\nhello\n{}\n")
+    (tmp_path / "schema.json").write_text('{"type": "object", "properties": {"x": {"type": "string"}}}')
+    ended = command(*asked, "--prompt-column", "text", "--schema", tmp_path / "schema.json", "--temperature", "0")
+    assert "Failed         2 (2 x invalid_answer)\n" in ended.err
+    assert "  2 x invalid_answer: The answer is not JSON. (rows 1, 2)\n" in ended.err

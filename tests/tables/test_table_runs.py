@@ -108,3 +108,13 @@ def test_a_column_may_have_the_name_of_a_function_of_templates(run_table: RunTab
     assert orjson.loads((tmp_path / "out.jsonl").read_bytes())["answer"] == "me"
     with pytest.raises(UsageError, match=r"'self' is a word of the template language.*write row\['self'\]"):
         run_table(tmp_path / "in.csv", tmp_path / "out.jsonl", prompt_template="{{ self }}")
+
+
+def test_a_column_named_row_is_reached_through_the_row(run_table: RunTable, tmp_path: Path) -> None:
+    (tmp_path / "in.csv").write_text("row,review text\n7,fine\n")
+    out = tmp_path / "out.jsonl"
+    run_table(tmp_path / "in.csv", out, prompt_template="{{ row['review text'] }} {{ row.row }} {{ row['row'] }}")
+    assert orjson.loads(out.read_bytes())["answer"] == "fine 7 7"
+    for template in ("{{ row }}", "{{ row | tojson }}", "{% for name in row %}{{ name }}{% endfor %}"):
+        with pytest.raises(UsageError, match=r"has a column 'row', and .* For the column, write row\['row'\]\."):
+            run_table(tmp_path / "in.csv", out, prompt_template=template)

@@ -1,7 +1,7 @@
 """Prompt templates: Jinja in the sandbox, with a row's columns as variables.
 
 The template is the user's, and the rows are untrusted: their values are never read as a template. `row` is the whole
-row, for columns whose names are not identifiers: `row["review text"]`.
+row, for columns whose names are not identifiers: `row["review text"]`. A column `row` is `row["row"]`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from batchline.printable import printable
 from batchline.text.sandbox import TemplateLimitExceeded, bounded, row_environment
 
 ROW = "row"
-"""The variable with the whole row. A column of this name takes its place."""
+"""The variable with the whole row, also if the table has a column of this name."""
 
 _SELF = "self"
 _SHOWN_COLUMNS = 20
@@ -47,20 +47,26 @@ class RowTemplate:
         self._uses_self = _SELF in mentioned
         self._optional = set(_tested_names(tree))
         self._row_keys, self._uses_whole_row = _row_keys(tree)
+        self._uses_bare_row = _uses_bare_row(tree)
         self._constant: str | None = None
 
     def columns(self, table: Sequence[str]) -> list[str]:
         """The columns of a table that the template reads, in the table's order.
 
         A column whose name is that of a function, such as `range`, takes its place.
-        Raises: UsageError for one that the table does not have.
+        Raises: UsageError for one that the table does not have, and for a `row` that could be the column or the row.
         """
         if self._uses_self and _SELF in table:
             raise UsageError(
                 f"{self.option}: 'self' is a word of the template language. For the column, write row['self']."
             )
         names, reads_all = (self._names - {_SELF}) | (self._functions & set(table)), False
-        if ROW in names and ROW not in table:
+        if ROW in names:
+            if self._uses_bare_row and ROW in table:
+                raise UsageError(
+                    f"{self.option}: the table has a column 'row', and 'row' is also the variable with the whole row. "
+                    "For the column, write row['row']. For the whole row, rename the column."
+                )
             names = (names - {ROW}) | self._row_keys
             reads_all = self._uses_whole_row
         for name in sorted(names - self._optional):
@@ -79,7 +85,7 @@ class RowTemplate:
     def _render(self, row: Mapping[str, Any]) -> str:
         try:
             with bounded():
-                return self._template.render({ROW: row, **row})
+                return self._template.render({**row, ROW: row})
         except TemplateLimitExceeded as exc:
             raise row_error(f"{self.option} was stopped: {exc}.") from exc
         except Exception as exc:  # values of any type meet filters of any kind
@@ -121,8 +127,14 @@ def _row_keys(tree: nodes.Template) -> tuple[set[str], bool]:
     keys = [name for name in attributes if not hasattr(dict, name)]  # row.items() is no column
     items = (item.arg for item in tree.find_all(nodes.Getitem) if _is_row(item.node))
     keys += [str(key.value) for key in items if isinstance(key, nodes.Const)]
-    num_used = sum(name.name == ROW for name in tree.find_all(nodes.Name))
+    num_used = sum(map(_is_row, tree.find_all(nodes.Name)))
     return set(keys), num_used > len(keys)
+
+
+def _uses_bare_row(tree: nodes.Template) -> bool:
+    """Whether `row` is used in another way than `row.key` and `row["key"]`."""
+    parts = sum(_is_row(item.node) for item in (*tree.find_all(nodes.Getattr), *tree.find_all(nodes.Getitem)))
+    return sum(map(_is_row, tree.find_all(nodes.Name))) > parts
 
 
 def _is_row(node: nodes.Node) -> bool:
