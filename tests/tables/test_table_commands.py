@@ -230,3 +230,20 @@ def test_run_table_reads_and_writes_files_and_resumes(tmp_path: Path) -> None:
         run_table(tmp_path / "in.parquet", "out.csv", prompt_column="text", backend=backend, retry_failed=True)
     with pytest.raises(UsageError, match="Pass either a model or a backend"):
         run_table(tmp_path / "in.parquet", "out.csv", prompt_column="text")
+
+
+def test_a_table_in_memory_leaves_no_record_of_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("batchline.batch.api.make_backend", lambda *_: FakeBackend())
+    monkeypatch.setenv("BATCHLINE_STATE_DIR", str(tmp_path / "state"))
+    table = pa.table({"text": ["a"]})
+    answers = run_table(table, prompt_column="text", backend="instant", show_progress=False)
+    assert answers.column("answer").to_pylist() == ["a"]
+    assert not (tmp_path / "state").exists()
+    run_table(table, tmp_path / "out.csv", prompt_column="text", backend="instant", show_progress=False)
+    assert (tmp_path / "state").exists()
+
+
+@pytest.mark.parametrize("name", ["max_in_flight", "is_recorded", "make_files", "input_file"])
+def test_an_unknown_argument_of_run_table_is_named(name: str) -> None:
+    with pytest.raises(TypeError, match=rf"run_table\(\) got an unexpected keyword argument '{name}'"):
+        run_table(pa.table({"text": ["a"]}), prompt_column="text", backend=FakeBackend(), **{name: 1})

@@ -165,8 +165,10 @@ def run_files(
     show_progress: bool | None = None,
     on_progress: Callable[[Progress], None] | None = None,
     reporter: Reporter | None = None,
+    is_recorded: bool = True,
 ) -> RunSummary:
-    """As `run_batch`, for files of any kind. make_files: called when what answers is known to be usable."""
+    """As `run_batch`, for files of any kind. make_files: called when what answers is known to be usable. is_recorded:
+    whether the state folder gets records of the run."""
     servers = _servers(base_url, api_key, model, max_inflight)
     engines = [] if servers is not None else _engines(model, served_model_name)
     make: Callable[..., tuple[Backend, str | None]]
@@ -184,6 +186,7 @@ def run_files(
     files = make_files()
     if retry_failed:
         refuse_unreadable_results(files)
+    default_dir = user_state_dir() if _has_name(backend) else None
     options = RunOptions(
         max_inflight=max_inflight,
         output_order=output_order,
@@ -191,7 +194,7 @@ def run_files(
         overwrite=overwrite,
         report=_path(report),
         retry=Retry() if retry_failed else None,
-        state_dir=user_state_dir() if state_dir is None and _has_name(backend) else _path(state_dir),
+        state_dir=(_path(state_dir) or default_dir) if is_recorded else None,
         strict=strict,
         dedup=dedup,
         grace_period_s=grace_period_s,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import tempfile
 from collections.abc import Mapping
@@ -9,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from batchline.batch.api import run_files
+from batchline.batch.api import run_batch, run_files
 from batchline.errors import UsageError
 from batchline.tables.answers import ColumnNames
 from batchline.tables.formats import TableFormat, require_extra
@@ -58,6 +59,7 @@ def run_table(
 
     Raises: as `run_batch`; UsageError also for a table that does not fit.
     """
+    _refuse_unknown_options(options)
     prompts = RowPrompts(
         prompt_template=None if prompt_template is None else read_template(os.fspath(prompt_template)),
         prompt_column=prompt_column,
@@ -97,8 +99,15 @@ def run_table(
 
     with tempfile.TemporaryDirectory(prefix="batchline-", dir=tmp_dir) as folder:
         output = Path(folder) / "answers.parquet"
-        run_files(partial(make_files, str(output)), **options)
+        run_files(partial(make_files, str(output)), **options, is_recorded=False)
         return pq.read_table(output)
+
+
+def _refuse_unknown_options(options: Mapping[str, Any]) -> None:
+    """Raises: TypeError, as for a function that names its arguments."""
+    known = inspect.signature(run_batch).parameters.keys() & inspect.signature(run_files).parameters.keys()
+    for name in options.keys() - known:
+        raise TypeError(f"run_table() got an unexpected keyword argument {name!r}")
 
 
 def _memory_table(given: Any) -> Table:

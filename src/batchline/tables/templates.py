@@ -133,7 +133,8 @@ def _row_keys(tree: nodes.Template) -> tuple[set[str], bool]:
 
 def _uses_bare_row(tree: nodes.Template) -> bool:
     """Whether `row` is used in another way than `row.key` and `row["key"]`."""
-    parts = sum(_is_row(item.node) for item in (*tree.find_all(nodes.Getattr), *tree.find_all(nodes.Getitem)))
+    parts = sum(_is_row(item.node) for item in tree.find_all(nodes.Getattr))
+    parts += sum(_is_row(item.node) for item in tree.find_all(nodes.Getitem))
     return sum(map(_is_row, tree.find_all(nodes.Name))) > parts
 
 
