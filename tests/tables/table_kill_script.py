@@ -44,7 +44,7 @@ def child(source: str, output: str, moments: int | None) -> int | None:
         countdown = Countdown(moments)
         sys.addaudithook(countdown.audit)
         backend = FakeBackend()
-        options = RunOptions(default_model="fake")
+        options = RunOptions(default_model="fake", overwrite=True)  # there are no records of finished runs
         run_blocking(run_files(source, output), options, backend, SilentReporter(), disk=KillingDisk(countdown))
         os.write(writing, str(len(backend.requests)).encode())
         os._exit(0)

@@ -151,7 +151,7 @@ def test_an_output_folder_replaces_tables_only(name: str, run_table: RunTable, t
     with pytest.raises(OutputUnwritable, match="within the other"):
         run_table(tmp_path / "in", tmp_path / "in" / "out", prompt_column="text", output_format="dataset")
     save_dataset(tmp_path / "older", rows("x", "y"), rows("z"))
-    run_table(tmp_path / "in", tmp_path / "older", prompt_column="text")
+    run_table(tmp_path / "in", tmp_path / "older", prompt_column="text", overwrite=True)
     assert sorted(path.name for path in (tmp_path / "older").glob("*.arrow")) == ["data-00000-of-00001.arrow"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "older", "out"]
 
@@ -293,3 +293,34 @@ def test_views_of_text_can_be_split_and_sliced(
     assert pq.read_schema(failed).field("struct").type == structs.type
     answers = ask_table(given, prompt_column="text", backend=FakeBackend())
     assert answers.column("answer").to_pylist() == ["one", None, "two", "three", "four"]
+
+
+@pytest.mark.parametrize("output_format", ["dataset", "parquet-folder"])
+def test_a_folder_is_replaced_only_if_a_run_wrote_it_and_nobody_changed_it(
+    run_table: RunTable, tmp_path: Path, output_format: str
+) -> None:
+    source = one_file(tmp_path / "in.parquet", "a")
+    out, state = tmp_path / "out", tmp_path / "state"
+    options = {"prompt_column": "text", "output_format": output_format, "state_dir": state}
+    backend = FakeBackend()
+    if output_format == "dataset":
+        save_dataset(out, rows("x"))
+    else:
+        out.mkdir()
+        one_file(out / "mine.parquet", "x")
+    before = sorted(path.name for path in out.iterdir())
+    for overwrite in (None, False):
+        with pytest.raises(OutputUnwritable, match="not the result of|not, or no longer, the result of a run"):
+            run_table(source, out, backend=backend, overwrite=overwrite, **options)
+    assert (backend.requests, sorted(path.name for path in out.iterdir())) == ([], before)
+    run_table(source, out, overwrite=True, **options)
+    run_table(one_file(source, "b"), out, answer_column="reply", **options)
+    (written,) = (path for path in out.iterdir() if path.suffix in (".arrow", ".parquet"))
+    written.write_bytes(written.read_bytes() + b"edited")
+    with pytest.raises(OutputUnwritable, match="pass --overwrite to replace it"):
+        run_table(source, out, **options)
+
+
+def one_file(path: Path, *texts: str) -> Path:
+    pq.write_table(rows(*texts), path)
+    return path

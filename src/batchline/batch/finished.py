@@ -19,7 +19,7 @@ from batchline.batch.files import RunFiles
 from batchline.batch.options import OutputOrder, RunOptions
 from batchline.batch.progress import Reporter
 from batchline.batch.summary import RunSummary
-from batchline.batch.targets import plain_tag
+from batchline.batch.targets import ResultTarget, Stamp, plain_tag
 from batchline.user_state import write_record
 
 logger = logging.getLogger(__name__)
@@ -70,6 +70,14 @@ class FinishedRuns:
             if not await target.is_unchanged(record.outputs[target.tag]):
                 return None
         return replace(record.summary, finished_before=record.finished_at)
+
+    def stamps_of(self, target: ResultTarget) -> list[Stamp]:
+        """What runs to this output or to the target have recorded of the target's content."""
+        if self._path is None:
+            return []
+        paths = dict.fromkeys((self._path, self._path.with_name(f"{plain_tag(target)}.json")))
+        records = [record for path in paths if (record := _read(path)) is not None]
+        return [record.outputs[target.tag] for record in records if target.tag in record.outputs]
 
     async def recorded_run(self) -> Mapping[str, str] | None:
         """The identity of the finished run whose results are in the output, unchanged."""

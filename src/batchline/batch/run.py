@@ -231,7 +231,7 @@ class BatchRun:
                     return await self._summary(checked, state)
                 recorded = await self._finished_runs.recorded_run() if state.tally.resumed else identity
             elif not 0 < state.tally.total == state.tally.resumed:  # else they may be delivered already
-                await account_for_older_outputs(self._files, self._options, self._reporter)
+                await account_for_older_outputs(self._files, self._options, self._finished_runs, self._reporter)
             if state.tally.done < state.tally.total:
                 await self._answer_all(checked, state, backend)
             if self._owner is not None:

@@ -19,6 +19,7 @@ from typing import BinaryIO
 
 from batchline.batch.file_threads import in_file_thread
 from batchline.batch.files import RunFiles
+from batchline.batch.finished import FinishedRuns
 from batchline.batch.index import PositionSet
 from batchline.batch.journal import Journal, Note
 from batchline.batch.options import OutputOrder, RunOptions
@@ -141,13 +142,20 @@ def write_results(
         raise RunFailed(f"The journal holds {count} results for {num_lines} lines; pass --no-resume to start over.")
 
 
-async def account_for_older_outputs(files: RunFiles, options: RunOptions, reporter: Reporter) -> None:
+async def account_for_older_outputs(
+    files: RunFiles, options: RunOptions, finished_runs: FinishedRuns, reporter: Reporter
+) -> None:
     """Report which outputs of other runs will be replaced. Raises: OutputUnwritable if the options forbid that."""
     for target in files.targets:
         if options.overwrite is False:
             await _refuse_to_replace(target, reporter)
             continue
         if options.overwrite is None and target.tells_if_it_exists and await target.exists():
+            if not await target.may_replace(finished_runs.stamps_of(target)):
+                reason = "it has files that are not, or no longer, the result of a run that this machine has recorded."
+                raise OutputUnwritable(
+                    target.display, f"{reason} Name a new folder, or pass --overwrite to replace it."
+                )
             reporter.phase(
                 f"{target.display} exists and is not the result of this run. It will be replaced when the new results "
                 "are complete"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import BinaryIO
 
@@ -64,6 +64,11 @@ class ResultTarget(ABC):
     async def stamp(self) -> Stamp | None:
         """The stamp of the current content; None if there is none, or it is not known."""
         return None
+
+    async def may_replace(self, written: Sequence[Stamp]) -> bool:
+        """Whether a commit may replace the content although no option says so. written: the stamps of this target that
+        runs have recorded."""
+        return True
 
     async def is_unchanged(self, before: Stamp) -> bool:
         """Whether the content still has the stamp `before`."""

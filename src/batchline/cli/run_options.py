@@ -59,7 +59,7 @@ class RunFileOptions:
         typer.Option(
             "--overwrite/--no-overwrite",
             help="Compute a finished run again, or refuse to replace the output of another run. "
-            "Default: skip a finished run, replace the output of another.",
+            "Default: skip a finished run, replace the output of another; a folder only if its files are a run's.",
         ),
     ] = None
     state_dir: Annotated[

@@ -30,6 +30,7 @@ from batchline.tables.writers import RowWriter
 _ONE_FILE = {"dataset": "data-00000-of-00001.arrow", "parquet-folder": "part-00000.parquet"}
 _SUFFIX = {"dataset": ".arrow", "parquet-folder": ".parquet"}
 _OWN_FILES = frozenset({STATE_FILE, INFO_FILE, SPLITS_FILE})
+_COLUMNS = "columns"
 _EMPTY_INFO = {"citation": "", "description": "", "homepage": "", "license": ""}
 
 
@@ -95,7 +96,12 @@ class FolderTarget(ResultTarget):
     async def stamp(self) -> Stamp | None:
         """A digest of each file, and the columns."""
         found = await asyncio.to_thread(_digests, self.path)
-        return {**found, "columns": self._joined.columns.layout} if found else None
+        return {**found, _COLUMNS: self._joined.columns.layout} if found else None
+
+    async def may_replace(self, written: Sequence[Stamp]) -> bool:
+        """Only the files of an earlier run that nobody has changed: a folder may hold much that is nowhere else."""
+        found = await asyncio.to_thread(_digests, self.path)
+        return any({name: stamp[name] for name in stamp if name != _COLUMNS} == found for stamp in written)
 
     def _commit(self) -> None:
         replaced = self._beside("replaced")
