@@ -310,7 +310,7 @@ def test_a_folder_is_replaced_only_if_a_run_wrote_it_and_nobody_changed_it(
         one_file(out / "mine.parquet", "x")
     before = sorted(path.name for path in out.iterdir())
     for overwrite in (None, False):
-        with pytest.raises(OutputUnwritable, match="not the result of|not, or no longer, the result of a run"):
+        with pytest.raises(OutputUnwritable, match=r"not the result of|not, or no longer, the result of a run"):
             run_table(source, out, backend=backend, overwrite=overwrite, **options)
     assert (backend.requests, sorted(path.name for path in out.iterdir())) == ([], before)
     run_table(source, out, overwrite=True, **options)

@@ -106,7 +106,8 @@ class RowOptions:
         from batchline.tables.requests import RowPrompts, read_schema
         from batchline.text.chat_template import read_template
 
-        template = None if self.prompt_template is None else read_template(self.prompt_template)
+        given = self.prompt_template
+        template = None if given is None else read_template(given, "--prompt-template")
         return RowPrompts(
             prompt_template=template,
             prompt_column=self.prompt_column,
@@ -181,6 +182,7 @@ class TableRunOptions(RowOptions):
         """Raises: UsageError for options that have a meaning only with a table, or a table without what to ask."""
         if given := given_options(context, {field.name for field in dataclasses.fields(self)}):
             raise UsageError(f"{', '.join(given)} requires a table to ask: pass {_WANTED}.")
+        _refuse_other_format(run_file.input_file)
         if _names_a_table(run_file.input_file):
             raise UsageError(f"{run_file.input_file!r} is a table. Say what each of its rows asks with {_WANTED}.")
 
@@ -192,6 +194,14 @@ def refuse_table(input_file: str) -> None:
             "The failed rows of a table are not retried in place. Run them as a table of their own: run-batch "
             "--error-file NAME writes them to a second table instead of the output."
         )
+
+
+def _refuse_other_format(name: str) -> None:
+    """Raises: UsageError for a table in a format that cannot be read."""
+    from batchline.batch.locations import parse_location
+    from batchline.tables.formats import refuse_other_format
+
+    refuse_other_format(parse_location(name), "input")
 
 
 def _names_a_table(name: str) -> bool:

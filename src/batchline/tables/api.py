@@ -60,8 +60,9 @@ def run_table(
     Raises: as `run_batch`; UsageError also for a table that does not fit.
     """
     _refuse_unknown_options(options)
+    template = None if prompt_template is None else read_template(os.fspath(prompt_template), "prompt_template")
     prompts = RowPrompts(
-        prompt_template=None if prompt_template is None else read_template(os.fspath(prompt_template)),
+        prompt_template=template,
         prompt_column=prompt_column,
         messages_column=messages_column,
         embed_column=embed_column,

@@ -35,7 +35,14 @@ INFO_FILE = "dataset_info.json"
 _MARKS = (STATE_FILE, SPLITS_FILE)
 _KNOWN = "parquet, csv, tsv, jsonl, or a folder of datasets"
 _SPREADSHEETS = frozenset({".xlsx", ".xls", ".ods"})
-_OTHERS = frozenset({".feather", ".arrow", ".orc", ".avro"})
+_READERS = {
+    **dict.fromkeys(_SPREADSHEETS, "read_excel"),
+    ".feather": "read_feather",
+    ".arrow": "read_feather",
+    ".orc": "read_orc",
+}
+"""What reads other formats in pandas."""
+_OTHERS = frozenset({*_READERS, ".avro"})
 
 
 def format_by_name(name: str) -> TableFormat | None:
@@ -54,6 +61,7 @@ def input_format(location: Location, given: TableFormat | None) -> TableFormat:
     if location.path is not None and location.path.is_dir():
         is_dataset = any((location.path / name).is_file() for name in _MARKS)
         return "dataset" if is_dataset else "parquet-folder"
+    refuse_other_format(location, "input")
     found = format_by_name(location.name)
     if found is None:
         raise UsageError(_unknown_name(location, "--input-format", "input"))
@@ -73,12 +81,34 @@ def output_format(location: Location, given: TableFormat | None, of_input: Table
         return given
     if _is_folder(location):
         return of_input if of_input in FOLDER_FORMATS else "dataset"
+    refuse_other_format(location, "output")
     found = format_by_name(location.name)
     if found is not None:
         return found
     if location.kind == "stdio" and of_input in TEXT_FORMATS:
         return of_input
     raise UsageError(_unknown_name(location, "--output-format", "output"))
+
+
+def refuse_other_format(location: Location, what: str) -> None:
+    """Raises: UsageError for a table in a format that is not supported. what: `input` or `output`."""
+    suffix = Path(location.name).suffix.lower()
+    if suffix not in _OTHERS:
+        return
+    is_spreadsheet = suffix in _SPREADSHEETS
+    problem = f"{location.display!r}: {'spreadsheets are' if is_spreadsheet else f'{suffix} files are'} not supported."
+    if what == "output":
+        raise UsageError(f"{problem} Write CSV or Parquet.")
+    reader = _READERS.get(suffix)
+    if reader is None:
+        raise UsageError(f"{problem} Convert the table to Parquet.")
+    source = location.path or Path(location.name)
+    target = str(source.with_suffix(".csv" if is_spreadsheet else ".parquet"))
+    writer = f"to_csv({target!r}, index=False)" if is_spreadsheet else f"to_parquet({target!r})"
+    raise UsageError(
+        f"{problem} Convert the table{', or save it as CSV in your spreadsheet program' if is_spreadsheet else ''}:\n"
+        f'  python -c "import pandas; pandas.{reader}({str(source)!r}).{writer}"'
+    )
 
 
 def _is_folder(location: Location) -> bool:
@@ -88,11 +118,6 @@ def _is_folder(location: Location) -> bool:
 def _unknown_name(location: Location, option: str, what: str) -> str:
     if location.kind == "stdio":
         return f"Standard {what} has no name that shows the table's format. Pass {option}, such as {option} csv."
-    suffix = Path(location.name).suffix.lower()
-    if suffix in _SPREADSHEETS:
-        return f"{location.display!r} is a spreadsheet. Save it as CSV or Parquet first."
-    if suffix in _OTHERS:
-        return f"{location.display!r}: this format is not supported. Convert the table to Parquet first."
     slash = f" To write a folder, put a slash behind its name: {location.display}/." if what == "output" else ""
     return f"The name {location.display!r} does not show a table's format ({_KNOWN}). Pass {option}.{slash}"
 

@@ -191,15 +191,16 @@ def _request_template(argument: list[Any]) -> list[str] | str:
     return sorted(template.variables) if prompt is None else template.render(ChatPrompt(**prompt))
 
 
-def read_template(option: str) -> str:
-    """The template that `--chat-template` sets: a file's content, or the option itself. Raises: UsageError."""
+def read_template(option: str, what: str = "The chat template") -> str:
+    """The template that an option sets: a file's content, or its value itself. what: names the option in messages.
+    Raises: UsageError."""
     try:
         with open(option, encoding="utf-8") as file:
             return file.read()
     except (OSError, ValueError) as exc:
         if not any(sign in option for sign in _JINJA_SIGNS):
             raise UsageError(
-                f"The chat template {option!r} looks like a file path, but it cannot be opened: "
+                f"{what} {option!r} looks like a file path, but it cannot be opened: "
                 f"{getattr(exc, 'strerror', None) or exc}"
             ) from exc
     return option
