@@ -117,6 +117,14 @@ def test_an_option_becomes_the_engines_own_argument_or_is_refused(
     assert added == expected if expected.startswith("--s") or not expected else expected in added
 
 
+def test_no_template_variables_are_no_argument(tmp_path: Path) -> None:
+    (tmp_path / "m").touch()  # llama-server only takes files
+    given = frozenset({"--default-chat-template-kwargs"})
+    for engine in ENGINES:
+        plain = config(engine, str(tmp_path / "m"))
+        assert config(engine, str(tmp_path / "m"), given=given).arguments == plain.arguments
+
+
 def test_every_setting_of_a_model_has_a_case() -> None:
     tried = {(part, field) for part, fields, _ in CASES for field in fields}
     every = {
@@ -151,7 +159,19 @@ def test_arguments_of_the_engine_are_passed_on_last(given: str, arguments: list[
 
 
 @pytest.mark.parametrize(
-    "given", ["port=1", "--host 0.0.0.0", "--api_key=sk-secret", "nothing", "=x", "a b=c", "--x 'a"]
+    "given",
+    [
+        "port=1",
+        "--host 0.0.0.0",
+        "--api_key=sk-secret",
+        "--api-key sk-secret=",
+        "--seed 1 --api-key sk-secret",
+        "--lora-modules a=b --api_key=sk-secret",
+        "nothing",
+        "=x",
+        "a b=c",
+        "--x 'sk-secret=a",
+    ],
 )
 def test_wrong_arguments_of_the_engine_are_refused_without_their_values(given: str) -> None:
     with pytest.raises(UsageError, match="--engine-arg") as caught:
@@ -225,7 +245,19 @@ def test_settings_that_change_answers_are_the_identity_and_others_are_not(tmp_pa
     plain = identity()
     assert plain["--engine"] == "vllm"
     assert identity("max-num-seqs=8", "--enforce-eager") == plain
+    assert identity("--max-num-seqs 8 --rope-scaling x") != plain
     assert identity(num_replicas=2) == plain
     assert identity("rope-scaling={}") != plain
     (tmp_path / "config.json").write_text("{}")
     assert identity() != plain
+
+
+def test_a_changed_argument_of_the_engine_is_named_and_its_value_is_stored_nowhere() -> None:
+    def own(*given: str) -> dict[str, str]:
+        return ENGINES["vllm"].own_settings(given)
+
+    first, second = own("--tool-server sk-1 --seed 5"), own("--tool-server sk-2", "seed=5")
+    assert [name for name in first if first[name] != second[name]] == ["--engine-arg tool-server"]
+    assert "sk-" not in str(first)
+    assert own("--enable-expert-parallel") == {"--engine-arg enable-expert-parallel": "given"}
+    assert own("--seed -1") == own("seed=-1") != own("seed=1")

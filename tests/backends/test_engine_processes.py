@@ -20,6 +20,8 @@ from engine_backends import COMMAND, chat, config, fake_backend, processes_of, s
 from batchline import run_batch
 from batchline.backends.base import running
 from batchline.backends.processes import life, replica
+from batchline.backends.processes.config import ENGINES
+from batchline.backends.processes.failures import explanation
 from batchline.errors import EngineLost, ModelLoadError, RequestError, UsageError
 
 pytestmark = [
@@ -162,6 +164,33 @@ FAILURES = [
 ]
 
 
+HARMLESS = [
+    "WARNING 11-02 10:00:00 [vllm.py:23] Failed to import: ModuleNotFoundError: No module named 'vllm._C'",
+    "[2026-11-02 10:00:00] Ignore import error when loading sglang.srt.models.x: No module named 'x'",
+    "/site-packages/torch/cuda.py:61: FutureWarning: this may run out of memory",
+    "INFO:     401 Client Error: Unauthorized",
+]
+
+
+@pytest.mark.parametrize("line", HARMLESS)
+async def test_a_warning_in_the_log_is_not_the_reason_of_an_end(line: str) -> None:
+    for engine in ENGINES.values():
+        assert not explanation(f"{line}\nthe last line", engine.failures)
+        found = explanation(f"{line}\n(pid=7) ERROR ModuleNotFoundError: No module named 'flash_attn'", engine.failures)
+        assert found == "The Python package flash_attn is missing in its environment."
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+async def test_a_command_that_cannot_be_executed_leaves_no_key_behind(engine: str, tmp_path: Path) -> None:
+    command = tmp_path / "engine"
+    command.write_text("#!/no/such/interpreter\n")
+    command.chmod(0o755)
+    with pytest.raises(ModelLoadError, match=r"Cannot run .*/engine: No such file"):
+        async with running(fake_backend(engine, program=(str(command),), log_folder=tmp_path / "logs")):
+            pass
+    assert [path.name for path in (tmp_path / "logs").iterdir()] == [f"{engine}.log"]
+
+
 @pytest.mark.parametrize(("says", "sentence"), FAILURES)
 async def test_a_failed_start_says_why_and_shows_the_end_of_the_log(
     says: str, sentence: str, switch: Switch, tmp_path: Path
@@ -271,15 +300,18 @@ async def test_a_guardian_that_is_killed_takes_the_engine_with_it(switch: Switch
     record = switch(grandchildren=2)
     backend = fake_backend()
     async with running(backend):
-        place = backend._balancer.members[0]
-        assert place.replica.current is not None
-        guardian = place.replica.current.child._guardian
-        assert guardian is not None
+        replica = backend._balancer.members[0].replica
+        assert replica.current is not None
+        child = replica.current.child
+        assert child._guardian is not None
+        await until(lambda: len(processes_of(record)) == 3)  # one that has just begun to run has no variables yet
         old = set(processes_of(record))
-        guardian.kill()
+        child._guardian.kill()
+        await child.ended.wait()
         await until(lambda: not old & set(processes_of(record)))
         assert text_of(await backend.answer(chat("Hello"))) == "Hello"
-    assert len(starts(record)) == 2
+        assert replica.current is not None
+        assert replica.current.child is not child
 
 
 async def test_replicas_share_the_requests_and_the_gpus(switch: Switch, monkeypatch: pytest.MonkeyPatch) -> None:

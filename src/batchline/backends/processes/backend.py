@@ -173,9 +173,9 @@ class ProcessBackend:
 
     def _identity(self, on_read: OnRead | None) -> Mapping[str, str]:
         config = self._config
-        own = [text for text in config.own_arguments if config.kind.changes_answers(text)]
-        engine = {"--engine": f"{config.engine} {config.found.version}".strip(), "--engine-arg": " ".join(own)}
-        return {**result_settings([config.model], on_read), **engine}
+        engine = {"--engine": f"{config.engine} {config.found.version}".strip()}
+        own = config.kind.own_settings(config.own_arguments)
+        return {**result_settings([config.model], on_read), **engine, **own}
 
     def _model(self) -> ServedModel:
         model = self._config.model.model

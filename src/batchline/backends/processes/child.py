@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -35,6 +36,9 @@ TAIL_BYTES = 256 << 10
 
 MARKER = "BATCHLINE_ENGINE"
 """A variable in the environment of an engine's processes, to find them if their guardian was killed."""
+
+LOOK_AGAIN_S = 0.1
+"""Between two looks for processes with the marker."""
 
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07")
 
@@ -178,15 +182,21 @@ def _set_result(future: asyncio.Future[str], text: str) -> None:
 
 
 def end_marked(marker: str) -> None:
-    """Kill the processes with a marker in their environment, on Linux: their guardian has died."""
+    """Kill the processes with a marker in their environment, on Linux: their guardian has died.
+
+    While a process begins to run a program, the kernel shows no environment of it. So the last look is repeated.
+    """
     wanted = f"{MARKER}={marker}".encode()
-    for _ in range(10):
+    num_empty = 0
+    for _ in range(20):
         found = [pid for pid in _own_processes() if wanted in _environment(pid)]
         for pid in found:
             with suppress(OSError):
                 os.kill(pid, getattr(signal, "SIGKILL", 9))
-        if not found:
+        num_empty = 0 if found else num_empty + 1
+        if num_empty == 2:
             return
+        time.sleep(LOOK_AGAIN_S)
 
 
 def _own_processes() -> list[int]:

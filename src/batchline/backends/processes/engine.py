@@ -7,6 +7,7 @@ is refused by name.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import shlex
@@ -28,10 +29,7 @@ class Unsupported(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A failure that is recognized in the log. sentence: may use the pattern's groups, as `{0}`.
-
-    is_command_wrong: whether another command is needed, so that starting the engine again is useless.
-    """
+    """A failure that is recognized in the log. sentence: may use the pattern's groups, as `{0}`."""
 
     pattern: re.Pattern[str]
     sentence: str
@@ -102,28 +100,49 @@ class Engine:
 
     def own_arguments(self, given: Sequence[str]) -> list[str]:
         """The arguments of `--engine-arg`, as the engine takes them. Raises: UsageError."""
-        arguments: list[str] = []
-        for text in given:
-            parts = _parts(text)
-            name = argument_name(parts[0])
+        words = _words(given)
+        for name in _values_by_name(words):
             if name in self.reserved:
                 instead = self.reserved[name] or "leave it out"
-                raise UsageError(f"--engine-arg {_shown(text)}: Batchline sets {self.title}'s --{name}; {instead}.")
-            arguments += parts
-        return arguments
+                raise UsageError(f"--engine-arg: Batchline sets {self.title}'s --{name}; {instead}.")
+        return words
 
-    def changes_answers(self, argument: str) -> bool:
-        """Whether an argument of `--engine-arg` may change answers."""
-        return argument_name(argument) not in self.speed_only
+    def own_settings(self, given: Sequence[str]) -> dict[str, str]:
+        """The arguments of `--engine-arg` that may change answers, by name, to compare. Only the digests of values are
+        here, because a value may be a secret. Raises: UsageError."""
+        return {
+            f"--engine-arg {name}": _digest(values) if values else "given"
+            for name, values in _values_by_name(_words(given)).items()
+            if name not in self.speed_only
+        }
 
 
-def argument_name(argument: str) -> str:
-    """`tensor-parallel-size` for `--tensor_parallel_size=2`."""
-    return argument.lstrip("-").partition("=")[0].partition(" ")[0].replace("_", "-")
+def _words(given: Sequence[str]) -> list[str]:
+    """What the values of `--engine-arg` are on a command line. Raises: UsageError."""
+    return [word for text in given for word in _parts(text)]
+
+
+def _values_by_name(words: Sequence[str]) -> dict[str, list[str]]:
+    """The values of each argument, by its name: `{"block-size": ["2"]}` for `--block_size=2`. A word that begins with a
+    dash, and is no negative number, is an argument."""
+    found: dict[str, list[str]] = {}
+    values: list[str] = []
+    for word in words:
+        if re.match(r"-(?![.\d])", word):
+            name, separator, value = word.lstrip("-").partition("=")
+            values = found.setdefault(name.replace("_", "-"), [])
+            values += [value] if separator else []
+        else:
+            values.append(word)
+    return found
+
+
+def _digest(values: Sequence[str]) -> str:
+    return f"a value with digest {hashlib.sha256(json.dumps(values).encode()).hexdigest()[:12]}"
 
 
 def _parts(text: str) -> list[str]:
-    """The arguments that one `--engine-arg` stands for: `NAME=VALUE`, `--flag`, or `--name value ...`.
+    """The words that one `--engine-arg` stands for: `NAME=VALUE`, `--flag`, or `--name value ...`.
 
     Raises: UsageError.
     """
@@ -143,8 +162,8 @@ def _parts(text: str) -> list[str]:
 
 def _shown(text: str) -> str:
     """An argument without its value, which may be a secret."""
-    name, separator, _ = text.partition("=")
-    return f"{name}=..." if separator else name.partition(" ")[0]
+    name = re.split(r"[=\s]", text, maxsplit=1)[0]
+    return name if name == text else f"{name}..."
 
 
 def value(argument: str) -> ToArguments:
@@ -183,5 +202,5 @@ def one_of(allowed: Mapping[Any, Sequence[str]], otherwise: str) -> ToArguments:
 
 
 def failure(pattern: str, sentence: str) -> Failure:
-    """A failure. pattern: a regular expression, searched in the end of the log."""
-    return Failure(re.compile(pattern, re.IGNORECASE), sentence)
+    """A failure. pattern: a regular expression, searched in the lines of the end of the log."""
+    return Failure(re.compile(pattern, re.IGNORECASE | re.MULTILINE), sentence)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from batchline.backends.processes.engine import Failure, failure
@@ -12,6 +13,13 @@ MAX_SHOWN_LINE = 300
 
 PORT_IN_USE = failure(r"address already in use|couldn't bind|failed to bind", "Its port was taken by another program.")
 """The port was free when it was chosen. Another one is tried."""
+
+OUT_OF_MEMORY = failure(
+    r"CUDA out of memory|OutOfMemoryError|out of memory|cudaErrorMemoryAllocation|std::bad_alloc"
+    r"|Cannot allocate memory|failed to allocate",
+    "The model does not fit in memory: use a smaller model, a shorter --max-model-len, or more GPUs "
+    "(--tensor-parallel-size).",
+)
 
 COMMON_FAILURES: Sequence[Failure] = (
     PORT_IN_USE,
@@ -40,12 +48,7 @@ COMMON_FAILURES: Sequence[Failure] = (
         r"Free memory on device .* is less than desired|Not enough memory\. Please try to increase",
         "Too little GPU memory is free: end other programs that use the GPU, or set --memory-utilization.",
     ),
-    failure(
-        r"CUDA out of memory|OutOfMemoryError|out of memory|cudaErrorMemoryAllocation|std::bad_alloc"
-        r"|Cannot allocate memory|failed to allocate",
-        "The model does not fit in memory: use a smaller model, a shorter --max-model-len, or more GPUs "
-        "(--tensor-parallel-size).",
-    ),
+    OUT_OF_MEMORY,
     failure(
         r"No CUDA GPUs are available|Found no NVIDIA driver|Failed to infer device type",
         "It found no GPU: check the driver (nvidia-smi) and CUDA_VISIBLE_DEVICES, or use a build for CPUs.",
@@ -55,14 +58,21 @@ COMMON_FAILURES: Sequence[Failure] = (
         r"|Unsupported architectures",
         "It does not know the model's architecture: use a newer version of the engine, or another engine.",
     ),
-    failure(r"No module named '?([\w.]+)'?", "The Python package {0} is missing in its environment."),
     failure(r"unrecognized arguments?: ([^\n]+)", "It does not know these arguments: {0}."),
     failure(r"error: (argument [^\n]+)", "An argument is wrong: {0}."),
+    failure(
+        r"(?:ModuleNotFoundError|python[\w.]*): No module named '?([\w.]+)'?$",
+        "The Python package {0} is missing in its environment.",
+    ),
 )
+
+_HARMLESS = re.compile(r"\b(?:DEBUG|INFO|WARN|WARNING)\b|Warning: ")
+"""Lines that report no failure. An engine may warn, for example, that an optional package is missing."""
 
 
 def explanation(log: str, failures: Sequence[Failure]) -> str:
     """One sentence about a failure that is recognized in the end of a log; empty if none is."""
+    log = "\n".join(line for line in log.splitlines() if not _HARMLESS.search(line))
     for known in failures:
         found = list(known.pattern.finditer(log))
         if found:

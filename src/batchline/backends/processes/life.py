@@ -12,9 +12,11 @@ import os
 import secrets
 import socket
 import time
+from collections.abc import Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TypeVar
 
 from batchline.backends.processes.child import Child, Launch
 from batchline.backends.processes.config import ProcessConfig
@@ -24,6 +26,8 @@ from batchline.backends.supervision import Company
 from batchline.errors import BackendUnavailable, ModelLoadError
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 HEALTH = "/health"
 POLL_S = 0.2
@@ -95,12 +99,7 @@ class Life:
         """End it, and wait until all its processes are gone, also if the caller is cancelled. Idempotent."""
         self._is_condemned = True
         self.peer.close()
-        closing = asyncio.create_task(self.child.stop())
-        try:
-            await asyncio.shield(closing)
-        except asyncio.CancelledError:
-            await closing
-            raise
+        await _finished(self.child.stop())
 
     async def learn(self) -> None:
         """Read what it says about its model."""
@@ -167,19 +166,28 @@ async def _attempt(config: ProcessConfig, number: int, log: Path) -> Life:
     await asyncio.to_thread(_keep_earlier, log)
     api_key = secrets.token_urlsafe(24)
     port = _free_port()
-    launch = await asyncio.to_thread(_launch, config, number, port, api_key, log)
-    child = await Child.started(launch)
-    peer = Peer(port, api_key)
-    life = Life(config, child, peer)
     try:
-        await _until_ready(life)
-        await life.learn()
-    except BaseException:
-        await life.close()
-        raise
+        launch = await _finished(asyncio.to_thread(_launch, config, number, port, api_key, log))
+        life = Life(config, await Child.started(launch), Peer(port, api_key))
+        try:
+            await _until_ready(life)
+            await life.learn()
+        except BaseException:
+            await life.close()
+            raise
     finally:
         await asyncio.to_thread(_key_file(log).unlink, missing_ok=True)
     return life
+
+
+async def _finished(work: Coroutine[Any, Any, T]) -> T:
+    """The result of work that goes on to its end also if the caller is cancelled, who only then continues."""
+    task = asyncio.create_task(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.gather(task, return_exceptions=True)
+        raise
 
 
 def _launch(config: ProcessConfig, number: int, port: int, api_key: str, log: Path) -> Launch:

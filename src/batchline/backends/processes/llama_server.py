@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from typing import Any
 
-from batchline.backends.processes.engine import Engine, failure, json_value, one_of, when
+from batchline.backends.processes.engine import Engine, failure, one_of, when
 from batchline.backends.processes.failures import COMMON_FAILURES
 from batchline.openai_api.endpoint_table import CHAT, COMPLETIONS, EMBEDDINGS, MESSAGES, RERANK, RESPONSES
 
@@ -17,6 +18,10 @@ NUM_SLOTS = 4
 def _chat_template(text_or_path: str) -> list[str]:
     is_file = os.path.isfile(text_or_path)
     return ["--jinja", f"--chat-template{'-file' if is_file else ''}", text_or_path]
+
+
+def _template_kwargs(values: Mapping[str, Any]) -> list[str]:
+    return ["--chat-template-kwargs", json.dumps(dict(values))] if values else []
 
 
 def _slots(values: Mapping[str, Any]) -> list[str]:
@@ -49,7 +54,7 @@ LLAMA_SERVER = Engine(
         "--max-num-seqs": lambda number: (),
         "--max-num-batched-tokens": lambda number: ("--batch-size", str(number)),
         "--chat-template": _chat_template,
-        "--default-chat-template-kwargs": lambda given: json_value("--chat-template-kwargs")(given)[0].split("=", 1),
+        "--default-chat-template-kwargs": _template_kwargs,
         "--reasoning-parser": one_of(
             {"none": ("--reasoning-format", "none")}, "llama-server detects the format of reasoning itself."
         ),
@@ -107,7 +112,7 @@ LLAMA_SERVER = Engine(
     max_num_seqs=NUM_SLOTS,
     failures=(
         failure(
-            r"failed to open GGUF file|gguf_init_from_file: failed|No such file", "The GGUF file cannot be opened."
+            r"failed to open (?:GGUF file|\S+\.gguf)|gguf_init_from_file: failed", "The GGUF file cannot be opened."
         ),
         failure(r"invalid magic|not a GGUF|bad magic", "The model is not a GGUF file."),
         failure(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from batchline.backends.processes.engine import Engine, Unsupported, failure, json_value, one_of, value, when
-from batchline.backends.processes.failures import COMMON_FAILURES
+from batchline.backends.processes.failures import COMMON_FAILURES, OUT_OF_MEMORY
 from batchline.openai_api.endpoint_table import CHAT, CLASSIFY, COMPLETIONS, EMBEDDINGS, MESSAGES, RERANK, RESPONSES
 
 _NO_PARSER = "none"
@@ -37,7 +37,7 @@ SGLANG = Engine(
         "--revision": value("--revision"),
         "--trust-remote-code": when(True, "--trust-remote-code"),
         "--dtype": value("--dtype"),
-        "--device": one_of({"auto": (), "cpu": ("--device=cpu",), "cuda": ("--device=cuda",)}, ""),
+        "--device": lambda device: () if device == "auto" else (f"--device={device}",),
         "--max-model-len": value("--context-length"),
         "--enforce-eager": when(True, "--disable-cuda-graph"),
         "--hf-overrides": json_value("--json-model-override-args"),
@@ -98,7 +98,7 @@ SGLANG = Engine(
     max_num_seqs=256,
     failures=(
         *COMMON_FAILURES,
-        failure(r"Not enough memory|Out of memory|mem-fraction-static", COMMON_FAILURES[6].sentence),
+        failure(r"Not enough memory|Out of memory|mem-fraction-static", OUT_OF_MEMORY.sentence),
     ),
     install="python3 -m venv VENV && VENV/bin/pip install sglang",
 )
