@@ -171,6 +171,17 @@ async def test_what_may_pass_is_tried_again(backend: HttpBackend, failure: str) 
     assert content(await backend.answer(chat(f"{failure} 2 then it works"))) == "it works"
 
 
+@pytest.mark.parametrize("failure", ["status 500", "half", "page"])
+async def test_every_failure_is_tried_again_as_often_as_the_option_says(url: str, failure: str) -> None:
+    for max_retries in (0, 4):
+        config = HttpConfig(servers=server_addresses([url]), max_retries=max_retries)
+        async with running(HttpBackend(config)) as backend:
+            works = await backend.answer(chat(f"{failure} {max_retries} then {max_retries} retries"))
+            assert content(works) == f"{max_retries} retries"
+            fails = await backend.answer(chat(f"{failure} {max_retries + 1} then too many for {max_retries}"))
+            assert fails.status_code in (500, 502)
+
+
 @pytest.mark.parametrize("status", [429, 503, 529])
 async def test_refusals_use_up_no_retries(backend: HttpBackend, status: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("batchline.backends.http.pool.FIRST_REST_S", 0.001)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+from base64 import b64decode
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack, closing, contextmanager
@@ -101,14 +102,42 @@ def test_what_is_no_base_url_is_refused(wrong: str) -> None:
         server_address(wrong)
 
 
-def test_a_key_in_a_url_is_taken_out_and_never_shown() -> None:
-    address = server_address("http://user:sk-secret@host/v1")
-    assert (address.base_url, address.api_key) == ("http://host/v1", "sk-secret")
+def test_a_login_in_a_url_is_taken_out_and_never_shown() -> None:
+    address = server_address("http://us%40er:sk-secret@host/v1", "sk-other")
+    assert (address.base_url, address.login, address.api_key) == ("http://host/v1", "us@er:sk-secret", None)
     assert "secret" not in repr(address)
+    for url in ("http://sk-secret@host/v1", "http://:sk-secret@host/v1"):
+        with pytest.raises(UsageError, match=r"'http://host/v1' has something before the host that is not user:pass"):
+            server_address(url)
     with pytest.raises(UsageError) as refused:
         server_address("http://user:sk-secret@host/v1?token=hidden")
     assert "secret" not in str(refused.value)
     assert "hidden" not in str(refused.value)
+
+
+async def test_a_login_is_sent_as_basic_authentication_and_no_message_repeats_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    seen: list[str] = []
+
+    def script(head: str, body: bytes) -> bytes:
+        seen.append(head)
+        if head.startswith("GET") and len(seen) == 1:
+            return MODELS
+        given = re.findall(r"Authorization: (.*)\r\n", head)[0]
+        return reply(401, {"error": {"message": f"no {given} or {b64decode(given.split()[1]).decode()}"}})
+
+    async with scripted(script) as url:
+        url = url.replace("//", "//ann:pass-word@")
+        async with running(backend_of(url, keys=["sk-1"], patience_s=0.1)) as backend:
+            with pytest.raises(BackendUnavailable, match=r"refuses the user name or the password: no Basic") as ended:
+                await backend.answer(chat())
+            shown = f"{ended.value} {caplog.text} {backend.stats().by_member} {await backend.models()}"
+        with pytest.raises(UsageError, match="refuses the user name or the password") as refused:
+            await backend_of(url).models()
+    assert all("Authorization: Basic YW5uOnBhc3Mtd29yZA==\r\n" in head and "sk-1" not in head for head in seen)
+    for secret in ("pass-word", "YW5uOnBhc3Mtd29yZA=="):
+        assert secret not in shown + str(refused.value)
 
 
 async def test_each_server_gets_its_own_key_and_a_redirect_gets_none() -> None:
@@ -230,7 +259,7 @@ async def test_a_counted_failure_is_tried_at_another_server() -> None:
 
 async def test_a_request_that_breaks_its_server_is_answered_with_an_error_and_the_others_go_on() -> None:
     with hostile_server() as (_, port):
-        async with running(backend_of(f"http://127.0.0.1:{port}", max_retries=9)) as backend:
+        async with running(backend_of(f"http://127.0.0.1:{port}", max_retries=2)) as backend:
             bad, *others = await asyncio.gather(
                 backend.answer(chat("cut")), *(backend.answer(chat(f"good {n}")) for n in range(30))
             )

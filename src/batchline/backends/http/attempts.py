@@ -39,16 +39,15 @@ from batchline.backends.http.replies import (
     error_code_of,
     failure_answer,
     message_of,
-    without_key,
 )
-from batchline.backends.http.server import Server
+from batchline.backends.http.server import Server, key_problem, without_secrets
 from batchline.callers import EngineProgress
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
 """Before a counted failure is tried again: a random part of this, doubled each time."""
 
-MAX_CUTS = 3
-"""A request whose connection was cut at so many tries, while its servers lived, is not sent again."""
+MAX_DEATHS = 3
+"""A request whose servers have died so often, the last time with no other request, is not sent again."""
 
 MIN_REJECTIONS = 10
 """A request that was rejected so often and for longer than the patience, while others were answered, is answered with
@@ -73,7 +72,7 @@ class Attempts:
         self._progress = progress or EngineProgress()
         self._progress.is_queued = True
         self._loop = asyncio.get_running_loop()
-        self._num_failures = self._num_cuts = self._num_rejections = 0
+        self._num_failures = self._num_rejections = 0
         self._first_rejection_at = 0.0
         self._pause_s = 0.0
 
@@ -121,12 +120,12 @@ class Attempts:
 
     def _judged(self, server: Server, reply: Reply, latency_s: float) -> Answer | None:
         """What a reply means. None if there is to be another attempt."""
-        reply = without_key(reply, server.address.api_key)
+        reply = without_secrets(reply, server.address)
         status = reply.status
         if status in REJECTIONS:
             return self._rejected(server, reply)
         if status == 401:
-            wanted = "refuses the API key" if server.address.api_key else "needs an API key"
+            wanted = key_problem(server.address)
             self._pool.refused(server, f"{wanted}: {message_of(reply)}")
             return None
         if status == 402:
@@ -177,8 +176,7 @@ class Attempts:
         if isinstance(failure, AnswerTooLarge):
             return self._failure(502, f"The server {failure.reason}.", "answer_too_large")
         server.num_failures += 1
-        has_timed_out = isinstance(failure, ExchangeTimedOut)
-        if has_timed_out:
+        if isinstance(failure, ExchangeTimedOut):
             self._pool.timed_out(server)
             limit_s = self._config.request_timeout_s
             answer = self._failure(504, f"The server did not answer within {limit_s:g} s.", "timeout")
@@ -191,13 +189,12 @@ class Attempts:
             return self._not_repeated(answer)
         if not lives:
             return self._after_death()
-        self._num_cuts += not has_timed_out
-        return answer if self._num_cuts >= MAX_CUTS else self._counted(server, answer)
+        return self._counted(server, answer)
 
     def _after_death(self) -> Answer | None:
         """The server died while it had the request, perhaps because of it."""
         self._want.num_deaths += 1
-        if self._want.num_deaths < MAX_CUTS or not self._want.was_alone:
+        if self._want.num_deaths < MAX_DEATHS or not self._want.was_alone:
             return None
         message = f"The server died {self._want.num_deaths} times while it answered this request."
         return self._failure(502, message, "server_died")

@@ -61,7 +61,7 @@ class HttpClient:
         self._tls = _tls_context() if parts.scheme == "https" else None
         self._proxy = _proxy_of(parts)
         self._target_prefix = f"http://{parts.netloc}" if self._proxy is not None and self._tls is None else ""
-        self._head_end = _head_end(parts, address.api_key, self._proxy if self._tls is None else None)
+        self._head_end = _head_end(parts, address.authorization, self._proxy if self._tls is None else None)
         self._idle: list[Connection] = []
         self._used: set[Connection] = set()
         self._addresses: list[str] = []
@@ -243,7 +243,7 @@ def _tls_context() -> ssl.SSLContext:
     return context
 
 
-def _head_end(parts: SplitResult, api_key: str | None, proxy: Proxy | None) -> bytes:
+def _head_end(parts: SplitResult, authorization: str | None, proxy: Proxy | None) -> bytes:
     """The headers that all requests have in common."""
     headers = [
         f"Host: {parts.netloc}",
@@ -251,8 +251,8 @@ def _head_end(parts: SplitResult, api_key: str | None, proxy: Proxy | None) -> b
         "Accept-Encoding: identity",
         f"User-Agent: batchline/{__version__}",
     ]
-    if api_key is not None:
-        headers.append(f"Authorization: Bearer {api_key}")
+    if authorization is not None:
+        headers.append(f"Authorization: {authorization}")
     return ("\r\n".join(headers) + "\r\n" + (_proxy_header(proxy) if proxy else "") + "\r\n").encode("latin-1")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from base64 import b64encode
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from urllib.parse import unquote, urlsplit, urlunsplit
@@ -24,10 +25,24 @@ MAX_PER_SERVER, MAX_IN_ALL = 2048, 16_384
 @dataclass(frozen=True, slots=True)
 class ServerAddress:
     """One server. base_url: normalized by `server_address`, without a slash at its end. api_key: sent as a bearer
-    token; never shown."""
+    token. login: `user:password`, sent instead of it (HTTP's Basic authentication). Neither is ever shown."""
 
     base_url: str
     api_key: str | None = field(default=None, repr=False)
+    login: str | None = field(default=None, repr=False)
+
+    @property
+    def authorization(self) -> str | None:
+        """The value of the header; None if there is nothing to send."""
+        if self.login is not None:
+            return f"Basic {b64encode(self.login.encode()).decode()}"
+        return f"Bearer {self.api_key}" if self.api_key else None
+
+    @property
+    def secrets(self) -> tuple[str, ...]:
+        """What no message may contain."""
+        password = "" if self.login is None else self.login.partition(":")[2]
+        return tuple(filter(None, (*(self.authorization or "").split()[1:], password)))
 
     def path(self, endpoint: str) -> str:
         """The path of an endpoint, from the root of the server. As in OpenAI's clients, the base URL stands for `/v1`.
@@ -80,8 +95,8 @@ def server_addresses(base_urls: Sequence[str], api_keys: Sequence[str | None] = 
 
 
 def server_address(base_url: str, api_key: str | None = None) -> ServerAddress:
-    """A server, as users write its base URL: with or without `/v1` and a slash at the end, or with a key before the
-    host (`http://user:key@host`), which is taken out. Raises: UsageError."""
+    """A server, as users write its base URL: with or without `/v1` and a slash at the end, or with a login
+    (`http://user:password@host`), which is used instead of the key. Raises: UsageError."""
     try:
         parts = urlsplit(base_url.strip())
         is_url = parts.scheme.lower() in ("http", "https") and bool(parts.hostname)
@@ -95,11 +110,16 @@ def server_address(base_url: str, api_key: str | None = None) -> ServerAddress:
         )
     if parts.query or parts.fragment:
         raise UsageError(f"The base URL {_shown(base_url)!r} has a query or a fragment: leave it out.")
-    _, at, host = parts.netloc.rpartition("@")
-    if at and not api_key:
-        api_key = unquote(parts.password or parts.username or "")
-    path = parts.path.rstrip("/")
-    return ServerAddress(urlunsplit((parts.scheme.lower(), host, path or "/v1", "", "")), _checked_key(api_key))
+    host = parts.netloc.rpartition("@")[2]
+    url = urlunsplit((parts.scheme.lower(), host, parts.path.rstrip("/") or "/v1", "", ""))
+    if parts.username is None:
+        return ServerAddress(url, _checked_key(api_key))
+    if not parts.username or parts.password is None:
+        raise UsageError(
+            f"The base URL {_shown(base_url)!r} has something before the host that is not user:password@. Leave it "
+            "out; an API key is read from the environment (--api-key-env NAME)."
+        )
+    return ServerAddress(url, login=f"{unquote(parts.username)}:{unquote(parts.password)}")
 
 
 def _checked_key(key: str | None) -> str | None:

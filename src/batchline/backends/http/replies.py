@@ -7,7 +7,6 @@ becomes an error. An error of a server stays as it is if it is in OpenAI's forma
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from http import HTTPStatus
 from typing import Any
 from urllib.parse import urlsplit
@@ -64,13 +63,6 @@ def answer_of(reply: Reply, url: str, request_id: str) -> Answer:
         told = _found_message(values)  # some gateways report the errors of others in this way
         raise InvalidReply(f"answers with HTTP {reply.status}, but without a result" + (f": {told}" if told else ""))
     return Answer(status_code=reply.status, body=reply.body, request_id=request_id, values=values)
-
-
-def without_key(reply: Reply, api_key: str | None) -> Reply:
-    """An error reply without the API key, which some servers repeat; a successful one stays as it is."""
-    if not api_key or reply.status < 400 or api_key.encode() not in reply.body:
-        return reply
-    return replace(reply, body=reply.body.replace(api_key.encode(), b"***"))
 
 
 def failure_answer(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -16,7 +16,7 @@ from batchline.backends.http.client import HttpClient
 from batchline.backends.http.concurrency import AdaptiveLimit
 from batchline.backends.http.config import ServerAddress
 from batchline.backends.http.connection import ConnectFailed, ExchangeFailed, Reply
-from batchline.backends.http.replies import InvalidReply, message_of, without_key
+from batchline.backends.http.replies import InvalidReply, message_of
 from batchline.errors import UsageError
 from batchline.openai_api.endpoint_table import ENDPOINTS, is_batch_url
 
@@ -104,10 +104,9 @@ async def probe(client: HttpClient, address: ServerAddress) -> Probe:
         return Probe(Health.WRONG if exc.is_final else Health.AWAY, exc.reason)
     except ExchangeFailed as exc:
         return Probe(Health.AWAY, exc.reason)
-    reply = without_key(reply, address.api_key)
+    reply = without_secrets(reply, address)
     if reply.status in _KEY_REFUSED:
-        wanted = "refuses the API key" if address.api_key else "needs an API key"
-        return Probe(Health.WRONG, f"{wanted}: {message_of(reply)}")
+        return Probe(Health.WRONG, f"{key_problem(address)}: {message_of(reply)}")
     if reply.status in _LISTS_NO_MODELS:
         return Probe(Health.READY)
     if reply.status >= 400:
@@ -119,6 +118,23 @@ async def probe(client: HttpClient, address: ServerAddress) -> Probe:
             f"The server at {address.base_url} {exc}. A base URL is that of an OpenAI-compatible API and usually ends "
             "with /v1."
         ) from exc
+
+
+def without_secrets(reply: Reply, address: ServerAddress) -> Reply:
+    """An error reply without the key or login, which some servers repeat; a successful one stays as it is."""
+    if reply.status < 400:
+        return reply
+    body = reply.body
+    for secret in address.secrets:
+        body = body.replace(secret.encode(), b"***")
+    return replace(reply, body=body)
+
+
+def key_problem(address: ServerAddress) -> str:
+    """Why a server answers with HTTP 401 or 403."""
+    if address.login is not None:
+        return "refuses the user name or the password"
+    return "refuses the API key" if address.api_key else "needs an API key"
 
 
 def _listed_models(reply: Reply) -> tuple[ServedModel, ...] | None:
