@@ -11,8 +11,8 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "src" / "batchline"
 LAYERS = [
-    {"config", "errors", "model_facts", "printable", "process_memory"},
-    {"disk", "callers"},
+    {"errors", "model_facts", "printable", "process_memory"},
+    {"config", "disk", "callers"},
     {"user_state", "model_thread"},
     {"native", "checkpoints", "plugins"},
     {"openai_api", "text", "media", "engine", "pooling", "speech"},

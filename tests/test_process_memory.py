@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 
 from batchline import process_memory
-from batchline.process_memory import memory_room, oom_kills
+from batchline.process_memory import memory_room, oom_kills, raise_file_limit
 
 
 @pytest.fixture(autouse=True)
@@ -57,3 +58,21 @@ def test_nothing_is_reported_where_nothing_can_be_read(mount: Path, groups: str)
 
 def test_systems_without_control_groups_report_nothing() -> None:
     assert (memory_room(), oom_kills()) == (None, None)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="it has no limit of open files")
+@pytest.mark.parametrize(
+    ("limits", "wanted", "possible"),
+    [((256, 4096), 1000, 1000), ((256, 512), 1000, 512), ((256, -1), 1000, 1000), ((-1, -1), 1000, 1000)],
+)
+def test_the_limit_of_open_files_is_raised_as_far_as_possible(
+    limits: tuple[int, int], wanted: int, possible: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import resource
+
+    set_to = [limits]
+    monkeypatch.setattr(resource, "RLIM_INFINITY", -1)
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: set_to[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, new: set_to.append(new))
+    assert raise_file_limit(wanted) == possible
+    assert [soft for soft, _ in set_to[1:]] == ([possible] if limits[0] == 256 else [])

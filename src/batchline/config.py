@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from batchline.errors import UsageError
+
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Task = Literal["auto", "generate", "embed", "score", "classify", "transcribe"]
@@ -94,10 +96,10 @@ class SchedulerConfig:
     max_delay: float | None = None
 
     def __post_init__(self) -> None:
-        """Raises: ValueError. A step without room would never end the work that waits for it."""
+        """Raises: UsageError. A step without room would never end the work that waits for it."""
         for name in ("max_num_batched_tokens", "max_num_seqs"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name}: {getattr(self, name)} is less than 1")
+                raise UsageError(f"SchedulerConfig.{name} must be at least 1, not {getattr(self, name)}.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

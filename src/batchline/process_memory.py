@@ -1,7 +1,7 @@
-"""This process's memory: how much the system allows, how often the lack of it killed, and giving freed memory back.
+"""This process's limits: its memory, how often the lack of it killed, giving freed memory back, and its open files.
 
-The limits are those of the Linux kernel's control groups, version 1 and 2. A process is in one group per hierarchy; the
-limits of the groups above its own apply to it, too. In a container, its own group may appear as the root.
+The limits of memory are those of the Linux kernel's control groups, version 1 and 2. A process is in one group per
+hierarchy; the limits of the groups above its own apply, too. In a container, its own group may appear as the root.
 """
 
 from __future__ import annotations
@@ -35,6 +35,21 @@ _VERSION_1 = _Files(
     "memory.limit_in_bytes", "memory.usage_in_bytes", "memory.oom_control", ("total_inactive_file", "total_active_file")
 )
 _VERSION_2 = _Files("memory.max", "memory.current", "memory.events", ("inactive_file", "active_file"))
+
+
+def raise_file_limit(wanted: int) -> int:
+    """Let this process open so many files, as far as the system allows. Returns how many it can, at most `wanted`."""
+    try:
+        import resource  # Unix only; other systems have no such limit
+    except ImportError:
+        return wanted
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return wanted
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    with suppress(ValueError, OSError):  # macOS has a limit that it does not report
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    return min(wanted, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 
 
 def memory_room() -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import pickle
 import re
@@ -14,6 +15,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import engine_backends
@@ -21,8 +23,9 @@ import psutil
 import pytest
 from ray import cloudpickle
 from ray import exceptions as ray_exceptions
+from ray._private import worker as ray_worker
 
-from batchline import run_batch
+from batchline import backends, run_batch
 from batchline.backends.base import EndpointRequest, running
 from batchline.backends.ray.backend import RayBackend, on_engines, replicated
 from batchline.backends.ray.cluster import RayCluster, _times
@@ -160,12 +163,41 @@ def engines_with(mark: str) -> list[int]:
     return found
 
 
+def forget_modules(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """Import these and all that is in them anew, until the end of the test."""
+    monkeypatch.setattr(backends, "ray", backends.ray)  # importing it anew changes this
+    for module in [one for one in sys.modules if any(one == name or one.startswith(f"{name}.") for name in names)]:
+        monkeypatch.delitem(sys.modules, module)
+
+
 def test_without_ray_the_message_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.partition(".")[0] == "ray" or "backends.ray" in name]:
-        monkeypatch.delitem(sys.modules, name)
+    forget_modules(monkeypatch, "ray", "batchline.backends.ray")
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(UsageError, match=r"pip install 'batchline\[ray\]'"):
         make_ray_backend([], RayConfig())
+
+
+def test_a_ray_that_lacks_what_is_imported_is_not_called_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    forget_modules(monkeypatch, "batchline.backends.ray")
+    monkeypatch.setitem(sys.modules, "ray._private.state", ModuleType("ray._private.state"))
+    with pytest.raises(UsageError, match=r"a version that cannot be used .*available_resources_per_node"):
+        make_ray_backend([], RayConfig())
+
+
+async def test_rays_own_output_is_as_before_after_a_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray_logger = logging.getLogger("ray")
+    before = ray_logger.level, ray_worker.print_to_stdstream
+    levels = []
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    monkeypatch.setattr("ray.init", lambda **options: levels.append(ray_logger.level))
+    monkeypatch.setattr("batchline.backends.ray.cluster._refuse_unreachable", lambda address: None)
+    monkeypatch.setattr("batchline.backends.ray.cluster.nodes_with_other_code", lambda nodes: [])
+    monkeypatch.setattr("ray.nodes", list)
+    cluster = RayCluster("10.0.0.5:6379")
+    await cluster.run(cluster._connect)
+    assert levels == [logging.CRITICAL]
+    await cluster.close()
+    assert (ray_logger.level, ray_worker.print_to_stdstream) == before
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from batchline.backends.base import Answer, EndpointRequest
+from batchline.backends.base import Answer, BackendStats, EndpointRequest
 from batchline.backends.replicas import fleet as fleet_module
 from batchline.backends.replicas.autoscaling import PoolSize
+from batchline.backends.replicas.channel import Channel
 from batchline.backends.replicas.fleet import Fleet
 from batchline.backends.replicas.host import BackendHost
 from batchline.backends.replicas.messages import (
@@ -21,6 +23,7 @@ from batchline.backends.replicas.messages import (
     Host,
     ReplicaLost,
     ReplicaNotStarted,
+    Result,
     packed,
     unpacked,
 )
@@ -131,6 +134,49 @@ async def test_requests_that_arrive_together_cross_in_few_messages() -> None:
     assert [answer.request_id for answer in answers] == [f"id of {text}" for text in texts]
     assert sum(launcher.hosts[0].messages) == 500
     assert len(launcher.hosts[0].messages) < 10
+
+
+class ManyResults:
+    """A host whose first delivery is given to it. messages: how many calls each message had."""
+
+    def __init__(self, results: Sequence[Result] = ()) -> None:
+        self.messages: list[int] = []
+        self._results = results
+
+    async def send(self, number: int, calls: Sequence[Call], cancelled: Sequence[int]) -> None:
+        self.messages.append(len(calls))
+
+    async def receive(self, number: int, window_s: float, max_wait_s: float) -> Delivery:
+        await until(lambda: self.messages)
+        if number > 1:
+            await asyncio.Event().wait()
+        return Delivery(number, self._results, BackendStats())
+
+    async def close(self) -> None:
+        """Nothing to do."""
+
+
+async def test_a_replica_that_cannot_answer_any_more_keeps_the_other_results_of_its_delivery() -> None:
+    """Bug: they were dropped, and computed again elsewhere."""
+    answer = Answer(status_code=200, body={"a": 1}, request_id="r")
+    lost = Result(1, "error", packed(EngineLost("the GPU is gone")))
+    host, losses = ManyResults([lost, Result(2, "answer", (answer, 0.0))]), list[ReplicaLost]()
+    channel = Channel(host, lambda: (0.0, 1.0), losses.append)
+    found = await asyncio.gather(channel.answer(chat()), channel.answer(chat()), return_exceptions=True)
+    assert isinstance(found[0], ReplicaLost)
+    assert found[1] == answer
+    assert len(losses) == 1
+
+
+async def test_a_message_takes_no_further_call_once_it_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("batchline.backends.replicas.channel.MAX_MESSAGE_BYTES", 1000)
+    host = ManyResults()
+    channel = Channel(host, lambda: (0.0, 1.0), lambda loss: None)
+    asked = [asyncio.create_task(channel.answer(replace(chat(), num_bytes=400))) for _ in range(7)]
+    await until(lambda: sum(host.messages) == 7)
+    assert host.messages == [3, 3, 1]
+    await channel.close()
+    await asyncio.gather(*asked, return_exceptions=True)
 
 
 async def test_a_message_that_is_repeated_has_its_effect_once() -> None:

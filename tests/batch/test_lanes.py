@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -15,7 +17,7 @@ from hypothesis import strategies as st
 
 from batchline.batch import lanes as lanes_module
 from batchline.batch.check import check_file
-from batchline.batch.feeder import ReadyRequest
+from batchline.batch.feeder import Feeder, ReadyRequest
 from batchline.batch.index import LineIndex, LineReader, PositionSet
 from batchline.batch.lanes import MIN_SPLIT, LaneFeeder, Lanes
 from batchline.batch.plan import Plan, Planner, WorkItem
@@ -175,6 +177,37 @@ async def test_at_the_end_a_lane_takes_what_was_read_ahead_for_another_one(tmp_p
     assert len(others) > 40
     assert {item.request.lane for item in others} == {1}
     assert len(others) + len(rest) + 2 == 60
+
+
+async def test_close_waits_for_the_first_piece_that_is_read(tmp_path: Path) -> None:
+    """Bug: if its reader was cancelled, `close` returned at once, and the thread read from a file that was closed."""
+    path = tmp_path / "in"
+    path.write_bytes(orjson.dumps({"custom_id": "a", "method": "POST", "url": CHAT, "body": body(0, 0)}) + b"\n")
+    plan, _ = plan_of_groups(tmp_path, [1])
+    has_begun, may_go_on = threading.Event(), threading.Event()
+
+    def items() -> Iterator[WorkItem]:
+        has_begun.set()
+        may_go_on.wait()
+        yield from plan.items(PositionSet())
+
+    with closing(LineIndex(tmp_path / "index")) as index:
+        check_file(path, index, scratch=tmp_path)
+        reader = LineReader(path, index)
+        feeder = Feeder(items(), reader)
+        worker = asyncio.create_task(feeder.next())
+        await asyncio.to_thread(has_begun.wait)
+        worker.cancel()
+        await asyncio.gather(worker, return_exceptions=True)
+        closing_it = asyncio.create_task(feeder.close())
+        await asyncio.sleep(0)
+        assert not closing_it.done()
+        may_go_on.set()
+        await closing_it
+        first = await Feeder(plan.items(PositionSet()), reader).next()
+        reader.close()
+    assert first is not None
+    assert first.request.num_bytes == first.num_bytes == path.stat().st_size
 
 
 async def taken(feeder: LaneFeeder, lane: int) -> AsyncIterator[ReadyRequest]:

@@ -25,7 +25,7 @@ from batchline.engine.request import (
     SamplingParams,
 )
 from batchline.engine.step import PackedStep, Step, pack
-from batchline.errors import EngineDead, EngineOutOfMemory, ModelLoadError
+from batchline.errors import EngineDead, EngineOutOfMemory, ModelLoadError, UsageError
 
 PROMPTS = [tuple(range(start, start + 4 + 2 * start)) for start in range(3, 15)]
 MAX_TOKENS = 10
@@ -303,5 +303,5 @@ async def test_engine_tells_the_limits_that_callers_must_check(engine: AsyncEngi
 @pytest.mark.parametrize("name", ["max_num_seqs", "max_num_batched_tokens"])
 def test_steps_without_room_are_refused(name: str) -> None:
     """The engine's thread ran empty steps at full speed, and requests waited for ever."""
-    with pytest.raises(ValueError, match=f"{name}: 0 is less than 1"):
+    with pytest.raises(UsageError, match=f"{name} must be at least 1, not 0"):
         SchedulerConfig(**{name: 0})

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from batchline.backends.base import EndpointRequest
@@ -72,8 +72,9 @@ class Feeder:
 
     async def _take_next_piece(self) -> None:
         """Wait for the next piece, and begin to read the one after it. Raises: RunFailed."""
-        piece = self._next_piece or self._reading()
-        self._ahead.extend(await asyncio.shield(piece))
+        if self._next_piece is None:
+            self._next_piece = self._reading()
+        self._ahead.extend(await asyncio.shield(self._next_piece))
         self._next_piece = self._reading() if self._ahead else None
 
     def _reading(self) -> asyncio.Task[list[ReadyRequest]]:
@@ -99,4 +100,5 @@ def ready_request(item: WorkItem, reader: LineReader, *, keeps_raw: bool) -> Rea
     line = reader.parsed(raw)
     copies = ((position, reader.batch_line(position)[0].custom_id) for position in item.copies)
     request = line.request(lines.new_id(), lines.raw_body(raw, line.body) if keeps_raw else None)
+    request = replace(request, num_bytes=span.length)
     return ReadyRequest(request, span.length, ((item.position, line.custom_id), *copies))

@@ -159,8 +159,7 @@ class LaneFeeder:
                 if item is None:
                     break
                 found = ready_request(item, self._reader, keeps_raw=self._keeps_raw)
-                request = replace(found.request, lane=lane, num_bytes=found.num_bytes)
-                ready.append(replace(found, request=request))
+                ready.append(replace(found, request=replace(found.request, lane=lane)))
                 num_bytes += found.num_bytes
         except (LineError, OSError) as exc:
             raise RunFailed(f"The input can no longer be read: {exc}.") from exc

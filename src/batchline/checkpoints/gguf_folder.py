@@ -89,7 +89,7 @@ def _folder(model: str, paths: list[Path]) -> Path:
 
 def _write(model: str, folder: Path, gguf: GgufModel, paths: list[Path]) -> None:
     with reading(model, "its metadata is damaged, or of an unknown kind"):
-        config, tokenizer_config = _config(gguf), _write_tokenizer(folder, gguf.metadata)
+        config, tokenizer_config = _config(model, gguf), _write_tokenizer(folder, gguf.metadata)
         generation = {name: config[name] for name in ("bos_token_id", "eos_token_id") if name in config}
     contents = {"tokenizer_config.json": tokenizer_config, "generation_config.json": generation, "config.json": config}
     for number, path in enumerate(paths, 1):
@@ -98,7 +98,7 @@ def _write(model: str, folder: Path, gguf: GgufModel, paths: list[Path]) -> None
         (folder / name).write_text(json.dumps(content, indent=2), encoding="utf-8")
 
 
-def _config(gguf: GgufModel) -> dict[str, Any]:
+def _config(model: str, gguf: GgufModel) -> dict[str, Any]:
     metadata = gguf.metadata
     architecture = metadata["general.architecture"]
 
@@ -116,7 +116,7 @@ def _config(gguf: GgufModel) -> dict[str, Any]:
         if scaling == "yarn":
             rope["original_max_position_embeddings"] = int(value("rope.scaling.original_context_length"))
     elif scaling != "none":
-        raise ValueError(f"rope scaling {scaling!r}")
+        raise UnsupportedModel(model, f"it scales positions by {scaling!r}; Batchline knows linear and yarn")
     table = gguf.tensors["token_embd.weight"]
     head_dim = int(value("attention.key_length", metadata.get(f"{architecture}.rope.dimension_count", hidden // heads)))
     num_layers = int(value("block_count"))
@@ -127,7 +127,7 @@ def _config(gguf: GgufModel) -> dict[str, Any]:
     }
     for name, (found, expected) in described.items():
         if found != expected:
-            raise ValueError(f"its {architecture}.{name} does not fit its weights")
+            raise ModelLoadError(model, f"its {architecture}.{name} does not fit its weights")
     config: dict[str, Any] = {
         "architectures": [ARCHITECTURES[architecture]],
         "model_type": architecture,

@@ -19,16 +19,13 @@ import os
 import socket
 import ssl
 import stat
-import sys
 import time
 from collections import OrderedDict
 from contextlib import suppress
 from pathlib import Path
 
 from batchline.errors import UsageError
-
-if sys.platform != "win32":
-    import resource
+from batchline.process_memory import raise_file_limit
 
 RESERVE = 64
 """Connections beyond the limit, for health checks and refusals."""
@@ -246,20 +243,14 @@ def unusable(host: str, port: int, exc: Exception) -> UsageError:
     return UsageError(f"Cannot serve at {host} port {port}: {reason or exc}")
 
 
-def raise_file_limit(max_connections: int) -> int:
+def possible_connections(max_connections: int) -> int:
     """Raise the limit on open files for this many connections. Returns how many connections are possible."""
-    if sys.platform == "win32":  # it has no such limit
-        return max_connections
     wanted = max_connections + RESERVE + OTHER_FILES
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(allowed, soft), hard))
-        soft = max(allowed, soft)
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
+    num_files = raise_file_limit(wanted)
+    if num_files == wanted:
         return max_connections
-    possible = max(1, soft - RESERVE - OTHER_FILES)
-    logger.warning("this process may open %d files: at most %d connections (ulimit -n raises it)", soft, possible)
+    possible = max(1, num_files - RESERVE - OTHER_FILES)
+    logger.warning("this process may open %d files: at most %d connections (ulimit -n raises it)", num_files, possible)
     return possible
 
 

@@ -21,7 +21,14 @@ from batchline.jobs.responses import ResponseStore
 from batchline.jobs.service import Jobs
 from batchline.jobs.state_folder import JobsState, state_in
 from batchline.server.app import create_app
-from batchline.server.connections import Connections, allow_reuse, bind, check_certificate, raise_file_limit, unusable
+from batchline.server.connections import (
+    Connections,
+    allow_reuse,
+    bind,
+    check_certificate,
+    possible_connections,
+    unusable,
+)
 from batchline.server.http_protocol import BoundedProtocol, ConnectionLimits
 from batchline.server.kept_responses import KeptResponses
 from batchline.server.options import ServerOptions
@@ -36,7 +43,7 @@ async def serve(running_backend: RunningBackend, options: ServerOptions, on_read
 
     Raises: UsageError (address or certificate), ModelLoadError.
     """
-    max_connections = raise_file_limit(options.max_connections)
+    max_connections = possible_connections(options.max_connections)
     async with contextlib.AsyncExitStack() as stack:
         listener = stack.enter_context(bind(options.host, options.port, max_connections, options.uds))
         state = None if options.jobs is None else stack.enter_context(state_in(options.jobs))

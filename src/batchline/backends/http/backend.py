@@ -35,6 +35,7 @@ from batchline.backends.http.server import POSSIBLE_ENDPOINTS, Health, Probe, Se
 from batchline.callers import engine_progress, kind_of
 from batchline.errors import BackendUnavailable, PeerError, RequestError, UsageError
 from batchline.openai_api.endpoint_table import ENDPOINTS, error_body
+from batchline.process_memory import raise_file_limit
 
 logger = logging.getLogger(__name__)
 
@@ -282,18 +283,8 @@ def _server(address: ServerAddress, limits: ReplyLimits, max_limit: int, first_l
 def _files_per_server(num_servers: int, max_inflight: int | None) -> int:
     """How many connections one server may have, after the process's limit of open files is raised if it can be."""
     wanted = min(MAX_PER_SERVER, max_inflight or MAX_PER_SERVER)
-    try:
-        import resource  # Unix only
-    except ImportError:
-        return wanted
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = wanted * num_servers + _FILES_FOR_OTHERS
-    if soft < needed:
-        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-        with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return max(1, min(wanted, (soft - _FILES_FOR_OTHERS) // num_servers))
+    num_files = raise_file_limit(wanted * num_servers + _FILES_FOR_OTHERS)
+    return max(1, (num_files - _FILES_FOR_OTHERS) // num_servers)
 
 
 async def _timed(chunks: AsyncIterator[bytes], timeout_s: float) -> AsyncGenerator[bytes, None]:

@@ -12,7 +12,7 @@ import logging
 import shutil
 import tempfile
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ from batchline.errors import (
     ServiceUnavailable,
 )
 from batchline.openai_api.endpoint_table import ENDPOINTS, error_body
+from batchline.process_memory import raise_file_limit
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +77,7 @@ class ProcessBackend:
             name = title if self._config.num_replicas == 1 else f"{title} {number + 1}"
             self._balancer.add(Place(name, Replica(name, begin), self._limit))
         logger.info("starting %s; its log is in %s", f"{title} {self._config.found.version}".strip(), self._folder)
-        _allow_connections(self.concurrency())
+        raise_file_limit(self.concurrency() + OTHER_FILES)
         started = [asyncio.create_task(place.replica.start()) for place in self._balancer.members]
         try:
             await asyncio.gather(*started)
@@ -204,20 +205,6 @@ class ProcessBackend:
         find_model({**names, **models_by_name([model])}, request.body.get("model"))
         if model.endpoints and request.url not in model.endpoints and ENDPOINTS[request.url].in_batch_file:
             raise unsupported_path(request.url, model.name, model.endpoints)
-
-
-def _allow_connections(number: int) -> None:
-    """Raise this process's limit of open files, if it can be raised, for so many connections."""
-    try:
-        import resource  # Unix only
-    except ImportError:
-        return
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = number + OTHER_FILES
-    if soft < needed and soft != resource.RLIM_INFINITY:
-        with suppress(ValueError, OSError):
-            most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def _error_answer(request: EndpointRequest, error: RequestError) -> Answer:

@@ -12,7 +12,7 @@ import os
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
 import ray
@@ -48,6 +48,7 @@ class RayCluster:
         self._guard: Guard | None = None
         self._is_borrowed = False
         self._is_connected = False
+        self._silence = ExitStack()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="batchline-ray")
 
     async def connect(self) -> None:
@@ -68,6 +69,7 @@ class RayCluster:
             await self.run(ray.shutdown)
         if self._guard is not None:
             await asyncio.to_thread(self._guard.close)
+        self._silence.close()
         self._thread.shutdown(wait=False)
 
     async def run(self, work: Callable[[], T]) -> T:
@@ -106,8 +108,7 @@ class RayCluster:
         if ray.is_initialized():
             self._is_borrowed = True
             return
-        logging.getLogger("ray").setLevel(logging.CRITICAL)
-        ray_worker.print_to_stdstream = _log_message
+        self._silence.enter_context(_silent_ray())
         address = self.address
         if address == FOUND_OR_NEW:
             address = os.environ.get("RAY_ADDRESS") or _found_here() or "local"
@@ -133,6 +134,20 @@ class RayCluster:
             ray.init(address=address, runtime_env={"py_modules": [package_folder()]}, **options)
 
 
+@contextmanager
+def _silent_ray() -> Iterator[None]:
+    """Keep Ray's messages from the terminal. Afterwards, this process may use Ray for other work."""
+    ray_logger, print_message = logging.getLogger("ray"), ray_worker.print_to_stdstream
+    level = ray_logger.level
+    ray_logger.setLevel(logging.CRITICAL)
+    ray_worker.print_to_stdstream = _log_message
+    try:
+        yield
+    finally:
+        ray_logger.setLevel(level)
+        ray_worker.print_to_stdstream = print_message
+
+
 def _log_message(data: Mapping[str, Any], ignore_prefix: bool) -> None:
     """Takes what Ray would print about a machine or process that has ended, even to standard output, which may be the
     result file. The backend reports such ends itself."""
@@ -151,12 +166,12 @@ def _found_here() -> str | None:
 
 
 def _refuse_unreachable(address: str) -> None:
-    """Ray itself tries for two minutes. Raises: ConnectionError, ValueError."""
+    """Ray itself tries for two minutes. Raises: ConnectionError, UsageError."""
     if address == "auto":
         return
     host, _, port = address.rpartition(":")
     if not (host and port.isdecimal()):
-        raise ValueError("It has no host and port.")
+        raise UsageError(f"{address!r} is not the address of a Ray cluster, such as 10.0.0.5:6379.")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
     except OSError as exc:

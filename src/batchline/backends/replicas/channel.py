@@ -146,11 +146,14 @@ class Channel:
         self.stats = delivery.stats
         for warning in delivery.warnings:
             logger.warning("%s: %s", self._name, warning)
+        loss: ReplicaLost | None = None
         for result in delivery.results:
             if result.kind == "error" and isinstance(error := unpacked(result.value), BackendUnavailable):
-                raise ReplicaLost(str(error), is_suspicious=False)
-            if (call := self._open.get(result.number)) is not None:
+                loss = ReplicaLost(str(error), is_suspicious=False)
+            elif (call := self._open.get(result.number)) is not None:
                 call.put(result)
+        if loss is not None:
+            raise loss  # after the results of other calls, which would otherwise be computed again
         if delivery.waiting is not None:
             for number, call in self._open.items():
                 if number not in self._unsent:
