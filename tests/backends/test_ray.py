@@ -154,6 +154,23 @@ async def test_an_engine_in_an_actor_answers_and_ends_with_it() -> None:
         await asyncio.sleep(0.05)
 
 
+def test_python_code_gets_an_engine_on_ray_as_the_command_does(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Bug: `run_batch(engine=..., ray=...)` was refused, and `run-batch --engine --ray` worked."""
+    (tmp_path / "vllm").write_text("#!/bin/sh\n")
+    (tmp_path / "vllm").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    got: list[Any] = []
+
+    def run(files: Any, options: Any, backend: Any, *_: object) -> None:
+        got.append(backend)
+
+    monkeypatch.setattr("batchline.batch.api.run_blocking", run)
+    (tmp_path / "in").touch()
+    run_batch(tmp_path / "in", tmp_path / "out", model="m", engine="vllm", ray="local", replicas="1:2")
+    assert isinstance(got[0], RayBackend)
+    assert got[0].fleet.size == PoolSize(1, 2)
+
+
 def engines_with(mark: str) -> list[int]:
     found = []
     for process in psutil.process_iter():

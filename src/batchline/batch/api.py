@@ -82,7 +82,7 @@ def run_batch(
     or of this machine, or else a new one for this run; or a `RayConfig`. replicas: how many, or bounds such as "2:8".
     engine: another project's engine that runs the model: "vllm", "sglang" or "llama-server". engine_args: its own
     arguments, such as "max-model-len=8192" or "--enforce-eager". engine_python: the Python of its environment.
-    engine_replicas: how many processes of it run.
+    engine_replicas: how many processes of it run. With ray, each replica is such an engine.
     served_model_name: for each model, in the same order, the name that requests use for it, or several names separated
     by commas. Without it, a model's name is its folder or id as given.
     retry_failed: run only the lines again that failed in the output of an earlier run, and keep its other results.
@@ -172,13 +172,14 @@ def run_files(
     servers = _servers(base_url, api_key, model, max_inflight)
     engines = [] if servers is not None else _engines(model, served_model_name)
     make: Callable[..., tuple[Backend, str | None]]
-    make = partial(_backend, backend, options=backend_options or {}, ray=_ray_config(ray, replicas))
+    ray_config = _ray_config(ray, replicas)
+    make = partial(_backend, backend, options=backend_options or {}, ray=ray_config)
     if servers is not None and (served_model_name or any((backend, backend_options, ray, replicas, engine))):
         raise UsageError("Pass either base_url, or a backend, an engine or ray.")
     if engine is not None:
-        if backend is not None or backend_options or ray is not None or replicas is not None:
-            raise UsageError("Pass either an engine, or a backend or ray.")
-        make = partial(_engine_backend, engine, engine_args, _path(engine_python), engine_replicas)
+        if backend is not None or backend_options:
+            raise UsageError("Pass either an engine or a backend.")
+        make = partial(_engine_backend, engine, engine_args, _path(engine_python), engine_replicas, ray_config)
     elif engine_args or engine_python is not None or engine_replicas != 1:
         raise UsageError("engine_args, engine_python and engine_replicas require engine.")
     if servers is None:
@@ -354,10 +355,14 @@ def _engine_backend(
     own_arguments: Sequence[str],
     python: Path | None,
     num_replicas: int,
+    ray: RayConfig | None,
     engines: Sequence[EngineConfig],
     log_folder: Path | None = None,
 ) -> tuple[Backend, str]:
-    """The backend on another project's engine, and its name. Raises: UsageError."""
+    """The backend on another project's engine, and its name. num_replicas: on each machine, with Ray.
+
+    Raises: UsageError.
+    """
     from batchline.backends.processes.backend import ProcessBackend  # an HTTP client: only for a run that uses it
     from batchline.backends.processes.config import ProcessConfig
 
@@ -371,7 +376,7 @@ def _engine_backend(
         num_replicas=num_replicas,
         log_folder=log_folder,
     )
-    return ProcessBackend(config), engine
+    return ProcessBackend(config) if ray is None else make_ray_backend(config, ray), engine
 
 
 def _servers(

@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from pathlib import Path
 
 from batchline.backends.processes.life import Life
 from batchline.errors import BatchlineError, EngineLost, ModelLoadError
@@ -120,7 +121,7 @@ class Replica:
                 await life.close()
             if self._closed.is_set():
                 return
-            await self._pause_after_end(reason)
+            await self._pause_after_end(reason, life.child.launch.log)
 
     async def _started(self) -> Life | None:
         """A new life; None if the engine is given up or closed."""
@@ -142,11 +143,12 @@ class Replica:
         self._refuse(error)
         return None
 
-    async def _pause_after_end(self, reason: str) -> None:
+    async def _pause_after_end(self, reason: str, log: Path) -> None:
         self._num_fruitless += 1
         if self._num_fruitless >= MAX_FRUITLESS_ENDS or self._num_culprits >= MAX_CULPRITS:
             self._num_fruitless = self._num_culprits = 0
-            self._refuse(EngineLost(f"{self._title} {reason}, again and again without a good answer in between"))
+            often = f"{self._title} {reason}, again and again without a good answer in between"
+            self._refuse(EngineLost(f"{often}; its log is {log}"))
             await asyncio.sleep(REFUSAL_S)
             return
         delay_s = RESTART_DELAYS_S[min(max(self._num_fruitless - 1, 0), len(RESTART_DELAYS_S) - 1)]
