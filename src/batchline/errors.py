@@ -21,7 +21,8 @@
     ├── LineError                   a batch line cannot be turned into a request
     ├── InvalidAnswer               a backend's answer cannot be a result
     ├── BackendUnavailable          the backend cannot answer any request now; ends a run, resumable (exit code 1)
-    │   └── EngineLost              the embedded engine has ended, and the backend does not restart it for now
+    │   ├── EngineLost              the embedded engine has ended, and the backend does not restart it for now
+    │   └── ServersUnavailable      no server of `--base-url` can answer
     ├── LeaseLost                   a worker writes to a batch that another one has taken over
     ├── ServiceError                a service that runs batches, here or hosted, does not do what a command needs
     │   ├── ServiceUnreachable      it cannot be reached, or stops answering (exit code 1)
@@ -316,6 +317,10 @@ class EngineLost(BackendUnavailable):
         self.reason = reason
 
 
+class ServersUnavailable(BackendUnavailable):
+    """None of the servers that `--base-url` names can answer. The text names them and their problems."""
+
+
 class LeaseLost(BatchlineError):
     """Another worker has taken the batch over, so what this one writes no longer counts."""
 
@@ -594,6 +599,10 @@ ENGINE_STOPPED = ServiceUnavailable(
     code="engine_stopped",
 )
 
+SERVERS_UNAVAILABLE = ServiceUnavailable(
+    "None of the servers behind this one can answer at the moment; try again later", code="servers_unavailable"
+)
+
 
 def request_error(exc: Exception, request_id: str) -> RequestError:
     """The error that a request gets for any exception. Unexpected ones are logged with their traceback."""
@@ -608,6 +617,9 @@ def request_error(exc: Exception, request_id: str) -> RequestError:
             return InternalServerError(f"No answer: {exc}")
         case EngineDead() | EngineLost():  # the log has the engine's own error, if it was not stopped on purpose
             return ENGINE_STOPPED
+        case ServersUnavailable():
+            logger.error("request %s failed: %s", request_id, exc)
+            return SERVERS_UNAVAILABLE
     _log_failure(exc, request_id)
     match exc:
         case UnsupportedModel():

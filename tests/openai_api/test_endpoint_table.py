@@ -95,4 +95,5 @@ def test_an_unknown_path_is_answered_with_a_similar_one(path: str) -> None:
     served = {"/v1/completions", CHAT, "/health"}
     listed = "Served here: /v1/chat/completions, /v1/completions, /health"
     assert unknown_path_text(path, served) == f"Unknown path {path}. Did you mean {CHAT}? {listed}"
+    assert unknown_path_text(path, ()) == f"Unknown path {path}. Did you mean {CHAT}?"
     assert unknown_path_text("/v1/nonsense", served) == f"Unknown path /v1/nonsense. {listed}"

@@ -159,3 +159,70 @@ def test_the_keys_of_our_own_clients_never_go_to_the_servers_behind(monkeypatch:
     backend = HttpOptions(base_url=["http://127.0.0.1:9"]).served([])
     assert isinstance(backend, HttpBackend)
     assert [address.api_key for address in backend._config.servers] == ["theirs"]
+
+
+def test_what_a_server_does_not_say_of_its_endpoints_is_not_claimed(front: str) -> None:
+    with hostile_server() as (_, port), front_of(f"http://127.0.0.1:{port}") as server:
+        (model,) = httpx.get(f"{server.url}/v1/models").json()["data"]
+        assert (model["endpoints"], model["capabilities"]["completion_chat"]) == (None, True)
+    (known,) = httpx.get(f"{front}/v1/models").json()["data"]
+    assert "/v1/chat/completions" in known["endpoints"]
+
+
+@pytest.mark.parametrize("more", [{}, {"stream": True}])
+def test_servers_that_are_down_give_one_line_of_the_log_and_an_error_that_speaks_of_them(
+    caplog: pytest.LogCaptureFixture, more: dict[str, object]
+) -> None:
+    with hostile_server() as (process, port), front_of(f"http://ann:pass-word@127.0.0.1:{port}") as server:
+        process.kill()
+        process.wait()
+        answer = httpx.post(f"{server.url}/v1/chat/completions", json={**BODY, **more}, timeout=30)
+        health = httpx.get(f"{server.url}/health")
+    for refused in (answer, health):
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "servers_unavailable")
+        assert "servers behind this one" in refused.json()["error"]["message"]
+    (record,) = (record for record in caplog.records if record.name == "batchline.errors")
+    assert f"failed: No server could answer: http://127.0.0.1:{port}/v1 " in record.getMessage()
+    assert record.exc_info is None
+    assert "pass-word" not in caplog.text + answer.text + health.text
+
+
+RESPONSE = {"id": "resp_1", "object": "response", "status": "completed", "model": "fake"}
+
+
+@pytest.mark.parametrize(
+    ("made", "status"),
+    [
+        ([], 502),
+        ({"id": 5}, 502),
+        ({**RESPONSE}, 502),
+        ({**RESPONSE, "output": 5}, 502),
+        ({**RESPONSE, "output": [5]}, 502),
+        ({**RESPONSE, "output": [], "status": 5}, 502),
+        ({**RESPONSE, "output": [{"type": "message", "id": []}]}, 200),
+    ],
+)
+async def test_a_response_of_an_odd_shape_is_an_error_without_a_traceback(
+    made: object, status: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    def script(head: str, body: bytes) -> bytes:
+        if head.startswith("GET"):
+            return MODELS
+        if b"stream" not in body:
+            return reply(200, made)
+        event = orjson.dumps({"type": "response.completed", "response": made})
+        return reply(200, b"data: " + event + b"\n\n", Content_Type="text/event-stream")
+
+    def ask(behind: str) -> tuple[httpx.Response, httpx.Response]:
+        with front_of(behind) as server:
+            whole, stream = (
+                httpx.post(f"{server.url}/v1/responses", json={"model": "fake", "input": "hi", **more})
+                for more in ({}, {"stream": True})
+            )
+        return whole, stream
+
+    async with scripted(script) as behind:
+        for answer in await asyncio.get_running_loop().run_in_executor(None, ask, behind):
+            assert answer.status_code == status, answer.text
+            assert status == 200 or "is not a response" in answer.json()["error"]["message"]
+    assert not [record for record in caplog.records if record.exc_info]

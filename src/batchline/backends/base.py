@@ -19,7 +19,7 @@ import orjson
 from batchline.checkpoints.digests import OnRead
 from batchline.engine import sequence_metrics
 from batchline.engine.sequence_metrics import SequenceCounts
-from batchline.errors import BadRequest, InvalidAnswer, NotFound
+from batchline.errors import BadRequest, InvalidAnswer, NotFound, RequestError
 from batchline.model_facts import MachineRate, ModelFacts
 
 logger = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ class Answer:
 class ServedModel:
     """A model that a backend serves: its name, its other names, its context length and its endpoints.
 
-    facts: how it runs, for a model that is in this process's memory.
+    endpoints: empty if they are not known. facts: how it runs, for a model that is in this process's memory.
     """
 
     name: str
@@ -285,6 +285,14 @@ class MeasuresMachine(Protocol):
 
     async def machine_rate(self, name: str) -> MachineRate | None:
         """Measure while no request runs; None if that is not possible, or says nothing about this model."""
+
+
+@runtime_checkable
+class NamesOutage(Protocol):
+    """A backend on which something else than an engine here fails. outage: what a client is told while it is not
+    alive."""
+
+    outage: RequestError
 
 
 @runtime_checkable

@@ -46,7 +46,7 @@ from batchline.openai_api.batches import (
     retry_filename,
     window_s,
 )
-from batchline.openai_api.endpoint_table import is_batch_url, path_here
+from batchline.openai_api.endpoint_table import ENDPOINTS, is_batch_url, path_here
 
 logger = logging.getLogger(__name__)
 
@@ -276,8 +276,9 @@ class Jobs(StoredFiles):
             yield from lines
 
     async def _endpoints(self) -> set[str]:
-        """Those that a batch may have."""
-        return {path for model in await self._backend.models() for path in model.endpoints if is_batch_url(path)}
+        """Those that a batch may have. A model whose endpoints are not known may answer any."""
+        models = await self._backend.models()
+        return {path for model in models for path in model.endpoints or ENDPOINTS if is_batch_url(path)}
 
 
 def _retry_request(batch: BatchRecord, input_file_id: str) -> CreateBatchRequest:

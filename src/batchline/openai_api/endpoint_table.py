@@ -251,13 +251,13 @@ def path_here(path: str) -> tuple[str, str | None]:
 def unknown_path_text(path: str, served: Collection[str]) -> str:
     """What to say of an unknown path, with the similar one that may be meant. path: already cut to a short text.
 
-    served: in any order.
+    served: in any order; empty if it is not known.
     """
     paths = [known for known in ENDPOINTS if known in served]
     paths += sorted(set(served).difference(paths))
-    close = get_close_matches(path, paths, n=1, cutoff=0.8)
+    close = get_close_matches(path, paths or list(filter(is_batch_url, ENDPOINTS)), n=1, cutoff=0.8)
     hint = f" Did you mean {close[0]}?" if close else ""
-    return f"Unknown path {path}.{hint} Served here: {', '.join(paths)}"
+    return f"Unknown path {path}.{hint}" + (f" Served here: {', '.join(paths)}" if paths else "")
 
 
 def is_batch_url(path: str) -> bool:

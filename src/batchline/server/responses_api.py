@@ -30,7 +30,7 @@ from batchline.backends.base import (
     unsupported_path,
 )
 from batchline.endpoints.pooling_limits import off_loop_if_large
-from batchline.errors import BadRequest, InvalidAnswer, NotFound, request_error
+from batchline.errors import BadRequest, NotFound, PeerError, request_error
 from batchline.jobs.responses import JsonObject, KeptResponse
 from batchline.openai_api.common import ListParams, list_page
 from batchline.openai_api.endpoint_table import INPUT_TOKENS, RESPONSES
@@ -75,7 +75,7 @@ class ResponsesApi:
             return await self._inference.begin_stream(request, RESPONSES, chunks)
         with call.keeping(self._kept):
             answer = await self._inference.answer_of(request, call.request)
-            shown = answer.body if answer.is_error else await call.finish(answer.parsed_body(), self._kept)
+            shown = answer.body if answer.is_error else await call.finish(_checked(answer.parsed_body()), self._kept)
         return await written(shown, answer.status_code)
 
     async def input_tokens(self, request: Request) -> Response:
@@ -153,7 +153,7 @@ class ResponsesApi:
         name = call.body["model"]
         listed = models_by_name(await self._backend.models())
         model = listed.get(name) if isinstance(name, str) else None
-        if model is not None and RESPONSES not in model.endpoints:
+        if model is not None and model.endpoints and RESPONSES not in model.endpoints:
             raise unsupported_path(RESPONSES, name, model.endpoints)
         await while_connected(request.receive, self._backend.check(call.request))
 
@@ -183,8 +183,7 @@ class ResponsesApi:
         try:
             answer = await ask(self._backend, replace(call.request, priority=BACKGROUND_PRIORITY))
             made = answer.parsed_body()
-            if not answer.is_error and not {"status", "output"} <= made.keys():
-                raise InvalidAnswer("it is not a response")
+            made = made if answer.is_error else _checked(made)
             error = made["error"] if answer.is_error else None
         except Exception as exc:
             error = request_error(exc, call.request.request_id).body()["error"]
@@ -277,13 +276,33 @@ async def _keeping(
         with call.keeping(kept):
             async for event in events:
                 if "response" in event:
-                    response = call.shown(event["response"])
+                    response = call.shown(_checked(event["response"]))
                     if response["status"] != "in_progress":
                         response = await call.finish(response, kept)
                     event = {**event, "response": response}
                 yield event
     finally:
         await close_stream(events)
+
+
+def _checked(response: object) -> Mapping[str, Any]:
+    """The response of a backend, which may have it from another server. Output items without a usable id get one.
+
+    Raises: PeerError if it is none.
+    """
+    if isinstance(response, Mapping) and response.get("status") == "in_progress":
+        return response  # at the beginning of a stream
+    output = response.get("output") if isinstance(response, Mapping) else None
+    if (
+        not isinstance(response, Mapping)
+        or not isinstance(response.get("status"), str)
+        or not isinstance(output, list)
+        or not all(isinstance(item, dict) for item in output)
+    ):
+        message = "The server's answer is not a response, which has a 'status' and a list 'output'."
+        error = {"message": message, "type": "BadGatewayError", "param": None, "code": "invalid_answer"}
+        raise PeerError(502, {"error": error})
+    return {**response, "output": [item if isinstance(item.get("id"), str) else input_item(item) for item in output]}
 
 
 def _given_input(given: Any) -> _Input | None:

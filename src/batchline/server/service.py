@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from batchline import __version__
-from batchline.backends.base import Backend, ServedModel, find_model, models_by_name
+from batchline.backends.base import Backend, NamesOutage, ServedModel, find_model, models_by_name
 from batchline.errors import ENGINE_STOPPED
 from batchline.openai_api.endpoint_table import CHAT, CLASSIFY, MODERATIONS, TRANSCRIPTIONS
 from batchline.server.boundary import error_response
@@ -47,8 +47,10 @@ class Service:
         return JsonResponse(self._model(name, find_model(by_name, name)))
 
     async def health(self, request: Request) -> Response:
-        """200 while requests can be answered; 503 after the engine has died."""
-        return JsonResponse({"status": "ok"}) if self._backend.is_alive() else error_response(ENGINE_STOPPED)
+        """200 while requests can be answered; 503 after the engine has died, or while no server behind answers."""
+        if self._backend.is_alive():
+            return JsonResponse({"status": "ok"})
+        return error_response(self._backend.outage if isinstance(self._backend, NamesOutage) else ENGINE_STOPPED)
 
     async def version(self, request: Request) -> Response:
         """The version of Batchline."""
@@ -64,7 +66,9 @@ class Service:
 
     def _model(self, name: str, served: ServedModel) -> dict[str, Any]:
         """A model object. root: the name in answers. `type`, `capabilities` and `max_context_length` are for Mistral's
-        clients, which refuse a list without the first two."""
+        clients, which refuse a list without the first two. endpoints: null if a server behind this one does not say
+        which, so that the model may have any capability."""
+        paths = served.endpoints
         return {
             "id": name,
             "object": "model",
@@ -73,8 +77,8 @@ class Service:
             "root": served.name,
             "parent": None,
             "max_model_len": served.max_model_len,
-            "endpoints": list(served.endpoints),
+            "endpoints": list(served.endpoints) or None,
             "type": "base",
-            "capabilities": {name: path in served.endpoints for name, path in _CAPABILITIES.items()},
+            "capabilities": {name: not paths or path in paths for name, path in _CAPABILITIES.items()},
             **({"max_context_length": served.max_model_len} if served.max_model_len else {}),
         }

@@ -31,9 +31,16 @@ from batchline.backends.http.connection import HELD_BODY_BYTES, ExchangeFailed, 
 from batchline.backends.http.events import events_of
 from batchline.backends.http.pool import ServerPool, Want
 from batchline.backends.http.replies import usage_counts
-from batchline.backends.http.server import POSSIBLE_ENDPOINTS, Health, Probe, Server, probe
+from batchline.backends.http.server import Health, Probe, Server, probe
 from batchline.callers import engine_progress, kind_of
-from batchline.errors import BackendUnavailable, PeerError, RequestError, UsageError
+from batchline.errors import (
+    SERVERS_UNAVAILABLE,
+    BackendUnavailable,
+    PeerError,
+    RequestError,
+    ServersUnavailable,
+    UsageError,
+)
 from batchline.openai_api.endpoint_table import ENDPOINTS, error_body
 from batchline.process_memory import raise_file_limit
 
@@ -50,6 +57,7 @@ class HttpBackend:
     """Sends each request to one of the servers, and returns its answer."""
 
     wants_raw_bodies = True
+    outage = SERVERS_UNAVAILABLE
 
     def __init__(self, config: HttpConfig) -> None:
         """Raises: UsageError for two servers with the same base URL."""
@@ -102,7 +110,7 @@ class HttpBackend:
             self._note_models([server.models for server in self._pool.servers])
         default = self._config.default_model
         if default is not None and self._may_serve_others and all(default != model.name for model in self._known):
-            return (ServedModel(name=default, endpoints=POSSIBLE_ENDPOINTS), *self._known)
+            return (ServedModel(name=default), *self._known)
         return self._known
 
     def identity(self) -> Mapping[str, str]:
@@ -236,7 +244,7 @@ class HttpBackend:
 
     def _opened(self) -> ServerPool:
         if self._pool is None:
-            raise BackendUnavailable("The connections to the servers are closed.")
+            raise ServersUnavailable("The connections to the servers are closed.")
         return self._pool
 
     def _count(self, values: Mapping[str, Any] | list[Any]) -> None:

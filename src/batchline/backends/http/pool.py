@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from batchline.backends.balancing import Balancer
 from batchline.backends.http.config import MAX_PER_SERVER
 from batchline.backends.http.server import Health, Probe, Server, probe
-from batchline.errors import BackendUnavailable
+from batchline.errors import BackendUnavailable, ServersUnavailable
 
 logger = logging.getLogger(__name__)
 
@@ -381,6 +381,6 @@ def _problems(among: Iterable[Server]) -> str:
     return "; ".join(f"{server.name} {server.last_problem or 'is resting'}" for server in among)
 
 
-def _nobody_answers(among: Sequence[Server], waited_s: float) -> BackendUnavailable:
+def _nobody_answers(among: Sequence[Server], waited_s: float) -> ServersUnavailable:
     waited = f" for {waited_s:.0f} s" if waited_s else ""
-    return BackendUnavailable(f"No server could answer{waited}: {_problems(among)}.")
+    return ServersUnavailable(f"No server could answer{waited}: {_problems(among)}.")

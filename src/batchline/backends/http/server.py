@@ -18,16 +18,13 @@ from batchline.backends.http.config import ServerAddress
 from batchline.backends.http.connection import ConnectFailed, ExchangeFailed, Reply
 from batchline.backends.http.replies import InvalidReply, message_of
 from batchline.errors import UsageError
-from batchline.openai_api.endpoint_table import ENDPOINTS, is_batch_url
+from batchline.openai_api.endpoint_table import is_batch_url
 
 PROBE_TIMEOUT_S = 10.0
 
 _LISTS_NO_MODELS = frozenset({400, 404, 405, 410, 501})
 _KEY_REFUSED = frozenset({401, 403})
 _MAX_MODELS = 100_000
-
-POSSIBLE_ENDPOINTS = tuple(filter(is_batch_url, ENDPOINTS))
-"""What a model of a server may answer that does not say so."""
 
 
 class Health(Enum):
@@ -165,5 +162,5 @@ def _served_model(listed: Mapping[str, Any]) -> ServedModel:
     return ServedModel(
         name=listed["id"],
         max_model_len=length if type(length) is int and length > 0 else None,
-        endpoints=tuple(filter(is_batch_url, told)) or POSSIBLE_ENDPOINTS,
+        endpoints=tuple(filter(is_batch_url, told)),
     )
