@@ -484,3 +484,33 @@ async def test_a_stream_that_is_left_is_cancelled_at_the_server() -> None:
         await stream.aclose()  # type: ignore[attr-defined] # it is a generator
         await until(lambda: not connections)
         assert next(iter(backend.stats().by_member.values()))["in_flight"] == 0
+
+
+# Proxies
+
+
+async def test_a_proxy_of_the_environment_is_used_unless_no_proxy_names_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[str] = []
+
+    def script(head: str, body: bytes) -> bytes:
+        seen.append(head)
+        return reply(403, {}) if head.startswith("CONNECT") else MODELS if head.startswith("GET") else GOOD
+
+    async with scripted(script) as url:
+        for name in ("http_proxy", "https_proxy"):
+            monkeypatch.setenv(name, url.replace("//", "//ann:secret@"))
+        monkeypatch.delenv("no_proxy", raising=False)
+        monkeypatch.delenv("NO_PROXY", raising=False)
+        async with running(backend_of("http://model.invalid/v1", keys=["sk-1"])) as backend:
+            assert content(await backend.answer(chat())) == "good"
+        assert "POST http://model.invalid/v1/chat/completions HTTP/1.1\r\n" in seen[-1]
+        assert "Proxy-Authorization: Basic YW5uOnNlY3JldA==\r\n" in seen[-1]
+        with pytest.raises(BackendUnavailable, match=r"the proxy refuses the connection \(HTTP 403\)") as ended:
+            await backend_of("https://model.invalid/v1", keys=["sk-1"]).models()
+        assert "secret" not in str(ended.value)
+        assert "sk-1" not in seen[-1], "the key is only for the server"
+        monkeypatch.setenv("no_proxy", "model.invalid")
+        with pytest.raises(BackendUnavailable, match=r"unknown host, 'model\.invalid'"):
+            await backend_of("http://model.invalid/v1").models()

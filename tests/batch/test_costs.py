@@ -179,3 +179,11 @@ def test_a_model_without_a_price_is_refused_before_anything_is_sent(tmp_path: Pa
     write_lines(tmp_path / "in", [chat_line("a", model="other")])
     with pytest.raises(UsageError, match="has no price for 'other'"):
         limited(1.0)
+
+
+def test_a_run_whose_requests_have_no_max_tokens_is_told_to_set_them(tmp_path: Path, limited: Limited) -> None:
+    write_lines(tmp_path / "in", [chat_line("a", "text")])
+    with pytest.raises(
+        RunFailed, match=r"may cost up to \$[\d.,]+, because it has no max_tokens\. Set max_tokens in the"
+    ):
+        limited(COST_OF_ONE)

@@ -19,6 +19,7 @@ from batchline.backends.http import pool
 from batchline.backends.http.backend import HttpBackend
 from batchline.backends.http.config import HttpConfig, server_addresses
 from batchline.cli.http_options import HttpOptions
+from batchline.errors import UsageError
 from batchline.jobs.options import JobsOptions
 from batchline.testing import FakeBackend
 
@@ -226,3 +227,23 @@ async def test_a_response_of_an_odd_shape_is_an_error_without_a_traceback(
             assert answer.status_code == status, answer.text
             assert status == 200 or "is not a response" in answer.json()["error"]["message"]
     assert not [record for record in caplog.records if record.exc_info]
+
+
+def test_a_certificate_is_verified_with_the_authorities_in_ssl_cert_file(
+    certificate: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    certfile, keyfile = certificate
+    with ThreadedServer(FakeBackend(), ssl_certfile=str(certfile), ssl_keyfile=str(keyfile)) as behind:
+        assert behind.url.startswith("https://")
+        backend = HttpBackend(HttpConfig(servers=server_addresses([behind.url]), start_patience_s=60.0))
+        with pytest.raises(
+            UsageError, match=r"has a TLS certificate that is not valid: self.signed certificate \(SSL_CE"
+        ):
+            asyncio.run(backend.models())
+        monkeypatch.setenv("SSL_CERT_FILE", str(certfile))
+        with front_of(behind.url) as server:
+            answer = httpx.post(f"{server.url}/v1/chat/completions", json=BODY, verify=False)
+        assert answer.json()["choices"][0]["message"]["content"] == "one two three"
+        backend = HttpBackend(HttpConfig(servers=server_addresses([behind.url.replace("127.0.0.1", "localhost")])))
+        with pytest.raises(UsageError, match="not valid: Hostname mismatch"):
+            asyncio.run(backend.models())

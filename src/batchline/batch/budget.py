@@ -20,7 +20,9 @@ from batchline.backends.base import EndpointRequest
 from batchline.batch.index import LineReader
 from batchline.batch.journal import JournalResult, Outcome
 from batchline.batch.prices import Prices
+from batchline.batch.request_traits import output_limit
 from batchline.errors import counted
+from batchline.openai_api.endpoint_table import generates
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,7 @@ class Budget:
         """spent: by earlier processes of the run."""
         self.spent = spent
         self.is_exhausted = False
+        self._refused: EndpointRequest | None = None
         self._options = options
         self._bounds: dict[str, float] = {}
         self._reserved = 0.0
@@ -51,7 +54,7 @@ class Budget:
         bound = self._bound(request)
         while not self.is_exhausted and self.spent + self._reserved + bound > self._options.max_usd:
             if not self._bounds:
-                self.is_exhausted = True
+                self.is_exhausted, self._refused = True, request
                 break
             self._has_changed.clear()
             await self._has_changed.wait()
@@ -76,8 +79,20 @@ class Budget:
         limit = self._options.max_usd or 0.0
         return (
             f"Stopped before the cost exceeds --max-cost: ${self.spent:,.4f} of ${limit:,.4f} are spent, "
-            "and the next request might not fit (its max_tokens limits what it may cost). "
-            f"{counted(num_left, 'request')} left: run the same command again with a higher --max-cost."
+            f"and {self._why_refused()}. {counted(num_left, 'request')} left: run the same command again with a higher "
+            "--max-cost."
+        )
+
+    def _why_refused(self) -> str:
+        request = self._refused
+        if request is None:
+            return "the next request might not fit"
+        may_cost = f"the next request may cost up to ${self._bound(request):,.4f}"
+        if not generates(request.url) or output_limit(request.url, dict(request.body)) is not None:
+            return f"{may_cost} (its max_tokens limits this)"
+        return (
+            f"{may_cost}, because it has no max_tokens. Set max_tokens in the requests (--max-tokens for a table), or "
+            "max_output_tokens of the model in the table of prices"
         )
 
     def _bound(self, request: EndpointRequest) -> float:

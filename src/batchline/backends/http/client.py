@@ -306,7 +306,10 @@ def _connect_failure(exc: Exception, host: str) -> ConnectFailed:
     """Why there is no connection. The text completes a sentence that begins with "the server"."""
     match exc:
         case ssl.SSLCertVerificationError():
-            return ConnectFailed(f"has a TLS certificate that is not valid: {exc.verify_message}", is_final=True)
+            hint = "SSL_CERT_FILE can name a file of certificates to trust"
+            return ConnectFailed(
+                f"has a TLS certificate that is not valid: {exc.verify_message} ({hint})", is_final=True
+            )
         case ssl.SSLError():
             return ConnectFailed("makes no TLS connection: it may only speak http://", is_final=True)
         case socket.gaierror() | UnicodeError():
