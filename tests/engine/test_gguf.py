@@ -21,8 +21,8 @@ from batchline.backends.identity import result_settings
 from batchline.backends.model_memory import memory_need, weight_bytes
 from batchline.backends.registry import make_backend
 from batchline.checkpoints.gguf_file import TYPES as READABLE
-from batchline.checkpoints.gguf_file import GgufTensor
-from batchline.checkpoints.gguf_folder import with_folder
+from batchline.checkpoints.gguf_file import GgufTensor, read_gguf
+from batchline.checkpoints.gguf_folder import _config, with_folder
 from batchline.config import CacheConfig, CpuKernels, EngineConfig, ModelConfig
 from batchline.engine.core import Engine
 from batchline.engine.fusion import FusedStack
@@ -279,6 +279,15 @@ def test_metadata_that_does_not_fit_the_weights_is_refused_before_a_model_is_mad
     path.write_bytes(content[:at] + (2**31).to_bytes(4, "little") + content[at + 4 :])
     with pytest.raises(ModelLoadError, match=f"its llama.{key} does not fit its weights"):
         engine_config(path)
+
+
+def test_a_scaling_of_positions_that_is_unknown_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write_gguf(make_model("llama", tmp_path / "model", **WIDE), path, {".": "Q8_0"})
+    read = read_gguf(str(path), [path])
+    changed = replace(read, metadata={**read.metadata, "llama.rope.scaling.type": "longrope"})
+    with pytest.raises(UnsupportedModel, match="scales positions by 'longrope'; Batchline knows linear and yarn"):
+        _config("m", changed)
 
 
 def test_missing_and_surplus_weights_are_named(tmp_path: Path) -> None:
