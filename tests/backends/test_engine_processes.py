@@ -98,6 +98,18 @@ async def test_the_key_is_random_and_in_no_command_line_log_or_file(
         assert starts(record)[1]["key"] != start["key"]
 
 
+async def test_only_the_engines_logs_are_removed_from_a_folder(switch: Switch, tmp_path: Path) -> None:
+    """Bug: everything in the folder was removed."""
+    switch()
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    for name in ("mine.txt", "vllm.log", "vllm.log.old"):
+        (logs / name).touch()
+    async with running(fake_backend(log_folder=logs)):
+        assert (logs / "vllm.earlier.log").exists()
+    assert [path.name for path in logs.iterdir()] == ["mine.txt"]
+
+
 async def test_a_request_that_ends_the_engine_three_times_fails_and_no_other_does(switch: Switch) -> None:
     record = switch()
     async with running(fake_backend()) as backend:

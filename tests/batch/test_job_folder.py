@@ -52,6 +52,16 @@ def test_a_folder_with_a_journal_stays_without_its_scratch(tmp_path: Path) -> No
     assert sorted(path.name for path in (tmp_path / "w").iterdir()) == ["journal", "lock"]
 
 
+def test_the_logs_of_an_engine_that_did_not_start_go_with_the_run_that_finishes(tmp_path: Path) -> None:
+    with JobFolder(tmp_path / "w") as job_folder:
+        logs = engine_folder(tmp_path / "w")
+        logs.mkdir()
+        for name in ("vllm.log", "vllm.earlier.log", "vllm.log.old"):
+            (logs / name).touch()
+        job_folder.remove()
+    assert not (tmp_path / "w").exists()
+
+
 def test_scratch_of_a_killed_run_is_cleared(tmp_path: Path) -> None:
     (tmp_path / "w" / "scratch").mkdir(parents=True)
     (tmp_path / "w" / "scratch" / "old").touch()

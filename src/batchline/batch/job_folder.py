@@ -120,7 +120,7 @@ class JobFolder:
             self.path.rmdir()
 
     def _remove_logs(self) -> None:
-        for path in engine_folder(self.path).glob("*.log"):
+        for path in engine_folder(self.path).glob("*.log*"):  # a long log has an older part
             path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             engine_folder(self.path).rmdir()

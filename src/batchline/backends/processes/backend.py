@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import shutil
 import tempfile
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -146,7 +145,7 @@ class ProcessBackend:
         await asyncio.gather(*(place.replica.close() for place in self._balancer.members))
         folder, self._folder = self._folder, None
         if folder is not None and not has_failed:  # otherwise a message has named the log
-            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+            await asyncio.to_thread(_remove_logs, folder, self._config.engine)
 
     def _count(self, values: Mapping[str, Any] | list[Any]) -> None:
         prompt, cached, output = self._tokens
@@ -205,6 +204,14 @@ class ProcessBackend:
         find_model({**names, **models_by_name([model])}, request.body.get("model"))
         if model.endpoints and request.url not in model.endpoints and ENDPOINTS[request.url].in_batch_file:
             raise unsupported_path(request.url, model.name, model.endpoints)
+
+
+def _remove_logs(folder: Path, engine: str) -> None:
+    """Also remove the folder, unless it has other files: the caller may have chosen it."""
+    with suppress(OSError):
+        for path in folder.glob(f"{engine}*.log*"):
+            path.unlink(missing_ok=True)
+        folder.rmdir()
 
 
 def _error_answer(request: EndpointRequest, error: RequestError) -> Answer:
