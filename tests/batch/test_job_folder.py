@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from batchline.batch.files import job_folder_for
-from batchline.batch.job_folder import JobFolder
+from batchline.batch.job_folder import JobFolder, engine_folder
 from batchline.batch.location_targets import target_at
 from batchline.batch.locations import parse_location
 from batchline.errors import OutputUnwritable, ResumeRefused
