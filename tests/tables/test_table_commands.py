@@ -81,6 +81,13 @@ def test_rows_whose_answers_do_not_fit_the_schema_count_as_failed(cli: Cli) -> N
     assert "  2 x invalid_answer: The answer is not JSON. (rows 2, 3)\n" in shown
     assert [line.partition(",")[0] for line in Path("out.csv").read_text().splitlines()] == ["n", "1"]
     assert [line.partition(",")[0] for line in Path("failed.csv").read_text().splitlines()] == ["n", "2", "3"]
+    again = cli("run-batch", *common, "--error-file", "failed.csv")[1]
+    assert "Already complete" in again
+    assert "Rows           3\n" in again
+    retried = cli(
+        "run-batch", "-i", "failed.csv", "-o", "again.csv", "--prompt-column", "text", "--column-prefix", "x_"
+    )
+    assert (retried[0], Path("again.csv").read_text().splitlines()[1].split(",")[-5]) == (0, "no JSON")
     Path("rows.csv").write_text("n,text\n1,no JSON\n")
     code, shown = cli("run-batch", *common)
     assert (code, "Every row failed (exit code 3)." in shown) == (3, True)

@@ -191,8 +191,9 @@ def refuse_table(input_file: str) -> None:
     """Raises: UsageError for a table as the input of a retry."""
     if _names_a_table(input_file):
         raise UsageError(
-            "The failed rows of a table are not retried in place. Run them as a table of their own: run-batch "
-            "--error-file NAME writes them to a second table instead of the output."
+            "The failed rows of a table are not retried in place. Run them as a table of their own: `run-batch "
+            "--error-file NAME` writes them to a second table instead of the output, and `run-batch -i NAME "
+            "--column-prefix again_` asks them again."
         )
 
 
