@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from batchline.batch.options import RunOptions
 from batchline.batch.prices import ModelPrice, Prices, read_prices
 from batchline.batch.progress import SilentReporter
 from batchline.batch.summary import RunSummary
+from batchline.cli.main import main
 from batchline.errors import RunFailed, UsageError
 from batchline.testing import FakeBackend
 
@@ -187,3 +189,28 @@ def test_a_run_whose_requests_have_no_max_tokens_is_told_to_set_them(tmp_path: P
         RunFailed, match=r"may cost up to \$[\d.,]+, because it has no max_tokens\. Set max_tokens in the"
     ):
         limited(COST_OF_ONE)
+
+
+def test_plan_estimates_the_cost_of_a_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "prices.yaml").write_text("fake: {input: 1000000, output: 2000000}\n")
+    asked = ["plan", str(tmp_path / "in"), "--prices", str(tmp_path / "prices.yaml")]
+
+    def planned(*more: str) -> tuple[int, str]:
+        with pytest.raises(SystemExit) as ended:
+            main([*asked, *more])
+        shown = capfd.readouterr()
+        return int(ended.value.code or 0), shown.out + shown.err
+
+    three_words_each(tmp_path, 2)
+    result = json.loads(planned("--json")[1])
+    num_prompt_tokens = result["estimate"]["prompt_tokens"]
+    assert result["cost"] == {
+        "prompt_usd": pytest.approx(num_prompt_tokens),
+        "max_output_usd": pytest.approx(2 * 8 * 2),
+    }
+    assert f"Cost           at most about ${num_prompt_tokens + 32:,.4f} (${num_prompt_tokens:,.4f} for" in planned()[1]
+    write_lines(tmp_path / "in", [chat_line("a", "text")])
+    assert "unknown for outputs: 1 request set no limit" in planned()[1]
+    write_lines(tmp_path / "in", [chat_line("a", "text", model="other")])
+    code, shown = planned()
+    assert (code, "has no price for 'other'" in shown) == (2, True)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from batchline.backends.model_memory import MemoryNeed
     from batchline.batch.inspect import PlanOverview
     from batchline.batch.media import MediaCounts
+    from batchline.batch.prices import Prices
     from batchline.batch.rates import MeasuredRun
     from batchline.batch.tokens import TokenCounts
     from batchline.config import EngineConfig
@@ -34,6 +35,39 @@ class Estimate:
     max_output_tokens: int | None
     time_s: float | None
     measured: MeasuredRun | None
+
+
+@dataclasses.dataclass(slots=True)
+class Cost:
+    """The dollars that the requests cost. output_usd: at most, of those that limit their output. unknown: models
+    without a price."""
+
+    prices: Prices
+    prompt_usd: float = 0.0
+    output_usd: float = 0.0
+    unknown: dict[str, None] = dataclasses.field(default_factory=dict)
+
+    def add(self, model: str, prompt_tokens: int, output_tokens: int) -> None:
+        """Count a request."""
+        price = self.prices.of(model)
+        if price is None:
+            self.unknown[model] = None
+            return
+        self.prompt_usd += price.cost(prompt_tokens, 0, 0)
+        self.output_usd += price.cost(0, 0, output_tokens)
+
+    def leave_out_copies(self, overview: PlanOverview) -> None:
+        """Identical requests run once."""
+        share = 1 - overview.num_copies / max(1, overview.num_requests)
+        self.prompt_usd, self.output_usd = self.prompt_usd * share, self.output_usd * share
+
+    def text(self, num_unlimited: int) -> str:
+        """For people. num_unlimited: requests that set no limit."""
+        if num_unlimited:
+            rest = f"{counted(num_unlimited, 'request')} set no limit for their output"
+            return f"about ${self.prompt_usd:,.4f} for prompts; unknown for outputs: {rest}"
+        total = self.prompt_usd + self.output_usd
+        return f"at most about ${total:,.4f} (${self.prompt_usd:,.4f} for prompts, none of them cached)"
 
 
 @takes_options(
@@ -56,11 +90,16 @@ def plan(
         Path | None,
         typer.Option(file_okay=False, help="Folder with records of runs. Default: the user's state folder."),
     ] = None,
+    prices: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", dir_okay=False, help="Table of prices, as for run-batch: shows the cost."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Show the tokens, time and memory a run would take, and how it would group the requests."""
     from batchline.batch.inspect import plan_overview
     from batchline.batch.media import MediaCounts
+    from batchline.batch.prices import read_prices
     from batchline.batch.tokens import CharacterCounter, TokenCounter
     from batchline.checkpoints.gguf_folder import with_folder
 
@@ -70,21 +109,31 @@ def plan(
     counter = CharacterCounter() if engine is None else TokenCounter(engine.model.model, model_options.max_model_len)
     count_tokens = counter.num_text_tokens if isinstance(counter, TokenCounter) else None
     media = MediaCounts()
+    cost = None if prices is None else Cost(read_prices(prices))
 
     def observe(position: int, url: str, body: dict[str, Any]) -> None:
+        before = counter.counts.prompt, counter.counts.output_limit
         try:
             counter(position, url, body)
             media(position, url, body)
+            if cost is not None:
+                prompt, output = counter.counts.prompt - before[0], counter.counts.output_limit - before[1]
+                cost.add(str(body.get("model") or model), prompt, output)
         except Exception:  # the boundary of one line: nobody has checked its body
             counter.counts.uncounted += 1
 
     overview = plan_overview(input_file, dedup=dedup, observer=observe, count_tokens=count_tokens)
     estimate = _estimate(overview, counter.counts, engine, state_dir)
     memory, problem = (None, None) if engine is None else _memory(engine)
+    if cost is not None:
+        cost.prices.refuse_unknown(list(cost.unknown))
+        cost.leave_out_copies(overview)
     if as_json:
-        _print_json(overview, estimate, None if model is None else counter.counts, memory, media)
+        _print_json(overview, estimate, None if model is None else counter.counts, memory, media, cost)
         return
     _print_numbers(overview, estimate, counter.counts, model)
+    if cost is not None:
+        show(f"Cost           {cost.text(counter.counts.unlimited)}")
     for sentence in media.sentences():
         show(sentence)
     if engine is not None:
@@ -179,12 +228,14 @@ def _print_json(
     tokens: TokenCounts | None,
     memory: MemoryNeed | None,
     media: MediaCounts,
+    cost: Cost | None,
 ) -> None:
     measured = None if estimate.measured is None else estimate.measured.model_dump()
     result = dataclasses.asdict(overview) | {
         "tokens": None if tokens is None else dataclasses.asdict(tokens),
         "estimate": dataclasses.asdict(estimate) | {"measured": measured},
         "media": media.to_dict(),
+        "cost": None if cost is None else {"prompt_usd": cost.prompt_usd, "max_output_usd": cost.output_usd},
         "memory": None if memory is None else dataclasses.asdict(memory) | {"fits": memory.fits},
     }
     show_json(result)
