@@ -37,13 +37,13 @@ def front() -> Iterator[str]:
 
 
 def test_answers_and_streams_pass_through(front: str) -> None:
-    client = openai.OpenAI(base_url=f"{front}/v1", api_key="unused", max_retries=0)
-    whole = client.chat.completions.create(**BODY)  # type: ignore[call-overload]
-    assert whole.choices[0].message.content == "one two three"
-    chunks = list(client.chat.completions.create(**BODY, stream=True))  # type: ignore[call-overload]
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "one two three"
-    assert chunks[-1].choices[0].finish_reason == "stop"
-    assert [model.id for model in client.models.list()] == ["fake"]
+    with openai.OpenAI(base_url=f"{front}/v1", api_key="unused", max_retries=0) as client:
+        whole = client.chat.completions.create(**BODY)  # type: ignore[call-overload]
+        assert whole.choices[0].message.content == "one two three"
+        chunks = list(client.chat.completions.create(**BODY, stream=True))  # type: ignore[call-overload]
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "one two three"
+        assert chunks[-1].choices[0].finish_reason == "stop"
+        assert [model.id for model in client.models.list()] == ["fake"]
 
 
 @pytest.mark.parametrize(
@@ -101,8 +101,11 @@ def test_health_follows_the_servers_behind_and_metrics_show_each(monkeypatch: py
 def test_batches_run_in_front_of_a_server_that_has_none(tmp_path: Path) -> None:
     jobs = JobsOptions(state_dir=tmp_path / "state")
     line = orjson.dumps({"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": BODY}) + b"\n"
-    with hostile_server() as (_, port), front_of(f"http://127.0.0.1:{port}", jobs=jobs) as server:
-        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused")
+    with (
+        hostile_server() as (_, port),
+        front_of(f"http://127.0.0.1:{port}", jobs=jobs) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused") as client,
+    ):
         file = client.files.create(file=("in.jsonl", line), purpose="batch")
         batch = client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
         while batch.status not in ("completed", "failed"):
