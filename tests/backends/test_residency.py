@@ -518,8 +518,11 @@ async def test_a_load_waits_until_the_model_of_an_abandoned_one_is_closed() -> N
 
 ABANDON = """
 import asyncio, threading
+from batchline.backends import residency as module
 from batchline.backends.residency import Loadable, ModelResidency
 from batchline.errors import EngineLost
+
+module.EXIT_WAIT_S = 0.1
 
 async def main():
     entered = threading.Event()
@@ -546,6 +549,30 @@ def test_a_python_program_ends_without_waiting_for_a_load() -> None:
     """After a stop, the interpreter waited at its exit for the thread that was loading."""
     done = subprocess.run([sys.executable, "-c", ABANDON], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "stopped\n", "")
+
+
+COMPUTE = """
+import threading
+import torch
+from batchline.backends.residency import start_thread
+
+started = threading.Event()
+
+def load():
+    matrix = torch.ones(300, 300)
+    while True:
+        matrix @ matrix
+        started.set()
+
+start_thread("a", load)
+started.wait()
+"""
+
+
+def test_a_program_that_ends_while_a_model_loads_is_not_aborted() -> None:
+    """Python killed the thread inside PyTorch: "terminate called without an active exception"."""
+    done = subprocess.run([sys.executable, "-c", COMPUTE], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 async def test_a_stop_during_a_reload_says_nothing_of_another_attempt(caplog: pytest.LogCaptureFixture) -> None:

@@ -14,13 +14,16 @@ next life, so that no model starves.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
+import ctypes
 import gc
 import logging
 import math
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
@@ -48,6 +51,12 @@ FIRST_REFUSAL_S, LONGEST_REFUSAL_S = 1.0, 60.0
 _LOADING = threading.Lock()
 """Held by the thread that loads a model. A load that was abandoned may still run, in this run or an earlier one of the
 process; the next one waits until its model is closed, so that the two never need memory at once."""
+
+EXIT_WAIT_S = 5.0
+"""How long a process that ends waits for the next line of Python code of a load that was abandoned."""
+
+_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+"""The threads that load models."""
 
 
 class Residing(Protocol):
@@ -367,7 +376,8 @@ def start_thread(
     as that thread lives. If the teams have more threads than there are cores, they sleep at barriers instead of
     spinning, which costs the engine's thread a tenth of its speed.
 
-    A daemon thread: a process that ends does not wait for a load that was abandoned. turn: held while it works.
+    A daemon thread: a process that ends does not wait for the end of a load that was abandoned. turn: held while it
+    works.
     """
 
     def guarded() -> T:
@@ -376,6 +386,8 @@ def start_thread(
             return work()
         except BatchlineError as exc:
             failure = exc
+        except _ProcessEnds:
+            raise
         except BaseException as exc:  # models' code may raise anything, even `SystemExit`
             logger.exception("loading %s failed", name)
             failure = ModelLoadError(name, f"it failed ({type(exc).__name__}); the log has the details")
@@ -384,7 +396,7 @@ def start_thread(
         raise failure
 
     def run() -> None:
-        with turn or contextlib.nullcontext():
+        with contextlib.suppress(_ProcessEnds), turn or contextlib.nullcontext():
             if future.set_running_or_notify_cancel():  # not given up before its turn
                 try:
                     future.set_result(guarded())
@@ -392,8 +404,29 @@ def start_thread(
                     future.set_exception(exc.with_traceback(None))  # it would refer to the future
 
     future: Future[T] = Future()
-    threading.Thread(target=run, name="batchline-loading", daemon=True).start()
+    thread = threading.Thread(target=run, name="batchline-loading", daemon=True)
+    _threads.add(thread)
+    thread.start()
     return future
+
+
+class _ProcessEnds(BaseException):
+    """Ends a load, because the process ends."""
+
+
+@atexit.register
+def _end_loads() -> None:
+    """Stop the loads that were abandoned.
+
+    Python ends daemon threads as soon as they return to it from native code. If that code is a library's in C++, as
+    PyTorch's is, the process is aborted.
+    """
+    running = [thread for thread in _threads if thread.is_alive()]
+    for thread in running:
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(_ProcessEnds))
+    deadline = time.monotonic() + EXIT_WAIT_S
+    for thread in running:
+        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def _free_what_it_made(failure: BaseException | None) -> None:
