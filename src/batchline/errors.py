@@ -67,9 +67,10 @@ from __future__ import annotations
 import errno
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from itertools import islice
 from typing import Any, ClassVar
 
 logger = logging.getLogger(__name__)
@@ -675,6 +676,23 @@ def short_reason(error: BaseException) -> str:
     return ": ".join(filter(None, [type(error).__name__, reason]))
 
 
+_MAX_NAMES_COMPARED, _MAX_NAME_COMPARED = 100, 40
+"""How many names are compared with a missing field, and the length of the longest; clients can make up any."""
+
+
 def counted(count: int, noun: str) -> str:
     """`1 request`, `2 requests`."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def misspelling(missing: Iterable[str], given: Iterable[str], known: Collection[str] = ()) -> str:
+    """` Is 'promt' a misspelling of 'prompt'?`, for the first missing field that a given name resembles; or nothing.
+
+    known: names that are not misspelt.
+    """
+    unknown = (name for name in given if name not in known and len(name) <= _MAX_NAME_COMPARED)
+    names = list(islice(unknown, _MAX_NAMES_COMPARED))
+    for field in missing:
+        for found in get_close_matches(field, names, n=1):
+            return f" Is {found!r} a misspelling of {field!r}?"
+    return ""

@@ -105,6 +105,18 @@ def test_faults_are_kept_up_to_a_cap_first_lines_first_and_counted_beyond(
     assert report.faults_by_code == {"invalid_json_line": 4, "duplicate_custom_id": 2}
 
 
+def test_lines_that_miss_different_fields_are_different_kinds(tmp_path: Path) -> None:
+    """They were listed together as lines without the field that the first of them misses."""
+    (tmp_path / "in").write_bytes(
+        b'{"custom_id":"a","url":"/v1","body":{}}\n{"custom_id":"b","method":"POST","body":{}}\n'
+    )
+    kinds = check(tmp_path / "in").fault_kinds.values()
+    assert [kind.message for kind in kinds] == [
+        "Missing required parameter: 'method'.",
+        "Missing required parameter: 'url'.",
+    ]
+
+
 def test_a_line_over_the_longest_length_is_a_fault_and_the_next_one_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

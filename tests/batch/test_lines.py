@@ -121,6 +121,20 @@ def test_a_wrong_field_is_named(raw: bytes, code: str, param: str, message: str)
     assert message in error.message
 
 
+@pytest.mark.parametrize(
+    ("raw", "hint"),
+    [
+        (without("custom_id").replace(b"{", b'{"custom_idd":"a",', 1), "Is 'custom_idd' a misspelling of 'custom_id'?"),
+        (without("method").replace(b"{", b'{"methd":"POST",', 1), "Is 'methd' a misspelling of 'method'?"),
+        (changed(body={"modle": "m"}), "Is 'modle' a misspelling of 'model'?"),
+        (changed(body={"model": "m", "mesages": []}), "Is 'mesages' a misspelling of 'messages'?"),
+    ],
+)
+def test_a_misspelt_field_is_named(raw: bytes, hint: str) -> None:
+    """Only misspelt optional fields were."""
+    assert error_of(raw).message.endswith(hint)
+
+
 def test_a_deployment_of_azure_is_the_model_of_a_body_without_one() -> None:
     url = "/openai/deployments/gpt/chat/completions?api-version=2024-10-21"
     body = {"messages": [{"role": "user", "content": "hi"}]}

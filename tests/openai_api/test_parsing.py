@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 from batchline.errors import BadRequest
 from batchline.openai_api.common import Prompts, Strings, WireModel
 from batchline.openai_api.parsing import parse_body
+from batchline.openai_api.rerank import RerankRequest
 from batchline.openai_api.structured_outputs import ConstrainedBody
 from batchline.openai_api.undeclared_fields import NO_BEHAVIOUR, UNSUPPORTED
 
@@ -106,6 +107,12 @@ def test_null_means_the_default() -> None:
 def test_a_wrong_field_is_named_with_what_was_wrong(body: dict[str, Any], param: str | None, message: str) -> None:
     error = refused(**body)
     assert (error.message, error.param, error.status_code) == (message, param, 400)
+
+
+def test_a_misspelt_required_field_is_named() -> None:
+    with pytest.raises(BadRequest) as raised:
+        parse_body(RerankRequest, {"querry": "a", "documents": ["b"]}, strict=False)
+    assert raised.value.message == "query: Field required. Is 'querry' a misspelling of 'query'?"
 
 
 def test_long_values_are_cut_in_messages() -> None:

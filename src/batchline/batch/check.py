@@ -94,7 +94,7 @@ class CheckReport:
 
     num_lines: non-blank lines, which is the number of results. num_requests: lines that are requests, including those
     with a duplicate `custom_id` and those that the observer refused. faults: the first `MAX_FAULTS_KEPT` bad lines.
-    num_faults: how many bad lines there are. fault_kinds: their errors, by code and message without its values.
+    num_faults: how many bad lines there are. fault_kinds: their errors, by code, field and message without values.
     bad: the positions of all of them. duplicates: the positions of lines that are bad only because of their
     `custom_id`. groups: by (model, url), up to a limit. unknown_fields: the requests' unknown
     fields.
@@ -107,7 +107,7 @@ class CheckReport:
     groups: dict[tuple[str, str], RequestGroup] = field(default_factory=dict)
     faults: list[LineFault] = field(default_factory=list)
     faults_by_code: dict[str, int] = field(default_factory=dict)
-    fault_kinds: dict[tuple[str, str], FaultKind] = field(default_factory=dict)
+    fault_kinds: dict[tuple[str, str, str], FaultKind] = field(default_factory=dict)
     bad: PositionSet = field(default_factory=PositionSet)
     duplicates: PositionSet = field(default_factory=PositionSet)
     unknown_fields: UnknownFields = field(default_factory=UnknownFields)
@@ -126,7 +126,7 @@ class CheckReport:
             self.faults.append(LineFault(line_number, custom_id, error.code, error.message, error.param))
 
     def _count_kind(self, line_number: int, error: LineError) -> None:
-        key = (error.code, VALUES.sub("", error.message))
+        key = (error.code, VALUES.sub("", error.param or ""), VALUES.sub("", error.message))
         if key not in self.fault_kinds and len(self.fault_kinds) == MAX_KINDS_KEPT:
             return
         kind = self.fault_kinds.setdefault(key, FaultKind(error.code, error.message))

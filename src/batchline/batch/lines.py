@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import orjson
 
 from batchline.backends.base import BATCH_PRIORITY, Answer, EndpointRequest
-from batchline.errors import LineError
+from batchline.errors import LineError, misspelling
 from batchline.openai_api.endpoint_table import CHAT, ENDPOINTS, MESSAGES, path_here
 
 MAX_LINE_BYTES = 256 * 1024 * 1024
@@ -264,7 +264,8 @@ def _readable(value: Any) -> Any:
 def _check_body(body: dict[str, Any], url: str) -> None:
     model = body.get("model")
     if model is None:
-        message = "The request's model is missing: 'body.model'. Only `run-batch` with one model fills it in."
+        hint = misspelling(["model"], body)
+        message = f"The request's model is missing: 'body.model'. Only `run-batch` with one model fills it in.{hint}"
         raise LineError("invalid_request", message, param="body.model")
     if type(model) is not str or not model:
         message = "The request's model must be a non-empty string: 'body.model'."
@@ -273,7 +274,7 @@ def _check_body(body: dict[str, Any], url: str) -> None:
         message = "Streaming is not supported in a batch file: leave 'stream' out or set it to false."
         raise LineError("streaming_unsupported", message, param="body.stream")
     if url in (CHAT, MESSAGES) and body.get("messages") is None:
-        message = "The request needs messages: 'body.messages' is missing."
+        message = f"The request needs messages: 'body.messages' is missing.{misspelling(['messages'], body)}"
         raise LineError("invalid_request", message, param="body.messages")
 
 
@@ -290,6 +291,7 @@ def _field_error(value: dict[str, Any], field: str, expected: str) -> LineError:
         missing = [name for name in _REQUIRED if value.get(name) is None]
         names = " and ".join(filter(None, [", ".join(f"'{name}'" for name in missing[:-1]), f"'{missing[-1]}'"]))
         message = f"Missing required parameter{'s' if len(missing) > 1 else ''}: {names}."
+        message += misspelling(missing, value, _REQUIRED)
         return LineError("missing_required_parameter", message, param=field)
     if found == "":
         return LineError("invalid_value", f"Invalid '{field}': it must be {expected}, but it is empty.", param=field)

@@ -30,7 +30,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from batchline.config import RequestLimits
-from batchline.errors import BadRequest
+from batchline.errors import BadRequest, misspelling
 from batchline.openai_api.common import WireModel
 from batchline.openai_api.undeclared_fields import NO_BEHAVIOUR, UNSUPPORTED
 
@@ -90,12 +90,12 @@ def _validated(schema: type[T], given: dict[str, Any]) -> T:
     except ValidationError as exc:
         whole_numbers = _whole_numbers(given, exc)
         if not whole_numbers:
-            raise _bad_request(exc, given) from exc
+            raise _bad_request(schema, exc, given) from exc
         given |= whole_numbers
     try:
         return schema.model_validate(given)
     except ValidationError as exc:
-        raise _bad_request(exc, given) from exc
+        raise _bad_request(schema, exc, given) from exc
 
 
 def _account_for(name: str, value: Any, *, strict: bool) -> None:
@@ -196,7 +196,7 @@ def _whole_numbers(body: Mapping[str, Any], error: ValidationError) -> dict[str,
     return {name: int(value) for name, value in found.items() if isinstance(value, float) and value.is_integer()}
 
 
-def _bad_request(error: ValidationError, body: Mapping[str, Any]) -> BadRequest:
+def _bad_request(schema: type[BaseModel], error: ValidationError, body: Mapping[str, Any]) -> BadRequest:
     """Pydantic's errors as one error: the first few fields in words, and the first one as `param`."""
     if error.error_count() > MAX_READ_ERRORS:
         return BadRequest(f"The body has {error.error_count():,} errors")
@@ -206,7 +206,9 @@ def _bad_request(error: ValidationError, body: Mapping[str, Any]) -> BadRequest:
     sentences = [_sentence(path, details) for path, details in islice(by_path.items(), MAX_SHOWN_ERRORS)]
     if len(by_path) > MAX_SHOWN_ERRORS:
         sentences.append(f"and {len(by_path) - MAX_SHOWN_ERRORS} more errors")
-    return BadRequest("; ".join(sentences), param=next(iter(by_path)) or None)
+    missing = [path for path, details in by_path.items() if details[0]["type"] == "missing"]
+    hint = misspelling(missing, body, known_fields(schema))
+    return BadRequest("; ".join(sentences) + (f".{hint}" if hint else ""), param=next(iter(by_path)) or None)
 
 
 def _sentence(path: str, details: Sequence[ErrorDetails]) -> str:
