@@ -156,6 +156,18 @@ def test_a_terminal_gets_a_bar_with_warnings_above_it(
     assert "2/2" not in terminal.getvalue()
 
 
+def test_a_bar_leaves_room_for_what_the_terminal_prints_at_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The "^C" behind a bar as wide as the terminal wrapped, so that a part of the bar stayed on the screen."""
+    terminal = Terminal()
+    terminal.fileno = lambda: 2  # type: ignore[method-assign]
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(os, "get_terminal_size", lambda fd: os.terminal_size((60, 24)))
+    bar = ProgressBar()
+    bar.progress(Progress(done=60, total=100, failed=0, resumed=0))
+    bar.close()
+    assert 50 <= max(map(len, terminal.getvalue().replace("\n", "\r").split("\r"))) <= 55
+
+
 def test_a_bar_of_a_resumed_run_counts_from_where_it_was() -> None:
     bar = ProgressBar()
     bar.progress(Progress(done=60, total=100, failed=0, resumed=50))

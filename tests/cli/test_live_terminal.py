@@ -79,6 +79,11 @@ class Terminal:
         """The screen as one text, whatever was wrapped at word ends."""
         return " ".join(" ".join(self.lines).split())
 
+    def press_ctrl_c(self) -> None:
+        """Twice, before the bar is drawn again. A terminal prints it where the cursor is."""
+        os.write(self._master, b"\x03\x03")
+        self.process.send_signal(signal.SIGINT)
+
     def wait_for(self, is_there: Callable[[], bool]) -> None:
         """Read on until something is on the screen."""
         until = time.monotonic() + PATIENCE_S
@@ -187,6 +192,15 @@ def test_stopping_counts_down_and_a_second_signal_restores_the_screen(
     assert terminal.ended() == 130
     assert_restored(terminal)
     assert "Stopped. 6 of 10 requests are left. Finished results are saved;" in terminal.text
+
+
+def test_ctrl_c_leaves_no_part_of_the_bar(start: Start) -> None:
+    """The bar filled the line, so that "^C" wrapped, and the line above the cursor stayed on the screen."""
+    terminal = start(80, 4, "wait", "--grace-period", "0")
+    terminal.wait_for(lambda: "4/10" in terminal.text)
+    terminal.press_ctrl_c()
+    assert terminal.ended() == 130
+    assert_restored(terminal)
 
 
 def test_an_exception_restores_the_screen(start: Start) -> None:

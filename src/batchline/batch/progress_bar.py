@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from batchline.batch.progress import Progress, Reporter
 from batchline.printable import printable
 
 logger = logging.getLogger(__name__)
+
+LINE_MARGIN = 5
+"""Columns that a bar leaves free: for the "^C^C" that terminals print, and for the cursor, which wraps after the last
+column on some of them. The beginning of a line that wraps would stay on the screen."""
 
 
 @contextmanager
@@ -85,7 +90,12 @@ class ProgressBar:
         if self._bar is None:
             # smoothing=0: answers come in bursts, and only the mean rate keeps changing between them
             self._bar = self._tqdm(
-                total=progress.total, initial=progress.resumed, unit="req", file=sys.stderr, smoothing=0
+                total=progress.total,
+                initial=progress.resumed,
+                unit="req",
+                file=sys.stderr,
+                smoothing=0,
+                ncols=_line_width(),
             )
         rate = f"{progress.output_tokens_per_s:,.0f} tok/s"
         if progress.audio_s:
@@ -99,6 +109,15 @@ class ProgressBar:
         """Leave the bar as it is."""
         if self._bar is not None:
             self._bar.close()
+
+
+def _line_width() -> int | None:
+    """The width of a bar on a terminal; None if standard error is none."""
+    if sys.stderr is None or not sys.stderr.isatty():
+        return None
+    with suppress(OSError, ValueError):
+        return max(1, os.get_terminal_size(sys.stderr.fileno()).columns - LINE_MARGIN)
+    return None
 
 
 def stopping_text(progress: Progress) -> str:

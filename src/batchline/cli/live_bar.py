@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from batchline.batch.progress import Progress
+from batchline.batch.progress_bar import LINE_MARGIN
 from batchline.cli.messages import Level, log
 from batchline.cli.progress_text import GAP, bar_shows_pool, bar_text, duration, pool_text
 from batchline.printable import printable
@@ -73,7 +74,7 @@ class LiveBar:
         self._line.latest = progress
         now = time.monotonic()
         if progress.pool is not None and now >= self._pool_line_at:
-            if not bar_shows_pool(progress, self._console.width - 1 - _SPINNER_WIDTH):
+            if not bar_shows_pool(progress, self._console.width - LINE_MARGIN - _SPINNER_WIDTH):
                 log(pool_text(progress.pool))
             self._pool_line_at = now + POOL_INTERVAL_S
 
@@ -114,8 +115,7 @@ class _Line:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if self.is_over:
             return
-        width = max(1, options.max_width - 1)  # a cursor after the last column wraps on some terminals
-        room = width - _SPINNER_WIDTH
+        room = options.max_width - LINE_MARGIN - _SPINNER_WIDTH
         if room < 1:
             return
         grid = Table.grid(padding=0, pad_edge=False)
