@@ -255,6 +255,21 @@ def test_what_cannot_be_done_is_refused_in_a_sentence(options: str, message: str
     assert message in refusal(f"serve model {options}")
 
 
+@pytest.mark.parametrize(
+    ("command_line", "message"),
+    [
+        ("split --lines 5 in", "No such option: --lines. Did you mean --max-requests?"),
+        ("run-batch --workers 5", "No such option: --workers. Did you mean --max-inflight?"),
+        ("serve model --workers 5", "No such option: --workers."),
+        ("split --limit none in", "No such option: --limit. Did you mean --limits?"),
+        ("merge a -o b --lines 5", "No such option: --lines."),
+    ],
+)
+def test_an_unknown_option_suggests_one_of_that_meaning_or_none(command_line: str, message: str) -> None:
+    """`split --lines` suggested `--limits`, and `--workers` a setting of vLLM without effect."""
+    assert f"{message}\n" in refusal(command_line)
+
+
 def test_options_of_serve_only_are_named_as_such_in_a_run() -> None:
     """Bug: `--allowed-origins` was "No such option", with a suggestion that misled."""
     message = refusal("run-batch -i in -o out --model m --allowed-origins '*' --root_path /x")

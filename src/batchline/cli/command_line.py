@@ -35,6 +35,12 @@ _SEVERAL: Mapping[str, Callable[[list[str]], list[str]]] = {
 _OPTIONAL_VALUES = {"--ray": "auto"}
 """Options that may be given without a value, and what that means."""
 
+_OTHER_WORDS: Mapping[str, str] = {
+    **dict.fromkeys(("--lines", "--max-lines", "--lines-per-file"), "--max-requests"),
+    **dict.fromkeys(("--batch-size", "--concurrency", "--max-concurrency", "--workers"), "--max-inflight"),
+}
+"""What options of other programs are called here."""
+
 _TRUTH = {"true": True, "false": False}
 
 
@@ -277,9 +283,16 @@ class ArgumentReader:
         if other is not None:
             self.problems.append(f"{name} is an option of {other}.")
             return
-        known = [known for known in (*self._own, *self._vllm_options) if known.startswith("--")]
-        close = get_close_matches(name.replace("_", "-"), known, n=1)
-        self.problems.append(f"No such option: {name}." + (f" Did you mean {close[0]}?" if close else ""))
+        meant = self._meant(name.replace("_", "-"))
+        self.problems.append(f"No such option: {name}." + (f" Did you mean {meant}?" if meant else ""))
+
+    def _meant(self, name: str) -> str | None:
+        """The option that an unknown one probably stands for: another program's word, or else a similar name."""
+        if (meant := _OTHER_WORDS.get(name)) is not None:
+            return meant if meant in self._own else None
+        known = [known[2:] for known in (*self._own, *self._vllm_options) if known.startswith("--")]
+        close = get_close_matches(name.removeprefix("--"), known, n=1)
+        return f"--{close[0]}" if close else None
 
     def _give_argument_back(self, has_model_elsewhere: Callable[[str | None], bool]) -> None:
         """`serve --api-key a b MODEL`: if nothing else sets the argument, it is the last one of several values."""
