@@ -34,6 +34,8 @@ VLLM_NAMES = [
     *("vllm:inter_token_latency_seconds_bucket", "vllm:e2e_request_latency_seconds_bucket"),
     *("vllm:e2e_request_latency_seconds_sum", "vllm:e2e_request_latency_seconds_count"),
     *("vllm:request_prompt_tokens_bucket", "vllm:request_generation_tokens_bucket"),
+    *("vllm:request_max_num_generation_tokens_bucket", "vllm:request_params_max_tokens_bucket"),
+    *("vllm:iteration_tokens_total_bucket", "vllm:iteration_tokens_total_sum"),
     *("vllm:request_queue_time_seconds_sum", "vllm:request_prefill_time_seconds_sum"),
     *("vllm:request_decode_time_seconds_sum", "vllm:request_inference_time_seconds_bucket"),
 ]
@@ -87,6 +89,9 @@ def test_a_request_is_counted_by_its_tokens_times_and_end(tiny: ThreadedServer) 
     assert added["batchline_sequences_finished_totalstop"] == 1
     assert added["vllm:request_success_totallength"] == 2
     assert added["vllm:prompt_tokens_total"] == added["batchline_prompt_tokens_total"]
+    assert added["vllm:request_params_max_tokens_sum"] == 2 * 5 + 60
+    computed = added["batchline_prompt_tokens_total"] - added["batchline_cached_prompt_tokens_total"]
+    assert added["batchline_step_tokens_sum"] == computed + added["batchline_output_tokens_total"] - 3
     whole = added["batchline_sequence_total_seconds_sum"]
     parts = [added[f"batchline_sequence_{part}_seconds_sum"] for part in ("queue", "prefill", "decode")]
     assert min(parts) > 0

@@ -193,6 +193,7 @@ class Engine:
         if suspects is not None:
             self._search.clear(step.sequences)
         self._step_size.note_good_step(step.num_tokens)
+        self._metrics.note_step(step.num_tokens)
         self._allowance.note_step(step, time.monotonic() - began_at)
         return self._apply(results, holds_streams=holds_streams)
 

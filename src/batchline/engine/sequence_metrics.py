@@ -1,6 +1,7 @@
-"""Counts for a server's metrics: how long sequences waited and ran, how many tokens they had, and how they ended.
+"""Counts for a server's metrics: how long sequences waited and ran, how many tokens they had, how they ended, and how
+large the engine's steps were.
 
-Updated when a sequence starts, has its first token and ends, never per token. Imports no torch.
+Updated once per step, and when a sequence ends; never per token. Imports no torch.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from batchline.engine.sequence import Sequence
 
 _TOKEN_BOUNDS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000)
+_STEP_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384)
 _TIME_BOUNDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.3, 0.5, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 60, 120, 300, 600, 1800)
 _TOKEN_TIME_BOUNDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5)
 
@@ -24,6 +26,7 @@ _REASONS = ("stop", "length", "repetition", "abort", "error")
 BOUNDS: Mapping[str, tuple[float, ...]] = {
     "prompt_tokens": _TOKEN_BOUNDS,
     "output_tokens": _TOKEN_BOUNDS,
+    "max_tokens": _TOKEN_BOUNDS,
     "queue_seconds": _TIME_BOUNDS,
     "prefill_seconds": _TIME_BOUNDS,
     "first_token_seconds": _TIME_BOUNDS,
@@ -31,15 +34,17 @@ BOUNDS: Mapping[str, tuple[float, ...]] = {
     "run_seconds": _TIME_BOUNDS,
     "total_seconds": _TIME_BOUNDS,
     "output_token_seconds": _TOKEN_TIME_BOUNDS,
+    "step_tokens": _STEP_BOUNDS,
 }
-"""What is measured for every generating sequence, with the upper bounds of its buckets.
+"""What is measured, with the upper bounds of its buckets: for every generating sequence, and the tokens of each step.
 
     arrival --queue--> first step --prefill--> first token --decode--> end
             <------------first token------------>
                                   <---------------run----------------->
             <------------------------total---------------------------->
 
-`output_token_seconds`: time between two tokens; each token counts with the mean of its sequence.
+`output_token_seconds`: time between two tokens; each token counts with the mean of its sequence. `max_tokens`: the
+limit on a sequence's output.
 """
 
 
@@ -85,6 +90,7 @@ class SequenceMetrics:
         now, arrived = time.monotonic(), sequence.arrived_at
         self._add("prompt_tokens", sequence.num_prompt_tokens)
         self._add("output_tokens", num_output_tokens)
+        self._add("max_tokens", sequence.sampling.max_tokens)
         self._add("queue_seconds", started - arrived)
         self._add("prefill_seconds", first - started)
         self._add("first_token_seconds", first - arrived)
@@ -93,6 +99,10 @@ class SequenceMetrics:
         self._add("total_seconds", now - arrived)
         if num_output_tokens > 1:
             self._add("output_token_seconds", (now - first) / (num_output_tokens - 1), num_output_tokens - 1)
+
+    def note_step(self, num_tokens: int) -> None:
+        """Count a step that computed so many tokens."""
+        self._add("step_tokens", num_tokens)
 
     def counts(self) -> SequenceCounts:
         """All counts so far."""

@@ -26,9 +26,10 @@ _FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10,
 _TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
 
 
-_SEQUENCE_HISTOGRAMS: Mapping[str, str] = {
+_HISTOGRAMS: Mapping[str, str] = {
     "prompt_tokens": "Prompt tokens of a sequence",
     "output_tokens": "Output tokens of a sequence",
+    "max_tokens": "The limit on the output tokens of a sequence",
     "queue_seconds": "From a sequence's arrival to its first step",
     "prefill_seconds": "From a sequence's first step to its first token",
     "first_token_seconds": "From a sequence's arrival to its first token",
@@ -36,6 +37,7 @@ _SEQUENCE_HISTOGRAMS: Mapping[str, str] = {
     "run_seconds": "From a sequence's first step to its end",
     "total_seconds": "From a sequence's arrival to its end",
     "output_token_seconds": "Between two tokens of a sequence, each counted with the sequence's mean",
+    "step_tokens": "Tokens that a step of the engine computed",
 }
 """What each histogram of `BackendStats.sequences` measures."""
 
@@ -60,6 +62,9 @@ _VLLM_COUNTERS: Mapping[str, str] = {
 _VLLM_HISTOGRAMS: Mapping[str, str] = {
     "request_prompt_tokens": "prompt_tokens",
     "request_generation_tokens": "output_tokens",
+    "request_max_num_generation_tokens": "output_tokens",  # of a request's choices, each of which counts as a request
+    "request_params_max_tokens": "max_tokens",
+    "iteration_tokens_total": "step_tokens",
     "request_queue_time_seconds": "queue_seconds",
     "request_prefill_time_seconds": "prefill_seconds",
     "request_decode_time_seconds": "decode_seconds",
@@ -227,8 +232,8 @@ def _sequence_metrics(by_model: Mapping[str, BackendStats]) -> Iterable[Metric]:
         for reason, number in stats.sequences.finished.items():
             finished.add_metric([model, reason], number)
     yield finished
-    for name, text in _SEQUENCE_HISTOGRAMS.items():
-        yield _histogram_family(f"batchline_sequence_{name}", text, name, ["model"], by_model)
+    for name, text in _HISTOGRAMS.items():
+        yield _histogram_family(_own_name(name), text, name, ["model"], by_model)
 
 
 def _vllm_metrics(by_model: Mapping[str, BackendStats]) -> Iterable[Metric]:
@@ -254,13 +259,17 @@ def _vllm_metrics(by_model: Mapping[str, BackendStats]) -> Iterable[Metric]:
             success.add_metric([model, _ENGINE, reason], number)
     yield success
     for name, ours in _VLLM_HISTOGRAMS.items():
-        yield _histogram_family(f"vllm:{name}", f"The same as batchline_sequence_{ours}", ours, _VLLM_LABELS, by_model)
+        yield _histogram_family(f"vllm:{name}", f"The same as {_own_name(ours)}", ours, _VLLM_LABELS, by_model)
+
+
+def _own_name(histogram: str) -> str:
+    return f"batchline_{'' if histogram == 'step_tokens' else 'sequence_'}{histogram}"
 
 
 def _histogram_family(
     name: str, text: str, histogram: str, labels: list[str], by_model: Mapping[str, BackendStats]
 ) -> Metric:
-    """A histogram of sequences by model. labels: names for the model and, if there are two, for its engine."""
+    """A histogram by model. labels: names for the model and, if there are two, for its engine."""
     family = HistogramMetricFamily(name, text, labels=labels)
     for model, stats in by_model.items():
         counted = stats.sequences.histograms.get(histogram)
