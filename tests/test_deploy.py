@@ -90,6 +90,26 @@ def test_the_image_is_built_from_files_that_exist_and_are_sent_to_the_builder() 
     assert all((ROOT / name).exists() for name in copied)
 
 
+def extras() -> list[str]:
+    part = (ROOT / "pyproject.toml").read_text().partition("[project.optional-dependencies]")[2].partition("\n[")[0]
+    return [name for name in re.findall(r"^(\w+) = \[", part, re.M) if name != "dev"]
+
+
+def test_every_extra_that_a_text_names_exists() -> None:
+    """`pip install 'batchline[ray]'` installed no Ray: there was no such extra."""
+    texts = [ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "src").rglob("*.py")]
+    named = {name for path in texts for name in re.findall(r"(?:batchline|`\.)\[(\w+)\]", path.read_text())}
+    assert named <= set(extras())
+    (listed,) = re.findall(r"EXTRAS .*comma-separated: (.*)", (DEPLOY / "Dockerfile").read_text())
+    assert listed.split(", ") == extras()
+
+
+def test_the_systemd_unit_stores_batches_where_it_may_write() -> None:
+    """A dynamic user's home is `/`, which is read-only: the server could not start without a `state-dir`."""
+    assert service()["StateDirectory"] == "batchline"
+    assert "BATCHLINE_STATE_DIR=%S/batchline" in service()["Environment"].split()
+
+
 def test_the_source_distribution_holds_every_tracked_file(tmp_path: Path) -> None:
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
     if listed.returncode != 0:
