@@ -1,8 +1,8 @@
 """Engines of other projects as a backend: starts their processes, and sends each request to one of them.
 
 An engine that ends is started again, and the requests that were in flight run again: a few at a time after the first
-end, one at a time after the second (see `supervision.Company`). A request that was in flight at three ends gets an error
-as its answer. Such requests stay with their process, so that they end no other one.
+end, one at a time after the second (see `supervision.Company`). A request that was in flight at three ends gets an
+error as its answer. Such requests stay with their process, so that they end no other one.
 """
 
 from __future__ import annotations
