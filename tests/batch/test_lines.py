@@ -162,6 +162,7 @@ def test_stream_that_is_off_is_fine(stream: object) -> None:
         ("/v1/nonsense", "/v1/nonsense"),
         ("/nonsense", "/nonsense"),
         ("/chat/completions", "/v1/chat/completions"),
+        ("/v1/chat/completions/", "/v1/chat/completions"),
         ("/v1/chat/completions?api-version=1", "/v1/chat/completions"),
         ("/openai/v1/embeddings", "/v1/embeddings"),
         ("https://x.openai.azure.com/openai/deployments/gpt/completions?api-version=1", "/v1/completions"),
@@ -206,6 +207,17 @@ def test_an_answer_line_has_the_batch_api_shape_byte_for_byte() -> None:
         b'{"id":"batch_req_00000000000000000000000000000000","custom_id":"request-1",'
         b'"response":{"status_code":200,"request_id":"r-1","body":{"object":"list"}},"error":null}'
     )
+
+
+def test_a_result_line_is_one_line_for_readers_that_split_text_at_unicode_line_ends() -> None:
+    text = "a\u2028b\u2029c\x85d"
+    answer = Answer(status_code=200, body={"text": text}, request_id="r-1")
+    answered = lines.answer_line("0" * 32, text, answer, lines.encode_body(answer.body))
+    failed = lines.error_line("0" * 32, text, LineError("invalid_value", text), 1)
+    for line in (answered, failed):
+        assert line.decode().splitlines() == [line.decode()]
+        assert json.loads(line)["custom_id"] == text
+    assert json.loads(answered)["response"]["body"]["text"] == text
 
 
 def test_an_error_line_has_the_batch_api_shape_byte_for_byte() -> None:

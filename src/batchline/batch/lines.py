@@ -26,6 +26,9 @@ MAX_LINE_BYTES = 256 * 1024 * 1024
 _REQUIRED = ("custom_id", "method", "url", "body")
 _REFUSAL = "invalid_row"
 _TRUE_WORDS = frozenset({"true", "t", "1", "yes", "y", "on"})
+_LINE_ENDS = {"\x85".encode(): b"\\u0085", "\u2028".encode(): b"\\u2028", "\u2029".encode(): b"\\u2029"}
+"""Characters at which `str.splitlines` and the `openai` client's `iter_lines` end a line, and their escapes in JSON."""
+
 _JSON = JSONDecoder(parse_int=str, parse_float=str)  # only where values end matters
 _BETWEEN_TOKENS = re.compile(r"[ \t\n\r,:]*")
 _CUSTOM_ID = re.compile(rb'"custom_id"\s*:\s*("(?:[^"\\]|\\.){1,1000}")')
@@ -100,7 +103,7 @@ def check_fields(value: object, default_model: str | None = None) -> tuple[str, 
     if url[0] != "/":
         url = url_path(url)
     if url not in ENDPOINTS:
-        url, model = path_here(url.partition("?")[0])
+        url, model = path_here(url.partition("?")[0].removesuffix("/") or url)
         if model is not None and body.get("model") is None:
             body["model"] = model
     if body.get("model") is None and default_model is not None:
@@ -238,13 +241,22 @@ def answer_line(hex_id: str, custom_id: str, answer: Answer, body: bytes, error:
     an answer that cannot be used."""
     response = {"status_code": answer.status_code, "request_id": answer.request_id, "body": orjson.Fragment(body)}
     details = None if error is None else {"code": error.code, "message": error.message}
-    return orjson.dumps({"id": f"batch_req_{hex_id}", "custom_id": custom_id, "response": response, "error": details})
+    return encode_line({"id": f"batch_req_{hex_id}", "custom_id": custom_id, "response": response, "error": details})
 
 
 def error_line(hex_id: str, custom_id: str | None, error: LineError, line_number: int) -> bytes:
     """The result line, without a newline, of a batch line that could not be turned into a request."""
     details = {"code": error.code, "message": error.message, "param": error.param, "line": line_number}
-    return orjson.dumps({"id": f"batch_req_{hex_id}", "custom_id": custom_id, "response": None, "error": details})
+    return encode_line({"id": f"batch_req_{hex_id}", "custom_id": custom_id, "response": None, "error": details})
+
+
+def encode_line(result: Mapping[str, Any]) -> bytes:
+    """A result line as JSON, without a newline. Whatever splits text into lines, it stays one line."""
+    line = orjson.dumps(result)
+    for character, escape in _LINE_ENDS.items():
+        if character in line:
+            line = line.replace(character, escape)
+    return line
 
 
 def _readable(value: Any) -> Any:

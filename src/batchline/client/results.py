@@ -72,7 +72,7 @@ class PartWriter:
             error = problem_of(value["response"]["body"])
         if error is not None:
             status = error.code
-            raw = orjson.dumps({**value, "error": {"code": error.code, "message": error.message}})
+            raw = lines.encode_line({**value, "error": {"code": error.code, "message": error.message}})
         for number, position in enumerate((item.position, *item.copies)):
             if position in self._work.state.done:
                 continue
@@ -86,7 +86,7 @@ class PartWriter:
         hex_id = lines.new_id()
         response = value.get("response")
         if not isinstance(response, dict):
-            return orjson.dumps({**value, "id": f"batch_req_{hex_id}", "custom_id": batch_line.custom_id})
+            return lines.encode_line({**value, "id": f"batch_req_{hex_id}", "custom_id": batch_line.custom_id})
         content: Any = response.get("body")
         given = Answer(status_code=response["status_code"], body=content, request_id=str(response.get("request_id")))
         body = orjson.dumps(content)
