@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from batchline.batch import lines
-from batchline.batch.compression import codec_of_name
+from batchline.batch.compression import MAGIC_BYTES, codec_of_bytes, codec_of_name
 from batchline.batch.file_format import refuse_foreign_format
 from batchline.batch.locations import Location
 from batchline.batch.source import stage_input
@@ -35,11 +35,13 @@ def endpoint_of(line: bytes, shown: str) -> str:
 
 def first_line(path: Path) -> bytes:
     """The first line of a local file that is not blank. Raises: InputUnreadable."""
-    if codec_of_name(path.name) is not None:
-        raise InputUnreadable(
-            str(path), "services take plain files. Decompress it, or use `batchline run-batch --via`."
-        )
     try:
+        with path.open("rb") as file:
+            codec = codec_of_name(path.name) or codec_of_bytes(file.read(MAGIC_BYTES))
+        if codec is not None:
+            raise InputUnreadable(
+                str(path), "services take plain files. Decompress it, or use `batchline run-batch --via`."
+            )
         refuse_foreign_format(path, Location(str(path), "path", path))
         with path.open("rb") as file:
             line = next((line for line in _each_line(file) if not line.isspace()), b"")
