@@ -40,6 +40,7 @@
     │   │   └── FileInUse           409
     │   ├── PayloadTooLarge         413
     │   ├── UnsupportedMediaType    415
+    │   ├── RangeNotSatisfiable     416
     │   ├── UnprocessableEntity     422
     │   ├── HeadTooLarge            431
     │   ├── InternalServerError     500
@@ -478,6 +479,17 @@ class UnsupportedMediaType(RequestError):
 
     status_code = 415
     type = "UnsupportedMediaTypeError"
+
+
+class RangeNotSatisfiable(RequestError):
+    """416: no byte of the file is in the requested range. size: of the file, in bytes."""
+
+    status_code = 416
+    type = "RangeNotSatisfiableError"
+
+    def __init__(self, size: int) -> None:
+        super().__init__(f"Range: it begins after the end of the file, which has {size:,} bytes", param="Range")
+        self.size = size
 
 
 class UnprocessableEntity(RequestError):

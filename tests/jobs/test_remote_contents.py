@@ -162,6 +162,14 @@ def test_a_batch_whose_files_are_in_s3(in_bucket: Callable[[str], list[bytes]], 
     assert sorted(path for path in left if "batchline.db" not in path) == ["state/lock"]
 
 
+def test_a_file_on_this_disk_is_read_in_parts_like_one_in_s3(tmp_path: Path) -> None:
+    jobs = JobsOptions(state_dir=tmp_path / "state")
+    with ThreadedServer(FakeBackend(), jobs=jobs) as server, httpx.Client(base_url=server.url) as client:
+        form = {"file": ("in.jsonl", b"0123456789")}
+        file = client.post("/v1/files", files=form, data={"purpose": "batch"}).raise_for_status().json()
+        check_ranges(client, f"/v1/files/{file['id']}/content", b"0123456789")
+
+
 def check_ranges(client: httpx.Client, url: str, data: bytes) -> None:
     """A client gets the parts of a file that it asks for."""
     whole = client.get(url)
@@ -176,6 +184,9 @@ def check_ranges(client: httpx.Client, url: str, data: bytes) -> None:
     assert client.get(url, headers={"Range": "bytes=1-2", "If-Range": '"other"'}).content == data
     beyond = client.get(url, headers={"Range": f"bytes={len(data)}-"})
     assert (beyond.status_code, beyond.headers["content-range"]) == (416, f"bytes */{len(data)}")
+    assert beyond.json()["error"]["param"] == "Range"
+    for invalid in ("bytes=5-2", "bytes=abc", "lines=0-5", "bytes="):
+        assert client.get(url, headers={"Range": invalid}).content == data, "HTTP: it does not count"
     head = client.head(url)
     assert (head.status_code, head.headers["content-length"], head.content) == (200, str(len(data)), b"")
 

@@ -32,6 +32,7 @@ from batchline.errors import (
     MethodNotAllowed,
     NotFound,
     Overloaded,
+    RangeNotSatisfiable,
     RequestError,
     ServiceUnavailable,
     Unauthorized,
@@ -220,6 +221,8 @@ def error_response(error: RequestError, path: str = "") -> JsonResponse:
         headers["WWW-Authenticate"] = "Bearer"
     elif isinstance(error, MethodNotAllowed):
         headers["Allow"] = error.allowed
+    elif isinstance(error, RangeNotSatisfiable):
+        headers["Content-Range"] = f"bytes */{error.size}"
     elif isinstance(error, Conflict):
         headers["X-Should-Retry"] = "false"  # OpenAI's clients try a 409 again otherwise
     elif isinstance(error, Overloaded):

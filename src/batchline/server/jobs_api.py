@@ -27,7 +27,7 @@ from batchline.openai_api.batches import (
 from batchline.openai_api.parsing import account_for_fields, parse_body
 from batchline.server.api_keys import owner_of
 from batchline.server.json_body import JsonResponse, read_json_object
-from batchline.server.stored_content import content_response
+from batchline.server.stored_content import content_response, range_of
 from batchline.server.upload_form import PIECE_BYTES, receive_form
 
 MAX_BODY_BYTES = 1 << 20
@@ -72,7 +72,8 @@ class FilesApi:
                 raise BadRequest("file: it is missing", param="file", code="missing_required_parameter")
             purpose = form.fields.get("purpose", "")
             if not purpose:
-                raise BadRequest("purpose: it is missing; use 'batch' for a batch's input", param="purpose")
+                message = "purpose: it is missing; use 'batch' for a batch's input"
+                raise BadRequest(message, param="purpose", code="missing_required_parameter")
             check_purpose(purpose)
             expires_after = _expiry(form.fields)
             await asyncio.to_thread(content.close)
@@ -90,7 +91,7 @@ class FilesApi:
     async def list(self, request: Request) -> Response:
         """A page of the owner's files. Raises: BadRequest, NotFound."""
         limit, order, after = _page_of(request, MAX_FILES_PAGE, MAX_FILES_PAGE)
-        purpose = request.query_params.get("purpose")
+        purpose = request.query_params.get("purpose") or None
         found = await self._jobs.files(owner_of(request), limit=limit + 1, order=order, after=after, purpose=purpose)
 
         def answer() -> Response:
@@ -131,6 +132,8 @@ class FilesApi:
             if path is None:
                 return await content_response(request, self._jobs, file, media_type, headers)
             found = await asyncio.to_thread(path.stat)
+            if "if-range" not in request.headers and range_of(request, found.st_size) is None:
+                _remove_header(request, b"range")
         except FileNotFoundError as exc:  # another request deletes it at this moment, or somebody did by hand
             raise NotFound("The content of this file was removed", param="id") from exc
         return FileResponse(path, media_type=media_type, headers=headers, stat_result=found)
@@ -224,6 +227,11 @@ def _key_of(request: Request) -> str | None:
     if key is not None and not 0 < len(key) <= MAX_KEY:
         raise BadRequest(f"Idempotency-Key: it must have 1 to {MAX_KEY} characters", param="Idempotency-Key")
     return key
+
+
+def _remove_header(request: Request, name: bytes) -> None:
+    """A response that reads the request's headers itself does not see this one."""
+    request.scope["headers"] = [header for header in request.scope["headers"] if header[0] != name]
 
 
 def _in_pieces(lines: Iterator[bytes]) -> Iterator[bytes]:

@@ -10,6 +10,7 @@ from typing import BinaryIO
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
+from batchline.errors import RangeNotSatisfiable
 from batchline.jobs.service import Jobs
 from batchline.jobs.tables import FileRecord
 
@@ -20,18 +21,13 @@ _RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})", re.ASCII)
 async def content_response(
     request: Request, jobs: Jobs, file: FileRecord, media_type: str, headers: Mapping[str, str]
 ) -> Response:
-    """The file's bytes, or one range of them. Several ranges are answered with the whole file, as HTTP allows.
-
-    Raises: StorageUnavailable.
-    """
+    """The file's bytes, or one range of them. Raises: RangeNotSatisfiable, StorageUnavailable."""
     headers = {**headers, "Accept-Ranges": "bytes"}
     # the answer has no validator, so a range under the condition of one does not apply
-    wanted = None if "if-range" in request.headers else _RANGE.fullmatch(request.headers.get("range", "").strip())
+    wanted = None if "if-range" in request.headers else range_of(request, file.bytes)
     start, end, status = 0, file.bytes, 200
-    if wanted is not None and any(wanted.groups()):
-        start, end = _bounds(wanted[1], wanted[2], file.bytes)
-        if start >= end:
-            return Response(status_code=416, headers={**headers, "Content-Range": f"bytes */{file.bytes}"})
+    if wanted is not None:
+        start, end = wanted
         headers["Content-Range"] = f"bytes {start}-{end - 1}/{file.bytes}"
         status = 206
     headers["Content-Length"] = str(end - start)
@@ -41,11 +37,23 @@ async def content_response(
     return StreamingResponse(_pieces(reader, start, end), status_code=status, media_type=media_type, headers=headers)
 
 
-def _bounds(first: str, last: str, size: int) -> tuple[int, int]:
-    """The first byte of a range, and the one after its last. Without a first one, it is the last so many bytes."""
+def range_of(request: Request, size: int) -> tuple[int, int] | None:
+    """The first byte that `Range` asks for, and the one after the last. None for the whole file: for several ranges,
+    and for a header that is not valid, as HTTP allows. size: of the file. Raises: RangeNotSatisfiable.
+    """
+    wanted = _RANGE.fullmatch(request.headers.get("range", "").strip())
+    if wanted is None or not any(wanted.groups()):
+        return None
+    first, last = wanted.groups()
     if not first:
-        return max(0, size - int(last)), size
-    return int(first), min(int(last) + 1, size) if last else size
+        start, end = max(0, size - int(last)), size
+    elif last and int(last) < int(first):
+        return None
+    else:
+        start, end = int(first), min(int(last) + 1, size) if last else size
+    if start >= end:
+        raise RangeNotSatisfiable(size)
+    return start, end
 
 
 def _pieces(reader: BinaryIO, start: int, end: int) -> Iterator[bytes]:
