@@ -156,7 +156,8 @@ class ResponsesRequest(WireModel):
         """Refuse fields that only a server can honour, or that are not supported. Raises: BadRequest."""
         for field in ("background", "previous_response_id"):
             if getattr(self, field):
-                raise BadRequest(f"{field}: only a server keeps responses, for its own clients", param=field)
+                message = f"{field}: it does not work in a batch file, whose responses are not stored"
+                raise BadRequest(message, param=field)
 
 
 def refuse_other_fields(body: Mapping[str, Any]) -> None:
