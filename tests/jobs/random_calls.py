@@ -204,7 +204,7 @@ class RandomCalls(RuleBasedStateMachine):
         except BatchStateConflict:
             assert not batch.is_over or batch.record.error_file_id is None
             return multiple()
-        except NotFound:
+        except Conflict:
             assert batch.is_over
             ids = batch.record.input_file_id, batch.record.error_file_id
             assert not all(self._finds(file_id, batch.owner) for file_id in ids)

@@ -145,7 +145,8 @@ def test_every_bad_line_is_listed(start: Callable[..., openai.OpenAI]) -> None:
 
 def test_an_unknown_file_fails_the_batch(start: Callable[..., openai.OpenAI]) -> None:
     client = start()
-    batch = until_over(client, create(client, "file-unknown").id)
+    batch = until_over(client, create(client, "file-unknown", endpoint=f"{CHAT}/").id)
+    assert batch.endpoint == CHAT, "a slash at the end makes no difference"
     assert [(error.code, error.param) for error in batch.errors.data] == [("invalid_request", "file_id")]
 
 
@@ -196,7 +197,7 @@ def test_a_window_is_minutes_to_weeks(window: str, seconds: int | None) -> None:
 
 def test_an_empty_file_is_refused(start: Callable[..., openai.OpenAI]) -> None:
     client = start()
-    with pytest.raises(openai.BadRequestError, match="Invalid file format for Batch API"):
+    with pytest.raises(openai.BadRequestError, match="the file is empty"):
         upload(client, b"")
     assert list(client.files.list()) == []
 
@@ -428,8 +429,13 @@ def test_an_upload_in_parts(start: Callable[..., openai.OpenAI]) -> None:
     assert done.status == "completed"
     assert done.file is not None
     assert client.files.content(done.file.id).content == content
+    again = client.uploads.complete(upload.id, part_ids=[first, second])
+    assert again == done, "the client asks again if it has not received the answer"
     with pytest.raises(openai.ConflictError):
         client.uploads.parts.create(upload_id=upload.id, data=b"more")
+    client.files.delete(done.file.id)
+    with pytest.raises(openai.ConflictError):
+        client.uploads.complete(upload.id, part_ids=[first, second])
     other = client.uploads.create(filename="x", purpose="batch", bytes=5, mime_type="text/jsonl")
     client.uploads.parts.create(upload_id=other.id, data=b"123")
     with pytest.raises(openai.BadRequestError, match="more than the announced 5 bytes"):
@@ -477,6 +483,17 @@ def test_failed_requests_are_run_again_by_a_new_batch(start: Callable[..., opena
     assert client.files.retrieve(over.input_file_id).filename == "in.retry-1.jsonl"
     with pytest.raises(openai.ConflictError, match="none of its requests failed"):
         client.post(f"/batches/{over.id}/retry", cast_to=openai.types.Batch)
+
+
+@pytest.mark.parametrize("kind", ["input", "error"])
+def test_a_retry_without_its_files_says_which_one_is_gone(start: Callable[..., openai.OpenAI], kind: str) -> None:
+    """Bug: it was a 404, as if the batch did not exist."""
+    client = start(FakeBackend(before_answer=fail_some))
+    batch = failed_batch(client)
+    file_id = getattr(batch, f"{kind}_file_id")
+    client.files.delete(file_id)
+    with pytest.raises(openai.ConflictError, match=f"its {kind} file '{file_id}' was deleted"):
+        client.post(f"/batches/{batch.id}/retry", cast_to=openai.types.Batch)
 
 
 def test_a_retry_with_the_same_key_makes_one_batch(start: Callable[..., openai.OpenAI]) -> None:
@@ -658,7 +675,7 @@ def test_an_expired_file_is_gone_at_once(serve: Serve, client_of: ClientOf, tmp_
     file = client.files.create(file=("in.jsonl", content), purpose="batch", expires_after=expiry)  # type: ignore[arg-type]
     kept = upload(client, content)
     ahead_s = 3601
-    assert [one.id for one in client.files.list()] == [kept]
+    assert [one.id for one in client.files.list(purpose="")] == [kept], "an empty value is none, as in `after`"
     for request in (client.files.retrieve, client.files.content, client.files.delete):
         with pytest.raises(openai.NotFoundError):
             request(file.id)
@@ -670,6 +687,8 @@ def test_an_expired_file_is_gone_at_once(serve: Serve, client_of: ClientOf, tmp_
 def test_an_unknown_purpose_is_refused(start: Callable[..., openai.OpenAI]) -> None:
     """Bug: any text was accepted."""
     client = start()
+    missing = httpx.post(f"{client.base_url}files", files={"file": b"{}"}).json()["error"]
+    assert (missing["code"], missing["param"]) == ("missing_required_parameter", "purpose")
     requests: list[Callable[[Any], Any]] = [
         lambda purpose: client.files.create(file=("in.jsonl", b"{}"), purpose=purpose),
         lambda purpose: client.uploads.create(filename="f", purpose=purpose, bytes=2, mime_type="text/jsonl"),

@@ -26,7 +26,7 @@ from batchline.batch.history import History
 from batchline.batch.journal import saved_results
 from batchline.batch.lines import selected_lines
 from batchline.batch.progress import Progress
-from batchline.errors import BadRequest, BatchStateConflict, NotFound
+from batchline.errors import BadRequest, BatchStateConflict, Conflict, NotFound
 from batchline.jobs.cleaning import Cleaning
 from batchline.jobs.contents import ArrivingContent, new_id
 from batchline.jobs.input_check import InputCheck, check_input
@@ -136,7 +136,7 @@ class Jobs(StoredFiles):
 
     async def _new_batch(self, request: CreateBatchRequest, owner: str, *, retry_of: str | None = None) -> BatchRecord:
         """The record of a batch that is not stored yet. Raises: BadRequest."""
-        endpoint, _ = path_here(request.endpoint)
+        endpoint, _ = path_here(request.endpoint.removesuffix("/"))
         served = await self._endpoints()
         if endpoint not in served:
             raise BadRequest(
@@ -178,7 +178,8 @@ class Jobs(StoredFiles):
         batch = await self.batch(batch_id, owner)
         if batch.status in RUNNING or batch.error_file_id is None:
             raise BatchStateConflict(batch_id, batch.status, "retry", "" if batch.status in RUNNING else NOTHING_FAILED)
-        source, errors = await self.file(batch.input_file_id, owner), await self.file(batch.error_file_id, owner)
+        source = await self._file_to_retry(batch.input_file_id, owner, "input")
+        errors = await self._file_to_retry(batch.error_file_id, owner, "error")
         file_id, content = self.arriving_file()
         retry = await self._new_batch(_retry_request(batch, file_id), owner, retry_of=batch_id)
 
@@ -198,6 +199,14 @@ class Jobs(StoredFiles):
             await asyncio.to_thread(content.discard)
         self._worker.notice()
         return stored
+
+    async def _file_to_retry(self, file_id: str, owner: str, kind: str) -> FileRecord:
+        """Raises: Conflict if the file is gone: the batch itself is there."""
+        try:
+            return await self.file(file_id, owner)
+        except NotFound as exc:
+            message = f"Cannot retry this batch, because its {kind} file '{file_id}' was deleted or has expired."
+            raise Conflict(message, code="file_not_found") from exc
 
     def _write_failed_lines(self, source: FileRecord, errors: FileRecord, content: ArrivingContent) -> None:
         """Copy the lines of a batch's input that are in its error file. Raises: OSError, StorageUnavailable."""

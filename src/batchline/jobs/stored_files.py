@@ -157,10 +157,16 @@ class StoredFiles:
     async def complete_upload(
         self, upload_id: str, owner: str, request: CompleteUploadRequest
     ) -> tuple[UploadRecord, FileRecord]:
-        """Join the parts to the file. Raises: NotFound, Conflict, BadRequest."""
+        """Join the parts to the file. A client that has lost the answer may ask again: it gets the same file.
+
+        Raises: NotFound, Conflict, BadRequest.
+        """
         # before its status: another request may complete it meanwhile
         parts = {part.id: part for part in await asyncio.to_thread(self._store.parts, upload_id)}
         upload = await self.upload(upload_id, owner)
+        if upload.file_id is not None:
+            with contextlib.suppress(NotFound):  # deleted since
+                return upload, await self.file(upload.file_id, owner)
         if upload.status == "pending":
             _check_parts(upload, parts, request.part_ids)
         file_id, content = self.arriving_file()
@@ -237,7 +243,7 @@ def _check_format(purpose: str, content: ArrivingContent) -> None:
         return
     message = compressed(content.start)
     if not content.num_bytes:
-        message = "Invalid file format for Batch API. Must be .jsonl"
+        message = "Invalid file format for Batch API. Must be .jsonl; the file is empty."
     if message is not None:
         raise BadRequest(message, param="file", code="invalid_file_format")
 
