@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import resource
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -84,6 +85,8 @@ def content(answer: Answer) -> str:
         ("redirect", "invalid_answer", "redirects the request to evil.example; correct its base URL"),
         ('raw {"a":', "invalid_answer", 'not with JSON: {"a":'),
         ("raw 17", "invalid_answer", "not an object"),
+        ("raw [1, 2]", "invalid_answer", "not an object: [1, 2]"),
+        ("status 999", "invalid_answer", "answers with 999, which is no status of HTTP"),
         ("raw NaN", "invalid_answer", "not with JSON"),
         ("raw {}", "invalid_answer", "without a result"),
         ('raw {"error": {"message": "Provider is away", "code": 502}}', "invalid_answer", "Provider is away"),
@@ -125,7 +128,7 @@ async def test_unusual_but_valid_answers_are_understood(backend: HttpBackend, te
 
 async def test_a_list_is_an_answer(backend: HttpBackend) -> None:
     """Text Embeddings Inference answers with one."""
-    assert (await backend.answer(chat("raw [[0.5, 1]]"))).body == b"[[0.5, 1]]"
+    assert (await backend.answer(replace(chat("raw [[0.5, 1]]"), url="/embed"))).body == b"[[0.5, 1]]"
 
 
 @pytest.mark.parametrize("usage", ['"many"', "[]", '{"prompt_tokens": -5}', '{"prompt_tokens": 1e400}', "17"])

@@ -360,10 +360,14 @@ async def test_a_server_that_refuses_for_a_while_costs_no_line_its_answer() -> N
     assert 0 < rejections < 60, "it rests, instead of being asked again and again"
 
 
-async def test_refusals_without_end_exhaust_the_patience() -> None:
-    refusal = reply(503, {"error": "busy"}, Retry_After="0.05")
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [({"error": "busy"}, "answers HTTP 503: busy"), ({}, r"/v1 answers HTTP 503 Service Unavailable: \{\}")],
+)
+async def test_refusals_without_end_exhaust_the_patience(body: dict[str, str], message: str) -> None:
+    refusal = reply(503, body, Retry_After="0.05")
     async with scripted(serving(refusal)) as url, running(backend_of(url, patience_s=0.5)) as backend:
-        with pytest.raises(BackendUnavailable, match="answers HTTP 503: busy"):
+        with pytest.raises(BackendUnavailable, match=message):
             await backend.answer(chat())
 
 

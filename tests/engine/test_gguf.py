@@ -290,6 +290,49 @@ def test_a_scaling_of_positions_that_is_unknown_is_named(tmp_path: Path) -> None
         _config("m", changed)
 
 
+@pytest.mark.parametrize("key", ["scaling.factor", "scale_linear"])
+def test_a_factor_without_a_type_scales_positions_linearly(key: str, tmp_path: Path) -> None:
+    """As llama.cpp does: `scale_linear` is the older name. It was ignored, and every token after it was wrong."""
+    path = tmp_path / "model.gguf"
+    write_gguf(make_model("llama", tmp_path / "model", **WIDE), path, {".": "Q8_0"})
+    read = read_gguf(str(path), [path])
+    changed = replace(read, metadata={**read.metadata, f"llama.rope.{key}": 4.0})
+    rope = _config("m", changed)["rope_parameters"]
+    assert (rope["rope_type"], rope["factor"]) == ("linear", 4.0)
+    unscaled = replace(changed, metadata={**changed.metadata, "llama.rope.scaling.type": "none"})
+    assert _config("m", unscaled)["rope_parameters"]["rope_type"] == "default"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("rope.dimension_count", 16, "rotates only 16 of the 64 dimensions of a head"),
+        ("attention.causal", False, "its attention is not causal"),
+    ],
+)
+def test_metadata_of_other_arithmetic_is_refused(key: str, value: object, message: str, tmp_path: Path) -> None:
+    """It was ignored, so the tokens were wrong."""
+    path = tmp_path / "model.gguf"
+    write_gguf(make_model("llama", tmp_path / "model", **WIDE), path, {".": "Q8_0"})
+    read = read_gguf(str(path), [path])
+    with pytest.raises(UnsupportedModel, match=message):
+        _config("m", replace(read, metadata={**read.metadata, f"llama.{key}": value}))
+
+
+def test_a_file_without_a_tokenizer_runs_with_another_one(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_gguf(TINY_CHAT, path, {".": "Q8_0"})
+    path.write_bytes(path.read_bytes().replace(b"tokenizer.ggml.tokens", b"tokenizer.ggml.tokenz"))
+    with pytest.raises(
+        ModelLoadError, match="has no tokenizer; name the folder of the original model with --tokenizer"
+    ):
+        engine_config(path)
+    engine = Engine(engine_config(path, tokenizer=str(TINY_CHAT)))
+    assert engine.facts.quantization == "GGUF Q8_0"
+    with pytest.raises(ModelLoadError, match="has no tokenizer"):
+        engine_config(path)
+
+
 def test_missing_and_surplus_weights_are_named(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     write_gguf(make_model("llama", tmp_path / "model", **WIDE), path, {".": "Q8_0"})

@@ -26,13 +26,15 @@ from batchline.user_state import user_state_dir
 
 logger = logging.getLogger(__name__)
 
-MAKER = "1"
+MAKER = "2"
 """Changes with what this module writes, so that older folders are not used."""
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
 KNOWN_SPLITS = frozenset({"default", "gpt-2", "gpt2", "mpt", "olmo"})
 """Names of ways to split texts, besides those that transformers knows, that its default does right."""
+
+OTHER_TOKENIZER = "name the folder of the original model with --tokenizer"
 
 END_TOKENS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
@@ -48,7 +50,7 @@ def with_folder(engine: EngineConfig) -> EngineConfig:
         return engine
     if model.quantization is not None:
         raise UsageError(f"{model.model} is a GGUF file, whose weights are quantized; leave out --quantization.")
-    folder = _folder(model.model, paths)
+    folder = _folder(model.model, paths, needs_tokenizer=model.tokenizer is None)
     return replace(engine, model=replace(model, model=str(folder), served_names=model.names))
 
 
@@ -57,9 +59,9 @@ def linked_files(folder: str) -> list[Path]:
     return sorted(Path(folder).glob(f"{GGUF_PART}*"))
 
 
-def _folder(model: str, paths: list[Path]) -> Path:
+def _folder(model: str, paths: list[Path], *, needs_tokenizer: bool) -> Path:
     stamps = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
-    key = hashlib.sha256(repr((MAKER, stamps)).encode()).hexdigest()[:16]
+    key = hashlib.sha256(repr((MAKER, needs_tokenizer, stamps)).encode()).hexdigest()[:16]
     parent = (user_state_dir() or Path(tempfile.gettempdir()) / f"batchline-{os.getuid()}") / "gguf" / key
     folder = parent / file_name(paths[0])
     if (folder / "config.json").is_file() and all(link.exists() for link in linked_files(str(folder))):
@@ -75,7 +77,7 @@ def _folder(model: str, paths: list[Path]) -> Path:
         parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         staged = Path(tempfile.mkdtemp(dir=parent))
         try:
-            _write(model, staged, gguf, paths)
+            _write(model, staged, gguf, paths, needs_tokenizer=needs_tokenizer)
             shutil.rmtree(folder, ignore_errors=True)
             staged.rename(folder)
         finally:
@@ -87,10 +89,18 @@ def _folder(model: str, paths: list[Path]) -> Path:
     return folder
 
 
-def _write(model: str, folder: Path, gguf: GgufModel, paths: list[Path]) -> None:
+def _write(model: str, folder: Path, gguf: GgufModel, paths: list[Path], *, needs_tokenizer: bool) -> None:
     with reading(model, "its metadata is damaged, or of an unknown kind"):
-        config, tokenizer_config = _config(model, gguf), _write_tokenizer(folder, gguf.metadata)
-        generation = {name: config[name] for name in ("bos_token_id", "eos_token_id") if name in config}
+        config = _config(model, gguf)
+    generation = {name: config[name] for name in ("bos_token_id", "eos_token_id") if name in config}
+    tokenizer_config: dict[str, Any] = {}
+    if needs_tokenizer:
+        if "tokenizer.ggml.tokens" not in gguf.metadata:
+            raise ModelLoadError(model, f"the file has no tokenizer; {OTHER_TOKENIZER}")
+        with reading(model, f"its tokenizer is damaged, or of an unknown kind; {OTHER_TOKENIZER}"):
+            tokenizer_config = _write_tokenizer(folder, gguf.metadata)
+    if (template := gguf.metadata.get("tokenizer.chat_template")) is not None:
+        tokenizer_config["chat_template"] = template
     contents = {"tokenizer_config.json": tokenizer_config, "generation_config.json": generation, "config.json": config}
     for number, path in enumerate(paths, 1):
         (folder / f"{GGUF_PART}{number:05}").symlink_to(path.resolve())
@@ -109,16 +119,13 @@ def _config(model: str, gguf: GgufModel) -> dict[str, Any]:
         return found
 
     heads, hidden = int(value("attention.head_count")), int(value("embedding_length"))
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(value("rope.freq_base", 10000.0))}
-    scaling = metadata.get(f"{architecture}.rope.scaling.type", "none")
-    if scaling in ("linear", "yarn"):
-        rope |= {"rope_type": scaling, "factor": float(value("rope.scaling.factor"))}
-        if scaling == "yarn":
-            rope["original_max_position_embeddings"] = int(value("rope.scaling.original_context_length"))
-    elif scaling != "none":
-        raise UnsupportedModel(model, f"it scales positions by {scaling!r}; Batchline knows linear and yarn")
     table = gguf.tensors["token_embd.weight"]
     head_dim = int(value("attention.key_length", metadata.get(f"{architecture}.rope.dimension_count", hidden // heads)))
+    num_rotated = int(value("rope.dimension_count", head_dim))
+    if num_rotated != head_dim:
+        raise UnsupportedModel(model, f"it rotates only {num_rotated} of the {head_dim} dimensions of a head")
+    if not value("attention.causal", True):
+        raise UnsupportedModel(model, "its attention is not causal: embedding models are not read from GGUF files")
     num_layers = int(value("block_count"))
     described = {
         "embedding_length": (table.shape[1], hidden),
@@ -140,7 +147,7 @@ def _config(model: str, gguf: GgufModel) -> dict[str, Any]:
         "head_dim": head_dim,
         "max_position_embeddings": int(value("context_length")),
         "rms_norm_eps": float(value("attention.layer_norm_rms_epsilon")),
-        "rope_parameters": rope,
+        "rope_parameters": _rope(model, metadata, architecture),
         "tie_word_embeddings": "output.weight" not in gguf.tensors,
         "torch_dtype": "bfloat16",
     }
@@ -155,8 +162,24 @@ def _config(model: str, gguf: GgufModel) -> dict[str, Any]:
     return config
 
 
+def _rope(model: str, metadata: Metadata, architecture: str) -> dict[str, Any]:
+    """A factor without a type is linear scaling, and `scale_linear` is the factor's older name, as in llama.cpp."""
+    prefix = f"{architecture}.rope"
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(metadata.get(f"{prefix}.freq_base", 10000.0))}
+    factor = float(metadata.get(f"{prefix}.scaling.factor", metadata.get(f"{prefix}.scale_linear", 0.0)))
+    scaling = metadata.get(f"{prefix}.scaling.type", "linear")
+    if scaling not in ("none", "linear", "yarn"):
+        raise UnsupportedModel(model, f"it scales positions by {scaling!r}; Batchline knows linear and yarn")
+    if scaling == "none" or (scaling == "linear" and factor == 0):
+        return rope
+    rope |= {"rope_type": scaling, "factor": factor}
+    if scaling == "yarn":
+        rope["original_max_position_embeddings"] = int(metadata[f"{prefix}.scaling.original_context_length"])
+    return rope
+
+
 def _write_tokenizer(folder: Path, metadata: Metadata) -> dict[str, Any]:
-    """Write tokenizer.json. Returns the content of tokenizer_config.json."""
+    """Write tokenizer.json. Returns the content of tokenizer_config.json without the template."""
     from tokenizers.processors import Sequence, TemplateProcessing
     from transformers.integrations.gguf.gguf_tokenizer_mapping import (  # takes seconds; only for a new file
         GGUF_PRE_TOKENIZER_SPLITS,
@@ -190,14 +213,11 @@ def _write_tokenizer(folder: Path, metadata: Metadata) -> dict[str, Any]:
         )
         tokenizer.post_processor = Sequence([*others, begin])
     tokenizer.save(str(folder / "tokenizer.json"))
-    template = metadata.get("tokenizer.chat_template")
-    config: Mapping[str, Any] = {
+    return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
         **{name: token for name, token in names.items() if token is not None},
-        **({} if template is None else {"chat_template": template}),
     }
-    return dict(config)
 
 
 def _token(values: Mapping[str, Any], name: str) -> str | None:

@@ -145,7 +145,9 @@ class Attempts:
         return answer
 
     def _rejected(self, server: Server, reply: Reply) -> Answer | None:
-        reason = f"answers HTTP {reply.status}: {message_of(reply)}"
+        message = message_of(reply)
+        status = f"HTTP {reply.status}"
+        reason = f"answers {message}" if message.startswith(status) else f"answers {status}: {message}"
         if reply.status == 429 and error_code_of(reply) in _NO_CREDIT:
             self._pool.refused(server, reason)
             return None

@@ -15,7 +15,17 @@ import orjson
 
 from batchline.backends.base import Answer
 from batchline.backends.http.connection import Reply
-from batchline.openai_api.endpoint_table import TRANSCRIPTIONS, TRANSLATIONS, error_body
+from batchline.openai_api.endpoint_table import (
+    CHAT,
+    COMPLETIONS,
+    EMBEDDINGS,
+    MESSAGES,
+    MODERATIONS,
+    RESPONSES,
+    TRANSCRIPTIONS,
+    TRANSLATIONS,
+    error_body,
+)
 from batchline.printable import printable
 
 MAX_EXCERPT_CHARS = 200
@@ -40,6 +50,9 @@ _ERROR_TYPES = {
 _RESULTS = frozenset({"choices", "content", "data", "embeddings", "output", "results", "text"})
 """The fields of answers that have results."""
 
+_OBJECTS = frozenset({CHAT, COMPLETIONS, RESPONSES, MESSAGES, EMBEDDINGS, MODERATIONS})
+"""Endpoints whose answers are objects at every server. Others, such as TEI's /embed, also answer with a list."""
+
 
 class InvalidReply(Exception):
     """A reply that cannot be an answer. Its text completes a sentence that begins with "the server"."""
@@ -47,6 +60,8 @@ class InvalidReply(Exception):
 
 def answer_of(reply: Reply, url: str, request_id: str) -> Answer:
     """The answer in a reply. url: the endpoint's path. Raises: InvalidReply."""
+    if reply.status >= 600:
+        raise InvalidReply(f"answers with {reply.status}, which is no status of HTTP{_excerpt(reply)}")
     if reply.status >= 400:
         return _error_answer(reply, url, request_id)
     if reply.status >= 300:
@@ -57,7 +72,7 @@ def answer_of(reply: Reply, url: str, request_id: str) -> Answer:
         values = orjson.loads(reply.body)
     except orjson.JSONDecodeError:
         raise InvalidReply(f"answers with HTTP {reply.status}, but not with JSON{_excerpt(reply)}") from None
-    if not isinstance(values, dict | list):
+    if not isinstance(values, dict if url in _OBJECTS else dict | list):
         raise InvalidReply(f"answers with JSON that is not an object{_excerpt(reply)}")
     if isinstance(values, dict) and (not values or (values.get("error") and _RESULTS.isdisjoint(values))):
         told = _found_message(values)  # some gateways report the errors of others in this way
