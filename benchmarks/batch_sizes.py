@@ -91,6 +91,8 @@ def _rate(engine: Engine, num_seqs: int, vocab: int, options: argparse.Namespace
     while any(s.num_uncomputed_tokens > 1 for s in engine.scheduler.running) or engine.scheduler.num_waiting:
         engine.step()
     engine.step()  # the first step of its shape
+    if len(engine.scheduler.running) != num_seqs:
+        raise SystemExit(f"only {len(engine.scheduler.running)} of {num_seqs} sequences run")
     times = []
     for _ in range(options.steps):
         start = time.perf_counter()

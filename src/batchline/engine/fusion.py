@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from batchline.engine.attention import AttentionParams
 from batchline.engine.kv_cache import CacheGroup, by_layer
 from batchline.engine.linear_layers import AnyLinear, LinearFormat
 from batchline.engine.native_cache import NativeLayout
+from batchline.engine.replay import MAX_ROWS, DecodeReplay, Rotary
 from batchline.native.library import NativeKernels
 
 FUSIBLE = (LlamaModel, MistralModel, Qwen2Model, Qwen2VLTextModel, Qwen2_5_VLTextModel, Qwen3Model, Qwen3VLTextModel)
@@ -112,6 +114,8 @@ class FusedStack(nn.Module):
         self._kernels = kernels
         self._layers = layers
         self._workspace: Workspace | None = None
+        self._decode_workspace: Workspace | None = None
+        self._decodes = DecodeReplay()
 
     def forward(
         self,
@@ -125,32 +129,47 @@ class FusedStack(nn.Module):
         """hidden_states: (1, num_tokens, hidden), packed; position_embeddings: cosines and sines, (1, num_tokens, d).
         added: rows, and what is added to them after the first layer, the second and so on, (num_rows, hidden) each.
         Other keyword arguments served the original layers and are not needed here."""
-        x = hidden_states[0].clone()  # updated in place from layer to layer
         rotary = (position_embeddings[0][0], position_embeddings[1][0])
-        buffers = self._buffers_for(x)
+        if added is None and self._decodes.takes(step_layout):
+            if self._decode_workspace is None:
+                self._decode_workspace = Workspace(self._layers[0], hidden_states, MAX_ROWS)
+            layers = partial(self._run, self._decode_workspace)
+            return self._decodes(layers, hidden_states[0], rotary, step_layout).unsqueeze(0)
+        x = hidden_states[0].clone()  # updated in place from layer to layer
+        if self._workspace is None or self._workspace.max_rows < len(x):
+            self._workspace = None  # free the old one before the new one is allocated
+            self._workspace = Workspace(self._layers[0], x, len(x))
+        delta = self._run(self._workspace, x, rotary, step_layout, added)
+        return x.add_(delta).unsqueeze(0)
+
+    def _run(
+        self,
+        workspace: Workspace,
+        x: torch.Tensor,
+        rotary: Rotary,
+        layout: NativeLayout,
+        added: tuple[torch.Tensor, Sequence[torch.Tensor]] | None = None,
+    ) -> torch.Tensor:
+        """All layers. x: (num_tokens, hidden), changed in place. Returns what is to be added to x: one of the
+        workspace's buffers."""
+        buffers = workspace.rows(self._layers[0], len(x))
         delta = None
         for index, layer in enumerate(self._layers):
             self._kernels.rms_norm(x, layer.input_norm, layer.eps, buffers.normed, delta)
-            self._attend(index, layer, buffers, rotary, step_layout)
+            self._attend(index, layer, buffers, rotary, layout)
             delta = buffers.delta
             self._kernels.rms_norm(x, layer.attention_norm, layer.eps, buffers.normed, delta)
             self._gated_mlp(layer, buffers)
             if added is not None and index < len(added[1]):
                 x.index_add_(0, added[0], added[1][index])
-        return x.add_(buffers.delta).unsqueeze(0)
-
-    def _buffers_for(self, x: torch.Tensor) -> StepBuffers:
-        if self._workspace is None or self._workspace.max_rows < len(x):
-            self._workspace = None  # free the old one before the new one is allocated
-            self._workspace = Workspace(self._layers[0], x, len(x))
-        return self._workspace.rows(self._layers[0], len(x))
+        return buffers.delta
 
     def _attend(
         self,
         index: int,
         layer: FusedLayer,
         buffers: StepBuffers,
-        rotary: tuple[torch.Tensor, torch.Tensor],
+        rotary: Rotary,
         layout: NativeLayout,
     ) -> None:
         """delta = the attention block's output for normed."""

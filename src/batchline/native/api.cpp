@@ -3,6 +3,8 @@
 #include <new>
 #include <vector>
 
+#include "grouped_kernels.h"
+#include "int8_kernels.h"
 #include "kernels.h"
 #include "parallel.h"
 
@@ -143,7 +145,13 @@ class AttentionPlan {
 
 using namespace batchline;
 
+struct Int8Runtime;     // of int8_api.cpp
+struct GroupedRuntime;  // of grouped_api.cpp
+
 extern "C" {
+
+int batchline_int8_linear(const Int8Runtime* runtime, int dtype, const Int8LinearArgs* a);
+int batchline_grouped_linear(const GroupedRuntime* runtime, int is_bfloat16, const GroupedLinearArgs* a);
 
 // The best instruction set that this processor has, as a number of `Isa`.
 __attribute__((visibility("default"))) int batchline_best_isa() {
@@ -188,6 +196,40 @@ __attribute__((visibility("default"))) int batchline_attention(const Runtime* ru
     AttentionPlan(*a, num_threads).run(*runtime, runtime->typed(dtype));
     return kDone;
   });
+}
+
+// Calls in order, until one fails.
+__attribute__((visibility("default"))) int batchline_replay(const RecordedCall* calls, int64_t num_calls,
+                                                            int num_threads) {
+  for (const RecordedCall* call = calls; call < calls + num_calls; ++call) {
+    const auto* runtime = static_cast<const Runtime*>(call->runtime);
+    const int dtype = static_cast<int>(call->dtype);
+    int status = kOutOfRange;  // no such kernel
+    switch (call->kernel) {
+      case kRmsNorm:
+        status = batchline_rms_norm(runtime, dtype, static_cast<const RmsNormArgs*>(call->args));
+        break;
+      case kLinear:
+        status = batchline_linear(runtime, dtype, static_cast<const LinearArgs*>(call->args));
+        break;
+      case kRotary:
+        status = batchline_rotary(runtime, dtype, static_cast<const RotaryArgs*>(call->args));
+        break;
+      case kAttention:
+        status = batchline_attention(runtime, dtype, static_cast<const AttentionArgs*>(call->args), num_threads);
+        break;
+      case kInt8Linear:
+        status = batchline_int8_linear(static_cast<const Int8Runtime*>(call->runtime), dtype,
+                                       static_cast<const Int8LinearArgs*>(call->args));
+        break;
+      case kGroupedLinear:
+        status = batchline_grouped_linear(static_cast<const GroupedRuntime*>(call->runtime), dtype,
+                                          static_cast<const GroupedLinearArgs*>(call->args));
+        break;
+    }
+    if (status != kDone) return status;
+  }
+  return kDone;
 }
 
 }  // extern "C"

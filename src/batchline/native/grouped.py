@@ -18,7 +18,7 @@ import torch
 
 from batchline.config import CpuKernels
 from batchline.native.int8 import BEST_ISA, SMALLEST_RANGE, Int8Isa, supported_isas
-from batchline.native.library import check, load_library, opened, run_parallel
+from batchline.native.library import Kernel, check, load_library, opened, record, run_parallel
 from batchline.native.packing import PANEL, alternating, padded
 
 GROUP = 32
@@ -266,7 +266,9 @@ class GroupedKernels:
             weight.is_gated,
             weight.format,
         )
-        check(self._library.batchline_grouped_linear(self._runtime, x.dtype is torch.bfloat16, ctypes.byref(args)))
+        is_bfloat16 = x.dtype is torch.bfloat16
+        record(Kernel.GROUPED_LINEAR, self._runtime, is_bfloat16, args)
+        check(self._library.batchline_grouped_linear(self._runtime, is_bfloat16, ctypes.byref(args)))
 
     def round(self, weight: torch.Tensor, form: GroupedFormat) -> tuple[torch.Tensor, torch.Tensor]:
         """(values, scales) of a weight that is rounded to Q4_0 or Q6_0, as `_quantized` gives them, up to a scale whose

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from batchline.config import CpuKernels
-from batchline.native.library import DTYPES, check, load_library, opened, run_parallel
+from batchline.native.library import DTYPES, Kernel, check, load_library, opened, record, run_parallel
 from batchline.native.packing import alternating, in_panels, padded
 
 LARGEST = 127
@@ -132,7 +132,9 @@ class Int8Kernels:
             out.stride(0),
             weight.is_gated,
         )
-        check(self._library.batchline_int8_linear(self._runtime, DTYPES[x.dtype], ctypes.byref(args)))
+        dtype = DTYPES[x.dtype]
+        record(Kernel.INT8_LINEAR, self._runtime, dtype, args)
+        check(self._library.batchline_int8_linear(self._runtime, dtype, ctypes.byref(args)))
 
 
 def open_int8_kernels(wanted: CpuKernels) -> Int8Kernels | None:

@@ -16,6 +16,16 @@ struct TypedKernels {
   size_t (*attend_scratch_bytes)(const AttentionArgs&, int64_t max_rows);
 };
 
+// The kernels whose calls can be replayed.
+enum Kernel : int64_t { kRmsNorm, kLinear, kRotary, kAttention, kInt8Linear, kGroupedLinear };
+
+// A call of a kernel. runtime and args: as in the kernel's own function; both stay where they are.
+struct RecordedCall {
+  int64_t kernel, dtype;
+  const void* runtime;
+  const void* args;
+};
+
 struct Kernels {
   TypedKernels float32;
   TypedKernels bfloat16;

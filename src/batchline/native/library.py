@@ -11,6 +11,9 @@ import ctypes
 import enum
 import functools
 import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -92,6 +95,81 @@ class AttentionArgs(ctypes.Structure):
     ]
 
 
+class Kernel(enum.IntEnum):
+    """The kernels whose calls can be recorded. Mirrors the enumeration of the same name in `kernels.h`."""
+
+    RMS_NORM = 0
+    LINEAR = 1
+    ROTARY = 2
+    ATTENTION = 3
+    INT8_LINEAR = 4
+    GROUPED_LINEAR = 5
+
+
+class RecordedCall(ctypes.Structure):
+    """Mirrors the structure of the same name in `kernels.h`."""
+
+    _fields_ = [
+        ("kernel", ctypes.c_int64),
+        ("dtype", ctypes.c_int64),
+        ("runtime", ctypes.c_void_p),
+        ("args", ctypes.c_void_p),
+    ]
+
+
+class Recording:
+    """Kernel calls that can be repeated in one native call, without Python between them.
+
+    A call is repeated with the same pointers and sizes. So all its tensors must still exist, at the same place.
+    """
+
+    def __init__(self) -> None:
+        self._calls: list[RecordedCall] = []
+        self._args: list[ctypes.Structure] = []  # the calls point to them
+
+    def add(self, kernel: Kernel, runtime: ctypes.c_void_p, dtype: int, args: ctypes.Structure) -> None:
+        """Add a call at the end."""
+        self._args.append(args)
+        self._calls.append(RecordedCall(kernel, dtype, runtime, ctypes.addressof(args)))
+
+    def finish(self) -> Replay:
+        """The calls, to be repeated."""
+        return Replay((RecordedCall * len(self._calls))(*self._calls), self._args)
+
+
+class Replay:
+    """A finished `Recording`."""
+
+    def __init__(self, calls: ctypes.Array[RecordedCall], args: list[ctypes.Structure]) -> None:
+        self._calls = calls
+        self._args = args
+
+    def __call__(self) -> None:
+        """Repeat all calls in order. Raises: torch.OutOfMemoryError."""
+        library = load_library()
+        assert library is not None, "recorded calls have a library"
+        check(library.batchline_replay(self._calls, len(self._calls), torch.get_num_threads()))
+
+
+class _Current(threading.local):
+    """The recording that this thread's calls are added to."""
+
+    recording: Recording | None = None
+
+
+_CURRENT = _Current()
+
+
+@contextmanager
+def recording() -> Iterator[Recording]:
+    """Inside the block, this thread's kernel calls are recorded, and run as usual."""
+    _CURRENT.recording = made = Recording()
+    try:
+        yield made
+    finally:
+        _CURRENT.recording = None
+
+
 class NativeKernels:
     """The kernels of one instruction set. Tensors are on the CPU, their last dimension is contiguous."""
 
@@ -117,7 +195,9 @@ class NativeKernels:
             out.stride(0),
             eps,
         )
-        check(self._library.batchline_rms_norm(self._runtime, DTYPES[x.dtype], ctypes.byref(args)))
+        dtype = DTYPES[x.dtype]
+        record(Kernel.RMS_NORM, self._runtime, dtype, args)
+        check(self._library.batchline_rms_norm(self._runtime, dtype, ctypes.byref(args)))
 
     def linear(self, x: torch.Tensor, weight: PackedLinear, out: torch.Tensor) -> None:
         """out = x @ weight^T + bias, or silu(gate) * up. x: (rows, inputs); out: (rows, outputs)."""
@@ -133,7 +213,9 @@ class NativeKernels:
             out.stride(0),
             weight.is_gated,
         )
-        check(self._library.batchline_linear(self._runtime, DTYPES[x.dtype], ctypes.byref(args)))
+        dtype = DTYPES[x.dtype]
+        record(Kernel.LINEAR, self._runtime, dtype, args)
+        check(self._library.batchline_linear(self._runtime, dtype, ctypes.byref(args)))
 
     def rotary_and_write(
         self,
@@ -174,7 +256,9 @@ class NativeKernels:
             0 if cos is None else cos.stride(0),
             eps,
         )
-        check(self._library.batchline_rotary(self._runtime, DTYPES[query.dtype], ctypes.byref(args)))
+        dtype = DTYPES[query.dtype]
+        record(Kernel.ROTARY, self._runtime, dtype, args)
+        check(self._library.batchline_rotary(self._runtime, dtype, ctypes.byref(args)))
 
     def attention(
         self,
@@ -212,10 +296,9 @@ class NativeKernels:
             scale,
             softcap or 0.0,
         )
-        status = self._library.batchline_attention(
-            self._runtime, DTYPES[query.dtype], ctypes.byref(args), torch.get_num_threads()
-        )
-        check(status)
+        dtype = DTYPES[query.dtype]
+        record(Kernel.ATTENTION, self._runtime, dtype, args)
+        check(self._library.batchline_attention(self._runtime, dtype, ctypes.byref(args), torch.get_num_threads()))
 
 
 def isa_name(wanted: CpuKernels) -> str:
@@ -249,8 +332,9 @@ def load_library() -> ctypes.CDLL | None:
     library = ctypes.CDLL(str(path))
     library.batchline_open.restype = ctypes.c_void_p
     library.batchline_open.argtypes = [ctypes.c_int, ctypes.c_void_p]
-    for name in ("rms_norm", "linear", "rotary", "attention"):
+    for name in ("rms_norm", "linear", "rotary", "attention", "replay"):
         getattr(library, f"batchline_{name}").restype = ctypes.c_int
+    library.batchline_replay.argtypes = [ctypes.POINTER(RecordedCall), ctypes.c_int64, ctypes.c_int]
     return library
 
 
@@ -268,6 +352,12 @@ def opened(runtime: int | None, isa: enum.IntEnum) -> ctypes.c_void_p:
     if runtime is None:
         raise KernelsMissing(isa.name)
     return ctypes.c_void_p(runtime)
+
+
+def record(kernel: Kernel, runtime: ctypes.c_void_p, dtype: int, args: ctypes.Structure) -> None:
+    """Add a call to this thread's recording, if there is one."""
+    if _CURRENT.recording is not None:
+        _CURRENT.recording.add(kernel, runtime, dtype, args)
 
 
 def check(status: int) -> None:

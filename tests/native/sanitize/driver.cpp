@@ -31,6 +31,7 @@ int batchline_rms_norm(const Runtime*, int dtype, const RmsNormArgs*);
 int batchline_linear(const Runtime*, int dtype, const LinearArgs*);
 int batchline_rotary(const Runtime*, int dtype, const RotaryArgs*);
 int batchline_attention(const Runtime*, int dtype, const AttentionArgs*, int num_threads);
+int batchline_replay(const RecordedCall*, int64_t num_calls, int num_threads);
 int batchline_int8_is_supported(int isa);
 const Int8Runtime* batchline_int8_open(int isa, RunParallel);
 int batchline_int8_linear(const Int8Runtime*, int dtype, const Int8LinearArgs*);
@@ -115,6 +116,13 @@ void try_norm_and_linear(const Runtime* runtime, int dtype) {
       const LinearArgs linear{x.get(), panels.get(), bias.get(), product.get(), rows, inputs, outputs, inputs, outputs, is_gated};
       require(batchline_linear(runtime, dtype, &linear) == 0, "linear");
       product.require_finite("linear");
+      Numbers<T> again(rows * outputs);
+      LinearArgs same = linear;
+      same.out = again.get();
+      const RecordedCall calls[] = {{kLinear, dtype, runtime, &linear}, {kLinear, dtype, runtime, &same}, {-1, dtype, runtime, &same}};
+      require(batchline_replay(calls, 2, kThreads) == 0, "replay");
+      require(again == product, "a replayed call gives the same numbers");
+      require(batchline_replay(calls, 3, kThreads) == 1, "an unknown kernel is refused");
     }
   }
 }

@@ -1,0 +1,108 @@
+"""Runs steps of a few decodes as one native call.
+
+Such a step is hundreds of short kernel calls, and Python between them takes longer than some of them. The calls depend
+only on the number of sequences. They are recorded once for each number, on buffers of their own. A later step copies
+its inputs into these buffers and replays the calls. Work that torch does between the calls would be lost, so layers
+with such work are never replayed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from batchline.engine.native_cache import NativeKVCache, NativeLayout
+from batchline.native.library import Replay, recording
+
+MAX_ROWS = 32
+"""Steps with more sequences are not recorded: their kernels take so long that Python between them does not matter."""
+
+MIN_TABLE = 4096
+
+Rotary = tuple[torch.Tensor, torch.Tensor]
+"""Cosines and sines, (num_tokens, rotary_dim) each."""
+
+Layers = Callable[[torch.Tensor, Rotary, NativeLayout], torch.Tensor]
+"""Runs all layers on (num_tokens, hidden), in place, with buffers that are never moved, for at most MAX_ROWS rows.
+Returns one of the buffers: what is to be added to the rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Recorded:
+    """The calls of steps with one number of rows, and the result that they write."""
+
+    replay: Replay
+    delta: torch.Tensor
+
+
+class _Watch(TorchDispatchMode):
+    """Notices whether torch itself computes or allocates anything."""
+
+    found = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found |= not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+class DecodeReplay:
+    """Runs a model's layers on steps of a few decodes."""
+
+    def __init__(self) -> None:
+        self._is_possible = True
+        self._recorded: dict[int, _Recorded] = {}
+        self._x = self._cos = self._sin = torch.empty(0)
+        self._layout: NativeLayout | None = None
+
+    def takes(self, layout: NativeLayout) -> bool:
+        """Whether a step is one that can be replayed: every sequence has one query."""
+        num_rows = len(layout.slots)
+        is_small = num_rows <= MAX_ROWS and num_rows == len(layout.segments)
+        return self._is_possible and is_small and layout.both_ways is None
+
+    def __call__(self, layers: Layers, x: torch.Tensor, rotary: Rotary, layout: NativeLayout) -> torch.Tensor:
+        """The result of all layers. layers: the same ones every time. x: (num_tokens, hidden), unchanged. layout: one
+        that `takes` accepts."""
+        inputs = self._put(x, rotary, layout)
+        recorded = self._recorded.get(len(x))
+        if recorded is None:
+            with recording() as made, _Watch() as watch:
+                delta = layers(*inputs)
+            if watch.found:
+                self._is_possible = False
+            else:
+                self._recorded[len(x)] = _Recorded(made.finish(), delta)
+            return inputs[0] + delta
+        recorded.replay()
+        return inputs[0] + recorded.delta
+
+    def _put(self, x: torch.Tensor, rotary: Rotary, layout: NativeLayout) -> tuple[torch.Tensor, Rotary, NativeLayout]:
+        """Copy a step's inputs to where the recorded calls read them. Returns the copies."""
+        num_rows, num_blocks = len(x), len(layout.tables)
+        own = self._layout
+        if own is None or own.cache is not layout.cache or num_blocks > len(own.tables):
+            own = self._layout = self._new_buffers(x, rotary, layout.cache, num_blocks)
+        own.tables[:num_blocks] = layout.tables
+        pairs = ((self._x, x), (self._cos, rotary[0]), (self._sin, rotary[1]))
+        in_layout = ((own.slots, layout.slots), (own.segments, layout.segments))
+        for to, given in (*pairs, *in_layout):
+            to[:num_rows] = given
+        copied = NativeLayout(own.cache, own.slots[:num_rows], own.segments[:num_rows], own.tables[:num_blocks])
+        return self._x[:num_rows], (self._cos[:num_rows], self._sin[:num_rows]), copied
+
+    def _new_buffers(self, x: torch.Tensor, rotary: Rotary, cache: NativeKVCache, num_blocks: int) -> NativeLayout:
+        """Buffers for the largest step; calls recorded on earlier ones are forgotten."""
+        self._recorded.clear()
+        self._x = x.new_empty(MAX_ROWS, x.shape[1])
+        self._cos, self._sin = (part.new_empty(MAX_ROWS, part.shape[1]) for part in rotary)
+        numbers = torch.empty(0, dtype=torch.int64)
+        return NativeLayout(
+            cache=cache,
+            slots=numbers.new_empty(MAX_ROWS),
+            segments=numbers.new_empty(MAX_ROWS, 4),
+            tables=numbers.new_empty(max(2 * num_blocks, MIN_TABLE)),
+        )
