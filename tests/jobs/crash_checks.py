@@ -146,7 +146,7 @@ def _promise_faults(state: JobsState, log: Log, found: list[BatchRecord]) -> Ite
     for file_id in log.values("deleted"):
         if _exists(state, file_id):
             yield f"{file_id} was deleted, and is back"
-    for file_id in set(log.values("file")) - set(log.values("deleted")):
+    for file_id in set(log.values("file")) - set(log.values("deleting")):
         if not _exists(state, file_id):
             yield f"{file_id} is lost"
 
@@ -190,6 +190,12 @@ def leftovers_in(state: JobsState) -> list[str]:
     faults += [f"{name} belongs to no batch" for name in set(result_files) - {i for row in of_batches for i in row}]
     faults += [f"the item {name} belongs to no response" for name in lost]
     return faults + [f"{path.name} is left of a run" for path in state.runs.iterdir()]
+
+
+def expired_files(server: Server) -> list[str]:
+    """Files that the clean-up is still to remove."""
+    with server.state.store.database.connect() as connection:
+        return list(connection.scalars(select(files.c.id).where(files.c.expires_at <= server.clock())))
 
 
 async def response_faults(server: Server) -> list[str]:

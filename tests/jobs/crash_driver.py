@@ -30,8 +30,8 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp.http_parser  # noqa: F401 - imported once, not in each child
-from crash_checks import Snapshot, faults_in, leftovers_in, response_faults
-from crash_lives import LIVES, Server, hurry
+from crash_checks import Snapshot, expired_files, faults_in, leftovers_in, response_faults
+from crash_lives import LIVES, PAUSE_S, Server, hurry
 from sqlalchemy import Engine, event
 from sqlalchemy.dialects.sqlite.pysqlite import SQLiteDialect_pysqlite
 
@@ -111,12 +111,22 @@ async def recover(server: Server, countdown: Countdown) -> None:
         store = server.state.store
         await server.until(lambda: not store.line() and not store.due_webhooks(server.clock() + 1e9, 1))
         await server.until(lambda: not list(server.state.runs.iterdir()))
+        await server.until(lambda: not expired_files(server))
         faults = [
             *await response_faults(server),
             *faults_in(server.state, server.log, before),
-            *leftovers_in(server.state),
+            *await lasting_leftovers(server),
         ]
     (server.folder / "faults").write_text(json.dumps(faults))
+
+
+async def lasting_leftovers(server: Server) -> list[str]:
+    """What the clean-up has left, once it has had time to remove the contents of the last files."""
+    for _ in range(100):
+        if not leftovers_in(server.state):
+            break
+        await asyncio.sleep(PAUSE_S)
+    return leftovers_in(server.state)
 
 
 class Cases:

@@ -160,6 +160,7 @@ class Server:
 
     async def delete(self, file_id: str) -> None:
         """Delete a file."""
+        self.log.add("deleting", file_id)
         await self.jobs.remove_file(file_id, ME)
         self.log.add("deleted", file_id)
 

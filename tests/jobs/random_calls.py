@@ -313,6 +313,7 @@ class RandomCalls(RuleBasedStateMachine):
         """The contents of files can be read, or not."""
         self.storage.is_broken = is_broken
         if is_broken:
+            self.storage.was_broken = True
             for batch in self._unfinished():
                 batch.is_delayed = True
 
@@ -329,6 +330,7 @@ class RandomCalls(RuleBasedStateMachine):
             self._run(asyncio.sleep(0.002))
             for batch in waiting:
                 self._look(batch)
+                batch.is_delayed |= self.storage.was_broken and batch.record.retry_at > self.clock.now
 
     def _is_settled(self, batch: Batch) -> bool:
         """Whether a batch that is not over needs nothing more for now."""
@@ -476,10 +478,11 @@ class RandomCalls(RuleBasedStateMachine):
     def _end(self) -> None:
         self.turn_gate(is_open=True)
         self.turn_storage(is_broken=False)
-        self.jump(LONG_S)
         if not self.servers[0].is_working:
             self._run(self.servers[0].start())
-        self.settle()
+        for _ in range(2):  # after the first jump, a worker may still put off a batch that it could not read before
+            self.jump(LONG_S)
+            self.settle()
         assert all(batch.is_over for batch in self.known_batches.values())
         allowed: Counter[str] = Counter()
         for batch in self.known_batches.values():

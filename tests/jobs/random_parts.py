@@ -109,7 +109,7 @@ class StorageSwitch:
     """Makes the contents of files unreadable."""
 
     def __init__(self, contents: Contents) -> None:
-        self.is_broken = False
+        self.is_broken = self.was_broken = False
         fetch = contents.fetch
 
         def fetch_if_whole(name: str, copy: Path) -> Path:

@@ -39,7 +39,7 @@ class _Recorded:
     delta: torch.Tensor
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch has no annotations for it
     """Notices whether torch itself computes or allocates anything."""
 
     found = False
@@ -70,7 +70,7 @@ class DecodeReplay:
         inputs = self._put(x, rotary, layout)
         recorded = self._recorded.get(len(x))
         if recorded is None:
-            with recording() as made, _Watch() as watch:
+            with recording() as made, _Watch() as watch:  # type: ignore[no-untyped-call]
                 delta = layers(*inputs)
             if watch.found:
                 self._is_possible = False
