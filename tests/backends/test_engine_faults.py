@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -45,6 +46,7 @@ async def test_a_close_that_a_start_swallows_ends_the_replica_all_the_same() -> 
 
     class Life:
         is_alive = True
+        child = SimpleNamespace(launch=SimpleNamespace(log=Path("log")))
 
         async def ended(self) -> str:
             await has_ended.wait()
