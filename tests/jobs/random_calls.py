@@ -196,8 +196,8 @@ class RandomCalls(RuleBasedStateMachine):
 
     @rule(target=batches, batch_id=batches)
     def retry(self, batch_id: str) -> Any:
-        """Run the failed lines of a batch again. Returns the new batch, or else the same one: how many there are must not
-        depend on which call comes first."""
+        """Run the failed lines of a batch again. Returns the new batch, or else the same one: the number of batches must
+        not depend on which call comes first."""
         batch = self.known_batches[batch_id]
         self._look(batch)
         work = self.jobs.retry_batch(batch_id, batch.owner)
