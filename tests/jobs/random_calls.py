@@ -196,7 +196,7 @@ class RandomCalls(RuleBasedStateMachine):
 
     @rule(target=batches, batch_id=batches)
     def retry(self, batch_id: str) -> Any:
-        """Run the failed lines of a batch again. Returns the new batch, or else the same one: the number of batches must
+        """Run the failed lines of a batch again. Returns the new batch, or else the same: the number of batches must
         not depend on which call comes first."""
         batch = self.known_batches[batch_id]
         self._look(batch)
