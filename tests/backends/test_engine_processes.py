@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+import psutil
 import pytest
 from engine_backends import COMMAND, chat, config, fake_backend, processes_of, starts
 
@@ -280,7 +281,9 @@ async def test_a_stuck_engine_is_killed_and_its_requests_run_again(
     monkeypatch.setattr(life, "PROBE_TIMEOUT_S", 0.1)
     record = switch(grandchildren=1)
     async with running(fake_backend(hang_timeout_s=0.3)) as backend:
-        os.kill(starts(record)[0]["pid"], signal.SIGSTOP)
+        stuck = psutil.Process(starts(record)[0]["pid"])
+        stuck.suspend()
+        await until(lambda: stuck.status() == psutil.STATUS_STOPPED)
         assert text_of(await backend.answer(chat("Hello"))) == "Hello"
         assert len(processes_of(record)) == 2
     assert len(starts(record)) == 2
