@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -11,9 +13,10 @@ IMPORTS = "import sys, torch; from batchline.checkpoints.model_code import impor
 HEAVY = ["torch._dynamo", "torch.distributed.tensor", "scipy.optimize", "sympy"]
 
 
-def output_of(code: str) -> str:
+def output_of(code: str, **environment: str) -> str:
     command = [sys.executable, "-c", IMPORTS + code]
-    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
+    env = {**os.environ, **environment}
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=env).stdout.strip()
 
 
 def test_no_compiler_and_no_optimizers_are_imported() -> None:
@@ -50,3 +53,25 @@ def test_what_is_imported_later_finds_the_libraries(library: str) -> None:
     check = f"is_{library}_available"
     imports = "import transformers.utils as utils; from transformers.utils import import_utils; "
     assert output_of(f"{imports} print(utils.{check} is import_utils.{check}, utils.{check}())") == "True True"
+
+
+def test_torchvision_may_import_modules_of_the_compiler(tmp_path: Path) -> None:
+    """`transformers` imports torchvision if it is installed. With CUDA it nearly always is, and no model was loaded."""
+    torchvision = tmp_path / "torchvision"
+    (torchvision / "transforms").mkdir(parents=True)
+    names = "NEAREST NEAREST_EXACT BOX BILINEAR HAMMING BICUBIC LANCZOS"
+    (torchvision / "transforms" / "__init__.py").write_text(
+        "from torch._dynamo.utils import is_compile_supported\n"
+        f"import enum\nInterpolationMode = enum.Enum('InterpolationMode', {names!r})\n"
+    )
+    (torchvision / "transforms" / "functional.py").write_text("pil_to_tensor = None\n")
+    (torchvision / "__init__.py").write_text("from torchvision import transforms\n__version__ = '0.28.0'\n")
+    (tmp_path / "torchvision-0.28.0.dist-info").mkdir()
+    (tmp_path / "torchvision-0.28.0.dist-info" / "METADATA").write_text("Name: torchvision\nVersion: 0.28.0\n")
+    code = (
+        "from torch._dynamo import utils\n"
+        "print(torch._dynamo.utils is utils is sys.modules['torch._dynamo.utils'])\n"
+        "print(utils.__spec__.origin == utils.__file__)\n"
+        "print(torch._dynamo.disable.__module__, 'torchvision' in sys.modules)"
+    )
+    assert output_of(code, PYTHONPATH=str(tmp_path)).splitlines() == ["True", "True", "torch._dynamo.decorators True"]

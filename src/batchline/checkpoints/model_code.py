@@ -12,13 +12,19 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
 _COMPILER = "torch._dynamo"
 _DECORATORS = ("allow_in_graph", "assume_constant_result", "disable")
 """What model code uses of the compiler while it is imported. They only mark functions for it."""
+
+_STANDALONE = f"{_COMPILER}._trace_wrapped_higher_order_op"
+"""A module of the compiler that model code imports, and that does not need the others."""
 
 _UNUSED = ("is_scipy_available", "is_torch_distributed_available")
 
@@ -37,7 +43,8 @@ def without_compiler() -> Iterator[None]:
     """The compiler's package is empty, apart from decorators without effect, unless it is imported already.
 
     torch asks for it in many places only to say that something is not to be compiled, also when a model is created. If
-    anything else is used of it, it is imported after all.
+    anything else is used of it, it is imported after all. torchvision, which `transformers` imports if it is installed,
+    imports a module of the package.
     """
     import torch  # heavy: only a model that is loaded needs it
 
@@ -48,6 +55,8 @@ def without_compiler() -> Iterator[None]:
     package = importlib.util.module_from_spec(spec)
 
     def restore() -> None:
+        if finder in sys.meta_path:
+            sys.meta_path.remove(finder)
         if sys.modules.get(_COMPILER) is package:
             del sys.modules[_COMPILER]
         if vars(torch).get("_dynamo") is package:
@@ -59,13 +68,48 @@ def without_compiler() -> Iterator[None]:
         restore()
         return getattr(importlib.import_module(_COMPILER), name)
 
+    finder = _Submodules(restore)
     vars(package).update(dict.fromkeys(_DECORATORS, _unchanged), __getattr__=import_after_all)
     sys.modules[_COMPILER] = package
     vars(torch)["_dynamo"] = package
+    sys.meta_path.insert(0, finder)
     try:
         yield
     finally:
         restore()
+
+
+class _Submodules(MetaPathFinder):
+    """Imports the whole compiler when one of its modules is imported, which its empty package cannot hold."""
+
+    def __init__(self, restore: Callable[[], None]) -> None:
+        """restore: takes the empty package and this finder away."""
+        self._restore = restore
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """None unless it is a module of the compiler that needs the others."""
+        if not fullname.startswith(f"{_COMPILER}.") or fullname == _STANDALONE:
+            return None
+        self._restore()
+        return importlib.util.spec_from_loader(fullname, _Imported(importlib.import_module(fullname)))
+
+
+class _Imported(Loader):
+    """Gives the import system a module that is imported already."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self._module = module
+        self._spec = module.__spec__
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """The module, whose spec the import system then replaces by `spec`."""
+        return self._module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Undo that replacement."""
+        module.__spec__ = self._spec
 
 
 @contextmanager
