@@ -17,7 +17,7 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 Task = Literal["auto", "generate", "embed", "score", "classify", "transcribe"]
 Quantization = Literal["int8", "int4"]
 Scoring = Literal["auto", "similarity", "yes-no"]
-CpuKernels = Literal["auto", "off", "portable", "avx2", "avx512", "avx512_bf16"]
+CpuKernels = Literal["auto", "off", "portable", "avx2", "avx512", "avx512_bf16", "amx"]
 ContentFormat = Literal["auto", "string", "openai"]
 SpecialTokensInContent = Literal["allow", "escape", "refuse"]
 

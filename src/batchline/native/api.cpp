@@ -3,6 +3,7 @@
 #include <new>
 #include <vector>
 
+#include "amx.h"
 #include "grouped_kernels.h"
 #include "int8_kernels.h"
 #include "kernels.h"
@@ -14,7 +15,7 @@ namespace {
 constexpr int64_t kTileQueryRows = 48;  // rows of a prefill tile: its sums and queries fit into the first-level cache
 constexpr int64_t kMinSplitKeys = 256;  // a context is split between cores only into pieces at least this long
 
-enum Isa : int { kPortable, kAvx2, kAvx512, kAvx512Bf16 };
+enum Isa : int { kPortable, kAvx2, kAvx512, kAvx512Bf16, kAmx };
 enum DType : int { kFloat32, kBFloat16 };
 
 // How to run: one for each instruction set in use, made by `batchline_open`, never changed.
@@ -36,6 +37,8 @@ const Kernels* kernels_of(int isa) {
       return &kAvx512Kernels;
     case kAvx512Bf16:
       return &kAvx512Bf16Kernels;
+    case kAmx:
+      return kAmxKernels;
 #endif
     default:
       return nullptr;
@@ -48,7 +51,9 @@ bool is_supported(int isa) {
                           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   if (isa == kAvx2) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   if (isa == kAvx512) return has_avx512;
-  if (isa == kAvx512Bf16) return has_avx512 && __builtin_cpu_supports("avx512bf16");
+  const bool has_bf16 = has_avx512 && __builtin_cpu_supports("avx512bf16");
+  if (isa == kAvx512Bf16) return has_bf16;
+  if (isa == kAmx) return has_bf16 && kAmxKernels != nullptr && may_use_amx();
 #endif
   return isa == kPortable;
 }
@@ -59,11 +64,12 @@ int64_t rows_per_range(int64_t numbers_per_row) { return std::max<int64_t>(1, 16
 // Rows and columns are cut so that an item's inputs stay in the second-level cache while its panels are read.
 void run_linear(const Runtime& runtime, const TypedKernels& kernels, const LinearArgs& a) {
   const int64_t column_items = divide_up(a.num_panels(), kernels.panels_at_once);
-  const int64_t items = divide_up(a.rows, kMaxItemRows) * column_items;
+  const int64_t rows_at_once = kernels.rows_at_once(a);
+  const int64_t items = divide_up(a.rows, rows_at_once) * column_items;
   parallel_ranges(runtime.run_parallel, items, 1, [&](int64_t first, int64_t end) {
     for (int64_t i = first; i < end; ++i) {
-      const int64_t row = i / column_items * kMaxItemRows, panel = i % column_items * kernels.panels_at_once;
-      kernels.linear(a, {row, std::min(row + kMaxItemRows, a.rows), panel,
+      const int64_t row = i / column_items * rows_at_once, panel = i % column_items * kernels.panels_at_once;
+      kernels.linear(a, {row, std::min(row + rows_at_once, a.rows), panel,
                          std::min(panel + kernels.panels_at_once, a.num_panels())});
     }
   });
@@ -156,7 +162,7 @@ int batchline_grouped_linear(const GroupedRuntime* runtime, int is_bfloat16, con
 // The best instruction set that this processor has, as a number of `Isa`.
 __attribute__((visibility("default"))) int batchline_best_isa() {
   int best = kPortable;
-  for (int isa = kAvx2; isa <= kAvx512Bf16; ++isa)
+  for (int isa = kAvx2; isa <= kAmx; ++isa)
     if (is_supported(isa)) best = isa;
   return best;
 }

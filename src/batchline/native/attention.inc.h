@@ -5,8 +5,15 @@
 // Meanwhile the next tile of keys is fetched, because blocks are scattered, and the processor cannot predict where.
 
 constexpr int kKeyTile = kKeyPanels * kPanel;
+constexpr int kWeightRows = 16;  // at most so many rows are weighed before their values are added
 
-// A tile's working memory. rows are padded to kTileRows so that the last ones need no separate code.
+// Rows that a tile has memory for, so that the last ones need no separate code.
+template <class T>
+int64_t with_padding(int64_t rows) {
+  return round_up(rows, kTileRows);
+}
+
+// A tile's working memory.
 template <class T>
 struct Tile {
   int64_t rows, padded_rows, key_dim, value_dim;  // dims padded to a pair and a panel
@@ -14,20 +21,20 @@ struct Tile {
   float* maxima;    // (rows)
   F32* totals;      // (rows): sums of weights, by lane
   T* queries;       // (rows, key_dim)
-  T* weights;       // (kTileRows, kKeyTile)
+  T* weights;       // (kWeightRows, kKeyTile)
   int64_t* first;   // (rows): the first key that the row sees
   int64_t* end;     // (rows)
 
   static size_t bytes(int64_t rows, int64_t key_dim, int64_t value_dim) {
     const auto per_row = static_cast<int64_t>(sizeof(float) + sizeof(F32) + 2 * sizeof(int64_t)) +
                          value_dim * static_cast<int64_t>(sizeof(float)) + key_dim * static_cast<int64_t>(sizeof(T));
-    const auto weights = static_cast<int64_t>(kTileRows * kKeyTile * sizeof(T));
-    return static_cast<size_t>(round_up(round_up(rows, kTileRows) * per_row + weights, 64));
+    const auto weights = static_cast<int64_t>(kWeightRows * kKeyTile * sizeof(T));
+    return static_cast<size_t>(round_up(with_padding<T>(rows) * per_row + weights, 64));
   }
 
   Tile(void* scratch, int64_t num_rows, int64_t padded_key_dim, int64_t padded_value_dim)
       : rows(num_rows),
-        padded_rows(round_up(num_rows, kTileRows)),
+        padded_rows(with_padding<T>(num_rows)),
         key_dim(padded_key_dim),
         value_dim(padded_value_dim) {
     char* next = static_cast<char*>(scratch);
@@ -37,7 +44,7 @@ struct Tile {
     sums = take<float>(next, padded_rows * value_dim);
     maxima = take<float>(next, padded_rows);
     queries = take<T>(next, padded_rows * key_dim);
-    weights = take<T>(next, kTileRows * kKeyTile);
+    weights = take<T>(next, kWeightRows * kKeyTile);
   }
 
  private:
@@ -200,7 +207,7 @@ __attribute__((noinline)) void attend_rows(Tile<T>& tile, int64_t row, const Att
 }
 
 template <class T>
-void attend_tile(Tile<T>& tile, const AttentionArgs& a, const KeyTile<T>& keys, int64_t first_key, int64_t filled,
+void attend_in_registers(Tile<T>& tile, const AttentionArgs& a, const KeyTile<T>& keys, int64_t first_key, int64_t filled,
                  const KeyTile<T>& next) {
   int64_t row = 0;
   const auto fetched = [&] { return row == 0 ? &next : nullptr; };  // once is enough
@@ -211,6 +218,12 @@ void attend_tile(Tile<T>& tile, const AttentionArgs& a, const KeyTile<T>& keys, 
   } else if (row < tile.rows) {
     attend_rows<T, 1>(tile, row, a, keys, first_key, filled, fetched());
   }
+}
+
+template <class T>
+void attend_tile(Tile<T>& tile, const AttentionArgs& a, const KeyTile<T>& keys, int64_t first_key, int64_t filled,
+                 const KeyTile<T>& next) {
+  attend_in_registers(tile, a, keys, first_key, filled, next);
 }
 
 template <class T>
@@ -291,5 +304,5 @@ size_t attend_scratch_bytes(const AttentionArgs& a, int64_t max_rows) {
 
 template <class T>
 constexpr TypedKernels typed_kernels() {
-  return {rms_norm<T>, linear<T>, kLinearPanels, rotary<T>, attend<T>, merge<T>, attend_scratch_bytes<T>};
+  return {rms_norm<T>, linear<T>, rows_at_once<T>, kLinearPanels, rotary<T>, attend<T>, merge<T>, attend_scratch_bytes<T>};
 }

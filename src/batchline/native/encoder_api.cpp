@@ -17,7 +17,7 @@ constexpr int64_t kMinGroupsPerThread = 4;  // with fewer, a core could be idle 
 const EncoderKernels* encoder_kernels_of(int isa) {
 #if defined(__x86_64__)
   const EncoderKernels* const all[] = {&kPortableEncoderKernels, &kAvx2EncoderKernels, &kAvx512EncoderKernels,
-                                       &kAvx512Bf16EncoderKernels};
+                                       &kAvx512Bf16EncoderKernels, kAmxEncoderKernels};
 #else
   const EncoderKernels* const all[] = {&kPortableEncoderKernels};
 #endif

@@ -79,6 +79,7 @@ extern const EncoderKernels kPortableEncoderKernels;
 extern const EncoderKernels kAvx2EncoderKernels;
 extern const EncoderKernels kAvx512EncoderKernels;
 extern const EncoderKernels kAvx512Bf16EncoderKernels;
+extern const EncoderKernels* const kAmxEncoderKernels;  // null: this build has none
 #endif
 
 }  // namespace batchline

@@ -39,6 +39,7 @@ BEST_ISA = {
     "avx2": Int8Isa.AVX_VNNI,
     "avx512": Int8Isa.AVX512_VNNI,
     "avx512_bf16": Int8Isa.AVX512_VNNI,
+    "amx": Int8Isa.AVX512_VNNI,
     "auto": Int8Isa.AVX512_VNNI,
 }
 """The best int8 instruction set that a choice of kernels allows, by the width of its registers."""

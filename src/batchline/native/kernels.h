@@ -9,7 +9,8 @@ namespace batchline {
 struct TypedKernels {
   void (*rms_norm)(const RmsNormArgs&, int64_t first_row, int64_t end_row);
   void (*linear)(const LinearArgs&, const LinearItem&);
-  int64_t panels_at_once;  // items of a linear layer hold multiples of these panels
+  int64_t (*rows_at_once)(const LinearArgs&);  // an item of a linear layer holds so many rows,
+  int64_t panels_at_once;                      // and so many panels
   void (*rotary)(const RotaryArgs&, int64_t first_row, int64_t end_row);
   void (*attend)(const AttentionArgs&, const AttentionItem&, const Partials&, void* scratch);
   void (*merge)(const AttentionArgs&, const AttentionItem* items, int64_t num_items, const Partials&);
@@ -36,6 +37,7 @@ extern const Kernels kPortableKernels;
 extern const Kernels kAvx2Kernels;
 extern const Kernels kAvx512Kernels;
 extern const Kernels kAvx512Bf16Kernels;
+extern const Kernels* const kAmxKernels;  // null: this build has none
 #endif
 
 }  // namespace batchline

@@ -36,6 +36,7 @@ class Isa(enum.IntEnum):
     AVX2 = 1
     AVX512 = 2
     AVX512_BF16 = 3
+    AMX = 4
 
 
 class RmsNormArgs(ctypes.Structure):

@@ -41,7 +41,7 @@ void finish_row(const LinearArgs& a, F32* sums, int64_t row, int64_t panel) {
     const int64_t column = (panel + p) / step * kPanel;
     for (int v = 0; v < kVectors; ++v) {
       F32 x = sums[p * kVectors + v];
-      if (a.is_gated) x = silu(x) * sums[(p + 1) * kVectors + v];
+      if (kPanels > 1 && a.is_gated) x = silu(x) * sums[(p + 1) * kVectors + v];
       store_columns(out + column + v * kLanes, x, a.outputs - column - v * kLanes);
     }
   }
@@ -117,4 +117,10 @@ void linear(const LinearArgs& a, const LinearItem& item) {
     linear_columns<T, kLinearPanels>(a, item, panel);
   for (; panel + 2 <= item.end_panel; panel += 2) linear_columns<T, 2>(a, item, panel);
   if (panel < item.end_panel) linear_columns<T, 1>(a, item, panel);
+}
+
+// Rows of an item.
+template <class T>
+int64_t rows_at_once(const LinearArgs&) {
+  return kMaxItemRows;
 }
