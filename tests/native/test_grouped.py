@@ -20,11 +20,12 @@ from batchline.native.grouped import (
     pack_grouped_gated,
     quantized,
     rounded_groups,
+    supported_grouped_isas,
 )
-from batchline.native.int8 import Int8Isa, supported_isas
+from batchline.native.int8 import Int8Isa
 from batchline.native.library import load_library
 
-SUPPORTED = supported_isas()
+SUPPORTED = supported_grouped_isas()
 has_kernels = pytest.mark.skipif(not SUPPORTED, reason="the native kernels were not built: no C++ compiler")
 
 SHAPES = [(1, 256, 16), (2, 512, 100), (7, 768, 40), (100, 256, 70), (600, 256, 33)]

@@ -7,9 +7,9 @@ constexpr TileShapes attention_shapes() {
   TileShapes shapes;
   for (int i = 0; i < 4; ++i) shapes.set(i, kTileRowCount);  // of scores for a panel of keys, or of weighted values
   shapes.set(4, kTileRowCount);                              // queries
-  shapes.set(5, kTilePairs);                                 // keys
+  shapes.set(5, kTileRowCount);                                 // keys
   shapes.set(6, kTileRowCount, kPanel * static_cast<int64_t>(sizeof(BFloat16)));  // weights of a panel of keys
-  shapes.set(7, kPanel / kPairInputs);                                            // values of a panel of keys
+  shapes.set(7, kPanel / kPair<BFloat16>);                                            // values of a panel of keys
   return shapes;
 }
 
@@ -25,23 +25,20 @@ inline void score_block(const Tile<BFloat16>& tile, int64_t row, const Attention
   static_assert(kKeyPanels == 4, "one register for each panel's scores");
   const BFloat16* queries = tile.queries + row * tile.key_dim;
   const auto query_bytes = tile.key_dim * static_cast<int64_t>(sizeof(BFloat16));
-  const int64_t pair_row = a.cache.block_size * kPairInputs;
+  const int64_t pair_row = a.cache.block_size * kPair<BFloat16>;
   const auto key_bytes = pair_row * static_cast<int64_t>(sizeof(BFloat16));
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
-  _tile_zero(3);
+  clear_sums();
   for (int64_t i = 0; i < tile.key_dim; i += kTileInputs) {
-    const int64_t first = i / kPairInputs * pair_row;
+    const int64_t first = i / kPair<BFloat16> * pair_row;
     _tile_loadd(4, queries + i, query_bytes);
     _tile_loadd(5, keys.keys[0] + first, key_bytes);
-    _tile_dpbf16ps(0, 4, 5);
+    TILE_PRODUCT(0, 4, 5);
     _tile_loadd(5, keys.keys[1] + first, key_bytes);
-    _tile_dpbf16ps(1, 4, 5);
+    TILE_PRODUCT(1, 4, 5);
     _tile_loadd(5, keys.keys[2] + first, key_bytes);
-    _tile_dpbf16ps(2, 4, 5);
+    TILE_PRODUCT(2, 4, 5);
     _tile_loadd(5, keys.keys[3] + first, key_bytes);
-    _tile_dpbf16ps(3, 4, 5);
+    TILE_PRODUCT(3, 4, 5);
   }
   constexpr int64_t stride = kKeyTile * static_cast<int64_t>(sizeof(float));
   _tile_stored(0, scores, stride);
@@ -63,17 +60,17 @@ void add_values_block(const Tile<BFloat16>& tile, int64_t row, const KeyTile<BFl
     _tile_loadd(3, sums + 3 * kPanel, sum_bytes);
   }
   for (int panel = 0; panel < kKeyPanels; ++panel) {
-    const BFloat16* values = keys.values[panel] + column * kPairInputs;
+    const BFloat16* values = keys.values[panel] + column * kPair<BFloat16>;
     _tile_loadd(6, tile.weights + panel * kPanel, weight_bytes);
     _tile_loadd(7, values, sum_bytes);
-    _tile_dpbf16ps(0, 6, 7);
+    TILE_PRODUCT(0, 6, 7);
     if constexpr (kPanels > 1) {
       _tile_loadd(7, values + kPanelRow, sum_bytes);
-      _tile_dpbf16ps(1, 6, 7);
+      TILE_PRODUCT(1, 6, 7);
       _tile_loadd(7, values + 2 * kPanelRow, sum_bytes);
-      _tile_dpbf16ps(2, 6, 7);
+      TILE_PRODUCT(2, 6, 7);
       _tile_loadd(7, values + 3 * kPanelRow, sum_bytes);
-      _tile_dpbf16ps(3, 6, 7);
+      TILE_PRODUCT(3, 6, 7);
     }
   }
   _tile_stored(0, sums, sum_bytes);

@@ -32,6 +32,7 @@ class Int8Isa(enum.IntEnum):
     AVX2 = 1
     AVX_VNNI = 2
     AVX512_VNNI = 3
+    AMX = 4
 
 
 BEST_ISA = {
@@ -39,8 +40,8 @@ BEST_ISA = {
     "avx2": Int8Isa.AVX_VNNI,
     "avx512": Int8Isa.AVX512_VNNI,
     "avx512_bf16": Int8Isa.AVX512_VNNI,
-    "amx": Int8Isa.AVX512_VNNI,
-    "auto": Int8Isa.AVX512_VNNI,
+    "amx": Int8Isa.AMX,
+    "auto": Int8Isa.AMX,
 }
 """The best int8 instruction set that a choice of kernels allows, by the width of its registers."""
 

@@ -3,6 +3,7 @@
 #include <new>
 #include <vector>
 
+#include "amx.h"
 #include "int8_kernels.h"
 #include "parallel.h"
 
@@ -13,7 +14,7 @@ constexpr int64_t kRowsAtOnce = 1024;  // quantized together: their bytes stay i
 constexpr int64_t kRowsPerRange = 16;  // to quantize
 constexpr int64_t kPanelsPerItem = 4;  // even: gate and up go together
 
-enum Int8Isa : int { kPortable, kAvx2, kAvxVnni, kAvx512Vnni };
+enum Int8Isa : int { kPortable, kAvx2, kAvxVnni, kAvx512Vnni, kAmx };
 enum DType : int { kFloat32, kBFloat16 };
 
 // How to run: one for each instruction set in use, made by `batchline_int8_open`, never changed.
@@ -37,6 +38,8 @@ const Int8Kernels* kernels_of(int isa) {
       return &kInt8AvxVnniKernels;
     case kAvx512Vnni:
       return &kInt8Avx512VnniKernels;
+    case kAmx:
+      return kInt8AmxKernels;
 #endif
     default:
       return nullptr;
@@ -48,10 +51,11 @@ bool is_supported(int isa) {
   const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   if (isa == kAvx2) return has_avx2;
   if (isa == kAvxVnni) return has_avx2 && __builtin_cpu_supports("avxvnni");
-  if (isa == kAvx512Vnni)
-    return has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-           __builtin_cpu_supports("avx512vnni");
+  const bool has_vnni = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+                        __builtin_cpu_supports("avx512vnni");
+  if (isa == kAvx512Vnni) return has_vnni;
+  if (isa == kAmx) return has_vnni && kInt8AmxKernels != nullptr && may_use_amx();
 #endif
   return isa == kPortable;
 }
@@ -62,11 +66,12 @@ int64_t row_stride(const Int8LinearArgs& a) { return (divide_up(a.inputs, 64) | 
 void multiply(const Int8Runtime& runtime, const TypedInt8Kernels& kernels, const Int8LinearArgs& a,
               const QuantizedRows& rows, int64_t end_row) {
   const int64_t column_items = divide_up(a.num_panels(), kPanelsPerItem);
-  const int64_t items = divide_up(end_row - rows.first_row, kMaxItemRows) * column_items;
+  const int64_t rows_at_once = kernels.rows_at_once(a);
+  const int64_t items = divide_up(end_row - rows.first_row, rows_at_once) * column_items;
   parallel_ranges(runtime.run_parallel, items, 1, [&](int64_t first, int64_t end) {
     for (int64_t i = first; i < end; ++i) {
-      const int64_t row = rows.first_row + i / column_items * kMaxItemRows, panel = i % column_items * kPanelsPerItem;
-      kernels.linear(a, rows, {row, std::min(row + kMaxItemRows, end_row), panel,
+      const int64_t row = rows.first_row + i / column_items * rows_at_once, panel = i % column_items * kPanelsPerItem;
+      kernels.linear(a, rows, {row, std::min(row + rows_at_once, end_row), panel,
                                std::min(panel + kPanelsPerItem, a.num_panels())});
     }
   });

@@ -41,6 +41,7 @@ struct QuantizedRows {
 struct TypedInt8Kernels {
   void (*quantize)(const Int8LinearArgs&, const QuantizedRows&, int64_t first_row, int64_t end_row);
   void (*linear)(const Int8LinearArgs&, const QuantizedRows&, const LinearItem&);
+  int64_t (*rows_at_once)(const Int8LinearArgs&);  // an item holds so many rows
 };
 
 struct Int8Kernels {
@@ -53,6 +54,7 @@ extern const Int8Kernels kInt8PortableKernels;
 extern const Int8Kernels kInt8Avx2Kernels;
 extern const Int8Kernels kInt8AvxVnniKernels;
 extern const Int8Kernels kInt8Avx512VnniKernels;
+extern const Int8Kernels* const kInt8AmxKernels;  // null: this build has none
 #endif
 
 }  // namespace batchline

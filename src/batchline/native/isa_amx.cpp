@@ -38,6 +38,7 @@ inline F32 dot_pairs(F32 sum, U32 a, U32 b) {
 #include "product.inc.h"
 #include "epilogue.inc.h"
 #include "linear.inc.h"
+#define TILE_PRODUCT _tile_dpbf16ps
 #include "tiles.inc.h"
 #include "linear_amx.inc.h"
 #include "attention.inc.h"

@@ -1,12 +1,14 @@
-// AMX: eight tile registers of up to 16 rows of 64 bytes, and their products.
+// AMX: eight tile registers of up to 16 rows of 64 bytes, and products of them.
 //
-// A product adds to a tile of float sums (rows, 16) the product of a tile of x (rows, 16 pairs) and a tile of weights
-// (16 pairs, 16 columns, pair). Panels lie in memory in that order, so tiles are loaded from them as they are. Registers
-// with fewer rows or bytes are a matter of the configuration: nothing beyond them is read.
+// A product adds to a tile of sums (rows, 16) the product of a tile of x (rows, 64 bytes) and a tile of weights, which is
+// 16 rows of a panel as they lie in memory. Registers with fewer rows or bytes are a matter of their configured shapes:
+// nothing beyond these is read. The including file defines TILE_PRODUCT(sums, x, weights), which takes register numbers.
 
 constexpr int64_t kTileRowCount = 16;
-constexpr int64_t kTilePairs = 16;
 constexpr int64_t kTileBytes = 64;  // in a row
+constexpr int64_t kTwoBlocks = 2 * kTileRowCount;
+constexpr int64_t kItemBytes = 768 * 1024;  // an item's rows stay in the second-level cache beside its panels
+constexpr int64_t kMaxTiledRows = 512;
 
 // The registers' shapes, in the layout that the processor defines.
 struct alignas(64) TileShapes {
@@ -37,3 +39,167 @@ class Tiles {
     _tile_loadconfig(&shapes);
   }
 };
+
+// A linear layer in bytes: rows of x, and panels of weights, of which `last_rows` rows follow the whole tiles.
+struct TiledLinear {
+  const char* x;
+  int64_t x_stride;
+  const char* panels;
+  int64_t panel_bytes, num_tiles, last_rows;
+
+  const char* x_row(int64_t row) const { return x + row * x_stride; }
+  const char* panel(int64_t number) const { return panels + number * panel_bytes; }
+};
+
+// A tile of weights that are too few for it, with zeros after them. x has as many bytes as for a whole one.
+struct alignas(64) LastWeights {
+  char bytes[kTileRowCount * kTileBytes] = {};
+
+  LastWeights(const TiledLinear& a, int64_t panel) {
+    __builtin_memcpy(bytes, a.panel(panel) + a.num_tiles * kTileRowCount * kTileBytes,
+                     static_cast<size_t>(a.last_rows * kTileBytes));
+    finish_stores();
+  }
+};
+
+// Registers 0 to 3 are sums: of two panels for a first block of rows, then of the same panels for a second one; or of
+// four panels for the only block. 4 and 5 are the blocks of x, 6 and 7 weights.
+constexpr TileShapes linear_shapes(int64_t first_rows, int64_t second_rows) {
+  TileShapes shapes;
+  for (int i = 0; i < 4; ++i) shapes.set(i, i < 2 || second_rows == 0 ? first_rows : second_rows);
+  shapes.set(4, first_rows);
+  shapes.set(5, second_rows == 0 ? first_rows : second_rows);
+  shapes.set(6, kTileRowCount);
+  shapes.set(7, kTileRowCount);
+  return shapes;
+}
+
+inline void clear_sums() {
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+}
+
+// A tile's depth of two blocks of x and one or two panels. Each tile is used twice once it is loaded.
+template <int kPanels>
+inline void add_two_blocks(const char* x, const char* second_x, int64_t x_stride, const char* b, const char* second_b) {
+  _tile_loadd(6, b, kTileBytes);
+  _tile_loadd(4, x, x_stride);
+  _tile_loadd(5, second_x, x_stride);
+  TILE_PRODUCT(0, 4, 6);
+  TILE_PRODUCT(2, 5, 6);
+  if constexpr (kPanels == 2) {
+    _tile_loadd(7, second_b, kTileBytes);
+    TILE_PRODUCT(1, 4, 7);
+    TILE_PRODUCT(3, 5, 7);
+  }
+}
+
+// More than 16 rows, at most 32, against one or two panels. sums: (32, kPanels * kPanel).
+template <int kPanels, class Sum>
+void multiply_two_blocks(const TiledLinear& a, int64_t row, int64_t panel, Sum* sums) {
+  const char *x = a.x_row(row), *second_x = a.x_row(row + kTileRowCount);
+  const char *b = a.panel(panel), *second_b = a.panel(panel + kPanels - 1);
+  clear_sums();
+  for (int64_t i = 0; i < a.num_tiles; ++i, x += kTileBytes, second_x += kTileBytes) {
+    const int64_t offset = i * kTileRowCount * kTileBytes;
+    add_two_blocks<kPanels>(x, second_x, a.x_stride, b + offset, second_b + offset);
+  }
+  if (a.last_rows > 0) {
+    const LastWeights last(a, panel), second_last(a, panel + kPanels - 1);
+    add_two_blocks<kPanels>(x, second_x, a.x_stride, last.bytes, second_last.bytes);
+  }
+  constexpr int64_t stride = kPanels * kPanel * static_cast<int64_t>(sizeof(Sum));
+  Sum* second_sums = sums + kTileRowCount * kPanels * kPanel;
+  _tile_stored(0, sums, stride);
+  _tile_stored(2, second_sums, stride);
+  if constexpr (kPanels == 2) {
+    _tile_stored(1, sums + kPanel, stride);
+    _tile_stored(3, second_sums + kPanel, stride);
+  }
+}
+
+// A tile's depth of one block of x and one, two or four panels, which are b_stride bytes apart.
+template <int kPanels>
+inline void add_block(const char* x, int64_t x_stride, const char* b, int64_t b_stride) {
+  _tile_loadd(4, x, x_stride);
+  _tile_loadd(6, b, kTileBytes);
+  TILE_PRODUCT(0, 4, 6);
+  if constexpr (kPanels > 1) {
+    _tile_loadd(7, b + b_stride, kTileBytes);
+    TILE_PRODUCT(1, 4, 7);
+  }
+  if constexpr (kPanels > 2) {
+    _tile_loadd(6, b + 2 * b_stride, kTileBytes);
+    TILE_PRODUCT(2, 4, 6);
+    _tile_loadd(7, b + 3 * b_stride, kTileBytes);
+    TILE_PRODUCT(3, 4, 7);
+  }
+}
+
+// At most 16 rows against one, two or four panels. sums: (16, kPanels * kPanel).
+template <int kPanels, class Sum>
+void multiply_block(const TiledLinear& a, int64_t row, int64_t panel, Sum* sums) {
+  const char *x = a.x_row(row), *b = a.panel(panel);
+  clear_sums();
+  for (int64_t i = 0; i < a.num_tiles; ++i, x += kTileBytes, b += kTileRowCount * kTileBytes)
+    add_block<kPanels>(x, a.x_stride, b, a.panel_bytes);
+  if (a.last_rows > 0) {
+    const auto other = [&](int number) { return panel + (number < kPanels ? number : 0); };
+    const LastWeights last[] = {{a, panel}, {a, other(1)}, {a, other(2)}, {a, other(3)}};
+    add_block<kPanels>(x, a.x_stride, last[0].bytes, sizeof(LastWeights));
+  }
+  constexpr int64_t stride = kPanels * kPanel * static_cast<int64_t>(sizeof(Sum));
+  _tile_stored(0, sums, stride);
+  if constexpr (kPanels > 1) _tile_stored(1, sums + kPanel, stride);
+  if constexpr (kPanels > 2) {
+    _tile_stored(2, sums + 2 * kPanel, stride);
+    _tile_stored(3, sums + 3 * kPanel, stride);
+  }
+}
+
+// All of an item's panels, some at a time: run(first panel, Count of panels).
+template <int kMost, class Run>
+void for_panels(const LinearItem& item, Run run) {
+  int64_t panel = item.first_panel;
+  for (; panel + kMost <= item.end_panel; panel += kMost) run(panel, Count<kMost>{});
+  if constexpr (kMost > 2)
+    for (; panel + 2 <= item.end_panel; panel += 2) run(panel, Count<2>{});
+  for (; panel < item.end_panel; ++panel) run(panel, Count<1>{});
+}
+
+// finish(sums, first row, end of the rows, first panel, Count of panels) gets the sums (rows, panels * kPanel) of a few
+// rows and panels at a time. Nothing is fetched ahead: the processor itself does that better for tiles.
+template <class Sum, class Finish>
+void multiply_tiles(const TiledLinear& a, const LinearItem& item, Finish finish) {
+  static constexpr TileShapes kWholeBlocks = linear_shapes(kTileRowCount, kTileRowCount);
+  alignas(64) Sum sums[kTwoBlocks * 2 * kPanel];
+  const auto two_blocks = [&](int64_t first_row, int64_t end_row) {
+    for_panels<2>(item, [&](int64_t panel, auto count) {
+      for (int64_t row = first_row; row < end_row; row += kTwoBlocks) {
+        multiply_two_blocks<count.value>(a, row, panel, sums);
+        finish(sums, row, row + kTwoBlocks < end_row ? row + kTwoBlocks : end_row, panel, count);
+      }
+    });
+  };
+  const int64_t rest = (item.end_row - item.first_row) % kTwoBlocks, rest_row = item.end_row - rest;
+  Tiles tiles(kWholeBlocks);
+  two_blocks(item.first_row, rest_row);
+  if (rest > kTileRowCount) {
+    tiles.reshape(linear_shapes(kTileRowCount, rest - kTileRowCount));
+    two_blocks(rest_row, item.end_row);
+  } else if (rest > 0) {
+    tiles.reshape(linear_shapes(rest, 0));
+    for_panels<4>(item, [&](int64_t panel, auto count) {
+      multiply_block<count.value>(a, rest_row, panel, sums);
+      finish(sums, rest_row, item.end_row, panel, count);
+    });
+  }
+}
+
+// Rows of an item, whose x has row_bytes in each.
+inline int64_t tiled_rows_at_once(int64_t row_bytes) {
+  const int64_t rows = kItemBytes / row_bytes / kTwoBlocks * kTwoBlocks;
+  return rows < kMaxItemRows ? kMaxItemRows : rows < kMaxTiledRows ? rows : kMaxTiledRows;
+}

@@ -331,7 +331,7 @@ void try_sort_rows() {
 int main() {
   try_line_forms();
   try_sort_rows();
-  for (int isa = 0; isa < 4; ++isa) {
+  for (int isa = 0; isa < 5; ++isa) {
     if (!batchline_is_supported(isa)) continue;
     const Runtime *runtime = batchline_open(isa, run_on_threads), *serial = batchline_open(isa, nullptr);
     try_norm_and_linear<float>(runtime, 0);
