@@ -20,3 +20,6 @@ inline F32 times_power_of_two(F32 p, F32 n, F32 x) {
   const __mmask16 is_normal = _mm512_cmp_ps_mask(reinterpret<__m512>(x), _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
   return reinterpret<F32>(_mm512_maskz_scalef_ps(is_normal, reinterpret<__m512>(p), reinterpret<__m512>(n)));
 }
+
+// 1 / x to 2^-14 of the result; 0 for infinity.
+inline F32 rough_inverse(F32 x) { return reinterpret<F32>(_mm512_maskz_rcp14_ps(kAllLanes, reinterpret<__m512>(x))); }

@@ -17,3 +17,5 @@ inline F32 times_power_of_two(F32 p, F32 n, F32 x) {
   const F32 product = reinterpret<F32>(reinterpret<U32>(p) + exponents);
   return x < -126.0f ? F32{} : product;
 }
+
+inline F32 rough_inverse(F32 x) { return 1.0f / x; }

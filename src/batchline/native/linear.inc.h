@@ -19,7 +19,7 @@ inline __attribute__((always_inline)) void finish_whole(const LinearArgs& a, Sum
 #pragma GCC unroll 16
       for (int c = 0; c < kPanels / 2 * kVectors; ++c) {
         const int gate = c / kVectors * 2 * kVectors + c % kVectors;
-        store(out + c * kLanes, silu(sums.at[r][gate]) * sums.at[r][gate + kVectors]);
+        store(out + c * kLanes, silu<T>(sums.at[r][gate]) * sums.at[r][gate + kVectors]);
       }
     } else {
 #pragma GCC unroll 16
@@ -41,7 +41,7 @@ void finish_row(const LinearArgs& a, F32* sums, int64_t row, int64_t panel) {
     const int64_t column = (panel + p) / step * kPanel;
     for (int v = 0; v < kVectors; ++v) {
       F32 x = sums[p * kVectors + v];
-      if (kPanels > 1 && a.is_gated) x = silu(x) * sums[(p + 1) * kVectors + v];
+      if (kPanels > 1 && a.is_gated) x = silu<T>(x) * sums[(p + 1) * kVectors + v];
       store_columns(out + column + v * kLanes, x, a.outputs - column - v * kLanes);
     }
   }
