@@ -132,6 +132,7 @@ def no_waiting() -> Iterator[Callable[[], None]]:
     torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature:UserWarning")
 @pytest.mark.parametrize("enforce_eager", [True, False])
 def test_the_host_does_not_wait_within_a_step(
     enforce_eager: bool, tmp_path: Path, no_waiting: Callable[[], None]
