@@ -72,10 +72,10 @@ def main() -> None:
 
 def compile_layer_kernels(dtype: str, dim: int, group: int, capability: int, *, has_norms: bool) -> None:
     """The kernels between the products of a layer. has_norms: of each head, and a residual to add."""
-    heads = {"KV_HEADS": 8, "GROUP": group, "DIM": dim, "VALUE_DIM": dim, "HAS_NORMS": has_norms}
-    lanes = {"GROUP_LANES": 1 << (group - 1).bit_length(), "HALF_LANES": dim // 2, "VALUE_LANES": dim}
+    heads = {"HEADS": 8 * group, "KV_HEADS": 8, "DIM": dim, "VALUE_DIM": dim, "HAS_NORMS": has_norms}
+    lanes = {"HEAD_LANES": layer_kernels.HEADS_AT_ONCE, "HALF_LANES": dim // 2, "VALUE_LANES": dim}
     missing = {} if has_norms else {"query_norm": None, "key_norm": None}
-    compile_kernel(layer_kernels.rotate_kernel, dtype, capability, heads | lanes | missing, num_warps=2)
+    compile_kernel(layer_kernels.rotate_kernel, dtype, capability, heads | lanes | missing)
     row = {"WIDTH": 8 * dim * group, "LANES": 1 << (8 * dim * group - 1).bit_length(), "HAS_DELTA": has_norms}
     missing = {} if has_norms else {"delta": None}
     compile_kernel(layer_kernels.norm_kernel, dtype, capability, row | missing, num_warps=8)

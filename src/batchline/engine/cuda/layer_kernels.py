@@ -22,6 +22,9 @@ LANES_PER_WARP = 512
 
 MAX_WARPS = 16
 
+HEADS_AT_ONCE = 8
+"""Heads of a token that one program of `rotate_and_write` rotates."""
+
 HeadNorms = tuple[torch.Tensor, torch.Tensor, float]
 """Weights of a layer's query and key norms, and their eps."""
 
@@ -50,68 +53,45 @@ def norm_kernel(
 
 @triton.jit(do_not_specialize_on_alignment=["slots"])
 def rotate_kernel(
-    qkv, cos, sin, query_norm, key_norm, slots, queries, keys, cached_keys, cached_values, qkv_stride, eps,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, GROUP_LANES: tl.constexpr,
+    qkv, cos, sin, query_norm, key_norm, slots, rotated, cached_keys, cached_values, qkv_stride, eps,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, HEAD_LANES: tl.constexpr,
     HALF_LANES: tl.constexpr, VALUE_LANES: tl.constexpr, HAS_NORMS: tl.constexpr,
 ):  # fmt: skip
-    """One program: a KV head of one token, with the queries of its group."""
+    """One program: some heads of one token. Heads of keys follow those of queries; values come with their keys."""
     token = tl.program_id(0).to(tl.int64)
-    kv_head = tl.program_id(1)
-    row = qkv + token * qkv_stride
-    slot = tl.load(slots + token)
-
-    member = tl.arange(0, GROUP_LANES)
-    head = (kv_head * GROUP + member)[:, None]
-    low, high = _rotated(
-        row + head * DIM, (member < GROUP)[:, None], cos + token * DIM, sin + token * DIM, query_norm, eps,
-        DIM, HALF_LANES, HAS_NORMS,
-    )  # fmt: skip
+    head = (tl.program_id(1) * HEAD_LANES + tl.arange(0, HEAD_LANES))[:, None]
     half = tl.arange(0, HALF_LANES)[None, :]
-    inside = (member < GROUP)[:, None] & (half < DIM // 2)
-    target = queries + (token * KV_HEADS * GROUP + head) * DIM + half
-    tl.store(target, low.to(queries.dtype.element_ty), mask=inside)
-    tl.store(target + DIM // 2, high.to(queries.dtype.element_ty), mask=inside)
-
-    one = tl.arange(0, 1)[:, None]
-    low, high = _rotated(
-        row + (KV_HEADS * GROUP + kv_head + one) * DIM, one == 0, cos + token * DIM, sin + token * DIM, key_norm, eps,
-        DIM, HALF_LANES, HAS_NORMS,
-    )  # fmt: skip
-    inside = (one == 0) & (half < DIM // 2)
-    target = keys + (token * KV_HEADS + kv_head) * DIM + half
-    tl.store(target, low.to(keys.dtype.element_ty), mask=inside)
-    tl.store(target + DIM // 2, high.to(keys.dtype.element_ty), mask=inside)
-    target = cached_keys + (slot * KV_HEADS + kv_head) * DIM + half
-    tl.store(target, low.to(cached_keys.dtype.element_ty), mask=inside)
-    tl.store(target + DIM // 2, high.to(cached_keys.dtype.element_ty), mask=inside)
-
-    lane = tl.arange(0, VALUE_LANES)
-    values = tl.load(row + KV_HEADS * (GROUP + 1) * DIM + kv_head * VALUE_DIM + lane, mask=lane < VALUE_DIM)
-    tl.store(cached_values + (slot * KV_HEADS + kv_head) * VALUE_DIM + lane, values, mask=lane < VALUE_DIM)
-
-
-@triton.jit
-def _rotated(
-    heads, is_head, cos, sin, norm, eps, DIM: tl.constexpr, HALF_LANES: tl.constexpr, HAS_NORMS: tl.constexpr
-):  # fmt: skip
-    """The halves of some heads, normed if the layer norms them, and rotated. heads: pointers, (n, 1)."""
-    dtype = heads.dtype.element_ty
-    half = tl.arange(0, HALF_LANES)[None, :]
+    is_key = (head >= HEADS) & (head < HEADS + KV_HEADS)
     inside = half < DIM // 2
-    low = tl.load(heads + half, mask=is_head & inside, other=0.0).to(tl.float32)
-    high = tl.load(heads + DIM // 2 + half, mask=is_head & inside, other=0.0).to(tl.float32)
+    is_number = (head < HEADS + KV_HEADS) & inside
+    dtype = rotated.dtype.element_ty
+    row = qkv + token * qkv_stride
+    low = tl.load(row + head * DIM + half, mask=is_number, other=0.0).to(tl.float32)
+    high = tl.load(row + head * DIM + DIM // 2 + half, mask=is_number, other=0.0).to(tl.float32)
     if HAS_NORMS:
-        squares = tl.sum(low * low + high * high, 1)
-        factor = (1.0 / tl.sqrt(squares / DIM + eps))[:, None]
-        low_weights = tl.load(norm + half, mask=inside, other=0.0).to(tl.float32)
-        high_weights = tl.load(norm + DIM // 2 + half, mask=inside, other=0.0).to(tl.float32)
+        factor = (1.0 / tl.sqrt(tl.sum(low * low + high * high, 1) / DIM + eps))[:, None]
+        norm = tl.where(is_key, key_norm + half, query_norm + half)
+        low_weights = tl.load(norm, mask=is_number, other=0.0).to(tl.float32)
+        high_weights = tl.load(norm + DIM // 2, mask=is_number, other=0.0).to(tl.float32)
         low = ((low * factor).to(dtype).to(tl.float32) * low_weights).to(dtype).to(tl.float32)
         high = ((high * factor).to(dtype).to(tl.float32) * high_weights).to(dtype).to(tl.float32)
-    low_cos = tl.load(cos + half, mask=inside, other=0.0).to(tl.float32)
-    high_cos = tl.load(cos + DIM // 2 + half, mask=inside, other=0.0).to(tl.float32)
-    low_sin = tl.load(sin + half, mask=inside, other=0.0).to(tl.float32)
-    high_sin = tl.load(sin + DIM // 2 + half, mask=inside, other=0.0).to(tl.float32)
-    return low * low_cos - high * low_sin, high * high_cos + low * high_sin
+    low_cos = tl.load(cos + token * DIM + half, mask=inside, other=0.0).to(tl.float32)
+    high_cos = tl.load(cos + token * DIM + DIM // 2 + half, mask=inside, other=0.0).to(tl.float32)
+    low_sin = tl.load(sin + token * DIM + half, mask=inside, other=0.0).to(tl.float32)
+    high_sin = tl.load(sin + token * DIM + DIM // 2 + half, mask=inside, other=0.0).to(tl.float32)
+    new_low = (low * low_cos - high * low_sin).to(dtype)
+    new_high = (high * high_cos + low * high_sin).to(dtype)
+
+    target = rotated + (token * (HEADS + KV_HEADS) + head) * DIM + half
+    tl.store(target, new_low, mask=is_number)
+    tl.store(target + DIM // 2, new_high, mask=is_number)
+    cached = tl.load(slots + token) * KV_HEADS + head - HEADS
+    tl.store(cached_keys + cached * DIM + half, new_low, mask=is_key & inside)
+    tl.store(cached_keys + cached * DIM + DIM // 2 + half, new_high, mask=is_key & inside)
+    lane = tl.arange(0, VALUE_LANES)[None, :]
+    is_value = is_key & (lane < VALUE_DIM)
+    values = tl.load(row + (HEADS + KV_HEADS) * DIM + (head - HEADS) * VALUE_DIM + lane, mask=is_value)
+    tl.store(cached_values + cached * VALUE_DIM + lane, values, mask=is_value)
 
 
 @triton.jit
@@ -165,40 +145,37 @@ def rotate_and_write(
 
     qkv: (num_tokens, outputs of the three projections), last dimension contiguous. rotary: cosines and sines,
     (num_tokens, key_dim), contiguous. slots: (num_tokens,) int64. Returns the rotated queries and keys,
-    (num_tokens, heads, key_dim).
+    (num_tokens, heads, key_dim), last dimension contiguous.
     """
     num_tokens = len(qkv)
     cos, sin = rotary
     if cos.shape != (num_tokens, group.key_dim):
         raise ValueError(f"heads of {group.key_dim} numbers have rotations of {tuple(cos.shape)}")
     query_norm, key_norm, eps = head_norms or (None, None, 0.0)
-    queries = qkv.new_empty(num_tokens, group.num_heads, group.key_dim)
-    keys = qkv.new_empty(num_tokens, group.num_kv_heads, group.key_dim)
-    heads = group.num_heads // group.num_kv_heads
-    rotate_kernel[(num_tokens, group.num_kv_heads)](
+    num_heads = group.num_heads + group.num_kv_heads
+    rotated = qkv.new_empty(num_tokens, num_heads, group.key_dim)
+    rotate_kernel[(num_tokens, triton.cdiv(num_heads, HEADS_AT_ONCE))](
         qkv,
         cos,
         sin,
         query_norm,
         key_norm,
         slots,
-        queries,
-        keys,
+        rotated,
         cache.keys,
         cache.values,
         qkv.stride(0),
         eps,
+        HEADS=group.num_heads,
         KV_HEADS=group.num_kv_heads,
-        GROUP=heads,
         DIM=group.key_dim,
         VALUE_DIM=group.value_dim,
-        GROUP_LANES=triton.next_power_of_2(heads),
+        HEAD_LANES=HEADS_AT_ONCE,
         HALF_LANES=triton.next_power_of_2(group.key_dim // 2),
         VALUE_LANES=triton.next_power_of_2(group.value_dim),
         HAS_NORMS=head_norms is not None,
-        num_warps=2,
     )
-    return queries, keys
+    return rotated[:, : group.num_heads], rotated[:, group.num_heads :]
 
 
 def silu_product(gate_up: torch.Tensor, out: torch.Tensor) -> None:
