@@ -14,10 +14,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from batchline.engine.cuda import kernels
+from batchline.engine.cuda import kernels, layer_kernels
 
 DTYPES = {"bf16": 2, "fp16": 2, "fp32": 4}
-SCALARS = {"scale": "fp32", "softcap": "fp32"}
+SCALARS = {"scale": "fp32", "softcap": "fp32", "eps": "fp32"}
 INTEGERS = {"tiles", "tables", "slots"}
 
 
@@ -31,7 +31,7 @@ def compile_kernel(kernel: Any, dtype: str, capability: int, constants: dict[str
             signature[name] = "i32"
         elif name in INTEGERS:
             signature[name] = "*i64"
-        elif name in {"parts", "log_sums"} or (name == "out" and constants["SPLITS"] > 1 and "ROWS" in constants):
+        elif name in {"parts", "log_sums"} or (name == "out" and "ROWS" in constants and constants["SPLITS"] > 1):
             signature[name] = "*fp32"
         else:
             signature[name] = SCALARS.get(name, f"*{dtype}")
@@ -67,6 +67,20 @@ def main() -> None:
         compile_kernel(kernels.write_kernel, dtype, capability, {"KV_HEADS": 8, "HEAD_LANES": 8, **lanes})
         combined = {"HEADS": heads, "VALUE_DIM": dim, "VALUE_LANES": dim, "SPLITS": 8, "FIELDS": 4}
         compile_kernel(kernels.combine_kernel, dtype, capability, combined)
+        compile_layer_kernels(dtype, dim, group, capability, has_norms=dim == 128)
+
+
+def compile_layer_kernels(dtype: str, dim: int, group: int, capability: int, *, has_norms: bool) -> None:
+    """The kernels between the products of a layer. has_norms: of each head, and a residual to add."""
+    heads = {"HEADS": 8 * group, "KV_HEADS": 8, "DIM": dim, "VALUE_DIM": dim, "HAS_NORMS": has_norms}
+    lanes = {"HEAD_LANES": layer_kernels.HEADS_AT_ONCE, "HALF_LANES": dim // 2, "VALUE_LANES": dim}
+    missing = {} if has_norms else {"query_norm": None, "key_norm": None}
+    compile_kernel(layer_kernels.rotate_kernel, dtype, capability, heads | lanes | missing)
+    row = {"WIDTH": 8 * dim * group, "LANES": 1 << (8 * dim * group - 1).bit_length(), "HAS_DELTA": has_norms}
+    missing = {} if has_norms else {"delta": None}
+    compile_kernel(layer_kernels.norm_kernel, dtype, capability, row | missing, num_warps=8)
+    columns = {"WIDTH": 14336, "LANES": layer_kernels.ACTIVATION_LANES}
+    compile_kernel(layer_kernels.silu_kernel, dtype, capability, columns)
 
 
 if __name__ == "__main__":

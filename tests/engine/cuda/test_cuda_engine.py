@@ -28,6 +28,7 @@ pytest.importorskip("triton")
 from batchline.engine.cuda.paged_attention import attend_tiles
 from batchline.engine.cuda.placement import CudaPlacement
 
+FUSED = {"llama", "mistral", "qwen2", "qwen3"}
 MAX_TOKENS = 5
 BLOCK_SIZE = 16
 DEVICE: Device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -72,9 +73,15 @@ def recorder(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> RepeatedC
     recorder = RepeatedCalls()
     monkeypatch.setattr(
         "batchline.engine.core.place",
-        lambda config, loaded, *_: CudaPlacement(config, loaded, new_recorder=lambda: recorder),
+        lambda config, loaded, *_: probed(CudaPlacement(config, loaded, new_recorder=lambda: recorder)),
     )
     return recorder
+
+
+def probed(placement: CudaPlacement) -> CudaPlacement:
+    """With fused layers where these are known."""
+    assert placement.reproduces_torch()
+    return placement
 
 
 def make_prompts(count: int) -> list[tuple[int, ...]]:
@@ -108,7 +115,8 @@ def greedy_tokens(engine: Engine, prompts: list[tuple[int, ...]], *, num_urgent:
 
 
 @pytest.mark.parametrize(
-    "family", ["mistral", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("llama", "gemma2"))]
+    "family",
+    ["mistral", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("llama", "qwen2", "qwen3", "gemma2"))],
 )
 def test_tokens_equal_those_of_generate_with_padded_decodes_and_without(
     family: str, tmp_path: Path, recorder: RepeatedCalls
@@ -117,6 +125,7 @@ def test_tokens_equal_those_of_generate_with_padded_decodes_and_without(
     prompts = make_prompts(5)
     expected = greedy_oracle(folder, prompts, MAX_TOKENS)
     engine = Engine(config(folder))
+    assert engine._runner._forward._is_fused == (family in FUSED)  # type: ignore[attr-defined]
     assert greedy_tokens(engine, prompts) == expected
     assert engine.stats().cached_tokens > 0
     assert recorder.recorded > 1

@@ -28,6 +28,7 @@ pytestmark = [
 ]
 
 MAX_TOKENS = 16
+FUSED = {"llama", "mistral", "qwen2", "qwen3"}
 EXPERTS = {"mixtral", "qwen3_moe"}
 """In float32 `transformers` loops over experts that were chosen, which cannot be recorded."""
 
@@ -90,6 +91,7 @@ def test_tokens_equal_those_of_generate(family: str, tmp_path: Path, graph_steps
     for enforce_eager in (True, False):
         engine = make_engine(folder, enforce_eager=enforce_eager, num_bytes=20 * block_bytes)
         assert isinstance(engine._runner, CudaRunner)
+        assert engine._runner._forward._is_fused == (family in FUSED)
         assert greedy_tokens(engine, prompts) == expected
         assert engine.stats().cached_tokens > 0
         assert engine.stats().preemptions > 0
@@ -132,6 +134,7 @@ def no_waiting() -> Iterator[Callable[[], None]]:
     torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature:UserWarning")
 @pytest.mark.parametrize("enforce_eager", [True, False])
 def test_the_host_does_not_wait_within_a_step(
     enforce_eager: bool, tmp_path: Path, no_waiting: Callable[[], None]

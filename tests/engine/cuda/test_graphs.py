@@ -82,10 +82,19 @@ def run_decodes(graphs: DecodeGraphs, tables: list[list[int]]) -> tuple[torch.Te
         (8, (1, 2, 4, 8)),
         (20, (1, 2, 4, 8, 16, 20)),
         (32, (1, 2, 4, 8, 16, 24, 32)),
+        (256, (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)),
+        (300, (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 300)),
     ],
 )
 def test_sizes_end_with_the_most_sequences_that_run_at_once(max_num_seqs: int, sizes: tuple[int, ...]) -> None:
     assert graph_sizes(max_num_seqs) == sizes
+
+
+def test_less_than_half_of_a_step_is_padding_and_above_16_rows_less_than_a_third() -> None:
+    sizes = graph_sizes(1000)
+    for num_seqs in range(1, 1001):
+        size = min(size for size in sizes if size >= num_seqs)
+        assert size - num_seqs < size / (2 if num_seqs <= 16 else 3)
 
 
 def test_a_step_runs_in_the_smallest_size_that_holds_it_recorded_once(graphs: DecodeGraphs, model: Echo) -> None:

@@ -23,8 +23,10 @@ from batchline.engine.kv_cache import KVCache
 from batchline.engine.model_runner import Forward, ModelInputs
 from batchline.engine.step import PackedStep
 
-STEP_BETWEEN_SIZES = 8
-SMALL_SIZES = (1, 2, 4)
+SMALL_SIZES = (1, 2, 4, 8)
+FIRST_PAIR = 16
+"""From this size on there are two sizes for each power of two: itself, and halfway to the next."""
+
 Numbers = TypeVar("Numbers", np.ndarray, torch.Tensor)
 
 
@@ -52,9 +54,14 @@ class CudaRecorder:
 
 
 def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """The recorded sizes: 1, 2, 4, then multiples of 8, and the largest."""
-    sizes = {*SMALL_SIZES, *range(STEP_BETWEEN_SIZES, max_num_seqs, STEP_BETWEEN_SIZES)}
-    return (*sorted(size for size in sizes if size < max_num_seqs), max_num_seqs)
+    """The recorded sizes: 1, 2, 4, 8, 16, 24, 32, 48, 64, 96 and so on, and the largest. Less than half of a step is
+    padding, and above 16 rows less than a third."""
+    sizes = list(SMALL_SIZES)
+    power = FIRST_PAIR
+    while power < max_num_seqs:
+        sizes += [power, power + power // 2]
+        power *= 2
+    return (*(size for size in sizes if size < max_num_seqs), max_num_seqs)
 
 
 class DecodeGraphs:

@@ -7,8 +7,9 @@ The unit of attention is a *tile*: some consecutive positions of one sequence, a
 A program takes one tile and one KV head and handles the queries of that head's whole group together, so keys are read
 once for all of them. Softmax is the streaming one of FlashAttention (Dao et al., 2022), in float32 and powers of two;
 a context in parts is joined by their sums of exponentials as in Flash-Decoding (Dao et al., 2023). Capital arguments
-are constants of the compiled kernel; `*_LANES` are dimensions rounded up to powers of two. Triton's compiler takes
-annotations other than its own for variables, so kernels have none.
+are constants of the compiled kernel; `*_LANES` are dimensions rounded up to powers of two. A step's integers lie at any
+address, so kernels are not compiled again for addresses that are multiples of 16. Triton's compiler takes annotations
+other than its own for variables, so kernels have none.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots"])
 def write_kernel(
     keys, values, cached_keys, cached_values, slots, key_stride, key_head_stride, value_stride, value_head_stride,
     KV_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, HEAD_LANES: tl.constexpr,
@@ -37,7 +38,7 @@ def write_kernel(
     tl.store(cached_values + (slot * KV_HEADS + head) * VALUE_DIM + lane, new_values, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["tiles", "tables"])
 def attend_kernel(
     queries, keys, values, out, log_sums, tiles, tables, query_stride, query_head_stride, scale, softcap,
     HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_LANES: tl.constexpr,
@@ -129,7 +130,7 @@ def _attend_range(
     return top, total, weighted
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["tiles"])
 def combine_kernel(
     parts, log_sums, out, tiles,
     HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_LANES: tl.constexpr, SPLITS: tl.constexpr,

@@ -47,8 +47,15 @@ class CudaLayout:
     ) -> torch.Tensor:
         """See `attention.StepLayout.attend`."""
         queries, keys, values = (x if x.stride(-1) == 1 else x.contiguous() for x in (queries, keys, values))
+        write_cache(self.cache.layers[layer], self.slots, keys, values)
+        return self.read(layer, queries, keys, values, params)
+
+    def read(
+        self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams
+    ) -> torch.Tensor:
+        """Attend to the cache, where the step's keys and values already are. Arguments and result as of `attend`, but
+        the last dimension of each tensor is contiguous."""
         cache = self.cache.layers[layer]
-        write_cache(cache, self.slots, keys, values)
         out = queries.new_empty(queries.shape[0], queries.shape[1], values.shape[-1])
         if len(self.decodes):
             splits = choose_num_splits(len(self.decodes), keys.shape[1], num_processors(queries.device))

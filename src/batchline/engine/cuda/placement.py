@@ -9,6 +9,7 @@ import torch
 
 from batchline.config import EngineConfig
 from batchline.engine.cuda.flash import packed_flash_attention
+from batchline.engine.cuda.fusion import fused_twin
 from batchline.engine.cuda.graphs import CudaRecorder, DecodeGraphs, Recorder
 from batchline.engine.cuda.probe import LENGTHS, agree, bytes_of_step, largest_step, num_probe_blocks
 from batchline.engine.cuda.runner import CudaRunner
@@ -31,7 +32,7 @@ class CudaPlacement:
         self._config = config
         self._loaded = loaded
         self._shape = loaded.cache_shape(config.cache.block_size)
-        self._forward = Forward(loaded.model, loaded.media)
+        self._reference = self._forward = Forward(loaded.model, loaded.media)
         self._new_recorder = new_recorder
         self._use_flash = False
 
@@ -41,12 +42,15 @@ class CudaPlacement:
         return self._shape.block_bytes
 
     def reproduces_torch(self) -> bool:
-        """Whether the kernels give the same logits as attention in torch, up to rounding. Also enables FlashAttention
-        if that gives the same logits."""
+        """Whether the kernels give the same logits as the model's own layers with attention in torch, up to rounding.
+        Also enables fused layers and FlashAttention if these give the same logits."""
         if self._loaded.max_model_len < max(LENGTHS):
             return False  # too short for the probe
+        fused = self._fused_forward()
+        if fused is not None:
+            self._forward = fused
         self._use_flash = self._flash_works()
-        return self._use_flash or self._agrees(use_flash=False)
+        return fused is not None or self._use_flash or self._agrees(self._forward, use_flash=False)
 
     def cache_room(self) -> int:
         """The memory left by the largest step and the graphs. Raises: ModelLoadError if that step does not fit."""
@@ -81,11 +85,25 @@ class CudaPlacement:
                 logger.warning("this model's decode steps cannot be recorded as CUDA graphs: %s", exc)
         return self._runner(cache, use_flash=self._use_flash, graphs=graphs)
 
+    def _fused_forward(self) -> Forward | None:
+        """The model with fused layers, if these are known and give the same logits."""
+        try:
+            twin = fused_twin(self._loaded.model, self._loaded.groups)
+            if twin is None:
+                return None
+            forward = Forward(twin, self._loaded.media, is_fused=True)
+            if self._agrees(forward, use_flash=False):
+                return forward
+            logger.warning("fused layers give other logits here; the model runs with its own layers, which is slower")
+        except Exception:  # compilers and drivers may fail with any exception
+            logger.warning("fused layers fail here; the model runs with its own, which is slower", exc_info=True)
+        return None
+
     def _flash_works(self) -> bool:
         if packed_flash_attention() is None:
             return False
         try:
-            works = self._agrees(use_flash=True)
+            works = self._agrees(self._forward, use_flash=True)
         except RuntimeError as exc:  # builds and devices lack different features
             logger.warning("torch's FlashAttention fails here: %s", exc)
             return False
@@ -93,11 +111,11 @@ class CudaPlacement:
             logger.warning("torch's FlashAttention gives other logits here and is not used")
         return works
 
-    def _agrees(self, *, use_flash: bool) -> bool:
+    def _agrees(self, forward: Forward, *, use_flash: bool) -> bool:
         size = self._shape.block_size
         num_blocks = num_probe_blocks(size)
-        runner = self._runner(self._cache(num_blocks), use_flash=use_flash)
-        reference = ModelRunner(self._forward, self._cache(num_blocks))
+        runner = CudaRunner(forward, self._cache(num_blocks), use_flash=use_flash)
+        reference = ModelRunner(self._reference, self._cache(num_blocks))
         return agree(runner, reference, self._loaded.vocab_size, size, self._loaded.dtype)
 
     def _bytes_of_steps(self) -> int:
