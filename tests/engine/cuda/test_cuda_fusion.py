@@ -87,7 +87,7 @@ def test_fused_layers_that_do_not_reproduce_the_logits_are_not_used(
         out *= 1.1
 
     monkeypatch.setattr(fusion, "silu_product", faulty)
-    settings = config(make_model("llama", tmp_path, num_hidden_layers=2))
+    settings = config(make_model("llama", tmp_path, num_hidden_layers=1))
     chosen = placement._place_on_cuda(settings, Engine(settings).loaded)
     assert isinstance(chosen, CudaPlacement)
     assert chosen._forward is chosen._reference
