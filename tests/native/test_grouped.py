@@ -20,16 +20,18 @@ from batchline.native.grouped import (
     pack_grouped_gated,
     quantized,
     rounded_groups,
-    supported_grouped_isas,
 )
-from batchline.native.int8 import Int8Isa
+from batchline.native.int8 import Int8Isa, supported_isas
 from batchline.native.library import load_library
 
-SUPPORTED = supported_grouped_isas()
+SUPPORTED = supported_isas()
 has_kernels = pytest.mark.skipif(not SUPPORTED, reason="the native kernels were not built: no C++ compiler")
 
 SHAPES = [(1, 256, 16), (2, 512, 100), (7, 768, 40), (100, 256, 70), (600, 256, 33)]
 """(rows, inputs, outputs) for all formats."""
+
+MIN_TILED_ROWS = 24
+"""On AMX, so many rows of bfloat16 stay as they are, and weights become bfloat16."""
 
 NUM_VALUES = {
     GroupedFormat.Q4_0: 16,
@@ -38,6 +40,19 @@ NUM_VALUES = {
     GroupedFormat.Q6_K: 64,
     GroupedFormat.Q6_0: 64,
 }
+
+
+def is_tiled(isa: Int8Isa, rows: int, inputs: int, dtype: torch.dtype) -> bool:
+    on_amx = isa is Int8Isa.AMX and dtype is torch.bfloat16
+    return on_amx and rows >= MIN_TILED_ROWS and inputs % GROUP == 0
+
+
+def multiplied(isa: Int8Isa, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x times the transposed weight in float64, with the rounding of bfloat16 rows. weight: float32."""
+    if is_tiled(isa, *x.shape, x.dtype):
+        return x.double() @ weight.bfloat16().double().T
+    wide = x if x.dtype is torch.float32 else rounded_groups(x)
+    return wide.double() @ weight.double().T
 
 
 @pytest.fixture(params=SUPPORTED, ids=lambda isa: isa.name.lower())
@@ -127,7 +142,7 @@ def test_float32_rows_are_multiplied_with_exactly_these_numbers(
 @has_kernels
 @pytest.mark.parametrize("form", GroupedFormat)
 @pytest.mark.parametrize(("rows", "inputs", "outputs"), SHAPES)
-def test_bfloat16_rows_are_rounded_to_bytes_and_summed_as_integers(
+def test_bfloat16_rows_are_rounded_to_bytes_or_multiplied_as_they_are(
     kernels: GroupedKernels, form: GroupedFormat, rows: int, inputs: int, outputs: int
 ) -> None:
     torch.manual_seed(rows)
@@ -135,7 +150,7 @@ def test_bfloat16_rows_are_rounded_to_bytes_and_summed_as_integers(
     x = torch.randn(rows, inputs).bfloat16()
     out = torch.full((rows + 1, outputs + 3), 7.0, dtype=torch.bfloat16)
     kernels.linear(x, pack_grouped(weight), out[:rows, :outputs])
-    expected = rounded_groups(x).double() @ by_definition(weight).double().T
+    expected = multiplied(kernels.isa, x, by_definition(weight))
     scale = float(expected.abs().mean())
     torch.testing.assert_close(out[:rows, :outputs].double(), expected, rtol=2**-8, atol=2e-5 * scale)
     assert (out[rows:] == 7).all()
@@ -175,8 +190,7 @@ def test_any_shape_gives_the_product(
     x = (torch.randn(rows, inputs) * torch.rand(rows, 1).exp2()).to(dtype)
     out = torch.empty(rows, outputs, dtype=dtype)
     opened(isa).linear(x, packed, out)
-    wide = x if dtype is torch.float32 else rounded_groups(x)
-    expected = wide.double() @ dequantized(packed).double().T
+    expected = multiplied(isa, x, dequantized(packed))
     rtol = 1e-5 if dtype is torch.float32 else 2**-8
     torch.testing.assert_close(out.double(), expected, rtol=rtol, atol=2e-5 * float(1 + expected.abs().max()))
 
@@ -189,8 +203,9 @@ def test_a_row_has_the_same_bits_alone_and_with_any_number_of_threads(
 ) -> None:
     torch.manual_seed(3)
     packed = pack_grouped(random_weight(form, 130, 512))
-    x = torch.randn(57, 512).to(dtype)
-    together, again, alone = (torch.empty(57, 130, dtype=dtype) for _ in range(3))
+    rows = MIN_TILED_ROWS - 1 if is_tiled(kernels.isa, 57, 512, dtype) else 57
+    x = torch.randn(rows, 512).to(dtype)
+    together, again, alone = (torch.empty(rows, 130, dtype=dtype) for _ in range(3))
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
@@ -199,10 +214,29 @@ def test_a_row_has_the_same_bits_alone_and_with_any_number_of_threads(
         kernels.linear(x, packed, again)
     finally:
         torch.set_num_threads(before)
-    for row in range(57):
+    for row in range(rows):
         kernels.linear(x[row : row + 1], packed, alone[row : row + 1])
     assert torch.equal(together, again)
     assert torch.equal(together, alone)
+
+
+@has_kernels
+@pytest.mark.parametrize("form", GroupedFormat)
+def test_many_rows_have_the_same_bits_with_any_number_of_threads_and_others_beside_them(
+    kernels: GroupedKernels, form: GroupedFormat
+) -> None:
+    torch.manual_seed(5)
+    packed = pack_grouped(random_weight(form, 100, 512))
+    x = torch.randn(600, 512).bfloat16()
+    together, alone = torch.empty(600, 100, dtype=x.dtype), torch.empty(50, 100, dtype=x.dtype)
+    kernels.linear(x, packed, together)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        kernels.linear(x[530:580], packed, alone)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(together[530:580], alone)
 
 
 @has_kernels

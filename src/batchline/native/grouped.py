@@ -288,12 +288,7 @@ def open_grouped_kernels(wanted: CpuKernels) -> GroupedKernels | None:
     library = _library()
     if wanted == "off" or library is None:
         return None
-    return GroupedKernels(library, max(isa for isa in supported_grouped_isas() if isa <= BEST_ISA[wanted]))
-
-
-def supported_grouped_isas() -> list[Int8Isa]:
-    """Those of `supported_isas` that have such kernels: all but AMX."""
-    return [isa for isa in supported_isas() if isa <= Int8Isa.AVX512_VNNI]
+    return GroupedKernels(library, max(isa for isa in supported_isas() if isa <= BEST_ISA[wanted]))
 
 
 SEARCHED: Sequence[float] = tuple(1 + step / 64 for step in range(-12, 5))

@@ -13,9 +13,10 @@ namespace {
 constexpr int64_t kRowsAtOnce = 512;   // turned into bytes together: they stay in the caches until they are multiplied
 constexpr int64_t kRowsPerRange = 16;  // to turn into bytes
 constexpr int64_t kPanelsPerItem = 4;  // even: gate and up go together
+constexpr int64_t kMinTiledRows = 24;  // fewer do not make up for the work of widening the weights
 constexpr int64_t kOutputsPerRange = 8;  // to round
 
-enum Int8Isa : int { kPortable, kAvx2, kAvxVnni, kAvx512Vnni };
+enum Int8Isa : int { kPortable, kAvx2, kAvxVnni, kAvx512Vnni, kAmx };
 
 // How to run: one for each instruction set in use, made by `batchline_grouped_open`, never changed.
 struct GroupedRuntime {
@@ -34,6 +35,8 @@ const GroupedKernels* kernels_of(int isa) {
       return &kGroupedAvxVnniKernels;
     case kAvx512Vnni:
       return &kGroupedAvx512VnniKernels;
+    case kAmx:
+      return kGroupedAmxKernels;
 #endif
     default:
       return nullptr;
@@ -42,13 +45,14 @@ const GroupedKernels* kernels_of(int isa) {
 
 // Calls work(item) on all cores for all rows [first_row, end_row) and all panels.
 template <class Work>
-void multiply(RunParallel run_parallel, const GroupedLinearArgs& a, int64_t first_row, int64_t end_row, Work work) {
+void multiply(RunParallel run_parallel, const GroupedLinearArgs& a, int64_t first_row, int64_t end_row, Work work,
+              int64_t item_rows = kMaxItemRows) {
   const int64_t column_items = divide_up(a.num_panels(), kPanelsPerItem);
-  const int64_t items = divide_up(end_row - first_row, kMaxItemRows) * column_items;
+  const int64_t items = divide_up(end_row - first_row, item_rows) * column_items;
   parallel_ranges(run_parallel, items, 1, [&](int64_t first, int64_t end) {
     for (int64_t i = first; i < end; ++i) {
-      const int64_t row = first_row + i / column_items * kMaxItemRows, panel = i % column_items * kPanelsPerItem;
-      work(LinearItem{row, std::min(row + kMaxItemRows, end_row), panel, std::min(panel + kPanelsPerItem, a.num_panels())});
+      const int64_t row = first_row + i / column_items * item_rows, panel = i % column_items * kPanelsPerItem;
+      work(LinearItem{row, std::min(row + item_rows, end_row), panel, std::min(panel + kPanelsPerItem, a.num_panels())});
     }
   });
 }
@@ -60,6 +64,11 @@ T* grown(std::vector<T>& numbers, int64_t count) {
 }
 
 void run_bfloat16(const GroupedRuntime& runtime, const GroupedLinearArgs& a) {
+  if (runtime.kernels->tiled != nullptr && a.rows >= kMinTiledRows && a.inputs % kGroup == 0) {
+    multiply(
+        runtime.run_parallel, a, 0, a.rows, [&](const LinearItem& item) { runtime.kernels->tiled(a, item); }, kRowsAtOnce);
+    return;
+  }
   thread_local std::vector<int8_t> bytes;  // reused by later calls, because the system would zero fresh memory
   thread_local std::vector<float> scales, sums;
   thread_local std::vector<int32_t> starts;

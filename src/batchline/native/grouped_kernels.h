@@ -4,7 +4,8 @@
 // A *group* is 32 neighbouring inputs of an output, whose weights share a scale. The formats are those of GGUF, with the
 // same numbers in another order: panels of kPanel outputs, for each group of inputs its fours (see `int8_kernels.h`). With
 // bfloat16 rows, each group of a row becomes bytes with a scale, and products are sums of integers within a group. With
-// float32 rows, weights become floats, the same as GGUF's definition gives, and nothing else is rounded.
+// float32 rows, weights become floats, the same as GGUF's definition gives, and nothing else is rounded. On AMX, many rows
+// of bfloat16 stay as they are, and weights become bfloat16.
 #pragma once
 
 #include "int8_kernels.h"
@@ -68,6 +69,7 @@ struct GroupedKernels {
   void (*bfloat16)(const GroupedLinearArgs&, const GroupedRows&, const LinearItem&);
   void (*float32)(const GroupedLinearArgs&, const LinearItem&);
   void (*round)(const GroupedRoundingArgs&, int64_t first_output, int64_t end_output);
+  void (*tiled)(const GroupedLinearArgs&, const LinearItem&);  // whole groups of bfloat16, unrounded; null: there is none
 };
 
 extern const GroupedKernels kGroupedPortableKernels;
@@ -75,6 +77,7 @@ extern const GroupedKernels kGroupedPortableKernels;
 extern const GroupedKernels kGroupedAvx2Kernels;
 extern const GroupedKernels kGroupedAvxVnniKernels;
 extern const GroupedKernels kGroupedAvx512VnniKernels;
+extern const GroupedKernels* const kGroupedAmxKernels;  // null: this build has none
 #endif
 
 }  // namespace batchline

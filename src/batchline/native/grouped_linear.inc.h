@@ -315,5 +315,5 @@ inline void float_linear(const GroupedLinearArgs& a, const LinearItem& item) {
 }
 
 constexpr GroupedKernels grouped_kernels() {
-  return {grouped_quantize, grouped_linear, float_linear, round_groups};
+  return {grouped_quantize, grouped_linear, float_linear, round_groups, nullptr};
 }

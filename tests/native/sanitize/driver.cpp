@@ -342,7 +342,7 @@ int main() {
     try_encoder<BFloat16>(isa, 1);
     std::printf("instruction set %d\n", isa);
   }
-  for (int isa = 0; isa < 4; ++isa) {
+  for (int isa = 0; isa < 5; ++isa) {
     if (!batchline_int8_is_supported(isa)) continue;
     const Int8Runtime* runtime = batchline_int8_open(isa, run_on_threads);
     try_int8<float>(runtime, 0);
