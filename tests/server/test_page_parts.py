@@ -112,6 +112,17 @@ def test_a_running_batch_shows_what_its_worker_knows() -> None:
     assert (elsewhere.done, elsewhere.time_text, elsewhere.tokens_per_s) == (2, "", None), "it runs in another process"
 
 
+@pytest.mark.parametrize(
+    ("total", "filename", "shown"),
+    [(10, "in.jsonl", "in.jsonl"), (10, None, "deleted file"), (0, None, "no such file")],
+)
+def test_a_batch_whose_input_was_deleted_is_not_said_to_have_had_none(
+    total: int, filename: str | None, shown: str
+) -> None:
+    """Bug: after its input was deleted, a completed batch was shown as "no such file"."""
+    assert views.view_of(replace(RECORD, total=total), 1100, filename, None, None).name == shown
+
+
 def test_a_batch_that_waits_says_so_and_when_it_will_be_late() -> None:
     waiting = replace(RECORD, estimated_s=400.0, expected_at=1500.0)
     shown = views.view_of(waiting, 1100, "in.jsonl", None, None)

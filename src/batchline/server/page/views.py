@@ -71,6 +71,11 @@ class BatchView:
     warnings: tuple[str, ...]
 
     @property
+    def name(self) -> str:
+        """That of its input file. A batch whose lines were counted had one, so that was deleted, or has expired."""
+        return self.filename or ("deleted file" if self.record.total else "no such file")
+
+    @property
     def shares(self) -> Shares:
         """How much has run."""
         return Shares(self.done, self.failed, self.record.total)
