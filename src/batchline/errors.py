@@ -692,19 +692,32 @@ _MAX_NAMES_COMPARED, _MAX_NAME_COMPARED = 100, 40
 """How many names are compared with a missing field, and the length of the longest; clients can make up any."""
 
 
+_OTHER_ENDPOINTS = {
+    ("messages", "prompt"): "/v1/completions",
+    ("messages", "input"): "/v1/responses and /v1/embeddings",
+    ("prompt", "messages"): "/v1/chat/completions",
+    ("prompt", "input"): "/v1/responses and /v1/embeddings",
+}
+"""The endpoints for which a request seems to be made, by the field that it lacks and one that it has."""
+
+
 def counted(count: int, noun: str) -> str:
     """`1 request`, `2 requests`."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
-def misspelling(missing: Iterable[str], given: Iterable[str], known: Collection[str] = ()) -> str:
-    """` Is 'promt' a misspelling of 'prompt'?`, for the first missing field that a given name resembles; or nothing.
+def misspelling(missing: Iterable[str], given: Collection[str], known: Collection[str] = ()) -> str:
+    """` Is 'promt' a misspelling of 'prompt'?`, for the first missing field that a given name resembles; or the
+    endpoint to which another field belongs; or nothing.
 
     known: names that are not misspelt.
     """
     unknown = (name for name in given if name not in known and len(name) <= _MAX_NAME_COMPARED)
     names = list(islice(unknown, _MAX_NAMES_COMPARED))
     for field in missing:
+        for (lacking, name), endpoints in _OTHER_ENDPOINTS.items():
+            if lacking == field and name in given:
+                return f" {name!r} belongs to requests to {endpoints}."
         for found in get_close_matches(field, names, n=1):
             return f" Is {found!r} a misspelling of {field!r}?"
     return ""

@@ -87,8 +87,8 @@ class Injected:
 def open_backend(name: str, around_load: Callable[[Callable[[], Any]], Any] = lambda load: load()) -> InProcessBackend:
     model = ModelConfig(model=str(MODELS / name), served_names=(name,), dtype="float32", num_threads=1)
     backend = InProcessBackend([EngineConfig(model=model, cache=CacheConfig(num_bytes=1 << 20))])
-    loadable = backend._loadables[name]
-    backend._loadables[name] = replace(loadable, load=lambda: around_load(loadable.load))
+    loadable = backend._by_name[name]
+    backend._by_name[name] = replace(loadable, load=lambda: around_load(loadable.load))
     return backend
 
 

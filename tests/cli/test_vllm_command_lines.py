@@ -139,6 +139,16 @@ ACCEPTED: list[tuple[str, Callable[[Any, Any], Any], Any, str]] = [
         False,
         "",
     ),
+    (
+        """serve M --reasoning-config '{"reasoning_start_str": "<think>"}' --numa-bind --numa-bind-nodes 0 1 """
+        "-dpb ray --num-redundant-experts 2 --enable-multimodal-encoder-data-parallel --port 5",
+        lambda _, o: o.port,
+        5,
+        "--reasoning-config, --numa-bind, --numa-bind-nodes, -dpb, --num-redundant-experts, "
+        "--enable-multimodal-encoder-data-parallel",
+    ),
+    ("serve M --chat-template-text-format openai", lambda e, _: e.text.chat_template_content_format, "openai", ""),
+    ("serve M --reasoning-backend qwen3", lambda e, _: e.text.reasoning_parser, "qwen3", ""),
     ("serve M --uds /run/x.sock", lambda _, o: o.uds, "/run/x.sock", ""),
     ("serve M -q none", lambda e, _: e.model.quantization, None, ""),
     (
@@ -210,6 +220,9 @@ REFUSED = [
     ("-pp 2 --data-parallel-size 2", "-pp 2, --data-parallel-size 2: A model runs on one device"),
     ("--kv-cache-dtype fp8", "FP8 caches are not supported"),
     ('--speculative-config \'{"method": "ngram"}\'', "Speculative decoding is not supported"),
+    ("-sc '{}'", "Speculative decoding is not supported"),
+    ("--quantization-param-path x.json", "The KV cache has the data type of the weights."),
+    ("--data-parallel-multi-port-external-lb", "Batchline runs a model in one process"),
     ("--speculative-config.method ngram", "Speculative decoding is not supported"),
     ("--quantization awq", "'awq' is not supported. int8 and int4 quantize ordinary weights"),
     ("-q gptq_marlin", "'gptq_marlin' is not supported"),
@@ -263,10 +276,18 @@ def test_what_cannot_be_done_is_refused_in_a_sentence(options: str, message: str
         ("serve model --workers 5", "No such option: --workers."),
         ("split --limit none in", "No such option: --limit. Did you mean --limits?"),
         ("merge a -o b --lines 5", "No such option: --lines."),
+        ("run-batch --force", "No such option: --force. Did you mean --overwrite?"),
+        ("run-batch -m x", "No such option: -m. Did you mean --model?"),
+        ("serve --model-path x", "No such option: --model-path. Did you mean --model?"),
+        ("serve x --tp 2", "No such option: --tp. Did you mean --tensor-parallel-size?"),
+        ("serve x --context-length 5", "No such option: --context-length. Did you mean --max-model-len?"),
+        ("serve x -c 5", "No such option: -c. Did you mean --max-model-len?"),
+        ("serve x --model-iml y", "No such option: --model-iml. Did you mean --model-impl?"),
     ],
 )
 def test_an_unknown_option_suggests_one_of_that_meaning_or_none(command_line: str, message: str) -> None:
-    """`split --lines` suggested `--limits`, and `--workers` a setting of vLLM without effect."""
+    """`split --lines` suggested `--limits`, `--workers` a setting of vLLM without effect, and SGLang's `--model-path`
+    another."""
     assert f"{message}\n" in refusal(command_line)
 
 

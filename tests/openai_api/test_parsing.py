@@ -9,7 +9,10 @@ import pytest
 from pydantic import Field, model_validator
 
 from batchline.errors import BadRequest
+from batchline.openai_api import parsing
+from batchline.openai_api.chat import ChatCompletionRequest
 from batchline.openai_api.common import Prompts, Strings, WireModel
+from batchline.openai_api.completions import CompletionRequest
 from batchline.openai_api.parsing import parse_body
 from batchline.openai_api.rerank import RerankRequest
 from batchline.openai_api.structured_outputs import ConstrainedBody
@@ -149,6 +152,44 @@ def test_an_unknown_field_is_warned_about_once(caplog: pytest.LogCaptureFixture)
         for _ in range(3):
             parse_body(Request, {"surprise_field": 1}, strict=False)
     assert [record.getMessage() for record in caplog.records] == ["Unknown request field 'surprise_field' is ignored"]
+
+
+@pytest.mark.parametrize(
+    ("field", "meant"),
+    [("max_token", "max_tokens"), ("enable_thinking", "chat_template_kwargs"), ("format", "response_format")],
+)
+def test_an_unknown_field_suggests_the_name_that_was_probably_meant(
+    field: str, meant: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The check of a batch file suggested one, but the server did not."""
+    monkeypatch.setattr(parsing, "_warned", set())
+    body = {"messages": [{"role": "user", "content": "Hi"}], field: False}
+    parse_body(ChatCompletionRequest, body, strict=False)
+    warning = f"Unknown request field {field!r} is ignored (did you mean {meant!r}?)"
+    assert [record.getMessage() for record in caplog.records] == [warning]
+    with pytest.raises(BadRequest, match=rf"{field}'?: unknown field \(did you mean '{meant}'\?\)"):
+        parse_body(ChatCompletionRequest, body, strict=True)
+
+
+@pytest.mark.parametrize(
+    ("schema", "body", "message"),
+    [
+        (
+            ChatCompletionRequest,
+            {"prompt": "Hi"},
+            "messages: Field required. 'prompt' belongs to requests to /v1/completions.",
+        ),
+        (
+            CompletionRequest,
+            {"messages": []},
+            "prompt: Field required. 'messages' belongs to requests to /v1/chat/completions.",
+        ),
+    ],
+)
+def test_a_body_for_another_endpoint_names_that_endpoint(schema: type[WireModel], body: Any, message: str) -> None:
+    with pytest.raises(BadRequest) as caught:
+        parse_body(schema, body, strict=False)
+    assert caught.value.message == message
 
 
 def test_an_unknown_field_is_an_error_under_strict() -> None:

@@ -17,6 +17,8 @@ from tiny_whisper import make_whisper, sound, wav
 
 from batchline.backends.in_process import InProcessBackend
 from batchline.config import CacheConfig, EngineConfig, ModelConfig
+from batchline.openai_api import parsing
+from batchline.openai_api.completions import CompletionRequest
 from batchline.server.log_lines import SparingHandler
 
 TINY_CHAT = Path(__file__).parents[2] / "examples/models/tiny-chat"
@@ -88,6 +90,17 @@ def test_lines_below_a_warning_and_other_kinds_are_written(log: Log) -> None:
     assert len([line for line in log.lines if line.startswith("request")]) == 20
     assert [line for line in log.lines if len(line) == 1] == ["a", "b", "c", "d", "e", "f"]
     assert len([line for line in log.lines if line == "failed"]) == 10
+
+
+def test_every_unknown_field_of_requests_is_in_the_log(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: the sixth field of a minute was counted with the other five, and never named, because it had been warned of
+    once."""
+    monkeypatch.setattr(parsing, "logger", log.logger)
+    monkeypatch.setattr(parsing, "_warned", set())
+    body = {"prompt": "x", **{f"made_up_{number}": 1 for number in range(20)}}
+    for _ in range(2):
+        parsing.parse_body(CompletionRequest, body, strict=False)
+    assert log.lines == [f"Unknown request field 'made_up_{number}' is ignored" for number in range(20)]
 
 
 def test_texts_that_never_repeat_are_bounded_too(log: Log) -> None:

@@ -17,9 +17,10 @@ from typing import Any
 
 import pytest
 
+from batchline.callers import WorkAbandoned, run_on
 from batchline.errors import BadRequest, ServiceUnavailable
 from batchline.text import isolated_child, isolation
-from batchline.text.isolation import WorkAbandoned, WorkEnded, on_large_stack, run_isolated, run_on
+from batchline.text.isolation import WorkEnded, on_large_stack, run_isolated
 
 
 @pytest.fixture(autouse=True)

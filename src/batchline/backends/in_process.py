@@ -65,11 +65,11 @@ class InProcessBackend:
 
     def __init__(self, engines: Sequence[EngineConfig]) -> None:
         """Raises: UsageError if two models have the same name, or a setting has an unknown value."""
-        self._by_name: dict[str, EngineConfig] = {}
-        self._unlisted: dict[str, EngineConfig] = {}
+        self._by_name: dict[str, Loadable[ResidentModel]] = {}
+        self._unlisted: dict[str, Loadable[ResidentModel]] = {}
+        self._configs: dict[str, EngineConfig] = {}  # this and the next two by the name of `Loadable`
         self._tasks: dict[str, Task] = {}
         self._contexts: dict[str, int | None] = {}
-        self._loadables: dict[str, Loadable[ResidentModel]] = {}
         for config in engines:
             refuse_unknown_values(config.model)
             refuse_unknown_values(config.text)
@@ -87,10 +87,10 @@ class InProcessBackend:
 
         Raises: ModelLoadError.
         """
-        for config in self._engines:
-            await asyncio.to_thread(self._task, config)
-        if self._engines:
-            async with self._residency.use(self._loadables[self._engines[0].model.names[0]]):
+        for name in self._configs:
+            await asyncio.to_thread(self._task, name)
+        if self._configs:
+            async with self._residency.use(self._by_name[next(iter(self._configs))]):
                 self._has_started = True
 
     async def models(self) -> Sequence[ServedModel]:
@@ -172,7 +172,7 @@ class InProcessBackend:
 
     def is_alive(self) -> bool:
         """Whether every model can answer: False while one that has run before cannot be loaded, and after `close`."""
-        return not self._is_closed and not any(self._residency.is_refused(name) for name in self._loadables)
+        return not self._is_closed and not any(self._residency.is_refused(name) for name in self._configs)
 
     def stats(self) -> BackendStats:
         """Counters of all models since the start, whether they are still in memory or not."""
@@ -194,18 +194,19 @@ class InProcessBackend:
             await collector.close()
 
     def _register(self, config: EngineConfig) -> None:
+        first = config.model.names[0]
+        loadable = Loadable(first, partial(self._load, first), partial(self._fits, first))
         for name in config.model.names:
             if name in self._by_name:
                 raise UsageError(f"Two models are served as {name!r}; set a different --served-model-name for each")
-            self._by_name[name] = config
-        self._unlisted |= dict.fromkeys(config.model.unlisted_names, config)
-        name = config.model.names[0]
-        self._loadables[name] = Loadable(name, partial(self._load, config), partial(self._fits, config))
+            self._by_name[name] = loadable
+        self._unlisted |= dict.fromkeys(config.model.unlisted_names, loadable)
+        self._configs[first] = config
 
-    def _task(self, config: EngineConfig) -> Task:
+    def _task(self, name: str) -> Task:
         """The model's task, according to its small files. They are read once. Raises: ModelLoadError."""
-        name, model = config.model.names[0], config.model
         if name not in self._tasks:
+            model = self._configs[name].model
             refuse_foreign_format(model.model, model.revision)
             if model.max_model_len is not None:
                 refuse_longer_context(model.model, model.max_model_len, model.revision, model.hf_overrides)
@@ -216,17 +217,16 @@ class InProcessBackend:
 
     def _detect_local_tasks(self) -> None:
         """Read the small files of the models in folders. What is wrong with them is reported by `start`."""
-        for config in self._engines:
+        for name, config in self._configs.items():
             if os.path.isdir(config.model.model):
                 with suppress(ModelLoadError):
-                    self._task(config)
+                    self._task(name)
 
-    def _fits(self, config: EngineConfig) -> bool:
-        return fits_in_memory(config, self._task(config))
+    def _fits(self, name: str) -> bool:
+        return fits_in_memory(self._configs[name], self._task(name))
 
-    def _load(self, config: EngineConfig) -> ResidentModel:
-        name = config.model.names[0]
-        task = self._task(config)
+    def _load(self, name: str) -> ResidentModel:
+        config, task = self._configs[name], self._task(name)
         logger.info("loading %s", name)
         collections = nullcontext() if self._has_loaded else _few_collections()
         with collections, cache_memory_ahead() if task == "generate" else nullcontext() as memory:
@@ -264,22 +264,21 @@ class InProcessBackend:
         )
 
     def _served_models(self) -> list[ServedModel]:
-        return [self._served(config) for config in self._engines]
+        return [self._served(name, config) for name, config in self._configs.items()]
 
-    def _served(self, config: EngineConfig) -> ServedModel:
-        name, *aliases = config.model.names
+    def _served(self, name: str, config: EngineConfig) -> ServedModel:
         resident = self._residency.resident(name)
         return ServedModel(
             name=name,
-            aliases=tuple(aliases),
-            max_model_len=self._context(config) if resident is None else resident.max_model_len,
+            aliases=config.model.names[1:],
+            max_model_len=self._context(name) if resident is None else resident.max_model_len,
             endpoints=endpoints_of(self._tasks[name]) if name in self._tasks else (),
             facts=None if resident is None else resident.facts,
         )
 
-    def _context(self, config: EngineConfig) -> int | None:
+    def _context(self, name: str) -> int | None:
         """The context length of a model that is not in memory, as far as its settings and small files show it."""
-        return config.model.max_model_len or self._contexts.get(config.model.names[0])
+        return self._configs[name].model.max_model_len or self._contexts.get(name)
 
     async def _attempts(self, request: EndpointRequest) -> Attempts[ResidentModel]:
         """The request's turns on its model. Raises: RequestError."""
@@ -291,7 +290,7 @@ class InProcessBackend:
         """If the model is not in memory, find what is wrong with the request first: a load may take minutes, and unload
         another model. Raises: RequestError."""
         if self._residency.resident(loadable.name) is None:
-            text = self._by_name[loadable.name].text
+            text = self._configs[loadable.name].text
             await asyncio.to_thread(_check_before_load, request, text)
 
     def _as_answered(self, request: EndpointRequest) -> EndpointRequest:
@@ -300,26 +299,26 @@ class InProcessBackend:
         Raises: BadRequest, NotFound.
         """
         current_kind.set(kind_of(request.priority))
-        task = self._task(self._config(request)) if request.url == INVOCATIONS else None
+        task = self._task(self._named(request).name) if request.url == INVOCATIONS else None
         path = answering_path(request.url, request.body, task)
         return request if path == request.url else replace(request, url=path)
 
-    def _config(self, request: EndpointRequest) -> EngineConfig:
+    def _named(self, request: EndpointRequest) -> Loadable[ResidentModel]:
         """The model that a request names. Raises: NotFound, BadRequest."""
         name = request.body.get("model")
         unlisted = self._unlisted.get(name) if isinstance(name, str) and name not in self._by_name else None
         return unlisted or find_model(self._by_name, name)
 
     def _loadable(self, request: EndpointRequest) -> Loadable[ResidentModel]:
-        """The request's model. Raises: NotFound, BadRequest."""
+        """The model that a request names, if it has the request's endpoint. Raises: NotFound, BadRequest."""
         endpoint = ENDPOINTS.get(request.url)
         if endpoint is None:
             raise unknown_path(request.url, self._served_models())
-        given, config = request.body.get("model"), self._config(request)
-        name, task = config.model.names[0], self._task(config)
+        loadable = self._named(request)
+        task = self._task(loadable.name)
         if task not in endpoint.tasks:
-            raise unsupported_path(request.url, given or name, endpoints_of(task))
-        return self._loadables[name]
+            raise unsupported_path(request.url, request.body.get("model") or loadable.name, endpoints_of(task))
+        return loadable
 
 
 @contextmanager

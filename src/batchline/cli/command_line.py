@@ -36,10 +36,25 @@ _OPTIONAL_VALUES = {"--ray": "auto"}
 """Options that may be given without a value, and what that means."""
 
 _OTHER_WORDS: Mapping[str, str] = {
-    **dict.fromkeys(("--lines", "--max-lines", "--lines-per-file"), "--max-requests"),
-    **dict.fromkeys(("--batch-size", "--concurrency", "--max-concurrency", "--workers"), "--max-inflight"),
+    word: ours
+    for ours, words in {
+        "--max-requests": "--lines --max-lines --lines-per-file",
+        "--max-inflight": "--batch-size --concurrency --max-concurrency --num-workers --workers",
+        "--overwrite": "--force -f",
+        "--model": "--model-path --model-id --model-name --model-name-or-path --pretrained -m",
+        "--served-model-name": "--alias --model-alias -a",
+        "--max-model-len": "--context-length --context-size --ctx-size --max-seq-len --max-total-tokens -c",
+        "--max-num-seqs": "--max-running-requests --max-concurrent-requests --parallel -np",
+        "--max-num-batched-tokens": "--chunked-prefill-size --max-prefill-tokens --max-batch-prefill-tokens",
+        "--gpu-memory-utilization": "--mem-fraction-static --cuda-memory-fraction",
+        "--tensor-parallel-size": "--tp --tp-size --num-shard",
+        "--task": "--is-embedding --embedding --embeddings",
+        "--num-threads": "--threads --n-threads -t",
+        "--log-level": "--verbose --debug -v",
+    }.items()
+    for word in words.split()
 }
-"""What options of other programs are called here."""
+"""What options of other programs (SGLang, TGI, llama.cpp's server and others) are called here."""
 
 _TRUTH = {"true": True, "false": False}
 
@@ -290,9 +305,12 @@ class ArgumentReader:
         """The option that an unknown one probably stands for: another program's word, or else a similar name."""
         if (meant := _OTHER_WORDS.get(name)) is not None:
             return meant if meant in self._own else None
-        known = [known[2:] for known in (*self._own, *self._vllm_options) if known.startswith("--")]
-        close = get_close_matches(name.removeprefix("--"), known, n=1)
-        return f"--{close[0]}" if close else None
+        own: list[str] = [known for known in self._own if known.startswith("--")]
+        vllm = [known for known in self._vllm_options if known.startswith("--")]
+        for known, cutoff in ((own + vllm, 0.9), (own, 0.7), (vllm, 0.7)):
+            if close := get_close_matches(name, known, n=1, cutoff=cutoff):
+                return close[0]
+        return None
 
     def _give_argument_back(self, has_model_elsewhere: Callable[[str | None], bool]) -> None:
         """`serve --api-key a b MODEL`: if nothing else sets the argument, it is the last one of several values."""

@@ -100,6 +100,8 @@ VLLM_OPTIONS: Mapping[str, VllmOption] = {
     **_each("disable-fastapi-docs", "flag", ours="--no-docs"),
     **_each("shutdown-timeout", "value", ours="--grace-period"),
     **_each("url", "value", ours="--host"),
+    **_each("chat-template-text-format", "value", ours="--chat-template-content-format"),
+    **_each("reasoning-backend", "value", ours="--reasoning-parser"),
     **_each("download-dir", "value", variable="HF_HUB_CACHE"),
     **_each("hf-token", "maybe", variable="HF_TOKEN"),
     # logging and telemetry
@@ -107,7 +109,7 @@ VLLM_OPTIONS: Mapping[str, VllmOption] = {
         "disable-log-requests enable-log-requests disable-log-stats aggregate-engine-logging enable-log-outputs "
         "enable-log-deltas log-error-stack kv-cache-metrics cudagraph-metrics enable-layerwise-nvtx-tracing "
         "enable-mfu-metrics enable-mm-processor-stats enable-logging-iteration-details ray-workers-use-nsight "
-        "enable-server-load-tracking",
+        "enable-server-load-tracking eplb-log-balancedness",
         "flag",
     ),
     **_each(
@@ -141,7 +143,9 @@ VLLM_OPTIONS: Mapping[str, VllmOption] = {
         "disable-custom-all-reduce enable-flashinfer-autotune use-tqdm-on-load disable-frontend-multiprocessing "
         "engine-use-ray worker-use-ray enable-expert-parallel/-ep enable-eplb enable-dbo enable-elastic-ep "
         "disable-nccl-for-dp-synchronization disable-mm-preprocessor-cache skip-mm-profiling "
-        "enable-flash-late-interaction fail-on-environ-validation allow-deprecated-quantization",
+        "enable-flash-late-interaction fail-on-environ-validation allow-deprecated-quantization "
+        "enable-multimodal-encoder-data-parallel enable-mamba-cache-stochastic-rounding numa-bind "
+        "scheduler-reserve-full-isl cohere-is-reasoning-model",
         "flag",
     ),
     **_each(
@@ -149,17 +153,20 @@ VLLM_OPTIONS: Mapping[str, VllmOption] = {
         "scheduler-delay-factor max-num-partial-prefills max-long-partial-prefills long-prefill-token-threshold "
         "stream-interval max-seq-len-to-capture max-context-len-to-capture max-cudagraph-capture-size "
         "prefix-caching-hash-algo mamba-cache-dtype mamba-ssm-cache-dtype mamba-block-size mamba-cache-mode "
-        "max-parallel-loading-workers distributed-executor-backend distributed-timeout-seconds data-parallel-backend "
-        "all2all-backend eplb-config expert-placement-strategy ubatch-size dbo-decode-token-threshold "
+        "max-parallel-loading-workers distributed-executor-backend distributed-timeout-seconds "
+        "cpu-distributed-timeout-seconds data-parallel-backend/-dpb all2all-backend eplb-config eplb-window-size "
+        "eplb-step-interval num-redundant-experts expert-placement-strategy ubatch-size dbo-decode-token-threshold "
         "dbo-prefill-token-threshold moe-backend attention-backend attention-config/-ac kernel-config "
         "compilation-config/-cc optimization-level/-O performance-mode tokenizer-pool-size tokenizer-pool-type "
         "tokenizer-pool-extra-config model-loader-extra-config safetensors-load-strategy pt-load-map-location "
         "mm-processor-cache-gb mm-processor-cache-type "
         "mm-shm-cache-max-object-size-mb mm-encoder-tp-mode mm-encoder-attn-backend "
-        "h11-max-incomplete-event-size h11-max-header-count renderer-num-workers",
+        "h11-max-incomplete-event-size h11-max-header-count renderer-num-workers cp-kv-cache-interleave-size "
+        "dcp-kv-cache-interleave-size dcp-comm-backend mamba-backend mamba-cache-philox-rounds gdn-prefill-backend "
+        "linear-backend max-paddings cohere-format reasoning-config",
         "value",
     ),
-    **_each("cudagraph-capture-sizes cuda-graph-sizes ignore-patterns", "values"),
+    **_each("cudagraph-capture-sizes cuda-graph-sizes ignore-patterns numa-bind-nodes numa-bind-cpus", "values"),
     # formats of the model's files
     **_each(
         "load-format",
@@ -212,11 +219,16 @@ VLLM_OPTIONS: Mapping[str, VllmOption] = {
     **_each("node-rank/-r", "value", is_default=_any_of("0"), refusal=_ONE_MACHINE),
     **_each(
         "master-addr master-port data-parallel-rank/-dpn data-parallel-start-rank/-dpr data-parallel-address/-dpa "
-        "data-parallel-rpc-port/-dpp",
+        "data-parallel-rpc-port/-dpp data-parallel-supervisor-port dp-supervisor-probe-interval-s "
+        "dp-supervisor-probe-timeout-s dp-supervisor-probe-failure-threshold",
         "value",
         refusal=_ONE_MACHINE,
     ),
-    **_each("data-parallel-hybrid-lb/-dph data-parallel-external-lb/-dpe headless", "flag", refusal=_ONE_MACHINE),
+    **_each(
+        "data-parallel-hybrid-lb/-dph data-parallel-external-lb/-dpe data-parallel-multi-port-external-lb headless",
+        "flag",
+        refusal=_ONE_MACHINE,
+    ),
     # features that do not exist here
     **_each(
         "enable-lora enable-lora-bias fully-sharded-loras enable-tower-connector-lora specialize-active-lora "
@@ -238,8 +250,9 @@ VLLM_OPTIONS: Mapping[str, VllmOption] = {
         refusal="The KV cache has the data type of the weights (--dtype); FP8 caches are not supported.",
     ),
     **_each("kv-cache-dtype-skip-layers", "values", refusal="The KV cache has the data type of the weights."),
+    **_each("quantization-param-path", "value", refusal="The KV cache has the data type of the weights."),
     **_each(
-        "speculative-config speculative-model speculative-model-quantization num-speculative-tokens "
+        "speculative-config/-sc speculative-model speculative-model-quantization num-speculative-tokens "
         "speculative-draft-tensor-parallel-size/-spec-draft-tp speculative-max-model-len "
         "speculative-disable-by-batch-size ngram-prompt-lookup-max ngram-prompt-lookup-min "
         "spec-decoding-acceptance-method typical-acceptance-sampler-posterior-threshold "

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from batchline.callers import run_on
 from batchline.endpoints.generation import GeneratedText
 from batchline.endpoints.model import GenerativeModel
 from batchline.errors import BadRequest
@@ -35,7 +36,6 @@ from batchline.openai_api.structured_outputs import (
     TextFormat,
 )
 from batchline.text.grammars import NOTHING_ELSE, CompiledGrammar, Constraint, Preamble, Surroundings
-from batchline.text.isolation import run_on
 from batchline.text.reasoning import ReasoningParser
 from batchline.text.text_cursor import ContentDelta, MessagePart, PartStream, ReasoningDelta, ToolCallDelta
 from batchline.text.tokenizer import special_token_ids

@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from batchline.callers import run_on
 from batchline.checkpoints.files import read_json, reading
 from batchline.config import ModelConfig, TextConfig
 from batchline.endpoints.media_input import MediaInput
@@ -22,7 +23,6 @@ from batchline.openai_api.parsing import check_text
 from batchline.text.chat_template import ChatPrompt, ChatTemplate, compile_template, own_template, read_template
 from batchline.text.control_tokens import ControlTokens, RenderedChat, Renderer
 from batchline.text.grammars import GrammarCompiler
-from batchline.text.isolation import run_on
 from batchline.text.reasoning import ReasoningParser, detect_reasoning_parser, reasoning_parser
 from batchline.text.tokenizer import Tokenizer, from_transformers, load_tokenizer
 from batchline.text.tool_parsers import (

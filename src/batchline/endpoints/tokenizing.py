@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+from batchline.callers import run_on
 from batchline.config import RequestLimits
 from batchline.endpoints.chat import chat_token_ids
 from batchline.endpoints.engine_input import check_vocabulary
@@ -24,7 +25,6 @@ from batchline.openai_api.tokenize import (
     tokenize_object,
     tokenizer_info_object,
 )
-from batchline.text.isolation import run_on
 from batchline.text.tokenizer import Tokenizer, detokenize
 
 T = TypeVar("T")

@@ -32,7 +32,7 @@ from pydantic_core import ErrorDetails
 from batchline.config import RequestLimits
 from batchline.errors import BadRequest, misspelling
 from batchline.openai_api.common import WireModel
-from batchline.openai_api.undeclared_fields import NO_BEHAVIOUR, UNSUPPORTED
+from batchline.openai_api.undeclared_fields import NO_BEHAVIOUR, OTHER_WORDS, UNSUPPORTED
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +46,9 @@ MAX_READ_ERRORS = 1000
 
 MAX_WARNINGS = 1000
 """How many warnings about request fields are logged. Clients can make up any number of names."""
+
+ONLY_ONCE = {"is_only_once": True}
+"""Marks log records that never repeat, so that a server's log, which limits repeated ones, has all of them."""
 
 MAX_FIELDS = 256
 """Limit on the fields of a body: more than twice as many as any endpoint knows."""
@@ -75,7 +78,7 @@ def parse_body(
     account_for_fields(given, _names_by_key(schema), strict=strict)
     request = _validated(schema, given)
     for path in _unknown_inside(request, given, ""):
-        _account_for_unknown(path, strict=strict)
+        _account_for_unknown(path, (), strict=strict)
     return request
 
 
@@ -98,7 +101,7 @@ def _validated(schema: type[T], given: dict[str, Any]) -> T:
         raise _bad_request(schema, exc, given) from exc
 
 
-def _account_for(name: str, value: Any, *, strict: bool) -> None:
+def _account_for(name: str, value: Any, known: Collection[str], *, strict: bool) -> None:
     """Refuse, drop or warn about a field that the schema does not declare."""
     if name in NO_BEHAVIOUR:
         return
@@ -108,20 +111,22 @@ def _account_for(name: str, value: Any, *, strict: bool) -> None:
             advice = f"; {unsupported.advice}" if unsupported.advice else ""
             raise BadRequest(f"{name}: {unsupported.feature} is not supported{advice}", param=name)
         return
-    _account_for_unknown(name, strict=strict)
+    _account_for_unknown(name, known, strict=strict)
 
 
 def account_for_fields(given: Mapping[str, Any], known: Collection[str], *, strict: bool) -> None:
     """Do to the other fields of a form what `parse_body` does to those of a body. Raises: BadRequest."""
     for name, value in given.items():
         if name not in known:
-            _account_for(name, value, strict=strict)
+            _account_for(name, value, known, strict=strict)
 
 
-def _account_for_unknown(path: str, *, strict: bool) -> None:
+def _account_for_unknown(path: str, known: Collection[str], *, strict: bool) -> None:
+    """known: the names that may have been meant."""
     if strict:
-        raise BadRequest(f"{_shown(path)}: unknown field", param=path)
-    warn_once(_unknown_field(path))
+        raise BadRequest(f"{_shown(path)}: unknown field{_suggestion(path, known)}", param=path)
+    if _unknown_field(path) not in _warned:
+        warn_once(_unknown_field(path), _suggestion(path, known))
 
 
 def _unknown_inside(model: BaseModel, given: Mapping[str, Any], path: str) -> Iterator[str]:
@@ -165,9 +170,13 @@ def known_fields(schema: type[BaseModel]) -> frozenset[str]:
 
 def described_field(schema: type[BaseModel], name: str) -> str:
     """`'temprature' (did you mean 'temperature'?)`, or only the name if no field of the schema is similar."""
-    names = [field.alias or declared for declared, field in schema.model_fields.items()]
-    close = get_close_matches(name[:MAX_SHOWN_INPUT], names, n=1)
-    return f"{_shown(name)} (did you mean {close[0]!r}?)" if close else _shown(name)
+    return _shown(name) + _suggestion(name, _names_by_key(schema))
+
+
+def _suggestion(name: str, known: Collection[str]) -> str:
+    meant = OTHER_WORDS.get(name)
+    close = [meant] if meant in known else get_close_matches(name[:MAX_SHOWN_INPUT], known, n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def warned_elsewhere(name: str) -> None:
@@ -176,14 +185,14 @@ def warned_elsewhere(name: str) -> None:
         _warned.add(_unknown_field(name))
 
 
-def warn_once(message: str) -> None:
-    """Log a warning about request fields the first time it occurs, up to a number of warnings."""
+def warn_once(message: str, hint: str = "") -> None:
+    """Log a warning about request fields the first time it occurs, up to a number of warnings. hint: text behind it."""
     with _warning:  # requests are checked on several threads
         if len(_warned) >= MAX_WARNINGS or message in _warned:
             return
         _warned.add(message)
         is_last = len(_warned) == MAX_WARNINGS
-    logger.warning("%s", message)
+    logger.warning("%s%s", message, hint, extra=ONLY_ONCE)
     if is_last:
         logger.warning("Further request fields are ignored without a warning")
 

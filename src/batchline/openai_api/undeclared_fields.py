@@ -35,6 +35,16 @@ NO_BEHAVIOUR: Mapping[str, str] = {
 """Fields that carry no behaviour here: accepted and dropped without a warning. Names with a dot are nested ones."""
 
 
+OTHER_WORDS: Mapping[str, str] = {
+    "enable_thinking": "chat_template_kwargs",
+    "think": "reasoning_effort",
+    "thinking": "reasoning_effort",
+    "format": "response_format",
+    "num_predict": "max_tokens",
+}
+"""What unknown fields of other programs (Ollama, DashScope and others) are called here."""
+
+
 @dataclass(frozen=True, slots=True)
 class Unsupported:
     """A known parameter that Batchline cannot honour.
@@ -62,7 +72,7 @@ _INTERNALS = Unsupported("reporting what happens inside of the model", (False, 0
 _SESSIONS = Unsupported("sessions", ({},))
 _IMAGES = Unsupported("image output")
 _SEVERAL = Unsupported("several answers", (1,))
-_NO_LIMIT = Unsupported("a limit of this name")
+_NO_LIMIT = Unsupported("a limit of this name", advice="completions have max_tokens, responses max_output_tokens")
 _SPEAKERS = Unsupported("telling speakers apart", ([],))
 
 UNSUPPORTED: Mapping[str, Unsupported] = {

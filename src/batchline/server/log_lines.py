@@ -1,6 +1,7 @@
 """Writes log lines to a stream, and limits repeated warnings and errors, so that no client can fill the disk.
 
-Lines below the level of a warning (the access log) are always written.
+Lines below the level of a warning (the access log) are always written, and so are those that their logger writes only
+once (`ONLY_ONCE` in `openai_api/parsing.py`).
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class SparingHandler(logging.StreamHandler[TextIO]):
         """Write the record, or count it."""
         now = self._clock()
         self._end_periods(now - PERIOD_S)
-        if record.levelno >= logging.WARNING:
+        if record.levelno >= logging.WARNING and not getattr(record, "is_only_once", False):
             period = self._periods.setdefault(self._kind_of(record), _Period(now))
             period.num_lines += 1
             if period.num_left_out:

@@ -7,7 +7,6 @@ because nobody waits for the answer any more) is replaced when one is needed. No
 
 from __future__ import annotations
 
-import asyncio
 import atexit
 import contextlib
 import os
@@ -16,12 +15,10 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import Executor
-from contextvars import ContextVar, copy_context
-from functools import partial
+from collections.abc import Callable
 from typing import Any, BinaryIO, TypeVar
 
+from batchline.callers import Abandonment, current_abandonment
 from batchline.errors import BadRequest, ServiceUnavailable
 from batchline.text.isolated_child import read_message, serve, thread_with_stack, write_message
 
@@ -57,58 +54,6 @@ class WorkEnded(Exception):
 
 class WorkInterrupted(Exception):
     """A child was stuck or was killed from outside (as by the kernel out of memory). Its work is not at fault."""
-
-
-class WorkAbandoned(Exception):
-    """Nobody waits for this work any longer."""
-
-
-class Abandonment:
-    """Ends the child that does a piece of work once the caller no longer waits for it. Safe to use across threads."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._end: Callable[[], None] | None = None
-        self._is_abandoned = False
-
-    def abandon(self) -> None:
-        """End the work, now or as soon as a child starts it."""
-        with self._lock:
-            self._is_abandoned = True
-            if self._end is not None:
-                self._end()
-
-    def check(self) -> None:
-        """Raises: WorkAbandoned."""
-        if self._is_abandoned:
-            raise WorkAbandoned
-
-    @contextlib.contextmanager
-    def ending(self, end: Callable[[], None]) -> Iterator[None]:
-        """Inside the block, `abandon` calls `end`. Raises: WorkAbandoned."""
-        with self._lock:
-            self.check()
-            self._end = end
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._end = None
-
-
-_current: ContextVar[Abandonment | None] = ContextVar("abandonment", default=None)
-
-
-async def run_on(executor: Executor | None, work: Callable[[], T]) -> T:
-    """Run work on a thread. If the caller is cancelled, its child is ended."""
-    abandonment = Abandonment()
-    context = copy_context()
-    context.run(_current.set, abandonment)
-    try:
-        return await asyncio.get_running_loop().run_in_executor(executor, partial(context.run, work))
-    except asyncio.CancelledError:
-        abandonment.abandon()
-        raise
 
 
 def run_isolated(function: Callable[[Any], Any], argument: Any) -> Any:
@@ -203,7 +148,7 @@ class _Children:
 
     def run(self, name: str, argument: Any) -> Any:
         """Raises: BadRequest, WorkEnded, WorkInterrupted, WorkAbandoned."""
-        abandonment = _current.get() or Abandonment()
+        abandonment = current_abandonment.get() or Abandonment()
         child = self._take()
         try:
             with abandonment.ending(child.kill):

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from tests.text.grammars.test_grammar_compiler import allowed, constraint, passes
 
+from batchline.callers import WorkAbandoned, run_on
 from batchline.errors import BadRequest, ConstraintFailed, ServiceUnavailable
 from batchline.testing import ByteTokenizer
 from batchline.text import isolation
@@ -28,7 +29,6 @@ from batchline.text.grammars.trial import (
     sketch_of,
     trial_argument,
 )
-from batchline.text.isolation import run_on
 
 END = ByteTokenizer.EOS
 
@@ -206,7 +206,7 @@ def test_a_caller_who_leaves_ends_the_trial(
         task.cancel()
         return await ended
 
-    assert asyncio.run(leave()) is isolation.WorkAbandoned
+    assert asyncio.run(leave()) is WorkAbandoned
     assert not taken[0].is_alive
 
 
