@@ -37,6 +37,31 @@ def test_it_stays_where_it_is_when_more_does_not_help() -> None:
         assert 64 <= limit.limit <= 256
 
 
+@pytest.mark.parametrize(("num_together", "latency_s"), [(20, 2.0), (20, 0.2), (16, 4.0), (64, 1.0)])
+def test_a_server_that_answers_in_bursts_is_not_flooded(num_together: int, latency_s: float) -> None:
+    """Short windows took a burst at their end for a higher throughput, and raised the limit to ten times what helps. At
+    the end of a run, everything waited for the queue of the slowest server."""
+    limit = AdaptiveLimit(2048, FIRST)
+    now, highest, num_answers = 0.0, 0, 0
+    while now < 120:
+        now += latency_s
+        burst = min(limit.limit, num_together)
+        for _ in range(burst):
+            limit.on_answer(now, limit.limit - 1)
+        highest = max(highest, limit.limit)
+        num_answers += burst
+    assert highest <= 5 * num_together
+    assert num_answers >= 0.9 * num_together * 120 / latency_s
+
+
+def test_a_limit_that_settled_too_low_grows_as_fast_as_at_first() -> None:
+    limit = AdaptiveLimit(2048, FIRST)
+    now = driven(limit, 16, 60)
+    assert limit.limit < 100
+    now = driven(limit, 1024, 60, now=now)
+    assert limit.limit >= 1024
+
+
 def test_a_small_server_is_not_flooded() -> None:
     limit = AdaptiveLimit(2048, FIRST)
     driven(limit, 1, 600)

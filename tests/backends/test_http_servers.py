@@ -221,6 +221,19 @@ async def test_a_server_without_a_list_of_models_may_serve_any(status: int) -> N
         assert (await backend.answer(chat(model=None))).status_code == 400
 
 
+async def test_a_server_that_is_away_does_not_change_the_model_of_requests_that_name_none() -> None:
+    """Requests without a model were refused as long as one of the servers could not be asked for its models."""
+    async with scripted(serving(GOOD)) as url, running(backend_of(url, NOBODY)) as backend:
+        assert backend.only_model == "fake"
+        assert content(await backend.answer(chat(model=None))) == "good"
+    async with (
+        scripted(serving(GOOD)) as url,
+        scripted(serving(GOOD, reply(404, {}))) as other,
+        running(backend_of(url, other)) as backend,
+    ):
+        assert backend.only_model is None, "the other may serve any"
+
+
 async def test_a_pattern_in_the_list_of_models_may_be_any_model() -> None:
     async with scripted(serving(GOOD, models_of("openai/*"))) as url, running(backend_of(url)) as backend:
         assert content(await backend.answer(chat(model="openai/gpt"))) == "good"
@@ -358,6 +371,19 @@ async def test_a_server_that_refuses_for_a_while_costs_no_line_its_answer() -> N
             rejections = next(iter(backend.stats().by_member.values()))["rejections"]
     assert Counter(map(content, answers)) == Counter(f"good {n}" for n in range(50))
     assert 0 < rejections < 60, "it rests, instead of being asked again and again"
+
+
+async def test_a_server_that_refuses_for_long_is_asked_again_within_ten_seconds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It stayed idle for up to half a minute after it took requests again."""
+    monkeypatch.setattr(pool.random, "random", lambda: 1.0)
+    async with scripted(serving(GOOD)) as url, running(backend_of(url)) as backend:
+        assert backend._pool is not None
+        (server,) = backend._pool.servers
+        for _ in range(30):
+            backend._pool.rejected(server, 0.0, "answers HTTP 429")
+        assert server.resting_until - asyncio.get_running_loop().time() <= 10
 
 
 @pytest.mark.parametrize(

@@ -136,6 +136,25 @@ def test_a_run_whose_servers_all_die_ends_and_is_resumed_at_another_server(tmp_p
     assert len(contents(read_lines(tmp_path / "out"))) == 300
 
 
+def test_a_run_is_resumed_while_one_of_its_servers_is_dead(tmp_path: Path) -> None:
+    """It was refused, because a server that could not be asked for its models counted as another `--model`."""
+    batch_of(tmp_path, [f"text {n}" for n in range(200)], model=None)
+    with hostile_server("--delay", "0.1") as (server, port), hostile_server("--delay", "0.1") as (other, other_port):
+        options = ["--base-url", url_of(port), "--base-url", url_of(other_port), "--patience", "0.5"]
+        with subprocess.Popen(command(tmp_path, *options), stderr=subprocess.PIPE, text=True) as going:
+            while sum(seen_by(port).values()) < 20:
+                time.sleep(0.02)
+            other.kill()
+            server.kill()
+            _, said = going.communicate()
+    assert going.returncode == 1, said
+    with hostile_server("--port", str(port)):
+        ended = run(tmp_path, *options)
+    assert ended.returncode == 0, ended.stderr
+    assert "Resuming: " in ended.stderr
+    assert f"The server at {url_of(other_port)} cannot be reached" in ended.stderr
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_stopped_or_killed_run_is_resumed_and_asks_for_nothing_twice(tmp_path: Path, number: int) -> None:
     batch_of(tmp_path, [f"text {n}" for n in range(300)])
@@ -192,6 +211,8 @@ def test_a_run_stops_before_it_costs_too_much(tmp_path: Path) -> None:
         refused = run(tmp_path, "--base-url", url_of(port), "--max-cost", "10")
     assert (stopped.returncode, ended.returncode, refused.returncode) == (1, 0, 2)
     assert "Stopped before the cost exceeds --max-cost" in stopped.stderr
+    assert stopped.stderr.count("Run the same command again to do the rest.") == 1
+    assert "Raise --max-cost to continue." in stopped.stderr, "the same command alone would stop at once"
     assert 0 < num_asked < 40, "an answer costs 2 cents"
     assert "Cost           $0.8120" in ended.stderr
     assert "--max-cost requires --prices" in refused.stderr

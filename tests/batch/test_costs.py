@@ -146,7 +146,7 @@ def test_a_run_stops_before_its_limit_and_goes_on_with_a_higher_one(tmp_path: Pa
     three_words_each(tmp_path, 50)
     asked: list[str] = []
     max_usd = 30 * COST_OF_ONE
-    with pytest.raises(RunFailed, match=r"Stopped before the cost exceeds --max-cost: .* run the same command again"):
+    with pytest.raises(RunFailed, match=r"Stopped before the cost exceeds --max-cost: .* Raise --max-cost to continue"):
         limited(max_usd, asked)
     num_first = len(asked)
     assert 0 < num_first * COST_OF_ONE <= max_usd

@@ -221,6 +221,8 @@ def test_data_frames_go_in_and_a_pyarrow_table_comes_back() -> None:
     assert ask(pa.table({"text": ["a"]})).column("answer").to_pylist() == ["a!"]
     with pytest.raises(UsageError, match="An object of type int cannot be used as a table"):
         ask(3)
+    with pytest.raises(UsageError, match=r"LazyFrame has no rows yet: pass frame\.collect\(\)\."):
+        ask(pl.LazyFrame({"text": ["a"]}))
 
 
 def test_run_table_reads_and_writes_files_and_resumes(tmp_path: Path) -> None:

@@ -254,7 +254,7 @@ def for_http_servers(options: RunOptions, config: HttpConfig) -> tuple[RunOption
         raise UsageError(
             f"No server lists the model {config.default_model!r} of --model. They list: {', '.join(served[:20])}."
         )
-    default = config.default_model or (None if backend.may_serve_other_models else options.default_model)
+    default = config.default_model or backend.only_model
     options = replace(
         options,
         default_model=default,

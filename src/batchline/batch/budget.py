@@ -21,7 +21,6 @@ from batchline.batch.index import LineReader
 from batchline.batch.journal import JournalResult, Outcome
 from batchline.batch.prices import Prices
 from batchline.batch.request_traits import output_limit
-from batchline.errors import counted
 from batchline.openai_api.endpoint_table import generates
 
 
@@ -74,13 +73,12 @@ class Budget:
             self.spent += cost if has_usage else self._bound(request) if bound is None else bound
         self._has_changed.set()
 
-    def sentence(self, num_left: int) -> str:
+    def sentence(self) -> str:
         """What to tell the user once it is exhausted."""
         limit = self._options.max_usd or 0.0
         return (
             f"Stopped before the cost exceeds --max-cost: ${self.spent:,.4f} of ${limit:,.4f} are spent, "
-            f"and {self._why_refused()}. {counted(num_left, 'request')} left: run the same command again with a higher "
-            "--max-cost."
+            f"and {self._why_refused()}. Raise --max-cost to continue."
         )
 
     def _why_refused(self) -> str:

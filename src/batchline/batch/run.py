@@ -525,7 +525,7 @@ class BatchRun:
             async with self._watch.reporting(backend, state.tally, in_flight):
                 await runner.run(self._stop, self._options.grace_period_s)
             if self._budget is not None and self._budget.is_exhausted:
-                raise RunFailed(self._budget.sentence(state.tally.total - state.tally.done))
+                raise RunFailed(self._budget.sentence())
         except RunFailed as exc:
             if await _may_be_a_requests_fault(exc.__cause__, backend):
                 with contextlib.suppress(OSError):  # a full disk: the next run has no suspects

@@ -165,6 +165,8 @@ class MemoryTable(Table):
     @classmethod
     def of(cls, given: Any) -> MemoryTable:
         """Arrow data, or an object that can be turned into it, such as a DataFrame. Raises: UsageError."""
+        if hasattr(given, "collect_schema") and not hasattr(given, "to_arrow"):
+            raise UsageError(f"A {type(given).__name__} has no rows yet: pass frame.collect().")
         try:
             # polars hands over text in a type that fewer programs read, unless it is asked for a table
             table = given.to_arrow() if hasattr(given, "to_arrow") else pa.table(given)

@@ -21,6 +21,7 @@ from batchline.tables.answers import AnswerColumns
 from batchline.tables.formats import TableFormat, open_table
 from batchline.tables.requests import RequestMaker, RowPrompts
 from batchline.tables.rows import BLOCK_ROWS, Table, TableDamaged, refuse_ambiguous_columns
+from batchline.tables.text_rows import CsvTable
 
 _WRITE_BUFFER = 1 << 20
 _SAVED = "All results are saved."
@@ -169,8 +170,21 @@ def refusal_of(table: Table, columns: AnswerColumns, outputs: Sequence[TableForm
         else:
             from batchline.tables.arrow_writers import refuse_unwritable_types  # pyarrow, an extra
 
+            if isinstance(table, CsvTable):
+                _refuse_repeated_columns(table)
             is_parquet = output in ("parquet", "parquet-folder")
             refuse_unwritable_types(table.arrow_schema(), columns.types, is_parquet=is_parquet)
+
+
+def _refuse_repeated_columns(table: CsvTable) -> None:
+    """Neither pandas nor polars nor pyarrow's `read_table` opens a Parquet file with two columns of one name. A table
+    that already has them in such a file may keep them."""
+    repeated = next((name for name in table.columns if table.columns.count(name) > 1), None)
+    if repeated is not None:
+        raise UsageError(
+            f"The table has {table.columns.count(repeated)} columns {repeated!r}, and few programs can read a Parquet "
+            "file or dataset with such columns. Rename all but one of them, or write a CSV file."
+        )
 
 
 def _refuse_bytes(table: Table, output: TableFormat) -> None:

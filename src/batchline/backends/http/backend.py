@@ -67,6 +67,8 @@ class HttpBackend:
         self._config = config
         self._known: tuple[ServedModel, ...] = ()
         self._may_serve_others = True
+        self._lists_no_models = False
+        """Whether a server that was reached lists no models."""
         self._pool: ServerPool | None = None
         self._is_closed = False
         self._among: dict[str, tuple[Server, ...]] = {}
@@ -76,6 +78,12 @@ class HttpBackend:
     def may_serve_other_models(self) -> bool:
         """Whether a server does not list its models, or could not be asked, so that any name may be served."""
         return self._may_serve_others
+
+    @property
+    def only_model(self) -> str | None:
+        """The model that every server lists, and no other, as far as the servers could be asked. A server that is away
+        changes nothing, so a run can be resumed while one of its servers is dead."""
+        return self._known[0].name if len(self._known) == 1 and not self._lists_no_models else None
 
     def serves(self, model: str) -> bool:
         """Whether a server lists a model, or may serve models that are not listed."""
@@ -195,6 +203,8 @@ class HttpBackend:
         is_waiting = False
         while True:
             probes = await _probed(self._config)
+            ready = [found for found in probes.values() if found.health is Health.READY]
+            self._lists_no_models = any(found.models is None for found in ready)
             self._note_models([found.models if found.health is Health.READY else None for found in probes.values()])
             problems = "; ".join(
                 f"the server at {address.base_url} {found.reason}"
@@ -202,7 +212,7 @@ class HttpBackend:
                 if found.health is not Health.READY
             )
             sentence = f"{problems[:1].upper()}{problems[1:]}."
-            if any(found.health is Health.READY for found in probes.values()):
+            if ready:
                 return probes
             if all(found.health is Health.WRONG for found in probes.values()):
                 raise UsageError(sentence)
@@ -221,9 +231,7 @@ class HttpBackend:
             self._among.clear()
 
     def _default_name(self) -> str | None:
-        if self._config.default_model is not None:
-            return self._config.default_model
-        return self._known[0].name if len(self._known) == 1 and not self._may_serve_others else None
+        return self.only_model if self._config.default_model is None else self._config.default_model
 
     def _servers_for(self, pool: ServerPool, request: EndpointRequest) -> tuple[Server, ...]:
         """The servers that may answer a request. Raises: NotFound, BadRequest."""

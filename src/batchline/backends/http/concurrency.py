@@ -4,8 +4,8 @@ Pure logic, without a clock of its own. The limit doubles while that raises the 
 enough when it does not. After that, it tries a higher limit now and then. When the server is overloaded (429, 503, a
 time-out), the limit is lowered by a third, at most once for the requests that were in flight together.
 
-Throughput is compared between windows: the time in which as many requests end as the limit allows in flight. A window
-only counts if the limit was reached at its end.
+Throughput is compared between windows: the time in which as many requests end as the limit allows in flight, or a few
+times as many once the limit has settled. A window only counts if the limit was reached at its end.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ MIN_WINDOW_S = 0.2
 
 MIN_GAIN = 1.08
 """A higher limit is kept if it raises the throughput at least by this factor."""
+
+CLEAR_GAIN = 1.5
+"""A trial that gains so much shows that the limit settled too low: it grows in short windows again."""
 
 SETTLED_SHARE = 1.5
 """The first doubled limit that was not worth it is lowered to this multiple of the one before: a server that has a
@@ -31,6 +34,10 @@ MAX_WINDOWS_BETWEEN_TRIALS = 16
 everything down must not decide for long. Then the pauses between trials double up to this many windows."""
 
 WINDOWS_OF_RECOVERY = 8
+
+SETTLED_WINDOW = 4
+"""After the first trial that was not worth it, a window has so many times the limit of answers. A server that answers
+in bursts seems faster or slower by a burst in each window, and short windows would raise the limit by mistake."""
 
 
 @dataclass(slots=True)
@@ -64,7 +71,7 @@ class AdaptiveLimit:
             return
         self._num_ended += 1
         elapsed = now - self._window_began_at
-        if self._num_ended < self.limit or elapsed < MIN_WINDOW_S:
+        if self._num_ended < self._window_size() or elapsed < MIN_WINDOW_S:
             return
         if num_in_flight >= self.limit - 1:
             self._end_window(self._num_ended / elapsed)
@@ -90,6 +97,10 @@ class AdaptiveLimit:
         self._pause = 1
         self._is_recovering = self._is_settled = False
 
+    def _window_size(self) -> int:
+        """How many answers a window has. While the limit recovers, it must grow soon."""
+        return self.limit * (SETTLED_WINDOW if self._is_settled and not self._is_recovering else 1)
+
     def _begin_window(self, now: float) -> None:
         self._window_began_at = now
         self._num_ended = 0
@@ -101,6 +112,7 @@ class AdaptiveLimit:
             self._before_trial = None
             if throughput >= throughput_before * MIN_GAIN:
                 self._pause = 1
+                self._is_settled = self._is_settled and throughput < throughput_before * CLEAR_GAIN
             else:
                 self._set(limit_before if self._is_settled else int(limit_before * SETTLED_SHARE))
                 self._is_settled = True

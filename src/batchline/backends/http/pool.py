@@ -31,8 +31,9 @@ IDLE_PROBE_S = 5.0
 FIRST_REVIVAL_S, LONGEST_REVIVAL_S = 0.5, 15.0
 """Pauses between the probes of a dead server."""
 
-FIRST_REST_S, LONGEST_REST_S = 0.5, 30.0
-"""How long a server rests that refuses a request and does not say for how long. Doubled each time, with full jitter."""
+FIRST_REST_S, LONGEST_REST_S = 0.5, 10.0
+"""How long a server rests that refuses a request and does not say for how long. Doubled each time, with full jitter.
+The longest one is what a server may stay idle that takes requests again, so it is short: a probe is one request."""
 
 REJECTIONS_OF_ALL = 5
 """So many rejections without an answer in between mean that the server took nothing at all for a while."""
