@@ -17,9 +17,13 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 Task = Literal["auto", "generate", "embed", "score", "classify", "transcribe"]
 Quantization = Literal["int8", "int4"]
 Scoring = Literal["auto", "similarity", "yes-no"]
+Speculation = Literal["auto", "always", "off"]
 CpuKernels = Literal["auto", "off", "portable", "avx2", "avx512", "avx512_bf16", "amx"]
 ContentFormat = Literal["auto", "string", "openai"]
 SpecialTokensInContent = Literal["allow", "escape", "refuse"]
+
+MAX_SPECULATIVE_TOKENS = 31
+"""Together with the token before them, they fill the largest step whose kernel calls can be replayed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +104,36 @@ class SchedulerConfig:
         for name in ("max_num_batched_tokens", "max_num_seqs"):
             if getattr(self, name) < 1:
                 raise UsageError(f"SchedulerConfig.{name} must be at least 1, not {getattr(self, name)}.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationConfig:
+    """Speculative decoding: the next tokens of a sequence are guessed, and one step checks all guesses.
+
+    mode: `auto` guesses on CPUs, where the run's own measurements show that it pays; `always` guesses wherever there
+        is a guess; `off` never does.
+    num_speculative_tokens: the most guesses of a sequence in a step.
+    prompt_lookup_min, prompt_lookup_max: prompt look-up takes the tokens that followed the sequence's last tokens where
+        these occurred before. So many of them must have occurred; it compares at most so many.
+    """
+
+    mode: Speculation = "auto"
+    num_speculative_tokens: int = 15
+    prompt_lookup_min: int = 3
+    prompt_lookup_max: int = 8
+
+    def __post_init__(self) -> None:
+        """Raises: UsageError."""
+        if not 1 <= self.prompt_lookup_min <= self.prompt_lookup_max:
+            raise UsageError(
+                f"Prompt look-up needs 1 <= minimum <= maximum, not a minimum of {self.prompt_lookup_min} and a "
+                f"maximum of {self.prompt_lookup_max} tokens."
+            )
+        if not 1 <= self.num_speculative_tokens <= MAX_SPECULATIVE_TOKENS:
+            raise UsageError(
+                f"The number of speculative tokens must be from 1 to {MAX_SPECULATIVE_TOKENS}, not "
+                f"{self.num_speculative_tokens}."
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,5 +246,6 @@ class EngineConfig:
     model: ModelConfig
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     text: TextConfig = field(default_factory=TextConfig)
     media: MediaConfig = field(default_factory=MediaConfig)

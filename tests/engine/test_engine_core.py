@@ -13,7 +13,7 @@ import pytest
 import torch
 from families import VOCAB, greedy_oracle, make_model
 
-from batchline.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from batchline.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from batchline.engine import core, step_results
 from batchline.engine.allowance import FEWEST_TOKENS
 from batchline.engine.core import Engine, Output
@@ -61,6 +61,7 @@ def make_engine(folder: Path) -> MakeEngine:
     ) -> Engine:
         return Engine(
             EngineConfig(
+                speculation=SpeculationConfig(mode="off"),  # steps do not depend on the time that they take
                 model=ModelConfig(model=str(folder), dtype="float32", device="cpu", max_model_len=128),
                 cache=CacheConfig(num_bytes=num_bytes),
                 scheduler=SchedulerConfig(

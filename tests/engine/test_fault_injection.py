@@ -14,7 +14,7 @@ import pytest
 import torch
 from families import make_model
 
-from batchline.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from batchline.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from batchline.engine import core, step_results
 from batchline.engine.block_pool import BlockPool
 from batchline.engine.core import Engine, Output
@@ -99,6 +99,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     folder = make_model("llama", tmp_path_factory.mktemp("llama"), num_hidden_layers=2)
     engine = Engine(
         EngineConfig(
+            speculation=SpeculationConfig(mode="off"),  # steps do not depend on the time that they take
             model=ModelConfig(model=str(folder), dtype="float32", device="cpu", max_model_len=128),
             cache=CacheConfig(num_bytes=400_000),
             scheduler=SchedulerConfig(max_num_batched_tokens=48, max_num_seqs=6),

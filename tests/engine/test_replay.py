@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from families import make_model
 
-from batchline.config import CacheConfig, EngineConfig, ModelConfig
+from batchline.config import CacheConfig, EngineConfig, ModelConfig, SpeculationConfig
 from batchline.engine import replay
 from batchline.engine.block_pool import BlockPool
 from batchline.engine.core import Engine
@@ -24,7 +24,11 @@ pytestmark = pytest.mark.skipif(open_kernels("auto") is None, reason="the native
 
 def config_of(folder: Path, **settings: Any) -> EngineConfig:
     model = ModelConfig(model=str(folder), device="cpu", max_model_len=128, **settings)
-    return EngineConfig(model=model, cache=CacheConfig(num_bytes=1 << 22, enable_prefix_caching=False))
+    return EngineConfig(
+        model=model,
+        cache=CacheConfig(num_bytes=1 << 22, enable_prefix_caching=False),
+        speculation=SpeculationConfig(mode="off"),  # what is guessed depends on the time that steps take
+    )
 
 
 def answers(engine: Engine, *lengths: int) -> list[tuple[Any, ...]]:

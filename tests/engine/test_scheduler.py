@@ -23,7 +23,7 @@ from batchline.engine.block_pool import BlockPool, BlockPoolCorrupt
 from batchline.engine.request import GenerationRequest, SamplingParams
 from batchline.engine.scheduler import Scheduler
 from batchline.engine.sequence import Sequence, SequenceStatus
-from batchline.engine.step import Step
+from batchline.engine.step import Chunk, Step
 
 Prompt = tuple[int, ...]
 Content = tuple[str | None, Prompt]
@@ -45,9 +45,21 @@ def make_sequence(
     return Sequence(request, seed=0)
 
 
-def content(sequence: Sequence, position: int) -> Content:
+def content(sequence: Sequence, position: int, guesses: Prompt = ()) -> Content:
     assert not isinstance(sequence.request.cache_key, bytes)
-    return sequence.request.cache_key, tuple(sequence.token_ids[: position + 1])
+    return sequence.request.cache_key, (*sequence.token_ids, *guesses)[: position + 1]
+
+
+def next_token(tokens: Prompt) -> int:
+    return sum(tokens) % 2
+
+
+def right_guesses(sequence: Sequence, count: int) -> Prompt:
+    """The next tokens of a sequence."""
+    tokens = tuple(sequence.token_ids)
+    for _ in range(count):
+        tokens += (next_token(tokens),)
+    return tokens[sequence.num_tokens :]
 
 
 class SimulatedEngine:
@@ -86,7 +98,7 @@ class SimulatedEngine:
         for chunk in step.chunks:
             if chunk.is_last:
                 chunk.sequence.num_finite_tokens = chunk.end
-        finished = [chunk.sequence for chunk in step.chunks if chunk.is_last and self._sample(chunk.sequence)]
+        finished = [chunk.sequence for chunk in step.chunks if chunk.is_last and self._sample(chunk)]
         self.scheduler.retire(finished)
         self.live = [sequence for sequence in self.live if not sequence.is_finished]
         self.scheduler.check_integrity()
@@ -96,7 +108,7 @@ class SimulatedEngine:
         """Schedule a step that fails when it has written half of what it should."""
         step = self.scheduler.schedule()
         for chunk in step.chunks:
-            for position in range(chunk.start, chunk.end):
+            for position in range(chunk.start, chunk.written_end):
                 self.slots[self._slot(chunk.sequence, position)] = (None, (-1,))
         self.scheduler.undo(step)
         self.scheduler.check_integrity()
@@ -137,22 +149,31 @@ class SimulatedEngine:
 
     def _execute(self, step: Step) -> None:
         for chunk in step.chunks:
-            for position in range(chunk.start, chunk.end):
-                self.slots[self._slot(chunk.sequence, position)] = content(chunk.sequence, position)
+            for position in range(chunk.start, chunk.written_end):
+                held = content(chunk.sequence, position, chunk.guesses)
+                self.slots[self._slot(chunk.sequence, position)] = held
         for chunk in step.chunks:
-            for position in range(chunk.end):
+            for position in range(chunk.written_end):
                 held = self.slots[self._slot(chunk.sequence, position)]
-                assert held == content(chunk.sequence, position), "a slot holds another prefix"
+                assert held == content(chunk.sequence, position, chunk.guesses), "a slot holds another prefix"
 
     def _slot(self, sequence: Sequence, position: int) -> int:
         size = self.scheduler.pool.block_size
         return sequence.block_table[position // size] * size + position % size
 
-    def _sample(self, sequence: Sequence) -> bool:
-        if sequence.needs_next_token:
-            sequence.append(sum(sequence.token_ids) % 2)
-        else:
+    def _sample(self, chunk: Chunk) -> bool:
+        sequence = chunk.sequence
+        if not sequence.needs_next_token:
             sequence.finish("length")
+            return True
+        num_before = sequence.num_tokens
+        for guess in (*chunk.guesses, None):
+            token = next_token(tuple(sequence.token_ids))
+            sequence.append(token)
+            if token != guess or sequence.is_finished:
+                break
+        self.scheduler.accept(sequence, sequence.num_tokens - num_before - 1)
+        sequence.guesses = ()
         return sequence.is_finished
 
 
@@ -776,6 +797,107 @@ def test_sequences_that_end_in_the_usual_way_leave_nothing_to_clear() -> None:
         assert engine.step().blocks_to_clear == ()
 
 
+def guessing(num_blocks: int = 32, max_tokens: int = 16) -> tuple[SimulatedEngine, Sequence]:
+    """An engine with one sequence that has its first token."""
+    engine = SimulatedEngine(num_blocks=num_blocks, block_size=2, max_tokens=max_tokens)
+    sequence = make_sequence((1, 0, 1), max_tokens=12)
+    engine.add(sequence)
+    engine.step()
+    return engine, sequence
+
+
+def test_right_guesses_save_steps_and_their_blocks_are_reused() -> None:
+    engine, sequence = guessing()
+    sequence.guesses = right_guesses(sequence, 4)
+    (chunk,) = engine.step().chunks
+    assert (chunk.start, chunk.end, chunk.num_tokens) == (3, 4, 5)
+    assert (sequence.num_output_tokens, sequence.num_computed_tokens) == (6, 8)
+    follower = make_sequence((*sequence.token_ids, 5))
+    engine.add(follower)
+    engine.step()
+    assert follower.num_cached_tokens == 8
+
+
+def test_nobody_finds_a_block_with_a_wrong_guess() -> None:
+    """The block would have been registered with the step, under the guessed tokens."""
+    engine, sequence = guessing()
+    first, second = right_guesses(sequence, 2)
+    sequence.guesses = (first, 1 - second, 7, 7)
+    engine.step()
+    assert (sequence.num_output_tokens, sequence.num_computed_tokens) == (3, 5)
+    guessed = make_sequence((1, 0, 1, *sequence.token_ids[3:5], 1 - second, 7, 7))
+    engine.add(guessed)
+    engine.step()
+    assert guessed.num_cached_tokens == 4
+    engine.run()
+
+
+def test_guesses_after_the_last_token_that_a_sequence_may_have_are_not_checked() -> None:
+    engine, sequence = guessing()
+    sequence.guesses = right_guesses(sequence, 15)
+    (chunk,) = engine.step().chunks
+    assert len(chunk.guesses) == 10, "the last one is sampled, and never computed"
+    assert (sequence.num_output_tokens, sequence.finish_reason) == (12, "length")
+
+
+def test_guesses_take_no_token_of_the_step_from_others() -> None:
+    engine, sequence = guessing(max_tokens=4)
+    others = [make_sequence((n,), max_tokens=9) for n in range(2)]
+    engine.add(*others)
+    engine.step()
+    sequence.guesses = right_guesses(sequence, 8)
+    assert engine.step().num_tokens == 3, "nothing is to spare"
+    engine.scheduler.max_num_batched_tokens = 6
+    sequence.guesses = right_guesses(sequence, 8)
+    step = engine.step()
+    assert {chunk.sequence: chunk.num_tokens for chunk in step.chunks} == {sequence: 3, others[0]: 1, others[1]: 1}
+
+
+def test_guesses_of_batch_lines_count_as_batch_work() -> None:
+    engine = limited_engine()
+    line = make_sequence((1, 0, 1), max_tokens=12, priority=BATCH)
+    engine.add(line)
+    engine.step()
+    line.guesses = right_guesses(line, 9)
+    assert split_tokens(engine.step()) == (0, 4)
+
+
+def test_guesses_take_no_block_that_another_sequence_may_need() -> None:
+    engine, sequence = guessing(num_blocks=8)
+    other = make_sequence((0, 0, 0), max_tokens=4)
+    engine.add(other)
+    engine.step()
+    sequence.guesses = right_guesses(sequence, 8)
+    engine.step()
+    assert engine.scheduler.pool.num_free >= 1
+    engine.run()
+    assert [s.num_output_tokens for s in (sequence, other)] == [12, 4]
+
+
+def test_guesses_of_an_undone_step_leave_nothing() -> None:
+    engine, sequence = guessing()
+    sequence.guesses = right_guesses(sequence, 4)
+    (chunk,) = engine.lose_step().chunks
+    assert len(chunk.guesses) == 4
+    assert (sequence.num_computed_tokens, sequence.guesses) == (3, ())
+    (again,) = engine.step().chunks
+    assert (again.start, again.end, again.guesses) == (3, 4, ())
+    engine.run()
+
+
+def test_a_sequence_with_broken_guesses_starts_again_in_clean_blocks() -> None:
+    engine, sequence = guessing()
+    sequence.guesses = (7, 7, 7)
+    engine.scheduler.schedule()
+    engine.scheduler.start_again(sequence)
+    engine.scheduler.check_integrity()
+    assert engine.scheduler.take_preempted() == [sequence]
+    engine.step()
+    assert sequence.num_output_tokens == 2
+    engine.run()
+    assert sequence.num_output_tokens == 12
+
+
 def test_integrity_check_sees_a_leaked_block() -> None:
     engine = SimulatedEngine()
     engine.scheduler.pool.allocate(1)
@@ -808,6 +930,14 @@ class SchedulerMachine(RuleBasedStateMachine):
     def step(self, times: int) -> None:
         for _ in range(times):
             self.engine.step()
+
+    @precondition(lambda self: self.engine.scheduler.running)
+    @rule(data=st.data())
+    def guess(self, data: st.DataObject) -> None:
+        for sequence in self.engine.scheduler.running:
+            right = right_guesses(sequence, data.draw(st.integers(0, 5)))
+            wrong = data.draw(st.lists(st.integers(0, 1), max_size=2))
+            sequence.guesses = (*right, *wrong) if sequence.num_output_tokens else ()
 
     @precondition(lambda self: self.engine.live)
     @rule(data=st.data())

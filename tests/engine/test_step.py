@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -51,6 +52,18 @@ def test_a_mixed_step() -> None:
     assert step.tables.tolist() == [50, 51, 52, 20, 21, 22, 30, 31, 40]
     assert step.num_tokens == 17
     assert step.blocks_to_clear.tolist() == []
+
+
+def test_each_guess_is_a_row_that_sees_the_positions_before_it() -> None:
+    decode, other = replace(chunk(9, 10, 50, num_tokens=10), guesses=(7, 8, 9)), chunk(3, 4, 30)
+    decode.sequence.block_table.append(60)
+    step = packed(decode, other)
+    assert step.tokens.tolist() == [109, 7, 8, 9, 103]
+    assert step.positions.tolist() == [9, 10, 11, 12, 3]
+    assert step.slots.tolist() == [52 * 4 + 1, 52 * 4 + 2, 52 * 4 + 3, 60 * 4, 30 * 4 + 3]
+    assert step.rows.tolist() == [0, 1, 2, 3, 4]
+    assert step.chunks.tolist() == [[0, 1, 10, 0], [1, 1, 11, 0], [2, 1, 12, 0], [3, 1, 13, 0], [4, 1, 4, 4]]
+    assert step.tables.tolist() == [50, 51, 52, 60, 30]
 
 
 def test_every_row_is_wanted_for_log_probabilities_of_a_prompt() -> None:

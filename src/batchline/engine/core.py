@@ -38,6 +38,7 @@ from batchline.engine.request import (
 from batchline.engine.scheduler import Scheduler
 from batchline.engine.sequence import Sequence, check_length, check_token_ids
 from batchline.engine.sequence_metrics import SequenceMetrics
+from batchline.engine.speculation import speculation_for
 from batchline.engine.step import Step, pack, with_media
 from batchline.engine.step_results import (
     SequenceResult,
@@ -89,6 +90,7 @@ class Engine:
         self._reach = finite_reach(self.loaded.groups)
         self._runner = placement.make_runner(num_blocks, self.max_model_len)
         self._masks = TokenMasks(self.vocab_size)
+        self._speculation = speculation_for(config.speculation, self.loaded.device.type)
         self._sequences: dict[str, Sequence] = {}
         self._refused: list[Output] = []
         self._seeds = random.Random()
@@ -172,6 +174,10 @@ class Engine:
         self.scheduler.max_num_batched_tokens = self._step_size.limit
         self.scheduler.max_num_batch_tokens = self._allowance.limit
         began_at = time.monotonic()
+        if self._speculation is not None:
+            has_free_seats = len(self.scheduler.running) < self.scheduler.max_num_seqs
+            may_grow = suspects is not None or (self.scheduler.num_waiting > 0 and has_free_seats)
+            self._speculation.guess(self.scheduler.running, may_grow=may_grow)
         try:
             step = self.scheduler.schedule(suspects)
         except Exception as exc:
@@ -189,13 +195,16 @@ class Engine:
                 self.scheduler.check_integrity()
             if isinstance(exc, EncodingFailed):
                 return [self._fail_to_encode(exc.sequence, exc.__cause__ or exc)]
-            return self._shrink(step, exc) if _is_out_of_memory(exc) else self._narrow(step.sequences, exc)
+            return self._shrink(step, exc) if _is_out_of_memory(exc) else self._go_on_after(step, exc)
         if suspects is not None:
             self._search.clear(step.sequences)
         self._step_size.note_good_step(step.num_tokens)
         self._metrics.note_step(step.num_tokens)
         self._allowance.note_step(step, time.monotonic() - began_at)
-        return self._apply(results, holds_streams=holds_streams)
+        outputs = self._apply(results, holds_streams=holds_streams)
+        if self._speculation is not None:
+            self._speculation.note_step(step, results, time.monotonic() - began_at)
+        return outputs
 
     def _compute(self, step: Step) -> list[SequenceResult]:
         """Run and sample. Changes no sequence in a way that would take effect twice if the step is computed again."""
@@ -222,6 +231,8 @@ class Engine:
             output_tokens=self._output_tokens,
             encoded_media=self._encoded_media,
             steps=self._steps,
+            guessed_tokens=self._speculation.num_guessed if self._speculation else 0,
+            accepted_tokens=self._speculation.num_accepted if self._speculation else 0,
             preemptions=self.scheduler.num_preemptions,
             running=len(self.scheduler.running),
             waiting=self.scheduler.num_waiting,
@@ -274,14 +285,31 @@ class Engine:
             output = embedding_output(sequence, result.hidden)
             sequence.finish("length")
             return output
-        if result.token is None:
+        if not result.tokens:
             sequence.finish("length")
         else:
-            sequence.append(result.token)
-            self._output_tokens += 1
-            if result.logprobs is not None:
-                sequence.logprobs.append(result.logprobs)
+            self._append(result)
         return self._output(sequence, holds_streams=holds_streams)
+
+    def _append(self, result: SequenceResult) -> None:
+        """Give a sequence its next tokens, up to the one that ends it."""
+        sequence = result.sequence
+        num_before = sequence.num_tokens
+        try:
+            for token in result.tokens:
+                sequence.append(token)
+                if sequence.is_finished:
+                    break
+        finally:
+            num_new = sequence.num_tokens - num_before
+            self._output_tokens += num_new
+            sequence.logprobs += result.logprobs[:num_new]
+        self.scheduler.accept(sequence, num_new - 1)
+        if not result.is_broken:
+            sequence.guesses = ()
+        elif not sequence.is_finished:
+            sequence.may_guess = False
+            self.scheduler.start_again(sequence)
 
     def _report(self, sequence: Sequence) -> Output | None:
         """The output of a preempted stream that was not yet reported."""
@@ -308,7 +336,7 @@ class Engine:
     def _note_prompt(self, result: SequenceResult) -> None:
         """Count a prompt when its computation ends, and note the time of the first token, if there is one."""
         sequence = result.sequence
-        if result.token is not None:
+        if result.tokens:
             sequence.first_token_at = time.monotonic()
             if sequence.kind == 0 and sequence.started_at is not None:
                 self._allowance.note_first_token(sequence.first_token_at - sequence.started_at)
@@ -359,6 +387,18 @@ class Engine:
     def _restart(self) -> None:
         """Recompute all live sequences from their tokens, in an empty cache."""
         self.scheduler.restart([sequence for sequence in self._sequences.values() if not sequence.is_finished])
+
+    def _go_on_after(self, step: Step, exc: Exception) -> list[Output]:
+        """Continue after a step failed and was undone. If it had guesses, it is computed again without them, because
+        guesses must not harm a sequence."""
+        guessing = [chunk.sequence for chunk in step.chunks if chunk.guesses]
+        if not guessing:
+            return self._narrow(step.sequences, exc)
+        logger.error("a step with guesses failed; its sequences continue without", exc_info=exc)
+        drop_locals(exc)
+        for sequence in guessing:
+            sequence.may_guess = False
+        return []
 
     def _narrow(self, sequences: Iterable[Sequence], exc: Exception) -> list[Output]:
         """Continue after a step of these sequences failed and was undone: try parts of it next. If the step had only

@@ -252,6 +252,7 @@ class EngineStats:
     prompt_tokens: of all prompts that have been computed. cached_tokens: those of them that came from the prefix cache.
     output_tokens: all that were generated, also of requests that still run or were aborted.
     encoded_media: how many media items the model's encoder has computed.
+    guessed_tokens, accepted_tokens: how many tokens were guessed, and how many of these guesses were right.
     cache_usage: share of blocks in use, 0..1.
     """
 
@@ -259,6 +260,8 @@ class EngineStats:
     cached_tokens: int
     output_tokens: int
     encoded_media: int
+    guessed_tokens: int
+    accepted_tokens: int
     steps: int
     preemptions: int
     running: int

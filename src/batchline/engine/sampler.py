@@ -30,9 +30,13 @@ from torch.nn.functional import pad
 
 from batchline.engine import row_ops
 from batchline.engine.request import SamplingParams
+from batchline.engine.sequence import Continued
 from batchline.engine.sequence import Sequence as RunningSequence
 
 T = TypeVar("T")
+
+SamplingState = RunningSequence | Continued
+"""What the next token depends on besides the logits."""
 
 _REPETITION_PENALTIES = (1e-30, 1e30)
 """Penalties beyond these bounds change no more draws, but turn logits into infinities and NaN."""
@@ -59,7 +63,7 @@ def _octet_penalties(device: torch.device) -> torch.Tensor:
     return torch.where(bits == 1, 0.0, -math.inf).to(device)
 
 
-def process_logits(logits: torch.Tensor, sequences: Sequence[RunningSequence]) -> None:
+def process_logits(logits: torch.Tensor, sequences: Sequence[SamplingState]) -> None:
     """Apply every rule of every sequence. logits: (num_seqs, vocab) float32, modified in place."""
     _keep_allowed(logits, sequences)
     _ban(logits, sequences)
@@ -68,7 +72,7 @@ def process_logits(logits: torch.Tensor, sequences: Sequence[RunningSequence]) -
     _penalize_output(logits, sequences)
 
 
-def _keep_allowed(logits: torch.Tensor, sequences: Sequence[RunningSequence]) -> None:
+def _keep_allowed(logits: torch.Tensor, sequences: Sequence[SamplingState]) -> None:
     rows = _rows_where(sequences, lambda s: s.allowed_token_ids is not None)
     if rows:
         allowed = [_kept(sequences[row].sampling.allowed_token_ids or frozenset(), _token_array) for row in rows]
@@ -78,7 +82,7 @@ def _keep_allowed(logits: torch.Tensor, sequences: Sequence[RunningSequence]) ->
         logits[pairs] = kept
 
 
-def _ban(logits: torch.Tensor, sequences: Sequence[RunningSequence]) -> None:
+def _ban(logits: torch.Tensor, sequences: Sequence[SamplingState]) -> None:
     rows, banned = [], []
     for row, sequence in enumerate(sequences):
         for tokens in _banned_tokens(sequence):
@@ -88,7 +92,7 @@ def _ban(logits: torch.Tensor, sequences: Sequence[RunningSequence]) -> None:
         logits[_pairs(rows, banned, logits.device)] = -math.inf
 
 
-def _banned_tokens(sequence: RunningSequence) -> Iterator[np.ndarray]:
+def _banned_tokens(sequence: SamplingState) -> Iterator[np.ndarray]:
     """Tokens that would end the output too early or would complete a bad word."""
     sampling = sequence.sampling
     if sequence.num_output_tokens < sampling.min_tokens:
@@ -97,7 +101,7 @@ def _banned_tokens(sequence: RunningSequence) -> Iterator[np.ndarray]:
         yield sampling.bad_words.next_tokens(sequence.token_ids, sequence.num_output_tokens)
 
 
-def _add_biases(logits: torch.Tensor, sequences: Sequence[RunningSequence]) -> None:
+def _add_biases(logits: torch.Tensor, sequences: Sequence[SamplingState]) -> None:
     rows = _rows_where(sequences, lambda s: bool(s.logit_bias))
     if rows:
         biases = [sequences[row].sampling.logit_bias for row in rows]
@@ -106,7 +110,7 @@ def _add_biases(logits: torch.Tensor, sequences: Sequence[RunningSequence]) -> N
         logits[pairs] += torch.from_numpy(amounts).to(logits.device)
 
 
-def _penalize_repetition(logits: torch.Tensor, sequences: Sequence[RunningSequence]) -> None:
+def _penalize_repetition(logits: torch.Tensor, sequences: Sequence[SamplingState]) -> None:
     """Penalise tokens of prompt and output. A token that occurs twice is written twice, with the same value."""
     rows = _rows_where(sequences, lambda s: s.repetition_penalty != 1.0)
     if rows:
@@ -119,7 +123,7 @@ def _penalize_repetition(logits: torch.Tensor, sequences: Sequence[RunningSequen
         logits[pairs] = torch.where(scores < 0, scores * factors, scores / factors)
 
 
-def _penalize_output(logits: torch.Tensor, sequences: Sequence[RunningSequence]) -> None:
+def _penalize_output(logits: torch.Tensor, sequences: Sequence[SamplingState]) -> None:
     """Presence and frequency penalties, for each different token of each output."""
     rows = _rows_where(sequences, lambda s: s.presence_penalty != 0.0 or s.frequency_penalty != 0.0)
     rows = [row for row in rows if sequences[row].num_output_tokens > 0]
@@ -136,7 +140,7 @@ def _penalize_output(logits: torch.Tensor, sequences: Sequence[RunningSequence])
         logits[pairs[0], pairs[1]] -= amounts.to(logits.device)
 
 
-def _rows_where(sequences: Sequence[RunningSequence], has_rule: Callable[[SamplingParams], bool]) -> list[int]:
+def _rows_where(sequences: Sequence[SamplingState], has_rule: Callable[[SamplingParams], bool]) -> list[int]:
     return [row for row, sequence in enumerate(sequences) if has_rule(sequence.sampling)]
 
 
@@ -179,7 +183,7 @@ _BLOCK = 128
 """Entries per part: parts are summed first, and only the part with the draw is searched."""
 
 
-def sample(logits: torch.Tensor, sequences: Sequence[RunningSequence]) -> list[int | None]:
+def sample(logits: torch.Tensor, sequences: Sequence[SamplingState]) -> list[int | None]:
     """The next token of each sequence; None if every token is ruled out.
 
     logits: (num_seqs, vocab) float32, modified in place.
@@ -193,7 +197,7 @@ def sample(logits: torch.Tensor, sequences: Sequence[RunningSequence]) -> list[i
     return [None if out else token for token, out in zip(tokens.tolist(), is_ruled_out.tolist(), strict=True)]
 
 
-def _draw(logits: torch.Tensor, sequences: Sequence[RunningSequence], rows: Sequence[int]) -> torch.Tensor:
+def _draw(logits: torch.Tensor, sequences: Sequence[SamplingState], rows: Sequence[int]) -> torch.Tensor:
     """One random token for each of the given rows. logits: (num_seqs, vocab) float32, after masks and penalties.
     Returns (len(rows),) int64."""
     sampling = [sequences[row].sampling for row in rows]

@@ -14,9 +14,10 @@ Work that nobody waits for (batch lines, background responses) gets at most `max
 that computes the prompt of a waiting client contains no such work, which would make it longer. After
 `STEPS_FOR_CLIENTS` such steps in a row, one step may contain it, so that batch work never stops completely.
 
-A block is registered for reuse as soon as the step that fills it is scheduled. Its tokens are certain, because a step
-computes only tokens of the prompt and sampled ones. Every layer writes the step's keys and values before any of its
-sequences read them, so even sequences of the same step can share it. `undo` reverts a step that failed.
+A block is registered for reuse as soon as the step that fills it is scheduled, if its tokens are certain: those of the
+prompt and sampled ones. A block with guesses is registered when they have turned out to be right (`accept`). Guesses
+take only blocks and tokens of a step that nobody else needs. Every layer writes the step's keys and values before any
+of its sequences read them, so even sequences of the same step can share a block. `undo` reverts a step that failed.
 """
 
 from __future__ import annotations
@@ -150,18 +151,31 @@ class Scheduler:
             self._waiting.add(sequence)
         return step
 
+    def accept(self, sequence: Sequence, num_guesses: int) -> None:
+        """The first guesses of its last chunk were right, and are its tokens now: their positions are computed."""
+        if sequence.num_finite_tokens == sequence.num_computed_tokens:
+            sequence.num_finite_tokens += num_guesses  # their results were finite
+        sequence.num_computed_tokens += num_guesses
+        self._register(sequence)
+
+    def start_again(self, sequence: Sequence) -> None:
+        """Compute a running sequence from its tokens, because its blocks hold numbers that are not finite."""
+        self._preempted.append(sequence)
+        self._unseat(sequence)
+
     def undo(self, step: Step) -> None:
         """Revert the last scheduled step: its positions count as not computed, and the sequences that it seated wait
         again. No sequence finds the prefixes that it should have filled, or reads what it may have written."""
         size = self.pool.block_size
         for chunk in step.chunks:
-            filled = chunk.sequence.block_table[chunk.start // size : -(-chunk.end // size)]
+            filled = chunk.sequence.block_table[chunk.start // size : -(-chunk.written_end // size)]
             self.pool.unregister(filled)
             self.pool.taint(filled)
         self.pool.taint(step.blocks_to_clear)
         self._uncleared += step.blocks_to_clear
         for chunk in step.chunks:
             sequence = chunk.sequence
+            sequence.guesses = ()
             sequence.num_computed_tokens = chunk.start
             sequence.num_finite_tokens = min(sequence.num_finite_tokens, chunk.start)
             del sequence.block_uids[chunk.start // size :]
@@ -208,6 +222,7 @@ class Scheduler:
                 continue  # just preempted for a sequence before it
             end = self._chunk_end(sequence)
             if end > sequence.num_computed_tokens and self._make_room(position, end):
+                sequence.guesses = sequence.guesses[: self._num_guesses(sequence, end)] if only is None else ()
                 self._schedule_chunk(sequence, end)
         self._admit()
         self._num_steps_for_clients = self._num_steps_for_clients + 1 if draft.is_for_clients else 0
@@ -353,7 +368,7 @@ class Scheduler:
 
     def _free_blocks(self, sequence: Sequence) -> None:
         """Free a sequence's blocks. Blocks with numbers that no step has proved finite are tainted."""
-        first, last = sequence.num_finite_tokens, sequence.num_computed_tokens
+        first, last = sequence.num_finite_tokens, sequence.num_computed_tokens + len(sequence.guesses)
         if first < last:
             size = self.pool.block_size
             self.pool.taint(sequence.block_table[first // size : -(-last // size)])
@@ -377,6 +392,25 @@ class Scheduler:
         end = sequence.num_computed_tokens + min(sequence.num_uncomputed_tokens, budget)
         return self._uncut_end(sequence, end) if sequence.uncut else end
 
+    def _num_guesses(self, sequence: Sequence, end: int) -> int:
+        """How many guesses fit after its chunk up to `end`. Allocates blocks for them if some are to spare."""
+        if not sequence.guesses or end < sequence.num_tokens:
+            return 0
+        num_others = len(self.running)  # each may need a token and a block
+        num_wanted = min(
+            len(sequence.guesses),
+            self._draft.budget - 1 - num_others,
+            sequence.max_num_computed_tokens - end,
+        )
+        if self._draft.batch_budget is not None and sequence.kind > 0:
+            num_wanted = min(num_wanted, self._draft.batch_budget - 1)
+        num_spare = max(0, self.pool.num_free - num_others)
+        missing = self._num_blocks(end + num_wanted) - len(sequence.block_table)
+        if num_wanted > 0 and missing > 0:
+            sequence.block_table += self._allocate(min(missing, num_spare))
+        room = len(sequence.block_table) * self.pool.block_size - end
+        return max(0, min(num_wanted, room))
+
     def _uncut_end(self, sequence: Sequence, end: int) -> int:
         """The end of a chunk that would end at `end`, so that it cuts no range that one step must compute. Such a range
         may exceed its caller's share. If a step begins with it, or it is too long for any step with other sequences, it
@@ -397,7 +431,7 @@ class Scheduler:
     def _schedule_chunk(self, sequence: Sequence, end: int) -> None:
         """Add the chunk up to `end`: from now on it counts as computed, and its full blocks are registered."""
         draft = self._draft
-        chunk = Chunk(sequence, sequence.num_computed_tokens, end)
+        chunk = Chunk(sequence, sequence.num_computed_tokens, end, sequence.guesses)
         if self._computes_prompt_logprobs(sequence):
             draft.prompt_logprob_budget -= chunk.num_tokens
         if draft.shares is not None and sequence.num_uncomputed_tokens > 1:
@@ -407,8 +441,12 @@ class Scheduler:
             self._use_batch_budget(draft.batch_budget, chunk)
         draft.chunks.append(chunk)
         sequence.num_computed_tokens = end
+        self._register(sequence)
+
+    def _register(self, sequence: Sequence) -> None:
+        """Register its full blocks that are not registered yet."""
         size, uids = self.pool.block_size, sequence.block_uids
-        for index in range(len(uids), end // size):
+        for index in range(len(uids), sequence.num_computed_tokens // size):
             start, end = index * size, (index + 1) * size
             tokens = tuple(sequence.token_ids[start:end])
             previous = uids[-1] if uids else ROOT_UID

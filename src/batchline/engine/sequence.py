@@ -36,6 +36,9 @@ from batchline.errors import RequestRefused
 
 EMBEDDING_SAMPLING = SamplingParams(max_tokens=0)
 
+_MEMORY = 0.9
+"""How much of a `GuessRecord` remains after each step with guesses."""
+
 _ROOM = 256
 """After this many tokens, a `RepetitionTracker` moves the newest ones to make room."""
 
@@ -105,6 +108,23 @@ class RepetitionTracker:
         self._recent[self._newest] = token_id
 
 
+class GuessRecord:
+    """How often a sequence's guesses were right, the latest ones counting most. Mutable."""
+
+    def __init__(self) -> None:
+        self._num_right = self._num_wrong = 0.0
+
+    def note(self, num_right: int, num_guesses: int) -> None:
+        """Count the guesses of a step. Those after the first wrong one say nothing."""
+        self._num_right = _MEMORY * self._num_right + num_right
+        self._num_wrong = _MEMORY * self._num_wrong + (num_right < num_guesses)
+
+    def chance(self, expected: float) -> float:
+        """The chance that a guess is right if the one before it is. expected: the chance without any record; counts
+        like one guess."""
+        return (self._num_right + expected) / (self._num_right + self._num_wrong + 1)
+
+
 class Sequence:
     """State of one running request. `seed` is the request's own or a random one.
 
@@ -116,6 +136,8 @@ class Sequence:
     uncut: ranges [start, end) of positions that see each other, so that one step must compute a range to its end.
     prompt_key: stands for the whole prompt with its media, if its first positions depend on its last ones.
     prompt_vocabulary: the different tokens of its prompt, once they are needed.
+    guesses: of the tokens after its last one. The next step checks as many as fit, and writes to their positions.
+    guess_record: how its guesses have fared; None before the first. may_guess: whether it may have any at all.
     kind: what its priority is for (`kind_of`). turn: its place among its caller's sequences (`turns.py`).
     rotary: positions that the model rotates by, where its images make them differ from the positions in the sequence.
     """
@@ -128,10 +150,13 @@ class Sequence:
         "caller",
         "finish_reason",
         "first_token_at",
+        "guess_record",
+        "guesses",
         "is_complete",
         "kind",
         "logprobs",
         "matcher",
+        "may_guess",
         "media",
         "num_cached_tokens",
         "num_computed_tokens",
@@ -186,6 +211,9 @@ class Sequence:
         self.num_emitted_tokens = 0
         self.block_table: list[int] = []
         self.block_uids: list[int] = []
+        self.guesses: tuple[int, ...] = ()
+        self.guess_record: GuessRecord | None = None
+        self.may_guess = self.matcher is None and not self.wants_hidden
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: list[TokenLogprobs | None] = [None] if self.wants_prompt_logprobs else []
         self.status = SequenceStatus.WAITING
@@ -298,10 +326,39 @@ class Sequence:
     def forget_computed(self) -> None:
         """Reset to nothing computed, because its blocks were freed. Tokens and results stay."""
         self.status = SequenceStatus.WAITING
+        self.guesses = ()
         self.num_computed_tokens = 0
         self.num_finite_tokens = 0
         self.block_table = []
         self.block_uids = []
+
+
+class Continued:
+    """A sequence as it would be if some guesses were its next tokens: what the sampler reads of it."""
+
+    matcher = None
+
+    def __init__(self, sequence: Sequence, guesses: tuple[int, ...]) -> None:
+        self._sequence = sequence
+        self._guesses = array("q", guesses)
+        self.sampling = sequence.sampling
+        self.seed = sequence.seed
+        self.num_prompt_tokens = sequence.num_prompt_tokens
+        self.num_tokens = sequence.num_tokens + len(guesses)
+        self.num_output_tokens = sequence.num_output_tokens + len(guesses)
+
+    @property
+    def token_ids(self) -> array[int]:
+        """Copy of the prompt, the output and the guesses."""
+        return self._sequence.token_ids + self._guesses
+
+    def tokens_between(self, start: int, end: int) -> np.ndarray:
+        """See `Sequence.tokens_between`."""
+        return np.array(self.token_ids[start:end], dtype=np.int64)
+
+    def tokens_seen(self) -> np.ndarray:
+        """See `Sequence.tokens_seen`."""
+        return np.concatenate([self._sequence.tokens_seen(), np.array(self._guesses, dtype=np.int64)])
 
 
 def _covers(span: MediaSpan, start: int, end: int) -> bool:

@@ -20,16 +20,25 @@ NO_RUNS = np.empty((0, 4), dtype=np.int64)
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Positions [start, end) of one sequence, to be computed in one step."""
+    """Positions [start, end) of one sequence, to be computed in one step, and guesses of the tokens after them.
+
+    guesses: take the positions from `end` on. Those that turn out to be right need no further step.
+    """
 
     sequence: Sequence
     start: int
     end: int
+    guesses: tuple[int, ...] = ()
 
     @property
     def num_tokens(self) -> int:
-        """New positions."""
-        return self.end - self.start
+        """New positions, those of guesses included."""
+        return self.end - self.start + len(self.guesses)
+
+    @property
+    def written_end(self) -> int:
+        """The position after the last one that the step writes to the cache."""
+        return self.end + len(self.guesses)
 
     @property
     def is_last(self) -> bool:
@@ -43,12 +52,12 @@ class Chunk:
 
     @property
     def num_wanted_rows(self) -> int:
-        """Its last positions whose logits are wanted: all for log-probabilities of the prompt, else one if it
-        `is_last`."""
+        """Its last positions whose logits are wanted: all for log-probabilities of the prompt, else one and those of
+        its guesses if it `is_last`."""
         sequence = self.sequence
         if sequence.wants_prompt_logprobs and self.start < sequence.num_prompt_tokens:
             return self.num_tokens
-        return int(self.is_last)
+        return 1 + len(self.guesses) if self.is_last else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +104,9 @@ class PackedStep:
     width and a row's three numbers differ. slots: (num_tokens,), where the cache stores each row's keys and values.
     rows: the rows whose logits are wanted, in order.
     chunks: (num_chunks, 4), each chunk's first row, its number of rows, the position after its last one, and where its
-    sequence's block numbers start in `tables`.
-    tables: the block numbers of each chunk's positions up to its end, one chunk after another.
+    sequence's block numbers start in `tables`. Each guess is a chunk of its own here, so that steps of decodes stay
+    steps of single rows.
+    tables: the block numbers of each sequence's positions up to its end, one sequence after another.
     blocks_to_clear: blocks to set to 0 first.
     media: the rows that take features of media items.
     both_ways: (n, 4), runs of rows that see each other, in the form of `chunks`: the position after a run is the last
@@ -127,10 +137,13 @@ def pack(step: Step, block_size: int) -> PackedStep:
     num_rows: list[int] = []
     for chunk in step.chunks:
         sequence, start, end = chunk.sequence, chunk.start, chunk.end
-        chunks.append((len(tokens), end - start, end, len(tables)))
+        first = len(tokens)
+        chunks.append((first, end - start, end, len(tables)))
+        chunks += ((first + guess - start, 1, guess + 1, len(tables)) for guess in range(end, chunk.written_end))
         tokens += sequence.token_ids[start:end]
-        tables += sequence.block_table[: -(-end // block_size)]
-        num_rows.append(chunk.num_wanted_rows)
+        tokens.extend(chunk.guesses)
+        tables += sequence.block_table[: -(-chunk.written_end // block_size)]
+        num_rows += [chunk.num_wanted_rows - len(chunk.guesses)] + [1] * len(chunk.guesses)
     packed_chunks = np.array(chunks, dtype=np.int64)
     first_rows, lengths, ends, first_blocks = packed_chunks.T
     positions = _ranges(ends - lengths, lengths)
@@ -153,7 +166,11 @@ def with_media(packed: PackedStep, step: Step) -> PackedStep:
     media: list[MediaRows] = []
     runs: list[tuple[int, int, int, int]] = []
     rotary = np.broadcast_to(packed.positions, (3, packed.num_tokens)).copy()
-    for (row, _, _, table), chunk in zip(packed.chunks.tolist(), step.chunks, strict=True):
+    chunks = packed.chunks.tolist()
+    num_before = 0
+    for chunk in step.chunks:
+        row, _, _, table = chunks[num_before]
+        num_before += 1 + len(chunk.guesses)
         sequence = chunk.sequence
         for span in sequence.media if chunk.has_media else ():
             first, last = span.range_in(chunk.start, chunk.end)
@@ -164,7 +181,7 @@ def with_media(packed: PackedStep, step: Step) -> PackedStep:
             if start < last <= chunk.end:
                 runs.append((row + start - chunk.start, last - start, last, table))
         if sequence.rotary is not None:
-            rotary[:, row : row + chunk.num_tokens] = sequence.rotary.between(chunk.start, chunk.end)
+            rotary[:, row : row + chunk.num_tokens] = sequence.rotary.between(chunk.start, chunk.written_end)
     is_plain = bool((rotary == rotary[0]).all())
     return replace(
         packed,

@@ -4,16 +4,22 @@ The masks of constrained sequences are computed on separate threads while the mo
 only on the tokens before the step, so they are started when it is scheduled, and are usually ready before its logits.
 The matchers work without the interpreter lock. No other code may use a matcher until its mask is collected.
 
+A chunk with guesses has a row of logits for each of them. The token that is sampled from a row is the sequence's next
+one if all guesses before it were right, that is, equal to the tokens sampled from the rows before. Each row is sampled
+with the parameters, the state and the random number of its own position. So the tokens are those that the sequence
+would get one at a time.
+
 `read_results` does not apply the results to the sequences, so that a step that fails can be undone and computed again.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -23,8 +29,8 @@ from batchline.engine.model_runner import StepResult
 from batchline.engine.recovery import reraise_interrupt
 from batchline.engine.request import EmbeddingOutput, GenerationOutput, TokenLogprobs, TokenMatcher
 from batchline.engine.row_ops import token_logprobs
-from batchline.engine.sampler import allow_only, sample
-from batchline.engine.sequence import Sequence
+from batchline.engine.sampler import SamplingState, allow_only, sample
+from batchline.engine.sequence import Continued, Sequence
 from batchline.engine.step import Chunk, Step
 from batchline.errors import ConstraintFailed, EngineError, NumbersNotFinite, SequenceFailed
 
@@ -39,17 +45,29 @@ MIN_MASKS = 8
 
 @dataclass(slots=True)
 class SequenceResult:
-    """A step's result for one sequence: a token, a hidden state, an error, or nothing if no token is sampled.
+    """A step's result for one sequence: tokens, a hidden state, an error, or nothing if no token is sampled.
 
-    row: the row of its last position in the step's logits and hidden states.
+    row: the row of its last position in the step's logits and hidden states. Those of the guesses come after it.
+    guesses: those whose numbers are finite. is_broken: whether one has others, so that its position in the cache must
+    not be read.
+    tokens: the next ones, more than one if guesses were right. logprobs: of each of them, if wanted.
     """
 
     sequence: Sequence
     row: int
-    token: int | None = None
-    logprobs: TokenLogprobs | None = None
+    guesses: tuple[int, ...] = ()
+    is_broken: bool = False
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
     hidden: torch.Tensor | None = None
     error: EngineError | None = None
+
+    @property
+    def states(self) -> Iterator[SamplingState]:
+        """What its rows are sampled with: the sequence, and the sequence after each of its guesses."""
+        yield self.sequence
+        for count in range(1, len(self.guesses) + 1):
+            yield Continued(self.sequence, self.guesses[:count])
 
 
 def finite_reach(groups: Iterable[CacheGroup]) -> int | None:
@@ -75,13 +93,14 @@ def read_results(
         num_rows, sequence = chunk.num_wanted_rows, chunk.sequence
         if num_rows == 0:
             continue
-        own = slice(first, first + num_rows)
+        own = slice(first, first + num_rows - len(chunk.guesses))
+        guessed = is_finite[own.stop : first + num_rows]
         first += num_rows
         if not all(is_finite[own]):
             error = NumbersNotFinite(
                 "the model computed numbers for this request that are not finite (NaN or infinite)"
             )
-            results.append(SequenceResult(sequence, first - 1, error=error))
+            results.append(SequenceResult(sequence, own.stop - 1, error=error))
             continue
         if num_rows == chunk.num_tokens or reach is None or chunk.end - sequence.num_finite_tokens <= reach:
             sequence.num_finite_tokens = chunk.end
@@ -89,9 +108,11 @@ def read_results(
             _note_prompt_logprobs(chunk, logits[own])
         if not chunk.is_last:
             continue
-        results.append(SequenceResult(sequence, first - 1))
+        num_finite = next((index for index, is_good in enumerate(guessed) if not is_good), len(guessed))
+        guesses = chunk.guesses[:num_finite]
+        results.append(SequenceResult(sequence, own.stop - 1, guesses, is_broken=num_finite < len(guessed)))
         if sequence.wants_hidden:
-            results[-1].hidden = result.hidden[first - 1]
+            results[-1].hidden = result.hidden[own.stop - 1]
         elif sequence.needs_next_token:
             sampled.append(results[-1])
     if sampled:
@@ -115,32 +136,61 @@ def _note_prompt_logprobs(chunk: Chunk, logits: torch.Tensor) -> None:
 
 def _sample(results: SequenceOf[SequenceResult], logits: torch.Tensor, masks: StepMasks | None) -> None:
     """Fill in the next tokens, and their log-probabilities if wanted, or the error."""
-    sequences = [result.sequence for result in results]
-    wanting = [index for index, s in enumerate(sequences) if s.sampling.logprobs is not None]
-    rows = [result.row for result in results]
+    states = [state for result in results for state in result.states]
+    firsts = [0, *accumulate(1 + len(result.guesses) for result in results)]
+    rows = [result.row + index for result in results for index in range(1 + len(result.guesses))]
     chosen = logits if rows == list(range(len(logits))) else logits[rows]  # a copy costs as much as the sampling
+    wanting = [row for row, state in enumerate(states) if state.sampling.logprobs is not None]
     raw = chosen[wanting] if wanting else None  # a copy: sampling works in place
     if masks is not None:
-        _constrain(chosen, results, masks)
-    tokens = sample(chosen, sequences)
-    for result, token in zip(results, tokens, strict=True):
-        result.token = token
-        if token is None and result.error is None:
+        _constrain(chosen, results, firsts, masks)
+    sampled = sample(chosen, states)
+    for result, first in zip(results, firsts, strict=False):
+        result.tokens = _next_tokens(sampled[first:], result.guesses)
+        if not result.tokens and result.error is None:
             result.error = _no_token_left(result.sequence)
     if raw is not None:
-        wanted = [sequences[index].sampling for index in wanting]
-        num_top = [0 if sampling.logprob_token_ids else sampling.logprobs or 0 for sampling in wanted]
-        chosen_ids = [sampling.logprob_token_ids for sampling in wanted]
-        reported = token_logprobs(raw, [tokens[index] or 0 for index in wanting], num_top, chosen_ids)
-        for index, logprobs in zip(wanting, reported, strict=True):
-            results[index].logprobs = logprobs
+        _note_logprobs(results, raw)
 
 
-def _constrain(logits: torch.Tensor, results: SequenceOf[SequenceResult], masks: StepMasks) -> None:
+def _next_tokens(sampled: SequenceOf[int | None], guesses: SequenceOf[int]) -> list[int]:
+    """The sequence's next tokens. sampled: from its last position and those of the guesses, and perhaps more."""
+    tokens: list[int] = []
+    for token, guess in zip(sampled, [*guesses, None], strict=False):
+        if token is None:  # its position is sampled again, as the last one, if it is reached
+            break
+        tokens.append(token)
+        if token != guess:
+            break
+    return tokens
+
+
+def _note_logprobs(results: SequenceOf[SequenceResult], raw: torch.Tensor) -> None:
+    """Fill in the log-probabilities of the next tokens of those that want them. raw: the logits of all their rows."""
+    kept: list[int] = []
+    owners: list[SequenceResult] = []
+    num_before = 0
+    for result in results:
+        if result.sequence.sampling.logprobs is not None:
+            kept += range(num_before, num_before + len(result.tokens))
+            owners += [result] * len(result.tokens)
+            num_before += 1 + len(result.guesses)
+    wanted = [result.sequence.sampling for result in owners]
+    num_top = [0 if sampling.logprob_token_ids else sampling.logprobs or 0 for sampling in wanted]
+    chosen_ids = [sampling.logprob_token_ids for sampling in wanted]
+    tokens = [token for result in results if result.sequence.sampling.logprobs is not None for token in result.tokens]
+    reported = token_logprobs(raw if len(kept) == len(raw) else raw[kept], tokens, num_top, chosen_ids)
+    for result, logprobs in zip(owners, reported, strict=True):
+        result.logprobs.append(logprobs)
+
+
+def _constrain(
+    logits: torch.Tensor, results: SequenceOf[SequenceResult], firsts: SequenceOf[int], masks: StepMasks
+) -> None:
     """Wait for the masks, and rule out the tokens that each constrained sequence's matcher forbids. In place."""
     masks.wait()
     rows, matchers = [], []
-    for row, result in enumerate(results):
+    for row, result in zip(firsts, results, strict=False):
         matcher = result.sequence.matcher
         if matcher is not None:
             rows.append(row)
