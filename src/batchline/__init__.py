@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         ModelConfig,
         RequestLimits,
         SchedulerConfig,
+        SpeculationConfig,
         TextConfig,
     )
     from batchline.tables.api import run_table
@@ -44,6 +45,7 @@ _MODULES = {
     "ModelConfig": "batchline.config",
     "RequestLimits": "batchline.config",
     "SchedulerConfig": "batchline.config",
+    "SpeculationConfig": "batchline.config",
     "TextConfig": "batchline.config",
 }
 
@@ -59,6 +61,7 @@ __all__ = [
     "RequestLimits",
     "RunSummary",
     "SchedulerConfig",
+    "SpeculationConfig",
     "TextConfig",
     "__version__",
     "run_batch",

@@ -12,7 +12,15 @@ from engine_backends import COMMAND, config
 from batchline.backends.processes.config import ENGINES, ProcessConfig
 from batchline.backends.processes.gpus import share_gpus, visible_gpus
 from batchline.backends.processes.settings import settings_of
-from batchline.config import CacheConfig, EngineConfig, MediaConfig, ModelConfig, SchedulerConfig, TextConfig
+from batchline.config import (
+    CacheConfig,
+    EngineConfig,
+    MediaConfig,
+    ModelConfig,
+    SchedulerConfig,
+    SpeculationConfig,
+    TextConfig,
+)
 from batchline.errors import UsageError
 
 MODEL: dict[str, Any] = {"model": "m"}
@@ -21,7 +29,13 @@ MODEL: dict[str, Any] = {"model": "m"}
 def engine_config(part: str, **fields: Any) -> EngineConfig:
     """A model with some settings. part: of the configuration."""
     model = ModelConfig(**MODEL, **(fields if part == "model" else {}))
-    kinds = {"cache": CacheConfig, "scheduler": SchedulerConfig, "text": TextConfig, "media": MediaConfig}
+    kinds = {
+        "cache": CacheConfig,
+        "scheduler": SchedulerConfig,
+        "speculation": SpeculationConfig,
+        "text": TextConfig,
+        "media": MediaConfig,
+    }
     return EngineConfig(model=model, **({} if part == "model" else {part: kinds[part](**fields)}))
 
 
@@ -63,6 +77,8 @@ CASES: list[tuple[str, dict[str, Any], dict[str, str]]] = [
     ("scheduler", {"max_num_batched_tokens": 512}, {
         "vllm": "--max-num-batched-tokens=512", "sglang": "--chunked-prefill-size=512",
         "llama-server": "--batch-size 512"}),
+    ("speculation", {"mode": "off"}, {"vllm": "refused", "sglang": "refused", "llama-server": "refused"}),
+    ("speculation", {"prompt_lookup_max": 9}, {"vllm": "refused", "sglang": "refused", "llama-server": "refused"}),
     ("text", {"chat_template": "t.jinja"}, {
         "vllm": "--chat-template=t.jinja", "sglang": "--chat-template=t.jinja",
         "llama-server": "--jinja --chat-template t.jinja"}),

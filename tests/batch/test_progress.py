@@ -107,3 +107,11 @@ def test_answers_that_take_longer_than_the_window_still_have_a_time_left() -> No
         latest = tally.snapshot(BackendStats())
     assert latest.requests_per_s == 0.0
     assert latest.eta_s == pytest.approx(4 * 120.0)
+
+
+def test_guesses_before_a_run_do_not_count() -> None:
+    pace = Pace()
+    pace.note_guesses(
+        BackendStats(guessed_tokens=10, accepted_tokens=4), BackendStats(guessed_tokens=30, accepted_tokens=9)
+    )
+    assert (pace.guessed_tokens, pace.accepted_tokens) == (20, 5)

@@ -51,6 +51,12 @@ def test_the_summary_tells_what_was_saved_and_where_failures_are() -> None:
     assert "Failed lines   err" in text
 
 
+def test_the_summary_says_how_many_guesses_were_right() -> None:
+    lines = summary_lines(RunSummary(requests=1, succeeded=1, failed=0, guessed_tokens=1234, accepted_tokens=1000))
+    assert "Guessed tokens 1,234, of which 1,000 were right" in lines
+    assert "Guessed" not in "\n".join(summary_lines(RunSummary(requests=1, succeeded=1, failed=0)))
+
+
 def test_the_summary_says_that_every_request_failed() -> None:
     assert summary_lines(RunSummary(requests=2, succeeded=0, failed=2))[-1] == "Every request failed (exit code 3)."
     assert "Every" not in summary_lines(RunSummary(requests=2, succeeded=1, failed=1))[-1]

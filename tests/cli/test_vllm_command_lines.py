@@ -14,6 +14,7 @@ import typer
 
 from batchline.cli.main import app
 from batchline.cli.vllm_options import VLLM_OPTIONS, find
+from batchline.config import SpeculationConfig
 from batchline.errors import UsageError
 
 TINY_CHAT = str(Path(__file__).parents[2] / "examples/models/tiny-chat")
@@ -103,6 +104,24 @@ ACCEPTED: list[tuple[str, Callable[[Any, Any], Any], Any, str]] = [
     ("serve M --trust-remote-code --no-trust-remote-code", lambda e, _: e.model.trust_remote_code, False, ""),
     ("serve M --gpu-memory-utilization 0.5 --block-size 32", lambda e, _: e.cache.memory_utilization, 0.5, ""),
     ("serve M --no-enable-lora --enable-lora=False", lambda e, _: e.model.task, "auto", ""),
+    (
+        """serve M --speculative-config '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 5}'""",
+        lambda e, _: e.speculation,
+        SpeculationConfig(num_speculative_tokens=4, prompt_lookup_max=5),
+        "",
+    ),
+    (
+        "serve M --speculative-config.method ngram --speculative-config.prompt_lookup_max 2",
+        lambda e, _: e.speculation,
+        SpeculationConfig(prompt_lookup_min=2, prompt_lookup_max=2),
+        "",
+    ),
+    (
+        "serve M --speculative-model [ngram] --num-speculative-tokens 5 --ngram-prompt-lookup-max 4",
+        lambda e, _: (e.speculation.num_speculative_tokens, e.speculation.prompt_lookup_max),
+        (5, 4),
+        "",
+    ),
     (
         "serve M --seed 0 --generation-config vllm",
         lambda e, _: (e.text.seed, e.model.generation_config),
@@ -219,11 +238,12 @@ REFUSED = [
     ("--tensor_parallel_size=2", "--tensor-parallel-size requires --engine"),
     ("-pp 2 --data-parallel-size 2", "-pp 2, --data-parallel-size 2: A model runs on one device"),
     ("--kv-cache-dtype fp8", "FP8 caches are not supported"),
-    ('--speculative-config \'{"method": "ngram"}\'', "Speculative decoding is not supported"),
-    ("-sc '{}'", "Speculative decoding is not supported"),
     ("--quantization-param-path x.json", "The KV cache has the data type of the weights."),
-    ("--data-parallel-multi-port-external-lb", "Batchline runs a model in one process"),
-    ("--speculative-config.method ngram", "Speculative decoding is not supported"),
+    ('--speculative-config \'{"method": "eagle", "model": "m"}\'', "Speculative decoding uses prompt look-up"),
+    ("--speculative-config.method mtp", "Speculative decoding uses prompt look-up"),
+    ("--speculative-config ngram", "Speculative decoding uses prompt look-up"),
+    ("--speculative-model eagle", "Speculative decoding uses prompt look-up"),
+    ("--spec-decoding-acceptance-method typical_acceptance_sampler", "Guesses never change the distribution"),
     ("--quantization awq", "'awq' is not supported. int8 and int4 quantize ordinary weights"),
     ("-q gptq_marlin", "'gptq_marlin' is not supported"),
     ("--quantization-config '{\"a\": 1}'", "Use --quantization int8 or int4"),

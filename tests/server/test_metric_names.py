@@ -28,6 +28,7 @@ VLLM_NAMES = [
         "vllm:gpu_cache_usage_perc",
     ),
     *("vllm:prompt_tokens_total", "vllm:generation_tokens_total", "vllm:num_preemptions_total"),
+    *("vllm:spec_decode_num_draft_tokens_total", "vllm:spec_decode_num_accepted_tokens_total"),
     *("vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total", "vllm:request_success_total"),
     *("vllm:gpu_prefix_cache_queries_total", "vllm:gpu_prefix_cache_hits_total"),
     *("vllm:time_to_first_token_seconds_bucket", "vllm:time_per_output_token_seconds_bucket"),

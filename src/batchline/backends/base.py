@@ -173,6 +173,7 @@ class BackendStats:
 
     cached_tokens: prompt tokens from the prefix cache. encoded_media: images, and windows of recordings, that were
     encoded. audio_s: seconds of recordings that were transcribed. preemptions: how often a sequence was preempted.
+    guessed_tokens, accepted_tokens: guesses of speculative decoding, and those that were right.
     gauges: backend-specific numbers (queue, cache use). sequences: counters of generating sequences.
     by_model: the same counters by model name; empty if the backend does not count by model. pool: the members, of a
     pool. by_member: numbers of each member for the metrics, by its name.
@@ -183,6 +184,8 @@ class BackendStats:
     output_tokens: int = 0
     encoded_media: int = 0
     audio_s: float = 0.0
+    guessed_tokens: int = 0
+    accepted_tokens: int = 0
     preemptions: int = 0
     gauges: Mapping[str, float] = field(default_factory=dict)
     sequences: SequenceCounts = field(default_factory=SequenceCounts)
@@ -203,6 +206,8 @@ def total_stats(parts: Iterable[BackendStats]) -> BackendStats:
             output_tokens=total.output_tokens + part.output_tokens,
             encoded_media=total.encoded_media + part.encoded_media,
             audio_s=total.audio_s + part.audio_s,
+            guessed_tokens=total.guessed_tokens + part.guessed_tokens,
+            accepted_tokens=total.accepted_tokens + part.accepted_tokens,
             preemptions=total.preemptions + part.preemptions,
             gauges=_total_gauges(total.gauges, part.gauges),
             sequences=sequence_metrics.total(total.sequences, part.sequences),

@@ -1,7 +1,7 @@
 """The settings that the embedded engine's answers depend on, and a check for missing models.
 
 A run only resumes with equal settings. Settings that only change the speed are left out: memory, batch sizes, threads,
-prefix caching.
+prefix caching, speculative decoding.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from batchline.checkpoints.digests import OnRead, files_digest, folder_digest
 from batchline.checkpoints.files import hub_commit
 from batchline.checkpoints.gguf_file import gguf_files
-from batchline.config import EngineConfig, ModelConfig, RequestLimits, TextConfig
+from batchline.config import EngineConfig, ModelConfig, RequestLimits, SpeculationConfig, TextConfig
 from batchline.errors import ModelLoadError, UsageError
 from batchline.plugins import REASONING_PARSERS, TOOL_PARSERS, installed
 from batchline.user_state import user_state_dir
@@ -43,7 +43,7 @@ def refuse_missing_folder(model: str) -> None:
         raise UsageError(f"There is no model at {model!r}.{hint}")
 
 
-def refuse_unknown_values(config: ModelConfig | TextConfig) -> None:
+def refuse_unknown_values(config: ModelConfig | TextConfig | SpeculationConfig) -> None:
     """Refuse a setting whose value is not one of its few possible ones. Python does not check them; a wrong one would
     silently mean something else. Raises: UsageError."""
     for name, kind in get_type_hints(type(config)).items():

@@ -73,6 +73,7 @@ class InProcessBackend:
         for config in engines:
             refuse_unknown_values(config.model)
             refuse_unknown_values(config.text)
+            refuse_unknown_values(config.speculation)
             self._register(config)
         self._engines = tuple(engines)
         self._residency: ModelResidency[ResidentModel] = ModelResidency(self._keep_counts)

@@ -461,6 +461,8 @@ def _engine_stats(engine: AsyncEngine) -> BackendStats:
         cached_tokens=stats.cached_tokens,
         output_tokens=stats.output_tokens,
         encoded_media=stats.encoded_media,
+        guessed_tokens=stats.guessed_tokens,
+        accepted_tokens=stats.accepted_tokens,
         preemptions=stats.preemptions,
         sequences=stats.sequences,
         gauges={"running": stats.running, "waiting": stats.waiting, "kv_cache_usage": stats.cache_usage},

@@ -33,6 +33,7 @@ from batchline.cli.values import (
     together,
 )
 from batchline.config import (
+    MAX_SPECULATIVE_TOKENS,
     CacheConfig,
     ContentFormat,
     Device,
@@ -42,6 +43,8 @@ from batchline.config import (
     SchedulerConfig,
     Scoring,
     SpecialTokensInContent,
+    Speculation,
+    SpeculationConfig,
     TextConfig,
 )
 from batchline.errors import ModelLoadError, UsageError
@@ -52,7 +55,8 @@ _MODEL = "Model"
 _ENGINE = "Engine"
 _TEXT = "Chat templates and text"
 _COUNT = "<number>"
-_CACHE, _SCHEDULER, _TEXT_DEFAULTS = CacheConfig(), SchedulerConfig(), TextConfig()
+_CACHE, _SCHEDULER, _SPECULATION = CacheConfig(), SchedulerConfig(), SpeculationConfig()
+_TEXT_DEFAULTS = TextConfig()
 
 
 def _parser_option(what_the_model_writes: str) -> Any:
@@ -219,6 +223,41 @@ class ModelOptions:
     enable_prefix_caching: Annotated[
         bool, typer.Option(help="Reuse the KV cache of shared prompt prefixes.", rich_help_panel=_ENGINE)
     ] = True
+    speculation: Annotated[
+        Speculation,
+        typer.Option(
+            help="Speculative decoding on a CPU: guess the next tokens from earlier ones, where the run's own "
+            "measurements show that it pays (auto), always, or never (off). Answers do not change.",
+            rich_help_panel=_ENGINE,
+        ),
+    ] = _SPECULATION.mode
+    num_speculative_tokens: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            max=MAX_SPECULATIVE_TOKENS,
+            help="Maximum number of guesses for a sequence in one step.",
+            rich_help_panel=_ENGINE,
+        ),
+    ] = _SPECULATION.num_speculative_tokens
+    prompt_lookup_min: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="How many of a sequence's last tokens must have occurred before, so that those that followed are "
+            f"guessed. Default: {_SPECULATION.prompt_lookup_min}, or the maximum if that is smaller.",
+            rich_help_panel=_ENGINE,
+        ),
+    ] = None
+    prompt_lookup_max: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="How many last tokens are compared at most, to find the best guess. Default: "
+            f"{_SPECULATION.prompt_lookup_max}, or the minimum if that is larger.",
+            rich_help_panel=_ENGINE,
+        ),
+    ] = None
     num_threads: Annotated[
         int | None, typer.Option(min=1, help="CPU threads for the forward pass.", rich_help_panel=_ENGINE)
     ] = None
@@ -290,6 +329,7 @@ class ModelOptions:
         together(
             *(partial(refuse_missing_folder, model) for model in self.model),
             self._served_names,
+            self._speculation,
             *(partial(self._refuse_longer_context, model) for model in self.model),
             *(parser_checks if self.model and not is_elsewhere else ()),
             partial(_refuse_missing_template, self.chat_template),
@@ -334,6 +374,16 @@ class ModelOptions:
             raise UsageError(f"--served-model-name is given {times} for {len(self.model)} models.")
         return given or [()] * len(self.model)
 
+    def _speculation(self) -> SpeculationConfig:
+        """Raises: UsageError."""
+        least, most = self.prompt_lookup_min, self.prompt_lookup_max
+        return SpeculationConfig(
+            mode=self.speculation,
+            num_speculative_tokens=self.num_speculative_tokens,
+            prompt_lookup_min=least or min(_SPECULATION.prompt_lookup_min, most or _SPECULATION.prompt_lookup_min),
+            prompt_lookup_max=most or max(_SPECULATION.prompt_lookup_max, least or 0),
+        )
+
     def _engine(self, model: str, served_names: tuple[str, ...], strict: bool, media: MediaConfig) -> EngineConfig:
         return EngineConfig(
             media=media,
@@ -363,6 +413,7 @@ class ModelOptions:
             scheduler=SchedulerConfig(
                 max_num_batched_tokens=self.max_num_batched_tokens, max_num_seqs=self.max_num_seqs
             ),
+            speculation=self._speculation(),
             text=TextConfig(
                 chat_template=self.chat_template,
                 chat_template_content_format=self.chat_template_content_format,

@@ -69,6 +69,8 @@ def _work_lines(summary: RunSummary) -> list[str]:
     if any(saved.values()):
         parts = ", ".join(f"{count:,} by {reason}" for reason, count in saved.items() if count)
         lines.append(f"Tokens saved   {parts}")
+    if summary.guessed_tokens:
+        lines.append(f"Guessed tokens {summary.guessed_tokens:,}, of which {summary.accepted_tokens:,} were right")
     if summary.deduplicated:
         lines.append(
             f"Deduplicated   {counted(summary.deduplicated, 'request')} answered together with an identical one"

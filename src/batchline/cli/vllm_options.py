@@ -16,6 +16,10 @@ Takes = Literal["flag", "value", "maybe", "values"]
 """What follows an option: nothing (or true or false), one value, at most one value, or all up to the next option."""
 
 
+Ours = list[tuple[str, str | None]]
+"""Options of ours and their values; None for a flag."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmOption:
     """What one option of vLLM becomes here. With none of the fields set, it is accepted without effect.
@@ -25,6 +29,7 @@ class VllmOption:
     refused.
     refusal: a sentence that says why the option is refused, or what to do instead.
     variable: the environment variable that does the same.
+    expand: several options of ours for one value; None refuses it.
     """
 
     takes: Takes
@@ -33,6 +38,7 @@ class VllmOption:
     renamed: Mapping[str, str] = field(default_factory=dict)
     refusal: str | None = None
     variable: str | None = None
+    expand: Callable[[str], Ours | None] | None = None
 
 
 def _each(names: str, takes: Takes, **what: Any) -> dict[str, VllmOption]:
@@ -58,13 +64,36 @@ def _sets_only(*keys: str) -> Callable[[str], bool]:
     return check
 
 
+_SPECULATION_KEYS: Mapping[str, str] = {
+    "num_speculative_tokens": "--num-speculative-tokens",
+    "prompt_lookup_max": "--prompt-lookup-max",
+    "prompt_lookup_min": "--prompt-lookup-min",
+}
+
+
+def _speculation(value: str) -> Ours | None:
+    """Our options for vLLM's JSON object, or for one part of it."""
+    try:
+        settings = json.loads(value)
+        method = settings.pop("method", None) or settings.pop("model", None)
+    except (ValueError, TypeError, AttributeError):
+        return None
+    settings.pop("model", None)
+    if method not in ("ngram", "[ngram]", None) or not set(settings) <= set(_SPECULATION_KEYS):
+        return None
+    return [(_SPECULATION_KEYS[name], str(number)) for name, number in settings.items()]
+
+
 _LORA = "LoRA adapters are not supported. Merge the adapter into the model and use the merged model."
 _ONE_DEVICE = (
     "A model runs on one device: there is no pipeline, data or context parallelism. With --engine vllm, use "
     "--engine-arg."
 )
 _ONE_MACHINE = "Batchline runs a model in one process on one machine."
-_SPECULATIVE = "Speculative decoding is not supported. Without it, the answers are the same."
+_SPECULATIVE = (
+    'Speculative decoding uses prompt look-up, in JSON: {"method": "ngram", "num_speculative_tokens": 8, '
+    '"prompt_lookup_max": 5, "prompt_lookup_min": 3}. Without other methods, the answers are the same.'
+)
 _EMBEDS = "Images and audio are sent as files, not as embeddings."
 _AS_WRITTEN = "Constraints are always enforced as they are written."
 _OFFLOADING = "Batchline does not offload weights or caches to other memory."
@@ -251,16 +280,28 @@ VLLM_OPTIONS: Mapping[str, VllmOption] = {
     ),
     **_each("kv-cache-dtype-skip-layers", "values", refusal="The KV cache has the data type of the weights."),
     **_each("quantization-param-path", "value", refusal="The KV cache has the data type of the weights."),
+    **_each("speculative-config/-sc", "value", expand=_speculation, refusal=_SPECULATIVE),
+    **_each("ngram-prompt-lookup-max", "value", ours="--prompt-lookup-max"),
+    **_each("ngram-prompt-lookup-min", "value", ours="--prompt-lookup-min"),
+    **_each("speculative-model", "value", is_default=_any_of("[ngram]"), refusal=_SPECULATIVE),
     **_each(
-        "speculative-config/-sc speculative-model speculative-model-quantization num-speculative-tokens "
-        "speculative-draft-tensor-parallel-size/-spec-draft-tp speculative-max-model-len "
-        "speculative-disable-by-batch-size ngram-prompt-lookup-max ngram-prompt-lookup-min "
-        "spec-decoding-acceptance-method typical-acceptance-sampler-posterior-threshold "
-        "typical-acceptance-sampler-posterior-alpha",
+        "speculative-model-quantization speculative-draft-tensor-parallel-size/-spec-draft-tp "
+        "speculative-max-model-len",
         "value",
         refusal=_SPECULATIVE,
     ),
-    **_each("speculative-disable-mqa-scorer disable-logprobs-during-spec-decoding", "flag", refusal=_SPECULATIVE),
+    **_each(
+        "spec-decoding-acceptance-method",
+        "value",
+        is_default=_any_of("rejection_sampler"),
+        refusal="Guesses never change the distribution of answers: there is no other acceptance method.",
+    ),
+    **_each(
+        "typical-acceptance-sampler-posterior-threshold typical-acceptance-sampler-posterior-alpha "
+        "speculative-disable-by-batch-size",
+        "value",
+    ),
+    **_each("speculative-disable-mqa-scorer disable-logprobs-during-spec-decoding", "flag"),
     **_each(
         "cpu-offload-gb kv-offloading-size offload-group-size offload-num-in-group offload-prefetch-step",
         "value",
@@ -325,9 +366,6 @@ VLLM_OPTIONS: Mapping[str, VllmOption] = {
     **_each("enable-ssl-refresh", "flag", refusal="Certificates are read at the start: restart the server instead."),
 }
 
-Ours = list[tuple[str, str | None]]
-"""Options of ours and their values; None for a flag."""
-
 
 @dataclass(slots=True)
 class Translation:
@@ -349,6 +387,8 @@ class Translation:
             return [(opposite, None)] if opposite in self.own else []
         if option.is_default is not None and option.is_default(value):
             return []
+        if option.expand is not None and (expanded := option.expand(value)) is not None:
+            return [pair for pair in expanded if pair[0] in self.own]
         if option.ours in self.own and (option.refusal is None or value in option.renamed):
             return [(option.ours, None if option.takes == "flag" else option.renamed.get(value, value))]
         if option.refusal is not None:

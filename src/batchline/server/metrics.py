@@ -54,6 +54,8 @@ _VLLM_COUNTERS: Mapping[str, str] = {
     "prompt_tokens": "prompt_tokens",
     "generation_tokens": "output_tokens",
     "num_preemptions": "preemptions",
+    "spec_decode_num_draft_tokens": "guessed_tokens",
+    "spec_decode_num_accepted_tokens": "accepted_tokens",
     "prefix_cache_queries": "prompt_tokens",
     "prefix_cache_hits": "cached_tokens",
     "gpu_prefix_cache_queries": "prompt_tokens",  # these two had this name in earlier versions
@@ -196,6 +198,12 @@ class _BackendCollector(Collector):
         )
         yield CounterMetricFamily(
             "batchline_audio_seconds", "Seconds of recordings that were transcribed", stats.audio_s
+        )
+        yield CounterMetricFamily(
+            "batchline_guessed_tokens", "Tokens that speculative decoding has guessed", stats.guessed_tokens
+        )
+        yield CounterMetricFamily(
+            "batchline_accepted_guessed_tokens", "Guessed tokens that were right", stats.accepted_tokens
         )
         yield CounterMetricFamily(
             "batchline_preemptions", "How often a running sequence was preempted", stats.preemptions

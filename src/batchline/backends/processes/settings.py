@@ -18,6 +18,7 @@ _RENAMED = {
     "limits": "--request-limit",
     "cpu_kernels": "--cpu-kernels",
     "max_delay": "--max-batch-delay",
+    "mode": "--speculation",
     "allowed_domains": "--allowed-media-domains",
     "allowed_networks": "--allowed-media-networks",
     "allowed_local_path": "--allowed-local-media-path",
