@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from batchline.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from batchline.engine import core
 from batchline.engine.core import Engine, Output
+from batchline.engine.draft_model import Drafter, DraftTime
 from batchline.engine.request import (
     BannedSequences,
     GenerationOutput,
@@ -31,7 +32,7 @@ from batchline.engine.sequence import Sequence as RunningSequence
 from batchline.engine.speculation import PromptLookup, StepCosts, look_up
 from batchline.engine.step import Chunk, Step
 from batchline.engine.step_results import SequenceResult
-from batchline.errors import UsageError
+from batchline.errors import ModelLoadError, UsageError
 
 TINY_CHAT = Path(__file__).parents[2] / "examples" / "models" / "tiny-chat"
 ALWAYS = SpeculationConfig(mode="always")
@@ -394,3 +395,95 @@ def test_wrong_settings_are_refused() -> None:
     ):
         with pytest.raises(UsageError):
             SpeculationConfig(**settings)
+
+
+@pytest.fixture(scope="module")
+def other_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A smaller model, which agrees with `folder` only by chance."""
+    return make_model("llama", tmp_path_factory.mktemp("draft"), num_hidden_layers=1)
+
+
+def with_draft(draft: Path, **settings: Any) -> SpeculationConfig:
+    return SpeculationConfig(mode="always", draft_model=str(draft), num_speculative_tokens=5, **settings)
+
+
+SHORT = [tuple(range(start, start + 3 + 5 * start)) for start in range(3, 9)]
+
+
+def test_a_draft_model_that_agrees_makes_nearly_every_guess_right(folder: Path) -> None:
+    engine = make_engine(folder, with_draft(folder))
+    outputs = run(engine, requests(SHORT))
+    assert [list(output.token_ids) for output in outputs] == greedy_oracle(folder, SHORT, 40)
+    stats = engine.stats()
+    assert stats.accepted_tokens > 0.95 * stats.guessed_tokens > 100
+    assert stats.steps < 20
+
+
+def test_a_draft_model_that_disagrees_changes_no_token(folder: Path, other_folder: Path) -> None:
+    engine = make_engine(folder, with_draft(other_folder))
+    outputs = run(engine, requests(SHORT))
+    assert [list(output.token_ids) for output in outputs] == greedy_oracle(folder, SHORT, 40)
+    assert engine.stats().guessed_tokens > engine.stats().accepted_tokens
+
+
+@pytest.mark.parametrize("name", ["drawn", "filtered", "output penalties", "bad words", "stop tokens"])
+def test_drawn_answers_are_the_same_with_a_draft_model(name: str, folder: Path, other_folder: Path) -> None:
+    wanted = requests(SHORT, **SAMPLING[name])
+    expected = run(make_engine(folder, OFF), wanted)
+    for draft in (folder, other_folder):
+        engine = make_engine(folder, with_draft(draft))
+        assert_same_answers(run(engine, wanted), expected)
+        assert engine.stats().guessed_tokens > 0
+        if draft == folder:  # drawn with the same numbers
+            assert engine.stats().accepted_tokens > 0.9 * engine.stats().guessed_tokens
+
+
+def test_a_draft_model_follows_preempted_sequences_and_more_than_it_has_seats_for(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("batchline.engine.draft_model.MAX_SEATS", 3)
+    wanted = [
+        replace(request, sampling=replace(request.sampling, max_tokens=60 + 12 * number))
+        for number, request in enumerate(requests(repeating_prompts(VOCAB, 9)))
+    ]
+    expected = [answer.token_ids for answer in run(make_engine(folder, OFF), wanted)]
+    engine = make_engine(folder, with_draft(folder), num_bytes=600_000)
+    assert [answer.token_ids for answer in run(engine, wanted)] == expected
+    assert engine.stats().preemptions > 0
+    assert engine.stats().accepted_tokens > 0
+
+
+def test_a_draft_model_that_fails_costs_nobody_an_answer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(folder, with_draft(folder))
+    guesser = engine._speculation
+    assert isinstance(guesser, Drafter)
+    monkeypatch.setattr(guesser._model, "go_on", lambda *_: 1 / 0)
+    assert run(engine, requests(SHORT)) == run(make_engine(folder, OFF), requests(SHORT))
+    assert guesser._model is None
+
+
+def test_contexts_may_be_longer_than_the_draft_models(folder: Path, tmp_path: Path) -> None:
+    draft = make_model("llama", tmp_path, max_position_embeddings=64)
+    engine = make_engine(folder, with_draft(draft))
+    outputs = run(engine, requests(SHORT, max_tokens=90))
+    assert [list(output.token_ids) for output in outputs] == greedy_oracle(folder, SHORT, 90)
+    assert engine.stats().guessed_tokens > 0
+
+
+def test_a_draft_model_with_fewer_tokens_is_refused(folder: Path, tmp_path: Path) -> None:
+    small = make_model("llama", tmp_path, vocab_size=VOCAB // 2)
+    with pytest.raises(ModelLoadError, match="it has 256 token ids, and that model has 512"):
+        make_engine(folder, with_draft(small))
+
+
+def test_long_prompts_are_drafted_only_as_time_allows() -> None:
+    spent = DraftTime()
+    assert spent.affords(1_000_000), "nothing is known yet"
+    spent.note_prompt(1000, 0.4)
+    assert not spent.affords(1000)
+    spent.note_step(10.1, 0.0)
+    assert spent.affords(1000)
+    spent.note_step(1.0, -0.3)
+    assert not spent.affords(1000)
+    spent.note_step(1.0, 3.0)
+    assert spent.affords(5000)

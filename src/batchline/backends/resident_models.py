@@ -73,7 +73,7 @@ from batchline.openai_api.endpoint_table import (
     TRANSLATIONS,
 )
 from batchline.speech.tokens import SpeechTask
-from batchline.text.tokenizer import HuggingFaceTokenizer, Tokenizer, from_transformers
+from batchline.text.tokenizer import HuggingFaceTokenizer, Tokenizer, from_transformers, load_tokenizer
 
 if TYPE_CHECKING:
     from batchline.pooling.model import PoolingModel
@@ -193,6 +193,7 @@ def _load_generative_model(
         # running work may finish, because cancelled work would look like a cancelled request
         for threads in (executor, templates):
             parts.callback(threads.shutdown, wait=False)
+        _refuse_other_vocabulary(config, text.tokenizer)
         engine = AsyncEngine(config, memory)
         parts.callback(engine.close)
         _warn_of_unknown_tokens(config.model.names[0], text.tokenizer.vocab_size, engine.vocab_size)
@@ -221,6 +222,17 @@ def _media_input(config: EngineConfig, collector: MediaCollector) -> MediaInput 
         logger.warning("%s takes only text: %s", config.model.names[0], exc.reason)
         return None
     return MediaInput(processor.kinds, collector, processor)
+
+
+def _refuse_other_vocabulary(config: EngineConfig, tokenizer: Tokenizer) -> None:
+    """Check that a draft model's token ids mean the same texts. Raises: ModelLoadError."""
+    draft = config.speculation.draft_model
+    if draft is None or not isinstance(tokenizer, HuggingFaceTokenizer):
+        return
+    if load_tokenizer(draft, trust_remote_code=config.model.trust_remote_code).vocabulary != tokenizer.vocabulary:
+        raise ModelLoadError(
+            draft, f"it is no draft model for {config.model.model}: their tokenizers have different vocabularies"
+        )
 
 
 def _warn_of_unknown_tokens(name: str, num_tokens: int, vocab_size: int) -> None:

@@ -65,6 +65,7 @@ def _sets_only(*keys: str) -> Callable[[str], bool]:
 
 
 _SPECULATION_KEYS: Mapping[str, str] = {
+    "model": "--draft-model",
     "num_speculative_tokens": "--num-speculative-tokens",
     "prompt_lookup_max": "--prompt-lookup-max",
     "prompt_lookup_min": "--prompt-lookup-min",
@@ -75,11 +76,12 @@ def _speculation(value: str) -> Ours | None:
     """Our options for vLLM's JSON object, or for one part of it."""
     try:
         settings = json.loads(value)
-        method = settings.pop("method", None) or settings.pop("model", None)
+        method = settings.pop("method", None)
     except (ValueError, TypeError, AttributeError):
         return None
-    settings.pop("model", None)
-    if method not in ("ngram", "[ngram]", None) or not set(settings) <= set(_SPECULATION_KEYS):
+    if settings.get("model") in ("ngram", "[ngram]"):
+        del settings["model"]
+    if method not in ("ngram", "draft_model", None) or not set(settings) <= set(_SPECULATION_KEYS):
         return None
     return [(_SPECULATION_KEYS[name], str(number)) for name, number in settings.items()]
 
@@ -91,8 +93,8 @@ _ONE_DEVICE = (
 )
 _ONE_MACHINE = "Batchline runs a model in one process on one machine."
 _SPECULATIVE = (
-    'Speculative decoding uses prompt look-up, in JSON: {"method": "ngram", "num_speculative_tokens": 8, '
-    '"prompt_lookup_max": 5, "prompt_lookup_min": 3}. Without other methods, the answers are the same.'
+    "Speculative decoding uses prompt look-up or a draft model, with the keys method (ngram or draft_model), model, "
+    "num_speculative_tokens, prompt_lookup_max and prompt_lookup_min. Without other methods, the answers are the same."
 )
 _EMBEDS = "Images and audio are sent as files, not as embeddings."
 _AS_WRITTEN = "Constraints are always enforced as they are written."
@@ -283,7 +285,7 @@ VLLM_OPTIONS: Mapping[str, VllmOption] = {
     **_each("speculative-config/-sc", "value", expand=_speculation, refusal=_SPECULATIVE),
     **_each("ngram-prompt-lookup-max", "value", ours="--prompt-lookup-max"),
     **_each("ngram-prompt-lookup-min", "value", ours="--prompt-lookup-min"),
-    **_each("speculative-model", "value", is_default=_any_of("[ngram]"), refusal=_SPECULATIVE),
+    **_each("speculative-model", "value", is_default=_any_of("[ngram]"), ours="--draft-model"),
     **_each(
         "speculative-model-quantization speculative-draft-tensor-parallel-size/-spec-draft-tp "
         "speculative-max-model-len",

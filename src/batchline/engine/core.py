@@ -22,6 +22,7 @@ from batchline.config import EngineConfig
 from batchline.engine.allowance import BatchAllowance
 from batchline.engine.block_pool import BlockPool
 from batchline.engine.ceiling import machine_rate
+from batchline.engine.draft_model import make_guesser
 from batchline.engine.memory import CacheMemory
 from batchline.engine.model_loader import load_model
 from batchline.engine.multimodal import EncodingFailed
@@ -38,7 +39,6 @@ from batchline.engine.request import (
 from batchline.engine.scheduler import Scheduler
 from batchline.engine.sequence import Sequence, check_length, check_token_ids
 from batchline.engine.sequence_metrics import SequenceMetrics
-from batchline.engine.speculation import speculation_for
 from batchline.engine.step import Step, pack, with_media
 from batchline.engine.step_results import (
     SequenceResult,
@@ -76,6 +76,7 @@ class Engine:
         self.loaded = load_model(config.model, choose_kernels(config))
         self.vocab_size = self.loaded.num_token_ids
         self.eos_token_ids = self.loaded.known_eos_token_ids()
+        self._speculation = make_guesser(config, self.loaded)  # before the cache takes the rest of the memory
         placement = place(config, self.loaded, memory)
         self.max_model_len, num_blocks = size_cache(config, self.loaded, placement)
         self.facts = facts_of(config, self.loaded, num_blocks * placement.block_bytes, self.max_model_len)
@@ -90,7 +91,6 @@ class Engine:
         self._reach = finite_reach(self.loaded.groups)
         self._runner = placement.make_runner(num_blocks, self.max_model_len)
         self._masks = TokenMasks(self.vocab_size)
-        self._speculation = speculation_for(config.speculation, self.loaded.device.type)
         self._sequences: dict[str, Sequence] = {}
         self._refused: list[Output] = []
         self._seeds = random.Random()
@@ -251,6 +251,7 @@ class Engine:
         self._masks.close()
         if hasattr(self, "loaded"):
             device = self.loaded.device
+            self._speculation = None
             del self._runner, self.loaded
             if device.type == "cuda":
                 gc.collect()  # the model's parts refer to each other

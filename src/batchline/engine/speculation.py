@@ -4,13 +4,14 @@ On a CPU, a step of few rows takes about as long as reading the weights. A step 
 little longer, and each right guess saves a step. A wrong one costs time, but never changes a token (`step_results.py`).
 
 A guess comes from *prompt look-up*: where the sequence's last tokens occurred before, in its prompt or its output, the
-tokens that followed there are guessed. `StepCosts` measures how long steps take, and `GuessRecord` how often guesses
-are right. Only as many guesses are made as should pay. Once in a while some are made although they should not, to
-notice when that changes.
+tokens that followed there are guessed. Or it comes from a smaller model (`draft_model.py`). `StepCosts` measures how
+long steps take, and `GuessRecord` how often guesses are right. Only as many guesses are made as should pay. Once in a
+while some are made although they should not, to notice when that changes.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
@@ -111,8 +112,8 @@ class StepCosts:
         return known[below] + slope * (num_rows - below)
 
 
-class PromptLookup:
-    """Guesses by prompt look-up, where they pay. Mutable; belongs to one engine.
+class Guesser(ABC):
+    """Guesses where that pays. Mutable; belongs to one engine.
 
     num_guessed, num_accepted: guesses that steps have checked, and how many of them were right.
     """
@@ -120,20 +121,71 @@ class PromptLookup:
     def __init__(self, config: SpeculationConfig) -> None:
         self._config = config
         self._costs = StepCosts()
-        self._by_match: dict[int, GuessRecord] = {}
-        self._matches: dict[RunningSequence, int] = {}
+        self._records: dict[int, GuessRecord] = {}
         self._num_since_trial = 0
         self.num_guessed = self.num_accepted = 0
 
+    @abstractmethod
     def guess(self, running: Sequence[RunningSequence], *, may_grow: bool) -> None:
         """Set the guesses of the running sequences for the next step.
 
         may_grow: the step may hold others, too, so that it takes long anyway.
         """
+
+    def note_step(self, step: Step, results: Iterable[SequenceResult], seconds: float) -> None:
+        """A step that may have checked guesses took so long, together with making them."""
+        chunks = {chunk.sequence: chunk for chunk in step.chunks}
+        for result in results:
+            num_guesses = len(chunks[result.sequence].guesses)
+            if num_guesses and result.tokens:
+                self._note_guesses(result.sequence, len(result.tokens) - 1, num_guesses)
+        if all(chunk.end - chunk.start == 1 for chunk in step.chunks):
+            self._costs.note(step.num_tokens, seconds)
+
+    def _most(self, sequence: RunningSequence) -> int:
+        """How many guesses its output has room for."""
+        return min(self._config.num_speculative_tokens, sequence.max_num_computed_tokens - sequence.num_tokens)
+
+    def _chance(self, sequence: RunningSequence, kind: int) -> float:
+        """The chance that a guess is right if the one before it is. kind: of the guess, see `_kind`."""
+        record = self._records.get(kind)
+        expected = FIRST_CHANCE if record is None else record.chance(FIRST_CHANCE)
+        return expected if sequence.guess_record is None else sequence.guess_record.chance(expected)
+
+    def _kind(self, _sequence: RunningSequence) -> int:
+        """Guesses of the same kind are about equally good at first."""
+        return 0
+
+    def _is_trial(self) -> bool:
+        """Whether guesses are made although they are not expected to pay."""
+        self._num_since_trial += 1
+        if self._num_since_trial < TRIAL_EVERY:
+            return False
+        self._num_since_trial = 0
+        return True
+
+    def _note_guesses(self, sequence: RunningSequence, num_right: int, num_guesses: int) -> None:
+        self.num_guessed += num_guesses
+        self.num_accepted += num_right
+        if sequence.guess_record is None:
+            sequence.guess_record = GuessRecord()
+        sequence.guess_record.note(num_right, num_guesses)
+        self._records.setdefault(self._kind(sequence), GuessRecord()).note(num_right, num_guesses)
+
+
+class PromptLookup(Guesser):
+    """Guesses by prompt look-up."""
+
+    def __init__(self, config: SpeculationConfig) -> None:
+        super().__init__(config)
+        self._matches: dict[RunningSequence, int] = {}
+
+    def guess(self, running: Sequence[RunningSequence], *, may_grow: bool) -> None:
+        """See `Guesser.guess`."""
         self._matches = {}
         for sequence in running:
             sequence.guesses = ()
-        if may_grow or not 0 < len(running) < MAX_ROWS or not all(map(_decodes, running)):
+        if may_grow or not 0 < len(running) < MAX_ROWS or not all(map(decodes, running)):
             return
         found: dict[RunningSequence, tuple[int, ...]] = {}
         for sequence in running:
@@ -149,19 +201,12 @@ class PromptLookup:
                 sequence.guesses = guesses[: counts.get(sequence, 0)]
 
     def note_step(self, step: Step, results: Iterable[SequenceResult], seconds: float) -> None:
-        """A step that may have checked guesses took so long."""
-        chunks = {chunk.sequence: chunk for chunk in step.chunks}
-        for result in results:
-            num_guesses = len(chunks[result.sequence].guesses)
-            if num_guesses and result.tokens:
-                self._note_guesses(result.sequence, len(result.tokens) - 1, num_guesses)
-        if all(chunk.end - chunk.start == 1 for chunk in step.chunks):
-            self._costs.note(step.num_tokens, seconds)
+        """See `Guesser.note_step`."""
+        super().note_step(step, results, seconds)
         self._matches = {}  # sequences must not be held beyond their end
 
     def _look_up(self, sequence: RunningSequence) -> tuple[tuple[int, ...], int]:
-        config = self._config
-        most = min(config.num_speculative_tokens, sequence.max_num_computed_tokens - sequence.num_tokens)
+        config, most = self._config, self._most(sequence)
         if most <= 0:
             return (), 0
         return look_up(sequence.token_ids, most, config.prompt_lookup_min, config.prompt_lookup_max)
@@ -180,8 +225,7 @@ class PromptLookup:
         if best == num_running:
             return {}
         if rates[best] < MIN_GAIN * num_running / self._costs.of(num_running):
-            self._num_since_trial += 1
-            if self._num_since_trial < TRIAL_EVERY:
+            if not self._is_trial():
                 return {}
             best = sizes[0]
         self._num_since_trial = 0
@@ -193,28 +237,15 @@ class PromptLookup:
     def _gains(self, found: dict[RunningSequence, tuple[int, ...]]) -> Iterable[tuple[float, RunningSequence]]:
         """The tokens to expect from each guess: the chance that it and all guesses before it are right."""
         for sequence, guesses in found.items():
-            by_match = self._by_match.get(self._matches[sequence])
-            expected = FIRST_CHANCE if by_match is None else by_match.chance(FIRST_CHANCE)
-            record = sequence.guess_record
-            chance = expected if record is None else record.chance(expected)
+            chance = self._chance(sequence, self._matches[sequence])
             for count in range(1, len(guesses) + 1):
                 yield chance**count, sequence
 
-    def _note_guesses(self, sequence: RunningSequence, num_right: int, num_guesses: int) -> None:
-        self.num_guessed += num_guesses
-        self.num_accepted += num_right
-        if sequence.guess_record is None:
-            sequence.guess_record = GuessRecord()
-        sequence.guess_record.note(num_right, num_guesses)
-        self._by_match.setdefault(self._matches[sequence], GuessRecord()).note(num_right, num_guesses)
+    def _kind(self, sequence: RunningSequence) -> int:
+        """The length of the match."""
+        return self._matches[sequence]
 
 
-def _decodes(sequence: RunningSequence) -> bool:
+def decodes(sequence: RunningSequence) -> bool:
     """Whether its next step computes one position, after its prompt."""
     return sequence.num_uncomputed_tokens == 1 and sequence.num_computed_tokens >= sequence.num_prompt_tokens
-
-
-def speculation_for(config: SpeculationConfig, device: str) -> PromptLookup | None:
-    """What guesses for an engine; None if nothing does. On other devices than CPUs, a step's time hardly depends on
-    reading the weights alone, and nobody has measured whether guesses pay."""
-    return None if config.mode == "off" or device != "cpu" else PromptLookup(config)

@@ -1,0 +1,294 @@
+"""Guesses by a draft model: a smaller model with the same vocabulary, whose next tokens are the guesses.
+
+The draft model has a cache of its own with a few *seats*. A sequence in a seat has a shadow: a sequence that holds its
+tokens, the latest guesses and the seat's blocks. Before a step, the draft model computes what is new of the shadow,
+and then one guess after another, for all sequences together. Each guess is sampled with the sequence's own parameters
+and random number, so that two models with similar probabilities often draw the same token.
+
+Only time can be lost. `DraftTime` keeps account of it: computing a long prompt with the draft model must be affordable.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from batchline.config import EngineConfig, SpeculationConfig
+from batchline.engine.model_loader import LoadedModel, load_model
+from batchline.engine.model_runner import StepRunner
+from batchline.engine.placement import choose_kernels, place
+from batchline.engine.request import GenerationRequest, SamplingParams
+from batchline.engine.sampler import SamplingState, sample
+from batchline.engine.sequence import Continued
+from batchline.engine.sequence import Sequence as RunningSequence
+from batchline.engine.speculation import MAX_ROWS, MIN_GAIN, SIZES, Guesser, PromptLookup, StepCosts, decodes
+from batchline.engine.step import Chunk, Step, pack
+from batchline.engine.step_results import SequenceResult
+from batchline.errors import ModelLoadError
+
+logger = logging.getLogger(__name__)
+
+MAX_SEATS = 8
+MAX_CACHE_BYTES = 2 << 30
+"""Of the draft model's cache; there are fewer seats if contexts are long."""
+
+ALLOWED_SHARE = 0.03
+FIRST_ALLOWANCE_S = 0.5
+MAX_ALLOWANCE_S = 5.0
+"""The draft model may lose a share of the time of steps, besides what it has gained, and half a second at the start."""
+
+
+class DraftTime:
+    """How much time drafting may lose, in seconds. Mutable.
+
+    per_token: of computing a prompt with the draft model; None before the first.
+    """
+
+    def __init__(self) -> None:
+        self._allowance = FIRST_ALLOWANCE_S
+        self._per_token: float | None = None
+
+    def affords(self, num_tokens: int) -> bool:
+        """Whether so many tokens of prompts may be computed."""
+        return self._per_token is None or self._per_token * num_tokens <= self._allowance
+
+    def note_prompt(self, num_tokens: int, seconds: float) -> None:
+        """So many tokens of prompts took so long."""
+        self._per_token = seconds / num_tokens
+        self._allowance -= seconds
+
+    def note_step(self, seconds: float, gained: float) -> None:
+        """A step took so long. gained: the time that it saved, below 0 if guesses made it longer."""
+        self._allowance = min(MAX_ALLOWANCE_S, self._allowance + ALLOWED_SHARE * seconds + gained)
+
+
+@dataclass(slots=True)
+class _Seat:
+    """A sequence's place in the draft model's cache. num_known: the tokens of the shadow that are the sequence's."""
+
+    shadow: RunningSequence
+    num_known: int = 0
+
+    def follow(self, sequence: RunningSequence) -> None:
+        """Take over the sequence's new tokens. Positions with right guesses stay computed."""
+        shadow, start = self.shadow, self.num_known
+        drafted, tokens = shadow.token_ids[start:], sequence.token_ids[start:]
+        num_right = next((n for n, (a, b) in enumerate(zip(drafted, tokens, strict=False)) if a != b), len(drafted))
+        shadow.num_computed_tokens = min(shadow.num_computed_tokens, start + num_right, sequence.num_tokens - 1)
+        del shadow.token_ids[start:]
+        shadow.token_ids.extend(tokens)
+        self.num_known = sequence.num_tokens
+
+
+class DraftModel:
+    """Computes guesses. Raises whatever its model raises."""
+
+    def __init__(
+        self, loaded: LoadedModel, runner: StepRunner, num_seats: int, blocks_per_seat: int, size: int
+    ) -> None:
+        """size: positions of a block."""
+        self.max_num_tokens = min(loaded.max_model_len, blocks_per_seat * size)
+        self.num_seats = num_seats
+        self._runner = runner
+        self._block_size = size
+        self._free = [list(range(n * blocks_per_seat, (n + 1) * blocks_per_seat)) for n in range(num_seats)]
+        self._seats: dict[RunningSequence, _Seat] = {}
+
+    def keep_only(self, running: Iterable[RunningSequence]) -> None:
+        """Free the seats of all other sequences."""
+        for sequence in self._seats.keys() - set(running):
+            self._free.append(self._seats.pop(sequence).shadow.block_table)
+
+    def num_missing(self, sequences: Iterable[RunningSequence]) -> int:
+        """Tokens that it must compute before it can guess."""
+        return sum(
+            s.num_tokens - (self._seats[s].shadow.num_computed_tokens if s in self._seats else 0) for s in sequences
+        )
+
+    def catch_up(self, sequences: Sequence[RunningSequence], vocab_size: int) -> list[int | None]:
+        """The first guess for each sequence; None if there is no token. Computes what is new of each."""
+        for sequence in sequences:
+            if sequence not in self._seats:
+                self._seats[sequence] = _Seat(_shadow(sequence, self._free.pop()))
+            self._seats[sequence].follow(sequence)
+        return self._next(sequences, sequences, vocab_size)
+
+    def go_on(
+        self, sequences: Sequence[RunningSequence], guesses: Sequence[tuple[int, ...]], vocab_size: int
+    ) -> list[int | None]:
+        """The next guess for each sequence after its latest ones."""
+        for sequence, own in zip(sequences, guesses, strict=True):
+            self._seats[sequence].shadow.token_ids.append(own[-1])
+        states = [Continued(sequence, own) for sequence, own in zip(sequences, guesses, strict=True)]
+        return self._next(sequences, states, vocab_size)
+
+    @torch.inference_mode()
+    def _next(
+        self, sequences: Sequence[RunningSequence], states: Sequence[SamplingState], vocab_size: int
+    ) -> list[int | None]:
+        shadows = [self._seats[sequence].shadow for sequence in sequences]
+        chunks = tuple(Chunk(shadow, shadow.num_computed_tokens, shadow.num_tokens) for shadow in shadows)
+        result = self._runner.run(pack(Step(chunks), self._block_size))
+        for shadow in shadows:
+            shadow.num_computed_tokens = shadow.num_tokens
+        return sample(result.logits[:, :vocab_size], states)
+
+
+def _shadow(sequence: RunningSequence, blocks: list[int]) -> RunningSequence:
+    sampling = SamplingParams(max_tokens=1)
+    request = GenerationRequest(request_id=sequence.request_id, prompt_token_ids=(), sampling=sampling)
+    shadow = RunningSequence(request, 0)
+    shadow.block_table = blocks
+    return shadow
+
+
+class Drafter(Guesser):
+    """Guesses by a draft model."""
+
+    def __init__(self, config: SpeculationConfig, model: DraftModel, vocab_size: int) -> None:
+        """vocab_size: token ids below it may be guessed."""
+        super().__init__(config)
+        self._model: DraftModel | None = model
+        self._vocab_size = vocab_size
+        self._draft_costs = StepCosts()
+        self._time = DraftTime()
+        self._drafting_s = 0.0
+
+    def guess(self, running: Sequence[RunningSequence], *, may_grow: bool) -> None:
+        """See `Guesser.guess`."""
+        self._drafting_s = 0.0
+        for sequence in running:
+            sequence.guesses = ()
+        model = self._model
+        if model is None:
+            return
+        model.keep_only(running)
+        if may_grow or not 0 < len(running) <= model.num_seats or not all(map(decodes, running)):
+            return
+        drafted = [s for s in running if s.may_guess and 0 < self._most(s) <= model.max_num_tokens - s.num_tokens]
+        count = self._num_worth_it(drafted, len(running)) if drafted else 0
+        if count == 0 or not self._affords(model, drafted):
+            return
+        began_at = time.monotonic()
+        try:
+            self._draft(model, drafted, count)
+        except Exception:
+            logger.exception("the draft model failed; there are no more guesses")
+            self._model = None
+        self._drafting_s = time.monotonic() - began_at
+
+    def note_step(self, step: Step, results: Iterable[SequenceResult], seconds: float) -> None:
+        """See `Guesser.note_step`."""
+        results = list(results)
+        checking_s = seconds - self._drafting_s
+        super().note_step(step, results, checking_s)
+        num_running, num_tokens = len(step.chunks), sum(len(result.tokens) for result in results)
+        has_guesses = any(chunk.guesses for chunk in step.chunks)
+        gained = 0.0
+        if has_guesses and self._costs.knows(num_running):
+            gained = self._costs.of(num_running) * num_tokens / num_running - seconds
+        self._time.note_step(seconds, gained)
+
+    def _affords(self, model: DraftModel, drafted: Sequence[RunningSequence]) -> bool:
+        num_missing = model.num_missing(drafted)
+        return self._config.mode == "always" or num_missing <= MAX_ROWS or self._time.affords(num_missing)
+
+    def _num_worth_it(self, drafted: Sequence[RunningSequence], num_running: int) -> int:
+        """How many guesses of each sequence pay together."""
+        most = min(max(map(self._most, drafted)), (MAX_ROWS - num_running) // len(drafted))
+        if self._config.mode == "always" or most <= 0:
+            return max(0, most)
+        if not self._costs.knows(num_running):
+            return 0
+        chances = [self._chance(sequence, self._kind(sequence)) for sequence in drafted]
+        rates = {count: self._rate(chances, num_running, count) for count in _counts(most)}
+        best = max(rates, key=rates.__getitem__)
+        if rates[best] < MIN_GAIN * num_running / self._costs.of(num_running):
+            return 1 if self._is_trial() else 0
+        self._num_since_trial = 0
+        return best
+
+    def _rate(self, chances: Sequence[float], num_running: int, count: int) -> float:
+        """Tokens per second with so many guesses for each drafted sequence."""
+        gains = sum(chance**place for chance in chances for place in range(1, count + 1))
+        drafting = 0.0  # until it is known
+        if self._draft_costs.knows(len(chances)):
+            drafting = count * self._draft_costs.of(len(chances))
+        return (num_running + gains) / (self._costs.of(num_running + count * len(chances)) + drafting)
+
+    def _draft(self, model: DraftModel, drafted: list[RunningSequence], count: int) -> None:
+        num_missing = model.num_missing(drafted)
+        began_at = time.monotonic()
+        active, tokens = drafted, model.catch_up(drafted, self._vocab_size)
+        if num_missing > MAX_ROWS:
+            self._time.note_prompt(num_missing, time.monotonic() - began_at)
+        else:
+            self._draft_costs.note(len(active), time.monotonic() - began_at)
+        for _ in range(count - 1):
+            active = _extend(active, tokens, self._most)
+            if not active:
+                return
+            began_at = time.monotonic()
+            tokens = model.go_on(active, [sequence.guesses for sequence in active], self._vocab_size)
+            self._draft_costs.note(len(active), time.monotonic() - began_at)
+        _extend(active, tokens, self._most)
+
+
+def _counts(most: int) -> list[int]:
+    """Numbers of guesses to choose from."""
+    return sorted({min(size - 1, most) for size in SIZES})
+
+
+def _extend(
+    sequences: Iterable[RunningSequence], tokens: Iterable[int | None], most: Callable[[RunningSequence], int]
+) -> list[RunningSequence]:
+    """Add each sequence's next guess. Returns those that may have further ones."""
+    extended = []
+    for sequence, token in zip(sequences, tokens, strict=True):
+        if token is not None:
+            sequence.guesses = (*sequence.guesses, token)
+            extended.append(sequence)
+    return [sequence for sequence in extended if len(sequence.guesses) < most(sequence)]
+
+
+def make_guesser(config: EngineConfig, loaded: LoadedModel) -> Guesser | None:
+    """What guesses for an engine; None if nothing does. On other devices than CPUs, nobody has measured whether guesses
+    pay. Raises: ModelLoadError."""
+    speculation = config.speculation
+    if loaded.device.type != "cpu":
+        if speculation.draft_model is not None:
+            raise ModelLoadError(speculation.draft_model, f"a draft model runs on CPUs, and not on {loaded.device}")
+        return None
+    if speculation.mode == "off":
+        return None
+    if speculation.draft_model is None:
+        return PromptLookup(speculation)
+    model = _load(config, speculation.draft_model, loaded)
+    return Drafter(speculation, model, loaded.num_token_ids)
+
+
+def _load(config: EngineConfig, folder: str, target: LoadedModel) -> DraftModel:
+    """Raises: ModelLoadError."""
+    own = replace(
+        config,
+        model=replace(
+            config.model, model=folder, tokenizer=None, revision=None, max_model_len=None, hf_overrides={}, task="auto"
+        ),
+    )
+    loaded = load_model(own.model, choose_kernels(own))
+    if loaded.num_token_ids < target.num_token_ids:
+        raise ModelLoadError(
+            folder,
+            f"it is no draft model for {config.model.model}: it has {loaded.num_token_ids:,} token ids, and that model "
+            f"has {target.num_token_ids:,}. Both must have the same vocabulary",
+        )
+    placement = place(own, loaded)
+    size = config.cache.block_size
+    blocks_per_seat = -(-min(loaded.max_model_len, target.max_model_len) // size)
+    num_seats = max(1, min(MAX_SEATS, MAX_CACHE_BYTES // (blocks_per_seat * placement.block_bytes)))
+    runner = placement.make_runner(num_seats * blocks_per_seat, loaded.max_model_len)
+    return DraftModel(loaded, runner, num_seats, blocks_per_seat, size)
