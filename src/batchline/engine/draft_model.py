@@ -25,7 +25,7 @@ from batchline.engine.request import GenerationRequest, SamplingParams
 from batchline.engine.sampler import SamplingState, sample
 from batchline.engine.sequence import Continued
 from batchline.engine.sequence import Sequence as RunningSequence
-from batchline.engine.speculation import MAX_ROWS, MIN_GAIN, SIZES, Guesser, PromptLookup, StepCosts, decodes
+from batchline.engine.speculation import MAX_ROWS, SIZES, Guesser, PromptLookup, StepCosts, decodes
 from batchline.engine.step import Chunk, Step, pack
 from batchline.engine.step_results import SequenceResult
 from batchline.errors import ModelLoadError
@@ -207,10 +207,7 @@ class Drafter(Guesser):
         chances = [self._chance(sequence, self._kind(sequence)) for sequence in drafted]
         rates = {count: self._rate(chances, num_running, count) for count in _counts(most)}
         best = max(rates, key=rates.__getitem__)
-        if rates[best] < MIN_GAIN * num_running / self._costs.of(num_running):
-            return 1 if self._is_trial() else 0
-        self._num_since_trial = 0
-        return best
+        return self._choose(best, rates[best] * self._costs.of(num_running) / num_running, 1)
 
     def _rate(self, chances: Sequence[float], num_running: int, count: int) -> float:
         """Tokens per second with so many guesses for each drafted sequence."""
@@ -218,7 +215,7 @@ class Drafter(Guesser):
         drafting = 0.0  # until it is known
         if self._draft_costs.knows(len(chances)):
             drafting = count * self._draft_costs.of(len(chances))
-        return (num_running + gains) / (self._costs.of(num_running + count * len(chances)) + drafting)
+        return (num_running + gains) / (self._cost(num_running + count * len(chances), num_running) + drafting)
 
     def _draft(self, model: DraftModel, drafted: list[RunningSequence], count: int) -> None:
         num_missing = model.num_missing(drafted)

@@ -37,6 +37,10 @@ MIN_GAIN = 1.02
 TRIAL_EVERY = 64
 """After so many steps whose guesses were not expected to pay, a few are made all the same."""
 
+SMALL_GAIN = 1.3
+CHECK_EVERY = 16
+"""If guesses are expected to gain less than this, one step of so many is made without, to measure what it takes."""
+
 FIRST_CHANCE = 0.5
 """How often guesses are right, as long as nothing is known."""
 
@@ -123,6 +127,7 @@ class Guesser(ABC):
         self._costs = StepCosts()
         self._records: dict[int, GuessRecord] = {}
         self._num_since_trial = 0
+        self._num_with_small_gain = 0
         self.num_guessed = self.num_accepted = 0
 
     @abstractmethod
@@ -156,13 +161,22 @@ class Guesser(ABC):
         """Guesses of the same kind are about equally good at first."""
         return 0
 
-    def _is_trial(self) -> bool:
-        """Whether guesses are made although they are not expected to pay."""
+    def _cost(self, num_rows: int, num_running: int) -> float:
+        """Seconds of a step with guesses. Never less than without: that would be an error of measurement."""
+        return max(self._costs.of(num_rows), self._costs.of(num_running))
+
+    def _choose(self, best: int, gain: float, smallest: int) -> int:
+        """What to do of: the best size, which should make the run `gain` times as fast, the smallest, or 0 for none."""
+        if gain >= MIN_GAIN:
+            self._num_since_trial = 0
+            self._num_with_small_gain += gain < SMALL_GAIN
+            is_check = gain < SMALL_GAIN and self._num_with_small_gain % CHECK_EVERY == 0
+            return 0 if is_check else best
         self._num_since_trial += 1
         if self._num_since_trial < TRIAL_EVERY:
-            return False
+            return 0
         self._num_since_trial = 0
-        return True
+        return smallest
 
     def _note_guesses(self, sequence: RunningSequence, num_right: int, num_guesses: int) -> None:
         self.num_guessed += num_guesses
@@ -220,17 +234,13 @@ class PromptLookup(Guesser):
         gains = sorted(self._gains(found), key=lambda pair: -pair[0])
         totals = [0.0, *accumulate(gain for gain, _ in gains)]
         sizes = [size for size in SIZES if num_running < size <= num_running + len(gains)]
-        rates = {size: (num_running + totals[size - num_running]) / self._costs.of(size) for size in sizes}
-        best = max(rates, key=rates.__getitem__, default=num_running)
-        if best == num_running:
+        if not sizes:
             return {}
-        if rates[best] < MIN_GAIN * num_running / self._costs.of(num_running):
-            if not self._is_trial():
-                return {}
-            best = sizes[0]
-        self._num_since_trial = 0
+        rates = {size: (num_running + totals[size - num_running]) / self._cost(size, num_running) for size in sizes}
+        best = max(rates, key=rates.__getitem__)
+        size = self._choose(best, rates[best] * self._costs.of(num_running) / num_running, sizes[0])
         counts: dict[RunningSequence, int] = {}
-        for _, sequence in gains[: best - num_running]:
+        for _, sequence in gains[: max(0, size - num_running)]:
             counts[sequence] = counts.get(sequence, 0) + 1
         return counts
 
