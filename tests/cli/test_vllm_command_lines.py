@@ -248,6 +248,7 @@ REFUSED = [
     ('--speculative-config \'{"method": "eagle", "model": "m"}\'', "Speculative decoding uses prompt look-up or"),
     ("--speculative-config.method mtp", "Speculative decoding uses prompt look-up or"),
     ("--speculative-config ngram", "Speculative decoding uses prompt look-up or"),
+    ('-sc {"method":"mtp"}', "Speculative decoding uses prompt look-up or"),
     ("--speculative-model /no/where", "There is no model at '/no/where'"),
     ("--draft-model examples --speculation off", "A draft model has no effect while speculation is off"),
     ("--spec-decoding-acceptance-method typical_acceptance_sampler", "Guesses never change the distribution"),

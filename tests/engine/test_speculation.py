@@ -17,7 +17,7 @@ from families import VOCAB, greedy_oracle, make_model
 from safetensors.torch import load_file, save_file
 
 from batchline.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
-from batchline.engine import core
+from batchline.engine import core, step_results
 from batchline.engine.core import Engine, Output
 from batchline.engine.draft_model import Drafter, DraftTime
 from batchline.engine.request import (
@@ -335,7 +335,7 @@ def test_a_step_that_fails_with_guesses_is_computed_without_them(folder: Path, m
     wanted = requests(repeating_prompts(VOCAB))
     expected = run(make_engine(folder, OFF), wanted)
     engine = make_engine(folder, ALWAYS)
-    read = core.read_results
+    read = step_results.read_results
 
     def fail(step: Step, *arguments: Any) -> Any:
         if any(chunk.guesses for chunk in step.chunks):
