@@ -181,7 +181,7 @@ def test_quantizing_keeps_each_number_to_half_a_step() -> None:
     assert (values.abs().amax(1) == 127).all()
 
 
-@pytest.mark.parametrize(("wanted", "most"), [("portable", 0), ("avx2", 2), ("avx512", 3), ("auto", 3)])
+@pytest.mark.parametrize(("wanted", "most"), [("portable", 0), ("avx2", 2), ("avx512", 3), ("amx", 4), ("auto", 4)])
 def test_a_choice_of_kernels_bounds_the_int8_kernels_too(wanted: str, most: int) -> None:
     kernels = open_int8_kernels(wanted)  # type: ignore[arg-type]
     assert kernels is not None

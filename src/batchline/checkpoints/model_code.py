@@ -55,8 +55,7 @@ def without_compiler() -> Iterator[None]:
     package = importlib.util.module_from_spec(spec)
 
     def restore() -> None:
-        if finder in sys.meta_path:
-            sys.meta_path.remove(finder)
+        sys.meta_path = [other for other in sys.meta_path if other is not finder]  # another thread may iterate over it
         if sys.modules.get(_COMPILER) is package:
             del sys.modules[_COMPILER]
         if vars(torch).get("_dynamo") is package:
@@ -72,7 +71,7 @@ def without_compiler() -> Iterator[None]:
     vars(package).update(dict.fromkeys(_DECORATORS, _unchanged), __getattr__=import_after_all)
     sys.modules[_COMPILER] = package
     vars(torch)["_dynamo"] = package
-    sys.meta_path.insert(0, finder)
+    sys.meta_path = [finder, *sys.meta_path]
     try:
         yield
     finally:

@@ -48,7 +48,8 @@ struct LinearArgs {
 
 constexpr int64_t kMaxItemRows = 96;
 
-// At most kMaxItemRows rows [first_row, end_row) and panels [first_panel, end_panel) of a product, for one core.
+// Rows [first_row, end_row) and panels [first_panel, end_panel) of a product, for one core. Without AMX, there are at most
+// kMaxItemRows rows.
 struct LinearItem {
   int64_t first_row, end_row, first_panel, end_panel;
 };

@@ -23,3 +23,8 @@ inline F32 times_power_of_two(F32 p, F32 n, F32 x) {
 
 // 1 / x to 2^-14 of the result; 0 for infinity.
 inline F32 rough_inverse(F32 x) { return reinterpret<F32>(_mm512_maskz_rcp14_ps(kAllLanes, reinterpret<__m512>(x))); }
+
+inline F32 fused(F32 sum, F32 a, F32 b) {
+  return reinterpret<F32>(
+      _mm512_fmadd_ps(reinterpret<__m512>(a), reinterpret<__m512>(b), reinterpret<__m512>(sum)));
+}

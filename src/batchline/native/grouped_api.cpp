@@ -13,7 +13,7 @@ namespace {
 constexpr int64_t kRowsAtOnce = 512;   // turned into bytes together: they stay in the caches until they are multiplied
 constexpr int64_t kRowsPerRange = 16;  // to turn into bytes
 constexpr int64_t kPanelsPerItem = 4;  // even: gate and up go together
-constexpr int64_t kMinTiledRows = 24;  // fewer do not make up for the work of widening the weights
+constexpr int64_t kMinTiledRows = 34;  // more than a step with guesses has, so that guesses do not change the rounding
 constexpr int64_t kOutputsPerRange = 8;  // to round
 
 enum Int8Isa : int { kPortable, kAvx2, kAvxVnni, kAvx512Vnni, kAmx };

@@ -10,6 +10,9 @@ constexpr int kBytesStart = 0;  // `dot_bytes` subtracts 128 itself
 
 #include "simd.inc.h"
 #include "generic.inc.h"
+
+inline F32 fused(F32 sum, F32 a, F32 b) { return sum + a * b; }
+
 #include "bfloat16.inc.h"
 #include "vector_math.inc.h"
 #include "epilogue.inc.h"

@@ -219,7 +219,8 @@ void grouped_tile(const GroupedLinearArgs& a, const GroupedRows& rows, int64_t r
         const F32 scales = column_scales<V>(a, panel + c / kVectors, group, part, c % kVectors);
 #pragma GCC unroll 16
         for (int r = 0; r < kRows; ++r)
-          sums[r][c] += __builtin_convertvector(integers[r][c], F32) * (scales * rows.scales[at + r * rows.num_groups]);
+          sums[r][c] = fused(sums[r][c], __builtin_convertvector(integers[r][c], F32),
+                             scales * rows.scales[at + r * rows.num_groups]);
       }
     }
     if constexpr (V::kHasMinima) {
@@ -227,7 +228,7 @@ void grouped_tile(const GroupedLinearArgs& a, const GroupedRows& rows, int64_t r
       for (int c = 0; c < vectors; ++c) {
         const F32 minima = column_minima(a, panel + c / kVectors, group, c % kVectors);
 #pragma GCC unroll 16
-        for (int r = 0; r < kRows; ++r) sums[r][c] -= minima * rows.sums[at + r * rows.num_groups];
+        for (int r = 0; r < kRows; ++r) sums[r][c] = fused(sums[r][c], -minima, splat(rows.sums[at + r * rows.num_groups]));
       }
     }
   }
@@ -297,7 +298,7 @@ void float_tile(const GroupedLinearArgs& a, int64_t row, int64_t panel) {
         const I32 value = low_bits(reinterpret<I32>(reinterpret<U32>(four) >> (i % kFour * 8)), 0xff) - V::kOffset;
         const F32 weight = __builtin_convertvector(value, F32) * scales[c] - minima[c];
 #pragma GCC unroll 16
-        for (int r = 0; r < kRows; ++r) sums[r][c] += weight * x[r * a.x_stride + i];
+        for (int r = 0; r < kRows; ++r) sums[r][c] = fused(sums[r][c], weight, splat(x[r * a.x_stride + i]));
       }
     }
   }

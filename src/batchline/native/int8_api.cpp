@@ -12,6 +12,7 @@ namespace {
 
 constexpr int64_t kRowsAtOnce = 1024;  // quantized together: their bytes stay in the caches until they are multiplied
 constexpr int64_t kRowsPerRange = 16;  // to quantize
+constexpr int64_t kMinTiledRows = 8;   // fewer are faster without AMX
 constexpr int64_t kPanelsPerItem = 4;  // even: gate and up go together
 
 enum Int8Isa : int { kPortable, kAvx2, kAvxVnni, kAvx512Vnni, kAmx };
@@ -20,10 +21,12 @@ enum DType : int { kFloat32, kBFloat16 };
 // How to run: one for each instruction set in use, made by `batchline_int8_open`, never changed.
 struct Int8Runtime {
   const Int8Kernels* kernels;
+  const Int8Kernels* few_rows;  // the kernels for them; sums of integers are the same
   RunParallel run_parallel;
 
-  const TypedInt8Kernels& typed(int dtype) const {
-    return dtype == kBFloat16 ? kernels->bfloat16 : kernels->float32;
+  const TypedInt8Kernels& typed(int dtype, int64_t rows) const {
+    const Int8Kernels* chosen = rows < kMinTiledRows ? few_rows : kernels;
+    return dtype == kBFloat16 ? chosen->bfloat16 : chosen->float32;
   }
 };
 
@@ -55,7 +58,9 @@ bool is_supported(int isa) {
                         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
                         __builtin_cpu_supports("avx512vnni");
   if (isa == kAvx512Vnni) return has_vnni;
-  if (isa == kAmx) return has_vnni && kInt8AmxKernels != nullptr && may_use_amx();
+  // layers in groups use AVX512-BF16 as well
+  if (isa == kAmx)
+    return has_vnni && __builtin_cpu_supports("avx512bf16") && kInt8AmxKernels != nullptr && may_use_amx();
 #endif
   return isa == kPortable;
 }
@@ -106,14 +111,14 @@ __attribute__((visibility("default"))) int batchline_int8_is_supported(int isa) 
 // process.
 __attribute__((visibility("default"))) const Int8Runtime* batchline_int8_open(int isa, RunParallel run_parallel) {
   if (!is_supported(isa) || kernels_of(isa) == nullptr) return nullptr;
-  return new (std::nothrow) Int8Runtime{kernels_of(isa), run_parallel};
+  return new (std::nothrow) Int8Runtime{kernels_of(isa), kernels_of(isa == kAmx ? kAvx512Vnni : isa), run_parallel};
 }
 
 // Returns a `Status`.
 __attribute__((visibility("default"))) int batchline_int8_linear(const Int8Runtime* runtime, int dtype,
                                                                  const Int8LinearArgs* a) {
   return without_throwing([&] {
-    run_linear(*runtime, runtime->typed(dtype), *a);
+    run_linear(*runtime, runtime->typed(dtype, a->rows), *a);
     return kDone;
   });
 }

@@ -58,11 +58,12 @@ void finish_tiled(const Int8LinearArgs& a, const QuantizedRows& rows, const int3
 // The bytes of a row of x go on to a whole tile, whatever they are there: the weights are 0.
 template <class T>
 void int8_linear(const Int8LinearArgs& a, const QuantizedRows& rows, const LinearItem& item) {
-  const char* x = reinterpret_cast<const char*>(rows.row(0));
+  const char* x = reinterpret_cast<const char*>(rows.bytes);
   const TiledLinear tiled{x, rows.stride, reinterpret_cast<const char*>(a.panels), a.num_fours() * kTileBytes,
                           a.num_fours() / kTileRowCount, a.num_fours() % kTileRowCount};
-  multiply_tiles<int32_t>(tiled, item, [&](const int32_t* sums, int64_t row, int64_t end_row, int64_t panel, auto panels) {
-    finish_tiled<T, panels.value>(a, rows, sums, row, end_row, panel);
+  const LinearItem in_x{item.first_row - rows.first_row, item.end_row - rows.first_row, item.first_panel, item.end_panel};
+  multiply_tiles<int32_t>(tiled, in_x, [&](const int32_t* sums, int64_t row, int64_t end_row, int64_t panel, auto panels) {
+    finish_tiled<T, panels.value>(a, rows, sums, rows.first_row + row, rows.first_row + end_row, panel);
   });
 }
 

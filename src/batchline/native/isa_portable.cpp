@@ -13,6 +13,9 @@ constexpr int kLinearPanels = 2;  // even: gate and up go together
 
 #include "simd.inc.h"
 #include "generic.inc.h"
+
+inline F32 fused(F32 sum, F32 a, F32 b) { return sum + a * b; }
+
 #include "bfloat16.inc.h"
 #include "vector_math.inc.h"
 

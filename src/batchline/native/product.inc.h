@@ -1,4 +1,6 @@
-// The one inner loop of all products: a few rows of broadcast pairs against a few panels of columns.
+// The one inner loop of all products: a few rows of broadcast pairs against a few panels of columns. Each instruction set's
+// file must define `fused`: sum + a * b, always in the same way. Compilers fuse the two in some loops and not in others (GCC
+// since 13), and then a row's result would depend on the rows beside it.
 
 constexpr int kVectors = kPanel / kLanes;  // vectors in a panel
 
@@ -8,7 +10,7 @@ struct Pairs;
 template <>
 struct Pairs<float> {
   static F32 broadcast(const float* a) { return splat(*a); }
-  static F32 multiply_add(F32 sum, F32 a, F32 b) { return sum + a * b; }
+  static F32 multiply_add(F32 sum, F32 a, F32 b) { return fused(sum, a, b); }
   static F32 columns(const float* b) { return load_bits<F32>(b); }
 };
 
