@@ -280,6 +280,9 @@ class Engine:
         sequence = result.sequence
         if result.error is not None:
             raise result.error
+        if result.is_broken and not result.tokens:
+            self._start_without_guesses(sequence)
+            return None
         if sequence.first_token_at is None:
             self._note_prompt(result)
         if result.hidden is not None:
@@ -309,8 +312,18 @@ class Engine:
         if not result.is_broken:
             sequence.guesses = ()
         elif not sequence.is_finished:
-            sequence.may_guess = False
-            self.scheduler.start_again(sequence)
+            self._start_without_guesses(sequence)
+
+    def _start_without_guesses(self, sequence: Sequence) -> None:
+        """Compute a sequence again, because a guess has left numbers in its blocks that are not finite."""
+        self._unregister_broken(sequence)
+        sequence.may_guess = False
+        self.scheduler.start_again(sequence)
+
+    def _unregister_broken(self, sequence: Sequence) -> None:
+        """No other sequence may find its blocks with numbers that are not known to be finite."""
+        size = self.scheduler.pool.block_size
+        self.scheduler.pool.unregister(sequence.block_table[sequence.num_finite_tokens // size :])
 
     def _report(self, sequence: Sequence) -> Output | None:
         """The output of a preempted stream that was not yet reported."""
@@ -352,8 +365,7 @@ class Engine:
         """End one sequence with an error."""
         error = _error_of(exc)
         if isinstance(error, NumbersNotFinite):
-            size = self.scheduler.pool.block_size
-            self.scheduler.pool.unregister(sequence.block_table[sequence.num_finite_tokens // size :])
+            self._unregister_broken(sequence)
         self._end_early(sequence.request_id, "error")
         return RequestFailed(request_id=sequence.request_id, error=error)
 

@@ -49,7 +49,7 @@ class SequenceResult:
 
     row: the row of its last position in the step's logits and hidden states. Those of the guesses come after it.
     guesses: those whose numbers are finite. is_broken: whether one has others, so that its position in the cache must
-    not be read.
+    not be read. If it has been read already, there are no tokens, because the last position's numbers are broken, too.
     tokens: the next ones, more than one if guesses were right. logprobs: of each of them, if wanted.
     """
 
@@ -96,6 +96,9 @@ def read_results(
         own = slice(first, first + num_rows - len(chunk.guesses))
         guessed = is_finite[own.stop : first + num_rows]
         first += num_rows
+        if not all(is_finite[own]) and chunk.guesses:  # the guesses may be at fault
+            results.append(SequenceResult(sequence, own.stop - 1, is_broken=True))
+            continue
         if not all(is_finite[own]):
             error = NumbersNotFinite(
                 "the model computed numbers for this request that are not finite (NaN or infinite)"
