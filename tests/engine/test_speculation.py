@@ -480,6 +480,17 @@ def test_a_draft_model_that_fails_costs_nobody_an_answer(folder: Path, monkeypat
     assert guesser._model is None
 
 
+def test_the_counts_of_guesses_outlive_the_model(folder: Path) -> None:
+    """They are read once more when it has been unloaded."""
+    for speculation in (ALWAYS, with_draft(folder)):
+        engine = make_engine(folder, speculation)
+        run(engine, requests(repeating_prompts(VOCAB)))
+        before = engine.stats()
+        assert before.accepted_tokens > 0
+        engine.free_model()
+        assert engine.stats() == before
+
+
 def test_contexts_may_be_longer_than_the_draft_models(folder: Path, tmp_path: Path) -> None:
     draft = make_model("llama", tmp_path, max_position_embeddings=64)
     engine = make_engine(folder, with_draft(draft))

@@ -245,13 +245,14 @@ class Engine:
         self.scheduler.check_integrity()
 
     def free_model(self) -> None:
-        """Drop the model and the cache; no step can be computed afterwards. Idempotent.
+        """Drop the models and caches; no step can be computed afterwards, but the counters stay. Idempotent.
 
         Their memory is free after the next garbage collection, on a GPU at once."""
         self._masks.close()
         if hasattr(self, "loaded"):
             device = self.loaded.device
-            self._speculation = None
+            if self._speculation is not None:
+                self._speculation.free()
             del self._runner, self.loaded
             if device.type == "cuda":
                 gc.collect()  # the model's parts refer to each other

@@ -181,6 +181,11 @@ class Drafter(Guesser):
             self._model = None
         self._drafting_s = time.monotonic() - began_at
 
+    def free(self) -> None:
+        """See `Guesser.free`."""
+        super().free()
+        self._model = None
+
     def note_step(self, step: Step, results: Iterable[SequenceResult], seconds: float) -> None:
         """See `Guesser.note_step`."""
         results = list(results)

@@ -137,6 +137,10 @@ class Guesser(ABC):
         may_grow: the step may hold others, too, so that it takes long anyway.
         """
 
+    def free(self) -> None:
+        """Drop what is not needed once no further step will be computed. The counts stay."""
+        self._records = {}
+
     def note_step(self, step: Step, results: Iterable[SequenceResult], seconds: float) -> None:
         """A step that may have checked guesses took so long, together with making them."""
         chunks = {chunk.sequence: chunk for chunk in step.chunks}
